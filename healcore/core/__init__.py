@@ -1,0 +1,1 @@
+"""The pure core: state machines written against an array namespace, without a framework."""

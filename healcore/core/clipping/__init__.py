@@ -1,0 +1,22 @@
+"""Clipping rules: every step, on the device. One file each, all with the same two functions.
+
+`init(config, *, groups)` gives the state as NumPy arrays; `update(config, state, seen, learn, *,
+xp)` judges one norm against the state, then learns it, and returns `(state, Clip)`.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from healcore.core.clipping import adagc, autoclip, fixed, zclip
+from healcore.core.clipping.verdict import Clip
+
+RULES: dict[str, ModuleType] = {
+    "zclip": zclip,
+    "fixed": fixed,
+    "autoclip": autoclip,
+    "adagc": adagc,
+}
+"""Clipping rule by the name that a policy file uses."""
+
+__all__ = ["RULES", "Clip"]

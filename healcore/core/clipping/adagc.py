@@ -1,0 +1,97 @@
+"""AdaGC: each tensor's gradient is held near its own moving average.
+
+Wang et al., 2025, arXiv:2502.11034. For the first `warmup_steps` the global norm is clipped to
+`max_norm` and gamma_i is the smallest clipped norm of tensor i; then a norm above
+`ratio * gamma_i` is brought down to it, and gamma_i' = decay gamma_i + (1 - decay) u_i.
+
+What differs from the paper: zero and non-finite norms teach nothing (a tensor with one zero norm
+in warm-up has gamma = 0 and never moves again), a tensor first seen after warm-up starts from its
+own first norm, and gamma moves to a new level when nearly every norm is rejected there (published:
+645-1,633 steps for x2).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from healcore.core import level_shift, numerics
+from healcore.core.clipping.verdict import Clip, scale_to
+from healcore.core.signals import Observed
+
+# ratio 1.04 rejects over half of all norms when they are merely noisy, so here only rejections
+# that are nearly without exception speak of a shift: one acceptance takes back eight of them.
+_SHIFT = level_shift.ShiftConfig(patience=25, gain=1, forgive=8)
+
+
+class AdaGCConfig(NamedTuple):
+    """Thresholds; numbers may be arrays."""
+
+    ratio: Any = 1.04
+    """A norm above this multiple of gamma is brought down to it (the paper's lambda_rel)."""
+    ema_decay: Any = 0.99
+    """Decay of gamma per step (the paper's beta)."""
+    warmup_steps: Any = 100
+    """Steps of global clipping (the paper's T_start)."""
+    max_norm: Any = 1.0
+    """Global limit in warm-up (the paper's lambda_abs)."""
+    shift: level_shift.ShiftConfig = _SHIFT
+
+
+class AdaGCState(NamedTuple):
+    """State of n tensors."""
+
+    count: Any
+    """int32 0-d: steps learnt, up to the end of warm-up."""
+    gamma: Any
+    """float32 (n,): level of each tensor's norm; 0 = nothing seen yet."""
+    shift: level_shift.ShiftState
+    """Arrays of shape (n,)."""
+
+
+def init(config: AdaGCConfig, *, groups: int = 0) -> AdaGCState:
+    """A rule over `groups` tensors at the start of its warm-up."""
+    del config
+    return AdaGCState(
+        np.zeros((), np.int32), np.zeros((groups,), np.float32), level_shift.init((groups,))
+    )
+
+
+def update(
+    config: AdaGCConfig, state: AdaGCState, seen: Observed, learn: Any, *, xp: Any
+) -> tuple[AdaGCState, Clip]:
+    """Judges `seen.group_norms` (n,), then learns them; `Clip` holds arrays of shape (n,)."""
+    norms = seen.group_norms
+    count = xp.where(seen.restart, 0, state.count)
+    warm = count < config.warmup_steps
+    learn = learn & seen.sound
+    over_all = seen.grad_norm > config.max_norm
+    shared = scale_to(config.max_norm, seen.grad_norm, over_all, xp=xp)
+
+    warm_n, shared_n, learn_n = warm[..., None], shared[..., None], learn[..., None]
+    unknown = (state.gamma == 0) | (warm_n & (count == 0)[..., None])
+    limit = config.ratio * state.gamma
+    over = ~warm_n & ~unknown & (norms > limit)
+    own = scale_to(limit, norms, over, xp=xp)
+    scale = xp.where(warm_n, shared_n, own)
+
+    learn_n = learn_n & (norms > 0)
+    accepted = xp.where(over, limit, norms)
+    clipped = numerics.settle(norms * shared_n, xp=xp)
+    lowest = xp.where(unknown, clipped, numerics.smaller(state.gamma, clipped, xp=xp))
+    rate = 1.0 - config.ema_decay
+    followed = xp.where(
+        unknown, norms, numerics.ema(state.gamma, accepted, rate, learn_n, xp=xp)
+    )
+    gamma = xp.where(learn_n, xp.where(warm_n, lowest, followed), state.gamma)
+    watch, shift = level_shift.update(
+        config.shift, state.shift, norms, over, learn_n & ~warm_n, xp=xp
+    )
+    gamma = xp.where(shift.escaped, shift.level, gamma)
+    count = xp.where(learn & warm, count + 1, count)
+    threshold = xp.where(warm_n, config.max_norm, limit)
+    zero = norms - norms
+    return AdaGCState(count, gamma, watch), Clip(
+        scale, zero + threshold, zero, (warm_n & over_all[..., None]) | over
+    )

@@ -1,0 +1,43 @@
+"""Fixed clipping: the norm is brought down to one absolute limit (Pascanu et al., 2013).
+
+The rule of `torch.nn.utils.clip_grad_norm_` and `optax.clip_by_global_norm`. It has no baseline,
+so there is nothing to poison and nothing to escape from: norms that settle above `max_norm` are
+clipped for good, because that is what the user asked for. Rules that learn their limit do escape.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from healcore.core.clipping.verdict import Clip, scale_to
+from healcore.core.signals import Observed
+
+
+class FixedConfig(NamedTuple):
+    """The limit."""
+
+    max_norm: Any = 1.0
+    """Largest gradient norm that passes untouched; above 0."""
+
+
+class FixedState(NamedTuple):
+    """Nothing to remember."""
+
+
+def init(config: FixedConfig, *, groups: int = 0) -> FixedState:
+    """An empty state."""
+    del config, groups
+    return FixedState()
+
+
+def update(
+    config: FixedConfig, state: FixedState, seen: Observed, learn: Any, *, xp: Any
+) -> tuple[FixedState, Clip]:
+    """Clips `seen.grad_norm` to `config.max_norm`."""
+    del learn
+    norm = seen.grad_norm
+    over = norm > config.max_norm
+    limit = xp.where(over, config.max_norm, norm)
+    scale = scale_to(limit, norm, over, xp=xp)
+    zero = norm - norm
+    return state, Clip(scale, zero + config.max_norm, zero, over)

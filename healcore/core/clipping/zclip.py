@@ -1,0 +1,162 @@
+"""ZClip: clip a gradient norm that stands out from its own recent history.
+
+Kumar et al., 2025, arXiv:2504.02507 (package `zclip` 1.0.0). After `warmup_steps` raw norms, with
+mean mu, population variance v and z = (g - mu) / sqrt(v), a norm with z above the threshold k is
+brought down to T: `mu + k^2 sigma / z` (reciprocal), `mu` (mean) or `mu + k sigma` (max). Then
+mu' = a mu + (1 - a) u and v' = a v + (1 - a) (u - mu')^2, where u is T if it was clipped, else g.
+
+What differs from the paper, and why:
+
+* Level shifts: as published, every norm after a true shift of x1.5 is clipped for ever, since the
+  learnt values never exceed T and sigma goes to 0. Here the baseline moves to the new level once
+  clipping has become the rule and the norms stand still there (`level_shift`).
+* NaN, Inf and zero norms teach nothing. One NaN makes the published rule blind for good, a run of
+  zeros would make it clip everything to zero.
+* sigma is at least `min_rel_std` of mu: after constant norms, +0.01 % is not a spike.
+* In warm-up a norm above ten times the mean so far enters as ten times the mean: one spike there
+  would hide later ones for hundreds of steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from healcore.core import level_shift, numerics
+from healcore.core.clipping.verdict import Clip, scale_to
+from healcore.core.signals import Observed
+
+_WARMUP_OUTLIER = 10.0
+
+
+class ZClipConfig(NamedTuple):
+    """Thresholds; numbers may be arrays."""
+
+    z_threshold: Any = 2.5
+    """z-score above which a norm is a spike (paper: 2.5; 2.0 at learning rates >= 3e-3)."""
+    ema_decay: Any = 0.97
+    """Decay of mean and variance per step, in (0, 1)."""
+    warmup_steps: Any = 25
+    """Positive finite norms averaged before the z-score is used."""
+    target: str = "reciprocal"
+    """What a spike is brought down to: reciprocal, mean or max. Static."""
+    max_norm: Any | None = 1.0
+    """Absolute limit besides, in warm-up too; None for none."""
+    min_rel_std: Any = 0.01
+    """Floor of sigma as a fraction of the mean."""
+    shift: level_shift.ShiftConfig = level_shift.ShiftConfig()
+    """When clipping has become the rule."""
+
+
+class ZClipState(NamedTuple):
+    """O(1) statistics of the accepted norms."""
+
+    count: Any
+    """int32: norms learnt, up to the end of warm-up."""
+    mean: Any
+    """float32."""
+    var: Any
+    """float32: population variance in warm-up, then its moving average."""
+    shift: level_shift.ShiftState
+
+
+def init(config: ZClipConfig, *, groups: int = 0) -> ZClipState:
+    """A rule at the start of its warm-up."""
+    del config, groups
+    zero = np.zeros((), np.float32)
+    return ZClipState(np.zeros((), np.int32), zero, zero.copy(), level_shift.init())
+
+
+def update(
+    config: ZClipConfig, state: ZClipState, seen: Observed, learn: Any, *, xp: Any
+) -> tuple[ZClipState, Clip]:
+    """Judges `seen.grad_norm` against the baseline, then learns it.
+
+    Args:
+        config: thresholds.
+        state: the baseline before this step.
+        seen: the step's signals.
+        learn: bool; false for a step that is skipped: judged, not learnt.
+        xp: the array namespace.
+
+    Returns:
+        The new state and the `Clip`.
+    """
+    norm = seen.grad_norm
+    count = xp.where(seen.restart, 0, state.count)
+    warm = count < config.warmup_steps
+    floor = config.min_rel_std * state.mean
+    var = numerics.larger(state.var, floor * floor, xp=xp)
+
+    # z > k without a root: gap^2 > k^2 v. k^2 is applied in two float32 products, so that a
+    # Python number and an array (a vmapped sweep) round alike.
+    k = config.z_threshold
+    sigma = xp.sqrt(var)
+    gap = norm - state.mean
+    limit = k * (k * var)
+    spike = ~warm & (gap > 0) & (gap * gap > limit)
+    safe_gap = xp.where(spike, gap, 1.0)
+    if config.target == "reciprocal":
+        target = state.mean + xp.where(spike, limit / safe_gap, 0.0)
+    elif config.target == "mean":
+        target = state.mean
+    else:
+        target = state.mean + xp.where(spike, k * sigma, 0.0)
+
+    effective = xp.where(spike, target, norm)
+    threshold = xp.where(warm, 0.0, state.mean + xp.where(warm, 0.0, k * sigma))
+    if config.max_norm is not None:
+        effective = numerics.smaller(effective, config.max_norm, xp=xp)
+        lower = (threshold == 0) | (threshold > config.max_norm)
+        threshold = xp.where(lower, config.max_norm, threshold)
+    over = norm > effective
+    scale = scale_to(effective, norm, over, xp=xp)
+    known = ~warm & (sigma > 0)
+    z = xp.where(known, gap / xp.where(known, sigma, 1.0), 0.0)
+
+    learn = learn & seen.sound & (norm > 0)
+    learnt = _learn(config, state, count, norm, xp.where(spike, target, norm), learn, xp=xp)
+    watch, shift = level_shift.update(
+        config.shift, state.shift, norm, spike, learn & ~warm, xp=xp
+    )
+    return ZClipState(
+        count=learnt.count,
+        mean=xp.where(shift.escaped, shift.level, learnt.mean),
+        var=xp.where(shift.escaped, shift.spread, learnt.var),
+        shift=watch,
+    ), Clip(scale, threshold, z, over)
+
+
+def _learn(
+    config: ZClipConfig,
+    state: ZClipState,
+    count: Any,
+    norm: Any,
+    accepted: Any,
+    learn: Any,
+    *,
+    xp: Any,
+) -> ZClipState:
+    """Running mean and population variance in warm-up (Welford), moving averages after it."""
+    warm = count < config.warmup_steps
+    mean = xp.where(count > 0, state.mean, 0.0)
+    var = xp.where(count > 0, state.var, 0.0)
+    ceiling = _WARMUP_OUTLIER * mean
+    outlier = warm & (count > 0) & (norm > ceiling)
+    value = xp.where(outlier, ceiling, accepted)
+
+    seen = xp.where(learn & warm, count + 1, count)
+    divisor = numerics.as_float(xp.where(seen > 0, seen, 1), xp=xp)
+    rate = 1.0 - config.ema_decay
+    gap = value - mean
+    mean = mean + xp.where(learn, xp.where(warm, gap / divisor, rate * gap), 0.0)
+    rest = value - mean
+    square = xp.where(warm, gap * rest, rest * rest)
+    step = xp.where(warm, (square - var) / divisor, rate * (square - var))
+    var = var + xp.where(learn, step, 0.0)
+    # Rounding can leave a variance of -1e-12 after equal values.
+    var = xp.where(var > 0, var, 0.0)
+    return ZClipState(
+        seen, numerics.settle(mean, xp=xp), numerics.settle(var, xp=xp), state.shift
+    )

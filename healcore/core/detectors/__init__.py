@@ -1,0 +1,48 @@
+"""Detectors: one file each, all with the same three names.
+
+`Config` is a NamedTuple of thresholds, `init(config)` gives the state as NumPy arrays, and
+`update(config, state, seen, *, xp)` judges one step against the state, then learns it, and
+returns `(state, Reading)`. `NEEDS` names the signals without which the detector rests.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from healcore.core.detectors import (
+    divergence,
+    grad_spike,
+    loss_spike,
+    nonfinite,
+    overfit,
+    plateau,
+    update_spike,
+    vanishing,
+)
+from healcore.core.verdict import Cause
+
+DETECTORS: dict[str, ModuleType] = {
+    "nonfinite": nonfinite,
+    "loss_spike": loss_spike,
+    "grad_spike": grad_spike,
+    "divergence": divergence,
+    "vanishing": vanishing,
+    "plateau": plateau,
+    "overfit": overfit,
+    "update_spike": update_spike,
+}
+"""Detector by the name that a policy file uses, in the order in which they run."""
+
+CAUSES: dict[str, Cause] = {
+    "nonfinite": Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD,
+    "nonfinite_loss": Cause.NONFINITE_LOSS,
+    "nonfinite_grad": Cause.NONFINITE_GRAD,
+    "loss_spike": Cause.LOSS_SPIKE,
+    "grad_spike": Cause.GRAD_SPIKE,
+    "divergence": Cause.DIVERGENCE,
+    "vanishing": Cause.GRAD_VANISHING,
+    "plateau": Cause.PLATEAU,
+    "overfit": Cause.OVERFIT,
+    "update_spike": Cause.UPDATE_SPIKE,
+}
+"""What a rule's `to` may name on the device, and the flags it stands for."""

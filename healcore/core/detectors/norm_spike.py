@@ -1,0 +1,95 @@
+"""A norm far above its own recent level, on any scale: shared by gradients and updates.
+
+The level is a moving average of accepted norms and the scale one of their absolute deviations:
+no square root, and no second power that one outlier could blow up. A spike has to stand out both
+from the scattering (`z_threshold`) and from the level itself (`min_ratio`): after near-constant
+norms a change of one percent is many deviations and no trouble.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from healcore.core import level_shift, numerics
+
+
+class NormSpikeConfig(NamedTuple):
+    """Thresholds; numbers may be arrays."""
+
+    z_threshold: Any = 8.0
+    """Mean absolute deviations above the level."""
+    min_ratio: Any = 3.0
+    """Multiple of the level that a spike reaches at least."""
+    ema_decay: Any = 0.97
+    """Decay of level and scale per accepted step."""
+    warmup_steps: Any = 25
+    """Steps learnt before a spike is called one."""
+    sustain: Any = 5
+    """Spikes in a row (leaky) that make it sustained."""
+    shift: level_shift.ShiftConfig = level_shift.ShiftConfig()
+    """When the high norm has become the level."""
+
+
+class NormSpikeState(NamedTuple):
+    """O(1) baseline."""
+
+    count: Any
+    """int32: steps learnt, up to the end of warm-up."""
+    level: Any
+    """float32."""
+    scale: Any
+    """float32: mean absolute deviation from the level."""
+    shift: level_shift.ShiftState
+
+
+class NormSpike(NamedTuple):
+    """One step's word."""
+
+    alarm: Any
+    sustained: Any
+    z: Any
+
+
+def init(config: NormSpikeConfig) -> NormSpikeState:
+    """A baseline at the start of its warm-up."""
+    del config
+    zero = np.zeros((), np.float32)
+    return NormSpikeState(np.zeros((), np.int32), zero, zero.copy(), level_shift.init())
+
+
+def update(
+    config: NormSpikeConfig, state: NormSpikeState, norm: Any, learn: Any, restart: Any, *, xp: Any
+) -> tuple[NormSpikeState, NormSpike]:
+    """Judges `norm` (float32, finite) against the baseline, then learns it if accepted."""
+    learn = learn & (norm > 0)
+    count = xp.where(restart, 0, state.count)
+    warm = count < config.warmup_steps
+    gap = norm - state.level
+    scale = state.scale
+    far = (gap > config.z_threshold * scale) & (norm > config.min_ratio * state.level)
+    alarm = learn & ~warm & far
+    known = ~warm & (scale > 0)
+    z = xp.where(known, gap / xp.where(known, scale, 1.0), 0.0)
+
+    watch, shift = level_shift.update(
+        config.shift, state.shift, norm, alarm, learn & ~warm, xp=xp
+    )
+    taught = learn & ~alarm
+    seen = xp.where(taught & warm, count + 1, count)
+    divisor = numerics.as_float(xp.where(seen > 0, seen, 1), xp=xp)
+    rate = 1.0 - config.ema_decay
+    first = count == 0
+    level = xp.where(first, 0.0, state.level)
+    gap = norm - level
+    level = level + xp.where(taught, xp.where(warm, gap / divisor, rate * gap), 0.0)
+    # The first norm has no deviation from anything.
+    off = xp.where(first, 0.0, xp.abs(gap))
+    scale = xp.where(first, 0.0, scale)
+    step = off - scale
+    scale = scale + xp.where(taught, xp.where(warm, step / divisor, rate * step), 0.0)
+    level, scale = numerics.settle(level, xp=xp), numerics.settle(scale, xp=xp)
+    level = xp.where(shift.escaped, shift.level, level)
+    sustained = alarm & (watch.run >= config.sustain * config.shift.gain)
+    return NormSpikeState(seen, level, scale, watch), NormSpike(alarm, sustained | shift.escaped, z)

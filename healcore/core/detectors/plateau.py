@@ -1,0 +1,112 @@
+"""Plateau: the loss has stopped falling, or sits at the level of guessing.
+
+The mean over each window of `window` steps is compared with the best window so far; the scale is
+the loss's own step-to-step change, so that no unit is assumed. With `chance_level` (ln 2 for a
+preference loss, ln V for a vocabulary of V) a window that stays within `chance_margin` of it is a
+plateau too, whatever came before: the model has learnt nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from healcore.core import numerics
+from healcore.core.signals import Observed
+from healcore.core.verdict import Cause, Reading, flag
+
+NEEDS = frozenset({"loss"})
+
+
+class Config(NamedTuple):
+    """Thresholds; numbers may be arrays."""
+
+    window: Any = 500
+    """Steps per window."""
+    patience: Any = 3
+    """Windows without improvement that make the alarm."""
+    min_improvement: Any = 0.1
+    """What a better window gains at least, in mean absolute step-to-step changes."""
+    chance_level: Any | None = None
+    """Loss of guessing, for example 0.6931 (ln 2); None switches this part off."""
+    chance_margin: Any = 0.01
+    """Distance from `chance_level` that still counts as guessing."""
+
+
+class State(NamedTuple):
+    """O(1) memory."""
+
+    count: Any
+    """int32: steps in the current window."""
+    mean: Any
+    """float32: mean of the current window so far."""
+    best: Any
+    """float32: lowest window mean."""
+    windows: Any
+    """int32: windows finished, up to 1."""
+    stale: Any
+    """int32: windows in a row without improvement, up to `patience`."""
+    last: Any
+    """float32: previous loss."""
+    change: Any
+    """float32: moving average of the absolute change from one loss to the next."""
+    chance: Any
+    """bool: the last finished window was at chance level."""
+
+
+def init(config: Config) -> State:
+    """No step seen."""
+    del config
+    zero, none = np.zeros((), np.float32), np.zeros((), np.int32)
+    return State(
+        count=none,
+        mean=zero,
+        best=zero.copy(),
+        windows=none.copy(),
+        stale=none.copy(),
+        last=zero.copy(),
+        change=zero.copy(),
+        chance=np.zeros((), bool),
+    )
+
+
+def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
+    """Adds `seen.loss` to its window; the alarm stands until a window is better."""
+    learn, loss = seen.sound, seen.loss
+    started = (state.windows > 0) | (state.count > 0)
+    count = xp.where(learn, state.count + 1, state.count)
+    divisor = numerics.as_float(xp.where(count > 0, count, 1), xp=xp)
+    mean = state.mean + xp.where(learn, (loss - state.mean) / divisor, 0.0)
+    moved = xp.where(started, xp.abs(loss - state.last), 0.0)
+    change = numerics.ema(state.change, moved, 0.01, learn & started, xp=xp)
+    # The first change is taken whole: a slow average from zero would call noise progress.
+    change = xp.where(learn & started & (state.change == 0), moved, change)
+
+    done = learn & (count >= config.window)
+    first = done & (state.windows == 0)
+    gain = state.best - mean
+    needed = xp.where(done, config.min_improvement * change, 0.0)
+    better = first | (done & (gain > needed))
+    more = xp.where(state.stale < config.patience, state.stale + 1, state.stale)
+    stale = xp.where(done, xp.where(better, 0, more), state.stale)
+    best = xp.where(better, mean, state.best)
+    guessing = state.chance
+    if config.chance_level is not None:
+        near = xp.abs(mean - config.chance_level) <= config.chance_margin
+        guessing = xp.where(done, near, guessing)
+
+    restart = seen.restart
+    alarm = learn & ~restart & ((stale >= config.patience) | guessing)
+    new = State(
+        count=xp.where(restart | done, 0, count),
+        mean=numerics.settle(xp.where(restart | done, 0.0, mean), xp=xp),
+        best=best,
+        windows=xp.where(restart, 0, xp.where(done, 1, state.windows)),
+        stale=xp.where(restart, 0, stale),
+        last=xp.where(learn, loss, state.last),
+        change=change,
+        chance=guessing & ~restart,
+    )
+    cause = flag(alarm, Cause.PLATEAU, xp=xp)
+    return new, Reading(alarm, alarm, cause, loss - loss)

@@ -1,0 +1,29 @@
+"""The engine: detectors, rules, incidents, budgets and the LR multiplier, put together."""
+
+from __future__ import annotations
+
+from healcore.core.engine.config import (
+    BudgetConfig,
+    EngineConfig,
+    IncidentConfig,
+    LrConfig,
+    RollbackConfig,
+    RuleConfig,
+)
+from healcore.core.engine.engine import Engine
+from healcore.core.engine.porting import StateError
+from healcore.core.engine.state import EngineState, Tally, neutral
+
+__all__ = [
+    "BudgetConfig",
+    "Engine",
+    "EngineConfig",
+    "EngineState",
+    "IncidentConfig",
+    "LrConfig",
+    "RollbackConfig",
+    "RuleConfig",
+    "StateError",
+    "Tally",
+    "neutral",
+]

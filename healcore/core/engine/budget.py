@@ -1,0 +1,66 @@
+"""How often the engine may act. An exhausted budget stops the run; it waves nothing through."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from healcore.core.engine.config import BudgetConfig
+
+
+class BudgetState(NamedTuple):
+    """What is left."""
+
+    recoveries: Any
+    """int32: rollbacks left."""
+    lr_cuts: Any
+    """int32: cuts left."""
+    healthy: Any
+    """int32: steps without an incident since the last refund."""
+
+
+class Granted(NamedTuple):
+    """What of the ordered is paid for."""
+
+    recover: Any
+    """bool: go back."""
+    cut: Any
+    """bool: cut."""
+    stop: Any
+    """bool: a recovery was wanted and none is left."""
+
+
+def init(config: BudgetConfig) -> BudgetState:
+    """A full purse; with array budgets the state takes their shape."""
+    return BudgetState(
+        np.asarray(config.recoveries, np.int32),
+        np.asarray(config.lr_cuts, np.int32),
+        np.zeros((), np.int32),
+    )
+
+
+def update(
+    config: BudgetConfig, state: BudgetState, recover: Any, cut: Any, calm: Any, *, xp: Any
+) -> tuple[BudgetState, Granted]:
+    """Pays for what is ordered; refunds one of each after long health.
+
+    Args:
+        config: sizes.
+        state: what is left.
+        recover: bool, a rollback is ordered.
+        cut: bool, a cut is ordered.
+        calm: bool, no incident is open.
+        xp: the array namespace.
+    """
+    can_recover, can_cut = state.recoveries > 0, state.lr_cuts > 0
+    granted = Granted(recover & can_recover, cut & can_cut, recover & ~can_recover)
+    healthy = xp.where(calm, state.healthy + 1, 0)
+    refund = healthy >= config.refund_after
+    left = xp.where(granted.recover, state.recoveries - 1, state.recoveries)
+    cuts = xp.where(granted.cut, state.lr_cuts - 1, state.lr_cuts)
+    return BudgetState(
+        recoveries=xp.where(refund & (left < config.recoveries), left + 1, left),
+        lr_cuts=xp.where(refund & (cuts < config.lr_cuts), cuts + 1, cuts),
+        healthy=xp.where(refund, 0, healthy),
+    ), granted

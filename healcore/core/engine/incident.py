@@ -1,0 +1,117 @@
+"""Incidents: a contiguous run of alarms with one onset, and the ladder climbed within it.
+
+One incident spends one attempt, however many steps it lasts. Only when alarms go on for
+`patience` steps after an order, or when another incident begins in the same region, is the next
+rung climbed: a deeper rollback, another cut.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from healcore.core.engine.config import IncidentConfig, RollbackConfig
+
+
+class IncidentState(NamedTuple):
+    """The incident in progress, if any, and where the last recovery was."""
+
+    open: Any
+    """bool."""
+    number: Any
+    """int32: incidents so far, this one included."""
+    onset: Any
+    """int32: step of its first alarm."""
+    quiet: Any
+    """int32: steps since its last alarm."""
+    recovered: Any
+    """int32: alarms since its last rollback order; -1 = none was ordered."""
+    cut: Any
+    """int32: alarms since its last cut; -1 = none was ordered."""
+    last_onset: Any
+    """int32: onset of the last incident that ordered a rollback; -1 = none did."""
+    rung: Any
+    """int32: recoveries in this region before the last one."""
+
+
+class Ordered(NamedTuple):
+    """What the incident asks for at this step, before budgets."""
+
+    recover: Any
+    """bool: go back."""
+    cut: Any
+    """bool: cut the learning rate."""
+    depth: Any
+    """int32: how far back."""
+
+
+def init() -> IncidentState:
+    """No incident yet."""
+    none, minus = np.zeros((), np.int32), np.full((), -1, np.int32)
+    return IncidentState(
+        open=np.zeros((), bool),
+        number=none,
+        onset=minus,
+        quiet=none.copy(),
+        recovered=minus.copy(),
+        cut=minus.copy(),
+        last_onset=minus.copy(),
+        rung=none.copy(),
+    )
+
+
+def update(
+    config: IncidentConfig,
+    rollback: RollbackConfig,
+    state: IncidentState,
+    step: Any,
+    alarm: Any,
+    wants_recovery: Any,
+    wants_cut: Any,
+    *,
+    xp: Any,
+) -> tuple[IncidentState, Ordered]:
+    """Takes one step's alarm and what the rules want.
+
+    Args:
+        config: where an incident ends.
+        rollback: how deep to go.
+        state: the incident so far.
+        step: int32, this step's index.
+        alarm: bool, a cause that some rule skips, cuts or goes back for.
+        wants_recovery: bool, such a rule with ROLLBACK fired.
+        wants_cut: bool, such a rule with CUT_LR fired.
+        xp: the array namespace.
+    """
+    opened = alarm & ~state.open
+    quiet = xp.where(alarm, 0, xp.where(state.open, state.quiet + 1, 0))
+    open_ = (state.open | opened) & (quiet < config.quiet_steps)
+    onset = xp.where(opened, step, state.onset)
+
+    recovered = xp.where(opened, -1, state.recovered)
+    cut = xp.where(opened, -1, state.cut)
+    recover = wants_recovery & ((recovered < 0) | (recovered >= config.patience))
+    cuts = wants_cut & ((cut < 0) | (cut >= config.patience))
+    recovered = xp.where(recover, 0, _one_more(recovered, alarm, xp=xp))
+    cut = xp.where(cuts, 0, _one_more(cut, alarm, xp=xp))
+
+    again = (state.last_onset >= 0) & (onset - state.last_onset < rollback.region)
+    # Going back moves the step counter back too: an onset before the last one is the same trouble.
+    rung = xp.where(recover, xp.where(again, state.rung + 1, 0), state.rung)
+    depth = xp.where(recover, rollback.depth + rollback.deepen * rung, 0)
+    return IncidentState(
+        open=open_,
+        number=xp.where(opened, state.number + 1, state.number),
+        onset=onset,
+        quiet=quiet,
+        recovered=recovered,
+        cut=cut,
+        last_onset=xp.where(recover, onset, state.last_onset),
+        rung=rung,
+    ), Ordered(recover, cuts, depth)
+
+
+def _one_more(since: Any, alarm: Any, *, xp: Any) -> Any:
+    """Counts alarms after an order; -1 (no order yet) stays."""
+    return xp.where(alarm & (since >= 0), since + 1, since)

@@ -1,0 +1,135 @@
+"""Carrying the engine's state from one framework, process or machine to another.
+
+The neutral form is nested dicts of Python numbers, bools and lists: `json.dumps` takes it as it
+is, float32 survives exactly (its repr as a double is exact), and it has no framework in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from healcore.core.engine.config import EngineConfig
+from healcore.core.engine.state import EngineState, init
+
+SCHEMA = 1
+"""Version of the neutral form."""
+
+
+class StateError(ValueError):
+    """A saved state that this policy cannot take; the message names the place and the remedy."""
+
+
+def to_dict(config: EngineConfig, state: EngineState) -> dict[str, Any]:
+    """The state as JSON-safe Python data.
+
+    Args:
+        config: the policy the state belongs to.
+        state: any backend's; reading it is a device sync.
+
+    Returns:
+        `{"schema": 1, "clip": name, "detectors": [names], "groups": n, "state": {...}}`.
+    """
+    scale = state.last.decision.group_scale
+    return {
+        "schema": SCHEMA,
+        "clip": config.clip[0] if config.clip else None,
+        "detectors": [name for name, _ in config.detectors],
+        "groups": 0 if scale is None else int(np.asarray(scale).shape[-1]),
+        "state": _plain(state),
+    }
+
+
+def from_dict(config: EngineConfig, data: Mapping[str, Any]) -> EngineState:
+    """The state that `to_dict` wrote, as NumPy arrays.
+
+    Args:
+        config: the policy that is to go on with it.
+        data: from `to_dict`, possibly through JSON.
+
+    Raises:
+        StateError: another schema, another policy's state, or damaged data.
+    """
+    if not isinstance(data, Mapping):
+        raise StateError(f"a saved state must be a mapping, got {type(data).__name__}")
+    if data.get("schema") != SCHEMA:
+        raise StateError(
+            f"the saved state has schema {data.get('schema')!r}, this version reads {SCHEMA}: "
+            "start from a fresh state, or use the version that wrote it"
+        )
+    clip = config.clip[0] if config.clip else None
+    names = [name for name, _ in config.detectors]
+    if data.get("clip") != clip or data.get("detectors") != names:
+        raise StateError(
+            f"the saved state is of a policy with clip {data.get('clip')!r} and detectors "
+            f"{data.get('detectors')}, this one has clip {clip!r} and detectors {names}: "
+            "load it with the policy that it was saved under, or start from a fresh state"
+        )
+    groups = data.get("groups")
+    if not isinstance(groups, int) or isinstance(groups, bool) or groups < 0:
+        raise StateError(f"groups must be a number of tensors, got {groups!r}")
+    return _arrays(init(config, groups=groups), data.get("state"), "state")
+
+
+def _plain(tree: Any) -> Any:
+    """NamedTuples to dicts, tuples to lists, arrays to numbers."""
+    if tree is None:
+        return None
+    if isinstance(tree, tuple):
+        fields = getattr(tree, "_fields", None)
+        if fields is None:
+            return [_plain(part) for part in tree]
+        return {name: _plain(part) for name, part in zip(fields, tree, strict=True)}
+    return np.asarray(tree).tolist()
+
+
+def _arrays(template: Any, data: Any, place: str) -> Any:
+    """Back into the structure of `template`, with its dtypes and shapes; bad data is named."""
+    if template is None:
+        if data is not None:
+            raise StateError(f"{place} must be null under this policy, got {type(data).__name__}")
+        return None
+    if isinstance(template, tuple):
+        fields = getattr(template, "_fields", None)
+        if fields is None:
+            if not isinstance(data, list | tuple) or len(data) != len(template):
+                raise StateError(
+                    f"{place} must be a list of {len(template)}, got {data!r:.80}: the policy's "
+                    "rules or detectors differ from those it was saved under"
+                )
+            return tuple(
+                _arrays(part, each, f"{place}[{i}]")
+                for i, (part, each) in enumerate(zip(template, data, strict=True))
+            )
+        if not isinstance(data, Mapping) or set(data) != set(fields):
+            got = sorted(data) if isinstance(data, Mapping) else type(data).__name__
+            raise StateError(f"{place} must have exactly {sorted(fields)}, got {got}")
+        return type(template)(
+            *(
+                _arrays(part, data[name], f"{place}.{name}")
+                for name, part in zip(fields, template, strict=True)
+            )
+        )
+    return _leaf(template, data, place)
+
+
+def _leaf(template: np.ndarray, data: Any, place: str) -> np.ndarray:
+    """One array, checked for kind, shape and finiteness."""
+    try:
+        array = np.asarray(data)
+        cast = array.astype(template.dtype)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise StateError(f"{place} must be {template.dtype}, got {data!r:.80}") from error
+    kinds = {"b": "b", "i": "i", "f": "fi"}[template.dtype.kind]
+    if array.size and array.dtype.kind not in kinds:
+        raise StateError(f"{place} must be {template.dtype}, got {data!r:.80}")
+    if cast.shape != template.shape:
+        raise StateError(
+            f"{place} must have shape {template.shape}, got {cast.shape}: the policy's windows or "
+            "the number of tensors differ from those it was saved under"
+        )
+    if template.dtype.kind == "f" and not np.isfinite(cast).all():
+        raise StateError(f"{place} must be finite, got {data!r:.80}")
+    return cast

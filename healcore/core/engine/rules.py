@@ -1,0 +1,74 @@
+"""When a rule fires: at once, when sustained, n times in a row, or often within a window.
+
+Both kinds of counting are needed: a run in which every other step is NaN never has three in a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from healcore.core.engine.config import RuleConfig
+
+_NEVER = 1 << 30
+
+
+class RuleState(NamedTuple):
+    """Memory of one rule."""
+
+    run: Any
+    """int32: hits in a row."""
+    window: Any
+    """int32 (within,): 1 where one of the last `within` steps was a hit; (0,) without a window."""
+    age: Any
+    """int32: steps since it last fired."""
+
+
+class Firing(NamedTuple):
+    """One rule's word on one step."""
+
+    fired: Any
+    """bool: the condition holds at this step."""
+    fresh: Any
+    """bool: and it had not held for `quiet_steps` before: what is said or saved only once."""
+
+
+def init(config: RuleConfig) -> RuleState:
+    """A rule that has never been hit."""
+    return RuleState(
+        np.zeros((), np.int32),
+        np.zeros((config.within,), np.int32),
+        np.full((), _NEVER, np.int32),
+    )
+
+
+def update(
+    config: RuleConfig,
+    state: RuleState,
+    hit: Any,
+    step: Any,
+    quiet_steps: Any,
+    *,
+    xp: Any,
+) -> tuple[RuleState, Firing]:
+    """Counts one step.
+
+    Args:
+        config: the condition.
+        state: the rule's memory.
+        hit: bool, a cause the rule listens to is present.
+        step: int32, steps before this one; places the hit in the ring.
+        quiet_steps: int32, steps without firing after which a firing is fresh.
+        xp: the array namespace.
+    """
+    run = xp.where(hit, xp.where(state.run < _NEVER, state.run + 1, state.run), 0)
+    fired = hit & (run >= config.consecutive)
+    window = state.window
+    if config.within:
+        here = xp.arange(config.within) == (step % config.within)[..., None]
+        window = xp.where(here, xp.astype(hit, xp.int32)[..., None], window)
+        fired = fired & (xp.sum(window, axis=-1) >= config.count)
+    fresh = fired & (state.age >= quiet_steps)
+    age = xp.where(fired, 0, xp.where(state.age < _NEVER, state.age + 1, state.age))
+    return RuleState(run, window, age), Firing(fired, fresh)

@@ -1,0 +1,35 @@
+"""Which steps are skipped: non-finite gradients always, finite outliers only so many in a row.
+
+A bad batch is worth a skip. When batch after batch looks bad it is not the batches: by then the
+spike is sustained and the ladder's next rung has been ordered, and skipping on would only lock the
+run in. So a row of finite skips ends after `max_skips`, and begins anew after a calm step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from healcore.core.signals import Observed
+
+
+def update(max_skips: Any, run: Any, wished: Any, seen: Observed, *, xp: Any) -> tuple[Any, Any]:
+    """Decides the skip of one step.
+
+    Args:
+        max_skips: finite steps that may be skipped in a row.
+        run: int32, how many were.
+        wished: bool, a rule wants to skip.
+        seen: the signals; says whether all of them are finite.
+        xp: the array namespace.
+
+    Returns:
+        The new run and the skip, bool.
+    """
+    bad = ~seen.sound
+    finite = wished & ~bad
+    allowed = run < max_skips
+    run = xp.where(bad, run, xp.where(finite, xp.where(allowed, run + 1, run), 0))
+    skip = (wished & bad) | (finite & allowed)
+    if seen.bad_grad is not None:
+        skip = skip | seen.bad_grad  # no policy may accept a gradient that is not finite
+    return run, skip

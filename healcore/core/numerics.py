@@ -1,0 +1,70 @@
+"""Float32 arithmetic that gives the same bits in NumPy, XLA and torch.
+
+Five measured facts shape every formula in the core (docs/parity.md, tests/parity):
+
+* XLA on a CPU contracts ``a * b + c`` into one fused multiply-add, which rounds once instead of
+  twice. It cannot contract through a ``select``, so every product that feeds an addition passes
+  through a ``where`` first. The learning gate that each update needs anyway is that ``where``.
+* Division of two run-time arrays is exact everywhere. XLA turns a division by a constant into a
+  multiplication by its reciprocal, and torch does so for ``scalar / tensor``: never divide by, or
+  into, a Python number.
+* XLA flushes subnormals to zero, NumPy and torch keep them: values below `TINY` are made zero.
+* ``where`` between two Python numbers has another dtype in each backend: one side is an array.
+* torch's CPU ``sqrt`` is one ulp off in a fifth of all cases: a comparison squares instead, and
+  where a root is needed the torch namespace rounds it correctly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+TINY = 1e-30
+"""Magnitudes below this are zero to the core: far above the subnormals that XLA flushes."""
+
+HUGE = 1e15
+"""Baselines see no magnitude above this, so that its square stays finite in float32."""
+
+
+def settle(x: Any, *, xp: Any) -> Any:
+    """Makes what is nearly zero exactly zero, so that no backend keeps a subnormal."""
+    return xp.where(xp.abs(x) < TINY, 0.0, x)
+
+
+def bounded(x: Any, ok: Any, *, xp: Any) -> Any:
+    """Returns `x` cut to [-HUGE, HUGE], and 0 where `ok` is false (`x` may be NaN there)."""
+    x = xp.where(ok, x, 0.0)
+    x = xp.where(x > HUGE, HUGE, x)
+    return settle(xp.where(x < -HUGE, -HUGE, x), xp=xp)
+
+
+def larger(a: Any, b: Any, *, xp: Any) -> Any:
+    """Elementwise maximum; either side may be a Python number (torch.maximum takes none)."""
+    return xp.where(a > b, a, b)
+
+
+def smaller(a: Any, b: Any, *, xp: Any) -> Any:
+    """Elementwise minimum; either side may be a Python number."""
+    return xp.where(a < b, a, b)
+
+
+def ema(mean: Any, value: Any, rate: Any, learn: Any, *, xp: Any) -> Any:
+    """One step of an exponential moving average, `mean + rate * (value - mean)`.
+
+    Args:
+        mean: the average so far, float32.
+        value: the new value; ignored (it may be NaN) where `learn` is false.
+        rate: weight of the new value in (0, 1].
+        learn: bool; where false the average stays as it is.
+        xp: the array namespace.
+    """
+    return settle(mean + xp.where(learn, rate * (value - mean), 0.0), xp=xp)
+
+
+def as_float(count: Any, *, xp: Any) -> Any:
+    """An int32 counter as float32 (exact below 2**24)."""
+    return xp.astype(count, xp.float32)
+
+
+def sub_one(count: Any, *, xp: Any) -> Any:
+    """Counts an int32 down, never below zero."""
+    return xp.where(count > 0, count - 1, 0)

@@ -1,0 +1,125 @@
+"""What one step observed."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from healcore.core import numerics
+
+
+class SignalError(ValueError):
+    """A signal that cannot be one: the message says which, what was received, what to pass."""
+
+
+class Signals(NamedTuple):
+    """One step's observations, each a float32 0-d array (or of one batch shape), or None.
+
+    None means that the run does not have the signal at all; that is static. Detectors of an
+    absent signal rest.
+    """
+
+    loss: Any = None
+    """Training loss of this step."""
+    grad_norm: Any = None
+    """Global L2 norm of the gradients, float32, before any clipping; at least 0."""
+    update_norm: Any = None
+    """Global L2 norm of the update, float32; usually the previous step's."""
+    eval_loss: Any = None
+    """Evaluation loss; NaN at a step without an evaluation."""
+    group_norms: Any = None
+    """(n,) L2 norm of each tensor's gradient, for per-tensor clipping."""
+    announced: Any = None
+    """bool: the host announces a change (LR, batch, data, weights): open the grace window."""
+    void: Any = None
+    """bool: somebody else skips this step (a GradScaler's overflow): learn and count nothing."""
+
+
+class Observed(NamedTuple):
+    """Signals made safe: no NaN, no Inf, nothing above HUGE; what was wrong is in the flags."""
+
+    loss: Any
+    grad_norm: Any
+    update_norm: Any
+    eval_loss: Any
+    group_norms: Any
+    bad_loss: Any
+    """bool or None: the loss is NaN or infinite."""
+    bad_grad: Any
+    """bool or None: a gradient norm is NaN, infinite or negative."""
+    sound: Any
+    """bool: every signal is finite, so that this step may teach the baselines."""
+    has_eval: Any
+    """bool or None: this step carries an evaluation."""
+    restart: Any
+    """bool: a change was announced: baselines begin their warm-up again."""
+
+
+def observe(signals: Signals, restart: Any, *, xp: Any) -> Observed:
+    """Separates the finite from the rest, once, for all detectors.
+
+    Args:
+        signals: raw signals; at least one of `loss` and `grad_norm` present.
+        restart: bool array, see `Observed.restart`.
+        xp: the array namespace.
+    """
+    sound = restart | True
+    bad_loss = bad_grad = has_eval = None
+    loss, norm, update, evaluation = signals.loss, signals.grad_norm, None, None
+    groups = signals.group_norms
+    if loss is not None:
+        fine = xp.isfinite(loss)
+        bad_loss, sound = ~fine, sound & fine
+        loss = numerics.bounded(loss, fine, xp=xp)
+    if norm is not None:
+        fine = xp.isfinite(norm) & (norm >= 0)
+        bad_grad, sound = ~fine, sound & fine
+        norm = numerics.bounded(norm, fine, xp=xp)
+    if groups is not None:
+        each = xp.isfinite(groups) & (groups >= 0)
+        bad = xp.sum(xp.astype(~each, xp.int32), axis=-1) > 0
+        bad_grad = bad if bad_grad is None else bad_grad | bad
+        sound = sound & ~bad
+        groups = numerics.bounded(groups, each, xp=xp)
+    if signals.update_norm is not None:
+        fine = xp.isfinite(signals.update_norm) & (signals.update_norm >= 0)
+        sound = sound & fine
+        update = numerics.bounded(signals.update_norm, fine, xp=xp)
+    if signals.eval_loss is not None:
+        has_eval = xp.isfinite(signals.eval_loss)
+        evaluation = numerics.bounded(signals.eval_loss, has_eval, xp=xp)
+    return Observed(
+        loss, norm, update, evaluation, groups, bad_loss, bad_grad, sound, has_eval, restart
+    )
+
+
+def check_scalar(name: str, value: Any, *, floor: float | None = None) -> np.float32:
+    """A host-side number as a float32 signal, or a typed error. NaN and Inf are allowed.
+
+    Args:
+        name: the signal's name, for the message.
+        value: a number or a one-element array.
+        floor: smallest finite value allowed (0 for norms).
+
+    Raises:
+        SignalError: `value` is None, not numeric, not one element, or below `floor`.
+    """
+    if value is None:
+        raise SignalError(f"{name} must be a number, got None: pass the step's {name} as a float")
+    try:
+        array = np.asarray(value, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise SignalError(
+            f"{name} must be a number, got {type(value).__name__}: pass float({name})"
+        ) from error
+    if array.size != 1:
+        raise SignalError(
+            f"{name} must be one number, got shape {array.shape}: reduce it first, "
+            f"for example {name}.mean()"
+        )
+    with np.errstate(over="ignore"):
+        number = np.float32(array.reshape(()))
+    if floor is not None and number < floor:
+        raise SignalError(f"{name} must be at least {floor}, got {float(number)}")
+    return number

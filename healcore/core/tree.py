@@ -1,0 +1,34 @@
+"""Mapping over the engine's state: nested NamedTuples and tuples of arrays, None for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """Applies `fn` to every array of `tree` (and the matching ones of `rest`).
+
+    Args:
+        fn: called as ``fn(leaf, *leaves_of_rest)``.
+        tree: NamedTuples, tuples and None, nested; everything else is a leaf.
+        *rest: trees of the same structure.
+
+    Returns:
+        A tree of the same structure.
+    """
+    if tree is None:
+        return None
+    if isinstance(tree, tuple):
+        mapped = [map_leaves(fn, *parts) for parts in zip(tree, *rest, strict=True)]
+        return type(tree)(*mapped) if hasattr(tree, "_fields") else tuple(mapped)
+    return fn(tree, *rest)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The arrays of `tree`, depth first."""
+    if tree is None:
+        return []
+    if isinstance(tree, tuple):
+        return [leaf for part in tree for leaf in leaves(part)]
+    return [tree]
