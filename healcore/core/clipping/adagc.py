@@ -81,9 +81,7 @@ def update(
     clipped = numerics.settle(norms * shared_n, xp=xp)
     lowest = xp.where(unknown, clipped, numerics.smaller(state.gamma, clipped, xp=xp))
     rate = 1.0 - config.ema_decay
-    followed = xp.where(
-        unknown, norms, numerics.ema(state.gamma, accepted, rate, learn_n, xp=xp)
-    )
+    followed = xp.where(unknown, norms, numerics.ema(state.gamma, accepted, rate, learn_n, xp=xp))
     gamma = xp.where(learn_n, xp.where(warm_n, lowest, followed), state.gamma)
     watch, shift = level_shift.update(
         config.shift, state.shift, norms, over, learn_n & ~warm_n, xp=xp

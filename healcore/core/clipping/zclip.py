@@ -117,9 +117,7 @@ def update(
 
     learn = learn & seen.sound & (norm > 0)
     learnt = _learn(config, state, count, norm, xp.where(spike, target, norm), learn, xp=xp)
-    watch, shift = level_shift.update(
-        config.shift, state.shift, norm, spike, learn & ~warm, xp=xp
-    )
+    watch, shift = level_shift.update(config.shift, state.shift, norm, spike, learn & ~warm, xp=xp)
     return ZClipState(
         count=learnt.count,
         mean=xp.where(shift.escaped, shift.level, learnt.mean),
@@ -157,6 +155,4 @@ def _learn(
     var = var + xp.where(learn, step, 0.0)
     # Rounding can leave a variance of -1e-12 after equal values.
     var = xp.where(var > 0, var, 0.0)
-    return ZClipState(
-        seen, numerics.settle(mean, xp=xp), numerics.settle(var, xp=xp), state.shift
-    )
+    return ZClipState(seen, numerics.settle(mean, xp=xp), numerics.settle(var, xp=xp), state.shift)

@@ -52,7 +52,13 @@ def init(config: Config) -> State:
     del config
     zero, none = np.zeros((), np.float32), np.zeros((), np.int32)
     return State(
-        none, zero, zero.copy(), zero.copy(), zero.copy(), zero.copy(), none.copy(),
+        none,
+        zero,
+        zero.copy(),
+        zero.copy(),
+        zero.copy(),
+        zero.copy(),
+        none.copy(),
         np.zeros((), bool),
     )
 
@@ -80,7 +86,13 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
     known = noise > 0
     z = xp.where(known & ~warm, rise / xp.where(known, noise, 1.0), 0.0)
     new = State(
-        xp.where(learn & warm, count + 1, count), smooth, best, top, noise,
-        xp.where(learn, loss, state.last), run, latched,
+        xp.where(learn & warm, count + 1, count),
+        smooth,
+        best,
+        top,
+        noise,
+        xp.where(learn, loss, state.last),
+        run,
+        latched,
     )
     return new, Reading(alarm, alarm, cause, z)

@@ -73,9 +73,7 @@ def update(
     known = ~warm & (scale > 0)
     z = xp.where(known, gap / xp.where(known, scale, 1.0), 0.0)
 
-    watch, shift = level_shift.update(
-        config.shift, state.shift, norm, alarm, learn & ~warm, xp=xp
-    )
+    watch, shift = level_shift.update(config.shift, state.shift, norm, alarm, learn & ~warm, xp=xp)
     taught = learn & ~alarm
     seen = xp.where(taught & warm, count + 1, count)
     divisor = numerics.as_float(xp.where(seen > 0, seen, 1), xp=xp)

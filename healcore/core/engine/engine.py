@@ -10,15 +10,14 @@ import numpy as np
 
 from healcore.core.clipping import RULES
 from healcore.core.detectors import DETECTORS
-from healcore.core.engine import budget, incident, lr, porting, readout, rules, skipping
+from healcore.core.engine import porting, readout
 from healcore.core.engine.config import EngineConfig
-from healcore.core.engine.state import EngineState, Tally, init
-from healcore.core.signals import Observed, Signals, observe
+from healcore.core.engine.enforce import observed_only, pick, voided
+from healcore.core.engine.judge import judge
+from healcore.core.engine.state import EngineState, init
+from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves
-from healcore.core.verdict import Action, Cause, Decision, Reading, Telemetry, flag
-
-_NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
-_ONCE = int(Action.ALERT | Action.SAVE | Action.STOP)
+from healcore.core.verdict import Action, Decision
 
 
 class Engine:
@@ -118,180 +117,14 @@ class Engine:
                 "a step needs a loss or a gradient norm, got neither: pass Signals(loss=...) or "
                 "Signals(grad_norm=...)"
             )
-        new, ordered = self._judge(state, signals, xp=xp)
+        new, decision = judge(self.config, state, signals, xp=xp)
         if signals.void is not None:
             void = signals.void
-            new = map_leaves(lambda b, a: _pick(void, a, b, xp=xp), new, state)
-            ordered = _calm(ordered, state.lr.scale, void, xp=xp)
+            new = map_leaves(lambda after, before: pick(void, before, after, xp=xp), new, state)
+            decision = voided(decision, void, state.lr.scale, xp=xp)
         if self.mode == "observe":
-            return new, _calm(ordered, 1.0, None, xp=xp)
-        return new, ordered
-
-    def _judge(
-        self, state: EngineState, signals: Signals, *, xp: Any
-    ) -> tuple[EngineState, Decision]:
-        """One step as ordered. Detectors first, then rules, then clipping, then the ladder."""
-        config = self.config
-        announced = state.announced
-        if signals.announced is not None:
-            announced = announced | signals.announced
-        spent = xp.where(state.grace > 0, state.grace - 1, 0)
-        grace = xp.where(announced, config.grace_steps, spent)
-        seen = observe(signals, announced, xp=xp)
-
-        detectors, readings = self._read(state, seen, grace > 0, xp=xp)
-        cause, sustained = _causes(readings, seen, xp=xp)
-
-        fired: list[tuple[Any, rules.Firing]] = []
-        rule_states = []
-        for rule, memory in zip(config.rules, state.rules, strict=True):
-            present = sustained if rule.sustained else cause
-            hit = (present & rule.causes) != 0
-            memory, firing = rules.update(
-                rule, memory, hit, state.step, config.incident.quiet_steps, xp=xp
-            )
-            rule_states.append(memory)
-            fired.append((rule, firing))
-
-        never = cause != cause
-        wished = _any([f.fired for r, f in fired if r.skip], never)
-        skips, skip = skipping.update(config.max_skips, state.skips, wished, seen, xp=xp)
-
-        clip_state, clip = self._clip(state, seen, seen.sound & ~skip, xp=xp)
-        trouble = (cause & self._incident_mask) != 0
-        incident_state, wanted = incident.update(
-            config.incident,
-            config.rollback,
-            state.incident,
-            state.step,
-            trouble,
-            _any([f.fired for r, f in fired if r.action & Action.ROLLBACK], never),
-            _any([f.fired for r, f in fired if r.action & Action.CUT_LR], never),
-            xp=xp,
-        )
-        calm = ~incident_state.open
-        purse, granted = budget.update(
-            config.budget, state.budget, wanted.recover, wanted.cut, calm, xp=xp
-        )
-        lr_state = lr.update(config.lr, state.lr, granted.cut, calm, xp=xp)
-
-        action = (
-            flag(granted.recover, Action.ROLLBACK, xp=xp)
-            | flag(granted.cut, Action.CUT_LR, xp=xp)
-            | flag(granted.stop, Action.STOP, xp=xp)
-        )
-        for rule, firing in fired:
-            if rule.action & _ONCE:
-                action = action | flag(firing.fresh, rule.action & _ONCE, xp=xp)
-
-        one = lr_state.scale - lr_state.scale + 1.0
-        grad_scale, group_scale, clipped = one, None, never
-        if clip is not None and self.per_tensor:
-            group_scale = xp.where(skip[..., None], 1.0, clip.scale)
-            clipped = xp.sum(xp.astype(clip.clipped, xp.int32), axis=-1) > 0
-        elif clip is not None:
-            grad_scale, clipped = xp.where(skip, one, clip.scale), clip.clipped
-        ordered = Decision(
-            grad_scale=grad_scale,
-            skip=skip,
-            lr_scale=lr_state.scale,
-            action=action,
-            cause=cause,
-            rollback_depth=xp.where(granted.recover, wanted.depth, 0),
-            group_scale=group_scale,
-        )
-        clipped = clipped & ~skip
-        tally = Tally(
-            *(
-                xp.where(happened, count + 1, count)
-                for count, happened in zip(
-                    state.tally,
-                    (clipped, skip, cause != 0, granted.recover, granted.cut),
-                    strict=True,
-                )
-            )
-        )
-        last = self._telemetry(state.last, ordered, seen, clip, readings, xp=xp)
-        return EngineState(
-            step=state.step + 1,
-            announced=never,
-            grace=grace,
-            clip=clip_state,
-            detectors=detectors,
-            rules=tuple(rule_states),
-            skips=skips,
-            incident=incident_state,
-            budget=purse,
-            lr=lr_state,
-            tally=tally,
-            last=last,
-        ), ordered
-
-    @cached_property
-    def _incident_mask(self) -> int:
-        """Causes that some rule acts on; the others (an alert on a plateau) open no incident."""
-        acts = int(Action.ROLLBACK | Action.CUT_LR | Action.STOP)
-        mask = _NONFINITE
-        for rule in self.config.rules:
-            if rule.skip or rule.action & acts:
-                mask |= rule.causes
-        return mask
-
-    def _read(
-        self, state: EngineState, seen: Observed, in_grace: Any, *, xp: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Reading]]:
-        """Runs every detector whose signals are there."""
-        states, readings = [], {}
-        for (name, config), memory in zip(self.config.detectors, state.detectors, strict=True):
-            module = DETECTORS[name]
-            if all(getattr(seen, field) is not None for field in module.NEEDS):
-                memory, reading = module.update(config, memory, seen, xp=xp)
-                if name != "nonfinite":
-                    reading = Reading(
-                        reading.alarm & ~in_grace,
-                        reading.sustained & ~in_grace,
-                        xp.where(in_grace, 0, reading.cause),
-                        reading.z,
-                    )
-                readings[name] = reading
-            states.append(memory)
-        return tuple(states), readings
-
-    def _clip(
-        self, state: EngineState, seen: Observed, learn: Any, *, xp: Any
-    ) -> tuple[Any, Any]:
-        """Runs the clipping rule, if there is one and the norm is there."""
-        if self.config.clip is None:
-            return None, None
-        name, config = self.config.clip
-        needed = seen.group_norms if self.per_tensor else seen.grad_norm
-        if needed is None or seen.grad_norm is None:
-            return state.clip, None
-        return RULES[name].update(config, state.clip, seen, learn, xp=xp)
-
-    def _telemetry(
-        self,
-        last: Telemetry,
-        ordered: Decision,
-        seen: Observed,
-        clip: Any,
-        readings: Mapping[str, Reading],
-        *,
-        xp: Any,
-    ) -> Telemetry:
-        """The step for loggers: the last finite values, so that the state stays finite."""
-        loss, norm, threshold, z, z_loss = last[1:]
-        if seen.loss is not None:
-            loss = xp.where(seen.bad_loss, loss, seen.loss)
-        if seen.grad_norm is not None:
-            norm = xp.where(seen.bad_grad, norm, seen.grad_norm)
-        if clip is not None and not self.per_tensor:
-            threshold, z = clip.threshold, clip.z
-        if "loss_spike" in readings:
-            z_loss = readings["loss_spike"].z
-        if ordered.group_scale is None and last.decision.group_scale is not None:
-            ordered = ordered._replace(group_scale=last.decision.group_scale)
-        return Telemetry(ordered, loss, norm, threshold, z, z_loss)
+            decision = observed_only(decision, xp=xp)
+        return new, decision
 
     # -- what the host says ---------------------------------------------------------------------
 
@@ -332,44 +165,3 @@ class Engine:
     def from_dict(self, data: Mapping[str, Any]) -> EngineState:
         """The state from `to_dict`, as NumPy arrays; see `porting.from_dict`."""
         return porting.from_dict(self.config, data)
-
-
-def _any(flags: list[Any], never: Any) -> Any:
-    """Disjunction; `never` (all false) gives type and shape."""
-    for each in flags:
-        never = never | each
-    return never
-
-
-def _causes(readings: Mapping[str, Reading], seen: Observed, *, xp: Any) -> tuple[Any, Any]:
-    """Flags of all alarms, and of the sustained ones, as int32."""
-    cause = sustained = xp.astype(seen.sound & False, xp.int32)
-    for reading in readings.values():
-        cause = cause | reading.cause
-        sustained = sustained | xp.where(reading.sustained, reading.cause, 0)
-    return cause, sustained
-
-
-def _pick(condition: Any, a: Any, b: Any, *, xp: Any) -> Any:
-    """`where` for a leaf with trailing axes of its own."""
-    trailing = (None,) * (b.ndim - condition.ndim)
-    return xp.where(condition[(..., *trailing)] if trailing else condition, a, b)
-
-
-def _calm(decision: Decision, lr_scale: Any, when: Any, *, xp: Any) -> Decision:
-    """The neutral decision, where `when` (None: everywhere); causes are still named if None."""
-    if when is None:
-        when = decision.skip | True
-        cause = decision.cause
-    else:
-        cause = xp.where(when, 0, decision.cause)
-    group = decision.group_scale
-    return Decision(
-        grad_scale=xp.where(when, 1.0, decision.grad_scale),
-        skip=decision.skip & ~when,
-        lr_scale=xp.where(when, lr_scale, decision.lr_scale),
-        action=xp.where(when, 0, decision.action),
-        cause=cause,
-        rollback_depth=xp.where(when, 0, decision.rollback_depth),
-        group_scale=None if group is None else xp.where(when[..., None], 1.0, group),
-    )

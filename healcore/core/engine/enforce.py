@@ -1,0 +1,44 @@
+"""From what is ordered to what is enforced: nothing, where the step or the policy says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from healcore.core.verdict import Decision
+
+
+def observed_only(decision: Decision, *, xp: Any) -> Decision:
+    """The neutral decision of `mode = "observe"`; the causes are still named."""
+    always = decision.skip | True
+    return _calmed(decision, always, 1.0, xp=xp)
+
+
+def voided(decision: Decision, void: Any, lr_scale: Any, *, xp: Any) -> Decision:
+    """The neutral decision, without a cause, where somebody else already skips the step.
+
+    Args:
+        decision: as ordered.
+        void: bool, see `Signals.void`.
+        lr_scale: the multiplier before this step, which stays in force.
+        xp: the array namespace.
+    """
+    calm = _calmed(decision, void, lr_scale, xp=xp)
+    return calm._replace(cause=xp.where(void, 0, decision.cause))
+
+
+def pick(condition: Any, old: Any, new: Any, *, xp: Any) -> Any:
+    """`where(condition, old, new)` for a leaf that has trailing axes of its own."""
+    trailing = (None,) * (new.ndim - condition.ndim)
+    return xp.where(condition[(..., *trailing)] if trailing else condition, old, new)
+
+
+def _calmed(decision: Decision, when: Any, lr_scale: Any, *, xp: Any) -> Decision:
+    group = decision.group_scale
+    return decision._replace(
+        grad_scale=xp.where(when, 1.0, decision.grad_scale),
+        skip=decision.skip & ~when,
+        lr_scale=xp.where(when, lr_scale, decision.lr_scale),
+        action=xp.where(when, 0, decision.action),
+        rollback_depth=xp.where(when, 0, decision.rollback_depth),
+        group_scale=None if group is None else xp.where(when[..., None], 1.0, group),
+    )

@@ -1,0 +1,214 @@
+"""One step, judged: detectors first, then rules, then clipping, then the ladder.
+
+The order is the rule "judged before it is learnt": whether the step is skipped is known before the
+clipping rule learns its norm, and budgets are asked before anything is ordered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from healcore.core.clipping import RULES, Clip
+from healcore.core.detectors import DETECTORS
+from healcore.core.engine import budget, incident, lr, rules, skipping
+from healcore.core.engine.config import EngineConfig
+from healcore.core.engine.state import EngineState, Tally
+from healcore.core.signals import Observed, Signals, observe
+from healcore.core.verdict import Action, Cause, Decision, Reading, Telemetry, flag
+
+_NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
+_ACTS = int(Action.ROLLBACK | Action.CUT_LR | Action.STOP)
+_ONCE = int(Action.ALERT | Action.SAVE | Action.STOP)
+
+
+def judge(
+    config: EngineConfig, state: EngineState, signals: Signals, *, xp: Any
+) -> tuple[EngineState, Decision]:
+    """The new state, and the decision as the policy orders it, whatever its mode.
+
+    Args:
+        config: the policy.
+        state: before this step.
+        signals: what the step observed.
+        xp: the array namespace.
+    """
+    announced = state.announced
+    if signals.announced is not None:
+        announced = announced | signals.announced
+    spent = xp.where(state.grace > 0, state.grace - 1, 0)
+    grace = xp.where(announced, config.grace_steps, spent)
+    seen = observe(signals, announced, xp=xp)
+
+    detectors, readings = _read(config, state, seen, grace > 0, xp=xp)
+    cause, sustained = _causes(readings, seen, xp=xp)
+    memories, fired = _fire(config, state, cause, sustained, xp=xp)
+
+    never = cause != cause
+    wished = _any([f.fired for rule, f in fired if rule.skip], never)
+    skips, skip = skipping.update(config.max_skips, state.skips, wished, seen, xp=xp)
+    clip_state, clip = _clip(config, state, seen, seen.sound & ~skip, xp=xp)
+
+    incident_state, wanted = incident.update(
+        config.incident,
+        config.rollback,
+        state.incident,
+        state.step,
+        (cause & _trouble(config)) != 0,
+        _any([f.fired for rule, f in fired if rule.action & Action.ROLLBACK], never),
+        _any([f.fired for rule, f in fired if rule.action & Action.CUT_LR], never),
+        xp=xp,
+    )
+    calm = ~incident_state.open
+    purse, granted = budget.update(
+        config.budget, state.budget, wanted.recover, wanted.cut, calm, xp=xp
+    )
+    lr_state = lr.update(config.lr, state.lr, granted.cut, calm, xp=xp)
+
+    action = (
+        flag(granted.recover, Action.ROLLBACK, xp=xp)
+        | flag(granted.cut, Action.CUT_LR, xp=xp)
+        | flag(granted.stop, Action.STOP, xp=xp)
+    )
+    for rule, firing in fired:
+        if rule.action & _ONCE:
+            action = action | flag(firing.fresh, rule.action & _ONCE, xp=xp)
+
+    grad_scale, group_scale, clipped = _scales(clip, skip, lr_state.scale, xp=xp)
+    ordered = Decision(
+        grad_scale=grad_scale,
+        skip=skip,
+        lr_scale=lr_state.scale,
+        action=action,
+        cause=cause,
+        rollback_depth=xp.where(granted.recover, wanted.depth, 0),
+        group_scale=group_scale,
+    )
+    counted = (clipped, skip, cause != 0, granted.recover, granted.cut)
+    tally = Tally(
+        *(
+            xp.where(happened, count + 1, count)
+            for count, happened in zip(state.tally, counted, strict=True)
+        )
+    )
+    return EngineState(
+        step=state.step + 1,
+        announced=never,
+        grace=grace,
+        clip=clip_state,
+        detectors=detectors,
+        rules=memories,
+        skips=skips,
+        incident=incident_state,
+        budget=purse,
+        lr=lr_state,
+        tally=tally,
+        last=_telemetry(state.last, ordered, seen, clip, readings, xp=xp),
+    ), ordered
+
+
+def _read(
+    config: EngineConfig, state: EngineState, seen: Observed, in_grace: Any, *, xp: Any
+) -> tuple[tuple[Any, ...], dict[str, Reading]]:
+    """Runs every detector whose signals are there; in the grace window only NaN and Inf count."""
+    states, readings = [], {}
+    for (name, thresholds), memory in zip(config.detectors, state.detectors, strict=True):
+        module = DETECTORS[name]
+        if all(getattr(seen, field) is not None for field in module.NEEDS):
+            memory, reading = module.update(thresholds, memory, seen, xp=xp)
+            if name != "nonfinite":
+                reading = Reading(
+                    reading.alarm & ~in_grace,
+                    reading.sustained & ~in_grace,
+                    xp.where(in_grace, 0, reading.cause),
+                    reading.z,
+                )
+            readings[name] = reading
+        states.append(memory)
+    return tuple(states), readings
+
+
+def _causes(readings: Mapping[str, Reading], seen: Observed, *, xp: Any) -> tuple[Any, Any]:
+    """Flags of all alarms, and of the sustained ones, as int32."""
+    cause = sustained = xp.astype(seen.sound & False, xp.int32)
+    for reading in readings.values():
+        cause = cause | reading.cause
+        sustained = sustained | xp.where(reading.sustained, reading.cause, 0)
+    return cause, sustained
+
+
+def _fire(
+    config: EngineConfig, state: EngineState, cause: Any, sustained: Any, *, xp: Any
+) -> tuple[tuple[rules.RuleState, ...], list[tuple[Any, rules.Firing]]]:
+    """Asks every rule."""
+    memories, fired = [], []
+    for rule, memory in zip(config.rules, state.rules, strict=True):
+        hit = ((sustained if rule.sustained else cause) & rule.causes) != 0
+        quiet = config.incident.quiet_steps
+        memory, firing = rules.update(rule, memory, hit, state.step, quiet, xp=xp)
+        memories.append(memory)
+        fired.append((rule, firing))
+    return tuple(memories), fired
+
+
+def _trouble(config: EngineConfig) -> int:
+    """Causes that some rule acts on; the others (an alert on a plateau) open no incident."""
+    mask = _NONFINITE
+    for rule in config.rules:
+        if rule.skip or rule.action & _ACTS:
+            mask |= rule.causes
+    return mask
+
+
+def _clip(
+    config: EngineConfig, state: EngineState, seen: Observed, learn: Any, *, xp: Any
+) -> tuple[Any, Clip | None]:
+    """Runs the clipping rule, if there is one and its norms are there."""
+    if config.clip is None:
+        return None, None
+    name, thresholds = config.clip
+    if seen.grad_norm is None or (name == "adagc" and seen.group_norms is None):
+        return state.clip, None
+    return RULES[name].update(thresholds, state.clip, seen, learn, xp=xp)
+
+
+def _scales(clip: Clip | None, skip: Any, like: Any, *, xp: Any) -> tuple[Any, Any, Any]:
+    """(grad_scale, group_scale or None, clipped); a skipped step is not clipped too."""
+    one = like - like + 1.0
+    if clip is None:
+        return one, None, skip & False
+    if clip.scale.ndim == skip.ndim:
+        return xp.where(skip, one, clip.scale), None, clip.clipped & ~skip
+    clipped = xp.sum(xp.astype(clip.clipped, xp.int32), axis=-1) > 0
+    return one, xp.where(skip[..., None], 1.0, clip.scale), clipped & ~skip
+
+
+def _telemetry(
+    last: Telemetry,
+    ordered: Decision,
+    seen: Observed,
+    clip: Clip | None,
+    readings: Mapping[str, Reading],
+    *,
+    xp: Any,
+) -> Telemetry:
+    """The step for loggers: the last finite values, so that the state stays finite."""
+    loss, norm, threshold, z, z_loss = last[1:]
+    if seen.loss is not None:
+        loss = xp.where(seen.bad_loss, loss, seen.loss)
+    if seen.grad_norm is not None:
+        norm = xp.where(seen.bad_grad, norm, seen.grad_norm)
+    if clip is not None and ordered.group_scale is None:
+        threshold, z = clip.threshold, clip.z
+    if "loss_spike" in readings:
+        z_loss = readings["loss_spike"].z
+    if ordered.group_scale is None and last.decision.group_scale is not None:
+        ordered = ordered._replace(group_scale=last.decision.group_scale)
+    return Telemetry(ordered, loss, norm, threshold, z, z_loss)
+
+
+def _any(flags: list[Any], never: Any) -> Any:
+    """Disjunction; `never` (all false) gives type and shape."""
+    for each in flags:
+        never = never | each
+    return never
