@@ -2,10 +2,11 @@
 
 Seetharaman et al., 2020, arXiv:2007.14469. The published rule keeps the whole history and sorts
 it at each step. Here the history is a histogram with sixteen bins to the octave: O(1) memory,
-exact integer counts (so every backend agrees), and the percentile to within a bin's width, 4.4 %.
+exact integer counts (so every backend agrees), and the percentile rounded up by at most a bin's
+width, 4.4 %.
 
 It forgets: when the histogram holds `2 * window` norms all counts are halved, so that after a
-true level shift the percentile is that of the new level within four windows. Since the rule clips
+true level shift the percentile is that of the new level within five windows. Since the rule clips
 all but the lowest `percentile` of the norms by design, the raw norm enters, as published: clipped
 ones would drag the percentile down for ever.
 """
@@ -34,7 +35,7 @@ class AutoClipConfig(NamedTuple):
 
     percentile: Any = 10.0
     """Percentile of the recent norms to clip at, in (0, 100)."""
-    window: Any = 256
+    window: Any = 200
     """Between one and two times this many norms count."""
     max_norm: Any | None = None
     """Absolute limit besides; None for none."""
@@ -86,17 +87,13 @@ def update(
 
 
 def _percentile(percent: Any, counts: Any, total: Any, edges: Any, *, xp: Any) -> Any:
-    """The percentile, interpolated inside its bin. Each sum has one term: order cannot matter."""
-    below = xp.cumsum(counts, axis=-1)
+    """The upper edge of the bin that holds the percentile.
+
+    Not interpolated inside the bin: equal norms would then be clipped for ever, by up to a bin's
+    width. The last sum has one term that is not zero, so its order cannot matter.
+    """
+    below = numerics.as_float(xp.cumsum(counts, axis=-1), xp=xp)
     rank = (percent * numerics.as_float(total, xp=xp)) * 0.01
-    rank = xp.where(total > 0, rank, 0.0)  # and no fused multiply-add below
-    reached = numerics.as_float(below, xp=xp) >= rank[..., None]
-    before = below - counts
-    first = reached & ~(numerics.as_float(before, xp=xp) >= rank[..., None])
-    # A bin can meet the rank exactly at its lower end only for rank 0, which has no norms.
-    here = numerics.as_float(xp.sum(xp.where(first, counts, 0), axis=-1), xp=xp)
-    under = numerics.as_float(xp.sum(xp.where(first, before, 0), axis=-1), xp=xp)
-    low = xp.sum(xp.where(first, edges[:-1], 0.0), axis=-1)
-    high = xp.sum(xp.where(first, edges[1:], 0.0), axis=-1)
-    part = (rank - under) / xp.where(here > 0, here, 1.0)
-    return low + xp.where(here > 0, part * (high - low), 0.0)
+    before = below - numerics.as_float(counts, xp=xp)
+    here = (below >= rank[..., None]) & (before < rank[..., None])
+    return xp.sum(xp.where(here, edges[1:], 0.0), axis=-1)
