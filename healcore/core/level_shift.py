@@ -60,7 +60,14 @@ def init(shape: tuple[int, ...] = ()) -> ShiftState:
 
 
 def update(
-    config: ShiftConfig, state: ShiftState, value: Any, rejected: Any, learn: Any, *, xp: Any
+    config: ShiftConfig,
+    state: ShiftState,
+    value: Any,
+    rejected: Any,
+    learn: Any,
+    restart: Any,
+    *,
+    xp: Any,
 ) -> tuple[ShiftState, Shift]:
     """Takes one raw value and whether the rule rejected it.
 
@@ -70,19 +77,21 @@ def update(
         value: float32, finite.
         rejected: bool.
         learn: bool; where false nothing changes.
+        restart: bool; where true the run is forgotten first.
         xp: the array namespace.
     """
     rejected = rejected & learn
-    first = rejected & (state.run == 0)
-    active = learn & (rejected | (state.run > 0))
-    paid = state.run - config.forgive
+    run = xp.where(restart, 0, state.run)
+    first = rejected & (run == 0)
+    active = learn & (rejected | (run > 0))
+    paid = run - config.forgive
     calmer = xp.where(paid > 0, paid, 0)
-    run = xp.where(rejected, state.run + config.gain, xp.where(learn, calmer, state.run))
+    run = xp.where(rejected, run + config.gain, xp.where(learn, calmer, run))
 
     before = xp.where(first, value, state.level)
     deviation = value - before
     level = before + xp.where(active, _RATE * deviation, 0.0)
-    square = xp.where(active, deviation * (value - level), 0.0)
+    square = numerics.product(deviation, value - level, xp=xp)
     spread = xp.where(first, 0.0, state.spread)
     spread = spread + xp.where(active, _RATE * (square - spread), 0.0)
     level, spread = numerics.settle(level, xp=xp), numerics.settle(spread, xp=xp)

@@ -4,11 +4,14 @@ Five measured facts shape every formula in the core (docs/parity.md, tests/parit
 
 * XLA on a CPU contracts ``a * b + c`` into one fused multiply-add, which rounds once instead of
   twice. It cannot contract through a ``select``, so every product that feeds an addition passes
-  through a ``where`` first. The learning gate that each update needs anyway is that ``where``.
+  through one, in `product`, whose condition LLVM cannot prove. (It sees through others: it moves
+  the addition of a constant into a select, and takes a common factor out of
+  ``where(c, a * b, b * b)``.)
 * Division of two run-time arrays is exact everywhere. XLA turns a division by a constant into a
   multiplication by its reciprocal, and torch does so for ``scalar / tensor``: never divide by, or
   into, a Python number.
-* XLA flushes subnormals to zero, NumPy and torch keep them: values below `TINY` are made zero.
+* XLA flushes subnormals to zero, NumPy and torch keep them: signals below `TINY` and state below
+  `FLUSH` are made zero.
 * ``where`` between two Python numbers has another dtype in each backend: one side is an array.
 * torch's CPU ``sqrt`` is one ulp off in a fifth of all cases: a comparison squares instead, and
   where a root is needed the torch namespace rounds it correctly.
@@ -18,23 +21,45 @@ from __future__ import annotations
 
 from typing import Any
 
-TINY = 1e-30
-"""Magnitudes below this are zero to the core: far above the subnormals that XLA flushes."""
+TINY = 1e-12
+"""A signal smaller than this is zero to the core, so that its square is no subnormal."""
+
+FLUSH = 1e-30
+"""State smaller than this is made zero: far above the subnormals that XLA flushes."""
 
 HUGE = 1e15
 """Baselines see no magnitude above this, so that its square stays finite in float32."""
 
+_LARGEST = 1e38
+
 
 def settle(x: Any, *, xp: Any) -> Any:
     """Makes what is nearly zero exactly zero, so that no backend keeps a subnormal."""
-    return xp.where(xp.abs(x) < TINY, 0.0, x)
+    return xp.where(xp.abs(x) < FLUSH, 0.0, x)
+
+
+def product(a: Any, b: Any, *, xp: Any) -> Any:
+    """`a * b` rounded to float32 on its own, in every backend, for products below 1e38."""
+    result = a * b
+    return xp.where(result < _LARGEST, result, _LARGEST)
+
+
+def complement(decay: Any, like: Any) -> Any:
+    """`1 - decay` in float32, the same from a Python number as from an array.
+
+    Args:
+        decay: in [0, 1].
+        like: any finite float32 array of the batch's shape.
+    """
+    return (like - like + 1.0) - decay
 
 
 def bounded(x: Any, ok: Any, *, xp: Any) -> Any:
-    """Returns `x` cut to [-HUGE, HUGE], and 0 where `ok` is false (`x` may be NaN there)."""
+    """Returns `x` cut to TINY <= |x| <= HUGE or 0, and 0 where `ok` is false (it may be NaN)."""
     x = xp.where(ok, x, 0.0)
     x = xp.where(x > HUGE, HUGE, x)
-    return settle(xp.where(x < -HUGE, -HUGE, x), xp=xp)
+    x = xp.where(x < -HUGE, -HUGE, x)
+    return xp.where(xp.abs(x) < TINY, 0.0, x)
 
 
 def larger(a: Any, b: Any, *, xp: Any) -> Any:
@@ -57,7 +82,8 @@ def ema(mean: Any, value: Any, rate: Any, learn: Any, *, xp: Any) -> Any:
         learn: bool; where false the average stays as it is.
         xp: the array namespace.
     """
-    return settle(mean + xp.where(learn, rate * (value - mean), 0.0), xp=xp)
+    step = product(rate, value - mean, xp=xp)
+    return settle(mean + xp.where(learn, step, 0.0), xp=xp)
 
 
 def as_float(count: Any, *, xp: Any) -> Any:

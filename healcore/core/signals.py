@@ -48,6 +48,8 @@ class Observed(NamedTuple):
     """bool or None: the loss is NaN or infinite."""
     bad_grad: Any
     """bool or None: a gradient norm is NaN, infinite or negative."""
+    bad_update: Any
+    """bool or None: the update's norm is."""
     sound: Any
     """bool: every signal is finite, so that this step may teach the baselines."""
     has_eval: Any
@@ -65,7 +67,7 @@ def observe(signals: Signals, restart: Any, *, xp: Any) -> Observed:
         xp: the array namespace.
     """
     sound = restart | True
-    bad_loss = bad_grad = has_eval = None
+    bad_loss = bad_grad = bad_update = has_eval = None
     loss, norm, update, evaluation = signals.loss, signals.grad_norm, None, None
     groups = signals.group_norms
     if loss is not None:
@@ -84,13 +86,23 @@ def observe(signals: Signals, restart: Any, *, xp: Any) -> Observed:
         groups = numerics.bounded(groups, each, xp=xp)
     if signals.update_norm is not None:
         fine = xp.isfinite(signals.update_norm) & (signals.update_norm >= 0)
-        sound = sound & fine
+        bad_update, sound = ~fine, sound & fine
         update = numerics.bounded(signals.update_norm, fine, xp=xp)
     if signals.eval_loss is not None:
         has_eval = xp.isfinite(signals.eval_loss)
         evaluation = numerics.bounded(signals.eval_loss, has_eval, xp=xp)
     return Observed(
-        loss, norm, update, evaluation, groups, bad_loss, bad_grad, sound, has_eval, restart
+        loss=loss,
+        grad_norm=norm,
+        update_norm=update,
+        eval_loss=evaluation,
+        group_norms=groups,
+        bad_loss=bad_loss,
+        bad_grad=bad_grad,
+        bad_update=bad_update,
+        sound=sound,
+        has_eval=has_eval,
+        restart=restart,
     )
 
 

@@ -70,8 +70,10 @@ def update(
     shared = scale_to(config.max_norm, seen.grad_norm, over_all, xp=xp)
 
     warm_n, shared_n, learn_n = warm[..., None], shared[..., None], learn[..., None]
-    unknown = (state.gamma == 0) | (warm_n & (count == 0)[..., None])
-    limit = config.ratio * state.gamma
+    restart_n = seen.restart[..., None]
+    gamma = xp.where(restart_n, 0.0, state.gamma)
+    unknown = gamma == 0
+    limit = config.ratio * gamma
     over = ~warm_n & ~unknown & (norms > limit)
     own = scale_to(limit, norms, over, xp=xp)
     scale = xp.where(warm_n, shared_n, own)
@@ -79,12 +81,12 @@ def update(
     learn_n = learn_n & (norms > 0)
     accepted = xp.where(over, limit, norms)
     clipped = numerics.settle(norms * shared_n, xp=xp)
-    lowest = xp.where(unknown, clipped, numerics.smaller(state.gamma, clipped, xp=xp))
-    rate = 1.0 - config.ema_decay
-    followed = xp.where(unknown, norms, numerics.ema(state.gamma, accepted, rate, learn_n, xp=xp))
-    gamma = xp.where(learn_n, xp.where(warm_n, lowest, followed), state.gamma)
+    lowest = xp.where(unknown, clipped, numerics.smaller(gamma, clipped, xp=xp))
+    rate = numerics.complement(config.ema_decay, norms)
+    followed = xp.where(unknown, norms, numerics.ema(gamma, accepted, rate, learn_n, xp=xp))
+    gamma = xp.where(learn_n, xp.where(warm_n, lowest, followed), gamma)
     watch, shift = level_shift.update(
-        config.shift, state.shift, norms, over, learn_n & ~warm_n, xp=xp
+        config.shift, state.shift, norms, over, learn_n & ~warm_n, restart_n, xp=xp
     )
     gamma = xp.where(shift.escaped, shift.level, gamma)
     count = xp.where(learn & warm, count + 1, count)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from healcore.core import numerics
+
 
 class Clip(NamedTuple):
     """One step's clipping. Arrays of the norm's shape: 0-d, or (n,) for per-tensor rules."""
@@ -23,4 +25,4 @@ def scale_to(limit: Any, norm: Any, over: Any, *, xp: Any) -> Any:
 
     The 1e-6 is that of torch's clip_grad_norm_ and of the published rules.
     """
-    return xp.where(over, limit / (norm + 1e-6), 1.0)
+    return numerics.settle(xp.where(over, limit / (norm + 1e-6), 1.0), xp=xp)

@@ -13,8 +13,7 @@ What differs from the paper, and why:
 * NaN, Inf and zero norms teach nothing. One NaN makes the published rule blind for good, a run of
   zeros would make it clip everything to zero.
 * sigma is at least `min_rel_std` of mu: after constant norms, +0.01 % is not a spike.
-* In warm-up a norm above ten times the mean so far enters as ten times the mean: one spike there
-  would hide later ones for hundreds of steps.
+* Warm-up is robust (`warmup`): one spike there would hide later ones for hundreds of steps.
 """
 
 from __future__ import annotations
@@ -23,11 +22,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core import level_shift, numerics
+from healcore.core import level_shift, numerics, warmup
 from healcore.core.clipping.verdict import Clip, scale_to
 from healcore.core.signals import Observed
-
-_WARMUP_OUTLIER = 10.0
 
 
 class ZClipConfig(NamedTuple):
@@ -102,10 +99,10 @@ def update(
     elif config.target == "mean":
         target = state.mean
     else:
-        target = state.mean + xp.where(spike, k * sigma, 0.0)
+        target = state.mean + xp.where(spike, numerics.product(k, sigma, xp=xp), 0.0)
 
     effective = xp.where(spike, target, norm)
-    threshold = xp.where(warm, 0.0, state.mean + xp.where(warm, 0.0, k * sigma))
+    threshold = xp.where(warm, 0.0, state.mean + numerics.product(k, sigma, xp=xp))
     if config.max_norm is not None:
         effective = numerics.smaller(effective, config.max_norm, xp=xp)
         lower = (threshold == 0) | (threshold > config.max_norm)
@@ -117,7 +114,9 @@ def update(
 
     learn = learn & seen.sound & (norm > 0)
     learnt = _learn(config, state, count, norm, xp.where(spike, target, norm), learn, xp=xp)
-    watch, shift = level_shift.update(config.shift, state.shift, norm, spike, learn & ~warm, xp=xp)
+    watch, shift = level_shift.update(
+        config.shift, state.shift, norm, spike, learn & ~warm, seen.restart, xp=xp
+    )
     return ZClipState(
         count=learnt.count,
         mean=xp.where(shift.escaped, shift.level, learnt.mean),
@@ -138,21 +137,26 @@ def _learn(
 ) -> ZClipState:
     """Running mean and population variance in warm-up (Welford), moving averages after it."""
     warm = count < config.warmup_steps
-    mean = xp.where(count > 0, state.mean, 0.0)
-    var = xp.where(count > 0, state.var, 0.0)
-    ceiling = _WARMUP_OUTLIER * mean
-    outlier = warm & (count > 0) & (norm > ceiling)
-    value = xp.where(outlier, ceiling, accepted)
+    value, anew = warmup.robust(accepted, state.mean, count, warm, xp=xp)
+    count = xp.where(learn & anew, 0, count)
+    known = count > 0
+    mean = xp.where(known, state.mean, 0.0)
+    var = xp.where(known, state.var, 0.0)
 
     seen = xp.where(learn & warm, count + 1, count)
     divisor = numerics.as_float(xp.where(seen > 0, seen, 1), xp=xp)
-    rate = 1.0 - config.ema_decay
+    rate = numerics.complement(config.ema_decay, norm)
     gap = value - mean
-    mean = mean + xp.where(learn, xp.where(warm, gap / divisor, rate * gap), 0.0)
+    mean = mean + xp.where(
+        learn, xp.where(warm, gap / divisor, numerics.product(rate, gap, xp=xp)), 0.0
+    )
     rest = value - mean
-    square = xp.where(warm, gap * rest, rest * rest)
-    step = xp.where(warm, (square - var) / divisor, rate * (square - var))
+    square = numerics.product(xp.where(warm, gap, rest), rest, xp=xp)
+    off = square - var
+    step = xp.where(warm, off / divisor, numerics.product(rate, off, xp=xp))
     var = var + xp.where(learn, step, 0.0)
     # Rounding can leave a variance of -1e-12 after equal values.
     var = xp.where(var > 0, var, 0.0)
+    # Skipped before anything was learnt: the old baseline is still what an announcement left.
+    mean, var = xp.where(learn, mean, state.mean), xp.where(learn, var, state.var)
     return ZClipState(seen, numerics.settle(mean, xp=xp), numerics.settle(var, xp=xp), state.shift)

@@ -68,7 +68,8 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
     learn, loss = seen.sound, seen.loss
     count = xp.where(seen.restart, 0, state.count)
     first, warm = count == 0, count < config.warmup_steps
-    smooth = numerics.ema(state.smooth, loss, 1.0 - config.ema_decay, learn, xp=xp)
+    rate = numerics.complement(config.ema_decay, loss)
+    smooth = numerics.ema(state.smooth, loss, rate, learn, xp=xp)
     smooth = xp.where(first & learn, loss, smooth)
     moved = xp.where(first, 0.0, xp.abs(loss - state.last))
     noise = numerics.ema(xp.where(first, 0.0, state.noise), moved, 0.02, learn, xp=xp)

@@ -1,4 +1,4 @@
-"""Non-finite loss or gradient: NaN, Inf, and norms that overflowed float32.
+"""Non-finite loss, gradient or update: NaN, Inf, and norms that overflowed float32.
 
 Says so at once, at every step that has one. How many of them are too many, in a row or within a
 window, is the policy's `when`: a detector that counts only consecutive steps never sees a run in
@@ -30,11 +30,13 @@ def init(config: Config) -> State:
 
 
 def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
-    """Reads `seen.bad_loss` and `seen.bad_grad`."""
+    """Reads what `seen` says is bad; a bad update counts as a gradient."""
     del config
     never = seen.sound & False
     bad_loss = never if seen.bad_loss is None else seen.bad_loss
     bad_grad = never if seen.bad_grad is None else seen.bad_grad
+    if seen.bad_update is not None:
+        bad_grad = bad_grad | seen.bad_update
     alarm = bad_loss | bad_grad
     cause = flag(bad_loss, Cause.NONFINITE_LOSS, xp=xp)
     cause = cause | flag(bad_grad, Cause.NONFINITE_GRAD, xp=xp)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core import level_shift, numerics
+from healcore.core import level_shift, numerics, warmup
 
 
 class NormSpikeConfig(NamedTuple):
@@ -73,20 +73,28 @@ def update(
     known = ~warm & (scale > 0)
     z = xp.where(known, gap / xp.where(known, scale, 1.0), 0.0)
 
-    watch, shift = level_shift.update(config.shift, state.shift, norm, alarm, learn & ~warm, xp=xp)
+    watch, shift = level_shift.update(
+        config.shift, state.shift, norm, alarm, learn & ~warm, restart, xp=xp
+    )
     taught = learn & ~alarm
+    value, anew = warmup.robust(norm, state.level, count, warm, xp=xp)
+    count = xp.where(taught & anew, 0, count)
     seen = xp.where(taught & warm, count + 1, count)
     divisor = numerics.as_float(xp.where(seen > 0, seen, 1), xp=xp)
-    rate = 1.0 - config.ema_decay
-    first = count == 0
+    rate = numerics.complement(config.ema_decay, norm)
+    first = taught & (count == 0)
     level = xp.where(first, 0.0, state.level)
-    gap = norm - level
-    level = level + xp.where(taught, xp.where(warm, gap / divisor, rate * gap), 0.0)
+    gap = value - level
+    level = level + xp.where(
+        taught, xp.where(warm, gap / divisor, numerics.product(rate, gap, xp=xp)), 0.0
+    )
     # The first norm has no deviation from anything.
     off = xp.where(first, 0.0, xp.abs(gap))
     scale = xp.where(first, 0.0, scale)
     step = off - scale
-    scale = scale + xp.where(taught, xp.where(warm, step / divisor, rate * step), 0.0)
+    scale = scale + xp.where(
+        taught, xp.where(warm, step / divisor, numerics.product(rate, step, xp=xp)), 0.0
+    )
     level, scale = numerics.settle(level, xp=xp), numerics.settle(scale, xp=xp)
     level = xp.where(shift.escaped, shift.level, level)
     sustained = alarm & (watch.run >= config.sustain * config.shift.gain)

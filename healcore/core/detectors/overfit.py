@@ -49,7 +49,8 @@ def init(config: Config) -> State:
 def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
     """Learns `seen.loss`; judges `seen.eval_loss` at the steps that have one."""
     learn = seen.sound
-    train = numerics.ema(state.train, seen.loss, 1.0 - config.ema_decay, learn, xp=xp)
+    rate = numerics.complement(config.ema_decay, seen.loss)
+    train = numerics.ema(state.train, seen.loss, rate, learn, xp=xp)
     train = xp.where(learn & ~state.started, seen.loss, train)
     started = state.started | learn
     judged = seen.has_eval & started

@@ -51,11 +51,9 @@ def update(config: LrConfig, state: LrState, cut: Any, calm: Any, *, xp: Any) ->
     ramp = xp.where(moves & ~holding, numerics.sub_one(ramp, xp=xp), ramp)
     hold = xp.where(moves & holding, hold - 1, hold)
     # Not done / ramp_steps: dividing by a constant is not exact in XLA (numerics). 1 / n rounds to
-    # the same float32 from Python's double and from an array. And not 1 - (1 - low) * ramp * share:
-    # LLVM moves an addition of a constant into the select, and fuses it with the product there.
-    share = 1.0 / (config.ramp_steps + (config.ramp_steps == 0))
+    # the same float32 from Python's double and from an array.     share = 1.0 / (config.ramp_steps + (config.ramp_steps == 0))
     climbed = numerics.as_float(config.ramp_steps - ramp, xp=xp) * share
-    ramped = low + xp.where(ramp > 0, (1.0 - low) * climbed, 0.0)
+    ramped = low + numerics.product(1.0 - low, climbed, xp=xp)
     done = ~holding & (ramp == 0)
     scale = xp.where(done, 1.0, xp.where(holding, low, ramped))
     # While an incident is open the multiplier stays where it is.

@@ -17,6 +17,8 @@ from healcore.core.engine.state import EngineState, init
 SCHEMA = 1
 """Version of the neutral form."""
 
+_MOST_GROUPS = 10_000_000
+
 
 class StateError(ValueError):
     """A saved state that this policy cannot take; the message names the place and the remedy."""
@@ -54,7 +56,7 @@ def from_dict(config: EngineConfig, data: Mapping[str, Any]) -> EngineState:
     """
     if not isinstance(data, Mapping):
         raise StateError(f"a saved state must be a mapping, got {type(data).__name__}")
-    if data.get("schema") != SCHEMA:
+    if data.get("schema") != SCHEMA or isinstance(data.get("schema"), bool):
         raise StateError(
             f"the saved state has schema {data.get('schema')!r}, this version reads {SCHEMA}: "
             "start from a fresh state, or use the version that wrote it"
@@ -68,8 +70,8 @@ def from_dict(config: EngineConfig, data: Mapping[str, Any]) -> EngineState:
             "load it with the policy that it was saved under, or start from a fresh state"
         )
     groups = data.get("groups")
-    if not isinstance(groups, int) or isinstance(groups, bool) or groups < 0:
-        raise StateError(f"groups must be a number of tensors, got {groups!r}")
+    if not isinstance(groups, int) or isinstance(groups, bool) or not 0 <= groups <= _MOST_GROUPS:
+        raise StateError(f"groups must be a number of tensors up to {_MOST_GROUPS}, got {groups!r}")
     return _arrays(init(config, groups=groups), data.get("state"), "state")
 
 
@@ -119,11 +121,13 @@ def _leaf(template: np.ndarray, data: Any, place: str) -> np.ndarray:
     """One array, checked for kind, shape and finiteness."""
     try:
         array = np.asarray(data)
-        cast = array.astype(template.dtype)
+        with np.errstate(over="ignore"):
+            cast = array.astype(template.dtype)
     except (TypeError, ValueError, OverflowError) as error:
         raise StateError(f"{place} must be {template.dtype}, got {data!r:.80}") from error
     kinds = {"b": "b", "i": "i", "f": "fi"}[template.dtype.kind]
-    if array.size and array.dtype.kind not in kinds:
+    fits = array.dtype.kind in kinds and (template.dtype.kind != "i" or (cast == array).all())
+    if array.size and not fits:
         raise StateError(f"{place} must be {template.dtype}, got {data!r:.80}")
     if cast.shape != template.shape:
         raise StateError(

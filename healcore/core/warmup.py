@@ -1,0 +1,33 @@
+"""Warm-up that one outlier cannot spoil: shared by the rules that average norms.
+
+A plain mean over the first 25 norms is what ZClip publishes. One norm of x1000 among them makes
+the baseline so high that nothing looks like a spike for hundreds of steps. So while warming up a
+norm above ten times the mean so far enters as ten times the mean, and one below a tenth of it
+begins the warm-up anew: then it was the first ones that were out of line. Norms within a factor of
+ten of their mean, which is all that the published rule is meant for, are averaged as published.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_FACTOR = 10.0
+
+
+def robust(value: Any, mean: Any, count: Any, warm: Any, *, xp: Any) -> tuple[Any, Any]:
+    """What to learn of one norm.
+
+    Args:
+        value: float32, positive and finite.
+        mean: float32, mean of the norms so far.
+        count: int32, how many there were.
+        warm: bool, warming up.
+        xp: the array namespace.
+
+    Returns:
+        The value to learn, and a bool: forget what came before it.
+    """
+    judged = warm & (count > 0)
+    ceiling = _FACTOR * mean
+    value = xp.where(judged & (value > ceiling), ceiling, value)
+    return value, judged & (_FACTOR * value < mean)
