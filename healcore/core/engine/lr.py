@@ -51,7 +51,8 @@ def update(config: LrConfig, state: LrState, cut: Any, calm: Any, *, xp: Any) ->
     ramp = xp.where(moves & ~holding, numerics.sub_one(ramp, xp=xp), ramp)
     hold = xp.where(moves & holding, hold - 1, hold)
     # Not done / ramp_steps: dividing by a constant is not exact in XLA (numerics). 1 / n rounds to
-    # the same float32 from Python's double and from an array.     share = 1.0 / (config.ramp_steps + (config.ramp_steps == 0))
+    # the same float32 from Python's double and from an array.
+    share = 1.0 / (config.ramp_steps + (config.ramp_steps == 0))
     climbed = numerics.as_float(config.ramp_steps - ramp, xp=xp) * share
     ramped = low + numerics.product(1.0 - low, climbed, xp=xp)
     done = ~holding & (ramp == 0)
