@@ -39,7 +39,10 @@ def settle(x: Any, *, xp: Any) -> Any:
 
 
 def product(a: Any, b: Any, *, xp: Any) -> Any:
-    """`a * b` rounded to float32 on its own, in every backend, for products below 1e38."""
+    """`a * b` rounded to float32 on its own, in every backend, for products below 1e38.
+
+    What is added to it must not be a constant (LLVM would move that addition into the select).
+    """
     result = a * b
     return xp.where(result < _LARGEST, result, _LARGEST)
 

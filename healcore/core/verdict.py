@@ -62,9 +62,10 @@ class Reading(NamedTuple):
     alarm: Any
     """bool: this step is out of line."""
     sustained: Any
-    """bool: it is not this step alone; the trouble lasts (what a rollback is for)."""
+    """bool: it is not this step alone; the trouble lasts (what a rollback is for). A step within a
+    sustained spike may itself look fine: then `alarm` is false."""
     cause: Any
-    """int32 `Cause` flags, 0 without an alarm."""
+    """int32 `Cause` flags, 0 with neither."""
     z: Any
     """float32: how far out, in the detector's own scale; 0 while it is warming up."""
 

@@ -1,9 +1,14 @@
-"""Divergence: the smoothed loss climbs away from the best level it ever had.
+"""Divergence: the smoothed loss stands above the best it ever had, and does not come back.
 
-Needs no spike: a noisy ramp from 2 to 22 has none. The smoothed loss has to stand `rise` times
-the noise above its best level *and* keep standing there for `patience` steps; the alarm is
-latched and ends only when half of the rise is gone (hysteresis). The noise is the mean absolute
-change from one loss to the next, which a trend does not inflate.
+Needs no spike: a noisy ramp from 2 to 22 has none. For `patience` steps net the trend has to be
+both *elevated*, beyond the noise and by a real part of all improvement so far, and *not
+recovering*, no lower than its own slower average; steps of recovery count down. A spike that
+heals, a warm-up bump or periodic noise never gets that far; a ramp does, `patience` steps and a
+little after it has left the noise. The alarm is latched until half of the excess is gone.
+
+The noise is the mean absolute residual, in which a rise that repeats counts little: a ramp does
+not pass for noise. Best and top are forgotten slowly, so that after a true level shift (another
+dataset) the detector is not blind for ever.
 """
 
 from __future__ import annotations
@@ -18,19 +23,33 @@ from healcore.core.verdict import Cause, Reading, flag
 
 NEEDS = frozenset({"loss"})
 
+# The plateau of values that serve as well stands behind each constant (docs/detectors.md).
+_TREND = 1.0 / 16.0  # weight in the trend
+_SLOW = 1.0 / 64.0  # weight in the slower one
+_NOISE = 0.03
+_REPEAT = 0.2  # share of it for a rise after a rise; 0.15 to 0.3
+_WINSOR = 8.0  # one step counts at most this many noise scales
+_FLAT = 0.25  # noise scales below the slower trend that are still no recovery
+_RELEASE = 0.5  # of the threshold: the latch opens
+_CREEP = 1.0 / 2048.0  # rate at which best and top are forgotten
+_LONG_SHARE = 0.5  # the long noise scale counts this much; 0 to 0.8
+_LONG_START = 2.5
+_LONG = 1.0 / 512.0
+_ROUNDING = 2.0**-18  # noise below this share of the loss is float32 rounding
+_BLANK = 2.0**-12  # and then a rise counts from this share of it on
+_COUNTED = 1 << 22
+
 
 class Config(NamedTuple):
     """Thresholds; numbers may be arrays."""
 
-    rise: Any = 6.0
-    """Rise of the smoothed loss above its best level, in units of the noise."""
-    min_fraction: Any = 0.2
-    """And at least this fraction of what the loss has fallen so far."""
-    patience: Any = 30
-    """Steps in a row above both that make the alarm."""
-    ema_decay: Any = 0.95
-    """Decay of the smoothed loss."""
-    warmup_steps: Any = 50
+    rise: Any = 8.0
+    """Noise scales of the trend above the best level; 7 to 9 serve alike."""
+    given_back: Any = 0.15
+    """And this part of the improvement so far given back; 0.1 to 0.25."""
+    patience: Any = 56
+    """Steps, net of recovering ones, that make the alarm; 48 to 72."""
+    warmup_steps: Any = 32
     """Steps learnt before a rise counts."""
 
 
@@ -38,62 +57,96 @@ class State(NamedTuple):
     """O(1) memory."""
 
     count: Any
-    smooth: Any
-    best: Any
-    top: Any
+    """int32: steps learnt."""
+    trend: Any
+    """float32: smoothed loss."""
+    slow: Any
+    """float32: smoothed trend."""
     noise: Any
-    last: Any
+    """float32: mean absolute residual of the last steps."""
+    long_noise: Any
+    """float32: mean absolute residual of the whole run, recent steps weighing more."""
+    best: Any
+    """float32: lowest slow trend."""
+    top: Any
+    """float32: highest slow trend."""
+    residual: Any
+    """float32: the last residual, for its sign."""
     run: Any
+    """int32: elevated steps, net of recovering ones."""
     latched: Any
+    """bool: the alarm stands."""
 
 
 def init(config: Config) -> State:
     """No step seen."""
     del config
-    zero, none = np.zeros((), np.float32), np.zeros((), np.int32)
-    return State(
-        none,
-        zero,
-        zero.copy(),
-        zero.copy(),
-        zero.copy(),
-        zero.copy(),
-        none.copy(),
-        np.zeros((), bool),
-    )
+    none = np.zeros((), np.int32)
+    floats = (np.zeros((), np.float32) for _ in range(7))
+    return State(none, *floats, run=none.copy(), latched=np.zeros((), bool))
 
 
 def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
-    """Learns `seen.loss`, then compares the smoothed loss with the best."""
+    """Learns `seen.loss`, then compares the trend with the best level."""
     learn, loss = seen.sound, seen.loss
     count = xp.where(seen.restart, 0, state.count)
     first, warm = count == 0, count < config.warmup_steps
-    rate = numerics.complement(config.ema_decay, loss)
-    smooth = numerics.ema(state.smooth, loss, rate, learn, xp=xp)
-    smooth = xp.where(first & learn, loss, smooth)
-    moved = xp.where(first, 0.0, xp.abs(loss - state.last))
-    noise = numerics.ema(xp.where(first, 0.0, state.noise), moved, 0.02, learn, xp=xp)
-    noise = xp.where(learn & (count == 1), moved, noise)
-    best = xp.where(warm | (smooth < state.best), smooth, state.best)
-    top = xp.where(warm | (smooth > state.top), smooth, state.top)
-    rise = smooth - best
-    far = (rise > config.rise * noise) & (rise > config.min_fraction * (top - best))
-    near = ~(rise > 0.5 * (config.rise * noise))
-    more = xp.where(state.run < config.patience, state.run + 1, state.run)
-    run = xp.where(learn, xp.where(far & ~warm, more, 0), state.run)
-    latched = (state.latched | (run >= config.patience)) & ~(near & learn) & ~seen.restart
+    one = loss - loss + 1.0
+    share = one / numerics.as_float(count + 1, xp=xp)
+    trend = xp.where(first, loss, state.trend)
+    slow = xp.where(first, loss, state.slow)
+
+    most = _WINSOR * state.noise
+    free = warm | (state.noise <= _ROUNDING * xp.abs(trend))
+    residual = loss - trend
+    residual = xp.where(~free & (residual > most), most, residual)
+    residual = xp.where(~free & (residual < -most), -most, residual)
+    size = xp.abs(residual)
+    weight = numerics.larger(share, _TREND, xp=xp)
+    trend = trend + numerics.product(weight, residual, xp=xp)
+    weight = numerics.larger(share, _SLOW, xp=xp)
+    slow = slow + numerics.product(weight, trend - slow, xp=xp)
+
+    repeats = (residual > 0) & (state.residual > 0) & (residual > state.noise)
+    weight = xp.where(repeats, _NOISE * _REPEAT, _NOISE * one)
+    weight = xp.where(warm, numerics.larger(share, weight, xp=xp), weight)
+    noise = state.noise + numerics.product(weight, size - state.noise, xp=xp)
+    weight = numerics.smaller(_LONG_START * share, 1.0, xp=xp)
+    weight = numerics.larger(weight, _LONG, xp=xp)
+    long_noise = state.long_noise + numerics.product(weight, size - state.long_noise, xp=xp)
+    scale = numerics.larger(noise, _LONG_SHARE * long_noise, xp=xp)
+
+    best = state.best + numerics.product(_CREEP, slow - state.best, xp=xp)
+    best = xp.where(warm | (slow < best), slow, best)
+    top = state.top + numerics.product(_CREEP, slow - state.top, xp=xp)
+    top = xp.where(warm | (slow > top), slow, top)
+    excess = trend - best
+    threshold = numerics.larger(config.rise * scale, config.given_back * (top - best), xp=xp)
+    threshold = numerics.larger(threshold, _BLANK * xp.abs(best), xp=xp)
+
+    elevated = ~warm & (excess > threshold)
+    recovering = slow - trend > _FLAT * scale
+    more = xp.where(state.run < 2 * config.patience, state.run + 1, state.run)
+    run = xp.where(elevated & ~recovering, more, numerics.sub_one(state.run, xp=xp))
+    back = first | (excess < _RELEASE * threshold)
+    run = xp.where(back, 0, run)
+    latched = (state.latched | (run >= config.patience)) & ~back
+
     alarm = learn & latched
-    cause = flag(alarm, Cause.DIVERGENCE, xp=xp)
-    known = noise > 0
-    z = xp.where(known & ~warm, rise / xp.where(known, noise, 1.0), 0.0)
-    new = State(
-        xp.where(learn & warm, count + 1, count),
-        smooth,
-        best,
-        top,
-        noise,
-        xp.where(learn, loss, state.last),
-        run,
-        latched,
+    known = ~warm & (scale > 0)
+    z = xp.where(known & learn, excess / xp.where(known, scale, 1.0), 0.0)
+    after = State(
+        count=xp.where(count < _COUNTED, count + 1, count),
+        trend=numerics.settle(trend, xp=xp),
+        slow=numerics.settle(slow, xp=xp),
+        noise=numerics.settle(noise, xp=xp),
+        long_noise=numerics.settle(long_noise, xp=xp),
+        best=numerics.settle(best, xp=xp),
+        top=numerics.settle(top, xp=xp),
+        residual=numerics.settle(residual, xp=xp),
+        run=run,
+        latched=latched,
     )
-    return new, Reading(alarm, alarm, cause, z)
+    kept = state._replace(count=count, latched=state.latched & ~seen.restart)
+    new = State(*(xp.where(learn, a, b) for a, b in zip(after, kept, strict=True)))
+    return new, Reading(alarm, alarm, flag(alarm, Cause.DIVERGENCE, xp=xp), z)

@@ -1,12 +1,20 @@
-"""Loss spike: one bad batch, or a sustained departure from the recent level.
+"""Loss spike: one bad batch, or a sustained departure from the run's own noise.
 
-Scale-free and shift-free: a loss may be negative, near zero or constant. The level is a moving
-average that follows falls faster than rises; the scale is the mean absolute residual of accepted
-values. An outlying value teaches the level at a fraction of the weight, until so many have come
-in a row that they are the level.
+Scale-free and shift-free: a loss may be negative, near zero or constant, logged at every step or
+at every hundredth; nothing here knows the unit or the cadence. Four ideas:
 
-`alarm` is one outlying step (worth a skip). `sustained` is evidence that adds up: the sum of
-(min(z, z_cap) - z_drift), never below zero, above `evidence` (Page's CUSUM, 1954).
+1. **Noise alternates, a spike persists.** The unit of z is the mean absolute residual, fast and
+   slow. A residual with the sign of the one before it teaches the fast scale only a fraction: an
+   onset does not pass for noise, and a steep fall does not either.
+2. **The threshold is learnt from the run's own excursions.** Each outlier raises it, each step
+   lowers it a little: a streaming quantile (Robbins and Monro, 1951) that settles where about one
+   step in 256 is an outlier. Heavy-tailed and multi-domain losses become quiet without a switch.
+3. **A spike is several steps.** Each step casts a vote between 0 and 1, so one step, however far
+   out, is one vote (`alarm`, worth a skip). Votes fade; their sum above `evidence` is `sustained`,
+   worth a rollback. A step far below the level takes its vote away: spikes are one-sided. The
+   level's own distance from a slower one casts half votes: a small rise that lasts.
+4. **An incident ends**: when its votes have faded, or after `escape` steps. The level then begins
+   anew where the loss is now: healed, or truly shifted.
 """
 
 from __future__ import annotations
@@ -16,78 +24,106 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.core import numerics
+from healcore.core.detectors import loss_level
 from healcore.core.signals import Observed
 from healcore.core.verdict import Cause, Reading, flag
 
 NEEDS = frozenset({"loss"})
 
+# The plateau of values that serve as well stands behind each constant (docs/detectors.md).
+_SLOPE = 2.0  # a vote grows from 0 at the threshold to 1 at 1.5 times it; 1.3 to 2.8
+_FADE = 0.95  # of the votes per step; 0.93 to 0.955
+_SPARE = 0.5  # the sum stays below evidence + this; 0.3 to 1
+_OVER = 0.5  # votes at which an incident is over; 0.5 to 1
+_LEARN = 0.2  # what one outlier adds to the tail factor; 0.12 to 0.35
+_OUTLIERS = 1.0 / 256.0  # rate of outliers at which it settles; 1/200 to 1/600
+_EARLY = 1.5  # the tail factor while too little has been seen to know it; 1.2 to 1.8
+_LARGEST_TAIL = 4.0  # 3 to 8
+_SLOW_VOTE = 0.5  # largest vote of the slow channel; 0.4 to 1
+_SLOW_THRESHOLD = 5.0  # of the level above the slow one, in the level's own wander; 4 to 5.2
+_SLOW_SLOPE = 1.0 / _SLOW_THRESHOLD  # the slow vote is full at twice that
+
 
 class Config(NamedTuple):
     """Thresholds; numbers may be arrays."""
 
-    z_threshold: Any = 8.0
-    """Scales above the level at which one step is an outlier."""
-    z_drift: Any = 3.5
-    """Evidence grows above this score and shrinks below it."""
-    z_cap: Any = 8.0
-    """One step adds at most `z_cap - z_drift`."""
-    evidence: Any = 9.0
-    """Evidence of a sustained spike."""
-    warmup_steps: Any = 25
+    z_threshold: Any = 3.75
+    """Mean absolute residuals at which a step begins to be an outlier, before the learnt factor
+    (3.75 are three standard deviations of Gaussian noise); full at 1.5 times it."""
+    evidence: Any = 2.3
+    """Votes that make a spike sustained: three full ones within a dozen steps."""
+    warmup_steps: Any = 32
     """Steps learnt before anything is called a spike."""
-    escape: Any = 50
-    """Outlying steps in a row after which they are learnt like any other."""
+    escape: Any = 64
+    """Steps after which an incident ends and the loss of now is the level."""
 
 
 class State(NamedTuple):
     """O(1) memory."""
 
-    count: Any
-    level: Any
-    scale: Any
-    evidence: Any
-    run: Any
+    level: loss_level.LevelState
+    tail: Any
+    """float32: factor on the threshold, learnt from the run's own outliers."""
+    votes: Any
+    """float32: faded sum of the votes."""
+    incident: Any
+    """int32: steps since it became sustained, 0 = it is not."""
 
 
 def init(config: Config) -> State:
     """No step seen."""
     del config
-    zero, none = np.zeros((), np.float32), np.zeros((), np.int32)
-    return State(none, zero, zero.copy(), zero.copy(), none.copy())
+    zero = np.zeros((), np.float32)
+    return State(loss_level.init(), zero, zero.copy(), np.zeros((), np.int32))
 
 
 def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
     """Judges `seen.loss`, then learns it."""
     learn, loss = seen.sound, seen.loss
-    count = xp.where(seen.restart, 0, state.count)
-    first, warm = count == 0, count < config.warmup_steps
-    gap = loss - state.level
-    floor = numerics.larger(1e-6 * xp.abs(state.level), 1e-12, xp=xp)
-    scale = numerics.larger(state.scale, floor, xp=xp)
-    z = xp.where(warm, 0.0, gap / scale)
-    out = learn & ~warm & (z > 3.0)
-    alarm = learn & ~warm & (z > config.z_threshold)
-    gained = numerics.smaller(z, config.z_cap, xp=xp) - config.z_drift
-    evidence = xp.where(seen.restart | warm, 0.0, state.evidence)
-    evidence = xp.where(learn & ~warm, evidence + gained, evidence)
-    evidence = xp.where(evidence > 0, numerics.smaller(evidence, 1e6, xp=xp), 0.0)
-    sustained = learn & (evidence > config.evidence)
+    level = loss_level.begin(state.level, loss, seen.restart, xp=xp)
+    first, warm = level.count == 0, level.count < config.warmup_steps
+    votes = xp.where(first, 0.0, state.votes)
+    incident = xp.where(first, 0, state.incident)
+    tail = xp.where(first, _EARLY, state.tail)
 
-    run = xp.where(learn, xp.where(out, state.run + 1, 0), state.run)
-    outlying = out & (run <= config.escape)
-    step = loss - state.level
-    step = xp.where(outlying, 0.03 * step, xp.where(gap < 0, 0.3 * step, 0.1 * step))
-    seen_count = xp.where(learn & warm, count + 1, count)
-    divisor = numerics.as_float(xp.where(seen_count > 0, seen_count, 1), xp=xp)
-    level = state.level + xp.where(learn, step, 0.0)
-    level = numerics.settle(xp.where(first & learn, loss, level), xp=xp)
-    off = xp.where(first, 0.0, xp.abs(gap))
-    base = xp.where(first, 0.0, state.scale)
-    step = off - base
-    accept = learn & ~outlying
-    new_scale = base + xp.where(accept, xp.where(warm, step / divisor, 0.02 * step), 0.0)
-    new_scale = numerics.settle(new_scale, xp=xp)
-    run = xp.where(run > 2 * config.escape, 2 * config.escape, run)
+    unit, known, blank = loss_level.unit(level, xp=xp)
+    judged = known & ~warm
+    z = xp.where(judged, (loss - level.mean) / xp.where(known, unit, 1.0), 0.0)
+    score = z / (config.z_threshold * tail)
+    vote = _between(numerics.product(_SLOPE, score - 1.0, xp=xp), xp=xp)
+    against = _between(numerics.product(_SLOPE, -1.0 - score, xp=xp), xp=xp)
+    was = incident > 0
+    lasting = judged & ~was & (level.count > 3 * config.warmup_steps)
+    above = loss_level.elevation(level, unit, known, xp=xp) - _SLOW_THRESHOLD
+    slow = xp.where(lasting, _SLOW_VOTE * _between(_SLOW_SLOPE * above, xp=xp), 0.0)
+    votes = numerics.product(_FADE, votes, xp=xp) + numerics.larger(vote, slow, xp=xp) - against
+    votes = numerics.smaller(votes, config.evidence + _SPARE, xp=xp)
+    votes = xp.where(votes > 0, votes, 0.0)
+    sustained = learn & ((votes > config.evidence) | (was & (votes >= _OVER)))
+    alarm = learn & (vote >= 1.0)
+
+    incident = xp.where(sustained, incident + 1, 0)
+    escaped = incident >= config.escape
+    over = learn & (escaped | (was & ~sustained))
+    level = loss_level.learn(level, loss, unit, judged, warm, blank, sustained, over, learn, xp=xp)
+    factor = _LEARN * (vote - _OUTLIERS)
+    learnt = tail + numerics.product(tail, factor, xp=xp)
+    learnt = numerics.smaller(numerics.larger(learnt, 1.0, xp=xp), _LARGEST_TAIL, xp=xp)
+    tail = xp.where(warm | sustained, tail, learnt)
+    new = State(
+        level=level,
+        tail=xp.where(learn | first, tail, state.tail),
+        votes=numerics.settle(
+            xp.where(learn, xp.where(escaped, 0.0, votes), xp.where(first, 0.0, state.votes)), xp=xp
+        ),
+        incident=xp.where(
+            learn, xp.where(escaped, 0, incident), xp.where(first, 0, state.incident)
+        ),
+    )
     cause = flag(alarm | sustained, Cause.LOSS_SPIKE, xp=xp)
-    new = State(seen_count, level, new_scale, evidence, run)
-    return new, Reading(alarm | sustained, sustained, cause, z)
+    return new, Reading(alarm, sustained, cause, xp.where(learn, z, 0.0))
+
+
+def _between(x: Any, *, xp: Any) -> Any:
+    """Cut to [0, 1]."""
+    return xp.where(x > 0, xp.where(x < 1, x, 1.0), 0.0)

@@ -41,8 +41,9 @@ def judge(
     seen = observe(signals, announced, xp=xp)
 
     detectors, readings = _read(config, state, seen, grace > 0, xp=xp)
-    cause, sustained = _causes(readings, seen, xp=xp)
-    memories, fired = _fire(config, state, cause, sustained, xp=xp)
+    alarmed, sustained = _causes(readings, seen, xp=xp)
+    cause = alarmed | sustained
+    memories, fired = _fire(config, state, alarmed, sustained, xp=xp)
 
     never = cause != cause
     wished = _any([f.fired for rule, f in fired if rule.skip], never)
@@ -129,21 +130,21 @@ def _read(
 
 
 def _causes(readings: Mapping[str, Reading], seen: Observed, *, xp: Any) -> tuple[Any, Any]:
-    """Flags of all alarms, and of the sustained ones, as int32."""
-    cause = sustained = xp.astype(seen.sound & False, xp.int32)
+    """Flags of this step's alarms, and of what is sustained (this step may look fine), int32."""
+    alarmed = sustained = xp.astype(seen.sound & False, xp.int32)
     for reading in readings.values():
-        cause = cause | reading.cause
+        alarmed = alarmed | xp.where(reading.alarm, reading.cause, 0)
         sustained = sustained | xp.where(reading.sustained, reading.cause, 0)
-    return cause, sustained
+    return alarmed, sustained
 
 
 def _fire(
-    config: EngineConfig, state: EngineState, cause: Any, sustained: Any, *, xp: Any
+    config: EngineConfig, state: EngineState, alarmed: Any, sustained: Any, *, xp: Any
 ) -> tuple[tuple[rules.RuleState, ...], list[tuple[Any, rules.Firing]]]:
     """Asks every rule."""
     memories, fired = [], []
     for rule, memory in zip(config.rules, state.rules, strict=True):
-        hit = ((sustained if rule.sustained else cause) & rule.causes) != 0
+        hit = ((sustained if rule.sustained else alarmed) & rule.causes) != 0
         quiet = config.incident.quiet_steps
         memory, firing = rules.update(rule, memory, hit, state.step, quiet, xp=xp)
         memories.append(memory)

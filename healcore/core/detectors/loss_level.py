@@ -1,0 +1,175 @@
+"""The level of a loss and its noise, at two time scales each: what a spike is measured against."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from healcore.core import numerics
+
+# The plateau of values that serve as well stands behind each constant (docs/detectors.md).
+_FALL = 0.33  # weight of a fall in the level: the best is believed at once; 0.25 to 0.5
+_RISE = 0.05  # weight of a rise; 0.04 to 0.08
+_NOISE = 0.04  # weight in the fast noise scale; 0.02 to 0.05
+_REPEAT = 0.25  # share of it for a residual that repeats the sign of the last; 0.1 to 0.4
+_WINSOR = 3.5  # a residual counts at most this many units; 2.5 to 4
+_LONG_SHARE = 0.95  # the long noise scale counts this much; 0.7 to 1.05
+_LONG_START = 2.5  # its weight is this over the count ...; 1.5 to 4
+_LONG = 1.0 / 512.0  # ... and not below this; 1/256 to 1/1024
+_SLOW_FALL = 0.1  # the slow level; 0.08 to 0.2
+_SLOW_RISE = 0.01  # 0.005 to 0.015
+_WANDER_SHARE = 0.3  # the level's wander is at least this much of the noise; 0.2 to 0.35
+_NOW = 0.1  # weight in the running mean of what is seen, spike or not
+
+# Noise below this share of the level is float32 rounding, that is, no noise is known ...
+_ROUNDING = 2.0**-18
+# ... and then the unit is this share of it: +0.01 % is nothing, a doubling is a vote.
+_BLANK = 2.0**-10
+_COUNTED = 1 << 22  # exact as a float32, and far beyond where any weight still changes
+
+
+class LevelState(NamedTuple):
+    """O(1) memory."""
+
+    count: Any
+    """int32: steps learnt."""
+    mean: Any
+    """float32: the level; follows falls fast and rises slowly."""
+    noise: Any
+    """float32: mean absolute residual of the last steps."""
+    long_noise: Any
+    """float32: mean absolute residual of the whole run, recent steps weighing more."""
+    residual: Any
+    """float32: the last residual, for its sign."""
+    slow: Any
+    """float32: the slow level."""
+    wander: Any
+    """float32: mean absolute distance of the level from the slow one."""
+    now: Any
+    """float32: running mean of what is seen, spikes too; where the level begins anew."""
+
+
+def init() -> LevelState:
+    """No step seen."""
+    zero = np.zeros((), np.float32)
+    return LevelState(np.zeros((), np.int32), *(zero.copy() for _ in range(7)))
+
+
+def begin(state: LevelState, loss: Any, restart: Any, *, xp: Any) -> LevelState:
+    """The level before this step: at the first one, or after an announcement, it is the loss."""
+    count = xp.where(restart, 0, state.count)
+    first = count == 0
+    return state._replace(
+        count=count,
+        mean=xp.where(first, loss, state.mean),
+        slow=xp.where(first, loss, state.slow),
+        now=xp.where(first, loss, state.now),
+    )
+
+
+def unit(state: LevelState, *, xp: Any) -> tuple[Any, Any, Any]:
+    """The noise to measure by, whether there is one, and whether the history is constant.
+
+    A loss of exactly 0 ever since has no unit at all: there the first departure is not judged.
+    """
+    scale = numerics.larger(state.noise, _LONG_SHARE * state.long_noise, xp=xp)
+    size = xp.abs(state.mean)
+    blank = scale <= _ROUNDING * size
+    scale = xp.where(blank, _BLANK * size, scale)
+    return scale, scale > 0, blank
+
+
+def elevation(state: LevelState, scale: Any, known: Any, *, xp: Any) -> Any:
+    """How far the level stands above the slow one, in its own wander."""
+    wander = numerics.larger(state.wander, _WANDER_SHARE * scale, xp=xp)
+    return (state.mean - state.slow) / xp.where(known, wander, 1.0)
+
+
+def learn(
+    state: LevelState,
+    loss: Any,
+    scale: Any,
+    judged: Any,
+    warm: Any,
+    blank: Any,
+    incident: Any,
+    over: Any,
+    sound: Any,
+    *,
+    xp: Any,
+) -> LevelState:
+    """Learns one judged loss.
+
+    Args:
+        state: from `begin`.
+        loss: float32, finite.
+        scale: the unit that it was judged by.
+        judged: bool, that unit was known.
+        warm: bool, warming up: plain means.
+        blank: bool, the history is constant.
+        incident: bool, inside a sustained spike: rises teach nothing.
+        over: bool, the incident ends here: the level begins anew at what is seen now.
+        sound: bool; where false nothing is learnt.
+        xp: the array namespace.
+    """
+    one = loss - loss + 1.0
+    after = numerics.as_float(state.count + 1, xp=xp)
+    share = one / after
+    residual = loss - state.mean
+    size = xp.abs(residual)
+    most = _WINSOR * scale
+    size = xp.where(judged & (size > most), most, size)
+    rise = residual > 0
+
+    # Falls are not winsorised: the best level is always believed.
+    weight = xp.where(rise, xp.where(incident, 0.0, _RISE * one), _FALL)
+    weight = xp.where(warm, numerics.larger(weight, share, xp=xp), weight)
+    mean = state.mean + numerics.product(weight, xp.where(rise, size, residual), xp=xp)
+
+    teaches = ~(incident & rise)
+    repeats = (rise == (state.residual > 0)) & (size > state.noise)
+    weight = xp.where(repeats, _NOISE * _REPEAT, _NOISE * one)
+    weight = xp.where(warm, numerics.larger(share, _NOISE, xp=xp), weight)
+    shock = blank & ~warm  # the first noise ever seen is the unit
+    weight = xp.where(shock, 1.0, weight)
+    step = numerics.product(weight, size - state.noise, xp=xp)
+    noise = state.noise + xp.where(teaches, step, 0.0)
+
+    long = numerics.smaller(_LONG_START * share, 1.0, xp=xp)
+    long = numerics.larger(long, _LONG, xp=xp)
+    weight = xp.where(shock, 1.0, long)
+    step = numerics.product(weight, size - state.long_noise, xp=xp)
+    long_noise = state.long_noise + xp.where(teaches, step, 0.0)
+
+    gap = mean - state.slow
+    weight = xp.where(gap < 0, _SLOW_FALL * one, _SLOW_RISE)
+    step = numerics.product(weight, gap, xp=xp)
+    slow = xp.where(warm, mean, state.slow + xp.where(incident, 0.0, step))
+    most = _WINSOR * numerics.larger(state.wander, _WANDER_SHARE * scale, xp=xp)
+    off = xp.abs(gap)
+    off = xp.where(judged & (off > most), most, off)
+    step = numerics.product(long, off - state.wander, xp=xp)
+    wander = state.wander + xp.where(incident, 0.0, step)
+
+    weight = numerics.larger(share, _NOW, xp=xp)
+    now = state.now + numerics.product(weight, loss - state.now, xp=xp)
+    count = xp.where(state.count < _COUNTED, state.count + 1, state.count)
+    new = LevelState(
+        count=count,
+        mean=xp.where(over, now, mean),
+        noise=noise,
+        long_noise=long_noise,
+        residual=residual,
+        slow=xp.where(over, now, slow),
+        wander=wander,
+        now=now,
+    )
+    return LevelState(
+        *(
+            numerics.settle(xp.where(sound, after, before), xp=xp)
+            if i
+            else xp.where(sound, after, before)
+            for i, (after, before) in enumerate(zip(new, state, strict=True))
+        )
+    )
