@@ -6,7 +6,7 @@ Five measured facts shape every formula in the core (docs/parity.md, tests/parit
   twice. It cannot contract through a ``select``, so every product that feeds an addition passes
   through one, in `product`, whose condition LLVM cannot prove. (It sees through others: it moves
   the addition of a constant into a select, and takes a common factor out of
-  ``where(c, a * b, b * b)``.)
+  ``where(c, a * b, b * b)``.) Of two constant factors in a row XLA makes one: `product` again.
 * Division of two run-time arrays is exact everywhere. XLA turns a division by a constant into a
   multiplication by its reciprocal, and torch does so for ``scalar / tensor``: never divide by, or
   into, a Python number.
@@ -28,7 +28,7 @@ FLUSH = 1e-30
 """State smaller than this is made zero: far above the subnormals that XLA flushes."""
 
 HUGE = 1e15
-"""Baselines see no magnitude above this, so that its square stays finite in float32."""
+"""A norm above this counts as overflowed, a loss as this: squares stay finite in float32."""
 
 _LARGEST = 1e38
 

@@ -47,7 +47,7 @@ class Observed(NamedTuple):
     bad_loss: Any
     """bool or None: the loss is NaN or infinite."""
     bad_grad: Any
-    """bool or None: a gradient norm is NaN, infinite or negative."""
+    """bool or None: a gradient norm is NaN, infinite, above 1e15 or negative."""
     bad_update: Any
     """bool or None: the update's norm is."""
     sound: Any
@@ -75,17 +75,17 @@ def observe(signals: Signals, restart: Any, *, xp: Any) -> Observed:
         bad_loss, sound = ~fine, sound & fine
         loss = numerics.bounded(loss, fine, xp=xp)
     if norm is not None:
-        fine = xp.isfinite(norm) & (norm >= 0)
+        fine = (norm >= 0) & (norm <= numerics.HUGE)
         bad_grad, sound = ~fine, sound & fine
         norm = numerics.bounded(norm, fine, xp=xp)
     if groups is not None:
-        each = xp.isfinite(groups) & (groups >= 0)
+        each = (groups >= 0) & (groups <= numerics.HUGE)
         bad = xp.sum(xp.astype(~each, xp.int32), axis=-1) > 0
         bad_grad = bad if bad_grad is None else bad_grad | bad
         sound = sound & ~bad
         groups = numerics.bounded(groups, each, xp=xp)
     if signals.update_norm is not None:
-        fine = xp.isfinite(signals.update_norm) & (signals.update_norm >= 0)
+        fine = (signals.update_norm >= 0) & (signals.update_norm <= numerics.HUGE)
         bad_update, sound = ~fine, sound & fine
         update = numerics.bounded(signals.update_norm, fine, xp=xp)
     if signals.eval_loss is not None:

@@ -93,7 +93,7 @@ def _percentile(percent: Any, counts: Any, total: Any, edges: Any, *, xp: Any) -
     width. The last sum has one term that is not zero, so its order cannot matter.
     """
     below = numerics.as_float(xp.cumsum(counts, axis=-1), xp=xp)
-    rank = (percent * numerics.as_float(total, xp=xp)) * 0.01
+    rank = numerics.product(percent, numerics.as_float(total, xp=xp), xp=xp) * 0.01
     before = below - numerics.as_float(counts, xp=xp)
     here = (below >= rank[..., None]) & (before < rank[..., None])
     return xp.sum(xp.where(here, edges[1:], 0.0), axis=-1)

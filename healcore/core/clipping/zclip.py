@@ -86,12 +86,12 @@ def update(
     floor = config.min_rel_std * state.mean
     var = numerics.larger(state.var, floor * floor, xp=xp)
 
-    # z > k without a root: gap^2 > k^2 v. k^2 is applied in two float32 products, so that a
-    # Python number and an array (a vmapped sweep) round alike.
+    # z > k without a root: gap^2 > k^2 v. k^2 is applied in two products of their own, so that a
+    # Python number and an array (a vmapped sweep) round alike, and XLA does not make it (k k) v.
     k = config.z_threshold
     sigma = xp.sqrt(var)
     gap = norm - state.mean
-    limit = k * (k * var)
+    limit = k * numerics.product(k, var, xp=xp)
     spike = ~warm & (gap > 0) & (gap * gap > limit)
     safe_gap = xp.where(spike, gap, 1.0)
     if config.target == "reciprocal":

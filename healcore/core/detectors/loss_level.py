@@ -21,11 +21,14 @@ _SLOW_FALL = 0.1  # the slow level; 0.08 to 0.2
 _SLOW_RISE = 0.01  # 0.005 to 0.015
 _WANDER_SHARE = 0.3  # the level's wander is at least this much of the noise; 0.2 to 0.35
 _NOW = 0.1  # weight in the running mean of what is seen, spike or not
+_GRID_SHARE = 0.5  # the unit is at least this much of the grid; 0.3 to 0.8
 
 # Noise below this share of the level is float32 rounding, that is, no noise is known ...
 _ROUNDING = 2.0**-18
 # ... and then the unit is this share of it: +0.01 % is nothing, a doubling is a vote.
 _BLANK = 2.0**-10
+# The smallest change ever seen is the grid of a rounded log (bf16, two digits), up to this share.
+_COARSE = 2.0**-5
 _COUNTED = 1 << 22  # exact as a float32, and far beyond where any weight still changes
 
 
@@ -48,12 +51,16 @@ class LevelState(NamedTuple):
     """float32: mean absolute distance of the level from the slow one."""
     now: Any
     """float32: running mean of what is seen, spikes too; where the level begins anew."""
+    last: Any
+    """float32: the last loss."""
+    grid: Any
+    """float32: smallest change from one loss to the next that was not 0; 0 = none yet."""
 
 
 def init() -> LevelState:
     """No step seen."""
     zero = np.zeros((), np.float32)
-    return LevelState(np.zeros((), np.int32), *(zero.copy() for _ in range(7)))
+    return LevelState(np.zeros((), np.int32), *(zero.copy() for _ in range(9)))
 
 
 def begin(state: LevelState, loss: Any, restart: Any, *, xp: Any) -> LevelState:
@@ -65,6 +72,7 @@ def begin(state: LevelState, loss: Any, restart: Any, *, xp: Any) -> LevelState:
         mean=xp.where(first, loss, state.mean),
         slow=xp.where(first, loss, state.slow),
         now=xp.where(first, loss, state.now),
+        last=xp.where(first, loss, state.last),
     )
 
 
@@ -77,6 +85,8 @@ def unit(state: LevelState, *, xp: Any) -> tuple[Any, Any, Any]:
     size = xp.abs(state.mean)
     blank = scale <= _ROUNDING * size
     scale = xp.where(blank, _BLANK * size, scale)
+    grid = numerics.smaller(state.grid, _COARSE * size, xp=xp)
+    scale = numerics.larger(scale, _GRID_SHARE * grid, xp=xp)
     return scale, scale > 0, blank
 
 
@@ -122,10 +132,11 @@ def learn(
     size = xp.where(judged & (size > most), most, size)
     rise = residual > 0
 
-    # Falls are not winsorised: the best level is always believed.
+    # A fall that repeats is believed in full, however deep; one step proves nothing either way.
+    fall = xp.where(state.residual > 0, -size, residual)
     weight = xp.where(rise, xp.where(incident, 0.0, _RISE * one), _FALL)
     weight = xp.where(warm, numerics.larger(weight, share, xp=xp), weight)
-    mean = state.mean + numerics.product(weight, xp.where(rise, size, residual), xp=xp)
+    mean = state.mean + numerics.product(weight, xp.where(rise, size, fall), xp=xp)
 
     teaches = ~(incident & rise)
     repeats = (rise == (state.residual > 0)) & (size > state.noise)
@@ -154,6 +165,8 @@ def learn(
 
     weight = numerics.larger(share, _NOW, xp=xp)
     now = state.now + numerics.product(weight, loss - state.now, xp=xp)
+    jump = xp.abs(loss - state.last)
+    finer = (jump > 0) & ((state.grid == 0) | (jump < state.grid))
     count = xp.where(state.count < _COUNTED, state.count + 1, state.count)
     new = LevelState(
         count=count,
@@ -164,12 +177,8 @@ def learn(
         slow=xp.where(over, now, slow),
         wander=wander,
         now=now,
+        last=loss,
+        grid=xp.where(finer, jump, state.grid),
     )
-    return LevelState(
-        *(
-            numerics.settle(xp.where(sound, after, before), xp=xp)
-            if i
-            else xp.where(sound, after, before)
-            for i, (after, before) in enumerate(zip(new, state, strict=True))
-        )
-    )
+    learnt = [xp.where(sound, after, before) for after, before in zip(new, state, strict=True)]
+    return LevelState(learnt[0], *(numerics.settle(value, xp=xp) for value in learnt[1:]))

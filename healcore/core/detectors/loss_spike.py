@@ -11,7 +11,7 @@ at every hundredth; nothing here knows the unit or the cadence. Four ideas:
    step in 256 is an outlier. Heavy-tailed and multi-domain losses become quiet without a switch.
 3. **A spike is several steps.** Each step casts a vote between 0 and 1, so one step, however far
    out, is one vote (`alarm`, worth a skip). Votes fade; their sum above `evidence` is `sustained`,
-   worth a rollback. A step far below the level takes its vote away: spikes are one-sided. The
+   worth a rollback. A step below the level takes votes away: spikes are one-sided. The
    level's own distance from a slower one casts half votes: a small rise that lasts.
 4. **An incident ends**: when its votes have faded, or after `escape` steps. The level then begins
    anew where the loss is now: healed, or truly shifted.
@@ -34,6 +34,8 @@ NEEDS = frozenset({"loss"})
 _SLOPE = 2.0  # a vote grows from 0 at the threshold to 1 at 1.5 times it; 1.3 to 2.8
 _FADE = 0.95  # of the votes per step; 0.93 to 0.955
 _SPARE = 0.5  # the sum stays below evidence + this; 0.3 to 1
+_AGAINST = 3.0  # what a step far below the level takes away at most; 1.8 to 4.8
+_AGAINST_FROM = 0.3  # of the threshold, below the level; 0.18 to 0.48
 _OVER = 0.5  # votes at which an incident is over; 0.5 to 1
 _LEARN = 0.2  # what one outlier adds to the tail factor; 0.12 to 0.35
 _OUTLIERS = 1.0 / 256.0  # rate of outliers at which it settles; 1/200 to 1/600
@@ -91,7 +93,8 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
     z = xp.where(judged, (loss - level.mean) / xp.where(known, unit, 1.0), 0.0)
     score = z / (config.z_threshold * tail)
     vote = _between(numerics.product(_SLOPE, score - 1.0, xp=xp), xp=xp)
-    against = _between(numerics.product(_SLOPE, -1.0 - score, xp=xp), xp=xp)
+    below = _between(numerics.product(_SLOPE, -_AGAINST_FROM - score, xp=xp), xp=xp)
+    against = numerics.product(_AGAINST, below, xp=xp)
     was = incident > 0
     lasting = judged & ~was & (level.count > 3 * config.warmup_steps)
     above = loss_level.elevation(level, unit, known, xp=xp) - _SLOW_THRESHOLD
