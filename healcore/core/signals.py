@@ -75,17 +75,17 @@ def observe(signals: Signals, restart: Any, *, xp: Any) -> Observed:
         bad_loss, sound = ~fine, sound & fine
         loss = numerics.bounded(loss, fine, xp=xp)
     if norm is not None:
-        fine = (norm >= 0) & (norm <= numerics.HUGE)
+        fine = _is_norm(norm)
         bad_grad, sound = ~fine, sound & fine
         norm = numerics.bounded(norm, fine, xp=xp)
     if groups is not None:
-        each = (groups >= 0) & (groups <= numerics.HUGE)
+        each = _is_norm(groups)
         bad = xp.sum(xp.astype(~each, xp.int32), axis=-1) > 0
         bad_grad = bad if bad_grad is None else bad_grad | bad
         sound = sound & ~bad
         groups = numerics.bounded(groups, each, xp=xp)
     if signals.update_norm is not None:
-        fine = (signals.update_norm >= 0) & (signals.update_norm <= numerics.HUGE)
+        fine = _is_norm(signals.update_norm)
         bad_update, sound = ~fine, sound & fine
         update = numerics.bounded(signals.update_norm, fine, xp=xp)
     if signals.eval_loss is not None:
@@ -104,6 +104,11 @@ def observe(signals: Signals, restart: Any, *, xp: Any) -> Observed:
         has_eval=has_eval,
         restart=restart,
     )
+
+
+def _is_norm(norm: Any) -> Any:
+    """Finite, not overflowed, not negative; XLA takes a negative subnormal for 0, so all do."""
+    return (norm > -numerics.TINY) & (norm <= numerics.HUGE)
 
 
 def check_scalar(name: str, value: Any, *, floor: float | None = None) -> np.float32:
