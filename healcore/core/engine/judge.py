@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from healcore.core import numerics
 from healcore.core.clipping import RULES, Clip
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import budget, incident, lr, rules, skipping
@@ -117,6 +118,7 @@ def _read(
         module = DETECTORS[name]
         if all(getattr(seen, field) is not None for field in module.NEEDS):
             memory, reading = module.update(thresholds, memory, seen, xp=xp)
+            reading = reading._replace(z=numerics.settle(reading.z, xp=xp))
             if name != "nonfinite":
                 reading = Reading(
                     reading.alarm & ~in_grace,
@@ -200,7 +202,7 @@ def _telemetry(
     if seen.grad_norm is not None:
         norm = xp.where(seen.bad_grad, norm, seen.grad_norm)
     if clip is not None and ordered.group_scale is None:
-        threshold, z = clip.threshold, clip.z
+        threshold, z = clip.threshold, numerics.settle(clip.z, xp=xp)
     if "loss_spike" in readings:
         z_loss = readings["loss_spike"].z
     if ordered.group_scale is None and last.decision.group_scale is not None:
