@@ -89,7 +89,7 @@ def update(
         config.shift, state.shift, norms, over, learn_n & ~warm_n, restart_n, xp=xp
     )
     gamma = xp.where(shift.escaped, shift.level, gamma)
-    count = xp.where(learn & warm, count + 1, count)
+    count = xp.where(learn & warm & (seen.grad_norm > 0), count + 1, count)
     threshold = xp.where(warm_n, config.max_norm, limit)
     zero = norms - norms
     return AdaGCState(count, gamma, watch), Clip(
