@@ -1,0 +1,15 @@
+"""What can go wrong between a policy and an optimizer. Every message says what to write instead.
+
+A loss that is none raises `healcore.core.signals.SignalError`, a saved state that does not fit
+`healcore.core.engine.StateError`: the same as in JAX.
+"""
+
+from __future__ import annotations
+
+
+class AttachError(TypeError):
+    """`attach` cannot work with what it was given; nothing was changed."""
+
+
+class ParametersChangedError(RuntimeError):
+    """The optimizer's parameters are not those that `attach` saw; the step was not taken."""

@@ -1,0 +1,294 @@
+"""The handle that `attach` returns: hooks around `optimizer.step()`, and what a loop tells them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from healcore.core.engine import Engine
+from healcore.core.verdict import Action, Cause, Decision
+from healcore.torch import gradients
+from healcore.torch.amp import AmpAttributes
+from healcore.torch.device_seat import DeviceSeat, read_order
+from healcore.torch.enforcing import Enforcer
+from healcore.torch.errors import ParametersChangedError
+from healcore.torch.host_seat import HostSeat
+from healcore.torch.measurement import Order
+from healcore.torch.measuring import Measurer
+from healcore.torch.nesting import OpenStep
+from healcore.torch.reevaluation import Undo
+from healcore.torch.report import Report
+
+
+class Healing:
+    """One optimizer under one policy. Made by `attach`; not by hand.
+
+    Between two steps nothing of healcore lies on the optimizer but two hooks: learning rates,
+    gradients, `grad_scale` and `found_inf` are lent for the length of a step and given back.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        engine: Engine,
+        seat: HostSeat | DeviceSeat,
+        measurer: Measurer,
+        enforcer: Enforcer,
+        report: Callable[[], Report],
+    ) -> None:
+        self.optimizer = optimizer
+        self.engine = engine
+        self.seat = seat
+        self._measurer = measurer
+        self._enforcer = enforcer
+        self._report = report
+        self._groups = len(gradients.parameters(optimizer))
+        self._open = OpenStep()
+        self._undo = Undo()
+        self._judged = self._gone_bad = False
+        self._order: Order | None = None
+
+        # Dynamo drops what an ordinary hook writes to the optimizer; disabled, it breaks the graph
+        # here and guards on the attributes as they are when the kernel is reached.
+        before: Any = torch.compiler.disable(self._before)
+        after: Any = torch.compiler.disable(self._after)
+        before.__healing__ = self
+        self._handles = [
+            optimizer.register_step_pre_hook(before),
+            optimizer.register_step_post_hook(after),
+        ]
+
+    # -- what the training loop says ------------------------------------------------------------
+
+    def observe(self, loss: Tensor | float) -> None:
+        """Reports the loss of one (micro-)batch; the step sees the mean since the last step.
+
+        Nothing is read on the host. In data-parallel training pass the mean over all ranks: the
+        decision must be the same everywhere.
+
+        Args:
+            loss: a number, or a tensor of one element on any device; NaN and Inf are welcome.
+
+        Raises:
+            SignalError: None, not a number, or more than one. Nothing has changed then.
+        """
+        self._measurer.add_loss(loss)
+
+    def observe_eval(self, eval_loss: Tensor | float) -> None:
+        """Reports an evaluation's loss; the next step sees it.
+
+        Raises:
+            SignalError: as for `observe`.
+        """
+        self._measurer.add_beside("eval_loss", eval_loss)
+
+    def observe_update_norm(self, update_norm: Tensor | float) -> None:
+        """Reports the L2 norm of the last update, for policies that watch it.
+
+        It is not measured here: that would take a copy of the parameters and a pass over both.
+
+        Raises:
+            SignalError: as for `observe`.
+        """
+        self._measurer.add_beside("update_norm", update_norm)
+
+    def announce(self) -> None:
+        """Says that the next step differs on purpose (LR, batch size, data, weights).
+
+        Baselines warm up again, and only non-finite values are alarms for `grace_steps` steps.
+        """
+        self.seat.announce()
+
+    def discard(self) -> None:
+        """Forgets the losses since the last step: call it after throwing a step away yourself."""
+        self._measurer.clear()
+
+    # -- what the training loop can ask ---------------------------------------------------------
+
+    @property
+    def attached(self) -> bool:
+        """Whether the hooks are in place."""
+        return bool(self._handles)
+
+    @property
+    def decision(self) -> Decision | None:
+        """The last step's decision as enforced, as arrays where the engine sits; no sync.
+
+        None before the first step. NumPy in the host seat, torch in the device seat.
+        """
+        return self.seat.decision
+
+    def last_decision(self) -> Decision | None:
+        """The last step's decision in Python values (`Cause`, `Action`, bool, float).
+
+        On an accelerator this waits for the step: a sync. None before the first step.
+        """
+        found = self.seat.decision
+        if found is None:
+            return None
+        groups = found.group_scale
+        return Decision(
+            grad_scale=float(found.grad_scale),
+            skip=bool(found.skip),
+            lr_scale=float(found.lr_scale),
+            action=Action(int(found.action)),
+            cause=Cause(int(found.cause)),
+            rollback_depth=int(found.rollback_depth),
+            group_scale=None if groups is None else groups.tolist(),
+        )
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Named 0-d tensors for a logger (`heal/grad_norm`, `heal/skips`, ...); no sync.
+
+        Copies: they keep their values when the next step is taken.
+        """
+        return self.seat.metrics()
+
+    def report(self) -> Report:
+        """Which seat and which way to skip are in use, why, and what they cost."""
+        return self._report()
+
+    # -- saving ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The engine's state, JSON-safe and without a framework in it (`Engine.to_dict`).
+
+        What JAX or NumPy saved can be loaded here and the other way round. A sync.
+        """
+        return self.seat.to_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a saved state as if the run had never stopped.
+
+        Raises:
+            StateError: it is another policy's, damaged, or of another model. Nothing is loaded.
+        """
+        self.seat.load(state, rollback=False)
+        self._measurer.clear()
+
+    def on_rollback(self, state: dict[str, Any]) -> None:
+        """Goes back to a checkpoint's state: detectors of then, budgets and LR multiplier of now.
+
+        Raises:
+            StateError: as for `load_state_dict`.
+        """
+        self.seat.load(state, rollback=True)
+        self._measurer.clear()
+
+    def detach(self) -> None:
+        """Takes the hooks off; the optimizer is as if `attach` had never been called.
+
+        State and metrics stay readable. Calling it again does nothing.
+        """
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._give_back(self.optimizer)
+        self._open.forget()
+        self._measurer.clear()
+
+    def __repr__(self) -> str:
+        state = f"{self.seat.name} engine" if self.attached else "detached"
+        return f"<Healing of {type(self.optimizer).__name__}, {state}>"
+
+    # -- around the step ------------------------------------------------------------------------
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """The pre-hook: judges the step, or wraps the closure whose backward comes first."""
+        if not self._open.enter():
+            return None  # step() of a subclass has called super().step()
+        self._give_back(optimizer)  # a step that raised has had no post-hook
+        self._judged = self._gone_bad = False
+        last, self._order = self._order, None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._judge(optimizer)
+            return None
+        if Undo.applies(optimizer):
+            self._undo.record(optimizer)
+            # L-BFGS reads its rate before the closure runs: it gets the last known multiplier.
+            if last is not None and last.lr_scale != 1.0:
+                self._enforcer.slow_down(optimizer, last.lr_scale)
+        healed = torch.compiler.disable(self._healed(optimizer, closure))
+        if len(args) > 1:
+            return (args[0], healed, *args[2:]), kwargs
+        return args, {**kwargs, "closure": healed}
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """The post-hook: everything lent goes back."""
+        if not self._open.leave():
+            return
+        if self._gone_bad or (self._order is not None and self._order.skip):
+            self._undo.back(optimizer)
+        self._give_back(optimizer)
+
+    def _give_back(self, optimizer: Optimizer) -> None:
+        self._enforcer.give_back(optimizer)
+        self._undo.forget()
+
+    def _healed(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The user's closure, judged after its first evaluation and watched after the others."""
+
+        def evaluate() -> Any:
+            loss = closure()
+            if self._judged:
+                self._watch(optimizer)
+                return loss
+            if loss is not None and not self._measurer.has_loss:
+                self._measurer.add_loss(loss, "the closure's loss")
+            self._judge(optimizer)
+            return loss
+
+        return evaluate
+
+    @torch.no_grad()
+    def _watch(self, optimizer: Optimizer) -> None:
+        """A later evaluation in the same step: the same factor, or, if non-finite, no step."""
+        order = self._order
+        if order is None:
+            return
+        everything = gradients.parameters(optimizer)
+        grads = [p.grad for p in everything if p.grad is not None]
+        if order.skip or self._gone_bad:
+            self._enforcer.hold(everything)
+        elif grads and not self._measurer.all_finite(grads):
+            self._gone_bad = True
+            self._enforcer.hold(everything)
+        else:
+            self._enforcer.scale(optimizer, everything, order)
+
+    @torch.no_grad()
+    def _judge(self, optimizer: Optimizer) -> None:
+        """Measures, asks the engine and has its word enforced. Without gradients: a no-op."""
+        self._judged = True
+        everything = gradients.parameters(optimizer)
+        params = [p for p in everything if p.grad is not None]
+        if not params:
+            self._measurer.clear()
+            return
+        if self.engine.per_tensor and len(everything) != self._groups:
+            raise ParametersChangedError(
+                f"the optimizer had {self._groups} parameters at attach, now {len(everything)}, "
+                "and this policy clips each by its own history: detach() and attach again"
+            )
+        divisor, found = AmpAttributes.read(optimizer)
+        seen = self._measurer.measure(optimizer, everything, grad_divisor=divisor, found_inf=found)
+        self._measurer.clear()
+        enforces = self.engine.mode != "observe"
+        if isinstance(self.seat, HostSeat):
+            order = self.seat.order(seen)
+        else:
+            on_host = self._enforcer.needs_host(optimizer, params)
+            told = self.seat.advance(seen)
+            if enforces and not on_host:
+                self._enforcer.hand_over(optimizer, everything, params, told)
+            order = read_order(told) if enforces and on_host else None
+        if enforces and order is not None:
+            self._order = order
+            if Undo.applies(optimizer):  # too late for this step's rate, see `_before`
+                order = order._replace(lr_scale=1.0)
+            self._enforcer.carry_out(optimizer, everything, order, seen.grad_divisor)

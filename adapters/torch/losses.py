@@ -1,0 +1,98 @@
+"""The losses that a training loop reports between two optimizer steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from healcore.core.signals import SignalError, check_scalar
+
+
+def checked(name: str, value: Any) -> Tensor | float:
+    """Accepts one number: a Python or NumPy scalar, or a tensor of one element, NaN included.
+
+    Args:
+        name: what the number is, for the message.
+        value: the candidate; nothing of it is read on the host if it is a tensor.
+
+    Returns:
+        A detached 0-d tensor on its own device and in its own dtype, or a float.
+
+    Raises:
+        SignalError: it is None, not a real number, or not one element.
+    """
+    if isinstance(value, Tensor):
+        value = value.detach()
+        if value.numel() != 1:
+            raise SignalError(
+                f"{name} must be one number, got a tensor of shape {tuple(value.shape)}: "
+                f"reduce it first, for example {name}.mean()"
+            )
+        if value.is_complex() or value.dtype is torch.bool:
+            raise SignalError(
+                f"{name} must be a real number, got a tensor of {value.dtype}: "
+                f"pass {name}.abs() or {name}.float(), whichever you mean"
+            )
+        if value.is_meta:
+            raise SignalError(f"{name} is on the meta device and has no value: pass a real tensor")
+        if type(value) is not Tensor and hasattr(value, "full_tensor"):
+            value = value.full_tensor()  # DTensor: the same on every rank after this
+        return value.reshape(())
+    if isinstance(value, (str, bytes, bool)):
+        raise SignalError(
+            f"{name} must be a number, got {value!r} of type {type(value).__name__}: "
+            f"pass the step's {name} as a float or a 0-d tensor"
+        )
+    return float(check_scalar(name, value))
+
+
+class LossWindow:
+    """Mean of the losses since the last step, kept next to the parameters.
+
+    The sum lives in one float32 tensor of fixed address: a loss may be changed in place after it
+    was reported (``loss /= steps``), and a CUDA graph may write into it. Nothing here waits for a
+    device.
+
+    Args:
+        device: where the parameters are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._total = torch.zeros((), dtype=torch.float32, device=device)
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, loss: Tensor | float) -> None:
+        """Takes one micro-batch's loss, already `checked`."""
+        with torch.no_grad():
+            if isinstance(loss, Tensor) and loss.device.type == "cpu":
+                # Read it as NumPy does and fill it in: a copy from pageable host memory to an
+                # accelerator waits, a kernel with a constant does not.
+                if loss.dtype is torch.bfloat16:  # NumPy has none
+                    loss = loss.float()
+                loss = float(loss.numpy())
+            if not isinstance(loss, Tensor):
+                if self._count:
+                    self._total.add_(loss)
+                else:
+                    self._total.fill_(loss)
+            elif self._count:
+                self._total.add_(loss.to(self._total.device, torch.float32, non_blocking=True))
+            else:
+                self._total.copy_(loss, non_blocking=True)
+        self._count += 1
+
+    def mean(self) -> Tensor | None:
+        """0-d float32 mean of the window, or None when it is empty."""
+        if self._count <= 1:
+            return self._total if self._count else None
+        # Not `total / count`: on CUDA that is a multiplication by the reciprocal.
+        return self._total / torch.full_like(self._total, float(self._count))
+
+    def clear(self) -> None:
+        """Begins a new window."""
+        self._count = 0

@@ -1,0 +1,27 @@
+"""Loading a saved engine state into an optimizer's healing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from healcore.core.engine import Engine, EngineState, StateError
+
+
+def restored(engine: Engine, data: Any, groups: int) -> EngineState:
+    """The state that `Engine.to_dict` wrote, in NumPy, checked against policy and parameters.
+
+    Args:
+        engine: the policy that goes on with it.
+        data: the neutral form, from torch, JAX or NumPy.
+        groups: number of parameters of the optimizer, which per-tensor clipping depends on.
+
+    Raises:
+        StateError: it is another policy's, damaged, or of another number of parameters.
+    """
+    saved = engine.from_dict(data)
+    if engine.per_tensor and data["groups"] != groups:
+        raise StateError(
+            f"the saved state is of {data['groups']} parameters, this optimizer has {groups}: "
+            "per-tensor clipping keeps a level for each; attach to the same model, or start fresh"
+        )
+    return saved

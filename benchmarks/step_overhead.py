@@ -1,0 +1,251 @@
+"""What one optimizer step costs with healcore, beside what people use today.
+
+torch, fused AdamW: nothing, clip_grad_norm_, healcore (both seats of the engine), and the packages
+zclip and smartclip. JAX, jitted with donation: adamw alone, clip_by_global_norm, heal_zclip,
+protect. All in one process, interleaved; ratios are over the step with a fixed clip. Host syncs per
+step are counted in torch as calls of aten::_local_scalar_dense.
+
+    python benchmarks/step_overhead.py [--quick] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+from side_by_side import Contender, Timing, arguments, interleave, machine, write_json
+
+PARAMS, TENSORS = 25_000_000, 192
+QUICK_PARAMS, QUICK_TENSORS = 400_000, 24
+
+
+def shapes(params: int, tensors: int) -> list[tuple[int, ...]]:
+    """`tensors` shapes with about `params` elements: two matrices to one vector."""
+    vectors = tensors // 3
+    matrices = tensors - vectors
+    side = max(2, int((params / matrices) ** 0.5))
+    return [(side, side)] * matrices + [(side,)] * vectors
+
+
+# -- torch -----------------------------------------------------------------------------------------
+
+
+def bench_torch(params: int, tensors: int, rounds: int, warmup: int) -> dict[str, Any]:
+    """Times the torch contenders and counts their syncs."""
+    import smartclip
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from zclip import ZClip
+
+    import healcore.torch
+
+    class Syncs(TorchDispatchMode):
+        """Counts reads of a tensor's value by the host."""
+
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            if func is torch.ops.aten._local_scalar_dense.default:
+                self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    generator = torch.Generator().manual_seed(0)
+    sizes = shapes(params, tensors)
+    # One set of gradients and one model for all: memory for six optimizers is enough.
+    fresh = [torch.randn(size, generator=generator) for size in sizes]
+    norm = torch.nn.utils.get_total_norm(fresh)
+    torch._foreach_mul_(fresh, float(0.5 / norm))
+    scatter = [0.9 + 0.2 * torch.rand((), generator=generator).item() for _ in range(64)]
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = torch.nn.ParameterList(
+                torch.nn.Parameter(0.02 * torch.randn(size, generator=generator)) for size in sizes
+            )
+
+    def contender(name: str, make: Any) -> tuple[Contender, Syncs]:
+        model = Model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        weights = list(model.parameters())
+        for weight, grad in zip(weights, fresh, strict=True):
+            weight.grad = grad.clone()
+        grads = [weight.grad for weight in weights]
+        turn = [0]
+
+        def prepare() -> None:
+            # New gradients at each step, their norm scattering by 10 % around 0.5: nothing is
+            # clipped by a limit of 1.0, as in most steps of a real run.
+            turn[0] += 1
+            torch._foreach_copy_(grads, fresh)
+            torch._foreach_mul_(grads, scatter[turn[0] % len(scatter)])
+
+        step = make(model, optimizer)
+        for _ in range(2):  # creates the moments
+            prepare()
+            step()
+        with Syncs() as syncs:
+            prepare()
+            step()
+        return Contender(name, step, prepare), syncs
+
+    loss = torch.tensor(2.0)
+
+    def nothing(model: Any, optimizer: Any) -> Any:
+        return optimizer.step
+
+    def fixed(model: Any, optimizer: Any) -> Any:
+        weights = list(model.parameters())
+
+        def step() -> None:
+            torch.nn.utils.clip_grad_norm_(weights, 1.0)
+            optimizer.step()
+
+        return step
+
+    def healed(policy: str, engine: str) -> Any:
+        def make(model: Any, optimizer: Any) -> Any:
+            heal = healcore.torch.attach(optimizer, policy, engine=engine)
+
+            def step() -> None:
+                heal.observe(loss)
+                optimizer.step()
+
+            return step
+
+        return make
+
+    def zclip(model: Any, optimizer: Any) -> Any:
+        clipper = ZClip()
+
+        def step() -> None:
+            clipper.step(model)
+            optimizer.step()
+
+        return step
+
+    def smart(model: Any, optimizer: Any) -> Any:
+        clipper = smartclip.ZScoreClip()
+
+        def step() -> None:
+            smartclip.step(model, optimizer, clipper)
+
+        return step
+
+    made = [
+        contender("adamw", nothing),
+        contender("clip_grad_norm_ + adamw", fixed),
+        contender("healcore zclip", healed("zclip", "auto")),
+        contender("healcore default", healed("default", "auto")),
+        contender("healcore default, device seat", healed("default", "device")),
+        contender("zclip 1.0.0 + adamw", zclip),
+        contender("smartclip + adamw", smart),
+    ]
+    timings = interleave(
+        [each for each, _ in made],
+        reference="clip_grad_norm_ + adamw",
+        rounds=rounds,
+        warmup=warmup,
+    )
+    syncs = {each.name: counter.count for each, counter in made}
+    report("torch " + torch.__version__, timings, syncs)
+    return {
+        "version": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "steps": [{**vars(each), "syncs": syncs[each.name]} for each in timings],
+    }
+
+
+# -- JAX -------------------------------------------------------------------------------------------
+
+
+def bench_jax(params: int, tensors: int, rounds: int, warmup: int) -> dict[str, Any]:
+    """Times the JAX contenders: one jitted, donated update each."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import healcore.jax
+
+    sizes = shapes(params, tensors)
+    keys = jax.random.split(jax.random.key(0), len(sizes))
+    grads = [jax.random.normal(key, size) for key, size in zip(keys, sizes, strict=True)]
+    scale = 0.5 / optax.tree.norm(grads)
+    grads = [grad * scale for grad in grads]
+    loss = jnp.float32(2.0)
+
+    def contender(name: str, tx: Any) -> Contender:
+        tx = optax.with_extra_args_support(tx)
+        weights = [
+            0.02 * jax.random.normal(key, size) for key, size in zip(keys, sizes, strict=True)
+        ]
+
+        def update(weights: Any, state: Any, grads: Any, loss: Any) -> Any:
+            updates, state = tx.update(grads, state, weights, value=loss)
+            return optax.apply_updates(weights, updates), state
+
+        compiled = jax.jit(update, donate_argnums=(0, 1))
+        memory = [weights, jax.jit(tx.init)(weights)]
+
+        def step() -> None:
+            memory[:] = compiled(*memory, grads, loss)
+            jax.block_until_ready(memory)
+
+        return Contender(name, step)
+
+    timings = interleave(
+        [
+            contender("adamw", optax.adamw(1e-3)),
+            contender(
+                "clip_by_global_norm + adamw",
+                optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+            ),
+            contender(
+                "heal_zclip + adamw", optax.chain(healcore.jax.heal_zclip(), optax.adamw(1e-3))
+            ),
+            contender(
+                "heal default + adamw", optax.chain(healcore.jax.heal("default"), optax.adamw(1e-3))
+            ),
+            contender(
+                "protect(adamw), default", healcore.jax.protect(optax.adamw(1e-3), "default")
+            ),
+        ],
+        reference="clip_by_global_norm + adamw",
+        rounds=rounds,
+        warmup=warmup,
+    )
+    report("JAX " + jax.__version__ + ", optax " + optax.__version__, timings)
+    return {"version": jax.__version__, "steps": [vars(each) for each in timings]}
+
+
+def report(title: str, timings: list[Timing], syncs: dict[str, int] | None = None) -> None:
+    """One table on standard output."""
+    print(f"\n{title}")
+    head = f"{'step':32s} {'median ms':>10s} {'ratio':>7s}"
+    print(head + (f" {'syncs':>6s}" if syncs else ""))
+    for each in timings:
+        line = f"{each.name:32s} {each.median_ms:10.3f} {each.ratio:7.3f}"
+        print(line + (f" {syncs[each.name]:6d}" if syncs else ""))
+
+
+def main() -> None:
+    """Runs both halves."""
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--framework", choices=["torch", "jax", "both"], default="both")
+    options = parser.parse_args()
+    params, tensors = (QUICK_PARAMS, QUICK_TENSORS) if options.quick else (PARAMS, TENSORS)
+    rounds, warmup = (10, 2) if options.quick else (101, 5)
+    print(machine())
+    count = sum(a * (b[0] if b else 1) for a, *b in shapes(params, tensors))
+    print(f"{count / 1e6:.1f} M parameters in {tensors} tensors, {rounds} interleaved rounds")
+    result: dict[str, Any] = {"parameters": count, "tensors": tensors, "rounds": rounds}
+    if options.framework in ("torch", "both"):
+        result["torch"] = bench_torch(params, tensors, rounds, warmup)
+        gc.collect()
+    if options.framework in ("jax", "both"):
+        result["jax"] = bench_jax(params, tensors, rounds, warmup)
+    write_json(options.json, result)
+
+
+if __name__ == "__main__":
+    main()

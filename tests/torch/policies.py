@@ -1,0 +1,68 @@
+"""Engines for these tests, with short warm-ups."""
+
+from __future__ import annotations
+
+from healcore.core.clipping.adagc import AdaGCConfig
+from healcore.core.clipping.fixed import FixedConfig
+from healcore.core.clipping.zclip import ZClipConfig
+from healcore.core.detectors import DETECTORS, grad_spike, loss_spike, nonfinite
+from healcore.core.engine import Engine, EngineConfig, LrConfig, RuleConfig
+from healcore.core.verdict import Action, Cause
+
+WARMUP = 3
+NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
+
+_SKIP = EngineConfig(
+    detectors=(
+        ("nonfinite", nonfinite.Config()),
+        ("grad_spike", grad_spike.Config(warmup_steps=WARMUP)),
+    ),
+    rules=(RuleConfig(NONFINITE | int(Cause.GRAD_SPIKE), skip=True),),
+)
+
+SKIPS = Engine(_SKIP)
+"""Skips NaN and finite spikes, clips nothing: a step that passes is the optimizer's own."""
+
+OBSERVES = Engine(_SKIP._replace(mode="observe", clip=("fixed", FixedConfig(1e-3))))
+
+CUTS = Engine(
+    _SKIP._replace(
+        rules=(RuleConfig(NONFINITE, skip=True, action=int(Action.CUT_LR)),),
+        lr=LrConfig(factor=0.5, floor=0.1, hold_steps=3, ramp_steps=2),
+    )
+)
+"""Halves the learning rate after every non-finite step."""
+
+ADAGC = Engine(
+    EngineConfig(
+        clip=("adagc", AdaGCConfig(warmup_steps=WARMUP, max_norm=1e9)),
+        detectors=(("nonfinite", nonfinite.Config()),),
+        rules=(RuleConfig(NONFINITE, skip=True),),
+    )
+)
+
+EVERYTHING = Engine(
+    EngineConfig(
+        clip=("zclip", ZClipConfig(warmup_steps=WARMUP)),
+        detectors=tuple((name, module.Config()) for name, module in DETECTORS.items()),
+        rules=(
+            RuleConfig(NONFINITE | int(Cause.LOSS_SPIKE | Cause.GRAD_SPIKE), skip=True),
+            RuleConfig(NONFINITE, action=int(Action.ROLLBACK | Action.CUT_LR), count=2, within=9),
+        ),
+    )
+)
+
+LOSSES = Engine(
+    EngineConfig(
+        detectors=(
+            ("nonfinite", nonfinite.Config()),
+            ("loss_spike", loss_spike.Config(warmup_steps=WARMUP)),
+        ),
+        rules=(RuleConfig(NONFINITE | int(Cause.LOSS_SPIKE), skip=True),),
+    )
+)
+
+
+def fixed(max_norm: float) -> Engine:
+    """Clips to `max_norm`, and skips what is not finite."""
+    return Engine(SKIPS.config._replace(clip=("fixed", FixedConfig(max_norm)), detectors=()))

@@ -1,0 +1,171 @@
+"""`attach` itself: what it takes, what it turns away, and without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Linear, Parameter
+from torch.optim import SGD, AdamW
+
+import healcore.torch
+from healcore.policy import load
+from healcore.torch import AttachError, ParametersChangedError, attach
+from tests.torch import policies
+
+
+def optimizer(**options: Any) -> AdamW:
+    return AdamW([Parameter(torch.ones(2))], **options)
+
+
+@pytest.mark.parametrize(
+    ("thing", "says"),
+    [
+        (None, "got NoneType.*whose step"),
+        (Linear(2, 2), "not the model"),
+        ([torch.ones(2)], "got list"),
+        (torch.optim.lr_scheduler.ConstantLR(optimizer()), r"scheduler\.optimizer"),
+    ],
+)
+def test_what_is_no_optimizer_is_turned_away(thing: Any, says: str):
+    with pytest.raises(AttachError, match=says):
+        attach(thing, policies.SKIPS)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"engine": "gpu"}, "engine must be"),
+        ({"compile": "yes"}, "compile must be"),
+        ({"fused": "maybe"}, "fused must be"),
+        ({"fused": True}, "AdamW was not built with fused=True"),
+        ({"scaler": 1024.0}, "GradScaler, got float"),
+    ],
+)
+def test_a_wrong_option_changes_nothing(options: dict[str, Any], says: str):
+    o = optimizer()
+    with pytest.raises(AttachError, match=says):
+        attach(o, policies.SKIPS, **options)
+    assert not o._optimizer_step_pre_hooks
+    attach(o, policies.SKIPS)
+
+
+def test_a_wrong_policy_changes_nothing():
+    o = optimizer()
+    with pytest.raises(Exception, match="no_such_policy"):
+        attach(o, "no_such_policy")
+    assert not o._optimizer_step_pre_hooks
+
+
+def test_one_optimizer_has_one_policy():
+    o = optimizer()
+    heal = attach(o, policies.SKIPS)
+    with pytest.raises(AttachError, match=r"healed already.*detach"):
+        attach(o, policies.SKIPS)
+    assert heal.attached
+    heal.detach()
+    attach(o, policies.SKIPS)
+
+
+@pytest.mark.parametrize("policy", ["default", load("zclip"), policies.SKIPS], ids=type)
+def test_a_policy_by_name_object_or_engine(policy: Any):
+    o = optimizer(fused=True)
+    heal = attach(o, policy)
+    o.param_groups[0]["params"][0].grad = torch.full((2,), float("nan"))
+    o.step()
+    assert int(heal.metrics()["heal/skips"]) == 1
+    assert torch.equal(o.param_groups[0]["params"][0].detach(), torch.ones(2))
+
+
+def test_parameters_on_meta_are_turned_away():
+    with pytest.raises(AttachError, match="meta device"):
+        attach(SGD([Parameter(torch.ones(2, device="meta"))]), policies.SKIPS)
+
+
+class Accelerated(torch.optim.Optimizer):
+    """As accelerate's AcceleratedOptimizer: an Optimizer by name, whose own hooks never fire."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.optimizer = inner
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step(closure)
+
+
+def test_accelerates_wrapper_is_looked_through():
+    inner = optimizer()
+    heal = attach(Accelerated(inner), policies.SKIPS)
+    assert heal.optimizer is inner
+    with pytest.raises(AttachError, match="healed already"):
+        attach(inner, policies.SKIPS)
+
+
+@pytest.mark.parametrize("seat", ["host", "device"])
+def test_parameters_added_later_are_healed_unless_each_has_a_history(seat: Any):
+    late = Parameter(torch.ones(3))
+    o = optimizer(fused=True)
+    heal = attach(o, policies.SKIPS, engine=seat)
+    o.add_param_group({"params": [late]})
+    late.grad = torch.full((3,), float("nan"))
+    o.step()
+    assert torch.equal(late.detach(), torch.ones(3))
+    heal.detach()
+
+    o = optimizer()
+    heal = attach(o, policies.ADAGC, engine=seat)
+    state = heal.state_dict()
+    o.add_param_group({"params": [Parameter(torch.ones(3))]})
+    first = o.param_groups[0]["params"][0]
+    first.grad = torch.ones(2)
+    with pytest.raises(ParametersChangedError, match="had 1 parameters at attach, now 2"):
+        o.step()
+    assert torch.equal(first.detach(), torch.ones(2))
+    assert heal.state_dict() == state
+
+
+def test_a_group_that_is_not_fused_any_more_is_skipped_by_hand():
+    p, q = Parameter(torch.ones(2)), Parameter(torch.ones(2))
+    o = AdamW([{"params": [p]}, {"params": [q]}], fused=True)
+    heal = attach(o, policies.fixed(0.1), engine="device")
+    o.param_groups[1]["fused"] = None  # what loading an unfused optimizer's state does
+    p.grad, q.grad = torch.ones(2), torch.ones(2)
+    o.step()
+    assert p.grad is not None
+    torch.testing.assert_close(p.grad, torch.full((2,), 0.05), rtol=1e-4, atol=0)
+    p.grad, q.grad = torch.ones(2), torch.full((2,), float("nan"))
+    before = p.detach().clone(), q.detach().clone()
+    o.step()
+    assert torch.equal(before[0], p.detach())
+    assert torch.equal(before[1], q.detach())
+    assert int(heal.metrics()["heal/skips"]) == 1
+
+
+def test_the_public_names_are_frozen():
+    assert healcore.torch.__all__ == [
+        "Action",
+        "AttachError",
+        "Cause",
+        "Decision",
+        "Healing",
+        "ParametersChangedError",
+        "Report",
+        "SignalError",
+        "StateError",
+        "attach",
+        "namespace",
+    ]
+    assert all(hasattr(healcore.torch, name) for name in healcore.torch.__all__)
+
+
+def test_without_torch_the_import_says_what_to_install():
+    code = (
+        "import importlib.util as u; real = u.find_spec\n"
+        "u.find_spec = lambda n, *a: None if n == 'torch' else real(n, *a)\n"
+        "try: import healcore.torch\n"
+        "except ImportError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install 'healcore[torch]'" in done.stdout

@@ -1,0 +1,119 @@
+"""Every optimizer, in both seats: skips are exact, what passes is the optimizer's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.optim import Optimizer
+
+from healcore.torch import attach
+from tests.torch import policies
+from tests.torch.bits import assert_same, bits, parameters, snapshot
+from tests.torch.cases import CASES, Case, Seat
+
+SEATS = ("host", "device")
+
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+every_seat = pytest.mark.parametrize("seat", SEATS)
+
+
+def test_every_optimizer_of_torch_is_in_the_battery():
+    theirs = {
+        each
+        for each in vars(torch.optim).values()
+        if isinstance(each, type) and issubclass(each, Optimizer) and each is not Optimizer
+    }
+    assert theirs == {case.kind for case in CASES}
+
+
+@every_seat
+@every_case
+def test_neutral_is_not_being_there(case: Case, seat: Seat):
+    mine, twin = case.build(), case.build()
+    heal = attach(mine, policies.SKIPS, engine=seat)
+    for i in range(6):
+        case.step(mine, i, heal=heal)
+        case.step(twin, i)
+    assert_same(snapshot(mine), snapshot(twin))
+
+
+@every_seat
+@every_case
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), 1e5], ids=["nan", "inf", "spike"])
+def test_a_skip_moves_no_bit_and_leaves_no_trace(case: Case, seat: Seat, factor: float):
+    mine, twin = case.build(), case.build()
+    heal = attach(mine, policies.SKIPS, engine=seat)
+    for i in range(6):
+        case.step(mine, i, heal=heal)
+        case.step(twin, i)
+    before = snapshot(mine)
+    case.step(mine, 6, heal=heal, factor=factor)
+    assert_same(before, snapshot(mine))
+    decision = heal.last_decision()
+    assert decision is not None
+    assert decision.skip
+    for i in range(7, 10):
+        case.step(mine, i, heal=heal)
+        case.step(twin, i)
+    assert_same(snapshot(mine), snapshot(twin))
+
+
+@every_seat
+@every_case
+def test_a_skipped_first_step_never_happened(case: Case, seat: Seat):
+    mine, twin = case.build(), case.build()
+    heal = attach(mine, policies.SKIPS, engine=seat)
+    case.step(mine, 0, heal=heal, factor=float("nan"))
+    assert_same(snapshot(mine), snapshot(twin), "params", "groups")
+    for i in range(1, 4):
+        case.step(mine, i, heal=heal)
+        case.step(twin, i)
+    assert_same(snapshot(mine), snapshot(twin))
+
+
+@every_seat
+@every_case
+def test_a_skip_leaves_the_gradients_where_they_were(case: Case, seat: Seat):
+    optimizer = case.build()
+    heal = attach(optimizer, policies.SKIPS, engine=seat)
+    seen = []
+    case.step(
+        optimizer,
+        0,
+        heal=heal,
+        factor=float("nan"),
+        then=lambda: seen.append([p.grad for p in parameters(optimizer)]),
+    )
+    after = [p.grad for p in parameters(optimizer)]
+    assert all(a is b for a, b in zip(after, seen[-1], strict=True))
+    for grad in after:
+        assert grad is not None
+        assert torch.isnan(grad.to_dense() if grad.is_sparse else grad).any()
+
+
+@every_seat
+@every_case
+def test_observing_changes_nothing_even_for_nan(case: Case, seat: Seat):
+    mine, twin = case.build(), case.build()
+    heal = attach(mine, policies.OBSERVES, engine=seat)
+    for i in range(6):
+        factor = float("nan") if i == 4 else 1.0
+        case.step(mine, i, heal=heal, factor=factor)
+        case.step(twin, i, factor=factor)
+    assert_same(snapshot(mine), snapshot(twin))
+    assert int(heal.metrics()["heal/skips"]) > 0
+
+
+@every_seat
+@every_case
+def test_nothing_lies_on_the_optimizer_between_steps(case: Case, seat: Seat):
+    optimizer = case.build()
+    names, groups = set(vars(optimizer)), bits(snapshot(optimizer)["groups"])
+    heal = attach(optimizer, policies.CUTS, engine=seat)
+    for i in range(4):
+        case.step(optimizer, i, heal=heal, factor=float("nan") if i == 1 else 1.0)
+        assert set(vars(optimizer)) - names <= {"_opt_called"}
+        assert bits(snapshot(optimizer)["groups"]) == groups
+    heal.detach()
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks

@@ -1,0 +1,114 @@
+"""Clipping is `clip_grad_norm_`'s, wherever it happens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from healcore.torch import attach
+from tests.torch import policies
+from tests.torch.bits import assert_same, parameters, snapshot
+from tests.torch.cases import CASES, FUSED, Case, Seat
+
+MAX_NORM = 0.5
+
+
+def clipped_run(case: Case, steps: int) -> torch.optim.Optimizer:
+    """The loop that people write without healcore."""
+    optimizer = case.build()
+
+    def clip() -> None:
+        torch.nn.utils.clip_grad_norm_(parameters(optimizer), MAX_NORM)
+
+    for i in range(steps):
+        case.step(optimizer, i, then=clip)
+    return optimizer
+
+
+@pytest.mark.parametrize("seat", ["host", "device"])
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if not c.sparse and not c.closure], ids=lambda case: case.name
+)
+def test_clip_is_that_of_clip_grad_norm(case: Case, seat: Seat):
+    reference = clipped_run(case, 5)
+    mine = case.build()
+    heal = attach(mine, policies.fixed(MAX_NORM), engine=seat)
+    for i in range(5):
+        case.step(mine, i, heal=heal)
+    assert int(heal.metrics()["heal/clips"]) == 5
+    if case.fused:  # divides by 1 / scale in place of multiplying: an ulp or two
+        for a, b in zip(parameters(mine), parameters(reference), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=1e-7)
+    else:
+        assert_same(snapshot(mine), snapshot(reference))
+
+
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+def test_lbfgs_gets_one_factor_for_all_evaluations_of_a_step(line_search: str | None):
+    def run(max_norm: float) -> list[float]:
+        p = Parameter(torch.tensor([3.0, -4.0]))
+        optimizer = torch.optim.LBFGS([p], lr=0.1, max_iter=4, line_search_fn=line_search)
+        attach(optimizer, policies.fixed(max_norm))
+        norms = []
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = 0.5 * (p**2).sum()
+            loss.backward()
+            norms.append(float(p.detach().norm()))
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        return norms
+
+    free, tight = run(1e9), run(1e-2)
+    assert tight[0] == free[0]
+    assert tight[1:] != free[1:]  # and it moves all the same:
+    assert tight[-1] < tight[0]
+
+
+@pytest.mark.parametrize("case", FUSED, ids=lambda case: case.name)
+def test_both_seats_clip_to_the_same_bits(case: Case):
+    runs = []
+    for seat in ("host", "device"):
+        optimizer = case.build()
+        heal = attach(optimizer, policies.fixed(MAX_NORM), engine=seat)
+        for i in range(5):
+            case.step(optimizer, i, heal=heal)
+        runs.append(snapshot(optimizer))
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize("seat", ["host", "device"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_adagc_clips_each_tensor_by_its_own_history(seat: Seat, fused: bool):
+    a, b, idle = (Parameter(torch.ones(4)) for _ in range(3))
+    optimizer = torch.optim.SGD([a, idle, b], lr=1.0, fused=fused)
+    heal = attach(optimizer, policies.ADAGC, engine=seat)
+    for _ in range(policies.WARMUP + 1):
+        a.grad, b.grad = torch.full((4,), 0.5), torch.full((4,), 2.0)  # norms 1 and 4
+        optimizer.step()
+    before = a.detach().clone(), b.detach().clone()
+    a.grad, b.grad = torch.full((4,), 5.0), torch.full((4,), 2.0)  # norms 10 and 4
+    optimizer.step()
+    torch.testing.assert_close(before[0] - a, torch.full((4,), 0.52))  # ratio 1.04 times 1
+    torch.testing.assert_close(before[1] - b, torch.full((4,), 2.0))
+    decision = heal.last_decision()
+    assert decision is not None
+    assert decision.group_scale == pytest.approx([0.104, 1.0, 1.0], abs=1e-6)
+
+
+@pytest.mark.parametrize("seat", ["host", "device"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_gradients_of_other_dtypes_and_several_groups(seat: Seat, dtype: torch.dtype):
+    half, full = Parameter(torch.zeros(100, dtype=dtype)), Parameter(torch.zeros(100))
+    optimizer = torch.optim.SGD([{"params": [half]}, {"params": [full], "lr": 0.5}], lr=1.0)
+    heal = attach(optimizer, policies.fixed(1.0), engine=seat)
+    half.grad, full.grad = torch.full_like(half, 0.3), torch.full_like(full, 0.4)
+    optimizer.step()
+    assert float(heal.metrics()["heal/grad_norm"]) == pytest.approx(5.0, rel=1e-3)
+    assert float(half.detach()[0]) == pytest.approx(-0.06, rel=1e-2)
+    assert float(full.detach()[0]) == pytest.approx(-0.04, rel=1e-3)

@@ -1,0 +1,142 @@
+"""GradScaler: scaled gradients, its own skips, its attributes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+from torch.optim import SGD, AdamW, Optimizer
+
+from healcore.torch import attach
+from tests.torch import policies
+from tests.torch.bits import assert_same, snapshot
+from tests.torch.cases import Seat
+
+SCALE = 1024.0
+every_way = pytest.mark.parametrize(
+    ("fused", "seat", "unscale"),
+    [(f, s, u) for f in (True, False) for s in ("host", "device") for u in (True, False)],
+)
+
+
+class Loop:
+    """A loop with a GradScaler around one optimizer."""
+
+    def __init__(self, kind: type[Optimizer] = AdamW, **options: Any) -> None:
+        self.p = Parameter(torch.tensor([1.0, -2.0, 3.0]))
+        self.optimizer = kind([self.p], **{"lr": 0.1, **options})  # type: ignore[call-arg]
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+
+    def step(self, *, factor: float = 1.0, unscale: bool, heal: Any = None) -> None:
+        self.optimizer.zero_grad()
+        loss = 0.5 * (self.p**2).sum() * factor
+        if heal is not None:
+            heal.observe(loss)
+        self.scaler.scale(loss).backward()
+        if unscale:
+            self.scaler.unscale_(self.optimizer)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+@every_way
+def test_the_norm_is_that_of_the_unscaled_gradients(fused: bool, seat: Seat, unscale: bool):
+    loop = Loop(fused=fused)
+    heal = attach(loop.optimizer, policies.SKIPS, engine=seat)
+    loop.step(unscale=unscale, heal=heal)
+    assert float(heal.metrics()["heal/grad_norm"]) == pytest.approx(math.sqrt(14), rel=1e-6)
+
+
+@every_way
+def test_neutral_is_not_being_there(fused: bool, seat: Seat, unscale: bool):
+    mine, twin = Loop(fused=fused), Loop(fused=fused)
+    heal = attach(mine.optimizer, policies.SKIPS, engine=seat, scaler=mine.scaler)
+    for _ in range(5):
+        mine.step(unscale=unscale, heal=heal)
+        twin.step(unscale=unscale)
+    assert_same(snapshot(mine.optimizer), snapshot(twin.optimizer))
+    assert mine.scaler.state_dict() == twin.scaler.state_dict()
+    assert not {"grad_scale", "found_inf"} & set(vars(mine.optimizer))
+
+
+@every_way
+def test_clip_is_that_of_clip_grad_norm_after_unscale(fused: bool, seat: Seat, unscale: bool):
+    mine, twin = Loop(SGD, fused=fused), Loop(SGD, fused=fused)
+    heal = attach(mine.optimizer, policies.fixed(0.5), engine=seat)
+    for _ in range(3):
+        mine.step(unscale=unscale, heal=heal)
+        twin.optimizer.zero_grad()
+        twin.scaler.scale(0.5 * (twin.p**2).sum()).backward()
+        twin.scaler.unscale_(twin.optimizer)
+        torch.nn.utils.clip_grad_norm_([twin.p], 0.5)
+        twin.scaler.step(twin.optimizer)
+        twin.scaler.update()
+    torch.testing.assert_close(mine.p, twin.p, rtol=1e-6, atol=0)
+    assert float(mine.p.detach().norm()) < math.sqrt(14)
+
+
+@every_way
+def test_a_spike_is_skipped_though_the_scaler_sees_nothing(fused: bool, seat: Seat, unscale: bool):
+    loop = Loop(fused=fused)
+    heal = attach(loop.optimizer, policies.SKIPS, engine=seat)
+    for _ in range(6):
+        loop.step(unscale=unscale, heal=heal)
+    before = snapshot(loop.optimizer)
+    loop.step(factor=1e4, unscale=unscale, heal=heal)
+    assert_same(before, snapshot(loop.optimizer))
+    assert int(heal.metrics()["heal/skips"]) == 1
+    assert loop.scaler.get_scale() == SCALE
+
+
+@every_way
+def test_an_overflow_is_the_scalers_own_and_not_counted(fused: bool, seat: Seat, unscale: bool):
+    loop = Loop(fused=fused)
+    heal = attach(loop.optimizer, policies.SKIPS, engine=seat, scaler=loop.scaler)
+    for _ in range(6):
+        loop.step(unscale=unscale, heal=heal)
+    before, state = snapshot(loop.optimizer), heal.state_dict()
+    loop.step(factor=float("inf"), unscale=unscale, heal=heal)
+    assert_same(before, snapshot(loop.optimizer))
+    assert heal.state_dict() == state  # nothing learnt, nothing counted
+    assert loop.scaler.get_scale() == SCALE / 2
+    loop.step(unscale=unscale, heal=heal)  # and its infinite loss is not the next step's
+    metrics = heal.metrics()
+    assert int(metrics["heal/steps"]) == 7
+    assert int(metrics["heal/skips"]) == 0
+    assert math.isfinite(float(metrics["heal/loss"]))
+    assert snapshot(loop.optimizer)["params"] != before["params"]
+
+
+@pytest.mark.parametrize("seat", ["host", "device"])
+def test_overflow_at_the_first_step_of_fused_momentum(seat: Seat):
+    """Where torch alone goes on from uninitialised memory."""
+    mine, twin = (Loop(SGD, fused=True, momentum=0.9) for _ in range(2))
+    heal = attach(mine.optimizer, policies.SKIPS, engine=seat)
+    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN
+    try:
+        mine.step(factor=float("inf"), unscale=False, heal=heal)
+        mine.scaler.update(SCALE)
+        for _ in range(3):
+            mine.step(unscale=False, heal=heal)
+            twin.step(unscale=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_same(snapshot(mine.optimizer), snapshot(twin.optimizer))
+
+
+@pytest.mark.parametrize("seat", ["host", "device"])
+def test_a_grad_scale_of_the_users_own_is_respected(seat: Seat):
+    p = Parameter(torch.tensor([3.0, 4.0]))
+    optimizer = SGD([p], lr=1.0, fused=True)
+    heal = attach(optimizer, policies.fixed(1.0), engine=seat)
+    own = torch.tensor(8.0)
+    optimizer.grad_scale = own  # type: ignore[attr-defined]
+    p.grad = p.detach() * 8
+    optimizer.step()
+    assert float(heal.metrics()["heal/grad_norm"]) == 5.0
+    torch.testing.assert_close(p.detach(), torch.tensor([2.4, 3.2]), rtol=1e-5, atol=0)
+    assert optimizer.grad_scale is own  # type: ignore[attr-defined]
+    assert float(own) == 8.0

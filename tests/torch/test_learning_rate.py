@@ -1,0 +1,131 @@
+"""The learning rate is lent for one step and given back as the same object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+from torch.optim import LBFGS, SGD, AdamW
+from torch.optim.lr_scheduler import ExponentialLR
+
+from healcore.torch import attach
+from tests.torch import policies
+from tests.torch.bits import assert_same, snapshot
+from tests.torch.cases import FUSED, Case, Seat
+
+every_seat = pytest.mark.parametrize("seat", ["host", "device"])
+NAN = float("nan")
+SCALES = [0.5, 0.5, 0.5, 0.75, 1.0, 1.0]
+"""After a cut to one half: hold_steps 3, ramp_steps 2."""
+
+
+@every_seat
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("as_tensor", [True, False])
+def test_a_cut_scales_the_update_of_every_group(seat: Seat, fused: bool, as_tensor: bool):
+    def rate(value: float) -> Any:
+        return torch.tensor(value) if as_tensor else value
+
+    a, b = Parameter(torch.zeros(1)), Parameter(torch.zeros(1))
+    groups = [{"params": [a], "lr": rate(1.0)}, {"params": [b], "lr": rate(4.0)}]
+    optimizer = SGD(groups, fused=fused)
+    own = [group["lr"] for group in optimizer.param_groups]
+    heal = attach(optimizer, policies.CUTS, engine=seat)
+    a.grad, b.grad = torch.full((1,), NAN), torch.ones(1)
+    optimizer.step()
+    moved = []
+    quiet = policies.CUTS.config.incident.quiet_steps
+    for _ in range(quiet + len(SCALES)):
+        before = a.item(), b.item()
+        a.grad, b.grad = torch.ones(1), torch.ones(1)
+        optimizer.step()
+        moved.append((before[0] - a.item(), before[1] - b.item()))
+        assert [g["lr"] for g in optimizer.param_groups] == own
+        assert all(g["lr"] is o for g, o in zip(optimizer.param_groups, own, strict=True))
+    scales = [x for x, _ in moved]
+    assert set(scales) == {0.5, 0.75, 1.0}
+    assert scales == sorted(scales)
+    assert scales[-1] == 1.0
+    assert [4 * x for x, _ in moved] == [y for _, y in moved]
+    assert float(heal.metrics()["heal/lr_scale"]) == 1.0
+
+
+@every_seat
+def test_a_scheduler_never_sees_the_cut(seat: Seat):
+    rates = []
+    for healing in (True, False):
+        p = Parameter(torch.ones(1))
+        optimizer = AdamW([p], lr=0.1, fused=True)
+        scheduler = ExponentialLR(optimizer, 0.9)
+        heal = attach(optimizer, policies.CUTS, engine=seat) if healing else None
+        seen = []
+        for i in range(6):
+            p.grad = torch.full((1,), NAN if healing and i == 1 else 1.0)
+            optimizer.step()
+            scheduler.step()
+            seen.append(scheduler.get_last_lr()[0])
+        rates.append(seen)
+        if heal is not None:
+            assert float(heal.metrics()["heal/lr_scale"]) == 0.5
+    assert rates[0] == rates[1]
+
+
+@pytest.mark.parametrize("case", FUSED, ids=lambda case: case.name)
+def test_both_seats_cut_to_the_same_bits_on_a_cpu(case: Case):
+    runs = []
+    for seat in ("host", "device"):
+        optimizer = case.build()
+        heal = attach(optimizer, policies.CUTS, engine=seat)
+        for i in range(6):
+            case.step(optimizer, i, heal=heal, factor=NAN if i == 1 else 1.0)
+        runs.append(snapshot(optimizer))
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize("case", FUSED, ids=lambda case: case.name)
+def test_a_policy_that_may_cut_costs_no_bit_on_a_cpu_until_it_does(case: Case):
+    mine, twin = case.build(), case.build()
+    heal = attach(mine, policies.CUTS, engine="device")
+    for i in range(6):
+        case.step(mine, i, heal=heal)
+        case.step(twin, i)
+    assert_same(snapshot(mine), snapshot(twin))
+
+
+def test_a_rate_written_during_the_step_stays():
+    p = Parameter(torch.ones(1))
+    optimizer = SGD([p], lr=0.1)
+    attach(optimizer, policies.CUTS)
+
+    def closure() -> float:
+        p.grad = torch.ones(1)
+        return 1.0
+
+    def anneal(opt: Any, args: Any, kwargs: Any) -> None:
+        opt.param_groups[0]["lr"] = 0.05
+
+    p.grad = torch.full((1,), NAN)
+    optimizer.step()
+    optimizer.register_step_pre_hook(anneal)  # after ours: the rate is lent by then
+    p.grad = torch.ones(1)
+    optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_lbfgs_takes_the_cut_one_step_later():
+    p = Parameter(torch.tensor([1.0]))
+    optimizer = LBFGS([p], lr=1.0, max_iter=1)
+    attach(optimizer, policies.CUTS)
+    grads = iter([NAN, 0.5, 0.5])
+
+    def closure() -> torch.Tensor:
+        p.grad = torch.full((1,), next(grads))
+        return torch.tensor(1.0)
+
+    optimizer.step(closure)
+    assert p.item() == 1.0
+    optimizer.step(closure)
+    assert p.item() == pytest.approx(1.0 - 0.5 * 0.5)
+    assert optimizer.param_groups[0]["lr"] == 1.0

@@ -1,0 +1,163 @@
+"""Losses: what is taken, how micro-batches add up, and what is turned away."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import Parameter
+from torch.optim import AdamW
+
+from healcore.torch import Healing, SignalError, attach
+from tests.torch import policies
+from tests.torch.cases import Seat
+
+every_seat = pytest.mark.parametrize("seat", ["host", "device"])
+
+
+def healed(seat: Seat, engine: Any = policies.LOSSES) -> tuple[Parameter, AdamW, Healing]:
+    p = Parameter(torch.ones(2))
+    optimizer = AdamW([p], fused=True)
+    return p, optimizer, attach(optimizer, engine, engine=seat)
+
+
+def take(p: Parameter, optimizer: AdamW, heal: Healing) -> float:
+    p.grad = torch.ones(2)
+    optimizer.step()
+    return float(heal.metrics()["heal/loss"])
+
+
+@every_seat
+@pytest.mark.parametrize(
+    "loss",
+    [
+        2.5,
+        np.float64(2.5),
+        np.array([2.5], np.float32),
+        torch.tensor(2.5),
+        torch.tensor([[2.5]], dtype=torch.float64),
+        torch.tensor(2.5, dtype=torch.bfloat16),
+        torch.tensor(2.5, dtype=torch.float16, requires_grad=True) * 1,
+    ],
+    ids=repr,
+)
+def test_one_number_of_any_kind_is_a_loss(seat: Seat, loss: Any):
+    p, optimizer, heal = healed(seat)
+    heal.observe(loss)
+    assert take(p, optimizer, heal) == 2.5
+
+
+@every_seat
+def test_an_integer_is_a_loss(seat: Seat):
+    p, optimizer, heal = healed(seat)
+    heal.observe(torch.tensor(3))
+    assert take(p, optimizer, heal) == 3.0
+
+
+@every_seat
+def test_the_step_sees_the_mean_of_its_micro_batches(seat: Seat):
+    p, optimizer, heal = healed(seat)
+    for loss in (1.0, torch.tensor(2.0), torch.tensor(4.5)):
+        heal.observe(loss)
+    assert take(p, optimizer, heal) == 2.5
+    heal.observe(7.0)
+    assert take(p, optimizer, heal) == 7.0
+
+
+@every_seat
+def test_a_loss_may_be_changed_in_place_afterwards(seat: Seat):
+    p, optimizer, heal = healed(seat)
+    loss = torch.tensor(8.0)
+    heal.observe(loss)
+    loss /= 4
+    assert take(p, optimizer, heal) == 8.0
+
+
+@every_seat
+def test_discard_forgets_the_window(seat: Seat):
+    p, optimizer, heal = healed(seat)
+    heal.observe(float("nan"))
+    heal.discard()
+    heal.observe(1.0)
+    assert take(p, optimizer, heal) == 1.0
+    assert int(heal.metrics()["heal/skips"]) == 0
+
+
+@every_seat
+@pytest.mark.parametrize("loss", [float("nan"), torch.tensor(float("inf"))])
+def test_a_loss_that_is_not_finite_is_a_loss_and_skips(seat: Seat, loss: Any):
+    p, optimizer, heal = healed(seat)
+    heal.observe(loss)
+    take(p, optimizer, heal)
+    assert torch.equal(p.detach(), torch.ones(2))
+
+
+@every_seat
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (None, "got None"),
+        (torch.ones(8), r"shape \(8,\).*mean"),
+        (np.ones((2, 1)), r"shape \(2, 1\)"),
+        (torch.ones(0), r"shape \(0,\)"),
+        ("1.5", "'1.5' of type str"),
+        (True, "bool"),
+        (torch.tensor(True), "bool"),
+        (1 + 2j, "complex"),
+        (torch.tensor(1j), "complex"),
+        (object(), "object"),
+        (torch.ones((), device="meta"), "meta"),
+    ],
+    ids=lambda value: type(value).__name__,  # repr has an address: xdist collects by name
+)
+@pytest.mark.parametrize("method", ["observe", "observe_eval", "observe_update_norm"])
+def test_what_is_no_loss_is_turned_away_and_changes_nothing(
+    seat: Seat, loss: Any, says: str, method: str
+):
+    p, optimizer, heal = healed(seat)
+    heal.observe(1.0)
+    state = heal.state_dict()
+    with pytest.raises(SignalError, match=says):
+        getattr(heal, method)(loss)
+    assert heal.state_dict() == state
+    assert take(p, optimizer, heal) == 1.0
+
+
+@every_seat
+def test_side_signals_reach_the_next_step_only(seat: Seat):
+    p, optimizer, heal = healed(seat, policies.EVERYTHING)
+    assert heal.report().waiting_for == ("loss", "eval_loss", "update_norm")
+    heal.observe(1.0)
+    heal.observe_eval(torch.tensor(2.0))
+    heal.observe_update_norm(0.5)
+    take(p, optimizer, heal)
+    first = heal.state_dict()["state"]["detectors"]
+    heal.observe(1.0)
+    take(p, optimizer, heal)
+    names = heal.state_dict()["detectors"]
+    second = heal.state_dict()["state"]["detectors"]
+    for name in ("overfit", "update_spike"):
+        assert first[names.index(name)] == second[names.index(name)]
+    fresh = attach(AdamW([p]), policies.EVERYTHING).state_dict()["state"]["detectors"]
+    for name in ("overfit", "update_spike"):
+        assert first[names.index(name)] != fresh[names.index(name)]
+    assert heal.report().waiting_for == ()
+
+
+@every_seat
+def test_an_announced_change_is_no_alarm(seat: Seat):
+    def jump(announced: bool) -> int:
+        p, optimizer, heal = healed(seat)
+        for i in range(20):
+            heal.observe(1.0 + 0.01 * (i % 3))
+            take(p, optimizer, heal)
+        if announced:
+            heal.announce()
+        heal.observe(50.0)
+        take(p, optimizer, heal)
+        return int(heal.metrics()["heal/alarms"])
+
+    assert jump(announced=False) == 1
+    assert jump(announced=True) == 0

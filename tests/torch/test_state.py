@@ -1,0 +1,190 @@
+"""Saving, loading, rolling back, moving between seats and frameworks, and letting go."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from healcore.core.signals import Signals
+from healcore.core.tree import leaves
+from healcore.torch import Healing, StateError, attach
+from tests.torch import policies
+from tests.torch.bits import assert_same, bits, snapshot
+from tests.torch.cases import Case, Seat
+
+CASE = Case("", torch.optim.AdamW, {"fused": True})
+SEATS = ("host", "device")
+every_seat = pytest.mark.parametrize("seat", SEATS)
+FACTORS = [1.0] * 6 + [float("nan"), 1.0, 1e5, 1.0, float("nan"), 1.0, 1.0, float("inf"), 1.0, 1.0]
+
+
+def run(optimizer: Any, heal: Healing, steps: range) -> list[Any]:
+    """Takes steps; returns the decision of each."""
+    decisions = []
+    for i in steps:
+        CASE.step(optimizer, i, heal=heal, factor=FACTORS[i])
+        decisions.append(heal.last_decision())
+    return decisions
+
+
+@pytest.mark.parametrize("to", SEATS)
+@pytest.mark.parametrize("first", SEATS)
+@pytest.mark.parametrize("stop", [2, 7, 11])
+def test_stopping_and_going_on_decides_as_never_having_stopped(first: Seat, to: Seat, stop: int):
+    whole = CASE.build()
+    heal = attach(whole, policies.EVERYTHING, engine=first)
+    expected = run(whole, heal, range(len(FACTORS)))
+    assert any(d.skip for d in expected[stop:])
+
+    part = CASE.build()
+    heal = attach(part, policies.EVERYTHING, engine=first)
+    run(part, heal, range(stop))
+    saved = json.dumps(heal.state_dict()), copy.deepcopy(part.state_dict())
+    params = [p.detach().clone() for p in part.param_groups[0]["params"]]
+
+    other = CASE.build()
+    with torch.no_grad():
+        for p, value in zip(other.param_groups[0]["params"], params, strict=True):
+            p.copy_(value)
+    other.load_state_dict(saved[1])
+    heal = attach(other, policies.EVERYTHING, engine=to)
+    heal.load_state_dict(json.loads(saved[0]))
+    assert run(other, heal, range(stop, len(FACTORS))) == expected[stop:]
+    assert_same(snapshot(other), snapshot(whole))
+
+
+def test_a_run_from_numpy_goes_on_in_torch():
+    engine = policies.EVERYTHING
+    state = engine.init()
+    for i in range(10):
+        loss, norm = np.float32(3 - i / 10), np.float32(1 + i % 3)
+        state, _ = engine.step(state, Signals(loss=loss, grad_norm=norm), xp=np)
+    optimizer = CASE.build()
+    for seat in SEATS:
+        heal = attach(optimizer, engine, engine=seat)
+        heal.load_state_dict(engine.to_dict(state))
+        assert heal.state_dict() == engine.to_dict(state)
+        heal.detach()
+
+
+@every_seat
+def test_loading_ends_the_window_of_losses(seat: Seat):
+    optimizer = CASE.build()
+    heal = attach(optimizer, policies.LOSSES, engine=seat)
+    saved = heal.state_dict()
+    heal.observe(float("nan"))
+    heal.load_state_dict(saved)
+    CASE.step(optimizer, 0, heal=heal)
+    assert int(heal.metrics()["heal/skips"]) == 0
+
+
+@every_seat
+def test_a_rollback_keeps_budgets_and_the_cut(seat: Seat):
+    optimizer = CASE.build()
+    heal = attach(optimizer, policies.CUTS, engine=seat)
+    run(optimizer, heal, range(5))
+    saved = heal.state_dict()
+    run(optimizer, heal, range(5, 8))
+    live = heal.state_dict()["state"]
+    assert live["lr"]["scale"] == 0.5
+    heal.on_rollback(saved)
+    state = heal.state_dict()["state"]
+    assert state["lr"] == live["lr"]
+    assert state["budget"] == live["budget"]
+    assert state["detectors"] == saved["state"]["detectors"]
+    assert state["detectors"] != live["detectors"]
+
+
+@every_seat
+@pytest.mark.parametrize(
+    ("broken", "says"),
+    [
+        (lambda d: None, "mapping"),
+        (lambda d: {}, "schema"),
+        (lambda d: {**d, "schema": 99}, "99"),
+        (lambda d: {**d, "clip": "fixed"}, "policy with clip 'fixed'"),
+        (lambda d: {**d, "state": {**d["state"], "step": "three"}}, "state.step"),
+        (lambda d: {**d, "state": {**d["state"], "step": [1, 2]}}, "shape"),
+        (
+            lambda d: {**d, "state": {k: v for k, v in d["state"].items() if k != "lr"}},
+            "exactly",
+        ),
+    ],
+)
+def test_a_state_that_does_not_fit_loads_nothing(seat: Seat, broken: Any, says: str):
+    optimizer = CASE.build()
+    heal = attach(optimizer, policies.EVERYTHING, engine=seat)
+    run(optimizer, heal, range(3))
+    before = heal.state_dict()
+    for load in (heal.load_state_dict, heal.on_rollback):
+        with pytest.raises(StateError, match=says):
+            load(broken(copy.deepcopy(before)))
+    assert heal.state_dict() == before
+
+
+@every_seat
+def test_per_tensor_levels_belong_to_one_model(seat: Seat):
+    small = attach(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]), policies.ADAGC)
+    heal = attach(CASE.build(), policies.ADAGC, engine=seat)
+    with pytest.raises(StateError, match="of 1 parameters, this optimizer has 3"):
+        heal.load_state_dict(small.state_dict())
+
+
+@every_seat
+def test_detached_is_never_having_been_attached(seat: Seat):
+    mine, twin = CASE.build(), CASE.build()
+    names = set(vars(mine))
+    heal = attach(mine, policies.fixed(1e-3), engine=seat)
+    heal.detach()
+    heal.detach()
+    assert not heal.attached
+    assert set(vars(mine)) == names
+    for i in range(3):
+        heal.observe(1.0)
+        CASE.step(mine, i)
+        CASE.step(twin, i)
+    assert_same(snapshot(mine), snapshot(twin))
+    assert int(heal.metrics()["heal/steps"]) == 0
+    attach(mine, policies.SKIPS)
+
+
+@every_seat
+def test_metrics_are_copies(seat: Seat):
+    optimizer = CASE.build()
+    heal = attach(optimizer, policies.EVERYTHING, engine=seat)
+    run(optimizer, heal, range(1))
+    first = heal.metrics()
+    before = bits(first)
+    assert all(value.shape == () for value in first.values())
+    run(optimizer, heal, range(1, 9))
+    assert bits(first) == before
+    assert bits(heal.metrics()) != before
+
+
+def test_the_device_state_keeps_its_addresses():
+    """What a CUDA graph needs."""
+    optimizer = CASE.build()
+    heal = attach(optimizer, policies.EVERYTHING, engine="device")
+    before = [leaf.data_ptr() for leaf in leaves(heal.seat.state)]
+    assert len(set(before)) == len(before)
+    run(optimizer, heal, range(3))
+    heal.announce()
+    heal.load_state_dict(heal.state_dict())
+    heal.on_rollback(heal.state_dict())
+    assert [leaf.data_ptr() for leaf in leaves(heal.seat.state)] == before
+
+
+@every_seat
+def test_the_optimizer_still_pickles_and_copies(seat: Seat):
+    optimizer = CASE.build()
+    heal = attach(optimizer, policies.EVERYTHING, engine=seat)
+    run(optimizer, heal, range(2))
+    twin = copy.deepcopy(optimizer)
+    assert_same(snapshot(twin), snapshot(optimizer))
+    CASE.step(twin, 2)  # heals nobody
+    assert int(heal.metrics()["heal/steps"]) == 2

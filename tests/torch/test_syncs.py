@@ -1,0 +1,90 @@
+"""How often the host waits: counted where torch reads a tensor's value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from healcore.torch import attach
+from healcore.torch.measurement import in_one_copy
+from tests.torch import policies
+from tests.torch.cases import FUSED, PLAIN, Case, Seat
+
+SYNCS = ("aten._local_scalar_dense", "aten.is_nonzero", "aten.equal", "aten.nonzero")
+
+
+class CountSyncs(TorchDispatchMode):
+    """Counts the operations that bring a value to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += str(func).startswith(SYNCS)
+        return func(*args, **(kwargs or {}))
+
+
+def counted(case: Case, seat: Seat, engine: Any, steps: int, *, attached: bool = True) -> int:
+    """Syncs of some steps, skips and clips among them."""
+    optimizer = case.build()
+    heal = attach(optimizer, engine, engine=seat) if attached else None
+    with CountSyncs() as syncs:
+        for i in range(steps):
+            case.step(optimizer, i, heal=heal, factor=float("nan") if i == 4 else 1.0)
+        if heal is not None:
+            heal.metrics()
+            heal.observe_eval(torch.tensor(1.0))
+            heal.announce()
+    return syncs.count
+
+
+def test_the_counter_counts():
+    with CountSyncs() as syncs:
+        torch.ones(()).item()
+        bool(torch.ones(()) > 0)
+    assert syncs.count == 2
+
+
+@pytest.mark.parametrize("seat", ["host", "device"])
+@pytest.mark.parametrize("case", FUSED, ids=lambda case: case.name)
+@pytest.mark.parametrize("policy", ["EVERYTHING", "CUTS", "ADAGC", "OBSERVES"])
+def test_fused_optimizers_never_wait(case: Case, seat: Seat, policy: str):
+    assert counted(case, seat, getattr(policies, policy), 7) == 0
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in PLAIN if not c.closure and not c.sparse], ids=lambda case: case.name
+)
+def test_the_others_wait_no_more_than_they_do_alone(case: Case):
+    # Equal, not less: the skipped step (no gradients) must not hide a sync of ours.
+    steps = 4
+    alone = counted(case, "host", None, steps, attached=False)
+    assert counted(case, "host", policies.SKIPS, steps) == alone
+    assert counted(case, "device", policies.SKIPS, steps) == alone
+
+
+def test_all_signals_cross_in_one_copy():
+    """The accelerators' way to the host, on the CPU."""
+    signals = [torch.tensor(1.5), None, torch.tensor([2.0, 3.0, 4.0]), torch.tensor(5.0)]
+    found = in_one_copy(signals)
+    assert [None if f is None else f.tolist() for f in found] == [1.5, None, [2.0, 3.0, 4.0], 5.0]
+    assert [f.shape for f in found if f is not None] == [(), (3,), ()]
+
+
+@pytest.mark.parametrize("case", FUSED[:1] + PLAIN[:1], ids=lambda case: case.name)
+def test_the_report_says_what_it_costs(case: Case):
+    heal = attach(case.build(), policies.SKIPS)
+    report = heal.report()
+    assert report.seat == "host"
+    assert report.syncs_per_step == 0
+    assert report.skip == "grads"
+    assert report.clip == ("grad_scale" if case.fused else "one pass over the gradients")
+    heal.detach()
+    report = attach(case.build(), policies.SKIPS, engine="device").report()
+    assert report.skip == ("found_inf" if case.fused else "grads")
+    assert case.fused or "not built with fused=True" in report.skip_reason
+    assert "syncs   0 per step" in str(report)
