@@ -1,0 +1,86 @@
+# Needs Python >= 3.11 with pip, and make. Each target sets up what it needs in .venv, once.
+#   make demo                 watch one policy heal a run in torch and in JAX
+#   make test                 the tests            (ARGS="-k zclip" for some of them)
+#   make demo PYTHON=python3.12
+
+PYTHON ?= python3
+JOBS   ?= 2
+ARGS   ?=
+
+VENV := .venv
+BIN  := $(VENV)/bin
+LOCK := requirements/lock.txt
+PIP  := $(BIN)/python -m pip --disable-pip-version-check -qq
+
+.PHONY: help setup demo test lint bench docs lock clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^#   //p' Makefile
+	@echo "targets: setup demo test lint bench docs lock clean"
+
+# --- environment: a stamp says what is already installed, and is stale when its inputs change ------
+
+# Some systems ship Python with pip but without ensurepip; there the venv borrows that pip.
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "healcore needs Python 3.11 or newer, and '$(PYTHON)' is: $$($(PYTHON) --version 2>&1)." >&2; \
+	  echo "Name another one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
+	@echo "setting up $(VENV) (once; a few minutes, most of it downloads)"
+	@$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { $(PYTHON) -m venv --clear --without-pip $(VENV) && \
+	  $(PYTHON) -m pip --quiet --python $(BIN)/python install pip; }
+	@touch $@
+
+# setuptools first, and no build isolation: the editable install then downloads nothing unpinned.
+$(VENV)/.base: $(VENV)/.made $(LOCK)
+	@$(PIP) install -c $(LOCK) pip setuptools wheel
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.base pyproject.toml
+	@$(PIP) install -c $(LOCK) --no-build-isolation -e '.[jax,torch,report]'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	@$(PIP) install -c $(LOCK) --no-build-isolation -e '.[jax,torch,report,dev]'
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.test requirements/lint.txt
+	@$(PIP) install -r requirements/lint.txt
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.demo requirements/bench.txt
+	@$(PIP) install -r requirements/bench.txt
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.base requirements/docs.txt
+	@$(PIP) install -r requirements/docs.txt
+	@touch $@
+
+# --- targets --------------------------------------------------------------------------------------
+
+setup: $(VENV)/.test
+
+demo: $(VENV)/.demo
+	@$(BIN)/healcore demo $(ARGS)
+
+# One thread per worker: two pytest workers with a thread pool each would fight over the cores.
+test: $(VENV)/.test
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+lint: $(VENV)/.lint
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/pyright
+
+bench: $(VENV)/.bench
+	@$(BIN)/python benchmarks/step_overhead.py $(ARGS)
+
+docs: $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo "site/index.html"
+
+# Resolves everything anew and writes the pins. Torch stays where the file has it.
+lock: $(VENV)/.base
+	@$(BIN)/python requirements/make_lock.py
+
+clean:
+	rm -rf $(VENV) site build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

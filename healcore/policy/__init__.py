@@ -1,0 +1,35 @@
+"""Policies: frozen objects read from TOML, checked whole, and turned into engines.
+
+    policy = healcore.policy.load("default")         # or "my.toml"
+    engine = policy.engine()
+
+Nothing in a policy names a framework: porting it is copying the file.
+"""
+
+from __future__ import annotations
+
+from healcore.policy.difference import Difference, diff
+from healcore.policy.document import SCHEMA, Policy
+from healcore.policy.dumping import dumps, to_dict
+from healcore.policy.errors import PolicyError, Problem
+from healcore.policy.fingerprint import fingerprint
+from healcore.policy.loading import PolicyLike, from_dict, load, loads
+from healcore.policy.presets import preset_names, preset_text
+
+__all__ = [
+    "SCHEMA",
+    "Difference",
+    "Policy",
+    "PolicyError",
+    "PolicyLike",
+    "Problem",
+    "diff",
+    "dumps",
+    "fingerprint",
+    "from_dict",
+    "load",
+    "loads",
+    "preset_names",
+    "preset_text",
+    "to_dict",
+]

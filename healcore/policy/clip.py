@@ -1,0 +1,103 @@
+"""`[clip]`: what every step's gradient goes through. `kind` chooses one of five tables."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from healcore.core.clipping.adagc import AdaGCConfig
+from healcore.core.clipping.autoclip import AutoClipConfig
+from healcore.core.clipping.fixed import FixedConfig
+from healcore.core.clipping.zclip import ZClipConfig
+from healcore.core.level_shift import ShiftConfig
+from healcore.policy.table import Table
+from healcore.policy.values import (
+    Fraction,
+    Limit,
+    NotNegative,
+    Number,
+    Positive,
+    Ratio,
+    Steps,
+    Target,
+    Whole,
+)
+
+_shift, _zclip, _auto, _adagc = ShiftConfig(), ZClipConfig(), AutoClipConfig(), AdaGCConfig()
+
+
+class Shift(Table):
+    """`[clip.shift]`, `[detect.grad_spike.shift]`: when rejected values have become the level."""
+
+    core = ShiftConfig
+
+    # patience x gain is counted in an int32.
+    patience: Annotated[int, Whole(least=1, most=1_000_000)] = _shift.patience
+    gain: Annotated[int, Whole(least=1, most=1000)] = _shift.gain
+    forgive: Annotated[int, Whole(least=0, most=1_000_000)] = _shift.forgive
+
+
+class ZClip(Table):
+    """A norm that stands out from its own history is brought down (arXiv:2504.02507)."""
+
+    core = ZClipConfig
+
+    kind: Literal["zclip"]
+    z_threshold: Positive = _zclip.z_threshold
+    ema_decay: Fraction = _zclip.ema_decay
+    warmup_steps: Steps = _zclip.warmup_steps
+    target: Target = "reciprocal"
+    max_norm: Limit = _zclip.max_norm
+    min_rel_std: NotNegative = _zclip.min_rel_std
+    shift: Shift = Shift()
+
+
+class Fixed(Table):
+    """One absolute limit, as in clip_grad_norm_ and clip_by_global_norm."""
+
+    core = FixedConfig
+
+    kind: Literal["fixed"]
+    max_norm: Positive = FixedConfig().max_norm
+
+
+class AutoClip(Table):
+    """A percentile of the recent norms is the limit (arXiv:2007.14469)."""
+
+    core = AutoClipConfig
+
+    kind: Literal["autoclip"]
+    percentile: Annotated[float, Number(above=0, below=100)] = _auto.percentile
+    window: Steps = _auto.window
+    max_norm: Limit = _auto.max_norm
+
+
+class AdaGC(Table):
+    """Each tensor is held near its own moving average (arXiv:2502.11034)."""
+
+    core = AdaGCConfig
+
+    kind: Literal["adagc"]
+    ratio: Ratio = _adagc.ratio
+    ema_decay: Fraction = _adagc.ema_decay
+    warmup_steps: Steps = _adagc.warmup_steps
+    max_norm: Positive = _adagc.max_norm
+    shift: Shift = Shift(**_adagc.shift._asdict())
+
+
+class NoClip(Table):
+    """Gradients pass as they are."""
+
+    kind: Literal["none"] = "none"
+
+
+Clip = Annotated[ZClip | Fixed | AutoClip | AdaGC | NoClip, Field(discriminator="kind")]
+
+KINDS: dict[str, type[Table]] = {
+    "zclip": ZClip,
+    "fixed": Fixed,
+    "autoclip": AutoClip,
+    "adagc": AdaGC,
+    "none": NoClip,
+}

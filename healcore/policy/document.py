@@ -1,0 +1,102 @@
+"""A whole policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from healcore.core.detectors import DETECTORS
+from healcore.core.engine import Engine, EngineConfig
+from healcore.policy.clip import Clip, NoClip
+from healcore.policy.detect import Detect
+from healcore.policy.recovery import Budget, Incident, Lr, Retry, Rollback
+from healcore.policy.respond import Respond
+from healcore.policy.table import Conflict, Table
+from healcore.policy.values import Listed, Mode, Name, StepsOrZero, Text, Whole, Words, broken
+
+SCHEMA = 1
+"""Version of the file format that this release reads and writes."""
+
+
+_PAID = (("rollback", "recoveries"), ("cut_lr", "lr_cuts"), ("shrink_microbatch", "shrinks"))
+
+
+def _entries(value: Any) -> Any:
+    """TOML gives a list, strict pydantic wants the tuple that a frozen policy holds."""
+    if not isinstance(value, list | tuple):
+        raise broken("an array of tables")
+    return tuple(value)
+
+
+class Policy(Table):
+    """What to watch, what to do about it, and how often.
+
+    Frozen and hashable. Two policies are equal when every value in them is. Made by
+    `healcore.policy.load`, whose errors say what to write instead; built by hand it raises
+    pydantic's `ValidationError`.
+    """
+
+    schema_version: Annotated[int, Whole(least=SCHEMA, most=SCHEMA)] = Field(alias="schema")
+    name: Name
+    description: Words = ""
+    references: Annotated[tuple[str, ...], Listed(Text(empty=False), empty=True)] = ()
+    mode: Mode = "heal"
+    max_skips: StepsOrZero = EngineConfig().max_skips
+    grace_steps: StepsOrZero = EngineConfig().grace_steps
+    clip: Clip = NoClip()
+    detect: Detect = Detect()
+    respond: Annotated[tuple[Respond, ...], BeforeValidator(_entries)] = ()
+    incident: Incident = Incident()
+    rollback: Rollback = Rollback()
+    lr: Lr = Lr()
+    budget: Budget = Budget()
+    retry: Retry = Retry()
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Every rule has to be able to fire and to be carried out."""
+        for i, rule in enumerate(self.respond):
+            for j, cause in enumerate(() if rule.for_host else rule.to):
+                detector = detector_of(cause)
+                if getattr(self.detect, detector) is None:
+                    yield Conflict(
+                        ("respond", i, "to", j),
+                        cause,
+                        f"a cause that is watched for; there is no [detect.{detector}]",
+                        f"a table [detect.{detector}], or drop {cause!r} from the rule",
+                    )
+            for action, purse in _PAID:
+                if action in rule.do and getattr(self.budget, purse) == 0:
+                    yield Conflict(
+                        ("respond", i, "do", rule.do.index(action)),
+                        action,
+                        f"an action that is paid for; budget.{purse} is 0",
+                        f"budget.{purse} = 3, or drop {action!r} from the rule",
+                    )
+
+    def config(self) -> EngineConfig:
+        """The core's config: every float rounded to float32, once, for all backends."""
+        clip = self.clip
+        watched = ((name, getattr(self.detect, name)) for name in DETECTORS)
+        return EngineConfig(
+            mode=self.mode,
+            clip=None if isinstance(clip, NoClip) else (clip.kind, clip.config()),
+            detectors=tuple((name, table.config()) for name, table in watched if table is not None),
+            rules=tuple(rule.config() for rule in self.respond if not rule.for_host),
+            incident=self.incident.config(),
+            rollback=self.rollback.config(),
+            lr=self.lr.config(),
+            budget=self.budget.config(),
+            max_skips=self.max_skips,
+            grace_steps=self.grace_steps,
+        )
+
+    def engine(self) -> Engine:
+        """The pure state machine of this policy; every call gives an equal one."""
+        return Engine(self.config())
+
+
+def detector_of(cause: str) -> str:
+    """The table under [detect] that watches for a cause; NaN in loss and in gradient share one."""
+    return "nonfinite" if cause.startswith("nonfinite_") else cause

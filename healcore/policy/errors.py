@@ -1,0 +1,75 @@
+"""What is wrong with a policy: where, what was received, the rule, and what to write instead."""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong."""
+
+    key: str
+    """Dotted key, for example `clip.z_threshold` or `respond[0].to[1]`; "" for the file itself."""
+    value: str
+    """What was received, as Python writes it; "" where nothing was."""
+    rule: str
+    """What has to hold."""
+    write: str
+    """What to write instead."""
+
+    def __str__(self) -> str:
+        """Three lines: key and value, rule, remedy."""
+        head = f"{self.key} = {self.value}" if self.key and self.value else self.key or self.value
+        lines = [head, f"  rule:  {self.rule}", f"  write: {self.write}"]
+        return "\n".join(line for line in lines if line)
+
+
+class PolicyError(ValueError):
+    """A policy that cannot be used. Raised when it is loaded, never during a run.
+
+    Attributes:
+        source: The file, the preset's name, or "<text>".
+        problems: All that is wrong, in the order of the file where that is known.
+        unreadable: The file could not be read at all, so nothing is known of the policy in it.
+    """
+
+    def __init__(
+        self, source: str, problems: tuple[Problem, ...], *, unreadable: bool = False
+    ) -> None:
+        super().__init__(source, problems)
+        self.source = source
+        self.problems = problems
+        self.unreadable = unreadable
+
+    def __str__(self) -> str:
+        """The source, then every problem."""
+        count = len(self.problems)
+        head = f"policy {self.source}: {count} problem{'s' if count != 1 else ''}"
+        body = "\n".join(str(problem) for problem in self.problems)
+        return "\n".join([head, *(f"  {line}" for line in body.splitlines())])
+
+
+def shown(value: object, limit: int = 60) -> str:
+    """A received value as TOML would write it, or nearly; short enough for a message."""
+    try:
+        if isinstance(value, bool):
+            text = str(value).lower()
+        else:
+            text = json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+    except (ValueError, RecursionError):  # whole numbers beyond sys.get_int_max_str_digits, cycles
+        return f"a {type(value).__name__} too long to print"
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def dotted(parts: tuple[str | int, ...]) -> str:
+    """Joins a path into a key: `("respond", 0, "to")` is `respond[0].to`."""
+    key = ""
+    for part in parts:
+        if isinstance(part, int):
+            key += f"[{part}]"
+        else:
+            bare = part.replace("_", "").replace("-", "")
+            name = part if bare.isascii() and bare.isalnum() else shown(part)
+            key += f".{name}" if key else name
+    return key

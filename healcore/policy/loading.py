@@ -1,0 +1,137 @@
+"""From a name, a file or text to a checked policy."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from healcore.policy.document import SCHEMA, Policy
+from healcore.policy.errors import PolicyError, Problem, shown
+from healcore.policy.presets import preset_names, preset_text
+from healcore.policy.problems import problems_in
+
+PolicyLike = str | os.PathLike[str] | Policy
+"""What every `policy=` argument takes: a preset's name, a file, or a policy."""
+
+_LARGEST_FILE = 1 << 20  # bytes; a policy has a few kB, a checkpoint given by mistake has more
+
+
+def load(policy: PolicyLike) -> Policy:
+    """Reads a policy and checks all of it.
+
+    Args:
+        policy: The name of a preset, the path of a TOML file (it ends in .toml or has a folder in
+            it), or a `Policy`, which is returned as it is.
+
+    Raises:
+        PolicyError: No such preset or file, no TOML, or a policy that cannot work. The message
+            names the file, the dotted key, the value, the rule and what to write instead.
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, str) and not _is_path(policy):
+        if policy not in preset_names():
+            raise _no_preset(policy)
+        return loads(preset_text(policy), source=policy)
+    if not isinstance(policy, str | os.PathLike):
+        raise PolicyError(
+            type(policy).__name__,
+            (
+                Problem(
+                    "policy",
+                    shown(policy),
+                    "a preset's name, a path, or a Policy",
+                    '"default", or from_dict(...) for a mapping',
+                ),
+            ),
+        )
+    return loads(_read(policy), source=os.fsdecode(policy))
+
+
+def loads(text: str, *, source: str = "<text>") -> Policy:
+    """Reads a policy from TOML text.
+
+    Args:
+        text: The document.
+        source: What error messages call it.
+
+    Raises:
+        PolicyError: As `load`.
+    """
+    if not isinstance(text, str):
+        problem = Problem("", shown(text), "TOML text, a str", "text.decode(), or load(path)")
+        raise PolicyError(source, (problem,))
+    try:
+        data = tomllib.loads(text)
+    # Not only TOMLDecodeError: dates that no calendar has and numbers with more digits than
+    # Python converts are ValueErrors, a thousand nested brackets a RecursionError.
+    except (ValueError, RecursionError) as error:
+        reason = "brackets nested too deeply" if isinstance(error, RecursionError) else str(error)
+        problem = Problem("", reason, "TOML (https://toml.io)", "correct the syntax at that place")
+        raise PolicyError(source, (problem,)) from error
+    return from_dict(data, source=source)
+
+
+def from_dict(data: Mapping[str, Any], *, source: str = "<dict>") -> Policy:
+    """Checks a policy given as nested mappings and lists, as `to_dict` writes it.
+
+    Args:
+        data: The document.
+        source: What error messages call it.
+
+    Raises:
+        PolicyError: As `load`.
+    """
+    # Before everything else: the keys of another schema would only give a wall of wrong errors.
+    schema = data.get("schema") if isinstance(data, Mapping) else None
+    if isinstance(schema, int) and not isinstance(schema, bool) and schema != SCHEMA:
+        problem = Problem(
+            "schema",
+            shown(schema),
+            f"{SCHEMA}, the version of the file format that this healcore reads",
+            "schema = 1, or upgrade healcore if a newer one wrote the file",
+        )
+        raise PolicyError(source, (problem,))
+    try:
+        return Policy.model_validate(dict(data) if isinstance(data, Mapping) else data)
+    except ValidationError as error:
+        raise PolicyError(source, problems_in(error)) from error
+
+
+def _is_path(text: str) -> bool:
+    return text.endswith(".toml") or "/" in text or os.sep in text
+
+
+def _no_preset(name: str) -> PolicyError:
+    known = preset_names()
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    problem = Problem(
+        "policy", shown(name), f"one of {', '.join(known)}", f"{hint}a file is given as {name}.toml"
+    )
+    return PolicyError(shown(name), (problem,), unreadable=True)
+
+
+def _read(path: str | os.PathLike[str]) -> str:
+    """The file's text, or a PolicyError in words."""
+    name = os.fsdecode(path)
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(_LARGEST_FILE + 1)
+        if len(content) > _LARGEST_FILE:
+            raise ValueError(f"larger than {_LARGEST_FILE} bytes, which no policy is")
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        reason, rule = f"not UTF-8 at byte {error.start}", "a text file in UTF-8"
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = getattr(error, "strerror", None) or str(error)
+        rule = "a file that can be read"
+    known = ", ".join(preset_names())
+    problem = Problem("", reason, rule, f"the path of a TOML file, or a preset: {known}")
+    raise PolicyError(name, (problem,), unreadable=True)

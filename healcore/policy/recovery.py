@@ -1,0 +1,87 @@
+"""`[incident]`, `[rollback]`, `[lr]`, `[budget]`, `[retry]`: how far and how often."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from healcore.core.engine import BudgetConfig, IncidentConfig, LrConfig, RollbackConfig
+from healcore.policy.table import Conflict, Table
+from healcore.policy.values import Fraction, Number, Steps, StepsOrZero, Whole
+
+_incident, _rollback, _lr, _budget = IncidentConfig(), RollbackConfig(), LrConfig(), BudgetConfig()
+_Few = Annotated[int, Whole(least=0, most=1000)]
+
+
+class Incident(Table):
+    """Where one incident ends and the next begins."""
+
+    core = IncidentConfig
+
+    quiet_steps: Steps = _incident.quiet_steps
+    patience: Steps = _incident.patience
+
+
+class Rollback(Table):
+    """How far back."""
+
+    core = RollbackConfig
+    host_only = frozenset({"probation", "skip_batches"})
+
+    depth: Annotated[int, Whole(least=1, most=1000)] = _rollback.depth
+    deepen: _Few = _rollback.deepen
+    region: StepsOrZero = _rollback.region
+    probation: Steps = 100
+    skip_batches: StepsOrZero = 0
+
+
+class Lr(Table):
+    """The cut of the learning rate, and its way back to exactly 1."""
+
+    core = LrConfig
+
+    factor: Fraction = _lr.factor
+    floor: Annotated[float, Number(above=0, most=1)] = _lr.floor
+    hold_steps: StepsOrZero = _lr.hold_steps
+    ramp_steps: StepsOrZero = _lr.ramp_steps
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """The first cut has to be possible."""
+        if self.floor > self.factor:
+            yield Conflict(
+                ("floor",),
+                self.floor,
+                f"at most factor, which is {self.factor}: the first cut would not reach it",
+                f"floor = {self.factor}, or a larger factor",
+            )
+
+
+class Budget(Table):
+    """How often. An exhausted budget stops the run; it waves nothing through."""
+
+    core = BudgetConfig
+    host_only = frozenset({"shrinks"})
+
+    recoveries: _Few = _budget.recoveries
+    lr_cuts: _Few = _budget.lr_cuts
+    shrinks: _Few = 3
+    refund_after: Steps = _budget.refund_after
+
+
+class Retry(Table):
+    """How long to wait before something that failed outside (network, storage) is tried again."""
+
+    base_delay_s: Annotated[float, Number(above=0, most=86_400)] = 30.0
+    factor: Annotated[float, Number(least=1, most=100)] = 2.0
+    max_delay_s: Annotated[float, Number(above=0, most=86_400)] = 600.0
+    jitter: Annotated[float, Number(least=0, most=1)] = 0.1
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """The longest wait is not shorter than the first."""
+        if self.max_delay_s < self.base_delay_s:
+            yield Conflict(
+                ("max_delay_s",),
+                self.max_delay_s,
+                f"at least base_delay_s, which is {self.base_delay_s}",
+                f"max_delay_s = {self.base_delay_s}, or a shorter base_delay_s",
+            )

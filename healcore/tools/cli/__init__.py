@@ -1,0 +1,46 @@
+"""The command `healcore`. Its policy commands need neither JAX nor torch."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import healcore
+from healcore.tools.cli import demo, policy
+
+__all__ = ["app", "main"]
+
+# No rich tracebacks: an error of ours is printed in words, any other with Python's own.
+app = typer.Typer(
+    name="healcore",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="One policy that heals training runs, the same in JAX and in torch.",
+)
+app.add_typer(policy.app, name="policy")
+demo.add_to(app)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"healcore {healcore.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    del version
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()

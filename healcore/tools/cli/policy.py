@@ -1,0 +1,133 @@
+"""`healcore policy list | show | check | diff`.
+
+Exit status: 0 all is well (`diff`: no difference), 1 a policy is wrong (`diff`: they differ),
+2 a file could not be read, there is no such preset, or the command line is wrong. `diff` and
+`show` of a wrong policy exit with 2: there is nothing to compare or to show.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from healcore.policy import (
+    Policy,
+    PolicyError,
+    diff,
+    dumps,
+    fingerprint,
+    load,
+    preset_names,
+    preset_text,
+    to_dict,
+)
+
+OK, WRONG, UNUSABLE = 0, 1, 2
+
+app = typer.Typer(no_args_is_help=True, help="Look at policies, check them, compare them.")
+
+_Named = Annotated[str, typer.Argument(metavar="POLICY", help="A preset, or a TOML file.")]
+_Json = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
+
+
+@app.command("list")
+def list_(as_json: _Json = False) -> None:
+    """The presets that come with healcore."""
+    policies = [load(name) for name in preset_names()]
+    if as_json:
+        rows = [
+            {
+                "name": policy.name,
+                "mode": policy.mode,
+                "clip": policy.clip.kind,
+                "fingerprint": fingerprint(policy),
+                "description": policy.description,
+            }
+            for policy in policies
+        ]
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    table = Table("policy", "mode", "clip", "what it does", box=None, pad_edge=False)
+    for policy in policies:
+        # Text, not str: brackets in a description are not rich markup.
+        table.add_row(policy.name, policy.mode, policy.clip.kind, Text(policy.description))
+    Console().print(table)
+
+
+@app.command()
+def show(
+    policy: _Named,
+    full: Annotated[
+        bool, typer.Option("--full", help="Every key with its value, defaults included.")
+    ] = False,
+    as_json: _Json = False,
+) -> None:
+    """A policy as TOML: a preset with its comments, or with --full every key."""
+    loaded = _load(policy)
+    if as_json:
+        typer.echo(json.dumps(to_dict(loaded), indent=2))
+    elif full or policy not in preset_names():
+        typer.echo(dumps(loaded), nl=False)
+    else:
+        typer.echo(preset_text(policy), nl=False)
+
+
+@app.command()
+def check(
+    policies: Annotated[
+        list[str], typer.Argument(metavar="POLICY...", help="Presets or TOML files.")
+    ],
+) -> None:
+    """Says what is wrong with a policy, and what to write instead."""
+    status = OK
+    for name in policies:
+        try:
+            policy = load(name)
+        except PolicyError as error:
+            typer.echo(str(error), err=True)
+            status = max(status, UNUSABLE if error.unreadable else WRONG)
+        else:
+            rules = len(policy.respond)
+            watched = ", ".join(_detectors(policy)) or "nothing"
+            typer.echo(
+                f"{name}: ok ({policy.mode}, clip {policy.clip.kind}, watches {watched}; "
+                f"{rules} rule{'s' if rules != 1 else ''}; {fingerprint(policy)})"
+            )
+    raise typer.Exit(status)
+
+
+@app.command("diff")
+def diff_(left: _Named, right: _Named, as_json: _Json = False) -> None:
+    """The keys in which two policies differ, defaults included."""
+    found = diff(_load(left), _load(right))
+    if as_json:
+        typer.echo(json.dumps([difference._asdict() for difference in found], indent=2))
+    elif found:
+        table = Table("key", left, right, box=None, pad_edge=False)
+        for key, a, b in found:
+            table.add_row(key, _cell(a), _cell(b))
+        Console().print(table)
+    else:
+        typer.echo("no difference")
+    raise typer.Exit(WRONG if found else OK)
+
+
+def _load(name: str) -> Policy:
+    try:
+        return load(name)
+    except PolicyError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(UNUSABLE) from error
+
+
+def _detectors(policy: Policy) -> list[str]:
+    return list(to_dict(policy)["detect"])
+
+
+def _cell(value: Any) -> Text:
+    return Text("-" if value is None else json.dumps(value, ensure_ascii=False))

@@ -1,0 +1,78 @@
+"""The packages of the distribution are listed by name: the list must equal the folders."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# Where each dotted prefix lies in the checkout. The symlinks in healcore/ are for tools only.
+SOURCES = {
+    "healcore": "healcore",
+    "healcore.jax": "adapters/jax",
+    "healcore.torch": "adapters/torch",
+    "healcore.policies": "policies",
+}
+
+
+def settings() -> dict:
+    """Return the table [tool.setuptools] of pyproject.toml."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+
+
+def packages_in(folder: Path, prefix: str) -> set[str]:
+    """Return the dotted names of the folders with Python files, not following symlinks."""
+    found = set()
+    for path in folder.rglob("*.py"):
+        parts = path.relative_to(folder).parts[:-1]
+        if not any((folder.joinpath(*parts[: i + 1])).is_symlink() for i in range(len(parts))):
+            found.add(".".join((prefix, *parts)))
+    return found
+
+
+def test_package_list_equals_the_folders():
+    found = set().union(*(packages_in(ROOT / path, name) for name, path in SOURCES.items()))
+    listed = settings()["packages"]
+    lines = "\n".join(f'    "{name}",' for name in sorted(found))
+    assert listed == sorted(found), f"write in [tool.setuptools] packages:\n{lines}"
+
+
+def test_package_dir_maps_each_source():
+    assert settings()["package-dir"] == SOURCES
+
+
+def test_every_package_has_an_init():
+    # A folder without __init__.py is a namespace package: importable, invisible to type checkers.
+    for name in settings()["packages"]:
+        prefix = max((p for p in SOURCES if (name + ".").startswith(p + ".")), key=len)
+        rest = name[len(prefix) :].strip(".").replace(".", "/")
+        assert (ROOT / SOURCES[prefix] / rest / "__init__.py").is_file(), name
+
+
+def test_symlinks_stand_for_the_mapped_folders():
+    for name in ("jax", "torch", "policies"):
+        link = ROOT / "healcore" / name
+        assert link.is_symlink(), f"healcore/{name} must be a symlink: pytest and pyright need it"
+        assert link.resolve() == ROOT / SOURCES[f"healcore.{name}"]
+
+
+def test_dependencies_are_pinned_for_the_makefile():
+    """Whatever the Makefile installs has its version in the lock file."""
+    import re
+
+    def name_of(requirement: str) -> str:
+        return re.sub(r"[-_.]+", "-", re.split(r"[\s<>=!~\[;]", requirement)[0]).lower()
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {name_of(r) for r in project["dependencies"]}
+    for extra in ("jax", "torch", "report", "dev"):
+        wanted |= {name_of(r) for r in project["optional-dependencies"][extra]}
+    for tools in ("lint", "bench", "docs"):
+        text = (ROOT / "requirements" / f"{tools}.txt").read_text()
+        rows = [line.split("#")[0].strip() for line in text.splitlines()]
+        wanted |= {name_of(r) for r in rows if r and not r.startswith("-")}
+    lock = (ROOT / "requirements" / "lock.txt").read_text().splitlines()
+    pins = [line for line in lock if line and not line.startswith("#")]
+    assert all("==" in pin for pin in pins)
+    assert pins[0].startswith("torch==")
+    assert wanted <= {name_of(pin) for pin in pins}

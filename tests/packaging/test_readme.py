@@ -1,0 +1,74 @@
+"""The README's snippets run, and its policy loads."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from healcore.policy import loads
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.M | re.S)
+
+
+def snippet(word: str) -> str:
+    (block,) = [block for block in blocks("python") if word in block]
+    return block
+
+
+def test_optax_snippet():
+    import jax
+    import jax.numpy as jnp
+
+    def loss_fn(params, batch):
+        return jnp.mean((batch @ params["w"] - 1) ** 2)
+
+    scope = {"jax": jax, "params": {"w": jnp.ones(3)}, "loss_fn": loss_fn}
+    exec(snippet("protect("), scope)
+    step, params, state = scope["train_step"], scope["params"], scope["state"]
+    good, bad = jnp.ones((4, 3)), jnp.full((4, 3), jnp.nan)
+    moved, state, _ = step(params, state, good)
+    kept, state, _ = step(moved, state, bad)
+    assert not jnp.array_equal(moved["w"], params["w"])
+    assert jnp.array_equal(kept["w"], moved["w"])
+
+
+def test_torch_snippet():
+    import torch
+
+    model = torch.nn.Linear(3, 1, bias=False)
+    scope = {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1),
+        "loss_fn": lambda model, batch: (model(batch) - 1).square().mean(),
+        "loader": [torch.ones(4, 3), torch.full((4, 3), torch.nan)],
+    }
+    before = model.weight.detach().clone()
+    exec(snippet("attach("), scope)
+    assert torch.isfinite(model.weight).all()
+    assert not torch.equal(model.weight, before)
+    assert int(scope["heal"].metrics()["heal/skips"]) == 1
+
+
+def test_policy_snippet():
+    (text,) = blocks("toml")
+    policy = loads(text)
+    assert policy.engine().cuts_lr
+
+
+def test_the_two_commands_are_targets_of_the_makefile():
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
+    commands = re.findall(r"^    make (\w+) ", README, flags=re.M)
+    assert commands == ["demo", "test"]
+    for command in commands:
+        assert re.search(rf"^{command}:", makefile, flags=re.M)
+
+
+def test_local_links_exist():
+    root = Path(__file__).parents[2]
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", README)
+    assert links
+    assert [link for link in links if not (root / link).exists()] == []

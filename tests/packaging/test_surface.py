@@ -1,0 +1,90 @@
+"""The public surface: what is in here may not change by accident.
+
+A change on purpose changes this file too, and CHANGELOG.md says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+SURFACE = {
+    "healcore": ["__version__", "jax", "policy", "torch"],
+    "healcore.policy": [
+        "SCHEMA",
+        "Difference",
+        "Policy",
+        "PolicyError",
+        "PolicyLike",
+        "Problem",
+        "diff",
+        "dumps",
+        "fingerprint",
+        "from_dict",
+        "load",
+        "loads",
+        "preset_names",
+        "preset_text",
+        "to_dict",
+    ],
+    "healcore.core.engine": [
+        "BudgetConfig",
+        "Engine",
+        "EngineConfig",
+        "EngineState",
+        "IncidentConfig",
+        "LrConfig",
+        "RollbackConfig",
+        "RuleConfig",
+        "StateError",
+        "Tally",
+        "neutral",
+    ],
+    "healcore.jax": [
+        "Action",
+        "Cause",
+        "CommitError",
+        "Decision",
+        "HealState",
+        "HealStateError",
+        "ProtectState",
+        "ScaleByHealLrState",
+        "SignalError",
+        "announce",
+        "commit",
+        "decision_of",
+        "from_dict",
+        "global_norm",
+        "heal",
+        "heal_zclip",
+        "leaf_norms",
+        "metrics",
+        "on_rollback",
+        "protect",
+        "scale_by_heal_lr",
+        "set_lr_scale",
+        "to_dict",
+    ],
+    "healcore.torch": [
+        "Action",
+        "AttachError",
+        "Cause",
+        "Decision",
+        "Healing",
+        "ParametersChangedError",
+        "Report",
+        "SignalError",
+        "StateError",
+        "attach",
+        "namespace",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", SURFACE)
+def test_surface(name):
+    module = importlib.import_module(name)
+    assert sorted(module.__all__) == sorted(SURFACE[name])
+    for public in module.__all__:
+        assert getattr(module, public) is not None

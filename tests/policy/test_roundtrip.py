@@ -1,0 +1,206 @@
+"""Writing and reading back, and garbage of every kind."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from healcore.policy import (
+    PolicyError,
+    diff,
+    dumps,
+    fingerprint,
+    from_dict,
+    load,
+    loads,
+    preset_names,
+    preset_text,
+    to_dict,
+)
+
+positive = st.floats(1e-20, 1e20)
+fraction = st.floats(1e-6, 0.999)
+steps = st.integers(1, 10_000_000)
+some_steps = st.integers(0, 10_000_000)
+limit = st.one_of(st.just("none"), positive)
+line = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"]), min_size=1).filter(
+    lambda text: text.strip() and len(text.splitlines()) == 1
+)
+shift = st.fixed_dictionaries(
+    {}, optional={"patience": st.integers(1, 10**6), "gain": st.integers(1, 1000)}
+)
+CLIPS = st.one_of(
+    st.fixed_dictionaries(
+        {"kind": st.just("zclip")},
+        optional={
+            "z_threshold": positive,
+            "ema_decay": fraction,
+            "warmup_steps": steps,
+            "target": st.sampled_from(["reciprocal", "mean", "max"]),
+            "max_norm": limit,
+            "shift": shift,
+        },
+    ),
+    st.fixed_dictionaries({"kind": st.just("fixed")}, optional={"max_norm": positive}),
+    st.fixed_dictionaries(
+        {"kind": st.just("autoclip")},
+        optional={"percentile": st.floats(0.1, 99), "max_norm": limit},
+    ),
+    st.just({"kind": "none"}),
+)
+DETECT = st.fixed_dictionaries(
+    {"nonfinite": st.just({}), "divergence": st.just({})},
+    optional={
+        "plateau": st.fixed_dictionaries(
+            {},
+            optional={
+                "chance_level": st.one_of(
+                    st.just("none"), st.sampled_from([0.0, 0.6931, -3.5, 1e-7])
+                )
+            },
+        ),
+        "vanishing": st.fixed_dictionaries(
+            {}, optional={"threshold": st.floats(1e-11, 1), "patience": steps}
+        ),
+    },
+)
+WHEN = st.one_of(
+    st.fixed_dictionaries(
+        {}, optional={"sustained": st.booleans(), "consecutive": st.integers(1, 100)}
+    ),
+    st.fixed_dictionaries({"count": st.integers(1, 9), "within": st.integers(9, 4096)}),
+)
+RULES = st.fixed_dictionaries(
+    {
+        "to": st.lists(
+            st.sampled_from(["nonfinite", "nonfinite_loss", "divergence"]), min_size=1, unique=True
+        ),
+        "do": st.lists(
+            st.sampled_from(["skip", "alert", "rollback", "cut_lr"]), min_size=1, unique=True
+        ),
+    },
+    optional={"when": WHEN},
+)
+POLICIES = st.fixed_dictionaries(
+    {"schema": st.just(1), "name": line, "detect": DETECT},
+    optional={
+        "description": st.text(st.characters(exclude_categories=["Cs"])),
+        "references": st.lists(line, unique=True),
+        "mode": st.sampled_from(["heal", "observe"]),
+        "grace_steps": some_steps,
+        "clip": CLIPS,
+        "respond": st.lists(RULES, max_size=4),
+        "lr": st.fixed_dictionaries(
+            {}, optional={"factor": st.floats(0.2, 0.9), "hold_steps": some_steps}
+        ),
+        "rollback": st.fixed_dictionaries({}, optional={"depth": st.integers(1, 1000)}),
+    },
+)
+
+
+@given(POLICIES)
+def test_text_and_dict_round_trip_exactly(data):
+    policy = from_dict(data)
+    text = dumps(policy)
+    assert loads(text) == policy
+    assert dumps(loads(text)) == text
+    assert from_dict(json.loads(json.dumps(to_dict(policy)))) == policy
+    assert fingerprint(loads(text)) == fingerprint(policy)
+    assert diff(policy, loads(text)) == ()
+    # What was given is in it, digit for digit.
+    assert contained(data, tomllib.loads(text))
+
+
+def contained(part, whole) -> bool:
+    if isinstance(part, dict):
+        return all(contained(value, whole[key]) for key, value in part.items())
+    if isinstance(part, list):
+        return all(map(contained, part, whole)) and len(part) == len(whole)
+    return part == whole
+
+
+@given(POLICIES)
+def test_every_policy_that_loads_makes_an_engine(data):
+    engine = from_dict(data).engine()
+    assert engine.init(groups=1) is not None
+
+
+anything = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(), st.dates()
+    ),
+    lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)),
+    max_leaves=10,
+)
+
+
+@given(st.one_of(anything, st.dictionaries(st.text(), anything)))
+def test_garbage_is_a_policy_error(data):
+    with pytest.raises(PolicyError) as caught:
+        from_dict(data)
+    assert str(caught.value)
+
+
+@st.composite
+def damaged(draw):
+    """A preset in which one value, at any depth, is replaced, or one key is added."""
+    data = to_dict(load(draw(st.sampled_from(preset_names()))))
+    place = data
+    while True:
+        inner = [
+            v
+            for v in (place.values() if isinstance(place, dict) else place)
+            if v and isinstance(v, dict | list)
+        ]
+        if not inner or draw(st.booleans()):
+            break
+        place = draw(st.sampled_from(inner))
+    if isinstance(place, list):
+        place[draw(st.integers(0, len(place) - 1))] = draw(anything)
+    else:
+        keys = st.one_of(st.sampled_from(sorted(place)), st.text()) if place else st.text()
+        place[draw(keys)] = draw(anything)
+    return data
+
+
+@given(damaged())
+@settings(max_examples=300)
+def test_a_damaged_preset_loads_or_is_a_policy_error(data):
+    try:
+        policy = from_dict(data)
+    except PolicyError as error:
+        assert str(error)
+    else:
+        assert loads(dumps(policy)) == policy
+
+
+@given(st.text())
+def test_garbage_text_is_a_policy_error(text):
+    with pytest.raises(PolicyError):
+        loads(text)
+
+
+@given(st.data())
+@settings(max_examples=200)
+def test_a_preset_cut_or_scrambled_loads_or_is_a_policy_error(data):
+    text = preset_text(data.draw(st.sampled_from(preset_names())))
+    at = data.draw(st.integers(0, len(text)))
+    until = data.draw(st.integers(at, min(len(text), at + 30)))
+    changed = text[:at] + data.draw(st.text(max_size=5)) + text[until:]
+    try:
+        loads(changed)
+    except PolicyError as error:
+        assert str(error)
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=50)
+def test_garbage_files_are_policy_errors(tmp_path_factory, content):
+    file = tmp_path_factory.mktemp("garbage") / "x.toml"
+    file.write_bytes(content)
+    with pytest.raises(PolicyError):
+        load(file)
