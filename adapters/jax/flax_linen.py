@@ -1,0 +1,104 @@
+"""A linen TrainState that hands the loss to the optimizer and takes a bad step back as a whole."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Self
+
+import optax
+from flax.training import train_state
+
+from healcore.core.verdict import Decision
+from healcore.jax.commit import commit
+from healcore.jax.decision import decision_of
+
+
+class HealTrainState(train_state.TrainState):
+    """`flax.training.train_state.TrainState` for an optimizer with a healing state in it.
+
+    Flax's own ``apply_gradients(grads=, value=)`` raises TypeError: its keywords are fields to
+    replace. Here the healing signals go to the optimizer, every other keyword is a field, as
+    before. On a skip the step counter, the parameters and those fields are what they were.
+
+    Example:
+        class State(HealTrainState):
+            batch_stats: Any
+
+        state = State.create(
+            apply_fn=model.apply, params=params, batch_stats=stats,
+            tx=protect(optax.adamw(1e-3), "default"),
+        )
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def step(state, batch):
+            (loss, stats), grads = ...
+            state = state.apply_gradients(grads=grads, value=loss, batch_stats=stats)
+            return state, loss, state.decision
+    """
+
+    def apply_gradients(
+        self,
+        *,
+        grads: Any,
+        value: Any = None,
+        eval_value: Any = None,
+        grad_norm: Any = None,
+        update_norm: Any = None,
+        announced: Any = None,
+        void: Any = None,
+        **kwargs: Any,
+    ) -> Self:
+        """One optimizer step.
+
+        Args:
+            grads: gradients like ``.params``.
+            value: the loss, one floating number; None and the loss detectors rest.
+            eval_value: evaluation loss, NaN at steps without one.
+            grad_norm: global norm, where the caller has to reduce it over a mesh.
+            update_norm: norm of the last update; `protect` knows it itself.
+            announced: bool, a change of LR, batch, data or weights.
+            void: bool, somebody else already skips this step.
+            **kwargs: fields to replace, for example ``batch_stats``; kept as they are on a skip.
+
+        Returns:
+            The new state.
+
+        Raises:
+            HealStateError: the optimizer has no healing state in it, or more than one.
+            SignalError: a signal is not one number of the right kind.
+            CommitError: a field changes its structure, shape or dtype.
+        """
+        given = {
+            "value": value,
+            "eval_value": eval_value,
+            "grad_norm": grad_norm,
+            "update_norm": update_norm,
+            "announced": announced,
+            "void": void,
+        }
+        signals = {name: signal for name, signal in given.items() if signal is not None}
+        tx = optax.with_extra_args_support(self.tx)
+
+        def update(updates: Any, state: Any, params: Any = None) -> Any:
+            return tx.update(updates, state, params, **signals)
+
+        # Flax's own method with the signals bound, so that its special cases (fp8 parameters that
+        # are overwritten by their gradient) stay Flax's.
+        bound = self.replace(tx=optax.GradientTransformation(tx.init, update))
+        new: Any = train_state.TrainState.apply_gradients(bound, grads=grads, **kwargs)
+        names = ["step", "params", *(name for name in kwargs if name in _array_fields(self))]
+        kept = commit(
+            decision_of(new.opt_state).skip,
+            {name: getattr(self, name) for name in names},
+            {name: getattr(new, name) for name in names},
+        )
+        return new.replace(tx=self.tx, **kept)
+
+    @property
+    def decision(self) -> Decision:
+        """The decision of the last step; return it beside the state, which may be donated."""
+        return decision_of(self.opt_state)
+
+
+def _array_fields(state: Any) -> set[str]:
+    return {f.name for f in dataclasses.fields(state) if f.metadata.get("pytree_node", True)}

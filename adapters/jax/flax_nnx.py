@@ -1,0 +1,86 @@
+"""Healing with `nnx.Optimizer`: pass the loss, take the whole model back on a skip."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from healcore.core.verdict import Decision
+from healcore.jax import decision as in_state
+from healcore.jax.commit import commit
+
+
+def snapshot(model: nnx.Module) -> Any:
+    """What `update` goes back to on a skip. Take it before the forward pass. Copies nothing.
+
+    Args:
+        model: the module.
+
+    Returns:
+        All its variables except random streams: those go on, so that the step after a skip does
+        not draw the dropout mask of the bad one.
+    """
+    return _arrays(nnx.state(model, nnx.Not(nnx.RngState)))
+
+
+def update(
+    optimizer: nnx.Optimizer,
+    model: nnx.Module,
+    grads: Any,
+    *,
+    before: Any = None,
+    **signals: Any,
+) -> Decision:
+    """One step of ``optimizer.update(model, grads)`` that leaves no trace when it is skipped.
+
+    ``optimizer.update(model, grads, value=loss)`` alone already protects parameters and optimizer
+    state (with `protect`), but counts ``optimizer.step`` up, and what the forward pass wrote
+    (BatchNorm statistics) stays.
+
+        before = snapshot(model)
+        loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
+        decision = update(optimizer, model, grads, value=loss, before=before)
+
+    Args:
+        optimizer: built with a transformation that holds one healing state.
+        model: the module, changed in place.
+        grads: from ``nnx.grad``.
+        before: from `snapshot`; None when the model has no state besides its parameters.
+        **signals: `value` and the other keywords of `heal`'s update, and the optimizer's own.
+
+    Returns:
+        The Decision: return it from the compiled step.
+
+    Raises:
+        HealStateError: the optimizer has no healing state in it, or more than one.
+        SignalError: a signal is not one number of the right kind.
+    """
+    count = optimizer.step[...]
+    optimizer.update(model, grads, **signals)
+    decision = decision_of(optimizer)
+    optimizer.step[...] = jnp.where(decision.skip, count, optimizer.step[...])
+    if before is not None:
+        nnx.update(model, commit(decision.skip, before, snapshot(model)))
+    return decision
+
+
+def decision_of(optimizer: nnx.Optimizer) -> Decision:
+    """The decision of the optimizer's last step; see `healcore.jax.decision_of`."""
+    return in_state.decision_of(_arrays(optimizer.opt_state))
+
+
+def metrics(optimizer: nnx.Optimizer) -> dict[str, Any]:
+    """Named scalars for a logger; see `healcore.jax.metrics`."""
+    return in_state.metrics(_arrays(optimizer.opt_state))
+
+
+def _arrays(tree: Any) -> Any:
+    """The tree with every nnx.Variable replaced by the array it holds now."""
+    return jax.tree.map(
+        lambda leaf: leaf[...] if isinstance(leaf, nnx.Variable) else leaf,
+        tree,
+        is_leaf=lambda node: isinstance(node, nnx.Variable),
+    )

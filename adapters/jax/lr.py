@@ -1,0 +1,99 @@
+"""The learning-rate multiplier in a chain, where the host can reach it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from healcore.jax import updates as on_updates
+from healcore.jax.state import HealStateError
+
+
+class ScaleByHealLrState(NamedTuple):
+    """One multiplier under a name that nothing else in a chain has."""
+
+    heal_lr_scale: chex.Array
+    """float32 0-d in (0, 1]."""
+
+
+def scale_by_heal_lr() -> optax.GradientTransformationExtraArgs:
+    """Multiplies the updates by a number in the state, 1.0 until somebody sets it.
+
+    `heal` stands before the optimizer in a chain and cannot reach the learning rate behind it, and
+    the learning rate of a schedule cannot be overridden from outside. Put this last:
+
+        tx = optax.chain(heal("default"), optax.adamw(schedule), scale_by_heal_lr())
+        ...
+        decision = decision_of(opt_state)
+        opt_state = set_lr_scale(opt_state, decision.lr_scale)  # from the next step on
+
+    `protect` applies the multiplier itself, in the same step, and does not need this.
+    ``optax.tree.set(opt_state, heal_lr_scale=...)`` works as well, unchecked.
+
+    Returns:
+        A transformation whose state is one float32.
+    """
+
+    def init(params: optax.Params) -> ScaleByHealLrState:
+        del params
+        return ScaleByHealLrState(jnp.ones((), jnp.float32))
+
+    def update(
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, ScaleByHealLrState]:
+        del params, extra_args
+        return on_updates.scale(updates, state.heal_lr_scale), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def set_lr_scale(opt_state: Any, scale: chex.Numeric) -> Any:
+    """Sets the multiplier of every `scale_by_heal_lr` in an optimizer state.
+
+    Args:
+        opt_state: the state of a chain with `scale_by_heal_lr`.
+        scale: a number in (0, 1], or a traced array (not checked).
+
+    Returns:
+        The new optimizer state; dtypes kept, so a compiled step is not compiled again.
+
+    Raises:
+        ValueError: `scale` is not in (0, 1].
+        HealStateError: there is no `scale_by_heal_lr` in the state.
+    """
+    if not isinstance(scale, Tracer):
+        number = float(np.asarray(scale))
+        if not 0.0 < number <= 1.0:
+            raise ValueError(
+                f"scale must be in (0, 1], got {number}: 1.0 is the schedule itself, and healing "
+                "never raises a learning rate"
+            )
+    found = False
+
+    def one(node: Any) -> Any:
+        nonlocal found
+        if not _is_lr(node):
+            return node
+        found = True
+        return ScaleByHealLrState(jnp.asarray(scale, jnp.float32))
+
+    new = jax.tree.map(one, opt_state, is_leaf=_is_lr)
+    if not found:
+        raise HealStateError(
+            "no learning-rate multiplier in this optimizer state: build the optimizer as "
+            "optax.chain(heal(policy), ..., scale_by_heal_lr())"
+        )
+    return new
+
+
+def _is_lr(node: Any) -> bool:
+    return isinstance(node, ScaleByHealLrState)

@@ -1,0 +1,103 @@
+"""Taking a run's healing state out of an optimizer state, and putting it into one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from healcore.core.engine import StateError, neutral
+from healcore.jax.policy import engine_of
+from healcore.jax.state import HealState, engine_state, find, pack, replace
+
+
+def to_dict(opt_state: Any, policy: Any) -> dict[str, Any]:
+    """The engine's state in the framework-neutral, JSON-safe form. Reads the device.
+
+    Args:
+        opt_state: any nesting of optax states with one healing state in it.
+        policy: the policy that the optimizer was built with.
+
+    Returns:
+        What `healcore.torch` and NumPy go on from without a difference in any decision.
+
+    Raises:
+        HealStateError: there is no healing state in it, or more than one.
+    """
+    engine = engine_of(policy)
+    return engine.to_dict(jax.device_get(engine_state(engine, find(opt_state))))
+
+
+def from_dict(opt_state: Any, data: Mapping[str, Any], policy: Any) -> Any:
+    """An optimizer state that goes on from a saved engine state.
+
+    Args:
+        opt_state: a state of this run's optimizer, usually fresh from ``tx.init(params)``.
+        data: from `to_dict` of any adapter.
+        policy: the policy that the optimizer was built with.
+
+    Returns:
+        `opt_state` with the engine's state replaced, its dtypes and shapes kept.
+
+    Raises:
+        StateError: `data` is damaged, or of another policy or number of tensors.
+        HealStateError: there is no healing state in `opt_state`, more than one, or one of another
+            policy.
+    """
+    engine = engine_of(policy)
+    old = find(opt_state)
+    engine_state(engine, old)  # raises unless the policy is that of the optimizer
+    new = engine.from_dict(data)
+    groups = new.last.decision.group_scale
+    state = HealState(pack(new), pack(neutral(groups=None if groups is None else len(groups))))
+    _check_shapes(old.heal_state, state.heal_state)
+    return replace(opt_state, state)
+
+
+def announce(opt_state: Any) -> Any:
+    """Opens the grace window at the next step: LR, batch, data or weights are about to change.
+
+    The same as ``announced=True`` in that step's update, for a host that does not make the call.
+
+    Args:
+        opt_state: any nesting of optax states with one healing state in it.
+
+    Raises:
+        HealStateError: there is no healing state in it, or more than one.
+    """
+    state = find(opt_state)
+    flag = jnp.ones_like(state.heal_state["heal_announced"])
+    told = {**state.heal_state, "heal_announced": flag}
+    return replace(opt_state, state._replace(heal_state=told))
+
+
+def on_rollback(live: Any, restored: Any, policy: Any) -> Any:
+    """The optimizer state to go on with after a checkpoint was restored.
+
+    Args:
+        live: the optimizer state at the moment of the rollback.
+        restored: the one that the checkpoint holds.
+        policy: the policy that the optimizer was built with.
+
+    Returns:
+        `restored`, with budgets and the LR multiplier of `live`: they survive a rollback.
+
+    Raises:
+        HealStateError: one of the two holds no healing state, or more than one.
+    """
+    engine = engine_of(policy)
+    now, then = find(live), find(restored)
+    state = engine.on_rollback(engine_state(engine, now), engine_state(engine, then), xp=jnp)
+    return replace(restored, then._replace(heal_state=pack(state)))
+
+
+def _check_shapes(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Raises StateError when a compiled step could not take `new` in the place of `old`."""
+    for name, leaf in old.items():
+        if leaf.shape != new[name].shape:
+            raise StateError(
+                f"{name} has shape {new[name].shape} in the saved state and {leaf.shape} in this "
+                "optimizer: it is of a model with other tensors; start from a fresh state"
+            )

@@ -1,0 +1,120 @@
+"""`protect`: an optimizer whose skipped steps leave no trace at all."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+from healcore.jax import state as heal_state
+from healcore.jax import updates as on_updates
+from healcore.jax.norms import global_norm
+from healcore.jax.policy import engine_of
+from healcore.jax.select_at_definition import step_or_keep
+from healcore.jax.signals import count_groups, gather
+from healcore.jax.state import HealState
+from healcore.jax.transform import enforce, visible
+
+
+class ProtectState(NamedTuple):
+    """The healing state beside that of the protected optimizer."""
+
+    heal: HealState
+    heal_update_norm: Any
+    """float32 0-d: norm of the last update, 0 after a skip; None if the policy does not read it."""
+    inner_state: Any
+    """What the optimizer itself keeps; bit-identical over a skipped step."""
+
+
+def protect(
+    inner: optax.GradientTransformation, policy: Any = "default"
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer: clips its gradients, and skips a bad step exactly.
+
+    On a skip every leaf of the inner state (moments, counters, schedules, accumulators, keys) is
+    bit for bit what it was, and the updates are -0.0, which leaves every parameter bit-identical
+    under ``optax.apply_updates``. The policy's LR multiplier is applied to the updates, weight
+    decay included, in the same step. State outside the optimizer (BatchNorm) goes with `commit`.
+
+    In observe mode everything is judged, recorded in the state, and nothing is changed.
+
+    Args:
+        inner: any optax transformation that keeps the structure, shapes and dtypes of its state.
+            With an `optax.MultiSteps` inside, each micro-batch is judged on its own, and one that
+            is skipped does not enter the accumulator.
+        policy: name of a preset, path of a TOML file, Policy, Engine or EngineConfig.
+
+    Returns:
+        A transformation that takes the keywords of `heal`'s update and hands them, and all
+        others, on to `inner`. A policy that watches the norm of the updates sees that of the step
+        before, since a step is judged before the optimizer has made its update.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> tx = protect(optax.adamw(1e-3), "zclip")
+        >>> params = {"w": jnp.ones(3)}
+        >>> state = tx.init(params)
+        >>> grads = {"w": jnp.full(3, jnp.nan)}
+        >>> updates, state = tx.update(grads, state, params, value=jnp.float32(2.0))
+        >>> optax.apply_updates(params, updates)
+        {'w': Array([1., 1., 1.], dtype=float32)}
+        >>> int(optax.tree.get(state, "count"))
+        0
+    """
+    engine = engine_of(policy)
+    inner = optax.with_extra_args_support(inner)
+    watches_updates = "update_norm" in engine.needs
+
+    def init(params: optax.Params) -> ProtectState:
+        return ProtectState(
+            heal=heal_state.init(engine, count_groups(params, engine.per_tensor)),
+            heal_update_norm=jnp.zeros((), jnp.float32) if watches_updates else None,
+            inner_state=inner.init(params),
+        )
+
+    def update(
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        *,
+        value: Any = None,
+        eval_value: Any = None,
+        grad_norm: Any = None,
+        update_norm: Any = None,
+        announced: Any = None,
+        void: Any = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, ProtectState]:
+        given = {
+            "value": value,
+            "eval_value": eval_value,
+            "grad_norm": grad_norm,
+            "update_norm": update_norm,
+            "announced": announced,
+            "void": void,
+        }
+        given = {name: signal for name, signal in given.items() if signal is not None}
+        known = {"update_norm": state.heal_update_norm, **given}
+        signals = gather(visible(engine, updates), per_tensor=engine.per_tensor, **known)
+        heal, decision = heal_state.step(engine, state.heal, signals)
+
+        def inner_step(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
+            return inner.update(updates, inner_state, params, **given, **extra_args)
+
+        if engine.mode == "observe":
+            updates, inner_state = inner_step(updates, state.inner_state, params)
+        else:
+            # Zeros instead of the bad gradients: a loop in the optimizer (line search, Newton-
+            # Schulz) ends on them. It costs nothing, the select joins the scaling.
+            updates = on_updates.zero_where(decision.skip, enforce(engine, decision, updates))
+            updates, inner_state = step_or_keep(
+                inner_step, decision.skip, updates, state.inner_state, params
+            )
+            if engine.cuts_lr:
+                updates = on_updates.scale(updates, decision.lr_scale)
+            updates = on_updates.hold_where(decision.skip, updates)
+        norm = global_norm(updates) if watches_updates else None
+        return updates, ProtectState(heal, norm, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)

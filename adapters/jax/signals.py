@@ -1,0 +1,109 @@
+"""From what a training step passes to optax to the core's `Signals`, checked while tracing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from healcore.core.signals import SignalError, Signals
+from healcore.jax.norms import both_norms, global_norm, judged_leaves
+
+
+def gather(
+    updates: Any,
+    *,
+    per_tensor: bool,
+    value: Any = None,
+    eval_value: Any = None,
+    grad_norm: Any = None,
+    update_norm: Any = None,
+    announced: Any = None,
+    void: Any = None,
+) -> Signals:
+    """Makes one step's `Signals`.
+
+    Args:
+        updates: the gradients; their norm is taken in float32.
+        per_tensor: ``engine.per_tensor``; take one norm per leaf as well.
+        value: training loss, one floating number of any precision, or None.
+        eval_value: evaluation loss; NaN at a step without one.
+        grad_norm: the global norm, when the caller knows better than this process (inside
+            shard_map it has to be reduced over the mesh first).
+        update_norm: global norm of the last applied update.
+        announced: bool, the host announces a change of LR, batch, data or weights.
+        void: bool, this step is skipped by somebody else already.
+
+    Returns:
+        Signals of float32 and bool 0-d arrays; None for what is absent.
+
+    Raises:
+        SignalError: a signal is not one number of the right kind.
+    """
+    group_norms = None
+    if per_tensor:
+        own_norm, group_norms = both_norms(updates)
+        grad_norm = own_norm if grad_norm is None else grad_norm
+        if not group_norms.size:
+            group_norms = jnp.zeros((1,), jnp.float32)  # as `count_groups` has it
+    elif grad_norm is None:
+        # Always, whatever the rules read: no policy may accept a gradient that is not finite.
+        grad_norm = global_norm(updates)
+    return Signals(
+        loss=_number("value", value),
+        grad_norm=_number("grad_norm", grad_norm),
+        update_norm=_number("update_norm", update_norm),
+        eval_loss=_number("eval_value", eval_value),
+        group_norms=group_norms,
+        announced=_flag("announced", announced),
+        void=_flag("void", void),
+    )
+
+
+def count_groups(params: Any, per_tensor: bool) -> int:
+    """Number of tensors an engine has to watch one by one; 0 when it does not."""
+    # At least one: optax.tree.map_params initialises with a placeholder that has no leaves, and the
+    # state must have the same structure then.
+    return max(1, len(judged_leaves(params))) if per_tensor else 0
+
+
+def _number(name: str, value: Any) -> chex.Array | None:
+    if value is None:
+        return None
+    dtype = _dtype(name, value)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise SignalError(
+            f"{name} must be a floating number, got {dtype}: "
+            f"pass {name}=jnp.asarray({name}, jnp.float32) if that is what it means"
+        )
+    _one(name, value)
+    return jnp.asarray(value).astype(jnp.float32)
+
+
+def _flag(name: str, value: Any) -> chex.Array | None:
+    if value is None:
+        return None
+    dtype = _dtype(name, value)
+    if dtype != jnp.bool_:
+        raise SignalError(f"{name} must be a bool, got {dtype}: pass {name}=({name} != 0)")
+    _one(name, value)
+    return jnp.asarray(value)
+
+
+def _dtype(name: str, value: Any) -> Any:
+    try:
+        return jax.dtypes.result_type(value)
+    except (TypeError, ValueError) as error:
+        raise SignalError(
+            f"{name} must be one number, got {type(value).__name__}: pass a 0-d array"
+        ) from error
+
+
+def _one(name: str, value: Any) -> None:
+    if jnp.shape(value) != ():
+        raise SignalError(
+            f"{name} must be one number, got shape {jnp.shape(value)}: reduce it over the batch "
+            f"first, for example {name}={name}.mean()"
+        )

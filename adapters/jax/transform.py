@@ -1,0 +1,201 @@
+"""`heal` and `heal_zclip`: gradient transformations that stand before the optimizer in a chain."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from healcore.core.clipping.zclip import ZClipConfig
+from healcore.core.detectors import nonfinite
+from healcore.core.engine import Engine, EngineConfig, RuleConfig
+from healcore.core.verdict import Cause, Decision
+from healcore.jax import state as heal_state
+from healcore.jax import updates as on_updates
+from healcore.jax.policy import engine_of
+from healcore.jax.signals import count_groups, gather
+from healcore.jax.state import HealState
+
+OnSkip = Literal["zero", "nan"]
+_NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
+_TARGETS = ("reciprocal", "mean", "max")
+
+
+def heal(
+    policy: Any = "default", *, on_skip: OnSkip = "zero"
+) -> optax.GradientTransformationExtraArgs:
+    """Judges each step by a policy and clips, or replaces, its gradients.
+
+    One member of a chain cannot see its neighbours. On a skip it hands on zeros, which the
+    optimizer behind it still takes as a step: moments decay, Adam and weight decay still move the
+    parameters a little, counters count. Where a skip has to leave everything exactly as it was,
+    use `protect`, or ``optax.chain(heal(policy, on_skip="nan"), optax.apply_if_finite(inner, 2**31
+    - 1))``. The policy's LR multiplier is in the decision; `scale_by_heal_lr` applies it.
+
+    Args:
+        policy: name of a preset, path of a TOML file, Policy, Engine or EngineConfig.
+        on_skip: what a skipped step's updates are: "zero", or "nan" as a signal to
+            `optax.apply_if_finite` (any other optimizer is ruined by it).
+
+    Returns:
+        A transformation whose `update` takes, all optional and by keyword: `value` (loss, one
+        floating number), `eval_value` (NaN at steps without evaluation), `grad_norm` (when it has
+        to be reduced over a mesh first), `update_norm`, `announced` and `void` (bools). Without
+        `value` the detectors of the loss rest. Unknown keywords are ignored. `update` raises
+        SignalError, while tracing, for a signal that is not one number of the right kind.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> tx = optax.chain(heal("zclip"), optax.sgd(0.1))
+        >>> params = {"w": jnp.ones(3)}
+        >>> state = tx.init(params)
+        >>> grads = {"w": jnp.full(3, jnp.nan)}
+        >>> updates, state = tx.update(grads, state, params, value=jnp.float32(2.0))
+        >>> bool(jnp.all(updates["w"] == 0))
+        True
+    """
+    _check_on_skip(on_skip)
+    return _transformation(engine_of(policy), on_skip)
+
+
+def heal_zclip(
+    z_threshold: chex.Numeric = 2.5,
+    ema_decay: chex.Numeric = 0.97,
+    warmup_steps: chex.Numeric = 25,
+    target: Literal["reciprocal", "mean", "max"] = "reciprocal",
+    max_norm: chex.Numeric | None = 1.0,
+    on_skip: OnSkip = "zero",
+) -> optax.GradientTransformationExtraArgs:
+    """ZClip with its faults mended, in the place of `optax.clip_by_global_norm`.
+
+    Clips a gradient norm that stands out from its own recent history, replaces a non-finite
+    gradient (see `heal` for what a skip is in a chain), and moves its baseline after a true level
+    shift, where the published rule clips every later step for ever.
+
+    Args:
+        z_threshold: z-score above which a norm is a spike.
+        ema_decay: decay of the norm's mean and variance per step, in (0, 1).
+        warmup_steps: finite norms averaged before the z-score is used, at least 1.
+        target: what a spike is brought down to.
+        max_norm: absolute limit besides; None for none.
+        on_skip: see `heal`.
+
+    Returns:
+        A transformation; see `heal` for the keywords of its `update`. Numbers may be arrays, so
+        that ``optax.inject_hyperparams(heal_zclip)`` can schedule them.
+
+    Raises:
+        ValueError: a number is out of range, or `target` or `on_skip` is unknown.
+
+    References:
+        Kumar et al., `ZClip: Adaptive Spike Mitigation for LLM Pre-Training
+        <https://arxiv.org/abs/2504.02507>`_, 2025
+    """
+    _check_on_skip(on_skip)
+    if target not in _TARGETS:
+        raise ValueError(f"target must be one of {', '.join(_TARGETS)}, got {target!r}")
+    clip = ZClipConfig(
+        z_threshold=_number("z_threshold", z_threshold, above=0.0),
+        ema_decay=_number("ema_decay", ema_decay, above=0.0, below=1.0),
+        warmup_steps=_steps("warmup_steps", warmup_steps),
+        target=target,
+        max_norm=None if max_norm is None else _number("max_norm", max_norm, above=0.0),
+    )
+    config = EngineConfig(
+        clip=("zclip", clip),
+        detectors=(("nonfinite", nonfinite.Config()),),
+        rules=(RuleConfig(causes=_NONFINITE, skip=True),),
+    )
+    return _transformation(Engine(config), on_skip)
+
+
+def visible(engine: Engine, updates: optax.Updates) -> optax.Updates:
+    """The gradients, for judging them.
+
+    In observe mode they go to the optimizer unchanged, and XLA would then let the norm and the
+    second moment share one square of them, which it writes out to memory (the size of all
+    parameters). The barrier keeps the two apart; outside observe mode the scaling does.
+    """
+    return jax.lax.optimization_barrier(updates) if engine.mode == "observe" else updates
+
+
+def enforce(engine: Engine, decision: Decision, updates: optax.Updates) -> optax.Updates:
+    """Scales the gradients as decided. In observe mode they are not touched at all."""
+    if engine.mode == "observe":
+        return updates
+    if decision.group_scale is not None:
+        return on_updates.scale_each(updates, decision.group_scale * decision.grad_scale)
+    if engine.config.clip is None:
+        return updates
+    return on_updates.scale(updates, decision.grad_scale)
+
+
+def _transformation(engine: Engine, on_skip: OnSkip) -> optax.GradientTransformationExtraArgs:
+    replace = on_updates.zero_where if on_skip == "zero" else on_updates.nan_where
+
+    def init(params: optax.Params) -> HealState:
+        return heal_state.init(engine, count_groups(params, engine.per_tensor))
+
+    def update(
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        *,
+        value: Any = None,
+        eval_value: Any = None,
+        grad_norm: Any = None,
+        update_norm: Any = None,
+        announced: Any = None,
+        void: Any = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, HealState]:
+        del params, extra_args
+        signals = gather(
+            visible(engine, updates),
+            per_tensor=engine.per_tensor,
+            value=value,
+            eval_value=eval_value,
+            grad_norm=grad_norm,
+            update_norm=update_norm,
+            announced=announced,
+            void=void,
+        )
+        state, decision = heal_state.step(engine, state, signals)
+        if engine.mode == "observe":
+            return updates, state
+        return replace(decision.skip, enforce(engine, decision, updates)), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_on_skip(on_skip: str) -> None:
+    if on_skip not in ("zero", "nan"):
+        raise ValueError(
+            f"on_skip must be 'zero' or 'nan', got {on_skip!r}: 'nan' is for a chain that goes on "
+            "with optax.apply_if_finite, 'zero' for every other"
+        )
+
+
+def _number(name: str, value: Any, *, above: float, below: float = math.inf) -> Any:
+    """A threshold as float32; Python numbers are checked, traced arrays cannot be."""
+    if isinstance(value, int | float | np.number):
+        if not above < value < below:
+            limits = f"above {above:g}" + ("" if below == math.inf else f" and below {below:g}")
+            raise ValueError(f"{name} must be {limits}, got {value!r}")
+        return float(value)
+    return jnp.asarray(value, jnp.float32)
+
+
+def _steps(name: str, value: Any) -> Any:
+    if isinstance(value, int | np.integer):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value!r}")
+        return int(value)
+    if isinstance(value, float):
+        raise ValueError(f"{name} must be a whole number, got {value!r}")
+    return jnp.asarray(value).astype(jnp.int32)

@@ -1,0 +1,74 @@
+"""What becomes of a tree of gradients or updates: scaled, silenced on a skip, or poisoned.
+
+Every function keeps the dtype of each leaf and leaves integer and float0 leaves alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from healcore.jax.norms import judged
+
+Tree = TypeVar("Tree")
+"""A pytree of gradients or updates; each function returns the structure that it was given."""
+
+
+def scale(tree: Tree, factor: chex.Numeric) -> Tree:
+    """Multiplies every leaf by one factor.
+
+    Args:
+        tree: gradients or updates.
+        factor: float32 0-d. The product is taken in at least float32 and rounded once, to the
+            leaf's dtype: a factor rounded to bfloat16 first would be off by up to 0.4 %.
+    """
+    return _map(lambda leaf: _scaled(leaf, factor), tree)
+
+
+def scale_each(tree: Tree, factors: chex.Array) -> Tree:
+    """Multiplies leaf i by `factors[i]`; float32 (n,) in the order of `norms.leaf_norms`."""
+    leaves, structure = jax.tree.flatten(tree)
+    own = iter(jnp.asarray(factors))
+    leaves = [_scaled(jnp.asarray(leaf), next(own)) if judged(leaf) else leaf for leaf in leaves]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def zero_where(skip: chex.Array, tree: Tree) -> Tree:
+    """Zeros where `skip` (bool, 0-d): gradients that an optimizer can take without harm."""
+    return _map(lambda leaf: jnp.where(skip, jnp.zeros((), leaf.dtype), leaf), tree)
+
+
+def hold_where(skip: chex.Array, tree: Tree) -> Tree:
+    """Updates that leave parameters bit-identical where `skip` (bool, 0-d).
+
+    They are -0.0 and not 0.0: ``-0.0 + 0.0`` is ``+0.0``, ``p + -0.0`` is p for every p. (XLA's own
+    bfloat16 addition flushes subnormals, |p| < 1.2e-38, in some programs; `commit` keeps them.)
+    """
+    return _map(lambda leaf: jnp.where(skip, _negative_zero(leaf.dtype), leaf), tree)
+
+
+def nan_where(skip: chex.Array, tree: Tree) -> Tree:
+    """NaN where `skip` (bool, 0-d): the signal that `optax.apply_if_finite` understands."""
+    return _map(lambda leaf: jnp.where(skip, jnp.full((), jnp.nan, leaf.dtype), leaf), tree)
+
+
+def _map(fn: Callable[[chex.Array], chex.Array], tree: Tree) -> Tree:
+    return jax.tree.map(lambda leaf: fn(jnp.asarray(leaf)) if judged(leaf) else leaf, tree)
+
+
+def _scaled(leaf: chex.Array, factor: chex.Numeric) -> chex.Array:
+    # Multiplied, not divided by the norm as optax.clip_by_global_norm does: XLA copies a product
+    # into every consumer of the gradient, but writes a quotient out to memory first (25 M float32
+    # with adamw on 2 cores: 19 ms a step and no temporary, against 45 ms and 100 MB).
+    wide = jnp.promote_types(leaf.dtype, jnp.float32)
+    return (leaf.astype(wide) * jnp.asarray(factor, jnp.float32)).astype(leaf.dtype)
+
+
+def _negative_zero(dtype: Any) -> chex.Array:
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return jnp.asarray(complex(-0.0, -0.0), dtype)
+    return jnp.asarray(-0.0, dtype)

@@ -1,0 +1,55 @@
+"""Policies of these tests, built from the core's own configuration."""
+
+from __future__ import annotations
+
+from healcore.core import detectors
+from healcore.core.clipping.adagc import AdaGCConfig
+from healcore.core.clipping.zclip import ZClipConfig
+from healcore.core.detectors import grad_spike, nonfinite, update_spike
+from healcore.core.engine import EngineConfig, LrConfig, RuleConfig
+from healcore.core.verdict import Action, Cause
+
+NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
+WARMUP = 3
+
+ZCLIP = EngineConfig(
+    clip=("zclip", ZClipConfig()),
+    detectors=(("nonfinite", nonfinite.Config()),),
+    rules=(RuleConfig(NONFINITE, skip=True),),
+)
+
+# Nothing clips, so that a step without a skip is the inner optimizer's own.
+SKIP = EngineConfig(
+    detectors=(
+        ("nonfinite", nonfinite.Config()),
+        ("grad_spike", grad_spike.Config(warmup_steps=WARMUP)),
+    ),
+    rules=(RuleConfig(NONFINITE | int(Cause.GRAD_SPIKE), skip=True),),
+)
+
+BOTH = SKIP._replace(clip=ZCLIP.clip)
+
+OBSERVE = ZCLIP._replace(mode="observe")
+
+ADAGC = ZCLIP._replace(clip=("adagc", AdaGCConfig(warmup_steps=WARMUP)))
+
+CUT_LR = SKIP._replace(
+    rules=(RuleConfig(NONFINITE, skip=True, action=int(Action.CUT_LR)),),
+    lr=LrConfig(factor=0.5, floor=0.1, hold_steps=4, ramp_steps=4),
+)
+
+UPDATES = EngineConfig(
+    detectors=(("update_spike", update_spike.Config(warmup_steps=WARMUP)),),
+    rules=(RuleConfig(int(Cause.UPDATE_SPIKE), skip=True),),
+)
+
+EVERYTHING = EngineConfig(
+    clip=("zclip", ZClipConfig()),
+    detectors=tuple((name, module.Config()) for name, module in detectors.DETECTORS.items()),
+    rules=(
+        RuleConfig(NONFINITE, skip=True),
+        RuleConfig(NONFINITE, action=int(Action.ROLLBACK | Action.CUT_LR), count=5, within=20),
+        RuleConfig(int(Cause.LOSS_SPIKE | Cause.GRAD_SPIKE), skip=True),
+        RuleConfig(int(Cause.DIVERGENCE), action=int(Action.STOP | Action.SAVE), sustained=True),
+    ),
+)

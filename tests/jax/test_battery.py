@@ -1,0 +1,352 @@
+"""What optax asks of its own contributed transformations (contrib/_common_test.py), of ours."""
+
+# optax types every tree as the union of all trees, so that no leaf has an attribute.
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from healcore.core.clipping.zclip import ZClipConfig
+from healcore.jax import HealState, decision_of, heal, heal_zclip, metrics, protect
+from tests.jax import policies
+from tests.jax.bits import assert_same_bits, differs
+
+# Small policies mostly: XLA takes two seconds for one with every detector.
+OPTIMIZERS = {
+    "heal_zclip": lambda lr=0.05: optax.chain(heal_zclip(), optax.adam(lr)),
+    "heal_adagc": lambda lr=0.05: optax.chain(heal(policies.ADAGC), optax.adam(lr)),
+    "heal_observe": lambda lr=0.05: optax.chain(heal(policies.OBSERVE), optax.adam(lr)),
+    "protect": lambda lr=0.05: protect(optax.adam(lr), policies.CUT_LR),
+    "protect_everything": lambda lr=0.05: protect(optax.adam(lr), policies.EVERYTHING),
+    "protect_adagc": lambda lr=0.05: protect(optax.adam(lr), policies.ADAGC),
+    "protect_updates": lambda lr=0.05: protect(optax.adam(lr), policies.UPDATES),
+}
+every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+def parabola(dtype):
+    target = (jnp.asarray([1.0, -1.0, 1.0], dtype), jnp.asarray([[3.0, -2.0], [1.0, 4.0]], dtype))
+    start = (jnp.asarray([-1.0, 3.0, 1.0], dtype), jnp.zeros((2, 2), dtype))
+
+    def loss(params):
+        return sum(jnp.sum((p - t) ** 2) for p, t in zip(params, target, strict=True))
+
+    return start, target, loss
+
+
+def rosenbrock(dtype):
+    def loss(params):
+        return (1.0 - params[0]) ** 2 + 100.0 * (params[1] - params[0] ** 2) ** 2
+
+    return jnp.zeros((2,), dtype), jnp.ones((2,), dtype), loss
+
+
+@every_optimizer
+def test_takes_unknown_arguments_and_traces_once(name):
+    chex.clear_trace_counter()  # it counts by source line, over all parameters of this test
+    tx = OPTIMIZERS[name]()
+    params, _, loss = rosenbrock(jnp.float32)
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def step(params, state):
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = tx.update(grads, state, params, value=value, nobody_expects_this=1)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for _ in range(3):
+        params, state = step(params, state)
+    assert int(decision_of(state).cause) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        *((name, parabola) for name in OPTIMIZERS),
+        ("heal_zclip", rosenbrock),
+        ("protect", rosenbrock),
+    ],
+)
+def test_converges_inside_scan(name, problem):
+    tx = OPTIMIZERS[name](0.01)
+    params, target, loss = problem(jnp.float32)
+    state = optax.tree.map_params(tx, lambda leaf: leaf, tx.init(params))
+
+    def step(carry, _):
+        params, state = carry
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = tx.update(grads, state, params, value=value)
+        return (optax.apply_updates(params, updates), state), None
+
+    (params, _), _ = jax.jit(lambda c: jax.lax.scan(step, c, length=10_000))((params, state))
+    chex.assert_trees_all_close(params, target, rtol=3e-2, atol=3e-2)
+
+
+@every_optimizer
+def test_tree_map_reaches_the_moments_and_not_the_healing_state(name):
+    tx = OPTIMIZERS[name]()
+    state = tx.init({"a": jnp.ones(3), "b": jnp.ones((2, 2))})
+    doubled = optax.tree.map_params(tx, lambda leaf: leaf + 2, state)
+    assert optax.tree.get(doubled, "mu")["a"].tolist() == [2.0, 2.0, 2.0]
+    healing = [
+        [leaf for leaf in jax.tree.leaves(s, is_leaf=_is_heal) if _is_heal(leaf)]
+        for s in (state, doubled)
+    ]
+    assert_same_bits(*healing)
+
+
+@every_optimizer
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64])
+def test_keeps_shapes_dtypes_and_weak_types(name, dtype):
+    with jax.enable_x64(dtype == jnp.float64):
+        tx = OPTIMIZERS[name]()
+        params, _, loss = parabola(dtype)
+
+        def step(params, state, take):
+            value, grads = jax.value_and_grad(loss)(params)
+            # The wrong precision on purpose; cond refuses branches of two types.
+            value = value.astype(jnp.float16)
+            return jax.lax.cond(
+                take,
+                lambda: tx.update(grads, state, params, value=value),
+                lambda: (params, state),
+            )
+
+        state = tx.init(params)
+        updates, new = jax.eval_shape(step, params, state, jnp.bool_(True))
+        assert all(u.dtype == dtype for u in updates)
+        assert _avals(new) == _avals(state)
+
+
+def test_hyperparameters_can_be_injected():
+    plain, injected = heal_zclip(), optax.inject_hyperparams(heal_zclip)()
+    params = [jnp.negative(jnp.ones((2, 3))), jnp.ones((2, 5, 2))]
+    s, si = jax.jit(plain.init)(params), jax.jit(injected.init)(params)
+    rng = np.random.default_rng(0)
+    for i in range(40):
+        grads = [jnp.asarray(rng.standard_normal(p.shape), jnp.float32) * 0.1 for p in params]
+        if i % 10 == 9:
+            grads = [g * 20 for g in grads]
+        u, s = jax.jit(plain.update)(grads, s, params)
+        ui, si = jax.jit(injected.update)(grads, si, params)
+        chex.assert_trees_all_close(u, ui, rtol=1e-5)
+    chex.assert_trees_all_close(s, si.inner_state, rtol=1e-4, atol=1e-6)
+    assert int(metrics(s)["heal/clips"]) > 0
+
+
+def test_a_scheduled_threshold_is_followed():
+    def schedule(count):
+        return jnp.where(count < 5, 10.0, 0.5)
+
+    tx = optax.inject_hyperparams(heal_zclip)(max_norm=schedule)
+    params = jnp.ones(1)
+    state = tx.init(params)
+    norms = []
+    for _ in range(8):
+        updates, state = jax.jit(tx.update)(jnp.asarray([2.0]), state, params)
+        norms.append(float(updates[0]))
+    np.testing.assert_allclose(norms, [2.0] * 5 + [0.5] * 3, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_injection_works_with_half_precision_parameters(dtype):
+    tx = optax.inject_hyperparams(heal_zclip)(z_threshold=3.0)
+    params = jnp.ones(3, dtype)
+    state = jax.jit(tx.init)(params)
+    updates, new = jax.jit(tx.update)(params * 10, state, params)
+    assert updates.dtype == dtype
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, new)
+
+
+# Not the policies with every detector: MultiSteps selects each leaf of their state, which takes XLA
+# five seconds to compile.
+@pytest.mark.parametrize("name", ["heal_zclip", "protect_adagc", "protect_updates"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_multisteps_called_directly(name, dtype):
+    tx = optax.MultiSteps(OPTIMIZERS[name](), every_k_schedule=2)
+    params = jnp.asarray([1.0, 2.0], dtype)
+    value, grads = jax.value_and_grad(lambda x: jnp.sum(x**2))(params)
+    state = jax.jit(tx.init)(params)
+    updates, state = jax.jit(tx.update)(grads, state, params, value=value)
+    assert not np.any(np.asarray(updates, np.float32))
+    assert int(optax.tree.get(state, "mini_step")) == 1
+    updates, state = jax.jit(tx.update)(grads, state, params, value=value)
+    assert np.all(np.asarray(updates, np.float32))
+    assert metrics(state)["heal/steps"] == 1  # only the emitting micro-batch is judged
+    assert updates.dtype == dtype
+
+
+def test_multisteps_nested_in_a_chain_drops_the_loss_unless_wrapped():
+    inner = optax.MultiSteps(optax.chain(heal_zclip(), optax.sgd(1.0)), every_k_schedule=1)
+    wrapped = optax.GradientTransformationExtraArgs(inner.init, inner.update)
+    params, grads = jnp.ones(2), jnp.asarray([0.1, 0.1])
+    for tx, heard in ((inner, False), (wrapped, True)):
+        chain = optax.chain(optax.identity(), tx)
+        state = chain.init(params)
+        update = jax.jit(chain.update)
+        _, state = update(grads, state, params, value=jnp.float32(jnp.nan))
+        assert bool(decision_of(state).skip) is heard
+
+
+def test_a_bad_micro_batch_does_not_enter_the_accumulator_of_a_protected_multisteps():
+    inner = optax.MultiSteps(optax.sgd(1.0), every_k_schedule=2)
+    tx = protect(optax.GradientTransformationExtraArgs(inner.init, inner.update), policies.SKIP)
+    params = jnp.zeros(2)
+    state = tx.init(params)
+    for g in (1.0, jnp.nan, 3.0):
+        updates, state = jax.jit(tx.update)(jnp.full(2, g), state, params)
+        params = optax.apply_updates(params, updates)
+    assert params.tolist() == [-2.0, -2.0]
+
+
+@pytest.mark.parametrize("name", ["heal_zclip", "heal_adagc", "protect", "protect_adagc"])
+def test_masked_tensors_are_neither_judged_nor_changed(name):
+    mask = {"a": True, "b": False}
+    tx = optax.masked(OPTIMIZERS[name](), mask)
+    params = {"a": jnp.ones(3), "b": jnp.ones(3)}
+    state = tx.init(params)
+    grads = {"a": jnp.full(3, 0.1), "b": jnp.full(3, jnp.nan)}
+    updates, state = jax.jit(tx.update)(grads, state, params, value=jnp.float32(1.0))
+    assert not bool(decision_of(state).skip)
+    assert_same_bits(updates["b"], grads["b"])
+    grads = {"a": jnp.full(3, jnp.nan), "b": jnp.full(3, 0.1)}
+    updates, state = jax.jit(tx.update)(grads, state, params, value=jnp.float32(1.0))
+    assert bool(decision_of(state).skip)
+    assert jnp.isfinite(updates["a"]).all()
+
+
+def test_multi_transform_heals_each_group_by_itself():
+    tx = optax.multi_transform(
+        {"x": protect(optax.sgd(1.0), policies.SKIP), "y": protect(optax.sgd(1.0), policies.SKIP)},
+        {"a": "x", "b": "y"},
+    )
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    state = tx.init(params)
+    grads = {"a": jnp.ones(2), "b": jnp.full(2, jnp.nan)}
+    updates, state = jax.jit(tx.update)(grads, state, params, value=jnp.float32(1.0))
+    assert updates["a"].tolist() == [-1.0, -1.0]
+    assert updates["b"].tolist() == [0.0, 0.0]
+    assert not bool(decision_of(state.inner_states["x"]).skip)
+    assert bool(decision_of(state.inner_states["y"]).skip)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_no_two_leaves_share_a_buffer(transform):
+    tx = heal_zclip()
+    _, state = transform(tx.update)(jnp.ones(3), tx.init(jnp.ones(3)), value=1.0)
+
+    def change(leaf):
+        return ~leaf if leaf.dtype == bool else leaf + 1
+
+    # Raises when one buffer is donated twice.
+    jax.jit(functools.partial(jax.tree.map, change), donate_argnums=0)(state)
+
+
+def test_double_precision_thresholds_do_not_widen_the_state():
+    with jax.enable_x64(True):
+        params = jnp.ones(3, jnp.float64)
+        clip = ("zclip", ZClipConfig(max_norm=jnp.asarray(1.0, jnp.float64)))
+        for tx in (
+            heal(policies.ZCLIP._replace(clip=clip)),
+            optax.inject_hyperparams(heal_zclip)(),
+        ):
+            state = tx.init(params)
+            _, new = jax.eval_shape(tx.update, params, state, params)
+            assert _avals(new) == _avals(state)
+
+
+@pytest.mark.parametrize("name", ["protect"])
+def test_survives_donation_even_after_an_eager_step(name):
+    tx = OPTIMIZERS[name]()
+    params = {"w": jnp.ones(4), "b": jnp.ones(2, jnp.bfloat16)}
+    grads = jax.tree.map(jnp.ones_like, params)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params, value=jnp.float32(1.0))
+        return optax.apply_updates(params, updates), state, decision_of(state)
+
+    state = tx.init(params)
+    _, state = tx.update(grads, state, params, value=jnp.float32(1.0))
+    params, state, first = step(params, state, grads)
+    old = state
+    params, state, _ = step(params, state, grads)
+    # What the step does not read (the last decision) is not donated either.
+    moments = [optax.tree.get(old, name) for name in ("mu", "nu", "count")]
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(moments))
+    assert _heal(old).heal_state["heal_step"].is_deleted()
+    assert float(first.lr_scale) == 1.0  # readable after the state it came from is gone
+
+
+@pytest.mark.parametrize("value", [2.0, jnp.nan])
+def test_nan_is_a_signal_that_apply_if_finite_understands(value):
+    tx = optax.chain(
+        heal(policies.SKIP, on_skip="nan"),
+        optax.apply_if_finite(optax.adamw(0.1, weight_decay=0.1), 2**31 - 1),
+    )
+    params = {"w": jnp.ones(3), "b": jnp.ones(2, jnp.bfloat16)}
+    grads = jax.tree.map(jnp.ones_like, params)
+    update = jax.jit(tx.update)
+    updates, state = update(grads, tx.init(params), params, value=jnp.float32(1.0))
+    params = optax.apply_updates(params, updates)
+    updates, new = update(grads, state, params, value=jnp.float32(value))
+    moved = optax.apply_updates(params, updates)
+    before, after = optax.tree.get(state, "mu"), optax.tree.get(new, "mu")
+    if jnp.isnan(value):
+        assert_same_bits((params, before), (moved, after))
+    else:
+        assert differs(params, moved)
+        assert differs(before, after)
+
+
+def test_a_schedule_inside_protect_stands_still_on_a_skip():
+    tx = protect(optax.sgd(lambda count: 1.0 / (count + 1)), policies.SKIP)
+    params = jnp.zeros(1)
+    state = tx.init(params)
+    steps = []
+    for g in (1.0, jnp.nan, 1.0):
+        updates, state = jax.jit(tx.update)(jnp.asarray([g]), state, params)
+        steps.append(float(updates[0]))
+    assert steps == [-1.0, 0.0, -0.5]
+
+
+@pytest.mark.parametrize("kind", ["heal", "protect"])
+def test_observe_mode_changes_no_bit(kind):
+    inner = optax.adamw(0.1)
+    observing = {"heal": optax.chain(heal(policies.OBSERVE), inner)}
+    tx = observing.get(kind, protect(inner, policies.OBSERVE))
+    params = {"w": jnp.linspace(-1.0, 1.0, 5), "b": jnp.ones(2, jnp.bfloat16)}
+    p, q = params, params
+    s, t = tx.init(p), inner.init(q)
+    rng = np.random.default_rng(0)
+    for scale in (1.0, 0.5, 1e6, jnp.nan, 1.0):
+        grads = jax.tree.map(
+            lambda x: jnp.asarray(rng.standard_normal(x.shape) * scale, x.dtype),  # noqa: B023
+            params,
+        )
+        u, s = jax.jit(tx.update)(grads, s, p, value=jnp.float32(1.0))
+        v, t = jax.jit(inner.update)(grads, t, q)
+        assert_same_bits(u, v)
+        p, q = optax.apply_updates(p, u), optax.apply_updates(q, v)
+    assert not bool(decision_of(s).skip)
+    assert int(metrics(s)["heal/skips"]) >= 1  # it would have
+
+
+def _is_heal(node):
+    return isinstance(node, HealState)
+
+
+def _heal(state):
+    (found,) = [x for x in jax.tree.leaves(state, is_leaf=_is_heal) if _is_heal(x)]
+    return found
+
+
+def _avals(tree):
+    return [(leaf.shape, leaf.dtype, leaf.weak_type) for leaf in jax.tree.leaves(tree)]

@@ -1,0 +1,139 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from healcore.jax import SignalError, decision_of, heal, heal_zclip, metrics, protect
+from tests.jax import policies
+from tests.jax.bits import assert_same_bits
+
+PARAMS = {"w": jnp.ones(3)}
+TRANSFORMATIONS = {
+    "heal": lambda: heal(policies.ZCLIP),
+    "heal_zclip": heal_zclip,
+    "protect": lambda: protect(optax.sgd(0.1), policies.ZCLIP),
+}
+every_transformation = pytest.mark.parametrize("name", TRANSFORMATIONS)
+
+
+@every_transformation
+@pytest.mark.parametrize(
+    ("signal", "says"),
+    [
+        ({"value": np.ones(3, np.float32)}, r"value must be one number, got shape \(3,\).*mean"),
+        ({"value": np.ones(1, np.float32)}, r"got shape \(1,\)"),
+        ({"value": np.int32(3)}, "value must be a floating number, got int32"),
+        ({"value": 3}, "value must be a floating number, got int32"),
+        ({"value": True}, "value must be a floating number, got bool"),
+        ({"value": np.complex64(1j)}, "value must be a floating number, got complex64"),
+        ({"value": "1.0"}, "value must be one number, got str"),
+        ({"value": {"loss": 1.0}}, "value must be one number, got dict"),
+        ({"eval_value": np.ones((2, 2), np.float32)}, r"eval_value .* got shape \(2, 2\)"),
+        ({"grad_norm": np.int32(1)}, "grad_norm must be a floating number"),
+        ({"update_norm": np.ones(2, np.float32)}, "update_norm must be one number"),
+        ({"announced": np.float32(1)}, "announced must be a bool, got float32"),
+        ({"void": np.ones(2, bool)}, "void must be one number"),
+    ],
+)
+def test_a_bad_signal_is_named_while_tracing(name, signal, says):
+    tx = TRANSFORMATIONS[name]()
+    state = tx.init(PARAMS)
+    before = jax.tree.map(np.asarray, state)
+    with pytest.raises(SignalError, match=says):
+        jax.eval_shape(lambda g, s, p: tx.update(g, s, p, **signal), PARAMS, state, PARAMS)
+    assert_same_bits(before, jax.tree.map(np.asarray, state))
+
+
+@pytest.mark.parametrize("name", ["heal_zclip"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_a_loss_of_any_precision_is_taken(name, dtype):
+    tx = TRANSFORMATIONS[name]()
+    _, state = jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS, value=jnp.asarray(2.0, dtype))
+    assert float(metrics(state)["heal/loss"]) == 2.0
+
+
+def test_a_loss_may_be_a_python_number():
+    tx = heal_zclip()
+    _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=2.0)
+    assert float(metrics(state)["heal/loss"]) == 2.0
+
+
+@every_transformation
+def test_without_a_loss_the_gradients_are_still_judged(name):
+    tx = TRANSFORMATIONS[name]()
+    state = tx.init(PARAMS)
+    update = jax.jit(tx.update)
+    _, state = update(PARAMS, state, PARAMS)
+    assert not bool(decision_of(state).skip)
+    _, state = update({"w": jnp.asarray([1.0, jnp.nan, 0.0])}, state, PARAMS)
+    assert bool(decision_of(state).skip)
+
+
+@every_transformation
+def test_a_given_norm_replaces_the_own_one(name):
+    tx = TRANSFORMATIONS[name]()
+    _, state = jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS, grad_norm=jnp.float32(10.0))
+    assert float(metrics(state)["heal/grad_norm"]) == 10.0
+    np.testing.assert_allclose(decision_of(state).grad_scale, 0.1, rtol=1e-5)
+    _, state = jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS, grad_norm=jnp.float32(jnp.inf))
+    assert bool(decision_of(state).skip)
+
+
+def test_a_given_norm_replaces_the_own_one_with_norms_per_tensor_too():
+    tx = heal(policies.ADAGC)
+    _, state = jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS, grad_norm=jnp.float32(10.0))
+    assert float(metrics(state)["heal/grad_norm"]) == 10.0
+
+
+@every_transformation
+def test_a_void_step_is_neither_learnt_nor_counted(name):
+    tx = TRANSFORMATIONS[name]()
+    state = tx.init(PARAMS)
+    _, new = jax.jit(tx.update)({"w": jnp.full(3, jnp.inf)}, state, PARAMS, void=jnp.bool_(True))
+    assert not bool(decision_of(new).skip)
+    assert int(metrics(new)["heal/skips"]) == 0
+    assert int(metrics(new)["heal/steps"]) == 0
+
+
+@pytest.mark.parametrize("name", ["heal_zclip", "protect"])
+@pytest.mark.parametrize("tree", [{}, {"a": None}])
+def test_no_parameters_are_a_step_of_norm_zero(name, tree):
+    tx = TRANSFORMATIONS[name]()
+    updates, state = jax.jit(tx.update)(tree, tx.init(tree), tree, value=jnp.float32(1.0))
+    assert updates == tree
+    assert float(metrics(state)["heal/grad_norm"]) == 0.0
+    assert not bool(decision_of(state).skip)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"z_threshold": 0}, "z_threshold must be above 0, got 0"),
+        ({"z_threshold": float("nan")}, "z_threshold must be above 0, got nan"),
+        ({"ema_decay": 1.0}, "ema_decay must be above 0 and below 1, got 1.0"),
+        ({"warmup_steps": 0}, "warmup_steps must be at least 1, got 0"),
+        ({"warmup_steps": 2.5}, "warmup_steps must be a whole number, got 2.5"),
+        ({"max_norm": -1.0}, "max_norm must be above 0, got -1.0"),
+        ({"target": "median"}, "target must be one of reciprocal, mean, max, got 'median'"),
+        ({"on_skip": "none"}, "on_skip must be 'zero' or 'nan', got 'none'"),
+    ],
+)
+def test_bad_thresholds_fail_at_construction(arguments, says):
+    with pytest.raises(ValueError, match=says):
+        heal_zclip(**arguments)
+
+
+def test_a_spike_is_brought_down_and_a_level_is_left_alone():
+    tx = heal_zclip(max_norm=None, warmup_steps=10)
+    update = jax.jit(tx.update)
+    state = tx.init(PARAMS)
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        scale = jnp.float32(1 + 0.1 * rng.standard_normal())
+        _, state = update({"w": jnp.ones(3) * scale}, state)
+    updates, state = update({"w": jnp.ones(3) * 100}, state)
+    assert 0.8 < float(updates["w"][0]) < 1.5
+    assert float(metrics(state)["heal/z"]) > 2.5
+    updates, state = update({"w": jnp.ones(3)}, state)
+    assert updates["w"].tolist() == [1.0] * 3

@@ -1,0 +1,208 @@
+# optax types every tree as the union of all trees, so that no leaf has an attribute.
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from healcore.core.engine import Engine, StateError
+from healcore.core.signals import Signals
+from healcore.jax import (
+    HealStateError,
+    announce,
+    decision_of,
+    from_dict,
+    heal,
+    metrics,
+    on_rollback,
+    protect,
+    to_dict,
+)
+from tests.jax import policies
+from tests.jax.bits import assert_same_bits
+
+PARAMS = {"w": jnp.linspace(-1.0, 1.0, 8), "b": jnp.ones(3)}
+NESTINGS = {
+    "bare": lambda tx: tx,
+    "chain": lambda tx: optax.chain(optax.identity(), tx, optax.sgd(0.1)),
+    "named_chain": lambda tx: optax.named_chain(("heal", tx), ("sgd", optax.sgd(0.1))),
+    "masked": lambda tx: optax.masked(tx, {"w": True, "b": False}),
+    "multisteps": lambda tx: optax.MultiSteps(tx, 1),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "protect": lambda tx: protect(tx, policies.SKIP),
+}
+
+
+def drive(tx, state, norms, params=PARAMS):
+    update = jax.jit(tx.update)
+    decisions = []
+    for i, norm in enumerate(norms):
+        grads = jax.tree.map(lambda p: jnp.full_like(p, norm / np.sqrt(11)), params)  # noqa: B023
+        _, state = update(grads, state, params, value=jnp.float32(1.0 + 0.01 * i))
+        decisions.append(jax.tree.map(np.asarray, decision_of(state)))
+    return state, decisions
+
+
+def noisy_norms(n, seed=0):
+    norms = 1 + 0.2 * np.random.default_rng(seed).standard_normal(n)
+    norms[::7] *= 30
+    norms[::11] = np.nan
+    return norms
+
+
+@pytest.mark.parametrize("name", [n for n in NESTINGS if n != "protect"])
+def test_the_decision_is_found_in_any_nesting(name):
+    tx = NESTINGS[name](heal(policies.ZCLIP))
+    state = tx.init(PARAMS)
+    assert not bool(decision_of(state).skip)  # neutral before the first step
+    assert float(decision_of(state).lr_scale) == 1.0
+    _, state = jax.jit(tx.update)(PARAMS, state, PARAMS, value=jnp.float32(jnp.nan))
+    if name == "masked" or name != "apply_if_finite":
+        assert bool(decision_of(state).skip)
+    assert decision_of(state).group_scale is None
+
+
+def test_none_and_several_are_errors_that_say_where():
+    with pytest.raises(HealStateError, match="no healing state in this tuple"):
+        decision_of(optax.adamw(1e-3).init(PARAMS))
+    both = optax.chain(heal(policies.ZCLIP), protect(optax.sgd(0.1), policies.SKIP))
+    with pytest.raises(HealStateError, match=r"2 healing states, at opt_state\[0\], opt_state"):
+        decision_of(both.init(PARAMS))
+
+
+def test_names_in_the_state_collide_with_nothing():
+    tx = optax.chain(heal(policies.EVERYTHING), optax.inject_hyperparams(optax.adam)(0.1))
+    state = tx.init(PARAMS)
+    for name in ("mu", "nu", "learning_rate", "hyperparams"):
+        optax.tree.get(state, name)  # raises when there are two
+    adam = protect(optax.adam(0.1), policies.EVERYTHING).init(PARAMS)
+    for name in ("count", "mu", "nu"):
+        optax.tree.get(adam, name)
+    assert int(optax.tree.get(state, "heal_step")) == 0
+
+
+def test_no_array_is_empty():
+    """Orbax refuses to save an array without elements."""
+    state = protect(optax.adam(0.1), policies.EVERYTHING).init(PARAMS)
+    assert all(leaf.size for leaf in jax.tree.leaves(state))
+
+
+def test_metrics_are_the_cores_own_and_stay_on_the_device():
+    tx = protect(optax.sgd(0.1), policies.BOTH)
+    state, _ = drive(tx, tx.init(PARAMS), noisy_norms(30))
+    engine = Engine(policies.BOTH)
+    expected = engine.metrics(engine.from_dict(to_dict(state, engine)))
+    found = metrics(state)
+    assert set(found) == set(expected)
+    assert all(isinstance(value, jax.Array) and value.shape == () for value in found.values())
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value)
+    assert int(found["heal/skips"]) >= 3
+    with jax.transfer_guard("disallow"):
+        metrics(state)
+
+
+def test_metrics_are_an_output_of_a_compiled_step():
+    tx = heal(policies.ZCLIP)
+    step = jax.jit(lambda g, s: metrics(tx.update(g, s)[1]))
+    assert float(step(PARAMS, tx.init(PARAMS))["heal/steps"]) == 1
+
+
+@pytest.mark.parametrize("policy", [policies.BOTH, policies.ADAGC, policies.UPDATES])
+def test_a_run_that_moves_decides_as_one_that_stayed(policy):
+    norms = noisy_norms(60)
+    tx = protect(optax.sgd(0.1), policy)
+    stayed, expected = drive(tx, tx.init(PARAMS), norms)
+
+    half, first = drive(tx, tx.init(PARAMS), norms[:30])
+    saved = json.loads(json.dumps(to_dict(half, policy)))
+    fresh = tx.init(PARAMS)._replace(
+        inner_state=half.inner_state, heal_update_norm=half.heal_update_norm
+    )
+    moved = from_dict(fresh, saved, policy)
+    assert _avals(moved) == _avals(half)  # the compiled step takes it without a new trace
+    assert_same_bits(moved.heal.heal_state, half.heal.heal_state)
+    update = jax.jit(tx.update)
+    second = []
+    for i, norm in enumerate(norms[30:], start=30):
+        grads = jax.tree.map(lambda p: jnp.full_like(p, norm / np.sqrt(11)), PARAMS)  # noqa: B023
+        _, moved = update(grads, moved, PARAMS, value=jnp.float32(1.0 + 0.01 * i))
+        second.append(jax.tree.map(np.asarray, decision_of(moved)))
+    assert_same_bits(first + second, expected)
+    assert_same_bits(moved.heal.heal_state, stayed.heal.heal_state)
+
+
+def test_a_run_continues_in_numpy():
+    engine = Engine(policies.BOTH)
+    tx = heal(engine)
+    norms = noisy_norms(60)
+    state, _ = drive(tx, tx.init(PARAMS), norms[:30])
+    there = engine.from_dict(to_dict(state, engine))
+    state, decisions = drive_by_norm(tx, state, norms[30:])
+    for norm, expected in zip(norms[30:], decisions, strict=True):
+        signals = Signals(loss=np.float32(1.0), grad_norm=np.float32(norm))
+        there, decision = engine.step(there, signals, xp=np)
+        for field in ("skip", "action", "cause", "rollback_depth"):
+            assert getattr(decision, field) == getattr(expected, field)
+        np.testing.assert_allclose(decision.grad_scale, expected.grad_scale, rtol=1e-6)
+
+
+def drive_by_norm(tx, state, norms):
+    update = jax.jit(tx.update)
+    decisions = []
+    for norm in norms:
+        _, state = update(
+            PARAMS, state, PARAMS, value=jnp.float32(1.0), grad_norm=jnp.float32(norm)
+        )
+        decisions.append(jax.tree.map(np.asarray, decision_of(state)))
+    return state, decisions
+
+
+def test_another_policy_or_model_is_refused():
+    adagc = protect(optax.sgd(0.1), policies.ADAGC)
+    state = adagc.init(PARAMS)
+    saved = to_dict(state, policies.ADAGC)
+    with pytest.raises(HealStateError, match="of another policy"):
+        to_dict(state, policies.SKIP)
+    with pytest.raises(HealStateError, match="of another policy"):
+        from_dict(state, saved, policies.SKIP)
+    with pytest.raises(StateError, match="other tensors"):
+        from_dict(adagc.init({"w": jnp.ones(2)}), saved, policies.ADAGC)
+    with pytest.raises(StateError):
+        from_dict(state, {**saved, "schema": 99}, policies.ADAGC)
+    with pytest.raises(HealStateError, match="no healing state"):
+        from_dict(optax.sgd(0.1).init(PARAMS), saved, policies.ADAGC)
+
+
+def test_an_announcement_opens_the_grace_window():
+    tx = heal(policies.SKIP)
+    calm, _ = drive(tx, tx.init(PARAMS), [1.0, 1.1, 0.9, 1.0, 1.0, 1.1])
+    _, (judged,) = drive(tx, calm, [1e4])
+    assert judged.skip
+    told = announce(calm)
+    assert _avals(told) == _avals(calm)
+    _, (graced,) = drive(tx, told, [1e4])
+    assert not graced.skip
+    _, by_keyword = jax.jit(tx.update)(
+        jax.tree.map(lambda p: jnp.full_like(p, 1e4), PARAMS), calm, announced=jnp.bool_(True)
+    )
+    assert not bool(decision_of(by_keyword).skip)
+
+
+def test_budgets_and_the_lr_survive_a_rollback():
+    tx = protect(optax.sgd(0.1), policies.CUT_LR)
+    good, _ = drive(tx, tx.init(PARAMS), [1.0, 1.1, 0.9])
+    live, _ = drive(tx, good, [np.nan])
+    assert float(decision_of(live).lr_scale) == 0.5
+    back = on_rollback(live, good, policies.CUT_LR)
+    assert _avals(back) == _avals(good)
+    _, (next_decision,) = drive(tx, back, [1.0])
+    assert float(next_decision.lr_scale) == 0.5
+
+
+def _avals(tree):
+    return [(leaf.shape, leaf.dtype, leaf.weak_type) for leaf in jax.tree.leaves(tree)]

@@ -1,0 +1,101 @@
+"""The public names, and what importing does and says."""
+
+import doctest
+import inspect
+import subprocess
+import sys
+
+import optax
+import pytest
+
+import healcore.jax as hj
+from healcore.jax import decision_of, heal, protect
+from tests.jax import policies
+
+PUBLIC = [
+    "Action",
+    "Cause",
+    "CommitError",
+    "Decision",
+    "HealState",
+    "HealStateError",
+    "ProtectState",
+    "ScaleByHealLrState",
+    "SignalError",
+    "announce",
+    "commit",
+    "decision_of",
+    "from_dict",
+    "global_norm",
+    "heal",
+    "heal_zclip",
+    "leaf_norms",
+    "metrics",
+    "on_rollback",
+    "protect",
+    "scale_by_heal_lr",
+    "set_lr_scale",
+    "to_dict",
+]
+
+
+def test_the_public_names_are_these():
+    assert hj.__all__ == PUBLIC
+    assert all(inspect.getdoc(getattr(hj, name)) for name in PUBLIC)
+
+
+@pytest.mark.parametrize("module", ["commit", "protect", "transform"])
+def test_the_examples_in_the_docstrings_run(module):
+    # From sys.modules: the functions `commit` and `protect` stand in front of their modules.
+    done = doctest.testmod(sys.modules[f"healcore.jax.{module}"])
+    assert done.attempted
+    assert not done.failed
+
+
+def python(code):
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def test_without_jax_the_error_names_the_extra():
+    done = python(
+        "import sys; sys.modules['jax'] = sys.modules['optax'] = None\n"
+        "import importlib.util as u; find = u.find_spec\n"
+        "u.find_spec = lambda n, *a: None if n in ('jax', 'optax') else find(n, *a)\n"
+        "import healcore\n"
+        "try: healcore.jax.heal\n"
+        "except ImportError as e: print(e)\n"
+    )
+    assert "pip install 'healcore[jax]'" in done.stdout, done.stderr
+
+
+def test_importing_needs_neither_flax_nor_pydantic():
+    done = python(
+        "import sys, healcore.jax\n"
+        "print([m for m in ('flax', 'pydantic', 'torch', 'orbax') if m in sys.modules])"
+    )
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["default", "aggressive", "conservative", "observe", "zclip"])
+def test_every_preset_builds(name):
+    import jax
+    import jax.numpy as jnp
+
+    tx = protect(optax.adamw(0.1), name)
+    params = {"w": jnp.ones(3)}
+    state = jax.eval_shape(tx.init, params)
+    out = jax.eval_shape(lambda s: tx.update(params, s, params, value=jnp.float32(1.0)), state)
+    assert jax.tree.structure(out[1]) == jax.tree.structure(state)
+    assert isinstance(heal(name), optax.GradientTransformationExtraArgs)
+
+
+def test_a_policy_may_be_an_object_too():
+    import jax.numpy as jnp
+
+    from healcore import policy
+    from healcore.core.engine import Engine
+
+    for each in (policy.load("zclip"), policies.ZCLIP, Engine(policies.ZCLIP)):
+        assert not bool(decision_of(heal(each).init(jnp.ones(2))).skip)
