@@ -83,13 +83,15 @@ def update(
     norm = seen.grad_norm
     count = xp.where(seen.restart, 0, state.count)
     warm = count < config.warmup_steps
-    floor = config.min_rel_std * state.mean
-    var = numerics.larger(state.var, floor * floor, xp=xp)
+    # Products of their own, and the floor under the root again: of (c m)(c m) XLA makes (m m) c^2,
+    # and of sqrt(x x) it makes |x|.
+    floor = numerics.product(config.min_rel_std, state.mean, xp=xp)
+    var = numerics.larger(state.var, numerics.product(floor, floor, xp=xp), xp=xp)
+    sigma = numerics.larger(xp.sqrt(state.var), floor, xp=xp)
 
     # z > k without a root: gap^2 > k^2 v. k^2 is applied in two products of their own, so that a
     # Python number and an array (a vmapped sweep) round alike, and XLA does not make it (k k) v.
     k = config.z_threshold
-    sigma = xp.sqrt(var)
     gap = norm - state.mean
     limit = k * numerics.product(k, var, xp=xp)
     spike = ~warm & (gap > 0) & (gap * gap > limit)
