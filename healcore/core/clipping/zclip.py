@@ -83,7 +83,7 @@ def update(
     norm = seen.grad_norm
     count = xp.where(seen.restart, 0, state.count)
     warm = count < config.warmup_steps
-    # Products of their own, and the floor under the root again: of (c m)(c m) XLA makes (m m) c^2,
+    # Products of their own, and the floor again after the root: of (c m)(c m) XLA makes (m m) c^2,
     # and of sqrt(x x) it makes |x|.
     floor = numerics.product(config.min_rel_std, state.mean, xp=xp)
     var = numerics.larger(state.var, numerics.product(floor, floor, xp=xp), xp=xp)
