@@ -7,9 +7,9 @@ Five measured facts shape every formula in the core (docs/parity.md, tests/parit
   through one, in `product`, whose condition LLVM cannot prove. (It sees through others: it moves
   the addition of a constant into a select, and takes a common factor out of
   ``where(c, a * b, b * b)``.) Of two constant factors in a row XLA makes one: `product` again.
-* Division of two run-time arrays is exact everywhere. XLA turns a division by a constant into a
-  multiplication by its reciprocal, and torch does so for ``scalar / tensor``: never divide by, or
-  into, a Python number.
+* Division of two run-time arrays is exact everywhere. XLA turns a division by a constant, or by
+  what is broadcast, into a multiplication by its reciprocal, and torch does so for
+  ``scalar / tensor``: divide by `quotient`, and never by, or into, a Python number.
 * XLA flushes subnormals to zero, NumPy and torch keep them: signals below `TINY` and state below
   `FLUSH` are made zero.
 * ``where`` between two Python numbers has another dtype in each backend: one side is an array.
@@ -45,6 +45,20 @@ def product(a: Any, b: Any, *, xp: Any) -> Any:
     """
     result = a * b
     return xp.where(result < _LARGEST, result, _LARGEST)
+
+
+def quotient(a: Any, b: Any, *, xp: Any) -> Any:
+    """`a / b`, correctly rounded in every backend.
+
+    The divisor takes the dividend's shape first: XLA turns division by what is broadcast (a
+    constant, or a shared signal under vmap) into multiplication by the reciprocal.
+
+    Args:
+        a: float32 array; not a Python number (torch would multiply by the reciprocal).
+        b: float32 array, not 0.
+        xp: the array namespace.
+    """
+    return a / xp.where(a == a, b, 1.0)
 
 
 def complement(decay: Any, like: Any) -> Any:

@@ -11,7 +11,23 @@ from __future__ import annotations
 
 from typing import Any
 
+from healcore.core import numerics
+
 _FACTOR = 10.0
+
+
+def step(gap: Any, count: Any, rate: Any, warm: Any, *, xp: Any) -> Any:
+    """What to add to an average: `gap / count` while warming up (a plain mean), else `rate * gap`.
+
+    Args:
+        gap: float32, the value less the average.
+        count: float32, values averaged, this one included; at least 1.
+        rate: weight of the moving average.
+        warm: bool, warming up.
+        xp: the array namespace.
+    """
+    plain = numerics.quotient(gap, count, xp=xp)
+    return xp.where(warm, plain, numerics.product(rate, gap, xp=xp))
 
 
 def robust(value: Any, mean: Any, count: Any, warm: Any, *, xp: Any) -> tuple[Any, Any]:

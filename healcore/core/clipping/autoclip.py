@@ -75,14 +75,16 @@ def update(
 
     known = total > 0
     target = xp.where(known, percentile, norm)
+    threshold = xp.where(known, percentile, 0.0)
     if config.max_norm is not None:
         target = numerics.smaller(target, config.max_norm, xp=xp)
+        threshold = xp.where(known, target, config.max_norm)
     over = norm > target
     limit = xp.where(over, target, norm)
     zero = norm - norm
     kept = xp.where(full[..., None], counts // 2, counts)
     return AutoClipState(xp.astype(kept, xp.int32)), Clip(
-        scale_to(limit, norm, over, xp=xp), zero + xp.where(known, target, 0.0), zero, over
+        scale_to(limit, norm, over, xp=xp), zero + threshold, zero, over
     )
 
 

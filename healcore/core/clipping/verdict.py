@@ -25,4 +25,6 @@ def scale_to(limit: Any, norm: Any, over: Any, *, xp: Any) -> Any:
 
     The 1e-6 is that of torch's clip_grad_norm_ and of the published rules.
     """
-    return numerics.settle(xp.where(over, limit / (norm + 1e-6), 1.0), xp=xp)
+    target = xp.where(over, limit, norm)
+    scale = numerics.quotient(target, norm + 1e-6, xp=xp)
+    return numerics.settle(xp.where(over, scale, 1.0), xp=xp)

@@ -97,7 +97,7 @@ def update(
     spike = ~warm & (gap > 0) & (gap * gap > limit)
     safe_gap = xp.where(spike, gap, 1.0)
     if config.target == "reciprocal":
-        target = state.mean + xp.where(spike, limit / safe_gap, 0.0)
+        target = state.mean + xp.where(spike, numerics.quotient(limit, safe_gap, xp=xp), 0.0)
     elif config.target == "mean":
         target = state.mean
     else:
@@ -112,7 +112,7 @@ def update(
     over = norm > effective
     scale = scale_to(effective, norm, over, xp=xp)
     known = ~warm & (sigma > 0)
-    z = xp.where(known, gap / xp.where(known, sigma, 1.0), 0.0)
+    z = xp.where(known, numerics.quotient(gap, xp.where(known, sigma, 1.0), xp=xp), 0.0)
 
     learn = learn & seen.sound & (norm > 0)
     learnt = _learn(config, state, count, norm, xp.where(spike, target, norm), learn, xp=xp)
@@ -149,13 +149,11 @@ def _learn(
     divisor = numerics.as_float(xp.where(seen > 0, seen, 1), xp=xp)
     rate = numerics.complement(config.ema_decay, norm)
     gap = value - mean
-    mean = mean + xp.where(
-        learn, xp.where(warm, gap / divisor, numerics.product(rate, gap, xp=xp)), 0.0
-    )
+    mean = mean + xp.where(learn, warmup.step(gap, divisor, rate, warm, xp=xp), 0.0)
     rest = value - mean
     square = numerics.product(xp.where(warm, gap, rest), rest, xp=xp)
     off = square - var
-    step = xp.where(warm, off / divisor, numerics.product(rate, off, xp=xp))
+    step = warmup.step(off, divisor, rate, warm, xp=xp)
     var = var + xp.where(learn, step, 0.0)
     # Rounding can leave a variance of -1e-12 after equal values.
     var = xp.where(var > 0, var, 0.0)

@@ -92,7 +92,7 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
     count = xp.where(seen.restart, 0, state.count)
     first, warm = count == 0, count < config.warmup_steps
     one = loss - loss + 1.0
-    share = one / numerics.as_float(count + 1, xp=xp)
+    share = numerics.quotient(one, numerics.as_float(count + 1, xp=xp), xp=xp)
     trend = xp.where(first, loss, state.trend)
     slow = xp.where(first, loss, state.slow)
 
@@ -134,7 +134,8 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
 
     alarm = learn & latched
     known = ~warm & (scale > 0)
-    z = xp.where(known & learn, excess / xp.where(known, scale, 1.0), 0.0)
+    z = numerics.quotient(excess, xp.where(known, scale, 1.0), xp=xp)
+    z = xp.where(known & learn, z, 0.0)
     after = State(
         count=xp.where(count < _COUNTED, count + 1, count),
         trend=numerics.settle(trend, xp=xp),

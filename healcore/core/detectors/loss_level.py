@@ -93,7 +93,7 @@ def unit(state: LevelState, *, xp: Any) -> tuple[Any, Any, Any]:
 def elevation(state: LevelState, scale: Any, known: Any, *, xp: Any) -> Any:
     """How far the level stands above the slow one, in its own wander."""
     wander = numerics.larger(state.wander, _WANDER_SHARE * scale, xp=xp)
-    return (state.mean - state.slow) / xp.where(known, wander, 1.0)
+    return numerics.quotient(state.mean - state.slow, xp.where(known, wander, 1.0), xp=xp)
 
 
 def learn(
@@ -125,7 +125,7 @@ def learn(
     """
     one = loss - loss + 1.0
     after = numerics.as_float(state.count + 1, xp=xp)
-    share = one / after
+    share = numerics.quotient(one, after, xp=xp)
     residual = loss - state.mean
     size = xp.abs(residual)
     most = _WINSOR * scale

@@ -90,8 +90,10 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
 
     unit, known, blank = loss_level.unit(level, xp=xp)
     judged = known & ~warm
-    z = xp.where(judged, (loss - level.mean) / xp.where(known, unit, 1.0), 0.0)
-    score = z / (config.z_threshold * tail)
+    gap = loss - level.mean
+    z = numerics.quotient(gap, xp.where(known, unit, 1.0), xp=xp)
+    z = xp.where(judged, z, 0.0)
+    score = numerics.quotient(z, config.z_threshold * tail, xp=xp)
     vote = _between(numerics.product(_SLOPE, score - 1.0, xp=xp), xp=xp)
     below = _between(numerics.product(_SLOPE, -_AGAINST_FROM - score, xp=xp), xp=xp)
     against = numerics.product(_AGAINST, below, xp=xp)

@@ -71,7 +71,7 @@ def update(
     far = (gap > config.z_threshold * scale) & (norm > config.min_ratio * state.level)
     alarm = learn & ~warm & far
     known = ~warm & (scale > 0)
-    z = xp.where(known, gap / xp.where(known, scale, 1.0), 0.0)
+    z = xp.where(known, numerics.quotient(gap, xp.where(known, scale, 1.0), xp=xp), 0.0)
 
     watch, shift = level_shift.update(
         config.shift, state.shift, norm, alarm, learn & ~warm, restart, xp=xp
@@ -85,16 +85,12 @@ def update(
     first = taught & (count == 0)
     level = xp.where(first, 0.0, state.level)
     gap = value - level
-    level = level + xp.where(
-        taught, xp.where(warm, gap / divisor, numerics.product(rate, gap, xp=xp)), 0.0
-    )
+    level = level + xp.where(taught, warmup.step(gap, divisor, rate, warm, xp=xp), 0.0)
     # The first norm has no deviation from anything.
     off = xp.where(first, 0.0, xp.abs(gap))
     scale = xp.where(first, 0.0, scale)
-    step = off - scale
-    scale = scale + xp.where(
-        taught, xp.where(warm, step / divisor, numerics.product(rate, step, xp=xp)), 0.0
-    )
+    gap = off - scale
+    scale = scale + xp.where(taught, warmup.step(gap, divisor, rate, warm, xp=xp), 0.0)
     level, scale = numerics.settle(level, xp=xp), numerics.settle(scale, xp=xp)
     level = xp.where(shift.escaped, shift.level, level)
     sustained = alarm & (watch.run >= config.sustain * config.shift.gain)

@@ -77,7 +77,8 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
     started = (state.windows > 0) | (state.count > 0)
     count = xp.where(learn, state.count + 1, state.count)
     divisor = numerics.as_float(xp.where(count > 0, count, 1), xp=xp)
-    mean = state.mean + xp.where(learn, (loss - state.mean) / divisor, 0.0)
+    step = numerics.quotient(loss - state.mean, divisor, xp=xp)
+    mean = state.mean + xp.where(learn, step, 0.0)
     moved = xp.where(started, xp.abs(loss - state.last), 0.0)
     change = numerics.ema(state.change, moved, 0.01, learn & started, xp=xp)
     # The first change is taken whole: a slow average from zero would call noise progress.
