@@ -1,0 +1,143 @@
+"""Fuzzed signals: many independent runs side by side, each with troubles of its own.
+
+A trace is a `Signals` of arrays with the leading axes (steps, lanes). Some lanes are calm, some
+are nothing but trouble, and the scales reach from what float32 can barely hold to what it cannot.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from healcore.core.signals import Signals
+
+ODDITIES = np.array(
+    [np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-40, -1e-42, 1e-30, 3.4e38, -3.4e38, 1e15, 1e20, -1.0],
+    np.float32,
+)
+"""What a signal must never be, or is at the edge of being."""
+
+
+def signals(
+    rng: np.random.Generator, steps: int, lanes: int, *, groups: int = 0, wild: bool = True
+) -> Signals:
+    """Makes `steps` of `lanes` runs.
+
+    Args:
+        rng: source of randomness.
+        steps: number of steps.
+        lanes: number of runs.
+        groups: tensors per run, for `group_norms`; 0 for None.
+        wild: with scales at the ends of float32 and values that are no numbers.
+
+    Returns:
+        float32 (steps, lanes) for loss, grad_norm, update_norm and eval_loss (NaN at most steps),
+        bool (steps, lanes) for announced and void, float32 (steps, lanes, groups) or None.
+    """
+    shape = (steps, lanes)
+    norm = _norms(rng, shape, wild=wild)
+    loss = _losses(rng, shape, wild=wild)
+    update = _norms(rng, shape, wild=wild) * np.float32(1e-3)
+    evaluation = np.where(rng.random(shape) < 0.03, loss + rng.normal(1.0, 2.0, shape), np.nan)
+    per_group = None
+    if groups:
+        share = rng.dirichlet(np.ones(groups), size=lanes).astype(np.float32)
+        jitter = np.exp(rng.normal(0, 0.2, (*shape, groups))).astype(np.float32)
+        per_group = norm[..., None] * np.sqrt(share) * jitter
+        per_group = _disturb(rng, per_group, wild=wild)
+    rare = np.where(rng.random(lanes) < 0.5, 0.0, 0.004)
+    with np.errstate(over="ignore"):
+        evaluation = evaluation.astype(np.float32)
+    return Signals(
+        loss=_rounded(rng, _disturb(rng, loss, wild=wild)),
+        grad_norm=_rounded(rng, _disturb(rng, norm, wild=wild)),
+        update_norm=_disturb(rng, update, wild=wild),
+        eval_loss=evaluation,
+        group_norms=per_group,
+        announced=rng.random(shape) < rare,
+        void=rng.random(shape) < 2 * rare,
+    )
+
+
+def at(trace: Signals, step: int, lane: int | None = None) -> Signals:
+    """One step of a trace: of all lanes, or of one as NumPy scalars."""
+    where = step if lane is None else (step, lane)
+    return Signals(*(None if part is None else part[where] for part in trace))
+
+
+def part(trace: Signals, start: int, stop: int) -> Signals:
+    """Steps `start` to `stop`."""
+    return Signals(*(None if each is None else each[start:stop] for each in trace))
+
+
+def bf16(x: Any) -> np.ndarray:
+    """`x` rounded to bfloat16 and back; NaN and Inf as they are."""
+    bits = np.asarray(x, np.float32).view(np.uint32).astype(np.uint64)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32)
+    return np.where(np.isfinite(x), rounded.view(np.float32), x)
+
+
+def _norms(rng: np.random.Generator, shape: tuple[int, int], *, wild: bool) -> np.ndarray:
+    """Positive: noisy or constant, with ramps and level shifts."""
+    steps, lanes = shape
+    low, high = (-22, 14) if wild else (-5, 5)
+    ordinary = rng.random(lanes) < (0.7 if wild else 1.0)
+    exponent = np.where(ordinary, rng.uniform(-3, 2, lanes), rng.uniform(low, high, lanes))
+    spread = rng.choice([0.0, 1e-6, 0.01, 0.1, 0.3, 1.0], lanes)
+    logs = np.log(10.0) * exponent + spread * rng.normal(size=shape)
+    logs += _shifts(rng, shape)
+    return np.exp(np.clip(logs, -100, 88)).astype(np.float32)
+
+
+def _losses(rng: np.random.Generator, shape: tuple[int, int], *, wild: bool) -> np.ndarray:
+    """Falling, constant, near zero or negative."""
+    steps, lanes = shape
+    t = np.arange(steps)[:, None] / max(steps, 1)
+    scale = np.where(
+        rng.random(lanes) < (0.8 if wild else 1.0), 1.0, 10.0 ** rng.uniform(-20, 10, lanes)
+    )
+    start = rng.choice([10.0, 3.0, 0.693, 0.0, -2.0], lanes)
+    fall = rng.choice([0.0, 1.0, 4.0], lanes) * np.exp(-t * rng.uniform(1, 8, lanes))
+    noise = rng.choice([0.0, 1e-6, 0.01, 0.1, 1.0], lanes) * rng.normal(size=shape)
+    climb = np.where(rng.random(lanes) < 0.2, 20.0, 0.0) * t
+    raised = np.where(rng.random(lanes) < 0.3, 2.0, 0.0) * _shifts(rng, shape)
+    loss = start + fall + noise + climb + raised
+    logged = np.round(loss, 2)  # as a log with two digits has it
+    return (scale * np.where(rng.random(lanes) < 0.2, logged, loss)).astype(np.float32)
+
+
+def _shifts(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    """Sums of jumps and short ramps in the log."""
+    steps, lanes = shape
+    total = np.zeros(shape)
+    for _ in range(3):
+        at_step = rng.integers(0, steps + 1, lanes)
+        height = np.log(rng.choice([1.0, 1.0, 1.5, 2.0, 3.0, 0.3, 30.0], lanes))
+        length = rng.choice([1, 1, 20, 200], lanes)
+        total += height * np.clip((np.arange(steps)[:, None] - at_step + 1) / length, 0, 1)
+    return total
+
+
+def _disturb(rng: np.random.Generator, x: np.ndarray, *, wild: bool) -> np.ndarray:
+    """Spikes and oddities, at a rate of the lane's own; some come in rows."""
+    steps, lanes = x.shape[:2]
+    tail = (1,) * (x.ndim - 2)
+    rate = rng.choice([0.0, 0.001, 0.01, 0.05, 0.5], lanes).reshape(lanes, *tail)
+    spikes = rng.random(x.shape) < rate
+    with np.errstate(over="ignore"):
+        x = np.where(spikes, x * 10.0 ** rng.uniform(0.3, 4, x.shape), x).astype(np.float32)
+    if not wild:
+        return x
+    rate = rng.choice([0.0, 0.0, 0.001, 0.02, 0.5], lanes).reshape(lanes, *tail)
+    odd = rng.random(x.shape) < rate
+    x = np.where(odd, rng.choice(ODDITIES, x.shape), x)
+    # A row of one and the same oddity: zeros, NaNs.
+    row = np.arange(steps)[:, None] - rng.integers(-steps, steps, lanes)
+    in_row = ((row >= 0) & (row < rng.choice([0, 5, 60], lanes))).reshape(steps, lanes, *tail)
+    return np.where(in_row, rng.choice(ODDITIES[:4], lanes).reshape(lanes, *tail), x)
+
+
+def _rounded(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
+    """A quarter of the lanes in bfloat16."""
+    return np.where(rng.random(x.shape[1]) < 0.25, bf16(x), x).astype(np.float32)

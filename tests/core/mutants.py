@@ -1,0 +1,108 @@
+"""Planted errors: the core with one comparison turned round or one sign changed.
+
+An oracle that no error can upset proves nothing. Errors are planted by position in the syntax
+tree, not by a text to replace, so that an edit to the core cannot make this stale.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FunctionType, ModuleType
+from typing import NamedTuple
+
+_FLIPPED: dict[type, type] = {
+    ast.Gt: ast.Lt,
+    ast.GtE: ast.Lt,
+    ast.Lt: ast.Gt,
+    ast.LtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+}
+
+
+class Mutant(NamedTuple):
+    """One planted error."""
+
+    module: ModuleType
+    function: str
+    line: int
+    before: str
+    after: str
+    tree: ast.Module
+    """The module's syntax tree with the error in it."""
+
+    def __str__(self) -> str:
+        name = self.module.__name__.removeprefix("healcore.core.")
+        return f"{name}:{self.line}: {self.before}  ->  {self.after}"
+
+
+def mutants(module: ModuleType) -> Iterator[Mutant]:
+    """All errors that can be planted into the functions of `module`."""
+    whole = ast.parse(inspect.getsource(module))
+    functions = [node for node in whole.body if isinstance(node, ast.FunctionDef)]
+    for function in functions:
+        for index, node in enumerate(ast.walk(function)):
+            kind = _operator(node)
+            if kind is None or isinstance(getattr(node, "parent", None), ast.arg):
+                continue
+            if _is_annotation(function, node):
+                continue
+            changed = copy.deepcopy(function)
+            target = list(ast.walk(changed))[index]
+            if isinstance(target, ast.Compare):
+                target.ops[0] = _FLIPPED[kind]()
+            elif isinstance(target, ast.BinOp):
+                target.op = _FLIPPED[kind]()
+            tree = ast.Module([changed], [])
+            yield Mutant(
+                module,
+                function.name,
+                node.lineno,  # type: ignore[attr-defined]
+                ast.unparse(node),
+                ast.unparse(target),
+                ast.fix_missing_locations(tree),
+            )
+
+
+@contextmanager
+def planted(mutant: Mutant) -> Iterator[None]:
+    """The core with the error in it."""
+    module = mutant.module
+    original = getattr(module, mutant.function)
+    assert isinstance(original, FunctionType)
+    exec(compile(mutant.tree, f"<{mutant}>", "exec"), module.__dict__)
+    try:
+        # Others may hold the function itself (`from x import f`): change it from the inside.
+        wrong = getattr(module, mutant.function)
+        code, defaults = original.__code__, original.__kwdefaults__
+        original.__code__ = wrong.__code__
+        yield
+    finally:
+        original.__code__, original.__kwdefaults__ = code, defaults
+        setattr(module, mutant.function, original)
+
+
+def _operator(node: ast.AST) -> type | None:
+    """The kind of its operator, if it is one that can be turned round."""
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        kind = type(node.ops[0])
+    elif isinstance(node, ast.BinOp):
+        kind = type(node.op)
+    else:
+        return None
+    return kind if kind in _FLIPPED else None
+
+
+def _is_annotation(function: ast.FunctionDef, node: ast.AST) -> bool:
+    """`int | None` is no disjunction."""
+    roots = [function.returns, *(a.annotation for a in ast.walk(function.args) if isinstance(a, ast.arg))]
+    roots += [n.annotation for n in ast.walk(function) if isinstance(n, ast.AnnAssign)]
+    return any(node is each for root in roots if root is not None for each in ast.walk(root))

@@ -1,0 +1,125 @@
+"""The core against the reference, decision by decision."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from healcore.core.engine import Engine, EngineConfig, EngineState
+from healcore.core.signals import Signals
+from healcore.core.verdict import Decision
+from tests.core import fuzz
+from tests.core.reference import engine as reference
+
+RTOL = 1e-4
+"""For factors; a factor under 1e-29 is zero to the core."""
+
+
+class Outcome(NamedTuple):
+    """What came of a comparison."""
+
+    steps: int
+    """Steps compared: a lane ends at its first disagreement."""
+    ties: int
+    """Lanes that ended where the reference says that it was too close to call."""
+    wrong: str | None
+    """The first other disagreement."""
+
+
+Told = dict[str, np.ndarray]
+"""What a run says at each step: arrays (steps, lanes), by name."""
+
+
+class Expected(NamedTuple):
+    """What the reference says."""
+
+    told: Told
+    close: np.ndarray
+    """bool (steps, lanes): too close to call."""
+
+
+def lanes_of(trace: Signals) -> tuple[int, int]:
+    """(steps, lanes)."""
+    return next(part.shape[:2] for part in trace if part is not None)
+
+
+def reference_run(config: EngineConfig, trace: Signals, *, groups: int = 0) -> Expected:
+    """Runs the reference on each lane."""
+    steps, lanes = lanes_of(trace)
+    columns = [None if part is None else part.tolist() for part in trace]
+    close = np.zeros((steps, lanes), bool)
+    rows: list[list[Any]] = [[None] * lanes for _ in range(steps)]
+    for lane in range(lanes):
+        machine = reference.Engine(config, groups=groups)
+        for i in range(steps):
+            verdict = machine.see(*(None if c is None else c[i][lane] for c in columns))
+            rows[i][lane] = (*verdict, *machine.report)
+            close[i, lane] = machine.ties.close
+    told = {}
+    for k, name in enumerate((*reference.Verdict._fields, *reference.Report._fields)):
+        if rows[0][0][k] is not None:
+            told[name] = np.array([[row[k] for row in lane] for lane in rows])
+    return Expected(told, close)
+
+
+def core_run(config: EngineConfig, trace: Signals, *, groups: int = 0) -> Told:
+    """Runs the core on all lanes at once."""
+    steps, lanes = lanes_of(trace)
+    engine = Engine(config)
+    state, rows = engine.init(groups=groups, batch=(lanes,)), []
+    for i in range(steps):
+        state, decision = engine.step(state, fuzz.at(trace, i), xp=np)
+        rows.append(told(state, decision))
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def told(state: EngineState, decision: Decision) -> Told:
+    """One step of a core run, under the reference's names."""
+    said = {k: v for k, v in decision._asdict().items() if v is not None}
+    said |= {"threshold": state.last.threshold, "z": state.last.z}
+    return said | state.tally._asdict() | {"incidents": state.incident.number}
+
+
+def compare(expected: Expected, got: Told) -> Outcome:
+    """Lane by lane, up to the first disagreement."""
+    steps, lanes = expected.close.shape
+    differs = np.zeros((steps, lanes), bool)
+    for name, a in expected.told.items():
+        b = got[name]
+        if a.dtype.kind == "f":
+            # A z-score is a difference of norms over one percent of them, or more.
+            rtol, atol = (1e-3, 1e-3) if name == "z" else (RTOL, 1e-29)
+            off = ~np.isclose(b, a, rtol=rtol, atol=atol)
+        else:
+            off = a != b
+        differs |= off.reshape(steps, lanes, -1).any(-1)
+    compared, ties, wrong = 0, 0, None
+    for lane in range(lanes):
+        where = np.flatnonzero(differs[:, lane])
+        if not len(where):
+            compared += steps
+            continue
+        first = int(where[0])
+        compared += first
+        if expected.close[first, lane]:
+            ties += 1
+        elif wrong is None:
+            wrong = f"lane {lane}, step {first}: " + ", ".join(
+                f"{name} {got[name][first, lane].tolist()} (reference: {a[first, lane].tolist()})"
+                for name, a in expected.told.items()
+            )
+    return Outcome(compared, ties, wrong)
+
+
+def agree(config: EngineConfig, trace: Signals, *, groups: int = 0) -> Outcome:
+    """Runs both and compares."""
+    return compare(
+        reference_run(config, trace, groups=groups), core_run(config, trace, groups=groups)
+    )
+
+
+def known_to_reference(config: EngineConfig) -> EngineConfig:
+    """`config` without the detectors that the reference does not have."""
+    known = reference.detectors.DETECTORS
+    return config._replace(detectors=tuple(d for d in config.detectors if d[0] in known))

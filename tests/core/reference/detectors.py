@@ -1,0 +1,203 @@
+"""The reference's detectors, from their docstrings.
+
+Each has `see(step: Step) -> tuple[bool, bool, cause]`: alarm, sustained, flags.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from healcore.core.verdict import Cause
+from tests.core.reference.losses import Divergence, LossSpike
+from tests.core.reference.ties import Ties
+from tests.core.reference.watch import Watch, warmup
+
+Word = tuple[bool, bool, int]
+
+
+class Step(NamedTuple):
+    """One step as the detectors see it: finite numbers, None for what is absent."""
+
+    loss: float | None
+    norm: float | None
+    update: float | None
+    evaluation: float | None
+    """None at a step without an evaluation."""
+    bad_loss: bool
+    bad_grad: bool
+    bad_update: bool
+    sound: bool
+    restart: bool
+
+
+class Nonfinite:
+    """Says what is not finite, at once."""
+
+    def __init__(self, config: Any, ties: Ties) -> None:
+        del config, ties
+
+    def see(self, step: Step) -> Word:
+        bad_grad = step.bad_grad or step.bad_update  # the update is made of gradients
+        flags = Cause.NONFINITE_LOSS * step.bad_loss | Cause.NONFINITE_GRAD * bad_grad
+        return flags != 0, flags != 0, int(flags)
+
+
+class NormSpike:
+    """Level and mean absolute deviation of accepted norms."""
+
+    cause = Cause.GRAD_SPIKE
+
+    def __init__(self, config: Any, ties: Ties) -> None:
+        self.config, self.ties = config, ties
+        self.count = 0
+        self.level = self.scale = 0.0
+        self.watch = Watch(config.shift, ties)
+
+    def value(self, step: Step) -> float:
+        assert step.norm is not None
+        return step.norm
+
+    def see(self, step: Step) -> Word:
+        c, x = self.config, self.value(step)
+        if step.restart:
+            self.count = 0
+            self.level = self.scale = 0.0
+            self.watch.clear()
+        if not step.sound or x <= 0:
+            return False, False, 0
+        if self.count < c.warmup_steps:
+            if self.count:
+                x, anew = warmup(x, self.level, self.ties)
+                if anew:
+                    self.count = 0
+                    self.level = self.scale = 0.0
+            self.count += 1
+            self._average(x, 1 / self.count)
+            return False, False, 0
+        far = self.ties.above(x - self.level, c.z_threshold * self.scale, x, self.level)
+        high = self.ties.above(x, c.min_ratio * self.level)
+        alarm = far and high
+        if not alarm:
+            self._average(x, 1 - c.ema_decay)
+        escaped = self.watch.see(x, alarm)
+        sustained = alarm and (escaped or self.watch.run >= c.sustain * c.shift.gain)
+        if escaped:
+            self.level = self.watch.level
+        return alarm, sustained, int(self.cause) if alarm else 0
+
+    def _average(self, x: float, rate: float) -> None:
+        # A deviation is taken from the level before the value moved it; the first has none.
+        off = 0.0 if self.count == 1 and rate == 1 else abs(x - self.level)
+        self.scale += rate * (off - self.scale)
+        self.level += rate * (x - self.level)
+
+
+class UpdateSpike(NormSpike):
+    """The same on the update's norm."""
+
+    cause = Cause.UPDATE_SPIKE
+
+    def value(self, step: Step) -> float:
+        assert step.update is not None
+        return step.update
+
+
+class Vanishing:
+    """A row of norms below a floor."""
+
+    def __init__(self, config: Any, ties: Ties) -> None:
+        self.config, self.ties, self.run = config, ties, 0
+
+    def see(self, step: Step) -> Word:
+        assert step.norm is not None
+        if step.restart:
+            self.run = 0
+        if not step.sound:
+            return False, False, 0
+        gone = not self.ties.above(step.norm, self.config.threshold)
+        self.run = self.run + 1 if gone else 0
+        if step.restart:
+            self.run = 0
+        alarm = self.run >= self.config.patience
+        return alarm, alarm, int(Cause.GRAD_VANISHING) if alarm else 0
+
+
+class Plateau:
+    """Lists of losses, one per window."""
+
+    def __init__(self, config: Any, ties: Ties) -> None:
+        self.config, self.ties = config, ties
+        self.losses: list[float] = []
+        self.best: float | None = None
+        self.stale, self.at_chance = 0, False
+        self.last, self.change = 0.0, 0.0
+
+    def see(self, step: Step) -> Word:
+        c, x = self.config, step.loss
+        assert x is not None
+        alarm = False
+        if step.sound:
+            if self.losses or self.best is not None:
+                moved = abs(x - self.last)
+                self.change += (moved - self.change) * (0.01 if self.change else 1.0)
+            self.last = x
+            self.losses.append(x)
+            if len(self.losses) >= c.window:
+                self._close()
+            alarm = self.stale >= c.patience or self.at_chance
+        if step.restart:
+            self.losses, self.best, self.stale, self.at_chance = [], None, 0, False
+            alarm = False
+        return alarm, alarm, int(Cause.PLATEAU) if alarm else 0
+
+    def _close(self) -> None:
+        c = self.config
+        mean = sum(self.losses) / len(self.losses)
+        sizes = [abs(x) for x in self.losses]
+        self.losses = []
+        if self.best is None or self.ties.above(
+            self.best - mean, c.min_improvement * self.change, self.best, max(sizes)
+        ):
+            self.best, self.stale = mean, 0
+        else:
+            self.stale += 1
+        if c.chance_level is not None:
+            far = self.ties.above(abs(mean - c.chance_level), c.chance_margin, *sizes)
+            self.at_chance = not far
+
+
+class Overfit:
+    """A row of evaluations far above the smoothed training loss."""
+
+    def __init__(self, config: Any, ties: Ties) -> None:
+        self.config, self.ties = config, ties
+        self.train: float | None = None
+        self.run = 0
+
+    def see(self, step: Step) -> Word:
+        c, x = self.config, step.loss
+        assert x is not None
+        if step.sound:
+            old = self.train
+            self.train = x if old is None else old + (1 - c.ema_decay) * (x - old)
+        if step.evaluation is not None and self.train is not None:
+            gap = step.evaluation - self.train
+            wide = self.ties.above(gap, c.max_gap, step.evaluation, self.train)
+            self.run = self.run + 1 if wide else 0
+        if step.restart:
+            self.run = 0
+        alarm = self.run >= c.patience
+        return alarm, alarm, int(Cause.OVERFIT) if alarm else 0
+
+
+DETECTORS: dict[str, tuple[Any, frozenset[str]]] = {
+    "nonfinite": (Nonfinite, frozenset()),
+    "loss_spike": (LossSpike, frozenset({"loss"})),
+    "divergence": (Divergence, frozenset({"loss"})),
+    "grad_spike": (NormSpike, frozenset({"norm"})),
+    "vanishing": (Vanishing, frozenset({"norm"})),
+    "plateau": (Plateau, frozenset({"loss"})),
+    "overfit": (Overfit, frozenset({"loss", "eval_loss"})),
+    "update_spike": (UpdateSpike, frozenset({"update"})),
+}
+"""Class, and the signals without which it rests."""

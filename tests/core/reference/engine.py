@@ -1,0 +1,317 @@
+"""The reference engine: rules, skips, incidents, budgets and the LR multiplier as plain Python.
+
+Same configuration objects as the core, no code of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any, NamedTuple
+
+from healcore.core.verdict import Action, Cause
+from tests.core.reference import clips, detectors
+from tests.core.reference.detectors import Step
+from tests.core.reference.ties import Ties
+
+BAD = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
+
+
+class Verdict(NamedTuple):
+    """What the core calls a Decision, in Python's numbers."""
+
+    grad_scale: float
+    skip: bool
+    lr_scale: float
+    action: int
+    cause: int
+    rollback_depth: int
+    group_scale: list[float] | None
+
+
+class Report(NamedTuple):
+    """What the core's metrics say: of the last step, and counts so far."""
+
+    threshold: float = 0.0
+    z: float = 0.0
+    clips: int = 0
+    skips: int = 0
+    alarms: int = 0
+    rollbacks: int = 0
+    lr_cuts: int = 0
+    incidents: int = 0
+
+
+class Rule:
+    """One `[[respond]]`: its row, its window, when it last fired."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.row = 0
+        self.window: deque[bool] = deque(maxlen=config.within)
+        self.silent = math.inf
+
+    def see(self, alarmed: int, sustained: int, quiet_steps: int) -> tuple[bool, bool]:
+        c = self.config
+        hit = bool((sustained if c.sustained else alarmed) & c.causes)
+        self.row = self.row + 1 if hit else 0
+        self.window.append(hit)
+        fired = hit and self.row >= c.consecutive
+        if c.within:
+            fired = fired and sum(self.window) >= c.count
+        fresh = fired and self.silent >= quiet_steps
+        self.silent = 0 if fired else self.silent + 1
+        return fired, fresh
+
+
+class Incident:
+    """One contiguous run of alarms; the ladder within it and across neighbours."""
+
+    def __init__(self, config: Any, rollback: Any) -> None:
+        self.config, self.rollback = config, rollback
+        self.open, self.quiet, self.number = False, 0, 0
+        self.onset = -1
+        self.since: dict[str, int | None] = {"rollback": None, "cut": None}
+        self.last_onset: int | None = None
+        self.rung = 0
+
+    def see(self, step: int, alarm: bool) -> None:
+        """Opens or closes."""
+        if alarm and not self.open:
+            self.number += 1
+            self.onset = step
+            self.since = {"rollback": None, "cut": None}
+            self.open = True
+        self.quiet = 0 if alarm else self.quiet + 1
+        if self.quiet >= self.config.quiet_steps:
+            self.open = False
+
+    def wants(self, what: str, wish: bool, alarm: bool) -> bool:
+        """Whether a wish becomes an order: the first, or after `patience` more alarms."""
+        since = self.since[what]
+        if wish and (since is None or since >= self.config.patience):
+            self.since[what] = 0
+            return True
+        if since is not None and alarm:
+            self.since[what] = since + 1
+        return False
+
+    def depth(self) -> int:
+        """Of a rollback ordered now; one more rung in the same region."""
+        near = self.last_onset is not None and (
+            self.onset - self.last_onset < self.rollback.region
+        )
+        self.rung = self.rung + 1 if near else 0
+        self.last_onset = self.onset
+        return self.rollback.depth + self.rollback.deepen * self.rung
+
+
+class Multiplier:
+    """The learning rate's: cut, hold, ramp."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.scale = self.low = 1.0
+        self.hold = self.ramp = 0
+
+    def see(self, cut: bool, calm: bool) -> float:
+        c = self.config
+        if cut:
+            self.low = min(self.scale, max(c.factor * self.scale, c.floor))
+            self.scale, self.hold, self.ramp = self.low, c.hold_steps, c.ramp_steps
+        elif calm:
+            if self.hold > 0:
+                self.hold -= 1
+                self.scale = self.low
+            else:
+                self.ramp = max(0, self.ramp - 1)
+                gone = 1.0 if not self.ramp else (c.ramp_steps - self.ramp) / c.ramp_steps
+                self.scale = 1.0 if gone == 1.0 else self.low + (1 - self.low) * gone
+        return self.scale
+
+
+class Engine:
+    """A whole policy."""
+
+    def __init__(self, config: Any, *, groups: int = 0) -> None:
+        self.config, self.ties = config, Ties()
+        self.step, self.grace, self.announced = 0, 0, False
+        self.clip = None
+        if config.clip is not None:
+            name, settings = config.clip
+            extra = (groups,) if name == "adagc" else ()
+            self.clip = clips.RULES[name](settings, self.ties, *extra)
+        self.per_tensor = config.clip is not None and config.clip[0] == "adagc"
+        self.groups = groups
+        self.detectors = []
+        for name, settings in config.detectors:
+            kind, needs = detectors.DETECTORS[name]
+            self.detectors.append((kind(settings, self.ties), needs, name == "nonfinite"))
+        self.rules = [Rule(each) for each in config.rules]
+        self.skips = 0
+        self.incident = Incident(config.incident, config.rollback)
+        self.recoveries, self.cuts = config.budget.recoveries, config.budget.lr_cuts
+        self.healthy = 0
+        self.lr = Multiplier(config.lr)
+        self.report = Report()
+        acting = int(Action.ROLLBACK | Action.CUT_LR | Action.STOP)
+        self.trouble = BAD
+        for rule in config.rules:
+            if rule.skip or rule.action & acting:
+                self.trouble |= rule.causes
+
+    def neutral(self, lr_scale: float, cause: int = 0) -> Verdict:
+        """Nothing is done."""
+        group = [1.0] * self.groups if self.per_tensor else None
+        return Verdict(1.0, False, lr_scale, 0, cause, 0, group)
+
+    def see(
+        self,
+        loss: float | None = None,
+        grad_norm: float | None = None,
+        update_norm: float | None = None,
+        eval_loss: float | None = None,
+        group_norms: list[float] | None = None,
+        announced: bool = False,
+        void: bool = False,
+    ) -> Verdict:
+        """One step."""
+        self.ties.forget()
+        if void:
+            return self.neutral(1.0 if self.config.mode == "observe" else self.lr.scale)
+        restart = announced or self.announced
+        self.announced = False
+        self.grace = self.config.grace_steps if restart else max(0, self.grace - 1)
+        step, groups = _observed(loss, grad_norm, update_norm, eval_loss, group_norms, restart)
+        absent = {
+            "loss": loss is None,
+            "norm": grad_norm is None,
+            "update": update_norm is None,
+            "eval_loss": eval_loss is None,
+        }
+        alarmed, sustained = self._causes(step, absent)
+        cause = alarmed | sustained
+        fired = [
+            (rule.config, *rule.see(alarmed, sustained, self.config.incident.quiet_steps))
+            for rule in self.rules
+        ]
+        skip = self._skip(step, any(f for rule, f, _ in fired if rule.skip))
+        scale, group_scale = 1.0, [1.0] * self.groups if self.per_tensor else None
+        clipped = clips.Clipped(1.0, False, self.report.threshold, self.report.z)
+        if self.clip is not None and grad_norm is not None:
+            clipped = self.clip.see(step.norm or 0.0, groups, step.sound and not skip, restart)
+            if not skip and self.per_tensor:
+                group_scale = clipped.scale
+            elif not skip:
+                scale = clipped.scale
+        action, depth = self._ladder(bool(cause & self.trouble), fired)
+        self.step += 1
+        old = self.report
+        self.report = Report(
+            threshold=clipped.threshold,
+            z=clipped.z,
+            clips=old.clips + (clipped.clipped and not skip),
+            skips=old.skips + skip,
+            alarms=old.alarms + (cause != 0),
+            rollbacks=old.rollbacks + bool(action & Action.ROLLBACK),
+            lr_cuts=old.lr_cuts + bool(action & Action.CUT_LR),
+            incidents=self.incident.number,
+        )
+        if self.config.mode == "observe":
+            return self.neutral(1.0, cause)
+        return Verdict(scale, skip, self.lr.scale, action, cause, depth, group_scale)
+
+    def _causes(self, step: Step, absent: dict[str, bool]) -> tuple[int, int]:
+        alarmed = sustained = 0
+        for detector, needs, always in self.detectors:
+            if any(absent[each] for each in needs):
+                continue
+            alarm, lasting, flags = detector.see(step)
+            if always or self.grace == 0:
+                alarmed |= flags if alarm else 0
+                sustained |= flags if lasting else 0
+        return alarmed, sustained
+
+    def _skip(self, step: Step, wished: bool) -> bool:
+        if not step.sound:
+            return wished or step.bad_grad
+        if not wished:
+            self.skips = 0
+            return False
+        if self.skips >= self.config.max_skips:
+            return False
+        self.skips += 1
+        return True
+
+    def _ladder(self, alarm: bool, fired: list[Any]) -> tuple[int, int]:
+        self.incident.see(self.step, alarm)
+
+        def wish(what: Action) -> bool:
+            return any(f for rule, f, _ in fired if rule.action & what)
+
+        recover = self.incident.wants("rollback", wish(Action.ROLLBACK), alarm)
+        depth = self.incident.depth() if recover else 0
+        cut = self.incident.wants("cut", wish(Action.CUT_LR), alarm) and self.cuts > 0
+        stop = recover and self.recoveries == 0
+        recover = recover and not stop
+        self.recoveries -= recover
+        self.cuts -= cut
+        calm = not self.incident.open
+        self.healthy = self.healthy + 1 if calm else 0
+        if self.healthy >= self.config.budget.refund_after:
+            self.healthy = 0
+            self.recoveries = min(self.recoveries + 1, self.config.budget.recoveries)
+            self.cuts = min(self.cuts + 1, self.config.budget.lr_cuts)
+        self.lr.see(cut, calm)
+        action = int(
+            Action.ROLLBACK * recover | Action.CUT_LR * cut | Action.STOP * stop
+        )
+        for rule, _, fresh in fired:
+            if fresh:
+                action |= rule.action & int(Action.ALERT | Action.SAVE | Action.STOP)
+        return action, depth if recover else 0
+
+
+def _observed(
+    loss: float | None,
+    norm: float | None,
+    update: float | None,
+    evaluation: float | None,
+    groups: list[float] | None,
+    restart: bool,
+) -> tuple[Step, list[float] | None]:
+    """Numbers made finite and of a size that float32 can square."""
+    bad_loss = loss is not None and not math.isfinite(loss)
+    bad_grad = not all(_is_norm(each) for each in [norm, *(groups or [])])
+    bad_update = not _is_norm(update)
+    step = Step(
+        loss=_bounded(loss),
+        norm=_bounded(norm if _is_norm(norm) else 0.0),
+        update=_bounded(update if _is_norm(update) else 0.0),
+        evaluation=_bounded(evaluation) if _is_finite(evaluation) else None,
+        bad_loss=bad_loss,
+        bad_grad=bad_grad,
+        bad_update=bad_update,
+        sound=not (bad_loss or bad_grad or bad_update),
+        restart=restart,
+    )
+    if groups is None:
+        return step, None
+    return step, [_bounded(each if _is_norm(each) else 0.0) or 0.0 for each in groups]
+
+
+def _is_finite(x: float | None) -> bool:
+    return x is not None and math.isfinite(x)
+
+
+def _is_norm(x: float | None) -> bool:
+    """Not negative (but for rounding), and not so large that float32 cannot square it."""
+    return x is None or -1e-12 < x <= 1e15
+
+
+def _bounded(x: float | None) -> float | None:
+    if x is None:
+        return None
+    if not math.isfinite(x) or abs(x) < 1e-12:
+        return 0.0
+    return max(-1e15, min(1e15, x))

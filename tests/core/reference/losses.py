@@ -1,0 +1,190 @@
+"""The reference's loss detectors: what a loss spike and a divergence are, in Python floats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from healcore.core.verdict import Cause
+from tests.core.reference.ties import Ties
+
+Word = tuple[bool, bool, int]
+
+
+def clamp(x: float, low: float, high: float) -> float:
+    """`x` within [low, high]."""
+    return max(low, min(high, x))
+
+
+class Level:
+    """The level of a loss, fast in falling and slow in rising, and its noise."""
+
+    def __init__(self, ties: Ties) -> None:
+        self.ties = ties
+        self.count = 0
+        self.mean = self.slow = self.now = self.last = 0.0
+        self.noise = self.long = self.wander = self.residual = self.grid = 0.0
+
+    def unit(self) -> tuple[float, bool]:
+        """The noise to measure by, and whether that is only a share of the level."""
+        size = abs(self.mean)
+        noise = max(self.noise, 0.95 * self.long)
+        constant = not self.ties.above(noise, size / 2**18)
+        if constant:
+            noise = size / 2**10
+        return max(noise, 0.5 * min(self.grid, size / 2**5)), constant
+
+    def elevation(self, unit: float) -> float:
+        """The level above the slow one, in its own wander."""
+        wander = max(self.wander, 0.3 * unit)
+        return (self.mean - self.slow) / (wander if unit > 0 else 1.0)
+
+    def learn(
+        self, x: float, unit: float, constant: bool, *, warm: bool, lasting: bool, over: bool
+    ) -> None:
+        """One loss; `lasting`: within a spike, `over`: which ends here."""
+        share = 1 / (self.count + 1)
+        off = x - self.mean
+        up = self.ties.above(off, 0.0, x, self.mean)
+        was_up = self.ties.above(self.residual, 0.0, self.last, self.mean)
+        capped = abs(off)
+        if not warm and unit > 0:
+            capped = min(capped, 3.5 * unit)
+        if up:
+            move, pace = capped, 0.0 if lasting else 0.05
+        else:
+            move, pace = (-capped if was_up else off), 0.33
+        mean = self.mean + (max(pace, share) if warm else pace) * move
+
+        first_noise = constant and not warm
+        if not (lasting and up):
+            pace = max(share, 0.04) if warm else 0.04
+            if not warm and up == was_up and self.ties.above(capped, self.noise, x):
+                pace *= 0.25
+            old = self.noise
+            self.noise += (1.0 if first_noise else pace) * (capped - old)
+            pace = clamp(2.5 * share, 1 / 512, 1.0)
+            self.long += (1.0 if first_noise else pace) * (capped - self.long)
+
+        gap = mean - self.slow
+        if not lasting:
+            far = abs(gap)
+            if not warm and unit > 0:
+                far = min(far, 3.5 * max(self.wander, 0.3 * unit))
+            self.wander += clamp(2.5 * share, 1 / 512, 1.0) * (far - self.wander)
+        if warm:
+            self.slow = mean
+        elif not lasting:
+            self.slow += (0.1 if gap < 0 else 0.01) * gap
+        self.mean = mean
+        self.now += max(share, 0.1) * (x - self.now)
+        jump = abs(x - self.last)
+        if jump and not (self.grid and jump >= self.grid):
+            self.grid = jump
+        self.residual, self.last = off, x
+        self.count += 1
+        if over:
+            self.mean = self.slow = self.now
+
+
+class LossSpike:
+    """Votes of single steps, a learnt threshold, and an end to each incident."""
+
+    def __init__(self, config: Any, ties: Ties) -> None:
+        self.config, self.ties = config, ties
+        self.level = Level(ties)
+        self.tail, self.votes, self.lasted = 1.5, 0.0, 0
+
+    def see(self, step: Any) -> Word:
+        c, level, x = self.config, self.level, step.loss
+        if step.restart:
+            # The noise is remembered: what is announced is another level, not another noise.
+            level.count = 0
+        if level.count == 0:
+            level.mean = level.slow = level.now = level.last = x
+            self.tail, self.votes, self.lasted = 1.5, 0.0, 0
+        if not step.sound:
+            return False, False, 0
+        warm = level.count < c.warmup_steps
+        unit, constant = level.unit()
+        z = 0.0 if warm or unit == 0 else (x - level.mean) / unit
+        score = z / (c.z_threshold * self.tail)
+        vote = clamp(2 * (score - 1), 0, 1)
+        against = 3 * clamp(2 * (-0.3 - score), 0, 1)
+        alarm = not warm and not self.ties.above(1.5, score)
+        slow_vote = 0.0
+        if not warm and unit > 0 and self.lasted == 0 and level.count > 3 * c.warmup_steps:
+            slow_vote = 0.5 * clamp(level.elevation(unit) / 5 - 1, 0, 1)
+        votes = 0.95 * self.votes + max(vote, slow_vote) - against
+        self.votes = clamp(votes, 0, c.evidence + 0.5)
+        enough = self.ties.above(self.votes, c.evidence)
+        fading = self.lasted > 0 and not self.ties.above(0.5, self.votes)
+        lasting = enough or fading
+        ended = (self.lasted > 0 and not lasting) or (lasting and self.lasted + 1 >= c.escape)
+        level.learn(x, unit, constant, warm=warm, lasting=lasting, over=ended)
+        if not warm and not lasting:
+            self.tail = clamp(self.tail * (1 + 0.2 * (vote - 1 / 256)), 1, 4)
+        if lasting and ended:
+            self.votes, self.lasted = 0.0, 0
+        else:
+            self.lasted = self.lasted + 1 if lasting else 0
+        flags = int(Cause.LOSS_SPIKE) if alarm or lasting else 0
+        return alarm, lasting, flags
+
+
+class Divergence:
+    """A trend above the best there was, that does not come back."""
+
+    def __init__(self, config: Any, ties: Ties) -> None:
+        self.config, self.ties = config, ties
+        self.count, self.run, self.latched = 0, 0, False
+        self.trend = self.slow = self.best = self.top = 0.0
+        self.noise = self.long = self.residual = 0.0
+
+    def see(self, step: Any) -> Word:
+        if step.restart:
+            self.count, self.latched = 0, False
+        if not step.sound:
+            return False, False, 0
+        c, x = self.config, step.loss
+        warm, share = self.count < c.warmup_steps, 1 / (self.count + 1)
+        first = self.count == 0
+        if first:
+            self.trend = self.slow = x
+        off = x - self.trend
+        quiet = not self.ties.above(self.noise, abs(self.trend) / 2**18)
+        if not warm and not quiet:
+            off = clamp(off, -8 * self.noise, 8 * self.noise)
+        self.trend += max(share, 1 / 16) * off
+        self.slow += max(share, 1 / 64) * (self.trend - self.slow)
+        # A ramp is a row of rises: it may not pass for noise.
+        up = self.ties.above(off, 0.0, x, self.trend)
+        again = up and self.residual > 0 and self.ties.above(off, self.noise, x)
+        pace = 0.03 * (0.2 if again else 1.0)
+        self.noise += (max(share, pace) if warm else pace) * (abs(off) - self.noise)
+        self.long += clamp(2.5 * share, 1 / 512, 1.0) * (abs(off) - self.long)
+        self.residual = off
+        noise = max(self.noise, 0.5 * self.long)
+
+        self.best += (self.slow - self.best) / 2048
+        self.top += (self.slow - self.top) / 2048
+        if warm or self.ties.above(self.best, self.slow):
+            self.best = self.slow
+        if warm or self.ties.above(self.slow, self.top):
+            self.top = self.slow
+        excess = self.trend - self.best
+        bar = max(
+            c.rise * noise, c.given_back * (self.top - self.best), abs(self.best) / 2**12
+        )
+        size = (self.trend, self.best)
+        high = not warm and self.ties.above(excess, bar, *size)
+        falling = self.ties.above(self.slow - self.trend, noise / 4, *size)
+        if high and not falling:
+            self.run = min(self.run + 1, 2 * c.patience)
+        else:
+            self.run = max(self.run - 1, 0)
+        if first or self.ties.above(bar / 2, excess, *size):
+            self.run, self.latched = 0, False
+        elif self.run >= c.patience:
+            self.latched = True
+        self.count += 1
+        return self.latched, self.latched, int(Cause.DIVERGENCE) if self.latched else 0

@@ -1,0 +1,59 @@
+"""One engine, fed step by step: the shortest way from a list of numbers to its decisions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from healcore.core.detectors import DETECTORS
+from healcore.core.engine import Engine, EngineConfig, EngineState, RuleConfig
+from healcore.core.signals import Signals
+from healcore.core.verdict import Action, Cause, Decision
+
+
+class Runner:
+    """An engine with its state, in NumPy."""
+
+    def __init__(self, config: EngineConfig, *, groups: int = 0, lanes: int = 0) -> None:
+        self.engine = Engine(config)
+        self.state: EngineState = self.engine.init(groups=groups, batch=(lanes,) if lanes else ())
+
+    def step(self, **signals: Any) -> Decision:
+        """Takes numbers or arrays; None is absent."""
+        flags = ("announced", "void")
+        arrays = {
+            name: np.asarray(value, bool if name in flags else np.float32)[()]
+            for name, value in signals.items()
+        }
+        self.state, decision = self.engine.step(self.state, Signals(**arrays), xp=np)
+        return decision
+
+    def feed(self, **signals: Any) -> list[Decision]:
+        """Takes sequences of one length."""
+        names = list(signals)
+        return [
+            self.step(**dict(zip(names, each, strict=True)))
+            for each in zip(*signals.values(), strict=True)
+        ]
+
+
+def watching(name: str, *rules: RuleConfig, **settings: Any) -> EngineConfig:
+    """One detector, its thresholds, and rules; skips in number unlimited, no grace."""
+    config = DETECTORS[name].Config(**settings)
+    return EngineConfig(detectors=((name, config),), rules=rules, max_skips=1 << 20, grace_steps=0)
+
+
+def sustained(cause: Cause) -> RuleConfig:
+    """A rollback when it lasts: what a one-step alarm may not cause."""
+    return RuleConfig(int(cause), action=int(Action.ROLLBACK), sustained=True)
+
+
+def alarms(decisions: list[Decision], cause: Cause) -> np.ndarray:
+    """At which steps `cause` was set: (steps,) or (steps, lanes)."""
+    return np.array([(d.cause & int(cause)) != 0 for d in decisions])
+
+
+def ordered(decisions: list[Decision], action: Action) -> np.ndarray:
+    """At which steps `action` was ordered."""
+    return np.array([(d.action & int(action)) != 0 for d in decisions])

@@ -1,0 +1,129 @@
+"""What the host says: announced changes, void steps, rollbacks; and what a mode does not do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from healcore.core.engine import Engine
+from healcore.core.signals import Signals
+from healcore.core.tree import leaves, map_leaves
+from healcore.core.verdict import Cause
+from tests.core import fuzz, policies
+from tests.core.stepping import Runner
+
+NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
+CONFIG = policies.full("zclip")
+
+
+def same(a, b) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(leaves(a), leaves(b), strict=True))
+
+
+@pytest.mark.parametrize("way", ["signal", "method"])
+def test_an_announced_jump_is_no_alarm(way):
+    rng = np.random.default_rng(0)
+    steps = {"loss": 2 + 0.1 * rng.normal(size=100), "grad_norm": 0.1 + 0.01 * rng.random(100)}
+    jump = {"loss": 9 + 0.1 * rng.normal(size=60), "grad_norm": 30 + rng.random(60)}
+    silent, told = Runner(CONFIG), Runner(CONFIG)
+    silent.feed(**steps)
+    told.feed(**steps)
+    assert any(d.cause for d in silent.feed(**jump))
+    if way == "method":
+        told.state = told.engine.announce(told.state, xp=np)
+        flags = np.zeros(60, bool)
+    else:
+        flags = np.arange(60) == 0
+    assert not any(d.cause & ~int(Cause.PLATEAU) for d in told.feed(**jump, announced=flags))
+
+
+def test_nan_is_caught_in_the_grace_window_and_in_warm_up():
+    runner = Runner(CONFIG)
+    assert runner.step(loss=np.nan, grad_norm=1.0).skip, "the very first step"
+    runner.step(loss=1.0, grad_norm=1.0, announced=True)
+    decision = runner.step(loss=1.0, grad_norm=np.nan)
+    assert decision.skip
+    assert decision.cause == Cause.NONFINITE_GRAD
+
+
+def test_the_window_lasts_grace_steps():
+    for after, alarm in ((9, False), (10, True)):
+        config = policies.full("zclip", grace_steps=10, detectors=CONFIG.detectors[4:5])
+        assert config.detectors[0][0] == "vanishing"
+        runner = Runner(config)
+        runner.feed(grad_norm=np.ones(30))
+        runner.step(grad_norm=0.0, announced=True)
+        causes = [bool(d.cause) for d in runner.feed(grad_norm=np.zeros(12))]
+        assert causes[after - 1] == alarm
+
+
+def test_a_void_step_changes_nothing_at_all():
+    trace = fuzz.signals(np.random.default_rng(3), 120, 20)
+    trace = trace._replace(void=np.zeros_like(trace.void))
+    engine = Engine(CONFIG)
+    state = engine.init(batch=(20,))
+    for i in range(120):
+        garbage = fuzz.at(trace, (i * 7) % 120)._replace(void=np.ones(20, bool))
+        after, decision = engine.step(state, garbage, xp=np)
+        assert same(after, state)
+        assert not decision.skip.any()
+        assert not decision.action.any()
+        assert not decision.cause.any()
+        assert (decision.grad_scale == 1).all()
+        assert np.array_equal(decision.lr_scale, state.lr.scale)
+        state, _ = engine.step(state, fuzz.at(trace, i), xp=np)
+
+
+def test_observe_judges_as_heal_does_and_enforces_nothing():
+    trace = fuzz.signals(np.random.default_rng(4), 200, 20)
+    heal, observe = Engine(CONFIG), Engine(CONFIG._replace(mode="observe"))
+    a, b = heal.init(batch=(20,)), observe.init(batch=(20,))
+    for i in range(200):
+        a, ordered = heal.step(a, fuzz.at(trace, i), xp=np)
+        b, enforced = observe.step(b, fuzz.at(trace, i), xp=np)
+        assert same(a, b)
+        assert np.array_equal(ordered.cause, enforced.cause)
+        assert (enforced.grad_scale == 1).all()
+        assert (enforced.lr_scale == 1).all()
+        for flag in (enforced.skip, enforced.action, enforced.rollback_depth):
+            assert not flag.any()
+
+
+def test_a_rollback_keeps_budgets_and_the_cut_and_takes_the_detectors_back():
+    trace = fuzz.signals(np.random.default_rng(5), 200, 30)
+    engine = Engine(CONFIG)
+    state = engine.init(batch=(30,))
+    for i in range(120):
+        state, _ = engine.step(state, fuzz.at(trace, i), xp=np)
+        if i == 60:
+            restored = state
+    back = engine.on_rollback(state, restored, xp=np)
+    for part in ("clip", "detectors", "rules", "step", "grace"):
+        assert same(getattr(back, part), getattr(restored, part))
+    for part in ("budget", "lr", "tally"):
+        assert same(getattr(back, part), getattr(state, part))
+    assert not back.incident.open.any()
+    assert np.array_equal(back.incident.number, state.incident.number)
+    assert same(map_leaves(np.shape, back), map_leaves(np.shape, state))
+
+
+def test_going_back_to_the_same_place_goes_deeper():
+    from tests.core.test_ladder import CONFIG as LADDER
+
+    runner = Runner(LADDER)
+    runner.feed(loss=np.ones(20))
+    saved = runner.state
+    found = []
+    for _ in range(4):
+        decision = runner.step(loss=np.nan)
+        found.append((int(decision.rollback_depth), int(decision.action)))
+        runner.state = runner.engine.on_rollback(runner.state, saved, xp=np)
+        runner.feed(loss=np.ones(3))
+    assert [depth for depth, _ in found] == [1, 3, 5, 0]
+    assert found[3][1] & 8, "and when the budget is spent it stops"
+
+
+def test_a_step_with_neither_loss_nor_norm_is_refused():
+    engine = Engine(CONFIG)
+    with pytest.raises(ValueError, match=r"a loss or a gradient norm"):
+        engine.step(engine.init(), Signals(update_norm=np.float32(1)), xp=np)

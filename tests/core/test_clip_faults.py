@@ -1,0 +1,111 @@
+"""Each clipping rule survives NaN, Inf, zero and constant norms, in warm-up and after it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from healcore.core.clipping import RULES
+from healcore.core.engine import EngineConfig
+from healcore.core.tree import leaves
+from tests.core.stepping import Runner
+
+CLIPS = {
+    "zclip": RULES["zclip"].ZClipConfig(max_norm=None),
+    "fixed": RULES["fixed"].FixedConfig(max_norm=2.0),
+    "autoclip": RULES["autoclip"].AutoClipConfig(percentile=90.0),
+    "adagc": RULES["adagc"].AdaGCConfig(warmup_steps=25, max_norm=100.0),
+}
+FAULTS = {
+    "nan": [np.nan],
+    "inf": [np.inf],
+    "minus inf": [-np.inf],
+    "negative": [-3.0],
+    "overflow": [3e38],
+    "zero": [0.0],
+    "row of nan": [np.nan] * 40,
+    "row of zeros": [0.0] * 40,
+    "nan, inf, zero in turn": [np.nan, np.inf, 0.0] * 20,
+}
+
+
+def run(clip: str, norms) -> tuple[np.ndarray, np.ndarray, Runner]:
+    """Factors and skips of one run."""
+    per_tensor = clip == "adagc"
+    runner = Runner(EngineConfig(clip=(clip, CLIPS[clip])), groups=int(per_tensor))
+    factors, skips = [], []
+    for norm in norms:
+        extra = {"group_norms": [norm]} if per_tensor else {}
+        decision = runner.step(grad_norm=norm, **extra)
+        scale = decision.group_scale[0] if per_tensor else decision.grad_scale
+        factors.append(float(scale))
+        skips.append(bool(decision.skip))
+    return np.array(factors), np.array(skips), runner
+
+
+def calm(steps: int, seed: int = 0) -> list[float]:
+    return list(np.exp(0.05 * np.random.default_rng(seed).normal(size=steps)))
+
+
+@pytest.mark.parametrize("at", [0, 1, 10, 24, 60])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("clip", CLIPS)
+def test_the_steps_after_a_fault_are_judged_as_if_it_had_not_been(clip, fault, at):
+    norms, faults = calm(160), FAULTS[fault]
+    clean, _, _ = run(clip, [*norms, 50.0])
+    got, skips, runner = run(clip, [*norms[:at], *faults, *norms[at:], 50.0])
+    without = np.concatenate([got[:at], got[at + len(faults) :]])
+    np.testing.assert_array_equal(without, clean)
+    wrong = np.array(faults)
+    bad = ~np.isfinite(wrong) | (wrong < 0) | (wrong > 1e15)
+    np.testing.assert_array_equal(skips[at : at + len(faults)], bad)
+    assert not skips[:at].any()
+    assert not skips[at + len(faults) :].any()
+    assert all(np.isfinite(leaf).all() for leaf in leaves(runner.state))
+    assert got[-1] < 0.3, "x50 at the end is clipped"
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+def test_a_constant_norm_and_a_hundredth_of_a_percent_more(clip):
+    factors, _, _ = run(clip, [0.5] * 200 + [0.5 * 1.0001] * 5)
+    assert (factors == 1).all()
+
+
+@pytest.mark.parametrize("clip", ["zclip", "adagc"])
+def test_a_spike_in_warm_up_does_not_hide_later_ones(clip):
+    for at in (0, 3, 20):
+        norms = calm(120)
+        norms[at] = 1000.0
+        norms[100] = 20.0
+        factors, _, _ = run(clip, norms)
+        assert factors[100] < 0.2, f"spike of the warm-up at {at}"
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+def test_what_is_left_is_within_the_threshold(clip):
+    """`scale * norm` never exceeds the limit, however large the norm."""
+    for norm in (5.0, 1e3, 1e8, 1e14, 9e14):
+        per_tensor = clip == "adagc"
+        factors, skips, runner = run(clip, [*calm(150), norm])
+        limit = (
+            float(CLIPS[clip].ratio * runner.state.clip.gamma[0]) if per_tensor
+            else float(runner.state.last.threshold)
+        )
+        assert not skips[-1]
+        assert 0 <= factors[-1] * norm <= limit * (1 + 1e-5)
+
+
+def test_a_tensor_with_a_zero_norm_in_warm_up_lives():
+    """Published AdaGC: gamma is 0 from then on, and the tensor never moves again."""
+    config = CLIPS["adagc"]
+    runner = Runner(EngineConfig(clip=("adagc", config)), groups=2)
+    for i in range(60):
+        decision = runner.step(grad_norm=1.0, group_norms=[0.0 if i == 5 else 0.6, 0.8])
+    np.testing.assert_array_equal(decision.group_scale, [1, 1])
+
+
+def test_per_tensor_norms_of_one_bad_tensor_skip_the_step():
+    runner = Runner(EngineConfig(clip=("adagc", CLIPS["adagc"])), groups=3)
+    decision = runner.step(grad_norm=1.0, group_norms=[1.0, np.nan, 1.0])
+    assert decision.skip
+    np.testing.assert_array_equal(decision.group_scale, [1, 1, 1])

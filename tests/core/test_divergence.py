@@ -1,0 +1,80 @@
+"""Divergence: a trend that leaves the best level and does not come back; noise and spikes do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from healcore.core.verdict import Cause
+from tests.core.stepping import Runner, alarms, watching
+
+CONFIG = watching("divergence")
+LANES = 50
+
+
+def noise(steps: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(steps, LANES))
+
+
+def run(losses: np.ndarray) -> np.ndarray:
+    losses = np.asarray(losses, np.float32)
+    return alarms(Runner(CONFIG, lanes=losses.shape[1]).feed(loss=losses), Cause.DIVERGENCE)
+
+
+@pytest.mark.parametrize("spread", [0.05, 0.5, 1.0])
+def test_a_noisy_ramp_from_2_to_22_is_found(spread):
+    """The system that inspired this one asks for fifty rises in a row, and never sees it."""
+    losses = 2 + spread * noise(1300)
+    losses[300:] += np.linspace(0, 20, 1000)[:, None]
+    found = run(losses)
+    assert not found[:300].any()
+    assert found[300:800].any(0).all(), "within half of the ramp"
+    assert found[-1].all(), "and it stands"
+
+
+@pytest.mark.parametrize("offset", [2.0, 0.0, -3.0])
+@pytest.mark.parametrize("spread", [1e-4, 0.1, 1.0])
+def test_noise_does_not_diverge(spread, offset):
+    assert not run(offset + spread * noise(3000)).any()
+
+
+def test_training_does_not_diverge():
+    t = np.arange(3000)[:, None]
+    assert not run(2 + 9 * np.exp(-t / 400) + 0.1 * noise(3000)).any()
+
+
+def test_a_spike_that_heals_is_no_divergence():
+    losses = 2.5 + 0.05 * noise(1000)
+    losses[500:530] += 5 * np.exp(-np.arange(30) / 8)[:, None]
+    assert not run(losses).any()
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -1.0])
+def test_a_constant_loss_does_not_diverge(value):
+    losses = np.full((600, 1), value)
+    losses[400:] *= 1.0001
+    assert not run(losses).any()
+
+
+def test_the_alarm_is_latched_and_ends():
+    losses = 2 + 0.1 * noise(1600)
+    losses[300:700] += np.linspace(0, 10, 400)[:, None]
+    losses[700:900] += 10
+    losses[900:] += 10 * np.exp(-np.arange(700) / 50)[:, None]
+    found = run(losses)
+    assert found[700:900].all(), "no gap while it is high"
+    assert not found[1500:].any()
+    flips = (np.diff(found.astype(int), axis=0) != 0).sum(0)
+    assert flips.max() <= 2, "on once, off once: no flutter"
+
+
+def test_nan_steps_neither_raise_nor_end_the_alarm():
+    losses = 2 + 0.1 * noise(900)
+    losses[200:] += np.linspace(0, 20, 700)[:, None]
+    clean = run(losses)
+    faulty = losses.copy()
+    faulty[::3] = np.nan
+    found = run(faulty)
+    assert not found[::3].any()
+    assert found[-20:][np.arange(880, 900) % 3 != 0].all()
+    assert clean[-1].all()

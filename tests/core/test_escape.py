@@ -1,0 +1,117 @@
+"""Every clipping rule that learns its limit escapes a true level shift, within a stated bound.
+
+After a lasting rise of the norm (x1.5, x2, x3, and a ramp to x3 over 20 steps) the share of the
+gradient that is taken away has to be what it is for the same noise without a rise. The published ZClip never gets there
+(1000 of 1000 steps clipped); AdaGC as published needs 645 to 1,633 steps for x2.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+from healcore.core.clipping import RULES
+from healcore.core.engine import Engine, EngineConfig
+from healcore.core.signals import Signals
+
+BEFORE, AFTER = 400, 800
+ZClip, AutoClip, AdaGC = (
+    RULES["zclip"].ZClipConfig,
+    RULES["autoclip"].AutoClipConfig,
+    RULES["adagc"].AdaGCConfig,
+)
+CLIPS = {
+    "zclip": ("zclip", ZClip(max_norm=None)),
+    "zclip-mean": ("zclip", ZClip(max_norm=None, target="mean")),
+    "zclip-max": ("zclip", ZClip(max_norm=None, target="max")),
+    "autoclip": ("autoclip", AutoClip(window=100)),
+    "adagc": ("adagc", AdaGC(max_norm=1e9)),
+}
+SHIFTS = {"x1.5": (1.5, 1), "x2": (2.0, 1), "x3": (3.0, 1), "ramp to x3": (3.0, 20)}
+# Steps until the clipping is back, noise of norms: none, lognormal(0.1), lognormal(0.3).
+# docs/parity.md has what was measured; these are the promises.
+BOUNDS = {
+    "zclip": (25, 60, 120),
+    "zclip-mean": (25, 60, 200),
+    "zclip-max": (25, 60, 120),
+    "autoclip": (500, 500, 500),
+    "adagc": (50, 450, 450),
+}
+
+
+@functools.cache
+def taken_away(clip: str, noise: float, factor: float, length: int) -> np.ndarray:
+    """1 - scale at each step, (steps, lanes)."""
+    rng = np.random.default_rng(0)
+    lanes = 1 if noise == 0 else 40 if clip == "autoclip" else 150
+    norms = np.exp(noise * rng.normal(size=(BEFORE + AFTER, lanes)))
+    rise = np.clip((np.arange(BEFORE + AFTER) - BEFORE + 1) / length, 0, 1)
+    norms = (norms * np.exp(np.log(factor) * rise)[:, None]).astype(np.float32)
+    config = CLIPS[clip]
+    groups = 1 if config[0] == "adagc" else 0
+    engine = Engine(EngineConfig(clip=config))
+    state, rows = engine.init(groups=groups, batch=(lanes,)), []
+    for norm in norms:
+        per_group = norm[:, None] if groups else None
+        signals = Signals(grad_norm=norm, group_norms=per_group)
+        state, decision = engine.step(state, signals, xp=np)
+        rows.append(decision.group_scale[:, 0] if groups else decision.grad_scale)
+    return 1 - np.array(rows)
+
+
+def steps_until_back(taken: np.ndarray, usual: np.ndarray) -> int:
+    """First step from which on 25-step means stay within a tenth of the usual ones."""
+
+    def means(x: np.ndarray) -> np.ndarray:
+        return np.convolve(x[BEFORE:].mean(1), np.ones(25) / 25, "valid")
+
+    high = np.flatnonzero(means(taken) > 1.1 * means(usual) + 0.005)
+    return int(high[-1]) + 1 if len(high) else 0
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("clip", CLIPS)
+def test_clipping_is_back_at_its_usual_amount(clip, shift):
+    for noise, bound in zip((0.0, 0.1, 0.3), BOUNDS[clip], strict=True):
+        usual = taken_away(clip, noise, 1.0, 1)
+        steps = steps_until_back(taken_away(clip, noise, *SHIFTS[shift]), usual)
+        print(f"{clip} {shift} noise {noise}: {steps}")
+        assert steps <= bound, f"noise {noise}: {steps} steps"
+
+
+@pytest.mark.parametrize("shift", ["x1.5", "x2", "x3"])
+@pytest.mark.parametrize("clip", ["zclip", "zclip-mean", "zclip-max", "adagc"])
+def test_after_constant_norms_exactly_patience_steps_are_clipped(clip, shift):
+    clipped = taken_away(clip, 0.0, *SHIFTS[shift]) > 0
+    patience = CLIPS[clip][1].shift.patience
+    assert patience == 25
+    assert not clipped[:BEFORE].any()
+    assert clipped[BEFORE : BEFORE + patience].all()
+    assert not clipped[BEFORE + patience :].any()
+
+
+@pytest.mark.parametrize("clip", ["zclip", "adagc"])
+def test_without_the_watch_it_locks_in(clip, monkeypatch):
+    """What the bound is worth: the same measurement on the rule as published."""
+    kind, config = CLIPS[clip]
+    never = config.shift._replace(patience=1 << 20)
+    monkeypatch.setitem(CLIPS, "published", (kind, config._replace(shift=never)))
+    steps = steps_until_back(taken_away("published", 0.1, 2.0, 1), taken_away(clip, 0.1, 1.0, 1))
+    taken_away.cache_clear()
+    assert steps > 500
+
+
+def test_norms_that_run_away_are_no_level():
+    """Doubling at each step is an explosion: it goes on being clipped."""
+    engine = Engine(EngineConfig(clip=CLIPS["zclip"]))
+    state = engine.init()
+    for _ in range(100):
+        state, _ = engine.step(state, Signals(grad_norm=np.float32(1)), xp=np)
+    scales = []
+    for i in range(40):
+        signals = Signals(grad_norm=np.float32(2.0 ** (i + 1)))
+        state, decision = engine.step(state, signals, xp=np)
+        scales.append(decision.grad_scale)
+    assert max(scales) < 1

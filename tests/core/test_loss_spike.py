@@ -1,0 +1,113 @@
+"""Loss spike: fires on what is one, whatever the unit of the loss, and tells one step from many."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from healcore.core.verdict import Action, Cause
+from tests.core.stepping import Runner, alarms, ordered, sustained, watching
+
+SPIKE = Cause.LOSS_SPIKE
+CONFIG = watching("loss_spike", sustained(SPIKE))
+LANES = 60
+
+
+def noise(steps: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(steps, LANES))
+
+
+def run(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(alarms, rollbacks ordered), (steps, lanes)."""
+    losses = np.asarray(losses, np.float32)
+    runner = Runner(CONFIG, lanes=losses.shape[1] if losses.ndim == 2 else 0)
+    decisions = runner.feed(loss=losses)
+    return alarms(decisions, SPIKE), ordered(decisions, Action.ROLLBACK)
+
+
+# Loss = offset + unit * noise: positive, near zero, negative, tiny, huge.
+UNITS = {
+    "ordinary": (2.5, 0.05),
+    "near zero": (0.0, 0.01),
+    "negative": (-4.0, 0.1),
+    "crossing zero": (0.01, 0.1),
+    "tiny": (1e-6, 1e-7),
+    "huge": (1e9, 1e7),
+}
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_noise_is_no_spike(unit):
+    offset, scale = UNITS[unit]
+    single, lasting = run(offset + scale * noise(1500))
+    assert single.mean() < 1e-3, "single steps: fewer than one in a thousand"
+    assert not lasting.any()
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_lasting_rise_is_found_within_ten_steps(unit):
+    offset, scale = UNITS[unit]
+    losses = offset + scale * noise(600)
+    losses[400:440] += 20 * scale
+    _, lasting = run(losses)
+    assert not lasting[:400].any()
+    assert lasting[400:410].any(0).all()
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_one_bad_batch_is_an_alarm_and_never_a_rollback(unit):
+    offset, scale = UNITS[unit]
+    losses = offset + scale * noise(600)
+    losses[400] += 30 * scale
+    single, lasting = run(losses)
+    assert single[400].all()
+    assert not lasting.any()
+    assert single[401:450].mean() < 0.01, "the step after it is fine again"
+
+
+def test_a_power_of_two_as_unit_changes_nothing():
+    """Scale-free to the bit."""
+    losses = (2.5 + 0.1 * noise(300)).astype(np.float32)
+    losses[200:] += 1
+    for factor in (2.0**-10, 2.0**10):
+        np.testing.assert_array_equal(run(losses)[0], run(losses * np.float32(factor))[0])
+
+
+@pytest.mark.parametrize("value", [0.0, 0.6931472, 3.0, -2.0, 1e-8])
+def test_constant_losses(value):
+    single, lasting = run(np.full((300, 1), value))
+    assert not single.any()
+    assert not lasting.any()
+    nearly = np.full((300, 1), value)
+    nearly[200:] *= 1.0001
+    single, lasting = run(nearly)
+    assert not lasting.any(), "a hundredth of a percent more"
+
+
+def test_a_falling_loss_is_no_spike():
+    t = np.arange(2000)[:, None]
+    losses = 2 + 9 * np.exp(-t / 300) + 0.05 * noise(2000)
+    single, lasting = run(losses)
+    assert single.mean() < 2e-3
+    assert not lasting.any()
+
+
+def test_nan_and_inf_teach_nothing():
+    losses = (2.5 + 0.05 * noise(500)).astype(np.float32)
+    clean = run(losses)
+    for wrong in (np.nan, np.inf, -np.inf):
+        faulty = np.insert(losses, [5, 100, 100, 250], wrong, axis=0)
+        keep = np.isfinite(faulty[:, 0])
+        for a, b in zip(clean, run(faulty), strict=True):
+            np.testing.assert_array_equal(a, b[keep])
+            assert not b[~keep].any()
+
+
+def test_a_true_level_shift_is_accepted_in_the_end():
+    """Another dataset: an incident, and then the new level is the level."""
+    losses = 2.0 + 0.05 * noise(1500)
+    losses[500:] += 3.0
+    single, lasting = run(losses)
+    assert lasting[500:520].any(0).all()
+    assert not lasting[700:].any()
+    assert single[700:].mean() < 2e-3

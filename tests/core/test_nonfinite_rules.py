@@ -1,0 +1,78 @@
+"""Non-finite values, and the two ways of counting them: in a row, and often within a window."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from healcore.core.engine import RuleConfig
+from healcore.core.verdict import Action, Cause
+from tests.core.stepping import Runner, ordered, watching
+
+BAD = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
+ROLLBACK = int(Action.ROLLBACK)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf, 3e38, -1.0])
+def test_a_gradient_that_is_no_number_is_skipped_under_any_policy(wrong):
+    for config in (watching("nonfinite"), watching("vanishing")):
+        decision = Runner(config).step(loss=1.0, grad_norm=wrong)
+        assert decision.skip
+
+
+def test_each_signal_has_its_cause():
+    runner = Runner(watching("nonfinite"))
+    assert runner.step(loss=np.nan, grad_norm=1.0).cause == Cause.NONFINITE_LOSS
+    assert runner.step(loss=1.0, grad_norm=np.inf).cause == Cause.NONFINITE_GRAD
+    assert runner.step(loss=np.inf, grad_norm=np.nan).cause == BAD
+    assert runner.step(loss=1.0, grad_norm=1.0, update_norm=np.nan).cause == Cause.NONFINITE_GRAD
+    assert runner.step(loss=1.0, grad_norm=1.0).cause == 0
+
+
+def test_a_loss_that_is_no_number_is_skipped_where_a_rule_says_so():
+    without = Runner(watching("nonfinite")).step(loss=np.nan, grad_norm=1.0)
+    skipping = Runner(watching("nonfinite", RuleConfig(BAD, skip=True)))
+    assert not without.skip
+    assert skipping.step(loss=np.nan, grad_norm=1.0).skip
+
+
+def test_every_other_step_nan_is_caught_by_the_rate_only():
+    """KempnerForge's detector, which counts consecutive steps, misses this for 199 steps."""
+    losses = np.where(np.arange(200) % 2, np.nan, 1.0)
+    row = RuleConfig(BAD, action=ROLLBACK, consecutive=3)
+    rate = RuleConfig(BAD, action=ROLLBACK, count=5, within=20)
+    assert not ordered(Runner(watching("nonfinite", row)).feed(loss=losses), Action.ROLLBACK).any()
+    found = ordered(Runner(watching("nonfinite", rate)).feed(loss=losses), Action.ROLLBACK)
+    assert np.flatnonzero(found)[0] == 9, "at the fifth NaN"
+
+
+def test_in_a_row():
+    rule = RuleConfig(BAD, action=ROLLBACK, consecutive=3)
+    losses = [1, np.nan, np.nan, 1, np.nan, np.nan, np.nan, np.nan, 1]
+    found = ordered(Runner(watching("nonfinite", rule)).feed(loss=losses), Action.ROLLBACK)
+    assert np.flatnonzero(found).tolist() == [6]
+
+
+def test_the_window_forgets():
+    rule = RuleConfig(BAD, action=ROLLBACK, count=3, within=10)
+    losses = np.ones(60)
+    losses[[0, 8, 16, 24, 40, 44, 49]] = np.nan
+    found = ordered(Runner(watching("nonfinite", rule)).feed(loss=losses), Action.ROLLBACK)
+    assert np.flatnonzero(found).tolist() == [49]
+
+
+def test_a_window_holds_exactly_within_steps():
+    rule = RuleConfig(BAD, action=ROLLBACK, count=2, within=10)
+    for gap, hit in ((9, True), (10, False)):
+        losses = np.ones(40)
+        losses[[5, 5 + gap]] = np.nan
+        found = ordered(Runner(watching("nonfinite", rule)).feed(loss=losses), Action.ROLLBACK)
+        assert found.any() == hit
+
+
+def test_an_alert_is_said_once_until_it_has_been_quiet():
+    rule = RuleConfig(BAD, action=int(Action.ALERT))
+    losses = np.ones(100)
+    losses[[10, 11, 12, 20, 60]] = np.nan  # 20 quiet steps lie between the last two only
+    found = ordered(Runner(watching("nonfinite", rule)).feed(loss=losses), Action.ALERT)
+    assert np.flatnonzero(found).tolist() == [10, 60]

@@ -1,0 +1,109 @@
+"""The oracle sees errors: each part of the core is broken on purpose, and the comparison fails.
+
+In `make test` four errors per file, drawn anew from each version of the file; all of them under
+the marker `stress`. Some errors change nothing (a comparison that is never equal, a count that
+feeds nothing), so not all are asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from healcore.core import level_shift, numerics, warmup
+from healcore.core.clipping import adagc, autoclip, fixed, verdict, zclip
+from healcore.core.detectors import (
+    divergence,
+    loss_level,
+    loss_spike,
+    nonfinite,
+    norm_spike,
+    overfit,
+    plateau,
+    vanishing,
+)
+from healcore.core.engine import budget, incident, judge, lr, rules, skipping
+from tests.core import fuzz, mutants, oracle, policies
+
+CLIPS = ("zclip", "adagc", "autoclip", "zclip-max", "fixed")
+PARTS: dict[ModuleType, tuple[str, ...]] = {
+    zclip: ("zclip", "zclip-max"),
+    adagc: ("adagc",),
+    autoclip: ("autoclip",),
+    fixed: ("fixed",),
+    verdict: ("zclip", "adagc"),
+    **dict.fromkeys([level_shift, warmup, numerics], ("zclip", "adagc")),
+    **dict.fromkeys(
+        [loss_spike, loss_level, divergence, norm_spike, vanishing, plateau, overfit, nonfinite],
+        ("fixed",),
+    ),
+    **dict.fromkeys([judge, incident, budget, lr, rules, skipping], ("zclip", "adagc")),
+}
+"""What is broken, and the policies that are asked to notice."""
+
+
+@functools.cache
+def trial(clip: str):
+    """A policy, its trace, and what the reference says of it."""
+    groups = policies.GROUPS if clip == "adagc" else 0
+    config = oracle.known_to_reference(policies.full(clip))
+    trace = fuzz.signals(np.random.default_rng(3), 250, 60, groups=groups)
+    return config, trace, groups, oracle.reference_run(config, trace, groups=groups)
+
+
+def complaint(clip: str) -> str | None:
+    """What the oracle says of the core as it is now."""
+    config, trace, groups, expected = trial(clip)
+    try:
+        with np.errstate(all="ignore"):
+            outcome = oracle.compare(expected, oracle.core_run(config, trace, groups=groups))
+    except Exception as error:
+        return f"raised {error!r}"
+    if outcome.ties > 6:
+        return f"{outcome.ties} ties"
+    return outcome.wrong
+
+
+def unnoticed(module: ModuleType, errors: list[mutants.Mutant]) -> list[str]:
+    """Those errors that no policy notices."""
+    left = []
+    for mutant in errors:
+        with mutants.planted(mutant):
+            if not any(complaint(clip) for clip in PARTS[module]):
+                left.append(str(mutant))
+    return left
+
+
+def name(module: ModuleType) -> str:
+    return module.__name__.removeprefix("healcore.core.")
+
+
+def test_the_core_as_it_is_gives_no_complaint():
+    assert {clip: complaint(clip) for clip in CLIPS} == dict.fromkeys(CLIPS)
+
+
+@pytest.mark.parametrize("module", PARTS, ids=name)
+def test_some_errors_in_each_file_are_noticed(module):
+    every = list(mutants.mutants(module))
+    order = np.random.default_rng(zlib.crc32(name(module).encode())).permutation(len(every))
+    some = [every[i] for i in order[:4]]
+    left = unnoticed(module, some)
+    assert len(left) <= len(some) // 2, left
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("module", PARTS, ids=name)
+def test_nearly_all_errors_in_each_file_are_noticed(module):
+    every = list(mutants.mutants(module))
+    left = unnoticed(module, every)
+    print(f"{name(module)}: {len(every) - len(left)} of {len(every)} noticed; not: {left}")
+    assert len(left) <= max(2, len(every) // 5), left
+
+
+def test_the_core_is_whole_again():
+    """Planting leaves nothing behind."""
+    assert complaint("zclip") is None

@@ -1,0 +1,147 @@
+"""The engine's state as plain data: exact, JSON-safe, and refused when it is not its own."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from healcore.core.engine import Engine, StateError
+from healcore.core.tree import leaves
+from tests.core import fuzz, policies
+
+
+def lived(clip: str, steps: int = 80):
+    """An engine and its state after some steps."""
+    groups = policies.GROUPS if clip == "adagc" else 0
+    engine = Engine(policies.full(clip))
+    trace = fuzz.signals(np.random.default_rng(8), steps, 1, groups=groups)
+    state = engine.init(groups=groups)
+    for i in range(steps):
+        state, _ = engine.step(state, fuzz.at(trace, i, 0), xp=np)
+    return engine, state
+
+
+@pytest.mark.parametrize("clip", policies.CLIPS)
+def test_through_json_and_back_to_the_bit(clip):
+    engine, state = lived(clip)
+    text = json.dumps(engine.to_dict(state), allow_nan=False)
+    back = engine.from_dict(json.loads(text))
+    fresh = engine.init(groups=policies.GROUPS if clip == "adagc" else 0)
+    for a, b, c in zip(leaves(state), leaves(back), leaves(fresh), strict=True):
+        assert isinstance(b, np.ndarray)
+        assert b.dtype == c.dtype
+        assert b.shape == c.shape
+        assert np.asarray(a).tobytes() == b.tobytes()
+
+
+def test_saved_and_restored_goes_on_as_if_it_had_never_stopped():
+    engine, state = lived("zclip")
+    other = engine.from_dict(json.loads(json.dumps(engine.to_dict(state))))
+    trace = fuzz.signals(np.random.default_rng(9), 200, 1)
+    for i in range(200):
+        state, a = engine.step(state, fuzz.at(trace, i, 0), xp=np)
+        other, b = engine.step(other, fuzz.at(trace, i, 0), xp=np)
+        for x, y in zip(leaves((state, a)), leaves((other, b)), strict=True):
+            assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+def broken(data: dict[str, Any], *path: Any, value: Any = ...) -> dict[str, Any]:
+    """A copy with one entry replaced, or taken out."""
+    data = copy.deepcopy(data)
+    place = data
+    for key in path[:-1]:
+        place = place[key]
+    if value is ...:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    return data
+
+
+DAMAGE = {
+    "no schema": (("schema",), ...),
+    "another schema": (("schema",), 2),
+    "schema true": (("schema",), True),
+    "another clip": (("clip",), "adagc"),
+    "another list of detectors": (("detectors",), ["nonfinite"]),
+    "no state": (("state",), None),
+    "a field is missing": (("state", "budget", "recoveries"), ...),
+    "a field too many": (("state", "budget", "luck"), 3),
+    "a rule is missing": (("state", "rules", 0), ...),
+    "nan": (("state", "clip", "mean"), float("nan")),
+    "inf": (("state", "lr", "scale"), float("inf")),
+    "too large for float32": (("state", "clip", "mean"), 1e39),
+    "text for a number": (("state", "clip", "mean"), "1.0"),
+    "null for a number": (("state", "clip", "mean"), None),
+    "a float for a count": (("state", "step"), 3.5),
+    "a whole float for a count": (("state", "step"), 3.0),
+    "a count out of range": (("state", "step"), 2**40),
+    "a bool for a count": (("state", "step"), True),
+    "a count for a bool": (("state", "announced"), 1),
+    "a list for a number": (("state", "clip", "var"), [1.0]),
+    "a mapping for a number": (("state", "clip", "var"), {}),
+    "a short window": (("state", "rules", 3, "window"), [0, 1]),
+    "a ragged window": (("state", "rules", 3, "window"), [0, [1]]),
+    "a detector of another kind": (("state", "detectors", 1), {}),
+    "groups below zero": (("groups",), -1),
+    "groups not a number": (("groups",), "3"),
+    "absurdly many groups": (("groups",), 10**12),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_data_is_refused(damage):
+    engine, state = lived("zclip")
+    path, value = DAMAGE[damage]
+    data = broken(json.loads(json.dumps(engine.to_dict(state))), *path, value=value)
+    before = copy.deepcopy(data)
+    with pytest.raises(StateError) as caught:
+        engine.from_dict(data)
+    assert len(str(caught.value)) > 20
+    assert repr(data) == repr(before), "what is refused is left as it was"
+
+
+@pytest.mark.parametrize("data", [None, 3, "state", [], [1, 2], {}, {"schema": 1}])
+def test_foreign_data_is_refused(data):
+    engine, _ = lived("zclip", 1)
+    with pytest.raises(StateError):
+        engine.from_dict(data)
+
+
+def test_the_message_names_the_place():
+    engine, state = lived("zclip")
+    data = broken(engine.to_dict(state), "state", "incident", "onset", value=0.5)
+    with pytest.raises(StateError, match=r"state\.incident\.onset must be int32, got 0\.5"):
+        engine.from_dict(data)
+
+
+def test_another_number_of_tensors_is_taken_from_the_data():
+    engine = Engine(policies.full("adagc"))
+    data = engine.to_dict(engine.init(groups=7))
+    assert engine.from_dict(data).clip.gamma.shape == (7,)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_random_damage_gets_through_or_crashes(seed):
+    """Any one entry, replaced by any junk: refused with a StateError, or an equal value."""
+    rng = np.random.default_rng(seed)
+    engine, state = lived("autoclip", 30)
+    data = json.loads(json.dumps(engine.to_dict(state)))
+    path, place = [], data
+    while isinstance(place, dict | list) and len(place):
+        keys = list(place) if isinstance(place, dict) else range(len(place))
+        path.append(keys[int(rng.integers(len(keys)))])
+        place = place[path[-1]]
+    junk = [None, "x", float("nan"), [], {}, 2**70, -1.5, [[1], 2], b"\0"]
+    value = junk[int(rng.integers(len(junk)))]
+    floats = isinstance(place, float) and isinstance(value, float) and np.isfinite(value)
+    if floats or value == place or (value == [] and place == []):
+        return
+    if value is None and place is None:
+        return
+    with pytest.raises(StateError):
+        engine.from_dict(broken(data, *path, value=value))

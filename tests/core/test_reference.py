@@ -1,0 +1,59 @@
+"""The core decides as the plain-Python reference does, step by step, on fuzzed traces."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from healcore.core.signals import Signals
+from tests.core import fuzz, oracle, policies
+
+STEPS, LANES = 300, 50
+
+
+@pytest.mark.parametrize("wild", [False, True], ids=["plain", "wild"])
+@pytest.mark.parametrize("clip", policies.CLIPS)
+def test_every_clipping_rule_with_every_detector_and_rule(clip, wild):
+    groups = policies.GROUPS if clip == "adagc" else 0
+    rng = np.random.default_rng(len(clip) + 100 * wild)
+    trace = fuzz.signals(rng, STEPS, LANES, groups=groups, wild=wild)
+    config = oracle.known_to_reference(policies.full(clip))
+    outcome = oracle.agree(config, trace, groups=groups)
+    assert outcome.wrong is None, outcome.wrong
+    assert outcome.ties <= LANES // 10
+    assert outcome.steps >= 0.9 * STEPS * LANES
+
+
+@pytest.mark.parametrize("present", ["loss", "grad_norm", "loss grad_norm", "grad_norm eval_loss"])
+def test_a_detector_without_its_signal_rests(present):
+    trace = fuzz.signals(np.random.default_rng(5), STEPS, 20)
+    trace = Signals(**{name: getattr(trace, name) for name in present.split()})
+    outcome = oracle.agree(oracle.known_to_reference(policies.full("zclip")), trace)
+    assert outcome.wrong is None, outcome.wrong
+    assert outcome.steps >= 0.9 * STEPS * 20
+
+
+def test_observe_mode_names_causes_and_orders_nothing():
+    trace = fuzz.signals(np.random.default_rng(6), STEPS, 20)
+    config = oracle.known_to_reference(policies.full("zclip", mode="observe"))
+    outcome = oracle.agree(config, trace)
+    assert outcome.wrong is None, outcome.wrong
+    got = oracle.core_run(config, trace)
+    assert got["cause"].any()
+    assert got["skips"].any(), "what would have been done is counted"
+    for name in ("skip", "action", "rollback_depth"):
+        assert not got[name].any()
+    assert (got["grad_scale"] == 1).all()
+    assert (got["lr_scale"] == 1).all()
+
+
+def test_the_traces_reach_everything():
+    """An oracle is worth what its traces provoke."""
+    trace = fuzz.signals(np.random.default_rng(105), STEPS, LANES)
+    got = oracle.core_run(policies.full("zclip"), trace)
+    assert np.bitwise_or.reduce(got["cause"], axis=None) == 511  # all nine causes
+    assert np.bitwise_or.reduce(got["action"], axis=None) == 31  # all five actions
+    assert got["skip"].any()
+    assert got["rollback_depth"].max() >= 3
+    assert got["lr_scale"].min() == np.float32(0.2)
+    assert ((got["grad_scale"] > 0) & (got["grad_scale"] < 1)).any()

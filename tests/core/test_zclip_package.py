@@ -1,0 +1,92 @@
+"""ZClip against its authors' package, step by step, on norms where that one is well defined.
+
+Positive and finite, without a lasting shift, with more noise than one percent of the mean. The
+package computes in double precision and adds 1e-6 to sigma; so agreement is to 2e-4 of the factor.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from zclip import ZClip
+
+from healcore.core.clipping import RULES
+from healcore.core.engine import EngineConfig
+from tests.core.stepping import Runner
+
+MODES = {
+    "reciprocal": {"mode": "zscore", "clip_option": "adaptive_scaling"},
+    "mean": {"mode": "zscore", "clip_option": "mean"},
+    "max": {"mode": "percentile"},
+}
+TOLERANCE = 2e-4
+
+
+def norms(seed: int) -> np.ndarray:
+    """Noise about a slow drift, and a spike now and then."""
+    rng = np.random.default_rng(seed)
+    steps = np.arange(600)
+    level = 5 + 0.3 * np.sin(steps / 150)
+    spikes = np.where((rng.random(600) < 0.02) & (steps > 30), rng.uniform(2, 50, 600), 1.0)
+    return (level * np.exp(0.1 * rng.normal(size=600)) * spikes).astype(np.float32)
+
+
+def published(values: np.ndarray, **settings) -> tuple[np.ndarray, np.ndarray, ZClip]:
+    """What the package does to a gradient of each norm: factors, means."""
+    rule = ZClip(alpha=0.97, warmup_steps=25, **settings)
+    module = torch.nn.Linear(1, 1, bias=False)
+    factors, means = [], []
+    for value in values:
+        module.weight.grad = torch.full((1, 1), float(value))
+        rule.step(module)
+        factors.append(float(module.weight.grad) / float(value))
+        means.append(rule.mean if rule.initialized else np.nan)
+    return np.array(factors), np.array(means), rule
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0, 6.0])
+@pytest.mark.parametrize("target", MODES)
+def test_the_same_factors_and_statistics(target, max_norm):
+    for seed in range(3):
+        values = norms(seed)
+        factors, means, rule = published(
+            values, z_thresh=2.5, max_grad_norm=max_norm, **MODES[target]
+        )
+        config = RULES["zclip"].ZClipConfig(target=target, max_norm=max_norm)
+        runner = Runner(EngineConfig(clip=("zclip", config)))
+        got, ours = [], []
+        for value in values:
+            got.append(float(runner.step(grad_norm=value).grad_scale))
+            ours.append(float(runner.state.clip.mean))
+        assert (factors[25:] < 1).sum() >= 5
+        np.testing.assert_allclose(got, factors, rtol=TOLERANCE)
+        np.testing.assert_allclose(ours[24:], means[24:], rtol=TOLERANCE)
+        np.testing.assert_allclose(float(runner.state.clip.var), rule.var, rtol=10 * TOLERANCE)
+
+
+def test_the_tolerance_would_notice_another_threshold():
+    """z_threshold 2.45 for 2.5 is seen."""
+    values = norms(0)
+    factors, _, _ = published(values, z_thresh=2.5, max_grad_norm=None, **MODES["reciprocal"])
+    config = RULES["zclip"].ZClipConfig(z_threshold=2.45, max_norm=None)
+    got = [
+        float(d.grad_scale)
+        for d in Runner(EngineConfig(clip=("zclip", config))).feed(grad_norm=values)
+    ]
+    assert not np.allclose(got, factors, rtol=TOLERANCE)
+
+
+def test_where_the_package_goes_blind_or_locks_in():
+    """The published behaviour that healcore departs from is still there, and still departed from."""
+    calm = np.exp(0.1 * np.random.default_rng(0).normal(size=200)).astype(np.float32)
+    one_nan = np.concatenate([calm, [np.float32("nan")], calm, [np.float32(50)]])
+    shifted = np.concatenate([calm, 2 * np.tile(calm, 5)])
+    settings = {"z_thresh": 2.5, "max_grad_norm": None, **MODES["reciprocal"]}
+    config = EngineConfig(clip=("zclip", RULES["zclip"].ZClipConfig(max_norm=None)))
+
+    assert published(one_nan, **settings)[0][-1] == 1.0, "one NaN, and x50 passes"
+    assert Runner(config).feed(grad_norm=one_nan)[-1].grad_scale < 0.1
+    assert (published(shifted, **settings)[0][200:] < 1).mean() > 0.95, "clipped for ever"
+    scales = np.array([d.grad_scale for d in Runner(config).feed(grad_norm=shifted)])
+    assert (scales[300:] < 1).mean() < 0.05

@@ -1,0 +1,55 @@
+"""Data, weights and faults depend on the seed and the step, and on nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from healcore.demo import corpus
+from healcore.demo.scenario import Scenario, ScenarioError
+
+
+@pytest.fixture(scope="module")
+def text():
+    return corpus.load()
+
+
+def test_a_batch_is_that_of_its_seed_and_step(text):
+    scenario = Scenario(text, seed=3)
+    again = Scenario(text, seed=3).training_batch(7)
+    assert np.array_equal(scenario.training_batch(7).tokens, again.tokens)
+    assert not np.array_equal(scenario.training_batch(8).tokens, again.tokens)
+    assert not np.array_equal(Scenario(text, seed=4).training_batch(7).tokens, again.tokens)
+
+
+def test_the_faults_are_where_they_are_said_to_be(text):
+    scenario = Scenario(text)
+    for step in range(scenario.steps):
+        tokens, weights = scenario.training_batch(step)
+        assert tokens.shape == (16, 65)
+        assert tokens.dtype == np.int32
+        # Nearly all of the text is ASCII, and half of the random bytes are not.
+        assert ((tokens >= 128).mean() > 0.3) == (step in scenario.corrupted)
+        assert (weights.sum() == 0) == (step == scenario.empty_step)
+    assert len(scenario.corrupted) == 4
+
+
+def test_the_learning_rate_is_sixteen_times_too_high_for_a_while(text):
+    meant, wrong = Scenario(text, mistake=1.0), Scenario(text)
+    for step in range(wrong.steps):
+        factor = 16.0 if step in wrong.mistaken else 1.0
+        assert wrong.learning_rate(step) == pytest.approx(factor * meant.learning_rate(step))
+    assert max(map(meant.learning_rate, range(meant.steps))) <= meant.peak_rate
+
+
+def test_initial_weights_are_the_seeds(text):
+    one, same, other = (Scenario(text, seed=seed).initial_weights() for seed in (0, 0, 1))
+    assert np.array_equal(one.blocks[2].down, same.blocks[2].down)
+    assert not np.array_equal(one.head, other.head)
+
+
+def test_sizes_that_do_not_fit_are_told(text):
+    with pytest.raises(ScenarioError, match="at least 30"):
+        Scenario(text, steps=29)
+    with pytest.raises(ScenarioError, match=r"multiple of twice the heads \(8\), got 60"):
+        Scenario(text, width=60)

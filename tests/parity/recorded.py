@@ -1,0 +1,57 @@
+"""The recorded runs in ../shared/traces, as lanes of one length."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from healcore.core.signals import Signals
+
+FOLDER = Path(__file__).parents[3] / "shared" / "traces"
+
+needed = pytest.mark.skipif(
+    not (FOLDER / "labels.json").is_file(), reason=f"no recorded runs: {FOLDER} is not there"
+)
+
+
+@functools.cache
+def all_runs() -> list[tuple[str, np.ndarray, np.ndarray | None, int]]:
+    """(name, losses, norms or None, row of the first labelled spike or 0) of each file."""
+    runs = []
+    for label in json.loads((FOLDER / "labels.json").read_text()):
+        with (FOLDER / label["file"]).open() as lines:
+            rows = list(csv.DictReader(lines))
+        loss = np.array([float(row["loss"] or "nan") for row in rows], np.float32)
+        norm = None
+        if rows and "grad_norm" in rows[0]:
+            norm = np.array([float(row["grad_norm"] or "nan") for row in rows], np.float32)
+        spikes = label["spikes"]
+        onset = spikes[0]["onset"] if spikes and isinstance(spikes[0], dict) else 0
+        onset = spikes[0][0] if spikes and not isinstance(spikes[0], dict) else onset
+        runs.append((label["file"], loss, norm, int(onset)))
+    return runs
+
+
+def lanes(rows: int, *, norms: bool) -> Signals:
+    """All runs with (or without) gradient norms, `rows` of each, side by side.
+
+    A longer run is cut to a window about its first spike; a shorter one ends in void steps.
+    """
+    chosen = [run for run in all_runs() if (run[2] is not None) == norms]
+    loss = np.ones((rows, len(chosen)), np.float32)
+    norm = np.ones((rows, len(chosen)), np.float32)
+    void = np.ones((rows, len(chosen)), bool)
+    for lane, (_, losses, its_norms, onset) in enumerate(chosen):
+        start = max(0, min(onset - rows // 2, len(losses) - rows))
+        part = slice(start, start + rows)
+        length = len(losses[part])
+        loss[:length, lane] = losses[part]
+        void[:length, lane] = False
+        if its_norms is not None:
+            norm[:length, lane] = its_norms[part]
+    return Signals(loss=loss, grad_norm=norm if norms else None, void=void)

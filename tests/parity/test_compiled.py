@@ -1,0 +1,75 @@
+"""torch.compile(fullgraph=True) gives NumPy's bits: one graph, no fallback to eager."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from healcore.core.engine import EngineConfig
+from healcore.core.signals import Signals
+from tests.core import fuzz, policies
+from tests.parity import backends, lockstep, recorded
+
+reason = backends.missing("torch-compiled")
+pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
+
+LANES = 256
+
+
+def clip_only(clip: str) -> EngineConfig:
+    """The rule and the non-finite skip: a small graph compiles in seconds."""
+    return policies.full(clip, detectors=policies.full().detectors[:1])._replace(
+        rules=policies.RULES_OF_ALL_KINDS[:3]
+    )
+
+
+def test_a_full_policy_on_fuzzed_steps_and_recorded_runs():
+    """One shape and one policy, so that it is compiled once."""
+    traces = [fuzz.signals(np.random.default_rng(50), 400, LANES)]
+    if not recorded.needed.args[0]:
+        traces.append(widened(recorded.lanes(400, norms=True)))
+    compared = lockstep.steps_equal(
+        policies.full("zclip"), traces, ("torch-compiled",), lanes=LANES
+    )
+    assert compared >= 400 * LANES
+
+
+@pytest.mark.parametrize("clip", ["adagc", "autoclip"])
+def test_each_other_clipping_rule(clip):
+    groups = policies.GROUPS if clip == "adagc" else 0
+    lanes = 64
+    trace = fuzz.signals(np.random.default_rng(51), 150, lanes, groups=groups)
+    lockstep.steps_equal(
+        clip_only(clip), [trace], ("torch-compiled",), groups=groups, lanes=lanes
+    )
+
+
+def test_scalars():
+    trace = fuzz.signals(np.random.default_rng(52), 300, 2)
+    traces = [lockstep.scalar(trace, lane) for lane in range(2)]
+    lockstep.steps_equal(clip_only("zclip-max"), traces, ("torch-compiled",), reference="host")
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("clip", [*policies.CLIPS, None])
+def test_every_policy_compiled_whole(clip):
+    groups = policies.GROUPS if clip == "adagc" else 0
+    lanes = 64 if clip == "autoclip" else 512
+    trace = fuzz.signals(np.random.default_rng(53), 2000, lanes, groups=groups)
+    config = policies.full(clip)
+    lockstep.steps_equal(config, [trace], ("torch-compiled",), groups=groups, lanes=lanes)
+
+
+def widened(trace: Signals) -> Signals:
+    """Recorded runs in the shape of a fuzzed trace: more (void) lanes, every signal present."""
+    assert trace.loss is not None
+    steps, lanes = trace.loss.shape
+    pad = ((0, 0), (0, LANES - lanes))
+    loss, norm, void = (
+        np.pad(part, pad, constant_values=1) for part in (trace.loss, trace.grad_norm, trace.void)
+    )
+    none = np.zeros((steps, LANES), bool)
+    nan = np.full((steps, LANES), np.nan, np.float32)
+    return Signals(loss, norm, np.ones_like(loss), nan, None, none, void)
+
+

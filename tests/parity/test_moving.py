@@ -1,0 +1,64 @@
+"""A run that moves from framework to framework through JSON decides as one that never moved."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from healcore.core.engine import Engine
+from healcore.core.tree import leaves, map_leaves
+from tests.core import fuzz, policies
+from tests.parity import backends, compare, lockstep
+
+LEGS = ("jax", "torch", "numpy", "host", "jax", "host", "torch")
+STEPS, CHUNK = 210, 30
+
+
+@pytest.mark.parametrize("clip", ["zclip", "adagc"])
+def test_from_jax_to_torch_to_numpy_and_on(clip):
+    groups = policies.GROUPS if clip == "adagc" else 0
+    engine = Engine(policies.full(clip))
+    runs = {name: backends.runner(name, engine) for name in LEGS}
+    whole = fuzz.signals(np.random.default_rng(60), STEPS, 3, groups=groups)
+    for lane in range(3):
+        trace = lockstep.scalar(whole, lane)
+        fresh = engine.init(groups=groups)
+        _, *stayed = runs["host"](backends.start("host", fresh), trace)
+        state, parts = fresh, []
+        for leg, name in enumerate(LEGS):
+            piece = fuzz.part(trace, leg * CHUNK, (leg + 1) * CHUNK)
+            after, *told = runs[name](backends.start(name, state), piece)
+            parts.append(tuple(told))
+            state = engine.from_dict(json.loads(json.dumps(engine.to_dict(after))))
+        moved = map_leaves(lambda *pieces: np.concatenate(pieces), parts[0], *parts[1:])
+        assert compare.first_difference(tuple(stayed), moved) is None
+
+
+def test_cut_anywhere():
+    """Every step of the way through JSON, on the host."""
+    engine = Engine(policies.full("autoclip"))
+    trace = lockstep.scalar(fuzz.signals(np.random.default_rng(61), 80, 1), 0)
+    run = backends.runner("host", engine)
+    stayed = moved = backends.start("host", engine.init())
+    for i in range(80):
+        step = fuzz.part(trace, i, i + 1)
+        stayed, *a = run(stayed, step)
+        data = json.loads(json.dumps(engine.to_dict(moved), allow_nan=False))
+        moved, *b = run(backends.start("host", engine.from_dict(data)), step)
+        assert compare.first_difference(tuple(a), tuple(b)) is None
+
+
+@pytest.mark.parametrize("name", ["numpy", "jax", "torch", "host"])
+def test_every_backends_state_has_the_same_neutral_form(name):
+    engine = Engine(policies.full("zclip"))
+    trace = lockstep.scalar(fuzz.signals(np.random.default_rng(62), 30, 1), 0)
+    texts = set()
+    for backend in ("host", name):
+        after, *_ = backends.runner(backend, engine)(
+            backends.start(backend, engine.init()), trace
+        )
+        texts.add(json.dumps(engine.to_dict(after), sort_keys=True))
+    assert len(texts) == 1
+    assert all(isinstance(leaf, np.ndarray) for leaf in leaves(engine.from_dict(json.loads(*texts))))

@@ -1,0 +1,64 @@
+"""NumPy, JAX and torch take the same decisions on recorded training runs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from healcore.core.clipping import RULES
+from healcore.core.detectors import DETECTORS
+from healcore.core.engine import EngineConfig
+from tests.core import policies
+from tests.parity import backends, lockstep, recorded
+
+# Every threshold as it comes; the rules of the tests.
+CONFIG = EngineConfig(
+    clip=("zclip", RULES["zclip"].ZClipConfig()),
+    detectors=tuple((name, module.Config()) for name, module in DETECTORS.items()),
+    rules=policies.RULES_OF_ALL_KINDS,
+)
+
+
+@recorded.needed
+@pytest.mark.parametrize("norms", [True, False], ids=["with norms", "loss only"])
+def test_the_same_bits_on_every_recorded_run(norms):
+    trace = recorded.lanes(700, norms=norms)
+    assert trace.loss is not None
+    lockstep.steps_equal(CONFIG, [trace], ("jax-scalars", "torch"), lanes=trace.loss.shape[1])
+
+
+@recorded.needed
+def test_something_happens_on_them():
+    from tests.core.oracle import core_run
+
+    got = core_run(CONFIG, recorded.lanes(700, norms=True))
+    assert got["cause"].any()
+    assert got["skip"].any()
+    assert (got["grad_scale"] < 1).any()
+
+
+@recorded.needed
+def test_one_run_on_its_own_is_its_lane():
+    """The host's scalar namespace, run by run, against the batch."""
+    trace = recorded.lanes(200, norms=True)
+    from tests.core.oracle import core_run
+
+    got = core_run(CONFIG, trace)
+    engine = lockstep.Engine(CONFIG)
+    host = backends.runner("host", engine)
+    for lane in range(0, trace.loss.shape[1], 10):
+        _, _, decisions = host(
+            backends.start("host", engine.init()), lockstep.scalar(trace, lane)
+        )
+        for name in ("grad_scale", "skip", "lr_scale", "action", "cause", "rollback_depth"):
+            np.testing.assert_array_equal(getattr(decisions, name), got[name][:, lane])
+
+
+@pytest.mark.stress
+@recorded.needed
+@pytest.mark.parametrize("norms", [True, False], ids=["with norms", "loss only"])
+def test_every_row_of_them(norms):
+    rows = max(len(loss) for _, loss, norm, _ in recorded.all_runs() if (norm is not None) == norms)
+    trace = recorded.lanes(rows, norms=norms)
+    assert trace.loss is not None
+    lockstep.steps_equal(CONFIG, [trace], ("jax-scalars", "torch"), lanes=trace.loss.shape[1])

@@ -1,0 +1,105 @@
+"""Ten million fuzzed steps: the state stays finite, factors in [0, 1], no bad gradient accepted.
+
+As JAX lanes, in one jitted scan per policy that returns counts of violations only. NumPy does the
+same sum over the same trace for a part of it, so that the counting itself is checked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from healcore.core.engine import Engine
+from healcore.core.signals import Signals
+from healcore.core.tree import leaves, map_leaves
+from healcore.core.verdict import Decision
+from tests.core import fuzz, policies
+from tests.parity import backends
+
+CHUNK = 100
+# Lanes per policy, of 1,000 steps each; a histogram per lane is a thousand times the memory.
+LANES = {"zclip": 4000, "zclip-max": 2000, "fixed": 2000, "adagc": 1900, "autoclip": 100}
+
+
+def violations(state: Any, decision: Decision, signals: Signals, xp: Any) -> dict[str, Any]:
+    """How often each promise was broken at this step, over all lanes."""
+    broken = {}
+    finite = [xp.isfinite(leaf).all() for leaf in leaves(state) if leaf.dtype == np.float32]
+    broken["state not finite"] = ~xp.stack(finite).all()
+    factors = [decision.grad_scale, decision.lr_scale]
+    if decision.group_scale is not None:
+        factors.append(decision.group_scale)
+    for factor in factors:
+        broken["factor outside [0, 1]"] = (
+            ~((factor >= 0) & (factor <= 1)).all() | broken.get("factor outside [0, 1]", False)
+        )
+    broken["learning rate zero"] = (decision.lr_scale <= 0).any()
+    bad = ~xp.isfinite(signals.grad_norm)
+    if signals.group_norms is not None:
+        bad = bad | ~xp.isfinite(signals.group_norms).all(-1)
+    broken["bad gradient accepted"] = (bad & ~decision.skip & ~signals.void).any()
+    broken["skip on a void step"] = (decision.skip & signals.void).any()
+    broken["depth without rollback"] = ((decision.rollback_depth > 0) != (decision.action & 4 > 0)).any()
+    return broken
+
+
+@pytest.mark.parametrize("clip", LANES)
+def test_a_thousand_steps_of_thousands_of_runs(clip):
+    groups = policies.GROUPS if clip == "adagc" else 0
+    engine, lanes = Engine(policies.full(clip)), LANES[clip]
+
+    @jax.jit
+    def run(state: Any, trace: Signals) -> Any:
+        def body(state: Any, signals: Signals) -> Any:
+            state, decision = engine.step(state, signals, xp=jnp)
+            return state, violations(state, decision, signals, jnp)
+
+        state, broken = jax.lax.scan(body, state, trace)
+        return state, {name: each.sum() for name, each in broken.items()}
+
+    state = map_leaves(jnp.asarray, engine.init(groups=groups, batch=(lanes,)))
+    kinds = [(leaf.dtype, leaf.shape) for leaf in leaves(state)]
+    total: dict[str, int] = {}
+    rng = np.random.default_rng(80)
+    for _ in range(1000 // CHUNK):
+        trace = fuzz.signals(rng, CHUNK, lanes, groups=groups)
+        state, broken = run(state, map_leaves(jnp.asarray, trace))
+        for name, count in broken.items():
+            total[name] = total.get(name, 0) + int(count)
+    assert total == dict.fromkeys(total, 0)
+    assert [(leaf.dtype, leaf.shape) for leaf in leaves(state)] == kinds
+    assert int(state.tally.skips.min()) >= 0
+    assert int(state.step.max()) > 900
+
+
+def test_that_is_ten_million():
+    assert 1000 * sum(LANES.values()) >= 10_000_000
+
+
+def test_a_broken_promise_is_counted():
+    """The planted error: a skip that is not enforced, a state with a NaN, a factor of 2."""
+    engine = Engine(policies.full("zclip"))
+    signals = fuzz.at(fuzz.signals(np.random.default_rng(0), 60, 500), 30)
+    signals = signals._replace(void=np.zeros(500, bool))
+    state, decision = engine.step(engine.init(batch=(500,)), signals, xp=np)
+    assert not any(violations(state, decision, signals, np).values())
+    none = np.zeros(500, bool)
+    worse = decision._replace(skip=none, grad_scale=2 * decision.grad_scale)
+    state = state._replace(clip=state.clip._replace(mean=np.full(500, np.nan, np.float32)))
+    found = violations(state, worse, signals, np)
+    assert found["bad gradient accepted"]
+    assert found["factor outside [0, 1]"]
+    assert found["state not finite"]
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_the_same_promises_in_numpy_and_torch(name):
+    engine = Engine(policies.full("zclip"))
+    trace = fuzz.signals(np.random.default_rng(81), 200, 300)
+    run = backends.runner(name, engine)
+    _, states, decisions = run(backends.start(name, engine.init(batch=(300,))), trace)
+    assert not any(violations(states, decisions, trace, np).values())

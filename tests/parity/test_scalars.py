@@ -1,0 +1,55 @@
+"""A run of its own (0-d arrays) on every backend, the host's included, equals its lane."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from healcore.core.engine import Engine
+from healcore.core.tree import map_leaves
+from tests.core import fuzz, policies
+from tests.parity import backends, compare, lockstep
+
+STEPS = 150
+
+
+@pytest.mark.parametrize("clip", policies.CLIPS)
+def test_numpy_host_and_torch_with_scalars(clip):
+    groups = policies.GROUPS if clip == "adagc" else 0
+    trace = fuzz.signals(np.random.default_rng(40), STEPS, 4, groups=groups)
+    traces = [lockstep.scalar(trace, lane) for lane in range(4)]
+    config = policies.full(clip)
+    lockstep.steps_equal(config, traces, ("host",), groups=groups)
+    lockstep.steps_equal(config, traces[:1], ("torch",), groups=groups)
+
+
+def test_jax_with_scalars():
+    trace = fuzz.signals(np.random.default_rng(41), 400, 4)
+    traces = [lockstep.scalar(trace, lane) for lane in range(4)]
+    lockstep.steps_equal(policies.full("zclip"), traces, ("jax",), reference="host")
+
+
+@pytest.mark.parametrize("clip", policies.CLIPS)
+def test_a_lane_is_a_run_of_its_own(clip):
+    groups = policies.GROUPS if clip == "adagc" else 0
+    trace = fuzz.signals(np.random.default_rng(42), STEPS, 12, groups=groups)
+    engine = Engine(policies.full(clip))
+    run = backends.runner("numpy", engine)
+    _, *together = run(engine.init(groups=groups, batch=(12,)), trace)
+    alone = backends.runner("host", engine)
+    for lane in range(0, 12, 3):
+        fresh = backends.start("host", engine.init(groups=groups))
+        _, *single = alone(fresh, lockstep.scalar(trace, lane))
+        mine = map_leaves(lambda leaf, lane=lane: leaf[:, lane], tuple(together))
+        assert compare.first_difference(mine, tuple(single)) is None
+
+
+def test_two_batch_axes():
+    trace = fuzz.signals(np.random.default_rng(43), 60, 12)
+    engine = Engine(policies.full("zclip"))
+    run = backends.runner("numpy", engine)
+    _, *flat = run(engine.init(batch=(12,)), trace)
+    square = map_leaves(lambda leaf: leaf.reshape(60, 3, 4), trace)
+    _, *folded = run(engine.init(batch=(3, 4)), square)
+    folded = map_leaves(lambda leaf: leaf.reshape(60, 12, *leaf.shape[3:]), tuple(folded))
+    assert compare.first_difference(tuple(flat), folded) is None

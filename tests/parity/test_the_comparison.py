@@ -1,0 +1,78 @@
+"""The comparison sees a single bit, and the fuzz has in it what it claims to have."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from healcore.core import numerics
+from healcore.core.engine import Engine
+from healcore.core.tree import map_leaves
+from tests.core import fuzz, policies
+from tests.parity import compare, lockstep
+
+
+def states():
+    engine = Engine(policies.full("zclip"))
+    return map_leaves(lambda leaf: np.stack([leaf, leaf]), engine.init(batch=(3,)))
+
+
+def test_equal_trees_have_no_difference():
+    assert compare.first_difference(states(), states()) is None
+
+
+@pytest.mark.parametrize("field", ["mean", "var"])
+def test_one_ulp_is_a_difference(field):
+    other = states()
+    leaf = getattr(other.clip, field)
+    leaf[1, 2] = np.nextafter(leaf[1, 2], np.float32(1))
+    found = compare.first_difference(states(), other)
+    assert found is not None
+    assert found.startswith(f"clip.{field}[1, 2]")
+
+
+def test_the_sign_of_zero_a_dtype_and_a_shape_are_differences():
+    a = (np.zeros(3, np.float32),)
+    assert compare.first_difference(a, (-a[0],)) is not None
+    assert compare.first_difference(a, (np.zeros(3, np.float64),)) is not None
+    assert compare.first_difference(a, (np.zeros((3, 1), np.float32),)) is not None
+
+
+def test_a_fused_multiply_add_in_the_core_would_be_seen(monkeypatch):
+    """The planted error: `ema` as one would write it first."""
+
+    def ema(mean, value, rate, learn, *, xp):
+        return xp.where(learn, mean + rate * (value - mean), mean)
+
+    monkeypatch.setattr(numerics, "ema", ema)
+    config = policies.full("fixed", detectors=policies.full().detectors[6:7])
+    assert config.detectors[0][0] == "overfit"
+    trace = fuzz.signals(np.random.default_rng(0), 200, 100)
+    a = np.float32(0.1)
+    x = jnp.arange(1000, dtype=jnp.float32) / 7
+    fused = jax.jit(lambda x: x + a * (x * x - x))(x)
+    if np.array_equal(fused, np.asarray(x) + a * (np.asarray(x) ** 2 - np.asarray(x))):
+        pytest.skip("XLA fuses nothing on this CPU")
+    with pytest.raises(AssertionError, match=r"numpy and jax from step"):
+        lockstep.steps_equal(config, [trace], ("jax",), lanes=100)
+
+
+def test_what_the_fuzz_has_in_it():
+    trace = fuzz.signals(np.random.default_rng(1), 400, 550)
+    for part in (trace.loss, trace.grad_norm):
+        assert np.isnan(part).any()
+        assert np.isposinf(part).any()
+        assert np.isneginf(part).any()
+        assert (part == 0).any()
+        assert (np.abs(part[(part != 0) & np.isfinite(part)]) < 1e-38).any(), "subnormals"
+        assert (np.abs(part[np.isfinite(part)]) > 1e38).any()
+        finite = np.isfinite(part)
+        rounded = np.where(finite, fuzz.bf16(part), part)
+        assert (np.where(finite, part == rounded, True).all(axis=0)).any(), "bfloat16 lanes"
+    assert (trace.loss < 0).any()
+    assert (trace.loss == trace.loss[0]).all(0).any(), "constant"
+    assert trace.announced.any()
+    assert trace.void.any()
+    assert np.isfinite(trace.eval_loss).any()
