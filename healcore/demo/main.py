@@ -61,7 +61,7 @@ def main(args: Sequence[str] | None = None) -> int:
     from healcore.demo.run import FRAMEWORKS, run_demo
 
     try:
-        return run_demo(
+        result = run_demo(
             frameworks=FRAMEWORKS if options.framework == "both" else (options.framework,),
             seeds=range(options.seeds) if options.seeds is not None else (options.seed,),
             arms=("unprotected", "healed") if options.quick else ARMS,
@@ -72,3 +72,4 @@ def main(args: Sequence[str] | None = None) -> int:
     except (MissingExtraError, PolicyError, CorpusError, ScenarioError, OSError) as error:
         print(f"healcore demo: {error}", file=sys.stderr)
         return 2
+    return 1 if result.broken else 0

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -27,6 +27,14 @@ from healcore.extras import require
 FRAMEWORKS = ("torch", "jax")
 
 
+class Result(NamedTuple):
+    """What the demo found."""
+
+    histories: list[History]
+    broken: list[str]
+    """A sentence for each healed run that did not train and each unprotected one that did."""
+
+
 def run_demo(
     *,
     frameworks: Sequence[str] = FRAMEWORKS,
@@ -37,7 +45,7 @@ def run_demo(
     out: Path = Path("healcore-demo"),
     console: Console | None = None,
     **sizes: int,
-) -> int:
+) -> Result:
     """Trains each model unprotected, with a fixed clip, and healed; says what became of them.
 
     Writes `curves.png` and `events.jsonl` into `out`.
@@ -53,7 +61,7 @@ def run_demo(
         **sizes: of the model and the batch, see `Scenario`.
 
     Returns:
-        0 if every healed run trained and every unprotected one failed, else 1.
+        What became of the runs, and what of that is not as the demo claims.
 
     Raises:
         MissingExtraError: a framework or matplotlib is not installed.
@@ -123,7 +131,7 @@ def run_demo(
     broken = broken_claims(histories, text)
     for sentence in broken:
         console.print(f"[red]Not as claimed:[/] {sentence}.", soft_wrap=True)
-    return 1 if broken else 0
+    return Result(histories, broken)
 
 
 def _loop(framework: str) -> Any:

@@ -58,7 +58,7 @@ def train(scenario: Scenario, history: History, policy: Any) -> Iterator[int]:
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)  # <- healcore
         # The state is donated: what the host wants to read leaves as outputs of its own.
         decision = healcore.jax.decision_of(opt_state) if healed else None  # <- healcore
-        seen = {"loss": loss, "grad_norm": optax.global_norm(grads), "decision": decision}
+        seen = {"loss": loss, "grad_norm": healcore.jax.global_norm(grads), "decision": decision}
         return optax.apply_updates(params, updates), opt_state, seen
 
     for step in range(scenario.steps):

@@ -1,0 +1,38 @@
+"""Checkpoint stores for torch: on disk through DCP, in host memory, and both.
+
+    store = TieredStore(MemoryStore(), DCPStore("checkpoints"))
+    store.save(step, {"model": model, "optimizer": optimizer, "scheduler": scheduler})
+
+and to go back: `apply(state, store.restore(step, state).state)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from healcore.runtime.store import memory
+from healcore.runtime.store.retention import Keep
+from healcore.runtime.store.tiered import TieredStore
+from healcore.torch.store.applying import apply
+from healcore.torch.store.dcp import DCPStore
+from healcore.torch.store.gloo import initialized
+from healcore.torch.store.host_copy import TorchCopier
+
+__all__ = ["DCPStore", "Keep", "MemoryStore", "TieredStore", "apply"]
+
+
+class MemoryStore(memory.MemoryStore):
+    """Snapshots of a torch state in host memory, pinned where the state is on CUDA.
+
+    Args:
+        keep: how many snapshots of each kind stay. One more is being taken at times.
+        nonfinite_ok: patterns of array names (`model.*.mask`) where NaN and Inf are meant.
+    """
+
+    def __init__(self, keep: Keep = memory.SMALL, *, nonfinite_ok: Collection[str] = ()) -> None:
+        rank = 0
+        if initialized():
+            import torch.distributed as dist
+
+            rank = dist.get_rank()
+        super().__init__(TorchCopier(rank), keep, nonfinite_ok=nonfinite_ok)

@@ -1,0 +1,169 @@
+"""Checkpoints on disk with torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from healcore.runtime.store import atomic, inspection, manifest, structure
+from healcore.runtime.store.committing import Written
+from healcore.runtime.store.digest import Digest
+from healcore.runtime.store.directory import DirectoryStore
+from healcore.runtime.store.listing import Found
+from healcore.runtime.store.snapshot import aligned
+from healcore.torch.store.assembling import assemble, checked
+from healcore.torch.store.digesting_writer import DigestingWriter
+from healcore.torch.store.flattening import Flat
+from healcore.torch.store.gloo import GlooRanks, initialized
+from healcore.torch.store.host_copy import TorchCopier, TorchSnapshot
+
+# Said by DCP at every save and load of a run of one process. A filter set here and not around the
+# calls: those are made in the background, and filters are the whole program's.
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+
+
+class DCPStore(DirectoryStore):
+    """A DirectoryStore whose arrays torch.distributed.checkpoint writes and reads.
+
+    DTensors are saved and restored in parts, by every rank its own; other tensors, taken to be the
+    same everywhere, by one rank. Checkpoints of another number of ranks can be restored, except for
+    what was saved per rank.
+
+    Between two saves it keeps the host memory of one copy of the state, for the next.
+
+    Args:
+        root: directory of this run's checkpoints; the same for all ranks.
+        nonfinite_ok: patterns of array names (`model.*.mask`) where NaN and Inf are meant.
+        process_group: a gloo group for the store alone; by default a new one, if the program has
+            several ranks. Every rank makes the store.
+
+    Raises:
+        StoreError: the directory cannot be used.
+    """
+
+    format = "dcp"
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        nonfinite_ok: Collection[str] = (),
+        process_group: Any | None = None,
+    ) -> None:
+        several = process_group is not None or initialized()
+        together = GlooRanks(process_group) if several else None
+        super().__init__(root, nonfinite_ok=nonfinite_ok, ranks=together)
+        self._group = together.group if together else None
+        self._copier = TorchCopier(self._ranks.rank)
+        self._spare: TorchSnapshot | None = None
+
+    def _capture(self, state: Mapping[str, Any], *, copy: bool) -> TorchSnapshot:
+        if not copy:
+            return self._copier.borrow(state)
+        spare, self._spare = self._spare, None
+        return self._copier.take(state, spare)
+
+    def _release(self, captured: TorchSnapshot) -> None:
+        if captured.arena is not None:
+            self._spare = captured
+
+    def _write(self, captured: TorchSnapshot, folder: Path) -> Written:
+        captured.settle()
+        tensors = {each.name: each.tensor for each in captured.entries}
+        # Checked beside the writing: the one waits for the disk, the other for memory.
+        with ThreadPoolExecutor(1) as pool:
+            checking = pool.submit(inspection.nonfinite, captured.blocks(), self.nonfinite_ok)
+            digests = self._write_arrays(tensors, folder / manifest.DATA)
+            bad = checking.result()
+        digests |= self._write_structure(captured.structure, folder)
+        return Written(digests, len(tensors), bad)
+
+    def _write_arrays(self, tensors: dict[str, Tensor], folder: Path) -> dict[str, Digest]:
+        # All ranks have the same names, and so agree on whether there is anything to write.
+        if not tensors:
+            return {}
+        writer = DigestingWriter(folder)
+        try:
+            save(
+                tensors,
+                storage_writer=writer,
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
+        except CheckpointException as error:
+            # Every rank gets the errors of all of them, in one that shows none of their numbers.
+            raise next(iter(error.failures.values()))[0] from error
+        return {f"{manifest.DATA}/{name}": found for name, found in writer.digests.items()}
+
+    def _write_structure(
+        self, entries: Mapping[str, Mapping[str, Any]], folder: Path
+    ) -> dict[str, Digest]:
+        """What is the same everywhere, once; what is not, for every rank."""
+        rank = self._ranks.rank
+        files = {_own(rank): {k: v for k, v in entries.items() if v["per_rank"]}}
+        if rank == 0:
+            files[manifest.STATE] = {k: v for k, v in entries.items() if not v["per_rank"]}
+        digests = {}
+        for name, part in files.items():
+            if part or name == manifest.STATE:
+                data = structure.dumps(part)
+                atomic.write_new(folder / name, data)
+                digests[name] = Digest(len(data), xxhash.xxh3_128_hexdigest(data))
+        return digests
+
+    def _read(self, found: Found, like: Mapping[str, Any]) -> dict[str, Any]:
+        saved = json.loads((found.folder / manifest.STATE).read_bytes())
+        own = _own(self._ranks.rank)
+        if own in found.manifest.files:
+            saved |= json.loads((found.folder / own).read_bytes())
+        live = checked(found.manifest.step, saved, like, self._ranks.rank)
+        entries = {name: saved[name] for name in like}
+        targets = {
+            node["name"]: _target(node, live)
+            for entry in entries.values()
+            for node in structure.arrays_of(entry["tree"])
+        }
+        if targets:
+            load(
+                targets,
+                storage_reader=FileSystemReader(found.folder / manifest.DATA),
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
+        return assemble(entries, targets, like, live.device)
+
+
+def _own(rank: int) -> str:
+    """The file of what is saved per rank."""
+    return f"state-rank-{rank:05d}.json"
+
+
+def _target(node: Mapping[str, Any], live: Flat) -> Tensor:
+    """Fresh memory for an array to be read into: a DTensor where the live state has one."""
+    shape = node["shape"]
+    if node["kind"] != "tensor":
+        size = np.dtype(node["dtype"]).itemsize * int(np.prod(shape, dtype=np.int64))
+        return torch.from_numpy(aligned(size))
+    dtype = getattr(torch, node["dtype"])
+    leaf = live.leaves.get(node["name"])
+    if leaf is not None and leaf.spread is not None and list(leaf.spread.shape) == shape:
+        from torch.distributed.tensor import DTensor
+
+        local = torch.empty_like(leaf.tensor, dtype=dtype)
+        return DTensor(local, leaf.spread, requires_grad=False)
+    size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+    return torch.from_numpy(aligned(size)).view(dtype).reshape(shape)

@@ -1,0 +1,105 @@
+"""DCP's own writer, with every file's digest taken on the way to the disk."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import xxhash
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+
+from healcore.runtime.store.digest import Digest
+
+_BUFFER = 1 << 20
+"""Bytes. torch.save writes some forty small pieces around every tensor."""
+
+
+class DigestingWriter(FileSystemWriter):
+    """A FileSystemWriter that knows the digests of the files it wrote.
+
+    They are of the bytes as they were handed to the system: what the disk makes of them afterwards
+    is noticed by the next `verify`, and no byte is read again to get them.
+
+    Args:
+        path: a directory; new.
+        threads: files written at the same time.
+    """
+
+    def __init__(self, path: Path, threads: int = 1) -> None:
+        # Not sync_files: it syncs before Python's buffer is flushed. Ours does it on closing.
+        super().__init__(path, sync_files=False, thread_count=threads)
+        self.fs = self._files = _DigestingFiles()
+
+    @property
+    def digests(self) -> dict[str, Digest]:
+        """File name -> digest, of the files of this rank."""
+        return {Path(path).name: found for path, found in self._files.digests.items()}
+
+
+class _DigestingFiles(FileSystem):
+    """Local files; writing through it is remembered."""
+
+    def __init__(self) -> None:
+        self.digests: dict[str, Digest] = {}
+
+    @contextmanager
+    def create_stream(
+        self, path: str | os.PathLike[str], mode: str
+    ) -> Generator[io.IOBase, None, None]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with open(path, "wb", buffering=_BUFFER) as file:
+            through = _Through(file)
+            try:
+                yield through
+            except Exception as error:
+                # torch covers up what the system said ("unexpected pos"): say that instead.
+                raise through.error or error from error
+            file.flush()
+            os.fsync(file.fileno())
+        self.digests[os.fspath(path)] = Digest(through.size, through.digest.hexdigest())
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        if os.fspath(path) in self.digests:
+            self.digests[os.fspath(new_path)] = self.digests.pop(os.fspath(path))
+
+
+class _Through(io.RawIOBase):
+    """Counts and digests what is written, while it is in the cache."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__()
+        self.digest = xxhash.xxh3_128()
+        self.size = 0
+        self.error: OSError | None = None
+        self._file = file
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        try:
+            count = self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        self.size += count
+        return count
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.size
+
+    def flush(self) -> None:
+        if not self._file.closed:
+            self._file.flush()
+
+    def fileno(self) -> int:
+        return self._file.fileno()

@@ -1,0 +1,164 @@
+"""A torch state as JSON structure and named arrays."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from healcore.runtime.store import structure
+from healcore.runtime.store.errors import StoreError, UnsavableState
+
+
+class Leaf(NamedTuple):
+    """One array of a state, where it lives now."""
+
+    name: str
+    tensor: Tensor
+    """A plain tensor on any device: of a DTensor its local part, of a NumPy array its bytes."""
+    dtype: str
+    """As the finite check knows it: "bfloat16"."""
+    spread: Any = None
+    """The DTensorSpec, if it is the local part of a DTensor."""
+
+
+class Flat(NamedTuple):
+    """A whole state."""
+
+    entries: dict[str, dict[str, Any]]
+    """Name -> {"tree": node, "stateful": bool, "per_rank": bool}; JSON-safe."""
+    leaves: dict[str, Leaf]
+
+    def device(self, name: str) -> torch.device | None:
+        """Where an array lives; None if it is not in this state."""
+        leaf = self.leaves.get(name)
+        return None if leaf is None else leaf.tensor.device
+
+
+def flatten(state: Mapping[str, Any], rank: int = 0) -> Flat:
+    """Takes the arrays out of a state. Copies nothing.
+
+    An object with `state_dict` is asked for it. One that also says ``per_rank = True`` (the state
+    of a random generator, a data loader's position) has its arrays named by rank, because writers
+    take arrays of the same name to be the same on every rank.
+
+    Args:
+        state: name -> tree, or object with `state_dict`.
+        rank: of this process.
+
+    Raises:
+        UnsavableState: something in it cannot be saved.
+    """
+    if not isinstance(state, Mapping) or not state:
+        raise StoreError(
+            f"the state to save maps names to what is saved, and holds something; not {state!r:.60}"
+        )
+    flattening = _Flattening()
+    entries = {}
+    for name, value in state.items():
+        if not isinstance(name, str):
+            raise StoreError(f"names in the state are strings, not {name!r}")
+        stateful = hasattr(value, "state_dict")
+        per_rank = bool(getattr(value, "per_rank", False))
+        tree = value.state_dict() if stateful else value
+        path = (f"rank{rank}", name) if per_rank else (name,)
+        node = flattening.encode(tree, path, ties=stateful)
+        entries[name] = {"tree": node, "stateful": stateful, "per_rank": per_rank}
+    return Flat(entries, flattening.leaves)
+
+
+class _Flattening:
+    """Collects the arrays while a tree is encoded."""
+
+    def __init__(self) -> None:
+        self.leaves: dict[str, Leaf] = {}
+        self._names = structure.Names()
+        self._known: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._ties = False
+
+    def encode(self, tree: Any, path: tuple[Any, ...], *, ties: bool) -> structure.Node:
+        """The node of one name.
+
+        Args:
+            tree: what is saved under it.
+            path: of the tree.
+            ties: save tensors that share memory once. For what `load_state_dict` copies from.
+        """
+        self._known.clear()
+        self._ties = ties
+        return structure.encode(tree, path, self._special)
+
+    def _special(self, path: tuple[Any, ...], value: Any) -> structure.Node:
+        """The node of what JSON does not have."""
+        if isinstance(value, Tensor):
+            return {"array": self._tensor(path, value)}
+        if isinstance(value, (np.ndarray, np.generic)) and _by_name(value.dtype):
+            return {"array": self._numpy(path, np.asarray(value), isinstance(value, np.generic))}
+        # Schedulers and loaders keep whatever they like in their state: a deque, a partial. What
+        # torch itself would pickle into its checkpoints is pickled here, and read back only after
+        # its digest was checked. As with every torch checkpoint: load none that you do not trust.
+        try:
+            data = pickle.dumps(value)
+        except Exception as error:
+            raise UnsavableState(
+                f"{structure.place(path)} is a {type(value).__qualname__} that cannot be pickled "
+                f"({error}): leave it out of the state, or give it a state_dict()"
+            ) from None
+        return {"pickle": base64.b64encode(data).decode()}
+
+    def _tensor(self, path: tuple[Any, ...], value: Tensor) -> dict[str, Any]:
+        value = value.detach()
+        spread = getattr(value, "_spec", None) if hasattr(value, "to_local") else None
+        local = value.to_local() if spread is not None else value  # type: ignore[attr-defined]
+        if local.layout is not torch.strided or local.is_quantized or local.is_meta:
+            raise UnsavableState(
+                f"{structure.place(path)} is a tensor of layout {local.layout} on {local.device}: "
+                "only dense tensors with data can be saved; convert it first (to_dense())"
+            )
+        local = local.resolve_conj().resolve_neg()
+        key = _identity(local)
+        if self._ties and local.numel() and key in self._known:
+            return self._known[key]
+        node = {
+            "name": self._names.at(path),
+            "kind": "tensor",
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "shape": list(value.shape),
+        }
+        self._known[key] = node
+        self.leaves[node["name"]] = Leaf(node["name"], local, node["dtype"], spread)
+        return node
+
+    def _numpy(self, path: tuple[Any, ...], value: np.ndarray, scalar: bool) -> dict[str, Any]:
+        """NumPy has dtypes that torch has not: its arrays go as bytes."""
+        name = self._names.at(path)
+        # Made writable by a copy where needed: torch warns about memory it may not write.
+        raw = np.require(value, requirements=["C", "W"]).reshape(-1).view(np.uint8)
+        self.leaves[name] = Leaf(name, torch.from_numpy(raw), value.dtype.name)
+        return {
+            "name": name,
+            "kind": "scalar" if scalar else "numpy",
+            "dtype": value.dtype.str,
+            "shape": list(value.shape),
+        }
+
+
+def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    return (
+        tensor.untyped_storage().data_ptr(),
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+    )
+
+
+def _by_name(dtype: np.dtype) -> bool:
+    """Whether the dtype can be named in a file: no objects, no fields, no foreign types."""
+    return not dtype.hasobject and dtype.names is None and np.dtype(dtype.str) == dtype

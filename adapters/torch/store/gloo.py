@@ -1,0 +1,44 @@
+"""The ranks of a torch process group, as stores see them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from healcore.runtime.store.errors import StoreError
+
+
+class GlooRanks:
+    """Exchanges over a gloo group of its own.
+
+    Of its own, because saving exchanges from a background thread: on the group that training uses,
+    the two would get in each other's way.
+
+    Args:
+        group: a group with a CPU backend that nothing else uses; by default a new one of all ranks,
+            which is why every rank makes its store at the same place in the program.
+    """
+
+    def __init__(self, group: Any | None = None) -> None:
+        if group is None:
+            group = dist.new_group(backend="gloo")
+        elif dist.get_backend(group) != "gloo":
+            raise StoreError(
+                f"a store exchanges over a gloo group, not over {dist.get_backend(group)}: pass "
+                'dist.new_group(backend="gloo"), or nothing'
+            )
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world = dist.get_world_size(group)
+
+    def gather(self, item: Any) -> list[Any]:
+        """Every rank's item, on every rank."""
+        items: list[Any] = [None] * self.world
+        dist.all_gather_object(items, item, group=self.group)
+        return items
+
+
+def initialized() -> bool:
+    """Whether this program is one of several ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

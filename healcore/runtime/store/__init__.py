@@ -1,0 +1,42 @@
+"""Checkpoints that can be trusted: the protocol, and what all stores share.
+
+The stores themselves come from the adapters: `healcore.torch.store`, `healcore.jax.store`.
+"""
+
+from __future__ import annotations
+
+from healcore.runtime.store.errors import (
+    CheckpointDamaged,
+    LastGoodKept,
+    NoGoodCheckpoint,
+    NotFinite,
+    NotThere,
+    SaveFailed,
+    StateMismatch,
+    StoreError,
+    UnsavableState,
+)
+from healcore.runtime.store.falling_back import Landed, restore_first
+from healcore.runtime.store.protocol import CheckpointStore, Restored, Saved, Status
+from healcore.runtime.store.retention import Keep, prune, superfluous
+
+__all__ = [
+    "CheckpointDamaged",
+    "CheckpointStore",
+    "Keep",
+    "Landed",
+    "LastGoodKept",
+    "NoGoodCheckpoint",
+    "NotFinite",
+    "NotThere",
+    "Restored",
+    "SaveFailed",
+    "Saved",
+    "StateMismatch",
+    "Status",
+    "StoreError",
+    "UnsavableState",
+    "prune",
+    "restore_first",
+    "superfluous",
+]

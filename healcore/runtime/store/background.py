@@ -1,0 +1,73 @@
+"""One job at a time behind the training loop, and the errors it met."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from healcore.runtime.store.errors import SaveFailed
+
+
+class Background:
+    """A single worker thread. A job that fails leaves a SaveFailed to be collected once.
+
+    Its thread ends with the interpreter, after the job it is at. Frameworks refuse to start threads
+    of their own by then, so a program calls `wait` before its end if it wants its last save.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._pool: ThreadPoolExecutor | None = None
+        self._job: Future[None] | None = None
+        self._failures: list[SaveFailed] = []
+
+    def submit(self, step: int, doing: str, job: Callable[[], None]) -> None:
+        """Starts a job once the one before has ended.
+
+        Args:
+            step: whose save it is, for the error.
+            doing: what it does, for the error: "while writing".
+            job: raises what went wrong.
+        """
+        self.join()
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix=self._name)
+
+        def run() -> None:
+            try:
+                job()
+            except SaveFailed as failure:
+                self._failures.append(failure)
+            except BaseException as error:
+                self._failures.append(SaveFailed(step, doing, error))
+
+        self._job = self._pool.submit(run)
+
+    def join(self) -> None:
+        """Waits for the job under way; its error stays to be collected. From any thread."""
+        job = self._job
+        if job is not None:
+            job.result()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is under way."""
+        return self._job is not None and not self._job.done()
+
+    def wait(self) -> None:
+        """Waits, and raises the oldest failure that was not told yet."""
+        self.join()
+        if self._failures:
+            failure = self._failures.pop(0)
+            raise failure from failure.error
+
+    def failures(self) -> list[SaveFailed]:
+        """The failures so far, without waiting. Each is told once."""
+        told = []
+        while self._failures:
+            told.append(self._failures.pop(0))
+        return told
+
+    def fail(self, failure: SaveFailed) -> None:
+        """Records a failure as if a job had met it."""
+        self._failures.append(failure)

@@ -1,0 +1,148 @@
+"""Bringing a checkpoint into a store's directory whole, and taking it out whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from healcore.runtime.store import atomic, digest, listing, manifest, names, sweeping
+from healcore.runtime.store.digest import Digest
+from healcore.runtime.store.errors import SaveFailed
+from healcore.runtime.store.ranks import Ranks, agreed, on_first, together
+
+_HINTS = {
+    errno.ENOSPC: "free some space, or keep fewer checkpoints; what was saved before is untouched",
+    errno.EDQUOT: "the quota is used up; what was saved before is untouched",
+    errno.EFBIG: "the limit on file sizes is too small for it",
+    errno.EROFS: "point the store at a directory that can be written",
+    errno.EACCES: "point the store at a directory that can be written",
+    errno.ENOENT: "the store's directory has gone: has somebody deleted it?",
+}
+
+
+class Written(NamedTuple):
+    """What one rank wrote."""
+
+    digests: Mapping[str, Digest]
+    """Of files whose bytes were seen on their way to the disk, and which are on it. The others are
+    read again."""
+    arrays: int
+    nonfinite: tuple[str, ...]
+    """Names of arrays with NaN or Inf."""
+
+
+class Item(NamedTuple):
+    """A checkpoint to be written."""
+
+    step: int
+    created: float
+    format: str
+    healing: bytes | None
+
+
+def commit(root: Path, ranks: Ranks, item: Item, write: Callable[[Path], Written]) -> None:
+    """Writes a checkpoint; it is there whole or not at all.
+
+    Args:
+        root: the store's directory.
+        ranks: every rank calls this.
+        item: what it is.
+        write: writes state and data below the directory it is given, on every rank.
+
+    Raises:
+        SaveFailed: on every rank, whichever met the trouble.
+    """
+    # Everything the ranks do one after another goes through `ranks.gather`, in the same order.
+    name = agreed(ranks, names.new_temporary() if ranks.rank == 0 else None)
+    folder = root / name
+    try:
+        on_first(ranks, lambda: folder.mkdir())
+        parts = together(ranks, lambda: write(folder))
+        on_first(ranks, lambda: _complete(root, folder, item, parts))
+    except Exception as error:
+        raise SaveFailed(item.step, f"while writing to {root}", error, _hint(error)) from error
+    finally:
+        if ranks.rank == 0:
+            sweeping.discard(folder)  # gone already when all went well
+        names.done_with(name)
+
+
+def clear_superseded(root: Path, step: int) -> None:
+    """Removes what a newer save of the same step replaces, unless it is the last known-good one."""
+    found = listing.complete(root)
+    saves = found.get(step, [])
+    counting = listing.newest(saves) if saves else None
+    good = any(
+        manifest.read_status(listing.newest(each).folder) == "good" for each in found.values()
+    )
+    for save in saves:
+        if save is not counting and (good or manifest.read_status(save.folder) != "good"):
+            remove(root, save.folder)
+
+
+def remove(root: Path, folder: Path) -> None:
+    """Takes a checkpoint's name away, in one atomic step, then its files.
+
+    A crash in between leaves a temporary name, which the next start clears.
+    """
+    name = names.new_temporary()
+    try:
+        atomic.rename(folder, root / name)
+        sweeping.discard(root / name)
+    finally:
+        names.done_with(name)
+
+
+def _hint(error: BaseException) -> str:
+    """What to do about it, where that is known."""
+    number = error.errno if isinstance(error, OSError) else None
+    # Orbax's writer puts the system's number into the text of a ValueError.
+    in_text = re.search(r"os_error_code='(\d+)'", str(error))
+    if number is None and in_text:
+        number = int(in_text[1])
+    return _HINTS.get(number or 0, "")
+
+
+def _complete(root: Path, folder: Path, item: Item, parts: Sequence[Written]) -> None:
+    """The last steps: the digests that are still missing, the manifest, the name."""
+    if item.healing is not None:
+        (folder / manifest.HEALING).write_bytes(item.healing)
+    paths = digest.files_below(folder)
+    known = {path: found for part in parts for path, found in part.digests.items()}
+    known.update(_synced(folder, [path for path in paths if path not in known]))
+    earlier = listing.complete(root).get(item.step, [])
+    record = manifest.new(
+        step=item.step,
+        created=item.created,
+        save=1 + max((each.manifest.save for each in earlier), default=0),
+        format=item.format,
+        files={path: known[path] for path in paths},
+        arrays=max(part.arrays for part in parts),
+        nonfinite=tuple(sorted({name for part in parts for name in part.nonfinite})),
+        healing=item.healing is not None,
+    )
+    resized = manifest.missing_or_resized(folder, record)
+    if resized is not None:
+        raise OSError(errno.EIO, f"{resized[0]} {resized[1]}")
+    manifest.write(folder, record)
+    atomic.sync_directory(folder)
+    # Only now does it have the name of a checkpoint.
+    atomic.rename(folder, root / names.step_directory(item.step))
+    clear_superseded(root, item.step)
+
+
+def _synced(folder: Path, files: Sequence[str]) -> dict[str, Digest]:
+    """Digests of some files; they and all directories are on disk then.
+
+    At the same time, as far as it goes: file systems wait once for many who wait together.
+    """
+    with ThreadPoolExecutor(digest.threads()) as pool:
+        found = pool.map(lambda path: digest.file_digest(folder / path, sync=True), files)
+        synced = pool.map(atomic.sync_directory, [Path(at) for at, _, _ in os.walk(folder)])
+        list(synced)
+        return dict(zip(files, found, strict=True))

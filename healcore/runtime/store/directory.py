@@ -1,0 +1,259 @@
+"""What all stores on disk share: one directory per checkpoint, complete only with its manifest.
+
+    root/
+      step-0000000120.5f3a9c21/        a fresh directory for every save
+        data/                          what the framework's own writer wrote
+        state.json                     structure of the state, Python values
+        healing.json                   the healing state, if there is one
+        manifest.json                  written last: size and digest of all of the above
+        status.json                    candidate, good or quarantined; may change
+      .tmp-healcore-<pid>-…/           work in progress: a save, or a checkpoint being deleted
+
+A save happens in a temporary directory that gets its final name when all in it is on disk. Deleting
+is the same backwards: the directory loses its name first, in one atomic step, and is emptied then;
+the name is the journal, and the next start finishes what a crash has left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from healcore.runtime.store import (
+    committing,
+    listing,
+    manifest,
+    protocol,
+    ranks,
+    retention,
+    sweeping,
+)
+from healcore.runtime.store.background import Background
+from healcore.runtime.store.committing import Item, Written
+from healcore.runtime.store.errors import (
+    CheckpointDamaged,
+    LastGoodKept,
+    NotFinite,
+    NotThere,
+    SaveFailed,
+    StoreError,
+)
+from healcore.runtime.store.listing import Found
+from healcore.runtime.store.protocol import Restored, Saved, Status
+from healcore.runtime.store.ranks import Alone, Ranks
+
+
+class DirectoryStore(ABC):
+    """Checkpoints in the directories below one root. A framework adds copying, writing and reading.
+
+    Args:
+        root: directory of this run's checkpoints and of nothing else; made if it is not there.
+        nonfinite_ok: patterns of array names (`model.*.mask`) where NaN and Inf are meant.
+        ranks: the processes that save together, into a directory that all of them see. They call
+            every method together, except `steps` and `problems`.
+
+    Raises:
+        StoreError: the directory is not there and cannot be made.
+    """
+
+    format: str
+    """Name of what lies in `data`, for the manifest."""
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        nonfinite_ok: Collection[str] = (),
+        ranks: Ranks | None = None,
+    ) -> None:
+        # Absolute: a program that changes its working directory still means the same place.
+        self.root = Path(root).absolute()
+        self.nonfinite_ok = tuple(nonfinite_ok)
+        self._ranks: Ranks = ranks or Alone()
+        self._behind = Background(f"healcore-{self.format}")
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            os.listdir(self.root)
+        except OSError as error:
+            raise StoreError(
+                f"{self.root} cannot be used for checkpoints: {error.strerror}; "
+                "pass a directory that can be made and written"
+            ) from error
+        self.swept = sweeping.sweep(self.root) if self._ranks.rank == 0 else []
+        """Own leavings of killed processes, removed just now."""
+
+    # -- the framework's part -------------------------------------------------------------------
+
+    @abstractmethod
+    def _capture(self, state: Mapping[str, Any], *, copy: bool) -> Any:
+        """A copy of the state (without `copy`: the state itself in the same form)."""
+
+    @abstractmethod
+    def _write(self, captured: Any, folder: Path) -> Written:
+        """Writes it below `folder`: `data/` and `state.json`. In the background, on every rank."""
+
+    @abstractmethod
+    def _read(self, found: Found, like: Mapping[str, Any]) -> dict[str, Any]:
+        """The state in fresh memory, from files that are verified. On every rank."""
+
+    def _release(self, captured: Any) -> None:  # noqa: B027 (nothing to do is fine)
+        """The capture is written, or will never be."""
+
+    # -- the protocol ---------------------------------------------------------------------------
+
+    def save(
+        self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
+    ) -> None:
+        """Copies the state now and writes it in the background."""
+        self._save(step, state, healing, copy=True)
+
+    def save_held(
+        self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
+    ) -> None:
+        """`save` of a state that nobody changes until `wait` returns: there is no copy."""
+        self._save(step, state, healing, copy=False)
+
+    def steps(self) -> list[Saved]:
+        """The complete checkpoints, ascending. One under way is not among them."""
+        return [
+            manifest.saved(found.folder, found.manifest)
+            for found in listing.counting(self.root).values()
+        ]
+
+    def verify(self, step: int) -> Saved:
+        """Recomputes the digest of every file."""
+        found = self._checked(step)
+        return manifest.saved(found.folder, found.manifest)
+
+    def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
+        """Verifies every file, then reads."""
+        found = self._checked(step)
+        state = self._read(found, like)
+        healing = None
+        if found.manifest.healing:
+            healing = json.loads((found.folder / manifest.HEALING).read_bytes())
+        return Restored(state, healing)
+
+    def mark(self, step: int, status: Status) -> None:
+        """Sets the status, in one atomic step."""
+        protocol.checked_status(status)
+        found = self._find(step)
+        if status == "good" and found.manifest.nonfinite:
+            raise NotFinite(step, found.manifest.nonfinite)
+
+        def action() -> None:
+            manifest.write_status(found.folder, status)
+            committing.clear_superseded(self.root, step)
+
+        self._change(f"step {step} cannot be marked {status}", action)
+
+    def delete(self, step: int) -> None:
+        """Removes a checkpoint, unless it is the last known-good one."""
+        self._behind.join()
+        if retention.is_last_good(self.steps(), step):
+            raise LastGoodKept(step)
+        self.drop(step)
+
+    def wait(self) -> None:
+        """Waits until everything is on disk."""
+        self._behind.wait()
+
+    def failures(self) -> list[SaveFailed]:
+        """Failures not told yet."""
+        return self._behind.failures()
+
+    def problems(self) -> list[str]:
+        """Directories that are no checkpoint, files that belong to none, damaged status files."""
+        return listing.problems(self.root)
+
+    # -- beyond it ------------------------------------------------------------------------------
+
+    def drop(self, step: int) -> None:
+        """`delete` without the question whether it is the last known-good one."""
+        self._find(step)
+
+        def action() -> None:
+            for each in listing.complete(self.root).get(step, []):
+                committing.remove(self.root, each.folder)
+
+        self._change(f"step {step} cannot be deleted", action)
+
+    # -- within ---------------------------------------------------------------------------------
+
+    def _save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        healing: Mapping[str, Any] | None,
+        *,
+        copy: bool,
+    ) -> None:
+        step = protocol.checked_step(step)
+        kept = None if healing is None else protocol.frozen(healing)
+        self._behind.join()
+        try:
+            captured = self._capture(state, copy=copy)
+        except StoreError:
+            raise
+        except Exception as error:
+            raise SaveFailed(step, "while copying the state", error) from error
+        item = Item(step, time.time(), self.format, kept)
+
+        def job() -> None:
+            try:
+                committing.commit(
+                    self.root, self._ranks, item, lambda folder: self._write(captured, folder)
+                )
+            finally:
+                self._release(captured)
+
+        self._behind.submit(step, "while writing", job)
+
+    def _find(self, step: int) -> Found:
+        """The checkpoint that counts for a step, the same on every rank.
+
+        Raises:
+            CheckpointDamaged: there is a directory for it, and no complete checkpoint in it.
+            NotThere: there is not even that.
+        """
+        step = protocol.checked_step(step)
+        self._behind.join()
+
+        def look() -> Found | StoreError:
+            found = listing.counting(self.root)
+            if step in found:
+                return found[step]
+            for folder, wrong in listing.incomplete(self.root):
+                if listing.step_of(folder) == step:
+                    return CheckpointDamaged(step, str(folder), wrong.file, wrong.difference)
+            return NotThere(step, list(found), str(self.root))
+
+        looked = ranks.on_first(self._ranks, look)
+        if isinstance(looked, StoreError):
+            raise looked
+        return looked
+
+    def _checked(self, step: int) -> Found:
+        """The same, every digest recomputed; the files are divided among the ranks."""
+        found = self._find(step)
+        mine = sorted(found.manifest.files)[self._ranks.rank :: self._ranks.world]
+        for wrong in self._ranks.gather(listing.first_difference(found, mine)):
+            if wrong is not None:
+                raise CheckpointDamaged(step, str(found.folder), wrong.file, wrong.difference)
+        return found
+
+    def _change(self, what: str, action: Callable[[], None]) -> None:
+        """Changes something on disk, from rank 0.
+
+        Raises:
+            StoreError: it did not work.
+        """
+        try:
+            ranks.on_first(self._ranks, action)
+        except OSError as error:
+            raise StoreError(f"{what} in {self.root}: {error.strerror or error}") from error

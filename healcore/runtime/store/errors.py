@@ -1,0 +1,127 @@
+"""What can go wrong with checkpoints. Every one of them leaves live state untouched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StoreError(RuntimeError):
+    """Anything that a checkpoint store refuses, finds or fails at."""
+
+
+class CheckpointDamaged(StoreError):
+    """A checkpoint whose bytes are not those that were saved. Use an older one.
+
+    Attributes:
+        step: the checkpoint's step.
+        path: its directory, or where it lies ("memory").
+        file: the file (or array) that differs, relative to `path`.
+        difference: what differs.
+    """
+
+    def __init__(self, step: int, path: str, file: str, difference: str) -> None:
+        super().__init__(step, path, file, difference)
+        self.step = step
+        self.path = path
+        self.file = file
+        self.difference = difference
+
+    def __str__(self) -> str:
+        """Where, what, and what it means."""
+        return (
+            f"the checkpoint of step {self.step} is damaged: {self.file} {self.difference} "
+            f"(in {self.path}); nothing was restored, use an older one"
+        )
+
+
+class NotThere(StoreError):
+    """No complete checkpoint of that step in the store."""
+
+    def __init__(self, step: int, there: Sequence[int], where: str) -> None:
+        super().__init__(step, tuple(there), where)
+        self.step = step
+        self.there = tuple(there)
+        self.where = where
+
+    def __str__(self) -> str:
+        """The step, and those that are there."""
+        newest = ", ".join(str(step) for step in self.there[-5:]) or "none"
+        more = "..., " if len(self.there) > 5 else ""
+        return f"no complete checkpoint of step {self.step} in {self.where}; there: {more}{newest}"
+
+
+class NoGoodCheckpoint(StoreError):
+    """There is nothing to go back to."""
+
+
+class LastGoodKept(StoreError):
+    """Refused: the last known-good checkpoint would have been deleted."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self.step = step
+
+    def __str__(self) -> str:
+        """The rule and the way around it."""
+        return (
+            f"step {self.step} is the last known-good checkpoint and stays: mark a newer one good "
+            "first, or remove its directory by hand"
+        )
+
+
+class NotFinite(StoreError):
+    """Refused: a checkpoint with non-finite arrays is never known-good."""
+
+    def __init__(self, step: int, names: Sequence[str]) -> None:
+        super().__init__(step, tuple(names))
+        self.step = step
+        self.names = tuple(names)
+
+    def __str__(self) -> str:
+        """Which arrays, and what to do where they are meant to be so."""
+        return (
+            f"step {self.step} holds NaN or Inf in {', '.join(self.names) or 'its arrays'} and "
+            "cannot be known-good; where that is meant (a mask of -inf), name the array in the "
+            "store's `nonfinite_ok`"
+        )
+
+
+class SaveFailed(StoreError):
+    """A checkpoint that could not be taken or written; what was there before still is.
+
+    Attributes:
+        step: the checkpoint's step.
+    """
+
+    def __init__(self, step: int, doing: str, error: BaseException, hint: str = "") -> None:
+        super().__init__(step, doing, error, hint)
+        self.step = step
+        self.doing = doing
+        self.error = error
+        self.hint = hint
+
+    def __str__(self) -> str:
+        """What was being done, and what went wrong."""
+        what = f"{type(self.error).__name__}: {self.error}"
+        hint = f"; {self.hint}" if self.hint else ""
+        return f"step {self.step} was not saved, {self.doing}: {what}{hint}"
+
+
+class StateMismatch(StoreError):
+    """The checkpoint holds another state than the one it is to be restored into."""
+
+    def __init__(self, step: int | None, differences: Sequence[str]) -> None:
+        super().__init__(step, tuple(differences))
+        self.step = step
+        self.differences = tuple(differences)
+
+    def __str__(self) -> str:
+        """The first few differences."""
+        shown = "; ".join(self.differences[:3])
+        more = f"; and {len(self.differences) - 3} more" if len(self.differences) > 3 else ""
+        which = "the saved state" if self.step is None else f"the checkpoint of step {self.step}"
+        return f"{which} does not fit: {shown}{more}. Pass the state that the run was saved from"
+
+
+class UnsavableState(StoreError, TypeError):
+    """A value in the state that a checkpoint cannot hold."""

@@ -1,0 +1,92 @@
+"""Reading every byte of a snapshot once: digests and the finite check together.
+
+In pieces that stay in a core's cache, so that the second reading of a piece costs no memory
+bandwidth. Every call in the loops releases the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from healcore.runtime.store import finite
+from healcore.runtime.store.snapshot import Block, aligned
+
+_PIECE = 1 << 17
+
+
+class Inspection(NamedTuple):
+    """What a snapshot was found to hold."""
+
+    digests: dict[str, str]
+    """Key of a block -> xxh3, 128 bits, hexadecimal."""
+    nonfinite: tuple[str, ...]
+    """Arrays with NaN or Inf."""
+
+
+def inspect(blocks: Iterable[Block], nonfinite_ok: Collection[str] = ()) -> Inspection:
+    """Digests of all arrays, and those with NaN or Inf.
+
+    Args:
+        blocks: the arrays.
+        nonfinite_ok: patterns of names (`model.*.mask`) where NaN and Inf are meant.
+    """
+    digests, bad = {}, []
+    for block in blocks:
+        state, sound = xxhash.xxh3_128(), True
+        for at in range(0, len(block.raw), _PIECE):
+            piece = block.raw[at : at + _PIECE]
+            state.update(piece.data)
+            sound = sound and finite.finite_chunk(piece, block.dtype)
+        digests[block.key] = state.hexdigest()
+        if not sound and not matches(block.name, nonfinite_ok):
+            bad.append(block.name)
+    return Inspection(digests, tuple(dict.fromkeys(bad)))
+
+
+def nonfinite(blocks: Iterable[Block], nonfinite_ok: Collection[str] = ()) -> tuple[str, ...]:
+    """Only the names of arrays with NaN or Inf."""
+    found = {
+        block.name: None
+        for block in blocks
+        if not matches(block.name, nonfinite_ok) and not finite.finite(block.raw, block.dtype)
+    }
+    return tuple(found)
+
+
+def first_difference(blocks: Iterable[Block], digests: dict[str, str]) -> str | None:
+    """Name of the first array whose digest is another one now."""
+    for block in blocks:
+        if xxhash.xxh3_128_hexdigest(block.raw.data) != digests[block.key]:
+            return block.key
+    return None
+
+
+def checked_copy(digests: dict[str, str], changed: Callable[[str], Exception]):
+    """A function that copies a block's bytes and checks the copy as it goes.
+
+    Args:
+        digests: what the arrays were when they were saved.
+        changed: makes the error for an array that is not the same any more.
+    """
+
+    def copy(block: Block) -> np.ndarray:
+        fresh, state = aligned(len(block.raw)), xxhash.xxh3_128()
+        for at in range(0, len(fresh), _PIECE):
+            piece = fresh[at : at + _PIECE]
+            np.copyto(piece, block.raw[at : at + _PIECE])
+            state.update(piece.data)
+        if state.hexdigest() != digests[block.key]:
+            raise changed(block.key)
+        return fresh
+
+    return copy
+
+
+def matches(name: str, patterns: Collection[str]) -> bool:
+    """Whether a name fits one of the patterns (`*` and `?`)."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

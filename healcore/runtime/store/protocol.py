@@ -1,0 +1,167 @@
+"""What every checkpoint store can do, whatever lies behind it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+
+from healcore.runtime.store.errors import SaveFailed, StoreError
+
+Status = Literal["candidate", "good", "quarantined"]
+"""`candidate`: complete, not yet proven. `good`: known-good. `quarantined`: saved after an onset,
+or found damaged; kept for a person to look at, never restored by itself."""
+
+STATUSES: tuple[str, ...] = get_args(Status)
+
+
+class Saved(NamedTuple):
+    """One complete checkpoint, as `steps` lists it."""
+
+    step: int
+    status: Status
+    finite: bool
+    """Every array in it is finite (those in `nonfinite_ok` aside)."""
+    bytes: int
+    created: float
+    """Wall-clock seconds since 1970. For people: clocks jump, order by `step`."""
+    healing: bool
+    """Whether it has the healing state, an item of its own."""
+    path: str | None
+    """Its directory; None in memory."""
+    nonfinite: tuple[str, ...] = ()
+    """Names of arrays with NaN or Inf, the first 20."""
+
+
+class Restored(NamedTuple):
+    """What `restore` returns: fresh memory, nothing shared with the store."""
+
+    state: dict[str, Any]
+    """The names of `like`. A tree where a tree was saved; where an object with `state_dict` was,
+    what its `load_state_dict` takes."""
+    healing: dict[str, Any] | None
+    """The healing state, None in a checkpoint without one."""
+
+
+@runtime_checkable
+class CheckpointStore(Protocol):
+    """Checkpoints of one run, by step. All methods are called from one thread."""
+
+    def save(
+        self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
+    ) -> None:
+        """Takes a consistent copy and returns; checking and writing go on in the background.
+
+        Changing the state afterwards, in place or by donation, does not reach the save. While the
+        save before is still being written this waits for it: at most one copy is under way. A step
+        that exists already is saved anew beside it, and the newer one counts when it is complete.
+
+        Args:
+            step: number of the optimizer step, >= 0.
+            state: name -> tree of arrays and Python values, or an object with `state_dict`.
+            healing: JSON-safe, kept as an item of its own.
+
+        Raises:
+            UnsavableState: there is something in the state that cannot be saved.
+            SaveFailed: the copy could not be taken. What the background meets shows at `wait`.
+        """
+        ...
+
+    def steps(self) -> list[Saved]:
+        """The complete checkpoints, ascending by step. Reads no array data."""
+        ...
+
+    def verify(self, step: int) -> Saved:
+        """Recomputes every digest.
+
+        Raises:
+            CheckpointDamaged: something differs.
+            NotThere: there is no such checkpoint.
+        """
+        ...
+
+    def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
+        """Verifies, then reads.
+
+        Args:
+            step: which checkpoint.
+            like: the live state (its structure, shapes, dtypes and shardings are used; it is not
+                changed), with all of the saved names or some.
+
+        Raises:
+            CheckpointDamaged: something differs from what was saved.
+            StateMismatch: it was saved from another state.
+            NotThere: there is no such checkpoint.
+        """
+        ...
+
+    def mark(self, step: int, status: Status) -> None:
+        """Sets the status, atomically.
+
+        Raises:
+            NotFinite: `good`, for a checkpoint with NaN or Inf in it.
+            NotThere: there is no such checkpoint.
+        """
+        ...
+
+    def delete(self, step: int) -> None:
+        """Removes a checkpoint: at once for `steps`, whatever happens then.
+
+        Raises:
+            LastGoodKept: it is the last known-good one.
+            NotThere: there is no such checkpoint.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Returns when the background has nothing left to do.
+
+        Raises:
+            SaveFailed: a save since the last `wait` or `failures` failed. Raised once; further
+                ones wait for the next call.
+        """
+        ...
+
+    def failures(self) -> list[SaveFailed]:
+        """The failures that `wait` has not raised yet, without waiting; each is told once."""
+        ...
+
+    def problems(self) -> list[str]:
+        """What lies in the store and is no checkpoint, in words: for events and for people."""
+        ...
+
+
+def checked_step(step: Any) -> int:
+    """A step number.
+
+    Raises:
+        StoreError: it is not a whole number >= 0.
+    """
+    if isinstance(step, bool) or not hasattr(step, "__index__") or (number := int(step)) < 0:
+        raise StoreError(f"step is a whole number >= 0, not {step!r}: pass the optimizer step")
+    return number
+
+
+def checked_status(status: Any) -> Status:
+    """A status.
+
+    Raises:
+        StoreError: it is none of the three.
+    """
+    if status not in STATUSES:
+        raise StoreError(f"status is one of {', '.join(STATUSES)}, not {status!r}")
+    return status
+
+
+def frozen(healing: Mapping[str, Any]) -> bytes:
+    """The healing state as a file: a copy that later changes cannot reach.
+
+    Raises:
+        StoreError: it is not JSON-safe.
+    """
+    try:
+        return json.dumps(healing, allow_nan=False, separators=(",", ":")).encode()
+    except (TypeError, ValueError) as error:
+        raise StoreError(
+            f"the healing state must be JSON-safe ({error}): pass what to_dict of the adapter gives"
+        ) from None

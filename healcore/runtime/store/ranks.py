@@ -1,0 +1,79 @@
+"""The processes that write one checkpoint together: all of them go on, or all of them raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """What a store needs to agree with the other processes of a run."""
+
+    rank: int
+    """Of this process; 0 names directories and writes the manifest."""
+    world: int
+
+    def gather(self, item: Any) -> list[Any]:
+        """Every rank's item, in the order of the ranks, on every rank.
+
+        Called by every rank, in the same order, from one thread at a time.
+
+        Args:
+            item: picklable, small.
+        """
+        ...
+
+
+class Alone:
+    """A run of one process."""
+
+    rank = 0
+    world = 1
+
+    def gather(self, item: Any) -> list[Any]:
+        """Only this one's."""
+        return [item]
+
+
+class RankFailed(OSError):
+    """Another rank met an error; its words are in the message."""
+
+
+def agreed(ranks: Ranks, mine: Any) -> Any:
+    """Rank 0's item, on every rank."""
+    return ranks.gather(mine)[0]
+
+
+def together(ranks: Ranks, action: Callable[[], T]) -> list[T]:
+    """Runs an action on every rank; the results of all, or an error on all.
+
+    A rank that failed alone would leave the others waiting for it in their next exchange.
+
+    Args:
+        ranks: the processes.
+        action: may raise, on any of them. Its result is picklable.
+
+    Raises:
+        RankFailed: it was another rank that failed; otherwise what this one raised.
+    """
+    result, failure = None, None
+    try:
+        result = action()
+    except Exception as error:
+        failure = error
+    told = None if failure is None else f"{type(failure).__name__}: {failure}"
+    outcomes = ranks.gather((result, told))
+    if failure is not None:
+        raise failure
+    for rank, (_, trouble) in enumerate(outcomes):
+        if trouble is not None:
+            raise RankFailed(f"rank {rank}: {trouble}")
+    return [outcome for outcome, _ in outcomes]
+
+
+def on_first(ranks: Ranks, action: Callable[[], T]) -> T:
+    """Runs an action on rank 0 only; its result, or an error, on every rank."""
+    nothing: Callable[[], Any] = lambda: None  # noqa: E731
+    return together(ranks, action if ranks.rank == 0 else nothing)[0]

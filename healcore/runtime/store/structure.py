@@ -1,0 +1,180 @@
+"""A nested Python value as JSON, with its arrays taken out by name, and back.
+
+In the JSON an object always is a node with one tag; everything else stands for itself:
+`null true 3 1.5 "text"`, `{"list": […]}`, `{"tuple": […]}`, `{"dict": [[key, value], …]}`,
+`{"float": "nan"}`, `{"bytes": base64}`, `{"complex": [re, im]}`, `{"array": {"name": …, …}}`.
+Keys are nodes too, so that 0, "0" and (0, 1) stay apart: optimizers number their parameters.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from healcore.runtime.store.errors import UnsavableState
+
+Node = Any
+"""A JSON-safe value as described above."""
+
+_MAPPINGS: dict[str, Callable[[list[tuple[Any, Any]]], dict[Any, Any]]] = {
+    "OrderedDict": OrderedDict,
+    "Counter": lambda items: Counter(dict(items)),
+}
+
+
+class Names:
+    """Gives every array a name from its place: `model.layer.weight`, `optimizer.state.0.exp_avg`.
+
+    Names are for people and must only be unique: a dot inside a key may make two equal, and the
+    second then gets a number.
+    """
+
+    def __init__(self) -> None:
+        self._taken: set[str] = set()
+
+    def at(self, path: tuple[Any, ...]) -> str:
+        """A name that no other array of this state has."""
+        plain = ".".join(str(part) for part in path)
+        name, number = plain, 1
+        while name in self._taken:
+            number += 1
+            name = f"{plain}#{number}"
+        self._taken.add(name)
+        return name
+
+
+def encode(
+    value: Any, path: tuple[Any, ...], special: Callable[[tuple[Any, ...], Any], Node | None]
+) -> Node:
+    """A value as a node.
+
+    Args:
+        value: nested dictionaries, lists, tuples, numbers, strings, bytes, None, and what
+            `special` knows.
+        path: where it lies, for names and errors.
+        special: asked about everything that JSON does not have; takes arrays out. Returns a node,
+            or None if it does not know the value either.
+
+    Raises:
+        UnsavableState: nobody knows a value.
+    """
+    # By exact type: an enum or a NumPy number is an int or a float too, and would come back as one.
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if isinstance(value, dict):
+        return _encode_dict(value, path, special)
+    if isinstance(value, (list, tuple)):
+        tag = "list" if isinstance(value, list) else "tuple"
+        return {tag: [encode(part, (*path, i), special) for i, part in enumerate(value)]}
+    if type(value) is bytes:
+        return {"bytes": base64.b64encode(value).decode()}
+    if type(value) is complex:
+        return {"complex": [repr(value.real), repr(value.imag)]}
+    node = special(path, value)
+    if node is None:
+        raise UnsavableState(
+            f"{place(path)} is a {type(value).__module__}.{type(value).__qualname__}, which a "
+            "checkpoint cannot hold: keep arrays, numbers, strings, lists, tuples and dictionaries "
+            "in the state, or give the object a state_dict() that returns such"
+        )
+    return node
+
+
+def _encode_dict(
+    value: dict[Any, Any],
+    path: tuple[Any, ...],
+    special: Callable[[tuple[Any, ...], Any], Node | None],
+) -> Node:
+    items = []
+    for key, part in value.items():
+        if not isinstance(key, (str, int, float, bool, tuple, bytes, type(None))):
+            raise UnsavableState(
+                f"{place(path)} has the key {key!r}, a {type(key).__name__}: "
+                "keys are strings, numbers or tuples of them"
+            )
+        items.append([encode(key, path, _nothing), encode(part, (*path, key), special)])
+    node: dict[str, Any] = {"dict": items}
+    if type(value).__name__ in _MAPPINGS:
+        node["type"] = type(value).__name__
+    # torch keeps the versions of modules in an attribute of the dictionary.
+    versions = getattr(value, "_metadata", None)
+    if isinstance(versions, Mapping):
+        node["versions"] = _encode_dict(dict(versions), path, special)
+    return node
+
+
+def decode(node: Node, fetch: Callable[[str, Mapping[str, Any]], Any], like: Any = None) -> Any:
+    """The value that a node stands for.
+
+    Args:
+        node: from `encode`.
+        fetch: called with the tag and the content of every node that is none of this module's.
+        like: a value of the same structure, where there is one: gives named tuples their type back.
+    """
+    if not isinstance(node, dict):
+        return node
+    if "dict" in node:
+        return _decode_dict(node, fetch, like)
+    ((tag, content),) = node.items()
+    if tag in ("list", "tuple"):
+        fits = isinstance(like, (list, tuple)) and len(like) == len(content)
+        beside = like if fits and like is not None else [None] * len(content)
+        parts = [decode(part, fetch, other) for part, other in zip(content, beside, strict=True)]
+        if tag == "list":
+            return parts
+        return type(like)(*parts) if fits and hasattr(like, "_fields") else tuple(parts)
+    if tag == "float":
+        return float(content)
+    if tag == "bytes":
+        return base64.b64decode(content)
+    if tag == "complex":
+        return complex(float(content[0]), float(content[1]))
+    return fetch(tag, content)
+
+
+def _decode_dict(
+    node: dict[str, Any], fetch: Callable[[str, Mapping[str, Any]], Any], like: Any
+) -> dict[Any, Any]:
+    others = like if isinstance(like, Mapping) else {}
+    items = []
+    for coded, part in node["dict"]:
+        key = decode(coded, fetch)
+        items.append((key, decode(part, fetch, others.get(key))))
+    value = _MAPPINGS.get(node.get("type", ""), dict)(items)
+    if "versions" in node and type(value) is not dict:
+        value._metadata = _decode_dict(node["versions"], fetch, None)  # type: ignore[attr-defined]
+    return value
+
+
+def arrays_of(node: Node) -> Iterator[dict[str, Any]]:
+    """The content of every array node, in order."""
+    if isinstance(node, dict):
+        for tag, content in node.items():
+            if tag == "array":
+                yield content
+            else:
+                yield from arrays_of(content)
+    elif isinstance(node, list):
+        for part in node:
+            yield from arrays_of(part)
+
+
+def dumps(node: Node) -> bytes:
+    """A node as a file."""
+    return json.dumps(node, separators=(",", ":"), allow_nan=False).encode()
+
+
+def place(path: tuple[Any, ...]) -> str:
+    """A path as Python would write it: `state["model"]["layer"][0]`."""
+    return "state" + "".join(f"[{part!r}]" for part in path)
+
+
+def _nothing(path: tuple[Any, ...], value: Any) -> None:
+    """Keys hold no arrays."""
+    return

@@ -1,0 +1,169 @@
+"""Two stores as one: the nearer for speed, the farther for safety."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from healcore.runtime.store import protocol, retention
+from healcore.runtime.store.background import Background
+from healcore.runtime.store.directory import DirectoryStore
+from healcore.runtime.store.errors import (
+    CheckpointDamaged,
+    LastGoodKept,
+    NotThere,
+    SaveFailed,
+    StoreError,
+)
+from healcore.runtime.store.memory import Hold, MemoryStore
+from healcore.runtime.store.protocol import Restored, Saved, Status
+
+T = TypeVar("T")
+
+
+class TieredStore:
+    """Memory first, disk behind.
+
+    Every save takes one copy of the state, in memory; a save that also goes to disk is written from
+    there, in the background, and holds on to that copy until it is written. A checkpoint that is in
+    both is restored from memory, from disk if the one in memory is damaged. A damaged copy is taken
+    out (dropped from memory, quarantined on disk) while the other one goes on serving.
+
+    Args:
+        memory: the near store.
+        disk: the far one.
+        disk_every: every how many saves one goes to disk; the first does.
+    """
+
+    def __init__(self, memory: MemoryStore, disk: DirectoryStore, *, disk_every: int = 1) -> None:
+        if isinstance(disk_every, bool) or not isinstance(disk_every, int) or disk_every < 1:
+            raise StoreError(f"disk_every is a whole number >= 1, not {disk_every!r}")
+        self.memory = memory
+        self.disk = disk
+        self.disk_every = disk_every
+        self._saves = 0
+        self._behind = Background("healcore-tiers")
+        self._damage: list[str] = []
+
+    # -- the protocol ---------------------------------------------------------------------------
+
+    def save(
+        self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
+    ) -> None:
+        """Copies to memory; to disk from there when it is time."""
+        step = protocol.checked_step(step)
+        due = self._saves % self.disk_every == 0
+        if not due:
+            self.memory.save(step, state, healing=healing)
+        else:
+            self._behind.join()  # one write at a time: each holds a copy in memory
+            hold = self.memory.save_and_hold(step, state, healing=healing)
+            self._behind.submit(step, "while writing to disk", lambda: self._to_disk(step, hold))
+        self._saves += 1
+
+    def steps(self) -> list[Saved]:
+        """Checkpoints of both, ascending; what is in both has the status that memory says."""
+        found = {saved.step: saved for saved in self.disk.steps()}
+        for saved in self.memory.steps():
+            there = found.get(saved.step)
+            found[saved.step] = saved if there is None else there._replace(status=saved.status)
+        return [found[step] for step in sorted(found)]
+
+    def verify(self, step: int) -> Saved:
+        """Recomputes the digests in both; one intact copy is enough."""
+        self._each(step, lambda tier: tier.verify(step), first=False)
+        return next(saved for saved in self.steps() if saved.step == step)
+
+    def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
+        """From memory if it is there and intact, else from disk."""
+        return self._each(step, lambda tier: tier.restore(step, like), first=True)
+
+    def mark(self, step: int, status: Status) -> None:
+        """Marks it wherever it is."""
+        for tier in self._having(step):
+            tier.mark(step, status)
+
+    def delete(self, step: int) -> None:
+        """Removes it wherever it is, unless it is the last known-good one."""
+        tiers = self._having(step)
+        if retention.is_last_good(self.steps(), step):
+            raise LastGoodKept(step)
+        for tier in tiers:
+            tier.drop(step)
+
+    def wait(self) -> None:
+        """Waits for the disk."""
+        self._behind.join()
+        self.memory.wait()
+        self._behind.wait()
+
+    def failures(self) -> list[SaveFailed]:
+        """Failures of both not told yet."""
+        return [*self.memory.failures(), *self._behind.failures()]
+
+    def problems(self) -> list[str]:
+        """Copies that were found damaged since the last call, and what the disk has to tell."""
+        damage, self._damage = self._damage, []
+        return damage + self.disk.problems()
+
+    # -- beyond it ------------------------------------------------------------------------------
+
+    def describe(self, state_bytes: int | None = None) -> str:
+        """The bound on host memory, in words."""
+        held = "and one more while it is written to disk"
+        return f"{self.memory.describe(state_bytes)}, {held}"
+
+    # -- within ---------------------------------------------------------------------------------
+
+    def _to_disk(self, step: int, hold: Hold) -> None:
+        try:
+            state, healing = hold.read()
+            self.disk.save_held(step, state, healing=healing)
+            self.disk.wait()
+        finally:
+            hold.release()
+
+    def _having(self, step: int) -> list[MemoryStore | DirectoryStore]:
+        """The stores that have a step, memory first."""
+        self._behind.join()
+        tiers = [
+            tier
+            for tier in (self.memory, self.disk)
+            if any(saved.step == step for saved in tier.steps())
+        ]
+        if not tiers:
+            there = [saved.step for saved in self.steps()]
+            raise NotThere(step, there, f"memory and {self.disk.root}")
+        return tiers
+
+    def _each(
+        self, step: int, action: Callable[[MemoryStore | DirectoryStore], T], *, first: bool
+    ) -> T:
+        """Runs an action on the copies of a step; damaged ones are taken out.
+
+        Raises:
+            CheckpointDamaged: no copy is intact.
+        """
+        results, damage = [], None
+        for tier in self._having(step):
+            try:
+                results.append(action(tier))
+            except CheckpointDamaged as error:
+                damage = error
+                self._damage.append(str(error))
+                self._take_out(tier, step)
+            if first and results:
+                break
+        if not results:
+            assert damage is not None
+            raise damage
+        return results[0]
+
+    def _take_out(self, tier: MemoryStore | DirectoryStore, step: int) -> None:
+        try:
+            if isinstance(tier, MemoryStore):
+                tier.drop(step)
+            else:
+                tier.mark(step, "quarantined")
+        except StoreError:
+            return  # not to be listed any more, or a disk that cannot be written: told already

@@ -1,0 +1,106 @@
+"""Which checkpoint is gone back to: pure functions, checked by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from healcore.runtime.choice import Choice, Earlier, choose, common, proven, tainted
+from healcore.runtime.store import NoGoodCheckpoint, Saved
+
+
+def saved(step: int, status="good", finite=True) -> Saved:
+    return Saved(step, status, finite, 1, 0.0, True, None)
+
+
+GOOD = [saved(0, "candidate"), saved(100), saved(200), saved(300), saved(400, "candidate")]
+
+
+@pytest.mark.parametrize(
+    ("onset", "depth", "order"),
+    [
+        (350, 1, (300, 200, 100)),
+        (300, 1, (300, 200, 100)),  # saved before the step of the onset was taken
+        (299, 1, (200, 100)),
+        (1000, 1, (300, 200, 100)),  # a candidate is not known-good
+        (350, 2, (200, 100)),
+        (350, 3, (100,)),
+        (350, 9, (100,)),  # as deep as it goes
+        (350, 0, (300, 200, 100)),
+    ],
+)
+def test_depth(onset, depth, order):
+    assert choose(GOOD, onset=onset, depth=depth) == Choice(order, False, False)
+
+
+def test_the_second_time_in_a_region_goes_deeper():
+    past = [Earlier(onset=350, target=300)]
+    assert choose(GOOD, onset=360, earlier=past, region=100).order == (200, 100)
+    assert choose(GOOD, onset=340, earlier=past, region=100).order == (200, 100)
+    assert choose(GOOD, onset=360, earlier=past, region=5).order[0] == 300
+    # What became good on the way back into the same trouble is not gone back to.
+    later = [*GOOD, saved(340)]
+    assert choose(later, onset=345, earlier=past, region=100, depth=1).order == (200, 100)
+    assert choose(later, onset=345, earlier=past, region=100, depth=3).order == (200, 100)
+    assert choose(later, onset=345, earlier=past, region=100, depth=4).order == (100,)
+
+
+def test_when_there_is_nothing_deeper_it_says_so():
+    past = [Earlier(150, 100)]
+    found = choose(GOOD, onset=160, earlier=past, region=100)
+    assert found == Choice((100,), initial=False, repeated=True)
+    found = choose(GOOD, onset=160, earlier=past, region=100, initial=0)
+    assert found == Choice((0,), initial=True, repeated=False)
+    past.append(Earlier(160, 0))
+    found = choose(GOOD, onset=160, earlier=past, region=100, initial=0)
+    assert found == Choice((0,), initial=True, repeated=True)
+
+
+def test_the_initial_snapshot_is_the_last_resort():
+    assert choose(GOOD, onset=350, initial=0).order == (300, 200, 100, 0)
+    assert choose(GOOD[:1], onset=5, initial=0) == Choice((0,), True, False)
+    with pytest.raises(NoGoodCheckpoint, match=r"onset at step 5.*there: 0 \(candidate\)"):
+        choose(GOOD[:1], onset=5)
+    with pytest.raises(NoGoodCheckpoint):
+        choose([saved(0, "quarantined")], onset=5, initial=0)
+    with pytest.raises(NoGoodCheckpoint, match="not finite"):
+        choose([saved(0, "candidate", finite=False)], onset=5, initial=0)
+    with pytest.raises(NoGoodCheckpoint, match="there: none"):
+        choose([], onset=5, initial=0)
+
+
+def test_never_one_that_is_not_finite_or_set_aside():
+    bad = [saved(0), saved(100, "quarantined"), saved(200, "good", finite=False)]
+    assert choose(bad, onset=300, initial=100).order == (0,)
+
+
+def test_proven():
+    saves = [saved(0), *(saved(step, "candidate") for step in (10, 20, 30))]
+    assert proven(saves, alarms=[], now=25, probation=10) == [10]
+    assert proven(saves, alarms=[], now=30, probation=10) == [10, 20]
+    assert proven(saves, alarms=[9], now=30, probation=10) == [10, 20]
+    assert proven(saves, alarms=[10], now=30, probation=10) == [20]
+    assert proven(saves, alarms=[19], now=30, probation=10) == [20]
+    assert proven(saves, alarms=[20], now=30, probation=10) == [10]
+    assert proven([saved(0, "candidate", False)], alarms=[], now=99, probation=1) == []
+    assert proven([saved(0, "quarantined")], alarms=[], now=99, probation=1) == []
+
+
+def test_tainted():
+    saves = [saved(10), saved(20, "candidate"), saved(21), saved(30, "quarantined")]
+    assert tainted(saves, onset=20) == [21]
+    assert tainted(saves, onset=15) == [20, 21]
+
+
+def test_ranks_that_disagree_take_the_newest_common_step():
+    first = [saved(100), saved(200), saved(300)]
+    second = [saved(100), saved(200, "candidate"), saved(400)]
+    assert [(s.step, s.status) for s in common([first, second])] == [
+        (100, "good"),
+        (200, "candidate"),
+    ]
+    assert choose(common([first, second]), onset=500).order == (100,)
+    third = [saved(100, finite=False), saved(200)]
+    assert not common([first, third])[0].finite
+    assert common([first, []]) == []
+    assert common([]) == []
+    assert common([first, second]) == common([first, second, second])

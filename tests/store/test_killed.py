@@ -1,0 +1,47 @@
+"""SIGKILL at random moments: the next start always finds a verified state."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ROUNDS = 100
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    """In memory where that is: to a kill all file systems are the same, and syncing takes time."""
+    memory = Path("/dev/shm")
+    at = memory if os.access(memory, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="healcore-killed-", dir=at) as folder:
+        yield Path(folder)
+
+
+# MemoryStore is not here: it dies with its process, and is only ever a tier before one of these.
+@pytest.mark.parametrize(
+    ("world", "seconds"), [("dcp", 0.06), ("torch-tiers", 0.06), ("orbax", 0.2)]
+)
+def test_killed_100_times(world, seconds, root):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.store.killed", world, root, str(ROUNDS), str(seconds)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=570,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    counts = json.loads(done.stdout.splitlines()[-1])
+    assert counts["rounds"] == ROUNDS
+    assert counts["saves"] > 0
+    assert counts["leavings"] > 0, "no kill hit a save: make the rounds shorter or longer"

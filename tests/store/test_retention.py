@@ -1,0 +1,87 @@
+"""Which checkpoints need not be kept."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from healcore.runtime.store import Keep, Saved, StoreError, prune, superfluous
+from tests.store.worlds import ALL, over
+
+CODES = {"g": "good", "c": "candidate", "q": "quarantined", "n": "candidate"}
+
+
+def saves(text: str) -> list[Saved]:
+    """Of "gcqn": a known-good one of step 0, a candidate of step 10, …; n: one with NaN in it."""
+    return [
+        Saved(10 * i, CODES[code], code != "n", 1, 0.0, True, None)  # type: ignore[arg-type]
+        for i, code in enumerate(text)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "keep", "dropped"),
+    [
+        ("", Keep(), []),
+        ("ggg", Keep(good=3), []),
+        ("ggggg", Keep(good=3), [0, 10]),
+        ("g", Keep(good=1), []),
+        ("cg", Keep(good=1), [0]),  # overtaken by a known-good one
+        ("gc", Keep(good=1), []),
+        ("gqqq", Keep(good=1, quarantined=2), [10]),
+        ("gqnq", Keep(good=1, quarantined=1), [10, 20]),
+        ("gqnq", Keep(good=1, quarantined=0), [10, 20, 30]),
+        ("cccc", Keep(candidates=2), [10, 20]),  # the oldest is the next to be good
+        ("ccc", Keep(candidates=3), []),
+        ("gcccc", Keep(good=1, candidates=2), [20, 30]),
+        ("nnn", Keep(quarantined=1), [0, 10]),
+    ],
+)
+def test_table(text, keep, dropped):
+    assert superfluous(saves(text), keep) == dropped
+    assert superfluous(list(reversed(saves(text))), keep) == dropped
+
+
+@given(st.text("gcqn", max_size=12), st.integers(1, 4), st.integers(2, 4), st.integers(0, 3))
+def test_always(text, good, candidates, quarantined):
+    everything, keep = saves(text), Keep(good, candidates, quarantined)
+    dropped = superfluous(everything, keep)
+    left = [save for save in everything if save.step not in dropped]
+    assert len(left) <= keep.most
+    newest_good = [save for save in everything if save.status == "good"][-1:]
+    assert all(save in left for save in newest_good)
+    if not newest_good:
+        oldest = [s for s in everything if s.status == "candidate" and s.finite][:1]
+        assert all(save in left for save in oldest)
+    assert superfluous(left, keep) == []
+
+
+def test_frequent_saves_and_a_long_probation():
+    """A candidate gets old enough to be proven, however many are saved meanwhile."""
+    keep, kept = Keep(good=1, candidates=2), []
+    for step in range(0, 500, 10):
+        kept.append(Saved(step, "candidate", True, 1, 0.0, True, None))
+        gone = superfluous(kept, keep)
+        kept = [save for save in kept if save.step not in gone]
+        assert kept[-1].step == step
+        assert kept[0].step == 0
+
+
+@pytest.mark.parametrize("keep", [Keep(good=0), Keep(candidates=1), Keep(quarantined=-1)])
+def test_too_few(keep):
+    with pytest.raises(StoreError, match=r"keep\.\w+ is a whole number >= \d"):
+        superfluous([], keep)
+
+
+@over(*ALL)
+def test_prune(world, tmp_path):
+    store = world.make(tmp_path)
+    for step in range(4):
+        store.save(step, world.state(step))
+    store.wait()
+    for step in (0, 1):
+        store.mark(step, "good")
+    assert prune(store, Keep(good=1, candidates=2)) == [0]
+    assert [saved.step for saved in store.steps()] == [1, 2, 3]
+    assert prune(store, Keep(good=1, candidates=2)) == []

@@ -1,0 +1,284 @@
+"""Models, optimizers, schedulers, random generators: there and back, without aliasing."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, deque
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from healcore.runtime.store import Keep, StateMismatch, UnsavableState
+from healcore.torch.store import apply
+from tests.store.worlds import DCP, TORCH_MEMORY, TORCH_TIERS, over, same
+
+WORLDS = (DCP, TORCH_MEMORY, TORCH_TIERS)
+OPTIMIZERS = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-2),
+    "fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "amsgrad": partial(torch.optim.Adam, lr=1e-2, amsgrad=True),
+    "momentum": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True),
+    "sgd": partial(torch.optim.SGD, lr=1e-2),
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
+    "rmsprop": partial(torch.optim.RMSprop, lr=1e-2, momentum=0.9, centered=True),
+    "lbfgs": partial(torch.optim.LBFGS, lr=1e-2),
+    "tensor lr": partial(torch.optim.AdamW, lr=torch.tensor(1e-2)),
+}
+SCHEDULERS = {
+    "cosine": partial(lr_scheduler.CosineAnnealingLR, T_max=10),
+    "multi step": partial(lr_scheduler.MultiStepLR, milestones=[2, 4, 4]),
+    "lambda": partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step)),
+    "one cycle": partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=30),
+    "warm up": lambda opt: lr_scheduler.SequentialLR(
+        opt,
+        [lr_scheduler.LinearLR(opt), lr_scheduler.ExponentialLR(opt, 0.9)],
+        milestones=[3],
+    ),
+    "plateau": partial(lr_scheduler.ReduceLROnPlateau, patience=1),
+}
+
+
+class Run:
+    """A small run with dropout and batch norm: everything that has a state."""
+
+    def __init__(self, optimizer="adamw", scheduler="cosine", seed=0) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 1)
+        )
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        self.scheduler = SCHEDULERS[scheduler](self.optimizer)
+        self.generator = _Generator()
+
+    @property
+    def state(self):
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "rng": self.generator,
+        }
+
+    def step(self) -> float:
+        batch = torch.randn(16, 4)
+
+        def closure():
+            self.optimizer.zero_grad()
+            loss = self.model(batch).square().mean()
+            loss.backward()
+            return loss
+
+        loss = float(self.optimizer.step(closure).detach())
+        plateau = isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau)
+        self.scheduler.step(loss) if plateau else self.scheduler.step()
+        return loss
+
+    def everything(self):
+        return copy.deepcopy(
+            [self.model.state_dict(), self.optimizer.state_dict(), self.scheduler.state_dict()]
+        )
+
+
+class _Generator:
+    """torch's global generator; every rank has its own."""
+
+    per_rank = True
+
+    def state_dict(self):
+        return {"torch": torch.get_rng_state()}
+
+    def load_state_dict(self, state):
+        torch.set_rng_state(state["torch"])
+
+
+@over(*WORLDS)
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler"),
+    [*((name, "cosine") for name in OPTIMIZERS), *(("adamw", name) for name in SCHEDULERS)],
+)
+def test_a_run_replays_bit_for_bit(world, tmp_path, optimizer, scheduler):
+    run, store = Run(optimizer, scheduler), world.make(tmp_path)
+    for _ in range(3):
+        run.step()
+    store.save(3, run.state)
+    first = [run.step() for _ in range(4)], run.everything()
+    apply(run.state, store.restore(3, run.state).state)
+    again = [run.step() for _ in range(4)], run.everything()
+    assert first[0] == again[0]
+    assert same(first[1], again[1])
+
+
+@over(*WORLDS)
+def test_a_new_process_goes_on_where_the_old_one_was(world, tmp_path):
+    run, store = Run(), world.make(tmp_path)
+    for _ in range(3):
+        run.step()
+    store.save(3, run.state)
+    expected = [run.step() for _ in range(4)]
+    store.wait()
+    fresh = Run(seed=5)  # its optimizer has no moments yet
+    if world is DCP:
+        store = world.make(tmp_path)
+    apply(fresh.state, store.restore(3, fresh.state).state)
+    assert [fresh.step() for _ in range(4)] == expected
+
+
+@over(*WORLDS)
+def test_the_store_stays_clean_over_several_rollbacks(world, tmp_path):
+    """load_state_dict keeps the tensors it is given: they must not be the store's."""
+    run, store = Run(), world.make(tmp_path)
+    run.step()
+    store.save(1, run.state)
+    seen = set()
+    for _ in range(3):
+        apply(run.state, store.restore(1, run.state).state)
+        seen.add(tuple(run.step() for _ in range(3)))
+        store.verify(1)
+    assert len(seen) == 1
+
+
+@over(*WORLDS)
+def test_trees_are_overwritten_in_place(world, tmp_path):
+    tensor, inner = torch.arange(4.0), [torch.ones(2), 1.5]
+    live = {"ema": {"weight": tensor, "inner": inner, "count": 3}, "alone": torch.zeros(3)}
+    store = world.make(tmp_path)
+    store.save(1, live)
+    tensor.zero_()
+    inner[0].zero_()
+    inner[1] = None
+    inner.append("later")
+    live["ema"]["new"] = 1
+    live["alone"].fill_(7)
+    apply(live, store.restore(1, {**live, "ema": {**live["ema"], "inner": inner}}).state)
+    assert live["ema"]["weight"] is tensor
+    assert tensor.tolist() == [0, 1, 2, 3]
+    assert live["ema"]["inner"] is inner
+    assert inner == [inner[0], 1.5]
+    assert inner[0].tolist() == [1, 1]
+    assert list(live["ema"]) == ["weight", "inner", "count"]
+    assert live["alone"].tolist() == [0, 0, 0]
+
+
+def test_apply_touches_nothing_if_one_part_does_not_fit():
+    run, other = Run(), nn.Linear(3, 3)
+    before = run.everything()
+    restored = {"model": other.state_dict(), "optimizer": run.optimizer.state_dict()}
+    with pytest.raises(StateMismatch, match=r"model\.0\.bias is only in one of them|model\."):
+        apply(run.state, restored)
+    with pytest.raises(StateMismatch, match='no live "else"'):
+        apply(run.state, {"else": {}})
+    with pytest.raises(StateMismatch, match="cannot be changed in place"):
+        apply({"x": (1, 2)}, {"x": (1, 2)})
+    small = torch.optim.AdamW([nn.Parameter(torch.zeros(1))]).state_dict()
+    with pytest.raises(StateMismatch, match=r"groups of \[1\] parameters"):
+        apply(run.state, {"model": run.model.state_dict(), "optimizer": small})
+    assert same(before, run.everything())
+
+
+@over(*WORLDS)
+def test_tied_weights_are_saved_once(world, tmp_path):
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    model[1].weight = model[0].weight
+    store = world.make(tmp_path)
+    store.save(1, {"model": model})
+    store.wait()
+    assert store.steps()[0].bytes < 1.5 * 64 * 64 * 4
+    found = store.restore(1, {"model": model}).state["model"]
+    assert torch.equal(found["0.weight"], model[0].weight)
+    assert torch.equal(found["1.weight"], model[0].weight)
+
+
+@over(*WORLDS)
+def test_layouts_and_views(world, tmp_path):
+    base = torch.arange(24.0).reshape(2, 3, 2, 2)
+    tree = {
+        "channels last": base.to(memory_format=torch.channels_last),
+        "transposed": base[0, 0].t(),
+        "expanded": torch.ones(1).expand(5),
+        "slice": base[:, ::2],
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "parameter": nn.Parameter(torch.ones(2)),
+        "payload": torch.tensor([0x7FC0DEAD], dtype=torch.int32).view(torch.float32),
+    }
+    store = world.make(tmp_path)
+    store.save(1, {"tree": tree})
+    store.wait()
+    found = store.restore(1, {"tree": tree}).state["tree"]
+    for name, tensor in tree.items():
+        expected = tensor.detach().resolve_conj()
+        assert same(expected, found[name]), name
+    if world is TORCH_MEMORY:
+        assert found["channels last"].stride() == tree["channels last"].stride()
+
+
+@over(*WORLDS)
+def test_odd_objects_in_a_state_dictionary(world, tmp_path):
+    """Loaders and schedulers keep what they like; what torch would pickle is pickled here too."""
+
+    class Loader:
+        def state_dict(self):
+            return OrderedDict(queue=deque([1, 2], maxlen=5), seen={3, 4}, dtype=torch.bfloat16)
+
+    store = world.make(tmp_path)
+    store.save(1, {"loader": Loader()})
+    store.wait()
+    found = store.restore(1, {"loader": Loader()}).state["loader"]
+    assert found == Loader().state_dict()
+    assert found["queue"].maxlen == 5
+
+
+@over(*WORLDS)
+def test_what_cannot_be_saved_is_named(world, tmp_path):
+    store = world.make(tmp_path)
+    with pytest.raises(UnsavableState, match=r"state\['x'\]\['f'\] is a function"):
+        store.save(1, {"x": {"f": lambda: 0}})
+    sparse = torch.eye(3).to_sparse()
+    with pytest.raises(UnsavableState, match=r"state\['x'\]\[0\] is a tensor of layout"):
+        store.save(1, {"x": [sparse]})
+    with pytest.raises(UnsavableState, match="meta"):
+        store.save(1, {"x": torch.empty(2, device="meta")})
+    assert store.steps() == []
+
+
+def test_memory_holds_no_more_than_it_says(tmp_path):
+    from healcore.torch.store import MemoryStore
+
+    keep = Keep(good=1, candidates=2, quarantined=0)
+    store, state = MemoryStore(keep), {"x": torch.zeros(1 << 18)}
+    for step in range(12):
+        store.save(step, state)
+        if step == 4:
+            store.mark(0, "good")
+        store.wait()
+        assert store.nbytes <= (keep.most + 1) * (1 << 20)
+    assert len(store.steps()) == keep.most
+    assert store.describe().startswith("at most 4 copies of the state in host memory (4 × 1 MB")
+    memory = {id(slot.snapshot.arena) for slot in store._ring.values()}
+    assert len(memory) == keep.most
+
+
+def test_the_memory_of_old_snapshots_is_used_again():
+    from healcore.torch.store import MemoryStore
+
+    store, state = MemoryStore(), {"x": torch.zeros(1 << 10)}
+    seen = set()
+    for step in range(20):
+        store.save(step, state)
+        store.wait()
+        seen |= {slot.snapshot.arena._memory.ctypes.data for slot in store._ring.values()}
+    assert len(seen) == store.keep.candidates + 1
+
+
+def test_a_fresh_optimizer_is_not_stepped_by_a_save(tmp_path):
+    """As torch's own get_state_dict does, which fires hooks."""
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([parameter])
+    optimizer.register_step_pre_hook(lambda *_: pytest.fail("stepped"))
+    store = DCP.make(tmp_path)
+    store.save(0, {"optimizer": optimizer})
+    store.wait()
+    apply({"optimizer": optimizer}, store.restore(0, {"optimizer": optimizer}).state)
+    assert optimizer.state_dict()["state"] == {}

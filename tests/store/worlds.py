@@ -1,0 +1,214 @@
+"""Every store with a state of its framework: what the shared battery runs over."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import healcore.jax.store as jax_stores
+import healcore.torch.store as torch_stores
+from healcore.runtime.store import Keep
+
+KEEP = Keep(good=3, candidates=8, quarantined=4)
+
+
+class Cursor:
+    """An object with state_dict, like a data loader's position."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.at = at
+        self.order = np.arange(5)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "order": self.order, "epoch": {0: "first", (1, 2): None}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at, self.order = state["at"], state["order"]
+
+
+def values() -> dict[str, Any]:
+    """Python values and NumPy arrays that both frameworks must give back unchanged."""
+    return {
+        "int": 2**70,
+        "minus zero": -0.0,
+        "tiny": 5e-324,
+        "nan": float("nan"),
+        "inf": float("-inf"),
+        "bool": True,
+        "text": "Zürich \n\x00",
+        "list": [1, [2, []], (3, (4,))],
+        "none": None,
+        "numpy": np.arange(6, dtype=np.uint16).reshape(2, 3),
+        "number": np.float64(0.1),
+        "big endian": np.arange(3, dtype=np.int32),
+    }
+
+
+def torch_state(seed: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    random = torch.randn(7, 5, generator=generator)
+    return {
+        "weights": {
+            "float32": random,
+            "bfloat16": random.bfloat16(),
+            "half": random.half(),
+            "double": random.double(),
+            "int64": torch.arange(9) + seed,
+            "bool": random > 0,
+            "scalar": torch.tensor(3.5 + seed),
+            "empty": torch.zeros(0, 4),
+            "strided": random.t()[::2],
+            "nested": {"deeper": [random[0].clone(), (random[1].clone(), {})]},
+        },
+        "values": values(),
+        "cursor": Cursor(seed),
+    }
+
+
+def jax_state(seed: int = 0) -> dict[str, Any]:
+    random = jax.random.normal(jax.random.key(seed), (7, 5))
+    return {
+        "weights": {
+            "float32": random,
+            "bfloat16": random.astype(jnp.bfloat16),
+            "half": random.astype(jnp.float16),
+            "float8": random.astype(jnp.float8_e4m3fn),
+            "int32": jnp.arange(9) + seed,
+            "bool": random > 0,
+            "scalar": jnp.float32(3.5 + seed),
+            "empty": jnp.zeros((0, 4)),
+            "key": jax.random.key(seed),
+            "nested": {"deeper": [random[0], (random[1], {})]},
+        },
+        "values": values(),
+        "cursor": Cursor(seed),
+    }
+
+
+def torch_spoil(state: dict[str, Any]) -> None:
+    """Overwrites everything that can be overwritten in place."""
+    for leaf in jax.tree.leaves(state["weights"]):
+        leaf.zero_() if leaf.dtype == torch.bool else leaf.fill_(77)
+    spoil_values(state)
+
+
+def jax_spoil(state: dict[str, Any]) -> None:
+    """Donates every array: its memory may be used for something else from now on."""
+    fill = jax.jit(lambda leaf: jnp.full_like(leaf, 77), donate_argnums=0)
+    for leaf in jax.tree.leaves(state["weights"]):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):  # type: ignore[attr-defined]
+            continue
+        if leaf.size:
+            jax.block_until_ready(fill(leaf))
+    spoil_values(state)
+
+
+def spoil_values(state: dict[str, Any]) -> None:
+    state["values"]["numpy"][:] = 77
+    state["values"]["list"][1].append("spoilt")
+    state["values"]["text"] = "spoilt"
+    state["cursor"].order[:] = 77
+    state["cursor"].at = 77
+
+
+@dataclass(frozen=True)
+class World:
+    """One kind of store."""
+
+    name: str
+    make: Callable[..., Any]
+    """root -> store; anything else is passed on."""
+    state: Callable[[int], dict[str, Any]]
+    """seed -> state."""
+    spoil: Callable[[dict[str, Any]], None]
+
+    def with_nan(self, seed: int = 0) -> dict[str, Any]:
+        """A state with one NaN in one array."""
+        state = self.state(seed)
+        where = state["weights"]
+        if self.state is torch_state:
+            where["bfloat16"][3, 3] = float("nan")
+        else:
+            where["bfloat16"] = where["bfloat16"].at[3, 3].set(jnp.nan)
+        return state
+
+
+def _torch_tiers(root: Path, **options: Any) -> Any:
+    memory = torch_stores.MemoryStore(KEEP, **options)
+    return torch_stores.TieredStore(memory, torch_stores.DCPStore(root, **options))
+
+
+def _jax_tiers(root: Path, **options: Any) -> Any:
+    memory = jax_stores.MemoryStore(KEEP, **options)
+    return jax_stores.TieredStore(memory, jax_stores.OrbaxStore(root, **options))
+
+
+DCP = World("dcp", torch_stores.DCPStore, torch_state, torch_spoil)
+ORBAX = World("orbax", jax_stores.OrbaxStore, jax_state, jax_spoil)
+TORCH_MEMORY = World(
+    "torch-memory",
+    lambda root, **options: torch_stores.MemoryStore(KEEP, **options),
+    torch_state,
+    torch_spoil,
+)
+JAX_MEMORY = World(
+    "jax-memory",
+    lambda root, **options: jax_stores.MemoryStore(KEEP, **options),
+    jax_state,
+    jax_spoil,
+)
+TORCH_TIERS = World("torch-tiers", _torch_tiers, torch_state, torch_spoil)
+JAX_TIERS = World("jax-tiers", _jax_tiers, jax_state, jax_spoil)
+
+DISKS = (DCP, ORBAX)
+MEMORIES = (TORCH_MEMORY, JAX_MEMORY)
+TIERS = (TORCH_TIERS, JAX_TIERS)
+ALL = (*DISKS, *MEMORIES, *TIERS)
+
+
+def over(*worlds: World) -> Any:
+    """Runs a test over some worlds."""
+    return pytest.mark.parametrize("world", worlds, ids=lambda world: world.name)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Bit for bit, of the same types, dtypes, shapes and structure."""
+    if type(a) is not type(b) and not (isinstance(a, dict) and isinstance(b, dict)):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and _bits(a) == _bits(b)
+    if isinstance(a, jax.Array):
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):  # type: ignore[attr-defined]
+            return a.dtype == b.dtype and same(jax.random.key_data(a), jax.random.key_data(b))
+        return same(np.asarray(a), np.asarray(b))
+    if isinstance(a, (np.ndarray, np.generic)):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    return a == b if a == a else b != b
+
+
+def same_states(live: dict[str, Any], restored: dict[str, Any]) -> bool:
+    """`same`, where the live state has the object and the restored one its state dictionary."""
+    plain = {
+        name: value.state_dict() if hasattr(value, "state_dict") else value
+        for name, value in live.items()
+    }
+    return same(plain, restored)
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
