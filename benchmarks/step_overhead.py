@@ -11,7 +11,7 @@ step are counted in torch as calls of aten::_local_scalar_dense.
 from __future__ import annotations
 
 import gc
-from typing import Any
+from typing import Any, Literal
 
 from side_by_side import Contender, Timing, arguments, interleave, machine, write_json
 
@@ -54,7 +54,8 @@ def bench_torch(params: int, tensors: int, rounds: int, warmup: int) -> dict[str
     # One set of gradients and one model for all: memory for six optimizers is enough.
     fresh = [torch.randn(size, generator=generator) for size in sizes]
     norm = torch.nn.utils.get_total_norm(fresh)
-    torch._foreach_mul_(fresh, float(0.5 / norm))
+    for grad in fresh:
+        grad.mul_(0.5 / norm)
     scatter = [0.9 + 0.2 * torch.rand((), generator=generator).item() for _ in range(64)]
 
     class Model(torch.nn.Module):
@@ -70,15 +71,15 @@ def bench_torch(params: int, tensors: int, rounds: int, warmup: int) -> dict[str
         weights = list(model.parameters())
         for weight, grad in zip(weights, fresh, strict=True):
             weight.grad = grad.clone()
-        grads = [weight.grad for weight in weights]
+        grads = [weight.grad for weight in weights if weight.grad is not None]
         turn = [0]
 
         def prepare() -> None:
             # New gradients at each step, their norm scattering by 10 % around 0.5: nothing is
             # clipped by a limit of 1.0, as in most steps of a real run.
             turn[0] += 1
-            torch._foreach_copy_(grads, fresh)
-            torch._foreach_mul_(grads, scatter[turn[0] % len(scatter)])
+            for grad, source in zip(grads, fresh, strict=True):
+                torch.mul(source, scatter[turn[0] % len(scatter)], out=grad)
 
         step = make(model, optimizer)
         for _ in range(2):  # creates the moments
@@ -103,7 +104,7 @@ def bench_torch(params: int, tensors: int, rounds: int, warmup: int) -> dict[str
 
         return step
 
-    def healed(policy: str, engine: str) -> Any:
+    def healed(policy: str, engine: Literal["auto", "device"]) -> Any:
         def make(model: Any, optimizer: Any) -> Any:
             heal = healcore.torch.attach(optimizer, policy, engine=engine)
 
@@ -230,7 +231,7 @@ def report(title: str, timings: list[Timing], syncs: dict[str, int] | None = Non
 
 def main() -> None:
     """Runs both halves."""
-    parser = arguments(__doc__.splitlines()[0])
+    parser = arguments((__doc__ or "").partition("\n")[0])
     parser.add_argument("--framework", choices=["torch", "jax", "both"], default="both")
     options = parser.parse_args()
     params, tensors = (QUICK_PARAMS, QUICK_TENSORS) if options.quick else (PARAMS, TENSORS)

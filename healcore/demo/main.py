@@ -56,6 +56,8 @@ def main(args: Sequence[str] | None = None) -> int:
         The exit status: 0 as claimed, 1 not as claimed, 2 could not run.
     """
     options = parser().parse_args(args)
+    if options.seed < 0 or (options.seeds is not None and options.seeds < 1):
+        parser().error("--seed takes a number from 0 up, --seeds how many, from 1 up")
     # After the options, so that --help is there at once.
     from healcore.demo.history import ARMS
     from healcore.demo.run import FRAMEWORKS, run_demo

@@ -80,7 +80,7 @@ def bf16(x: Any) -> np.ndarray:
 
 def _norms(rng: np.random.Generator, shape: tuple[int, int], *, wild: bool) -> np.ndarray:
     """Positive: noisy or constant, with ramps and level shifts."""
-    steps, lanes = shape
+    _, lanes = shape
     low, high = (-22, 14) if wild else (-5, 5)
     ordinary = rng.random(lanes) < (0.7 if wild else 1.0)
     exponent = np.where(ordinary, rng.uniform(-3, 2, lanes), rng.uniform(low, high, lanes))

@@ -103,6 +103,7 @@ def _operator(node: ast.AST) -> type | None:
 
 def _is_annotation(function: ast.FunctionDef, node: ast.AST) -> bool:
     """`int | None` is no disjunction."""
-    roots = [function.returns, *(a.annotation for a in ast.walk(function.args) if isinstance(a, ast.arg))]
+    arguments = (a for a in ast.walk(function.args) if isinstance(a, ast.arg))
+    roots = [function.returns, *(a.annotation for a in arguments)]
     roots += [n.annotation for n in ast.walk(function) if isinstance(n, ast.AnnAssign)]
     return any(node is each for root in roots if root is not None for each in ast.walk(root))

@@ -53,7 +53,8 @@ def reference_run(config: EngineConfig, trace: Signals, *, groups: int = 0) -> E
     for lane in range(lanes):
         machine = reference.Engine(config, groups=groups)
         for i in range(steps):
-            verdict = machine.see(*(None if c is None else c[i][lane] for c in columns))
+            seen: list[Any] = [None if c is None else c[i][lane] for c in columns]
+            verdict = machine.see(*seen)
             rows[i][lane] = (*verdict, *machine.report)
             close[i, lane] = machine.ties.close
     told = {}

@@ -138,7 +138,9 @@ def engine_configs(draw: Any, clips: tuple[str | None, ...] = (*CLIPS, None)) ->
         rules=tuple(draw(st.lists(rules, max_size=5))),
         incident=IncidentConfig(draw(st.integers(1, 30)), draw(st.integers(1, 30))),
         rollback=RollbackConfig(draw(counts), draw(small), draw(st.integers(0, 200))),
-        lr=LrConfig(draw(number(0.125, 0.9375)), draw(number(0.0625, 1.0)), draw(small), draw(small)),
+        lr=LrConfig(
+            draw(number(0.125, 0.9375)), draw(number(0.0625, 1.0)), draw(small), draw(small)
+        ),
         budget=BudgetConfig(draw(small), draw(small), draw(st.integers(1, 100))),
         max_skips=draw(small),
         grace_steps=draw(small),

@@ -88,7 +88,8 @@ def test_what_is_left_is_within_the_threshold(clip):
         per_tensor = clip == "adagc"
         factors, skips, runner = run(clip, [*calm(150), norm])
         limit = (
-            float(CLIPS[clip].ratio * runner.state.clip.gamma[0]) if per_tensor
+            float(CLIPS[clip].ratio * runner.state.clip.gamma[0])
+            if per_tensor
             else float(runner.state.last.threshold)
         )
         assert not skips[-1]

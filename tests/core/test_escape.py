@@ -1,8 +1,9 @@
 """Every clipping rule that learns its limit escapes a true level shift, within a stated bound.
 
 After a lasting rise of the norm (x1.5, x2, x3, and a ramp to x3 over 20 steps) the share of the
-gradient that is taken away has to be what it is for the same noise without a rise. The published ZClip never gets there
-(1000 of 1000 steps clipped); AdaGC as published needs 645 to 1,633 steps for x2.
+gradient that is taken away has to be what it is for the same noise without a rise. The published
+ZClip never gets there (1000 of 1000 steps clipped); AdaGC as published needs 645 to 1,633 steps
+for x2.
 """
 
 from __future__ import annotations

@@ -62,6 +62,7 @@ def test_the_same_factors_and_statistics(target, max_norm):
         assert (factors[25:] < 1).sum() >= 5
         np.testing.assert_allclose(got, factors, rtol=TOLERANCE)
         np.testing.assert_allclose(ours[24:], means[24:], rtol=TOLERANCE)
+        assert rule.var is not None
         np.testing.assert_allclose(float(runner.state.clip.var), rule.var, rtol=10 * TOLERANCE)
 
 
@@ -78,7 +79,7 @@ def test_the_tolerance_would_notice_another_threshold():
 
 
 def test_where_the_package_goes_blind_or_locks_in():
-    """The published behaviour that healcore departs from is still there, and still departed from."""
+    """What healcore departs from is still published, and still departed from."""
     calm = np.exp(0.1 * np.random.default_rng(0).normal(size=200)).astype(np.float32)
     one_nan = np.concatenate([calm, [np.float32("nan")], calm, [np.float32(50)]])
     shifted = np.concatenate([calm, 2 * np.tile(calm, 5)])

@@ -180,3 +180,11 @@ def test_a_policy_that_is_none_exits_with_2(capsys, tmp_path):
 def test_too_few_steps_exit_with_2(capsys, tmp_path):
     assert main(["--steps", "5", "--out", str(tmp_path)]) == 2
     assert "at least 30" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--seeds", "0"], ["--seed", "-1"], ["--seed", "1", "--seeds", "2"]]
+)
+def test_seeds_that_are_none_exit_with_2(wrong):
+    with pytest.raises(SystemExit, match="2"):
+        main(wrong)

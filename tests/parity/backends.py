@@ -125,4 +125,3 @@ def length(trace: Signals) -> int:
 
 def _stacked(trees: list[Any]) -> Any:
     return map_leaves(lambda *parts: np.stack(parts), trees[0], *trees[1:])
-

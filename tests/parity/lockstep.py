@@ -51,9 +51,7 @@ def steps_equal(
             for name, run in runs.items():
                 states[name], *seen[name] = run(states[name], chunk)
             for name in against:
-                difference = compare.first_difference(
-                    tuple(seen[reference]), tuple(seen[name])
-                )
+                difference = compare.first_difference(tuple(seen[reference]), tuple(seen[name]))
                 assert difference is None, f"{reference} and {name} from step {start}: {difference}"
             compared += backends.length(chunk) * max(lanes, 1)
     return compared
@@ -61,4 +59,5 @@ def steps_equal(
 
 def scalar(trace: Signals, lane: int) -> Signals:
     """One lane, as a trace of 0-d signals."""
-    return Signals(*(None if part is None else np.ascontiguousarray(part[:, lane]) for part in trace))
+    columns = (None if part is None else np.ascontiguousarray(part[:, lane]) for part in trace)
+    return Signals(*columns)

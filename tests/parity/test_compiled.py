@@ -39,9 +39,7 @@ def test_each_other_clipping_rule(clip):
     groups = policies.GROUPS if clip == "adagc" else 0
     lanes = 64
     trace = fuzz.signals(np.random.default_rng(51), 150, lanes, groups=groups)
-    lockstep.steps_equal(
-        clip_only(clip), [trace], ("torch-compiled",), groups=groups, lanes=lanes
-    )
+    lockstep.steps_equal(clip_only(clip), [trace], ("torch-compiled",), groups=groups, lanes=lanes)
 
 
 def test_scalars():
@@ -71,5 +69,3 @@ def widened(trace: Signals) -> Signals:
     none = np.zeros((steps, LANES), bool)
     nan = np.full((steps, LANES), np.nan, np.float32)
     return Signals(loss, norm, np.ones_like(loss), nan, None, none, void)
-
-

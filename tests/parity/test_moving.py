@@ -56,9 +56,8 @@ def test_every_backends_state_has_the_same_neutral_form(name):
     trace = lockstep.scalar(fuzz.signals(np.random.default_rng(62), 30, 1), 0)
     texts = set()
     for backend in ("host", name):
-        after, *_ = backends.runner(backend, engine)(
-            backends.start(backend, engine.init()), trace
-        )
+        after, *_ = backends.runner(backend, engine)(backends.start(backend, engine.init()), trace)
         texts.add(json.dumps(engine.to_dict(after), sort_keys=True))
     assert len(texts) == 1
-    assert all(isinstance(leaf, np.ndarray) for leaf in leaves(engine.from_dict(json.loads(*texts))))
+    loaded = leaves(engine.from_dict(json.loads(*texts)))
+    assert all(isinstance(leaf, np.ndarray) for leaf in loaded)

@@ -47,9 +47,7 @@ def test_one_run_on_its_own_is_its_lane():
     engine = lockstep.Engine(CONFIG)
     host = backends.runner("host", engine)
     for lane in range(0, trace.loss.shape[1], 10):
-        _, _, decisions = host(
-            backends.start("host", engine.init()), lockstep.scalar(trace, lane)
-        )
+        _, _, decisions = host(backends.start("host", engine.init()), lockstep.scalar(trace, lane))
         for name in ("grad_scale", "skip", "lr_scale", "action", "cause", "rollback_depth"):
             np.testing.assert_array_equal(getattr(decisions, name), got[name][:, lane])
 

@@ -34,8 +34,8 @@ def violations(state: Any, decision: Decision, signals: Signals, xp: Any) -> dic
     if decision.group_scale is not None:
         factors.append(decision.group_scale)
     for factor in factors:
-        broken["factor outside [0, 1]"] = (
-            ~((factor >= 0) & (factor <= 1)).all() | broken.get("factor outside [0, 1]", False)
+        broken["factor outside [0, 1]"] = ~((factor >= 0) & (factor <= 1)).all() | broken.get(
+            "factor outside [0, 1]", False
         )
     broken["learning rate zero"] = (decision.lr_scale <= 0).any()
     bad = ~xp.isfinite(signals.grad_norm)
@@ -43,7 +43,8 @@ def violations(state: Any, decision: Decision, signals: Signals, xp: Any) -> dic
         bad = bad | ~xp.isfinite(signals.group_norms).all(-1)
     broken["bad gradient accepted"] = (bad & ~decision.skip & ~signals.void).any()
     broken["skip on a void step"] = (decision.skip & signals.void).any()
-    broken["depth without rollback"] = ((decision.rollback_depth > 0) != (decision.action & 4 > 0)).any()
+    deep = decision.rollback_depth > 0
+    broken["depth without rollback"] = (deep != (decision.action & 4 > 0)).any()
     return broken
 
 

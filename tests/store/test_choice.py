@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from healcore.runtime.choice import Choice, Earlier, choose, common, proven, tainted
-from healcore.runtime.store import NoGoodCheckpoint, Saved
+from healcore.runtime.store import NoGoodCheckpoint, Saved, Status
 
 
-def saved(step: int, status="good", finite=True) -> Saved:
+def saved(step: int, status: Status = "good", finite: bool = True) -> Saved:
     return Saved(step, status, finite, 1, 0.0, True, None)
 
 

@@ -142,7 +142,7 @@ def test_jax_and_numpy_arrays_stand_for_each_other(world, tmp_path):
 @over(*WORLDS)
 def test_names_that_file_systems_do_not_like(world, tmp_path):
     names = ["a/b", "a.b", "..", "", " ", "%2F", "ü", "a", "A", "x" * 100, "[0]", "a#2", "\n"]
-    tree = {name: jnp.full(2, i) for i, name in enumerate(names)}
+    tree: dict[str, Any] = {name: jnp.full(2, i) for i, name in enumerate(names)}
     tree["a "] = {"b": jnp.full(2, 99)}
     store = world.make(tmp_path)
     store.save(1, {"tree": tree, "t/r": tree})

@@ -18,7 +18,7 @@ from healcore.jax.store import Keep, MemoryStore, OrbaxStore, TieredStore
 from healcore.jax.store.host_copy import JaxCopier
 from healcore.runtime.store import memory
 
-root = Path(sys.argv[1])
+root, KEEP = Path(sys.argv[1]), Keep(quarantined=1)
 mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
 def put(value, *spec): return jax.device_put(value, NamedSharding(mesh, P(*spec)))
 def fresh():
@@ -37,9 +37,9 @@ def data(leaf):
     return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 stores = {
     "orbax": OrbaxStore(root / "orbax"),
-    "memory": MemoryStore(),
-    "pinned": memory.MemoryStore(JaxCopier(pinned=True)),
-    "tiers": TieredStore(MemoryStore(), OrbaxStore(root / "tiers")),
+    "memory": MemoryStore(KEEP),
+    "pinned": memory.MemoryStore(JaxCopier(pinned=True), KEEP),
+    "tiers": TieredStore(MemoryStore(KEEP), OrbaxStore(root / "tiers")),
 }
 for name, store in stores.items():
     state = fresh()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, deque
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -180,7 +181,7 @@ def test_apply_touches_nothing_if_one_part_does_not_fit():
 
 @over(*WORLDS)
 def test_tied_weights_are_saved_once(world, tmp_path):
-    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    model: Any = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     model[1].weight = model[0].weight
     store = world.make(tmp_path)
     store.save(1, {"model": model})
@@ -258,6 +259,19 @@ def test_memory_holds_no_more_than_it_says(tmp_path):
     assert store.describe().startswith("at most 4 copies of the state in host memory (4 × 1 MB")
     memory = {id(slot.snapshot.arena) for slot in store._ring.values()}
     assert len(memory) == keep.most
+
+
+def test_a_snapshot_with_nan_is_not_kept_in_a_small_ring_and_told():
+    from healcore.torch.store import MemoryStore
+
+    store = MemoryStore()
+    store.save(1, {"x": torch.ones(2)})
+    store.save(2, {"x": torch.tensor([1, float("inf")])})
+    store.wait()
+    assert [saved.step for saved in store.steps()] == [1]
+    (told,) = store.problems()
+    assert told == "the snapshot of step 2 has NaN or Inf in x and was not kept"
+    assert store.problems() == []
 
 
 def test_the_memory_of_old_snapshots_is_used_again():

@@ -184,10 +184,10 @@ def over(*worlds: World) -> Any:
 
 def same(a: Any, b: Any) -> bool:
     """Bit for bit, of the same types, dtypes, shapes and structure."""
-    if type(a) is not type(b) and not (isinstance(a, dict) and isinstance(b, dict)):
-        return False
-    if isinstance(a, dict):
+    if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if type(a) is not type(b):
+        return False
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, torch.Tensor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -118,19 +118,25 @@ class JaxCopier:
         self,
         snapshot: JaxSnapshot,
         like: Mapping[str, Any],
-        copy: Callable[[Block], np.ndarray],
+        copy: Callable[[Sequence[Block]], list[np.ndarray]],
     ) -> dict[str, Any]:
         """The state in fresh memory, sharded as `like` is."""
         live = checked(None, snapshot.structure, like)
         saved = {name: snapshot.structure[name] for name in like}
-        arrays = {}
-        for node in (each for entry in saved.values() for each in arrays_of(entry)):
-            entry = snapshot.entries[node["name"]]
-            fresh = {
-                index: copy(_block(entry, index, data)).view(entry.dtype).reshape(data.shape)
-                for index, data in entry.data().items()
-            }
-            arrays[entry.name] = _placed(entry, fresh, live.leaves.get(entry.name))
+        wanted = [
+            snapshot.entries[node["name"]] for each in saved.values() for node in arrays_of(each)
+        ]
+        parts_of = [
+            (entry, index, data) for entry in wanted for index, data in entry.data().items()
+        ]
+        copies = copy([_block(*each) for each in parts_of])
+        fresh: dict[str, dict[Index, np.ndarray]] = {entry.name: {} for entry in wanted}
+        for (entry, index, data), raw in zip(parts_of, copies, strict=True):
+            fresh[entry.name][index] = raw.view(entry.dtype).reshape(data.shape)
+        arrays = {
+            entry.name: _placed(entry, fresh[entry.name], live.leaves.get(entry.name))
+            for entry in wanted
+        }
         return assemble(saved, arrays, live.treedefs)
 
     def held(self, snapshot: JaxSnapshot) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -96,19 +96,20 @@ class TorchCopier:
         self,
         snapshot: TorchSnapshot,
         like: Mapping[str, Any],
-        copy: Callable[[Block], np.ndarray],
+        copy: Callable[[Sequence[Block]], list[np.ndarray]],
     ) -> dict[str, Any]:
         """The state in fresh memory; trees on the devices of `like`, the rest on the host."""
         live = checked(None, snapshot.structure, like, self.rank)
         entries = {name: snapshot.structure[name] for name in like}
         wanted = {node["name"] for each in entries.values() for node in arrays_of(each["tree"])}
+        saved = [each for each in snapshot.entries if each.name in wanted]
+        copies = copy([Block(each.name, each.dtype, each.raw) for each in saved])
         arrays = {}
-        for each in snapshot.entries:
-            if each.name in wanted:
-                fresh = view(copy(Block(each.name, each.dtype, each.raw)), each.local)
-                if each.spread is not None:
-                    fresh = _dtensor(fresh.to(live.device(each.name)), each.spread)
-                arrays[each.name] = fresh
+        for each, raw in zip(saved, copies, strict=True):
+            fresh = view(raw, each.local)
+            if each.spread is not None:
+                fresh = _dtensor(fresh.to(live.device(each.name)), each.spread)
+            arrays[each.name] = fresh
         return assemble(entries, arrays, like, live.device)
 
     def held(self, snapshot: TorchSnapshot) -> dict[str, Any]:

@@ -7,12 +7,19 @@ one core; crc32 7, sha256 2), and because it releases the interpreter's lock.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import xxhash
 
 _BUFFER = 1 << 20
+_WORTH_THREADS = 8 << 20
+"""Bytes from which on several are read at a time."""
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 class Digest(NamedTuple):
@@ -41,8 +48,22 @@ def file_digest(path: Path, *, sync: bool = False) -> Digest:
     return Digest(size, state.hexdigest())
 
 
+def mapped(action: Callable[[A], B], items: Sequence[A], nbytes: int) -> list[B]:
+    """Applies an action to items, some at a time where that is worth it.
+
+    Args:
+        action: releases the interpreter's lock for most of its time.
+        items: what to apply it to.
+        nbytes: read in all.
+    """
+    if nbytes < _WORTH_THREADS:
+        return [action(item) for item in items]
+    with ThreadPoolExecutor(threads()) as pool:
+        return list(pool.map(action, items))
+
+
 def threads() -> int:
-    """How many threads to read with: more than a few do not make a disk faster."""
+    """How many threads to read with: more than a few make neither disk nor memory faster."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(4, cores or 1))
 

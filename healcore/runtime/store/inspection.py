@@ -6,7 +6,7 @@ bandwidth. Every call in the loops releases the interpreter's lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 
 from healcore.runtime.store import finite
+from healcore.runtime.store.digest import mapped
 from healcore.runtime.store.snapshot import Block, aligned
 
 _PIECE = 1 << 17
@@ -66,12 +67,15 @@ def first_difference(blocks: Iterable[Block], digests: dict[str, str]) -> str | 
     return None
 
 
-def checked_copy(digests: dict[str, str], changed: Callable[[str], Exception]):
-    """A function that copies a block's bytes and checks the copy as it goes.
+def checked_copies(
+    blocks: Sequence[Block], digests: dict[str, str], changed: Callable[[str], Exception]
+) -> list[np.ndarray]:
+    """Copies of the blocks' bytes in fresh memory, checked on the way.
 
     Args:
-        digests: what the arrays were when they were saved.
-        changed: makes the error for an array that is not the same any more.
+        blocks: what to copy.
+        digests: what the blocks were when they were saved.
+        changed: makes the error for one that is not the same any more.
     """
 
     def copy(block: Block) -> np.ndarray:
@@ -84,7 +88,7 @@ def checked_copy(digests: dict[str, str], changed: Callable[[str], Exception]):
             raise changed(block.key)
         return fresh
 
-    return copy
+    return mapped(copy, blocks, sum(len(block.raw) for block in blocks))
 
 
 def matches(name: str, patterns: Collection[str]) -> bool:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 from healcore.runtime.store import digest, manifest, names
 from healcore.runtime.store.manifest import BadManifest, Manifest
 from healcore.runtime.store.sealed import Unsealed, unseal
-
-_WORTH_THREADS = 8 << 20
-"""Bytes from which on several files are read at a time."""
 
 
 class Found(NamedTuple):
@@ -91,10 +87,8 @@ def first_difference(found: Found, files: Iterable[str]) -> Wrong | None:
             return Wrong(name, "is not what was written: its digest differs")
         return None
 
-    if found.manifest.bytes < _WORTH_THREADS:
-        return next((each for each in map(wrong, files) if each is not None), None)
-    with ThreadPoolExecutor(digest.threads()) as pool:
-        return next((each for each in pool.map(wrong, files) if each is not None), None)
+    looked_at = digest.mapped(wrong, list(files), found.manifest.bytes)
+    return next((each for each in looked_at if each is not None), None)
 
 
 def problems(root: Path) -> list[str]:

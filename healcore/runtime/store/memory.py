@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import RLock
 from typing import Any
+
+import numpy as np
 
 from healcore.runtime.store import inspection, protocol, retention
 from healcore.runtime.store.background import Background
@@ -27,7 +29,7 @@ from healcore.runtime.store.errors import (
 from healcore.runtime.store.inspection import Inspection
 from healcore.runtime.store.protocol import Restored, Saved, Status
 from healcore.runtime.store.retention import Keep
-from healcore.runtime.store.snapshot import Copier
+from healcore.runtime.store.snapshot import Block, Copier
 
 SMALL = Keep(good=1, candidates=2, quarantined=0)
 """Three snapshots: one known-good, the next to be, and the newest."""
@@ -71,6 +73,7 @@ class MemoryStore:
         self._copier = copier
         self._ring: dict[int, _Slot] = {}
         self._spare: Any | None = None
+        self._told: list[str] = []
         self._behind = Background("healcore-memory")
         self._lock = RLock()
 
@@ -99,7 +102,11 @@ class MemoryStore:
     def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
         """Copies the snapshot out, checking every digest on the way."""
         with self._holding(step) as slot:
-            copy = inspection.checked_copy(slot.found.digests, lambda name: _changed(step, name))
+
+            def copy(blocks: Sequence[Block]) -> list[np.ndarray]:
+                digests = slot.found.digests
+                return inspection.checked_copies(blocks, digests, lambda name: _changed(step, name))
+
             state = self._copier.give(slot.snapshot, like, copy)
             return Restored(state, None if slot.healing is None else json.loads(slot.healing))
 
@@ -129,8 +136,10 @@ class MemoryStore:
         return self._behind.failures()
 
     def problems(self) -> list[str]:
-        """None: nothing else lies in memory."""
-        return []
+        """Snapshots that were dropped as soon as they were taken, since the last call."""
+        self._behind.join()
+        told, self._told = self._told, []
+        return told
 
     # -- beyond it ------------------------------------------------------------------------------
 
@@ -213,6 +222,11 @@ class MemoryStore:
             if replaced is not None:
                 self._release(replaced)
             self._thin()
+            if slot.dropped:
+                names = ", ".join(slot.found.nonfinite[:3])
+                self._told.append(
+                    f"the snapshot of step {slot.step} has NaN or Inf in {names} and was not kept"
+                )
 
     def _thin(self) -> None:
         saves = [self._saved(slot) for slot in self._ring.values()]

@@ -7,7 +7,7 @@ every page (measured: 1.2 GB/s with torch's allocator, 6 with NumPy's, 9 into me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -64,14 +64,17 @@ class Copier(Protocol):
         ...
 
     def give(
-        self, snapshot: Any, like: Mapping[str, Any], copy: Callable[[Block], np.ndarray]
+        self,
+        snapshot: Any,
+        like: Mapping[str, Any],
+        copy: Callable[[Sequence[Block]], list[np.ndarray]],
     ) -> dict[str, Any]:
         """The state in fresh memory.
 
         Args:
             snapshot: from `take`.
             like: the live state.
-            copy: makes a fresh copy of a block's bytes (and checks them on the way).
+            copy: makes fresh copies of the bytes of blocks (and checks them on the way).
 
         Raises:
             StateMismatch: the snapshot is of another state.

@@ -104,7 +104,7 @@ class TieredStore:
     def problems(self) -> list[str]:
         """Copies that were found damaged since the last call, and what the disk has to tell."""
         damage, self._damage = self._damage, []
-        return damage + self.disk.problems()
+        return damage + self.memory.problems() + self.disk.problems()
 
     # -- beyond it ------------------------------------------------------------------------------
 

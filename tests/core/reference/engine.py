@@ -98,9 +98,7 @@ class Incident:
 
     def depth(self) -> int:
         """Of a rollback ordered now; one more rung in the same region."""
-        near = self.last_onset is not None and (
-            self.onset - self.last_onset < self.rollback.region
-        )
+        near = self.last_onset is not None and (self.onset - self.last_onset < self.rollback.region)
         self.rung = self.rung + 1 if near else 0
         self.last_onset = self.onset
         return self.rollback.depth + self.rollback.deepen * self.rung
@@ -263,9 +261,7 @@ class Engine:
             self.recoveries = min(self.recoveries + 1, self.config.budget.recoveries)
             self.cuts = min(self.cuts + 1, self.config.budget.lr_cuts)
         self.lr.see(cut, calm)
-        action = int(
-            Action.ROLLBACK * recover | Action.CUT_LR * cut | Action.STOP * stop
-        )
+        action = int(Action.ROLLBACK * recover | Action.CUT_LR * cut | Action.STOP * stop)
         for rule, _, fresh in fired:
             if fresh:
                 action |= rule.action & int(Action.ALERT | Action.SAVE | Action.STOP)

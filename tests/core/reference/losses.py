@@ -172,9 +172,7 @@ class Divergence:
         if warm or self.ties.above(self.slow, self.top):
             self.top = self.slow
         excess = self.trend - self.best
-        bar = max(
-            c.rise * noise, c.given_back * (self.top - self.best), abs(self.best) / 2**12
-        )
+        bar = max(c.rise * noise, c.given_back * (self.top - self.best), abs(self.best) / 2**12)
         size = (self.trend, self.best)
         high = not warm and self.ties.above(excess, bar, *size)
         falling = self.ties.above(self.slow - self.trend, noise / 4, *size)
