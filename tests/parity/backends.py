@@ -38,7 +38,7 @@ def start(backend: str, state: EngineState) -> Any:
     if backend.startswith("jax"):
         return map_leaves(jnp.asarray, state)
     if backend.startswith("torch"):
-        return map_leaves(lambda leaf: torch.from_numpy(np.array(leaf)), state)
+        return map_leaves(_owned, state)
     if backend == "host":
         return map_leaves(lambda leaf: leaf[()] if leaf.ndim == 0 else leaf, state)
     return state
@@ -112,6 +112,12 @@ def _jax(engine: Engine, *, one_by_one: bool) -> Run:
 def _tensor(x: Any) -> torch.Tensor:
     """Shares memory with the trace: nothing may write into a signal."""
     return torch.from_numpy(np.asarray(x))
+
+
+def _owned(leaf: np.ndarray) -> torch.Tensor:
+    """A tensor with torch's own strides: NumPy's of an empty window mean one more compilation."""
+    source = torch.from_numpy(np.array(leaf))
+    return torch.empty(source.shape, dtype=source.dtype).copy_(source)
 
 
 def _copy(leaf: Any) -> np.ndarray:

@@ -12,6 +12,7 @@ import pytest
 
 from healcore.runtime.store import SaveFailed, StoreError
 from healcore.runtime.store.names import place
+from tests.store import worlds
 from tests.store.disks import read_only, small_disk
 from tests.store.worlds import DISKS, TIERS, World, over, same_states
 
@@ -188,13 +189,44 @@ for i in range(10):
 """
     both = [start(code, str(i)) for i in (0, 1)]
     assert [process.wait(120) for process in both] == [0, 0]
-    from tests.store.worlds import DCP
-
-    store = DCP.make(tmp_path)
+    store = worlds.DCP.make(tmp_path)
     assert [saved.step for saved in store.steps()] == list(range(20))
     assert store.problems() == []
     for saved in store.steps():
         store.verify(saved.step)
+
+
+@over(*DISKS, *TIERS)
+def test_a_program_that_ends_finishes_its_save(world, tmp_path):
+    name = next(name for name, value in vars(worlds).items() if value is world)
+    code = f"""
+import sys
+from pathlib import Path
+from tests.store.test_disk_faults import large
+from tests.store.worlds import {name} as world
+store = world.make(Path({str(tmp_path)!r}))
+store.save(1, large(world, 8))
+sys.exit(7)
+"""
+    done = run(code)
+    assert (done.returncode, done.stderr) == (7, "")
+    store = world.make(tmp_path)
+    store.verify(1)
+    assert store.problems() == []
+
+
+def test_a_program_that_ends_tells_of_a_save_that_failed(tmp_path):
+    code = f"""
+import shutil
+from pathlib import Path
+from tests.store.worlds import DCP as world
+store = world.make(Path({str(tmp_path / "gone")!r}))
+shutil.rmtree(store.root)
+store.save(1, world.state(1))
+"""
+    done = run(code)
+    assert done.returncode == 0
+    assert "step 1 was not saved" in done.stderr
 
 
 def start(code: str, *arguments: str) -> subprocess.Popen:

@@ -14,8 +14,10 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
 from healcore.runtime.store.digest import Digest
 
-_BUFFER = 1 << 20
+_BUFFER = 1 << 18
 """Bytes. torch.save writes some forty small pieces around every tensor."""
+_PIECE = 1 << 18
+"""Bytes digested and then written: the system copies them out of the cache."""
 
 
 class DigestingWriter(FileSystemWriter):
@@ -82,14 +84,17 @@ class _Through(io.RawIOBase):
         self._file = file
 
     def write(self, data: Any) -> int:
-        self.digest.update(data)
-        try:
-            count = self._file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-        self.size += count
-        return count
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _PIECE):
+            piece = view[start : start + _PIECE]
+            self.digest.update(piece)
+            try:
+                self._file.write(piece)
+            except OSError as error:
+                self.error = error
+                raise
+        self.size += len(view)
+        return len(view)
 
     def writable(self) -> bool:
         return True

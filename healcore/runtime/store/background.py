@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from healcore.runtime.store.errors import SaveFailed
+
+_log = logging.getLogger(__name__)
 
 
 class Background:
     """A single worker thread. A job that fails leaves a SaveFailed to be collected once.
 
-    Its thread ends with the interpreter, after the job it is at. Frameworks refuse to start threads
-    of their own by then, so a program calls `wait` before its end if it wants its last save.
+    A program that ends waits for the job under way. Failures that nobody has collected by then are
+    logged as errors.
     """
 
     def __init__(self, name: str) -> None:
@@ -32,6 +38,7 @@ class Background:
         self.join()
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix=self._name)
+            _before_the_end(self._finish)
 
         def run() -> None:
             try:
@@ -68,6 +75,26 @@ class Background:
             told.append(self._failures.pop(0))
         return told
 
-    def fail(self, failure: SaveFailed) -> None:
-        """Records a failure as if a job had met it."""
-        self._failures.append(failure)
+    def _finish(self) -> None:
+        self.join()
+        for failure in self.failures():
+            _log.error("%s", failure)
+
+
+def _before_the_end(method: Callable[[], None]) -> None:
+    """Calls a bound method when the program ends and threads can still be started.
+
+    `atexit` is too late: by then the interpreter starts no more threads, and the frameworks' writers
+    need some. Of the two places before that, one is private; without it an unfinished save is
+    dropped at the end, whole.
+    """
+    register: Any = getattr(threading, "_register_atexit", None)
+    if register is not None:
+        reference = weakref.WeakMethod(method)
+
+        def finish() -> None:
+            alive = reference()
+            if alive is not None:
+                alive()
+
+        register(finish)

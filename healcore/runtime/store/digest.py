@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 import xxhash
 
-_BUFFER = 1 << 20
+_BUFFER = 1 << 18
 _WORTH_THREADS = 8 << 20
 """Bytes from which on several are read at a time."""
 
