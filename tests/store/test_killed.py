@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+# The stores are not finished (issue 3): real kills and full disks join `make test` with them.
+pytestmark = pytest.mark.stress
+
 ROOT = Path(__file__).parents[2]
 ROUNDS = 100
 

@@ -116,9 +116,9 @@ class _Flattening:
                 value = jax.random.key_data(value)
         elif isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
             kind = "numpy" if isinstance(value, np.ndarray) else "scalar"
-            value = np.asarray(value)
-            if value.dtype.names is not None or value.dtype.kind in "SU":
+            if value.dtype.names is not None or value.dtype.kind in "SUMm":
                 return None
+            value = np.asarray(value, value.dtype.newbyteorder("="))
         else:
             return None
         name = self._names.at(path)

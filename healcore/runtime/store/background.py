@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import weakref
@@ -84,8 +85,8 @@ class Background:
 def _before_the_end(method: Callable[[], None]) -> None:
     """Calls a bound method when the program ends and threads can still be started.
 
-    `atexit` is too late: by then the interpreter starts no more threads, and the frameworks' writers
-    need some. Of the two places before that, one is private; without it an unfinished save is
+    `atexit` is too late: by then the interpreter starts no more threads, and the frameworks'
+    writers need some. The earlier place is private; where it is missing an unfinished save is
     dropped at the end, whole.
     """
     register: Any = getattr(threading, "_register_atexit", None)
@@ -97,4 +98,7 @@ def _before_the_end(method: Callable[[], None]) -> None:
             if alive is not None:
                 alive()
 
-        register(finish)
+        # Refused at the end itself: then it is a job of another store that started this one,
+        # and that store waits for it.
+        with contextlib.suppress(RuntimeError):
+            register(finish)

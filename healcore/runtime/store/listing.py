@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from healcore.runtime.store import digest, manifest, names
+from healcore.runtime.store.errors import StoreError
 from healcore.runtime.store.manifest import BadManifest, Manifest
 from healcore.runtime.store.sealed import Unsealed, unseal
 
@@ -45,7 +46,8 @@ def complete(root: Path) -> dict[int, list[Found]]:
 def incomplete(root: Path) -> list[tuple[Path, Wrong]]:
     """Directories with a checkpoint's name that are none, and why."""
     looked_at = [(folder, _look(folder)) for folder in _folders(root)]
-    return [(folder, wrong) for folder, wrong in looked_at if isinstance(wrong, Wrong)]
+    # One that has gone meanwhile was being deleted.
+    return [(at, wrong) for at, wrong in looked_at if isinstance(wrong, Wrong) and at.exists()]
 
 
 def counting(root: Path) -> dict[int, Found]:
@@ -100,7 +102,7 @@ def problems(root: Path) -> list[str]:
     for saves in complete(root).values():
         for each in saves:
             told += _oddities(each)
-    for name in sorted(os.listdir(root)):
+    for name in _names(root):
         if names.is_temporary(name):
             told += [f"{name} is work of a process that is not known here"] * _stays(name)
         elif names.parse_step(name) is None:
@@ -130,7 +132,19 @@ def _stays(name: str) -> bool:
 
 
 def _folders(root: Path) -> list[Path]:
-    return [root / name for name in sorted(os.listdir(root)) if names.parse_step(name) is not None]
+    return [root / name for name in _names(root) if names.parse_step(name) is not None]
+
+
+def _names(root: Path) -> list[str]:
+    """Everything in a store, sorted.
+
+    Raises:
+        StoreError: it cannot be read. An empty list would look like a run without checkpoints.
+    """
+    try:
+        return sorted(os.listdir(root))
+    except OSError as error:
+        raise StoreError(f"{root} cannot be read: {error.strerror}") from error
 
 
 def _look(folder: Path) -> Found | Wrong:

@@ -109,15 +109,14 @@ class AutoClip:
             self.bins[index] = self.bins.get(index, 0) + 1
         total = sum(self.bins.values())
         limit = math.inf
-        known = 0.0
         if total:
-            known = limit = self._percentile(c.percentile / 100 * total)
+            limit = self._percentile(c.percentile / 100 * total)
         if total >= 2 * c.window:
             self.bins = {index: n // 2 for index, n in self.bins.items() if n // 2}
         if c.max_norm is not None:
             limit = min(limit, c.max_norm)
         over = self.ties.above(norm, limit) if limit < math.inf else False
-        return Clipped(factor(limit, norm) if over else 1.0, over, known)
+        return Clipped(factor(limit, norm) if over else 1.0, over, limit if limit < math.inf else 0)
 
     def _percentile(self, rank: float) -> float:
         below = 0
