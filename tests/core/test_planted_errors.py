@@ -43,7 +43,10 @@ PARTS: dict[ModuleType, tuple[str, ...]] = {
     ),
     **dict.fromkeys([judge, incident, budget, lr, rules, skipping], ("zclip", "adagc")),
 }
-"""What is broken, and the policies that are asked to notice."""
+"""What is broken, and the policies that are asked to notice.
+
+Not engine.enforce: an error in its count of axes makes arrays of 24 GB before anybody can notice.
+"""
 
 
 @functools.cache

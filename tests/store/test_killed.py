@@ -17,6 +17,7 @@ pytestmark = pytest.mark.stress
 
 ROOT = Path(__file__).parents[2]
 ROUNDS = 100
+CLUTTER = 3000
 
 
 @pytest.fixture
@@ -48,3 +49,36 @@ def test_killed_100_times(world, seconds, root):
     assert counts["rounds"] == ROUNDS
     assert counts["saves"] > 0
     assert counts["leavings"] > 0, "no kill hit a save: make the rounds shorter or longer"
+
+
+def test_killed_while_deleting(root):
+    """In the middle of it for certain: there are thousands of files, and some have gone."""
+    code = f"""
+from pathlib import Path
+from tests.store.worlds import DCP
+DCP.make(Path({str(root)!r})).delete(2)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    store = worlds.DCP.make(root)
+    for step in (1, 2):
+        store.save(step, worlds.torch_state(step))
+        store.wait()
+        store.mark(step, "good")
+    folder = Path(store.steps()[1].path or "")
+    for number in range(CLUTTER):
+        (folder / "data" / f"clutter{number}").touch()
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment)
+    while process.poll() is None and files(root) > CLUTTER:
+        pass
+    process.kill()
+    process.wait()
+    assert 0 < files(root) < CLUTTER, "the kill came too early or too late"
+    store = worlds.DCP.make(root)
+    assert len(store.swept) == 1
+    assert [(saved.step, saved.status) for saved in store.steps()] == [(1, "good")]
+    assert store.problems() == []
+    store.verify(1)
+
+
+def files(folder: Path) -> int:
+    return sum(len(names) for _, _, names in os.walk(folder))
