@@ -233,9 +233,11 @@ def main() -> None:
     """Runs both halves."""
     parser = arguments((__doc__ or "").partition("\n")[0])
     parser.add_argument("--framework", choices=["torch", "jax", "both"], default="both")
+    parser.add_argument("--rounds", type=int, help="timed rounds; 101, or 10 with --quick")
     options = parser.parse_args()
     params, tensors = (QUICK_PARAMS, QUICK_TENSORS) if options.quick else (PARAMS, TENSORS)
     rounds, warmup = (10, 2) if options.quick else (101, 5)
+    rounds = options.rounds or rounds
     print(machine())
     count = sum(a * (b[0] if b else 1) for a, *b in shapes(params, tensors))
     print(f"{count / 1e6:.1f} M parameters in {tensors} tensors, {rounds} interleaved rounds")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from healcore.runtime.store import CheckpointDamaged, NoGoodCheckpoint, restore_first, sealed
-from tests.store.worlds import DISKS, TIERS, World, over, same_states
+from tests.store.worlds import DISKS, World, over, same_states
 
 FLIPS = 60
 
@@ -153,48 +153,6 @@ def test_a_directory_that_was_renamed(world, tmp_path):
     store = world.make(tmp_path)
     assert [saved.step for saved in store.steps()] == [1]
     assert any("is of step 2" in told for told in store.problems())
-
-
-@over(*TIERS)
-def test_a_damaged_copy_in_memory_is_replaced_by_the_one_on_disk(world, tmp_path):
-    store = world.make(tmp_path)
-    store.save(7, world.state(1))
-    store.wait()
-    block = max(store.memory._ring.slot(7).snapshot.blocks(), key=lambda block: len(block.raw))
-    block.raw[3] ^= 1
-    assert same_states(world.state(1), store.restore(7, world.state(2)).state)
-    assert any("memory" in told and block.name in told for told in store.problems())
-    assert store.steps()[0].path is not None
-    assert store.memory.steps() == []
-
-
-@over(*TIERS)
-def test_a_damaged_copy_on_disk_is_set_aside(world, tmp_path):
-    store = world.make(tmp_path)
-    store.save(7, world.state(1))
-    store.wait()
-    flip(Path(store.disk.steps()[0].path) / "state.json", 17)
-    assert store.verify(7).status == "candidate"  # the copy in memory serves
-    assert store.disk.steps()[0].status == "quarantined"
-    assert any("state.json" in told for told in store.problems())
-    store.memory.drop(7)
-    with pytest.raises(CheckpointDamaged):
-        store.restore(7, world.state(1))
-
-
-@over(*TIERS)
-def test_after_a_restart_the_disk_serves(world, tmp_path):
-    store = world.make(tmp_path)
-    for step in (1, 2):
-        store.save(step, world.state(step), healing={"step": step})
-    store.wait()
-    store.mark(1, "good")
-    again = world.make(tmp_path)
-    assert [(saved.step, saved.status) for saved in again.steps()] == [
-        (1, "good"),
-        (2, "candidate"),
-    ]
-    assert same_states(world.state(1), again.restore(1, world.state(2)).state)
 
 
 @over(*DISKS)

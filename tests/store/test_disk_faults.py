@@ -16,9 +16,6 @@ from tests.store import worlds
 from tests.store.disks import read_only, small_disk
 from tests.store.worlds import DISKS, TIERS, World, over, same_states
 
-# The stores are not finished (issue 3): real kills and full disks join `make test` with them.
-pytestmark = pytest.mark.stress
-
 ROOT = Path(__file__).parents[2]
 
 

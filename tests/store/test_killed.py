@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-# The stores are not finished (issue 3): real kills and full disks join `make test` with them.
-pytestmark = pytest.mark.stress
+from tests.store import worlds
 
 ROOT = Path(__file__).parents[2]
 ROUNDS = 100

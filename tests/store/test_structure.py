@@ -16,7 +16,7 @@ from healcore.runtime.store import UnsavableState, structure
 KEYS = st.one_of(st.text(max_size=3), st.integers(), st.booleans(), st.none(), st.floats(-9, 9))
 VALUES = st.recursive(
     st.one_of(
-        st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(),
+        st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary(),
         st.complex_numbers(allow_nan=False),
     ),
     lambda inner: st.one_of(

@@ -144,14 +144,14 @@ class World:
         return state
 
 
-def _torch_tiers(root: Path, **options: Any) -> Any:
-    memory = torch_stores.MemoryStore(KEEP, **options)
-    return torch_stores.TieredStore(memory, torch_stores.DCPStore(root, **options))
+def _torch_tiers(root: Path, keep: Keep = KEEP, disk_every: int = 1, **options: Any) -> Any:
+    memory, disk = torch_stores.MemoryStore(keep, **options), torch_stores.DCPStore(root, **options)
+    return torch_stores.TieredStore(memory, disk, disk_every=disk_every)
 
 
-def _jax_tiers(root: Path, **options: Any) -> Any:
-    memory = jax_stores.MemoryStore(KEEP, **options)
-    return jax_stores.TieredStore(memory, jax_stores.OrbaxStore(root, **options))
+def _jax_tiers(root: Path, keep: Keep = KEEP, disk_every: int = 1, **options: Any) -> Any:
+    memory, disk = jax_stores.MemoryStore(keep, **options), jax_stores.OrbaxStore(root, **options)
+    return jax_stores.TieredStore(memory, disk, disk_every=disk_every)
 
 
 DCP = World("dcp", torch_stores.DCPStore, torch_state, torch_spoil)

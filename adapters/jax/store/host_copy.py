@@ -188,14 +188,6 @@ def _placed(entry: Entry, fresh: dict[Index, np.ndarray], live: Any) -> Any:
         return _whole(entry, fresh)
     if target is None:  # a jax.ShapeDtypeStruct without a sharding
         return jax.device_put(_whole(entry, fresh))
-    used: set[Index] = set()
-
-    def part(index: Index) -> np.ndarray:
-        # Every device has memory of its own: a replica may be donated while another is not.
-        first = index not in used
-        used.add(index)
-        return fresh[index] if first else fresh[index].copy()
-
     wanted = {
         tuple(s.indices(n)[:2] for s, n in zip(index, entry.shape, strict=True))
         for index in target.addressable_devices_indices_map(entry.shape).values()
@@ -204,7 +196,9 @@ def _placed(entry: Entry, fresh: dict[Index, np.ndarray], live: Any) -> Any:
     if wanted <= fresh.keys():
         if isinstance(live, jax.Array) and not live.committed:
             return jax.device_put(next(iter(fresh.values())))
-        return as_array(entry.shape, target, part)
+        # Replicas on a CPU share memory. A donation does not reach it: it is NumPy's, and XLA
+        # never writes to what it was only lent.
+        return as_array(entry.shape, target, fresh.__getitem__)
     return jax.device_put(_whole(entry, fresh), target)
 
 
