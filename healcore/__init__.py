@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from healcore import jax, policy, torch
+    from healcore.runtime.healer import Healer
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "jax", "policy", "torch"]
+__all__ = ["Healer", "__version__", "jax", "policy", "torch"]
 
-_PARTS = frozenset(__all__) - {"__version__"}
+_PARTS = frozenset({"jax", "policy", "torch"})
 
 
 def __getattr__(name: str) -> Any:
     """Imports a part on first use (PEP 562), so that `healcore.torch.attach(...)` just works."""
+    if name == "Healer":
+        return importlib.import_module("healcore.runtime.healer").Healer
     if name in _PARTS:
         return importlib.import_module(f"healcore.{name}")
     raise AttributeError(f"module 'healcore' has no attribute {name!r}; it has {sorted(__all__)}")

@@ -23,6 +23,7 @@ from healcore.jax.norms import global_norm, leaf_norms  # noqa: E402
 from healcore.jax.porting import announce, from_dict, on_rollback, to_dict  # noqa: E402
 from healcore.jax.protect import ProtectState, protect  # noqa: E402
 from healcore.jax.state import HealState, HealStateError  # noqa: E402
+from healcore.jax.stripping import attach, strip  # noqa: E402
 from healcore.jax.transform import heal, heal_zclip  # noqa: E402
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "ScaleByHealLrState",
     "SignalError",
     "announce",
+    "attach",
     "commit",
     "decision_of",
     "from_dict",
@@ -48,5 +50,6 @@ __all__ = [
     "protect",
     "scale_by_heal_lr",
     "set_lr_scale",
+    "strip",
     "to_dict",
 ]

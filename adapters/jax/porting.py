@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from healcore.core.engine import StateError, neutral
 from healcore.jax.policy import engine_of
-from healcore.jax.state import HealState, engine_state, find, pack, replace
+from healcore.jax.state import engine_state, find, pack, replace
 
 
 def to_dict(opt_state: Any, policy: Any) -> dict[str, Any]:
@@ -51,7 +51,8 @@ def from_dict(opt_state: Any, data: Mapping[str, Any], policy: Any) -> Any:
     engine_state(engine, old)  # raises unless the policy is that of the optimizer
     new = engine.from_dict(data)
     groups = new.last.decision.group_scale
-    state = HealState(pack(new), pack(neutral(groups=None if groups is None else len(groups))))
+    decision = neutral(groups=None if groups is None else len(groups))
+    state = old._replace(heal_state=pack(new), heal_decision=pack(decision))
     _check_shapes(old.heal_state, state.heal_state)
     return replace(opt_state, state)
 

@@ -12,7 +12,7 @@ from healcore.jax import updates as on_updates
 from healcore.jax.norms import global_norm
 from healcore.jax.policy import engine_of
 from healcore.jax.select_at_definition import step_or_keep
-from healcore.jax.signals import count_groups, gather
+from healcore.jax.signals import count_leaves, gather
 from healcore.jax.state import HealState
 from healcore.jax.transform import enforce, visible
 
@@ -68,7 +68,7 @@ def protect(
 
     def init(params: optax.Params) -> ProtectState:
         return ProtectState(
-            heal=heal_state.init(engine, count_groups(params, engine.per_tensor)),
+            heal=heal_state.init(engine, count_leaves(params)),
             heal_update_norm=jnp.zeros((), jnp.float32) if watches_updates else None,
             inner_state=inner.init(params),
         )
@@ -96,8 +96,8 @@ def protect(
         }
         given = {name: signal for name, signal in given.items() if signal is not None}
         known = {"update_norm": state.heal_update_norm, **given}
-        signals = gather(visible(engine, updates), per_tensor=engine.per_tensor, **known)
-        heal, decision = heal_state.step(engine, state.heal, signals)
+        signals, norms = gather(visible(engine, updates), per_tensor=engine.per_tensor, **known)
+        heal, decision = heal_state.step(engine, state.heal, signals, norms)
 
         def inner_step(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
             return inner.update(updates, inner_state, params, **given, **extra_args)

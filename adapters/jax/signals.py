@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from healcore.core.signals import SignalError, Signals
-from healcore.jax.norms import both_norms, global_norm, judged_leaves
+from healcore.jax.norms import both_norms, judged_leaves
 
 
 def gather(
@@ -22,7 +22,7 @@ def gather(
     update_norm: Any = None,
     announced: Any = None,
     void: Any = None,
-) -> Signals:
+) -> tuple[Signals, chex.Array | None]:
     """Makes one step's `Signals`.
 
     Args:
@@ -37,36 +37,36 @@ def gather(
         void: bool, this step is skipped by somebody else already.
 
     Returns:
-        Signals of float32 and bool 0-d arrays; None for what is absent.
+        Signals of float32 and bool 0-d arrays, None for what is absent; and the norm of each
+        gradient leaf, float32 (n,), None where the caller has given the global one.
 
     Raises:
         SignalError: a signal is not one number of the right kind.
     """
-    group_norms = None
-    if per_tensor:
-        own_norm, group_norms = both_norms(updates)
-        grad_norm = own_norm if grad_norm is None else grad_norm
-        if not group_norms.size:
-            group_norms = jnp.zeros((1,), jnp.float32)  # as `count_groups` has it
-    elif grad_norm is None:
+    leaf_norms = None
+    if per_tensor or grad_norm is None:
         # Always, whatever the rules read: no policy may accept a gradient that is not finite.
-        grad_norm = global_norm(updates)
-    return Signals(
+        own_norm, leaf_norms = both_norms(updates)
+        grad_norm = own_norm if grad_norm is None else grad_norm
+        if not leaf_norms.size:
+            leaf_norms = jnp.zeros((1,), jnp.float32)  # as `count_leaves` has it
+    signals = Signals(
         loss=_number("value", value),
         grad_norm=_number("grad_norm", grad_norm),
         update_norm=_number("update_norm", update_norm),
         eval_loss=_number("eval_value", eval_value),
-        group_norms=group_norms,
+        group_norms=leaf_norms if per_tensor else None,
         announced=_flag("announced", announced),
         void=_flag("void", void),
     )
+    return signals, leaf_norms
 
 
-def count_groups(params: Any, per_tensor: bool) -> int:
-    """Number of tensors an engine has to watch one by one; 0 when it does not."""
+def count_leaves(params: Any) -> int:
+    """Number of tensors with a gradient."""
     # At least one: optax.tree.map_params initialises with a placeholder that has no leaves, and the
     # state must have the same structure then.
-    return max(1, len(judged_leaves(params))) if per_tensor else 0
+    return max(1, len(judged_leaves(params)))
 
 
 def _number(name: str, value: Any) -> chex.Array | None:

@@ -34,27 +34,37 @@ class HealState(NamedTuple):
     """The core's EngineState: `heal_step`, `heal_clip_mean`, `heal_tally_skips`, ..."""
     heal_decision: dict[str, chex.Array]
     """The decision of the last step, as it was enforced: `heal_skip`, `heal_grad_scale`, ..."""
+    heal_leaf_norms: chex.Array
+    """float32 (n,): norm of each gradient leaf at the last step, before clipping, which says where
+    a bad gradient came from. Zeros while the caller passes `grad_norm`. No decision reads it."""
 
 
-def init(engine: Engine, groups: int) -> HealState:
+def init(engine: Engine, leaves: int) -> HealState:
     """The state before the first step.
 
     Args:
         engine: a core Engine.
-        groups: number of tensors watched one by one, 0 for none.
+        leaves: number of tensors with a gradient.
     """
+    groups = leaves if engine.per_tensor else 0
     decision = neutral(groups=groups if engine.per_tensor else None)
-    return HealState(pack(engine.init(groups=groups)), pack(decision))
+    norms = jnp.zeros((leaves,), jnp.float32)
+    return HealState(pack(engine.init(groups=groups)), pack(decision), norms)
 
 
-def step(engine: Engine, state: HealState, signals: Signals) -> tuple[HealState, Decision]:
+def step(
+    engine: Engine, state: HealState, signals: Signals, leaf_norms: chex.Array | None
+) -> tuple[HealState, Decision]:
     """One step of the core, with the dtypes of the state kept (weak types would recompile)."""
     old = engine_state(engine, state)
     new, decision = engine.step(old, signals, xp=jnp)
     template = neutral(groups=None if decision.group_scale is None else 1)
     new = tree.map_leaves(_own, old, new)
     decision = tree.map_leaves(_own, template, decision)
-    return HealState(pack(new), pack(decision)), decision
+    norms = state.heal_leaf_norms
+    if leaf_norms is not None and leaf_norms.shape == jnp.shape(norms):
+        norms = leaf_norms
+    return HealState(pack(new), pack(decision), norms), decision
 
 
 def engine_state(engine: Engine, state: HealState) -> EngineState:

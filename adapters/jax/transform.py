@@ -18,7 +18,7 @@ from healcore.core.verdict import Cause, Decision
 from healcore.jax import state as heal_state
 from healcore.jax import updates as on_updates
 from healcore.jax.policy import engine_of
-from healcore.jax.signals import count_groups, gather
+from healcore.jax.signals import count_leaves, gather
 from healcore.jax.state import HealState
 
 OnSkip = Literal["zero", "nan"]
@@ -139,7 +139,7 @@ def _transformation(engine: Engine, on_skip: OnSkip) -> optax.GradientTransforma
     replace = on_updates.zero_where if on_skip == "zero" else on_updates.nan_where
 
     def init(params: optax.Params) -> HealState:
-        return heal_state.init(engine, count_groups(params, engine.per_tensor))
+        return heal_state.init(engine, count_leaves(params))
 
     def update(
         updates: optax.Updates,
@@ -155,7 +155,7 @@ def _transformation(engine: Engine, on_skip: OnSkip) -> optax.GradientTransforma
         **extra_args: Any,
     ) -> tuple[optax.Updates, HealState]:
         del params, extra_args
-        signals = gather(
+        signals, norms = gather(
             visible(engine, updates),
             per_tensor=engine.per_tensor,
             value=value,
@@ -165,7 +165,7 @@ def _transformation(engine: Engine, on_skip: OnSkip) -> optax.GradientTransforma
             announced=announced,
             void=void,
         )
-        state, decision = heal_state.step(engine, state, signals)
+        state, decision = heal_state.step(engine, state, signals, norms)
         if engine.mode == "observe":
             return updates, state
         return replace(decision.skip, enforce(engine, decision, updates)), state

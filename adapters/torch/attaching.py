@@ -57,7 +57,7 @@ def attach(
         AttachError: not an optimizer, already attached, nothing to optimize, or an option that
             there is none of. Nothing has changed then.
     """
-    optimizer = _unwrapped(optimizer)
+    optimizer = unwrapped(optimizer)
     if engine not in ("auto", "host", "device"):
         raise AttachError(f"engine must be 'auto', 'host' or 'device', got {engine!r}")
     if compile not in (True, False, "auto"):
@@ -67,7 +67,7 @@ def attach(
             f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}: "
             "leave it out if you use none"
         )
-    if _healing(optimizer) is not None:
+    if healing_of(optimizer) is not None:
         raise AttachError(
             f"this {type(optimizer).__name__} is healed already: two policies on one optimizer "
             "would each see what the other did; call detach() on the first handle"
@@ -83,7 +83,7 @@ def attach(
             "the parameters are on the meta device and have no values: "
             "attach after they are materialised"
         )
-    core = _engine(policy)
+    core = engine_of(policy)
     obstacle = kernels.obstacle(optimizer, fused)
     where, reason = _seat(engine, obstacle, home, type(optimizer).__name__)
     if where == "device":
@@ -102,7 +102,7 @@ def attach(
     )
 
 
-def _engine(policy: Any) -> Engine:
+def engine_of(policy: Any) -> Engine:
     """The engine of whatever names a policy."""
     if isinstance(policy, Engine):
         return policy
@@ -122,7 +122,7 @@ def _seat(wanted: str, obstacle: str | None, home: torch.device, name: str) -> t
     return "host", f"{obstacle}: the host has to know the decision anyway"
 
 
-def _unwrapped(optimizer: Any) -> Optimizer:
+def unwrapped(optimizer: Any) -> Optimizer:
     """The optimizer itself: accelerate's wrapper is one too, but its hooks never fire."""
     inner = optimizer
     while isinstance(inner, Optimizer) and "_optimizer_step_pre_hooks" not in vars(inner):
@@ -142,7 +142,7 @@ def _unwrapped(optimizer: Any) -> Optimizer:
     )
 
 
-def _healing(optimizer: Optimizer) -> Healing | None:
+def healing_of(optimizer: Optimizer) -> Healing | None:
     """The handle that is attached to an optimizer, if any."""
     for hook in optimizer._optimizer_step_pre_hooks.values():
         found = getattr(hook, "__healing__", None)

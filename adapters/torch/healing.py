@@ -17,7 +17,7 @@ from healcore.torch.device_seat import DeviceSeat, read_order
 from healcore.torch.enforcing import Enforcer
 from healcore.torch.errors import ParametersChangedError
 from healcore.torch.host_seat import HostSeat
-from healcore.torch.measurement import Order
+from healcore.torch.measurement import Judged, Order
 from healcore.torch.measuring import Measurer
 from healcore.torch.nesting import OpenStep
 from healcore.torch.reevaluation import Undo
@@ -51,6 +51,8 @@ class Healing:
         self._undo = Undo()
         self._judged = self._gone_bad = False
         self._order: Order | None = None
+        self.on_judged: Callable[[Judged], None] | None = None
+        """Called at every step that was judged, before the optimizer takes it."""
 
         # Dynamo drops what an ordinary hook writes to the optimizer; disabled, it breaks the graph
         # here and guards on the attributes as they are when the kernel is reached.
@@ -110,6 +112,11 @@ class Healing:
     # -- what the training loop can ask ---------------------------------------------------------
 
     @property
+    def has_loss(self) -> bool:
+        """Whether a loss was reported since the last step: an accumulation has begun."""
+        return self._measurer.has_loss
+
+    @property
     def attached(self) -> bool:
         """Whether the hooks are in place."""
         return bool(self._handles)
@@ -167,8 +174,7 @@ class Healing:
         Raises:
             StateError: it is another policy's, damaged, or of another model. Nothing is loaded.
         """
-        self.seat.load(state, rollback=False)
-        self._measurer.clear()
+        self._load(state, rollback=False)
 
     def on_rollback(self, state: dict[str, Any]) -> None:
         """Goes back to a checkpoint's state: detectors of then, budgets and LR multiplier of now.
@@ -176,8 +182,19 @@ class Healing:
         Raises:
             StateError: as for `load_state_dict`.
         """
-        self.seat.load(state, rollback=True)
+        self._load(state, rollback=True)
+
+    def _load(self, state: dict[str, Any], *, rollback: bool) -> None:
+        self.seat.load(state, rollback=rollback)
         self._measurer.clear()
+        if Undo.applies(self.optimizer) and self.engine.mode != "observe":
+            # L-BFGS takes its rate from the step before, see `_before`: here there is none.
+            scale = float(self.seat.state.lr.scale)
+            self._order = Order(skip=False, grad_scale=1.0, lr_scale=scale, group_scale=None)
+
+    def settle(self) -> None:
+        """Takes back what a step that raised has left on the optimizer; not for use in a step."""
+        self._give_back(self.optimizer)
 
     def detach(self) -> None:
         """Takes the hooks off; the optimizer is as if `attach` had never been called.
@@ -187,6 +204,7 @@ class Healing:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self.on_judged = None
         self._give_back(self.optimizer)
         self._open.forget()
         self._measurer.clear()
@@ -225,6 +243,7 @@ class Healing:
         if self._gone_bad or (self._order is not None and self._order.skip):
             self._undo.back(optimizer)
         self._give_back(optimizer)
+        self._measurer.clear()  # losses of a closure's later evaluations
 
     def _give_back(self, optimizer: Optimizer) -> None:
         self._enforcer.give_back(optimizer)
@@ -292,3 +311,5 @@ class Healing:
             if Undo.applies(optimizer):  # too late for this step's rate, see `_before`
                 order = order._replace(lr_scale=1.0)
             self._enforcer.carry_out(optimizer, everything, order, seen.grad_divisor)
+        if self.on_judged is not None:
+            self.on_judged(Judged(params, self._measurer.tensor_norms, seen.grad_divisor))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -30,6 +31,16 @@ class Measurement(NamedTuple):
     """0-d float32, above 0 when a GradScaler has found an overflow and skips this step."""
     rehearsal: bool = False
     """A fresh optimizer is stepped at learning rate 0, as torch.distributed.checkpoint does."""
+
+
+class Judged(NamedTuple):
+    """What else is known of a step that was judged; references only, nothing of it was read."""
+
+    params: Sequence[Tensor]
+    """The parameters with a gradient."""
+    norms: Sequence[Tensor]
+    """0-d float32 each: norm of its gradient, times `grad_divisor`."""
+    grad_divisor: Tensor | None
 
 
 class Order(NamedTuple):

@@ -33,6 +33,8 @@ class Measurer:
         self.engine = engine
         self.home = home
         self.seen: set[str] = set()
+        self.tensor_norms: Sequence[Tensor] = ()
+        """Norm of each gradient there was at the last step, 0-d float32, where the gradient is."""
         self._window = LossWindow(home)
         self._scaler_window = ScalerWindow(scaler)
         self._beside: dict[str, Tensor | float] = {}
@@ -75,6 +77,7 @@ class Measurer:
             found_inf: a GradScaler's overflow flag.
         """
         each = norms.per_tensor([p.grad for p in everything if p.grad is not None])
+        self.tensor_norms = each
         group_norms = None
         if self.engine.per_tensor:
             given = iter(each)

@@ -7,6 +7,7 @@ in it, and what was saved later has it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -85,23 +86,29 @@ def choose(
     )
 
 
-def proven(saves: Sequence[Saved], *, alarms: Iterable[int], now: int, probation: int) -> list[int]:
+def proven(
+    saves: Sequence[Saved], *, unhealthy: Iterable[int], now: int, probation: int
+) -> list[int]:
     """Candidates that `probation` healthy steps have followed: to be verified and marked good.
+
+    They need not follow without a gap: in a run with a bad batch now and then, each skipped, no
+    checkpoint would ever be known-good. An unhealthy step is just not counted.
 
     Args:
         saves: the checkpoints.
-        alarms: steps with an alarm.
-        now: optimizer steps done.
+        unhealthy: indices of steps with an alarm.
+        now: steps judged.
         probation: how many healthy steps it takes.
     """
-    bad = sorted(alarms)
+    bad = sorted(unhealthy)
+
+    def healthy(step: int) -> int:
+        return now - step - (bisect_left(bad, now) - bisect_left(bad, step))
+
     return [
         save.step
         for save in saves
-        if save.status == "candidate"
-        and save.finite
-        and save.step + probation <= now
-        and not any(save.step <= alarm < save.step + probation for alarm in bad)
+        if save.status == "candidate" and save.finite and healthy(save.step) >= probation
     ]
 
 

@@ -23,6 +23,7 @@ PUBLIC = [
     "ScaleByHealLrState",
     "SignalError",
     "announce",
+    "attach",
     "commit",
     "decision_of",
     "from_dict",
@@ -35,6 +36,7 @@ PUBLIC = [
     "protect",
     "scale_by_heal_lr",
     "set_lr_scale",
+    "strip",
     "to_dict",
 ]
 

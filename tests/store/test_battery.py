@@ -14,7 +14,7 @@ from healcore.runtime.store import (
     StateMismatch,
     StoreError,
 )
-from tests.store.worlds import ALL, DISKS, World, over, same_states
+from tests.store.worlds import ALL, DISKS, Cursor, World, over, same_states
 
 HEALING = {"schema": 1, "state": {"heal_step": 120}, "lr": 0.5}
 
@@ -91,6 +91,26 @@ def test_some_names_only(world, store):
     restored = store.restore(7, {"values": world.state(2)["values"]})
     assert list(restored.state) == ["values"]
     assert restored.state["values"]["int"] == 2**70
+
+
+class Newcomer(Cursor):
+    """What a Healer adds: older checkpoints, and those of others, do not have it."""
+
+    optional = True
+
+
+@over(*ALL)
+def test_optional_names_that_a_checkpoint_lacks_are_left_out(world, store):
+    store.save(7, world.state(1))
+    store.save(8, {**world.state(1), "healcore": Newcomer(5)})
+    store.wait()
+    like = {**world.state(2), "healcore": Newcomer()}
+    assert same_states(world.state(1), store.restore(7, like).state)
+    assert store.restore(8, like).state["healcore"]["at"] == 5
+    assert store.restore(7, {"healcore": Newcomer()}).state == {}
+    for same_but_needed in (Cursor(), {"optional": True}):
+        with pytest.raises(StateMismatch, match='there is no "healcore"'):
+            store.restore(7, {**like, "healcore": same_but_needed})
 
 
 @over(*ALL)

@@ -146,6 +146,15 @@ def test_what_is_not_known_is_told_and_stays(world, tmp_path):
 
 
 @over(*DISKS)
+def test_the_healer_s_own_file_is_no_stranger(world, tmp_path):
+    store = world.make(tmp_path)
+    (tmp_path / "healcore.json").write_text("{}")
+    assert store.problems() == []
+    (tmp_path / "healcore.json.bak").write_text("{}")
+    assert store.problems() == ["healcore.json.bak is nothing of healcore's"]
+
+
+@over(*DISKS)
 def test_a_directory_that_was_renamed(world, tmp_path):
     """The step in the name is not believed against the manifest."""
     newer = two_saves(world, tmp_path)

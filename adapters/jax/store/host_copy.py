@@ -12,6 +12,8 @@ import numpy as np
 from healcore.jax.store.assembling import assemble
 from healcore.jax.store.flattening import Flat, arrays_of, checked, flatten
 from healcore.jax.store.placing import Index, as_array, parts, whole
+from healcore.runtime.store.digest import mapped
+from healcore.runtime.store.protocol import wanted
 from healcore.runtime.store.snapshot import Arena, Block, rounded
 
 _PINNED = "pinned_host"
@@ -99,10 +101,14 @@ class JaxCopier:
         }
         need = sum(rounded(data.nbytes) for each in rest.values() for _, data in each)
         arena = _arena(need, recycled)
-        entries = {}
+        entries, work = {}, []
         for name, leaf in flat.leaves.items():
-            copies = {index: _copied(data, arena) for index, data in rest.get(name, ())}
+            copies = {}
+            for index, data in rest.get(name, ()):
+                copies[index] = arena.deal(data.nbytes).view(data.dtype).reshape(data.shape)
+                work.append((copies[index], data))
             entries[name] = _entry(name, leaf, copies, sent.get(name))
+        mapped(lambda pair: np.copyto(*pair), work, need)
         return JaxSnapshot(flat.entries, flat.treedefs, entries, arena)
 
     def borrow(self, state: Mapping[str, Any]) -> JaxSnapshot:
@@ -121,21 +127,24 @@ class JaxCopier:
         copy: Callable[[Sequence[Block]], list[np.ndarray]],
     ) -> dict[str, Any]:
         """The state in fresh memory, sharded as `like` is."""
+        like = wanted(snapshot.structure, like)
+        if not like:
+            return {}
         live = checked(None, snapshot.structure, like)
         saved = {name: snapshot.structure[name] for name in like}
-        wanted = [
+        needed = [
             snapshot.entries[node["name"]] for each in saved.values() for node in arrays_of(each)
         ]
         parts_of = [
-            (entry, index, data) for entry in wanted for index, data in entry.data().items()
+            (entry, index, data) for entry in needed for index, data in entry.data().items()
         ]
         copies = copy([_block(*each) for each in parts_of])
-        fresh: dict[str, dict[Index, np.ndarray]] = {entry.name: {} for entry in wanted}
+        fresh: dict[str, dict[Index, np.ndarray]] = {entry.name: {} for entry in needed}
         for (entry, index, data), raw in zip(parts_of, copies, strict=True):
             fresh[entry.name][index] = raw.view(entry.dtype).reshape(data.shape)
         arrays = {
             entry.name: _placed(entry, fresh[entry.name], live.leaves.get(entry.name))
-            for entry in wanted
+            for entry in needed
         }
         return assemble(saved, arrays, live.treedefs)
 
@@ -221,12 +230,6 @@ def _arena(nbytes: int, recycled: JaxSnapshot | None) -> Arena:
         old.reset()
         return old
     return Arena(nbytes)
-
-
-def _copied(data: np.ndarray, arena: Arena) -> np.ndarray:
-    copy = arena.deal(data.nbytes).view(data.dtype).reshape(data.shape)
-    np.copyto(copy, data)
-    return copy
 
 
 def _raw(data: np.ndarray) -> np.ndarray:

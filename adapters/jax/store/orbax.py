@@ -17,7 +17,7 @@ from orbax.checkpoint import v1 as ocp
 from healcore.jax.store.assembling import assemble
 from healcore.jax.store.flattening import Flat, arrays_of, checked
 from healcore.jax.store.host_copy import JaxCopier, JaxSnapshot
-from healcore.runtime.store import inspection, manifest, structure
+from healcore.runtime.store import inspection, manifest, protocol, structure
 from healcore.runtime.store.committing import Written
 from healcore.runtime.store.directory import DirectoryStore
 from healcore.runtime.store.errors import StoreError
@@ -93,6 +93,9 @@ class OrbaxStore(DirectoryStore):
 
     def _read(self, found: Found, like: Mapping[str, Any]) -> dict[str, Any]:
         saved = json.loads((found.folder / manifest.STATE).read_bytes())
+        like = protocol.wanted(saved, like)
+        if not like:
+            return {}
         live = checked(found.manifest.step, saved, like)
         entries = {name: saved[name] for name in like}
         nodes = {node["name"]: node for each in entries.values() for node in arrays_of(each)}

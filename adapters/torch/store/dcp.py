@@ -19,10 +19,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from healcore.runtime.store import atomic, inspection, manifest, structure
+from healcore.runtime.store import atomic, inspection, manifest, protocol, ranks, structure
 from healcore.runtime.store.committing import Written
 from healcore.runtime.store.digest import Digest
 from healcore.runtime.store.directory import DirectoryStore
+from healcore.runtime.store.errors import StateMismatch
 from healcore.runtime.store.listing import Found
 from healcore.runtime.store.snapshot import aligned
 from healcore.torch.store.assembling import assemble, checked
@@ -130,14 +131,15 @@ class DCPStore(DirectoryStore):
         own = _own(self._ranks.rank)
         if own in found.manifest.files:
             saved |= json.loads((found.folder / own).read_bytes())
-        live = checked(found.manifest.step, saved, like, self._ranks.rank)
+        like = protocol.wanted(saved, like)
+        live = self._fitting(found.manifest.step, saved, like)
         entries = {name: saved[name] for name in like}
         targets = {
             node["name"]: _target(node, live)
             for entry in entries.values()
             for node in structure.arrays_of(entry["tree"])
         }
-        if targets:
+        if any(self._ranks.gather(bool(targets))):
             load(
                 targets,
                 storage_reader=FileSystemReader(found.folder / manifest.DATA),
@@ -145,6 +147,20 @@ class DCPStore(DirectoryStore):
                 no_dist=self._group is None,
             )
         return assemble(entries, targets, like, live.device)
+
+    def _fitting(self, step: int, saved: Mapping[str, Any], like: Mapping[str, Any]) -> Flat:
+        """The live state flattened; if it does not fit on one rank, all of them say so.
+
+        One that raised alone would leave the others waiting for it in `load`.
+        """
+
+        def check() -> Flat:
+            return checked(step, saved, like, self._ranks.rank) if like else Flat({}, {})
+
+        try:
+            return ranks.on_each(self._ranks, check)
+        except ranks.RankFailed as error:
+            raise StateMismatch(step, [str(error)]) from error
 
 
 def _own(rank: int) -> str:

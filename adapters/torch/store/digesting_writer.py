@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,8 +17,8 @@ from healcore.runtime.store.digest import Digest
 
 _BUFFER = 1 << 18
 """Bytes. torch.save writes some forty small pieces around every tensor."""
-_PIECE = 1 << 18
-"""Bytes digested and then written: the system copies them out of the cache."""
+_LARGE = 1 << 20
+"""Bytes from which on a piece is digested by a second thread while the first one writes it."""
 
 
 class DigestingWriter(FileSystemWriter):
@@ -56,8 +57,8 @@ class _DigestingFiles(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
-        with open(path, "wb", buffering=_BUFFER) as file:
-            through = _Through(file)
+        with ThreadPoolExecutor(1) as pool, open(path, "wb", buffering=_BUFFER) as file:
+            through = _Through(file, pool)
             try:
                 yield through
             except Exception as error:
@@ -74,25 +75,32 @@ class _DigestingFiles(FileSystem):
 
 
 class _Through(io.RawIOBase):
-    """Counts and digests what is written, while it is in the cache."""
+    """Counts and digests what is written."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, pool: ThreadPoolExecutor) -> None:
         super().__init__()
         self.digest = xxhash.xxh3_128()
         self.size = 0
         self.error: OSError | None = None
         self._file = file
+        self._pool = pool
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        for start in range(0, len(view), _PIECE):
-            piece = view[start : start + _PIECE]
-            self.digest.update(piece)
-            try:
-                self._file.write(piece)
-            except OSError as error:
-                self.error = error
-                raise
+        digested = None
+        if len(view) < _LARGE:
+            self.digest.update(view)
+        else:
+            digested = self._pool.submit(self.digest.update, view)
+        try:
+            self._file.write(view)
+        except OSError as error:
+            self.error = error
+            raise
+        finally:
+            # The memory is the caller's again afterwards.
+            if digested is not None:
+                digested.result()
         self.size += len(view)
         return len(view)
 

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from healcore.runtime.store.digest import mapped
+from healcore.runtime.store.protocol import wanted
 from healcore.runtime.store.snapshot import Arena, Block, rounded
 from healcore.runtime.store.structure import arrays_of
 from healcore.torch.store.assembling import assemble, checked
@@ -79,7 +81,15 @@ class TorchCopier:
         leaves = list(flat.leaves.values())
         pinned = any(leaf.tensor.is_cuda for leaf in leaves)
         arena = _arena(sum(rounded(leaf.tensor.nbytes) for leaf in leaves), pinned, recycled)
-        entries = [_copied(leaf, arena) for leaf in leaves]
+        entries = _places(leaves, arena, recycled)
+        on_host = []
+        for leaf, entry in zip(leaves, entries, strict=True):
+            if leaf.tensor.device.type == "cpu":
+                on_host.append((leaf, entry))
+            else:
+                _fill(leaf, entry)
+        nbytes = sum(leaf.tensor.nbytes for leaf, _ in on_host)
+        mapped(lambda pair: _fill(*pair), on_host, nbytes)
         snapshot = TorchSnapshot(flat.entries, entries, arena, pinned)
         for device in {leaf.tensor.device for leaf in leaves if leaf.tensor.is_cuda}:
             event = torch.cuda.Event()
@@ -99,10 +109,13 @@ class TorchCopier:
         copy: Callable[[Sequence[Block]], list[np.ndarray]],
     ) -> dict[str, Any]:
         """The state in fresh memory; trees on the devices of `like`, the rest on the host."""
+        like = wanted(snapshot.structure, like)
+        if not like:
+            return {}
         live = checked(None, snapshot.structure, like, self.rank)
         entries = {name: snapshot.structure[name] for name in like}
-        wanted = {node["name"] for each in entries.values() for node in arrays_of(each["tree"])}
-        saved = [each for each in snapshot.entries if each.name in wanted]
+        needed = {node["name"] for each in entries.values() for node in arrays_of(each["tree"])}
+        saved = [each for each in snapshot.entries if each.name in needed]
         copies = copy([Block(each.name, each.dtype, each.raw) for each in saved])
         arrays = {}
         for each, raw in zip(saved, copies, strict=True):
@@ -160,13 +173,38 @@ def _pinned(nbytes: int) -> np.ndarray:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
 
 
-def _copied(leaf: Leaf, arena: Arena) -> Entry:
-    """The leaf's copy. A slice of something larger becomes dense, a dense layout stays."""
-    source = leaf.tensor
-    raw = arena.deal(source.nbytes)
-    local = view(raw, torch.empty_like(source, device="meta"))
-    local.copy_(source, non_blocking=source.is_cuda)
+def _places(leaves: list[Leaf], arena: Arena, recycled: TorchSnapshot | None) -> list[Entry]:
+    """Memory for the copies. That of the same state is dealt out already."""
+    old = recycled.entries if recycled is not None and recycled.arena is arena else []
+    if len(old) == len(leaves) and all(map(_same_layout, leaves, old)):
+        return [entry._replace(spread=leaf.spread) for leaf, entry in zip(leaves, old, strict=True)]
+    return [_place(leaf, arena) for leaf in leaves]
+
+
+def _same_layout(leaf: Leaf, entry: Entry) -> bool:
+    a, b = leaf.tensor, entry.local
+    return (leaf.name, leaf.dtype) == (entry.name, entry.dtype) and (
+        (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+    )
+
+
+def _place(leaf: Leaf, arena: Arena) -> Entry:
+    """A slice of something larger becomes dense, a layout stays."""
+    raw = arena.deal(leaf.tensor.nbytes)
+    local = view(raw, torch.empty_like(leaf.tensor, device="meta"))
     return Entry(leaf.name, leaf.dtype, raw, local, leaf.spread)
+
+
+def _fill(leaf: Leaf, entry: Entry) -> None:
+    """Copies."""
+    source = leaf.tensor
+    if source.device.type == "cpu" and source.stride() == entry.local.stride() and len(entry.raw):
+        # Not copy_: its threads wait for each other after every tensor, which takes ten times as
+        # long as the copy when somebody else (a data loader) is using their cores.
+        flat = source.as_strided((source.numel(),), (1,), source.storage_offset())
+        np.copyto(entry.raw, flat.view(torch.uint8).numpy())
+    else:
+        entry.local.copy_(source, non_blocking=source.is_cuda)
 
 
 def _borrowed(leaf: Leaf) -> Entry:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import xxhash
 
@@ -56,10 +56,23 @@ def mapped(action: Callable[[A], B], items: Sequence[A], nbytes: int) -> list[B]
         items: what to apply it to.
         nbytes: read in all.
     """
-    if nbytes < _WORTH_THREADS:
+    workers = min(threads(), len(items))
+    if nbytes < _WORTH_THREADS or workers < 2:
         return [action(item) for item in items]
-    with ThreadPoolExecutor(threads()) as pool:
-        return list(pool.map(action, items))
+    results: list[Any] = [None] * len(items)
+    left = iter(range(len(items)))
+
+    def work() -> None:
+        # Not one task for each item: handing them out would take as long as a small item does.
+        for at in left:
+            results[at] = action(items[at])
+
+    with ThreadPoolExecutor(workers - 1) as pool:
+        others = [pool.submit(work) for _ in range(workers - 1)]
+        work()
+        for each in others:
+            each.result()
+    return results
 
 
 def threads() -> int:

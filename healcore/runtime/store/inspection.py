@@ -15,7 +15,7 @@ import xxhash
 
 from healcore.runtime.store import finite
 from healcore.runtime.store.digest import mapped
-from healcore.runtime.store.snapshot import Block, aligned
+from healcore.runtime.store.snapshot import Block, fresh
 
 _PIECE = 1 << 17
 
@@ -78,17 +78,21 @@ def checked_copies(
         changed: makes the error for one that is not the same any more.
     """
 
-    def copy(block: Block) -> np.ndarray:
-        fresh, state = aligned(len(block.raw)), xxhash.xxh3_128()
-        for at in range(0, len(fresh), _PIECE):
-            piece = fresh[at : at + _PIECE]
+    sizes = [len(block.raw) for block in blocks]
+    copies = fresh(sizes)
+
+    def copy(pair: tuple[Block, np.ndarray]) -> None:
+        block, into = pair
+        state = xxhash.xxh3_128()
+        for at in range(0, len(into), _PIECE):
+            piece = into[at : at + _PIECE]
             np.copyto(piece, block.raw[at : at + _PIECE])
             state.update(piece.data)
         if state.hexdigest() != digests[block.key]:
             raise changed(block.key)
-        return fresh
 
-    return mapped(copy, blocks, sum(len(block.raw) for block in blocks))
+    mapped(copy, list(zip(blocks, copies, strict=True)), sum(sizes))
+    return copies
 
 
 def matches(name: str, patterns: Collection[str]) -> bool:

@@ -13,6 +13,10 @@ from healcore.runtime.store.manifest import BadManifest, Manifest
 from healcore.runtime.store.sealed import Unsealed, unseal
 
 
+HEALER = "healcore."
+"""How the files begin that a Healer keeps in the root about its run; no store touches them."""
+
+
 class Found(NamedTuple):
     """A complete checkpoint."""
 
@@ -105,7 +109,7 @@ def problems(root: Path) -> list[str]:
     for name in _names(root):
         if names.is_temporary(name):
             told += [f"{name} is work of a process that is not known here"] * _stays(name)
-        elif names.parse_step(name) is None:
+        elif names.parse_step(name) is None and not name.startswith(HEALER):
             told.append(f"{name} is nothing of healcore's")
     return told
 

@@ -86,7 +86,9 @@ class CheckpointStore(Protocol):
         Args:
             step: which checkpoint.
             like: the live state (its structure, shapes, dtypes and shardings are used; it is not
-                changed), with all of the saved names or some.
+                changed), with all of the saved names or some. A value that says
+                ``optional = True`` may be one that the checkpoint lacks: it is left out of the
+                result then.
 
         Raises:
             CheckpointDamaged: something differs from what was saved.
@@ -129,6 +131,20 @@ class CheckpointStore(Protocol):
     def problems(self) -> list[str]:
         """What lies in the store and is no checkpoint, in words: for events and for people."""
         ...
+
+
+def wanted(saved: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """The live values to restore: without the optional ones that a checkpoint lacks.
+
+    Args:
+        saved: what the checkpoint has, by name.
+        like: the live state.
+    """
+    return {
+        name: live
+        for name, live in like.items()
+        if name in saved or getattr(live, "optional", False) is not True
+    }
 
 
 def checked_step(step: Any) -> int:

@@ -73,6 +73,13 @@ def together(ranks: Ranks, action: Callable[[], T]) -> list[T]:
     return [outcome for outcome, _ in outcomes]
 
 
+def on_each(ranks: Ranks, action: Callable[[], T]) -> T:
+    """Runs an action on every rank, each keeping its own result; or an error on all."""
+    results: list[T] = []
+    together(ranks, lambda: results.append(action()))
+    return results[0]
+
+
 def on_first(ranks: Ranks, action: Callable[[], T]) -> T:
     """Runs an action on rank 0 only; its result, or an error, on every rank."""
     nothing: Callable[[], Any] = lambda: None  # noqa: E731

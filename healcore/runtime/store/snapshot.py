@@ -15,6 +15,10 @@ import numpy as np
 ALIGNMENT = 64
 """Bytes. A cache line, and what XLA asks for to use memory as it is."""
 
+_HUGE = 2 << 20
+"""Bytes of a huge page."""
+_SHARED = 16 << 20
+
 
 class Block(NamedTuple):
     """The bytes of one array, or of one part of it."""
@@ -124,8 +128,35 @@ def rounded(nbytes: int) -> int:
 
 
 def empty(nbytes: int) -> np.ndarray:
-    """Fresh memory, uint8."""
-    return np.empty(nbytes, np.uint8)
+    """Fresh memory, uint8. NumPy asks for huge pages; a large piece starts and ends with one."""
+    if nbytes < 2 * _HUGE:
+        return np.empty(nbytes, np.uint8)
+    whole = np.empty((-(-nbytes // _HUGE) + 1) * _HUGE, np.uint8)
+    start = -whole.ctypes.data % _HUGE
+    return whole[start : start + nbytes]
+
+
+def fresh(sizes: Sequence[int]) -> list[np.ndarray]:
+    """Fresh aligned memory for arrays that outlive the store, uint8 (n,) each.
+
+    Neighbours share blocks, which are large enough for huge pages: touched 4 KB at a time, memory
+    takes several times as long as the copy into it (measured: 120 against 14 ms for 256 MB). A
+    block lives as long as one of its arrays; more in one would keep more memory for a survivor.
+
+    Args:
+        sizes: bytes of each.
+    """
+    pieces: list[np.ndarray] = []
+    while len(pieces) < len(sizes):
+        group, need = [], 0
+        for size in sizes[len(pieces) :]:
+            if group and need + rounded(size) > _SHARED:
+                break
+            group.append(size)
+            need += rounded(size)
+        block = Arena(need)
+        pieces += [block.deal(size) for size in group]
+    return pieces
 
 
 def aligned(nbytes: int) -> np.ndarray:

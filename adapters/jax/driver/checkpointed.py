@@ -1,0 +1,148 @@
+"""What of a JAX state goes into a checkpoint, and the live state out of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from healcore.jax.driver.fitting import as_live, as_saved, form
+from healcore.jax.stripping import attach, strip
+from healcore.runtime.store.errors import StateMismatch
+
+STATE = "state"
+"""Name of a state that has no names itself."""
+UPDATE_NORM = "healcore.update_norm"
+"""Name of what `protect` keeps beside the engine, if the policy asks for it."""
+
+
+class Layout:
+    """How one run's state is divided into items; the same in every process of the program.
+
+    Args:
+        tree: the state as the run begins.
+        named: its top level maps names to what become items.
+    """
+
+    def __init__(self, tree: Any, *, named: bool) -> None:
+        self._named = named
+        leaves = jax.tree_util.tree_leaves_with_path(strip(tree))
+        self._floats = {path for path, leaf in leaves if type(leaf) is float}
+        self._accumulates = any(
+            map(_is_accumulator, jax.tree.leaves(tree, is_leaf=_is_accumulator))
+        )
+
+    def items(self, tree: Any) -> dict[str, Any]:
+        """The items of a state: name -> tree."""
+        norms = UpdateNorms(tree)
+        return {**self._parts(self._saved(tree)), **({UPDATE_NORM: norms} if norms else {})}
+
+    def restored(self, items: Mapping[str, Any], tree: Any) -> Any:
+        """The state to go on with: what was restored, with the live healing state.
+
+        Accumulators of optax.MultiSteps are zeroed: one NaN in them stays for ever.
+
+        Args:
+            items: for the names of `items`.
+            tree: the live state.
+
+        Raises:
+            StateMismatch: it does not fit.
+        """
+        wanted = self._parts(self._saved(tree))
+        missing = [f'there is no "{name}" in it' for name in wanted if name not in items]
+        if missing:
+            raise StateMismatch(None, missing)
+        found = {name: items[name] for name in wanted}
+        wrong = [line for name in wanted for line in _differences(name, found[name], wanted[name])]
+        if wrong:
+            raise StateMismatch(None, wrong)
+        live = strip(tree)
+        bare = jax.tree.map(as_live, found if self._named else found[STATE], live)
+        new = attach(_without_accumulated(bare), like=tree)
+        return UpdateNorms(tree).restored(new, items.get(UPDATE_NORM))
+
+    def between_steps(self, tree: Any) -> bool:
+        """Whether nothing is accumulated. Reads the device if the optimizer does accumulate."""
+        if not self._accumulates:
+            return True
+        nodes = jax.tree.leaves(tree, is_leaf=_is_accumulator)
+        return not any(int(node.mini_step) for node in nodes if _is_accumulator(node))
+
+    def _saved(self, tree: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: as_saved(leaf, was_float=path in self._floats), strip(tree)
+        )
+
+    def _parts(self, tree: Any) -> dict[str, Any]:
+        return dict(tree) if self._named else {STATE: tree}
+
+
+class UpdateNorms:
+    """`ProtectState.heal_update_norm` of a state, as an item that old checkpoints may lack."""
+
+    optional = True
+
+    def __init__(self, tree: Any) -> None:
+        self._norms = {
+            jax.tree_util.keystr(path): leaf
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+            if _is_norm(path)
+        }
+
+    def __bool__(self) -> bool:
+        return bool(self._norms)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The norms by their place."""
+        return self._norms
+
+    def restored(self, tree: Any, saved: Mapping[str, Any] | None) -> Any:
+        """The tree with the saved norms in it; 0, as after a skip, for one that is not saved."""
+        if not self:
+            return tree
+
+        def one(path: Any, leaf: Any) -> Any:
+            if not _is_norm(path):
+                return leaf
+            known = (saved or {}).get(jax.tree_util.keystr(path), jnp.zeros((), jnp.float32))
+            return as_live(known, leaf)
+
+        return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def _differences(name: str, found: Any, wanted: Any) -> list[str]:
+    if jax.tree.structure(found) != jax.tree.structure(wanted):
+        return [f'"{name}" has another structure']
+    pairs = zip(jax.tree_util.tree_leaves_with_path(wanted), jax.tree.leaves(found), strict=True)
+    return [
+        f"{name}{jax.tree_util.keystr(path)} is {form(new)} in it, {form(live)} in the live state"
+        for (path, live), new in pairs
+        if form(new) != form(live)
+    ]
+
+
+def _without_accumulated(tree: Any) -> Any:
+    def one(node: Any) -> Any:
+        if not _is_accumulator(node):
+            return node
+        inner = _without_accumulated(node.inner_opt_state)
+        zeros = jax.tree.map(_zero, (node.mini_step, node.acc_grads))
+        return node._replace(mini_step=zeros[0], acc_grads=zeros[1], inner_opt_state=inner)
+
+    return jax.tree.map(one, tree, is_leaf=_is_accumulator)
+
+
+def _zero(leaf: Any) -> Any:
+    return as_live(jnp.zeros(leaf.shape, leaf.dtype), leaf)
+
+
+def _is_accumulator(node: Any) -> bool:
+    return isinstance(node, optax.MultiStepsState)
+
+
+def _is_norm(path: tuple[Any, ...]) -> bool:
+    return bool(path) and getattr(path[-1], "name", None) == "heal_update_norm"

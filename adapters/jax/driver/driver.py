@@ -1,0 +1,153 @@
+"""`JaxDriver`: what the `Healer` needs from JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from healcore.jax.driver import engines as in_state
+from healcore.jax.driver.checkpointed import Layout
+from healcore.jax.driver.places import place_of, value
+from healcore.jax.driver.ranks import this_run
+from healcore.jax.driver.told import Arriving
+from healcore.jax.policy import engine_of
+from healcore.jax.state import HealState, HealStateError
+from healcore.runtime.store.protocol import CheckpointStore
+from healcore.runtime.store.ranks import Ranks
+
+
+class JaxDriver:
+    """The live state of a JAX run.
+
+    Args:
+        state: a pytree with the state of one `protect`, `heal` or `heal_zclip` in it (several, in a
+            run with several optimizers), or a mapping of names to nnx objects, which are changed in
+            place.
+        policy: the one that the optimizer was built with.
+
+    Raises:
+        HealStateError: there is no healing state in it, or it is of another policy.
+    """
+
+    framework = "jax"
+
+    def __init__(self, state: Any, policy: Any = "default") -> None:
+        self._engine = engine_of(policy)
+        self._place = place_of(state)
+        tree = self._place.read()
+        self._engines = in_state.find(tree, self._place.trained(), self._engine)
+        self._layout = Layout(tree, named=self._place.named)
+        self._seen: list[Any] = []
+        self._see()
+
+    # -- the training loop ------------------------------------------------------------------------
+
+    @property
+    def state(self) -> Any:
+        """The live state, as the user has it."""
+        return self._place.state
+
+    def update(self, state: Any = None) -> None:
+        """Takes the state that a step has returned; None where nnx objects were changed in place.
+
+        Raises:
+            HealStateError: the healing state is not where it was. The old state stays.
+        """
+        if state is None:
+            return
+        before, self._place.state = self._place.state, state
+        try:
+            self._states()
+        except HealStateError:
+            self._place.state = before
+            raise
+
+    def took(self) -> Arriving | None:
+        """The step taken since the last call, on its way to the host; None: there was none."""
+        states = self._states()
+        seen = self._seen
+        self._see()
+        if all(now is then for now, then in zip(self._seen, seen, strict=True)):
+            return None
+        return Arriving(self._engines, states)
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def items(self) -> dict[str, Any]:
+        """The live state to save, without healing state. Copies nothing."""
+        return self._layout.items(self._place.read())
+
+    def replace(self, restored: Mapping[str, Any]) -> None:
+        """Puts a restored state in the place of the live one; the healing state stays.
+
+        Raises:
+            StateMismatch: it does not fit; nothing has been touched.
+        """
+        self._place.write(self._layout.restored(restored, self._place.read()))
+        self._see()
+
+    def may_save(self) -> bool:
+        """False in the middle of an accumulation by optax.MultiSteps. Reads the device for that."""
+        return self._layout.between_steps(self._place.read())
+
+    # -- engines ----------------------------------------------------------------------------------
+
+    def healing(self) -> dict[str, dict[str, Any]]:
+        """Engine name -> `Engine.to_dict`. Reads the device."""
+        return in_state.dicts(self._engine, self._engines, self._place.read())
+
+    def load_healing(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replaces engine states; those not named stay.
+
+        Raises:
+            StateError: a state is of another policy, model or optimizer; nothing has been touched.
+        """
+        tree = self._place.read()
+        self._place.write(in_state.loaded(self._engine, self._engines, tree, engines))
+        self._see()
+
+    def announce(self) -> None:
+        """Opens every engine's grace window."""
+        self._place.write(in_state.announced(self._place.read()))
+
+    def learning_rate(self) -> float | None:
+        """The one in optax.inject_hyperparams, from the device; others are in no state: None."""
+        found = {
+            float(leaf)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(self._place.read())
+            if jax.tree_util.keystr(path).endswith(".hyperparams['learning_rate']")
+        }
+        return found.pop() if len(found) == 1 else None
+
+    # -- the run ----------------------------------------------------------------------------------
+
+    def store(self, where: Any, nonfinite_ok: tuple[str, ...]) -> CheckpointStore:
+        """The default store: memory, and behind it Orbax in the directory `where`, if any."""
+        from healcore.jax.store import MemoryStore, OrbaxStore, TieredStore  # loads Orbax
+
+        memory = MemoryStore(nonfinite_ok=nonfinite_ok)
+        if where is None:
+            return memory
+        return TieredStore(memory, OrbaxStore(where, nonfinite_ok=nonfinite_ok))
+
+    def ranks(self) -> Ranks:
+        """The processes of this run."""
+        return this_run()
+
+    def generators(self) -> None:
+        """None: JAX has no global generators, the state holds its keys."""
+
+    def close(self) -> None:
+        """Nothing has been put on: what heals is part of the user's optimizer."""
+
+    # -- within -----------------------------------------------------------------------------------
+
+    def _states(self) -> list[HealState]:
+        roots = self._place.roots()
+        return [in_state.at(roots, each.path) for each in self._engines]
+
+    def _see(self) -> None:
+        """Remembers which step's state is there: by identity, without reading the device."""
+        self._seen = [value(each.heal_state["heal_step"]) for each in self._states()]

@@ -1,0 +1,158 @@
+"""The engines of a run: finding their states in a train state, reading and replacing them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from healcore.core.engine import Engine, StateError, neutral
+from healcore.jax import state as heal_state
+from healcore.jax.driver.evidence import names
+from healcore.jax.driver.fitting import as_live
+from healcore.jax.lr import ScaleByHealLrState
+from healcore.jax.state import HealState, HealStateError
+
+Path = tuple[Any, ...]
+
+
+class Found(NamedTuple):
+    """One engine of the run."""
+
+    name: str
+    """The optimizer's name in the state."""
+    path: Path
+    """To its HealState, from the top of the state."""
+    leaves: tuple[str, ...]
+    """Names of the tensors whose gradients it judges."""
+
+
+def find(tree: Any, trained: Any, engine: Engine) -> list[Found]:
+    """The engines of a state.
+
+    Args:
+        tree: the state.
+        trained: a tree with the parameters in it.
+        engine: the policy's.
+
+    Raises:
+        HealStateError: there is none, or one is of another policy.
+    """
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_heal)
+    states = {path: node for path, node in nodes if _is_heal(node)}
+    if not states:
+        raise HealStateError(
+            f"no healing state in this {type(tree).__name__}: the state to heal holds that of an "
+            "optimizer made with protect(), heal() or heal_zclip()"
+        )
+    tops = [_key(path[0]) if path else "state" for path in states]
+    found = []
+    for top, (path, state) in zip(tops, states.items(), strict=True):
+        heal_state.engine_state(engine, state)  # raises unless the policy is that of the optimizer
+        name = top if tops.count(top) == 1 else jax.tree_util.keystr(path)
+        count = state.heal_leaf_norms.shape[0]
+        found.append(Found(name, path, names(trained, path, count)))
+    return found
+
+
+def at(root: Any, path: Path) -> HealState:
+    """The HealState at a path.
+
+    Raises:
+        HealStateError: it is not there.
+    """
+    node = root
+    try:
+        for entry in path:
+            node = getattr(node, entry.name) if hasattr(entry, "name") else node[_index(entry)]
+    except (AttributeError, LookupError, TypeError):
+        node = None
+    if not isinstance(node, HealState):
+        raise HealStateError(
+            f"the healing state was at state{jax.tree_util.keystr(path)} and is not there any "
+            "more: update() takes the whole state in the structure that the run began with"
+        )
+    return node
+
+
+def dicts(engine: Engine, engines: Sequence[Found], tree: Any) -> dict[str, dict[str, Any]]:
+    """Engine name -> `Engine.to_dict`. Reads the device."""
+    states = [heal_state.engine_state(engine, at(tree, each.path)) for each in engines]
+    return {
+        each.name: engine.to_dict(state)
+        for each, state in zip(engines, jax.device_get(states), strict=True)
+    }
+
+
+def loaded(
+    engine: Engine, engines: Sequence[Found], tree: Any, data: Mapping[str, Mapping[str, Any]]
+) -> Any:
+    """The tree with engine states replaced; those not named stay.
+
+    The multiplier of a `scale_by_heal_lr` becomes the engine's: it holds for the very next step.
+
+    Raises:
+        StateError: a state is of another policy or model, or of no engine of this run.
+    """
+    paths = {each.name: each.path for each in engines}
+    unknown = [name for name in data if name not in paths]
+    if unknown:
+        raise StateError(
+            f"there is no engine named {unknown[0]!r} in this run, there is {', '.join(paths)}: "
+            "pass the healing state of a run with the same optimizers"
+        )
+    states = {name: engine.from_dict(each) for name, each in data.items()}
+    new = {paths[name]: _packed(at(tree, paths[name]), state) for name, state in states.items()}
+    scales = {float(state.lr.scale) for state in states.values()}
+    scale = scales.pop() if len(scales) == 1 and engine.mode != "observe" else None
+
+    def one(path: Path, node: Any) -> Any:
+        if scale is not None and isinstance(node, ScaleByHealLrState):
+            return ScaleByHealLrState(as_live(np.float32(scale), node.heal_lr_scale))
+        return new.get(path, node)
+
+    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=_is_healing)
+
+
+def announced(tree: Any) -> Any:
+    """The tree with every engine's grace window opened."""
+
+    def one(node: Any) -> Any:
+        if not _is_heal(node):
+            return node
+        flag = as_live(np.ones((), bool), node.heal_state["heal_announced"])
+        return node._replace(heal_state={**node.heal_state, "heal_announced": flag})
+
+    return jax.tree.map(one, tree, is_leaf=_is_heal)
+
+
+def _packed(live: HealState, state: Any) -> HealState:
+    """An engine state in the place, and in the form, of the live one."""
+    groups = state.last.decision.group_scale
+    decision = neutral(groups=None if groups is None else len(groups))
+    new = live._replace(heal_state=heal_state.pack(state), heal_decision=heal_state.pack(decision))
+    for name, leaf in live.heal_state.items():
+        if leaf.shape != new.heal_state[name].shape:
+            raise StateError(
+                f"{name} has shape {new.heal_state[name].shape} in the saved state and "
+                f"{leaf.shape} in this optimizer: it is of a model with other tensors"
+            )
+    return jax.tree.map(as_live, new, live)
+
+
+def _index(entry: Any) -> Any:
+    return entry.key if hasattr(entry, "key") else entry.idx
+
+
+def _key(entry: Any) -> str:
+    return str(entry.name if hasattr(entry, "name") else _index(entry))
+
+
+def _is_heal(node: Any) -> bool:
+    return isinstance(node, HealState)
+
+
+def _is_healing(node: Any) -> bool:
+    return isinstance(node, (HealState, ScaleByHealLrState))

@@ -1,0 +1,84 @@
+"""Which tensors a bad gradient came from: names for the norms that the engine was judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from healcore.jax.norms import judged
+from healcore.jax.stripping import strip
+from healcore.runtime.driver import Evidence
+
+MOST = 10
+"""Entries for one step."""
+SHARE = 0.9
+"""Of the squared global norm: where the tensors named account for that much, the rest is small."""
+_PARAMETERS = ("params", "model")
+
+Path = tuple[Any, ...]
+
+
+def worst(tensors: Sequence[str], norms: np.ndarray) -> tuple[Evidence, ...]:
+    """The tensors to look at, the worst first.
+
+    Args:
+        tensors: their names.
+        norms: float32 (n,), their gradients' L2 norms; all 0 where they are not known.
+
+    Returns:
+        Those that are not finite, if any; else the largest that make up the norm.
+    """
+    finite = np.isfinite(norms)
+    if not finite.all():
+        found = np.flatnonzero(~finite)[:MOST]
+    elif not norms.any():
+        return ()
+    else:
+        order = np.argsort(-norms, kind="stable")
+        reached = np.cumsum(np.square(norms[order], dtype=np.float64))
+        enough = int(np.searchsorted(reached, SHARE * reached[-1])) + 1
+        found = order[: min(enough, MOST)]
+    return tuple(Evidence(tensors[i], float(norms[i])) for i in found.tolist())
+
+
+def names(tree: Any, engine: Path, count: int) -> tuple[str, ...]:
+    """Names of the tensors that an engine judges.
+
+    An optimizer state does not say which part of the train state it optimizes: it is the part with
+    as many floating tensors as the engine sees gradients, the one called `params` or `model` if
+    there are several, or the one beside the optimizer.
+
+    Args:
+        tree: a train state.
+        engine: path to the engine's HealState in it.
+        count: how many tensors.
+
+    Returns:
+        As JAX writes paths, `['params']['Dense_0']['kernel']`. Numbers where that would be a guess.
+    """
+    parts: dict[Path, list[Path]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(strip(tree)):
+        if judged(leaf):
+            for depth in range(len(path) + 1):
+                parts.setdefault(path[:depth], []).append(path)
+    fitting = [path for path, leaves in parts.items() if len(leaves) == count]
+    outermost = [path for path in fitting if path[:-1] not in fitting or not path]
+    best = min((_unlikely(path, engine) for path in outermost), default=None)
+    likeliest = [path for path in outermost if _unlikely(path, engine) == best]
+    within = {tuple(leaf[len(path) :] for leaf in parts[path]) for path in likeliest}
+    if len(within) != 1:  # none, or different ones
+        return tuple(f"gradient {i} of {count}" for i in range(count))
+    return tuple(jax.tree_util.keystr(leaf) for leaf in parts[likeliest[0]])
+
+
+def _unlikely(path: Path, engine: Path) -> tuple[bool, bool, int]:
+    """Sorts the parts of a state: the likeliest to be the parameters first."""
+    last = str(getattr(path[-1], "name", getattr(path[-1], "key", ""))) if path else ""
+    shared = 0
+    while shared < min(len(path), len(engine)) and path[shared] == engine[shared]:
+        shared += 1
+    in_optimizer = shared >= max(1, len(engine) - 1)
+    return last not in _PARAMETERS, in_optimizer, -shared

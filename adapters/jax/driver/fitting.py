@@ -1,0 +1,75 @@
+"""Restored leaves in the form of live ones, so that a compiled step is not compiled again.
+
+A jitted function is compiled for dtypes, weak types and shardings, and for whether an array is
+committed to its device. A checkpoint keeps the first of these only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_INT32 = range(-(2**31), 2**31)
+
+
+def as_saved(leaf: Any, *, was_float: bool) -> Any:
+    """A leaf as it goes into a checkpoint.
+
+    Python numbers become arrays: a counter that starts as the number 0 (a TrainState's `step`) is
+    an array after the first compiled step, and must fit what was saved before it.
+
+    Args:
+        leaf: of the live state.
+        was_float: it was a Python float when the run began: kept in double precision.
+    """
+    if type(leaf) is bool or (type(leaf) is int and leaf in _INT32):
+        return jnp.asarray(leaf)
+    if type(leaf) is float or (was_float and jnp.ndim(leaf) == 0):
+        return np.float64(leaf)
+    return leaf
+
+
+def form(leaf: Any) -> str:
+    """Shape and dtype, which a restored leaf and `as_saved` of the live one have in common."""
+    return f"{leaf.dtype}{tuple(leaf.shape)}" if hasattr(leaf, "dtype") else "no array"
+
+
+def as_live(new: Any, live: Any) -> Any:
+    """A restored leaf in the form of the live one.
+
+    Args:
+        new: array or Python number.
+        live: its dtype, weak type, sharding and commitment are used. It may have been donated.
+    """
+    if type(live) in (bool, int, float):
+        return type(live)(np.asarray(new).item())
+    if not isinstance(live, jax.Array):
+        return new
+    if jnp.issubdtype(live.dtype, jax.dtypes.prng_key):
+        data = _placed(jax.random.key_data(new), live)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(new))
+    if not isinstance(new, jax.Array):
+        new = np.asarray(new, live.dtype)
+    new = _placed(new, live)
+    return _weak(new) if live.weak_type and not new.weak_type else new
+
+
+def _placed(new: Any, live: jax.Array) -> jax.Array:
+    """Where the live array is."""
+    if isinstance(new, jax.Array) and new.committed == live.committed:
+        return new if new.sharding == live.sharding else jax.device_put(new, live.sharding)
+    if live.committed:
+        return jax.device_put(new, live.sharding)
+    return jnp.asarray(np.asarray(new))  # only what comes from the host belongs to no device
+
+
+def _weak(array: jax.Array) -> jax.Array:
+    """The same numbers, weakly typed, as Python's are."""
+    zero = 0.0 if jnp.issubdtype(array.dtype, jnp.floating) else 0
+    weak = jnp.full(array.shape, zero)
+    if weak.dtype != array.dtype:
+        return array
+    return weak.at[...].set(array)

@@ -1,0 +1,73 @@
+"""A train state without its healing part, and with it again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+
+from healcore.jax.lr import ScaleByHealLrState
+from healcore.jax.protect import ProtectState
+from healcore.jax.state import HealState, HealStateError
+
+
+def strip(state: Any) -> Any:
+    """The state as it was before anybody healed it: what a checkpoint of a plain optax run holds.
+
+    A `protect` becomes the optimizer it protects; a member of a chain (`heal`, `heal_zclip`,
+    `scale_by_heal_lr`) becomes the empty state of a stateless one, as `clip_by_global_norm` has it.
+
+        old = store.restore(step, {"state": strip(state)}).state["state"]
+        state = attach(old, like=state)
+
+    Args:
+        state: any pytree: a train state, an optimizer state.
+
+    Returns:
+        A tree without any array of healcore's. Copies nothing.
+    """
+    return jax.tree.map(
+        lambda node: _bare(node) if _healing(node) else node, state, is_leaf=_healing
+    )
+
+
+def attach(bare: Any, like: Any) -> Any:
+    """The opposite of `strip`.
+
+    Args:
+        bare: a tree of the structure of ``strip(like)``.
+        like: the state whose healing part is to be taken over, live or fresh from ``tx.init``.
+
+    Returns:
+        `bare` with the detectors, budgets and learning-rate multiplier of `like`.
+
+    Raises:
+        HealStateError: `bare` has another structure.
+    """
+    nodes, structure = jax.tree.flatten(like, is_leaf=_healing)
+    try:
+        parts = structure.flatten_up_to(bare)
+    except ValueError as error:
+        raise HealStateError(
+            f"this state does not have the structure of strip(like): {error}. Pass a state of the "
+            "same model and optimizer"
+        ) from None
+    return structure.unflatten(
+        _whole(part, node) if _healing(node) else part
+        for part, node in zip(parts, nodes, strict=True)
+    )
+
+
+def _bare(node: Any) -> Any:
+    return strip(node.inner_state) if isinstance(node, ProtectState) else optax.EmptyState()
+
+
+def _whole(bare: Any, node: Any) -> Any:
+    if not isinstance(node, ProtectState):
+        return node
+    return node._replace(inner_state=attach(bare, node.inner_state))
+
+
+def _healing(node: Any) -> bool:
+    return isinstance(node, (HealState, ProtectState, ScaleByHealLrState))

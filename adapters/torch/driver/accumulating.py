@@ -1,0 +1,64 @@
+"""Whether gradients of a step not yet taken lie in `.grad`.
+
+That there are gradients says nothing: many loops clear them only before the next backward. So one
+hook of one parameter notes that a backward has reached the optimizer, and another that it stepped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from healcore.torch import gradients
+from healcore.torch.healing import Healing
+
+
+class Accumulation:
+    """Watches one optimizer.
+
+    Args:
+        healing: its handle, which knows of losses reported since the last step: for wrappers that
+            write `.grad` past autograd.
+    """
+
+    def __init__(self, healing: Healing) -> None:
+        self._healing = healing
+        self._reached = False
+        # Disabled as Healing's own hooks are: not to be traced into somebody's compiled step.
+        stepped: Any = torch.compiler.disable(self._stepped)
+        reached: Any = torch.compiler.disable(self._backward)
+        self._handles: list[Any] = [healing.optimizer.register_step_post_hook(stepped)]
+        watched = next((p for p in self._params if p.requires_grad and p.is_leaf), None)
+        if watched is not None:
+            self._handles.append(watched.register_post_accumulate_grad_hook(reached))
+
+    @property
+    def under_way(self) -> bool:
+        """Whether there are gradients that the optimizer has not stepped with."""
+        if not (self._reached or self._healing.has_loss):
+            return False
+        return any(p.grad is not None for p in self._params)
+
+    def clear(self) -> None:
+        """Throws the gradients away."""
+        for p in self._params:
+            p.grad = None
+        self._reached = False
+
+    def close(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def _params(self) -> list[Tensor]:
+        return gradients.parameters(self._healing.optimizer)
+
+    def _backward(self, _: Tensor) -> None:
+        self._reached = True
+
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._reached = False

@@ -1,0 +1,207 @@
+"""`TorchDriver`: what the Healer needs of a run in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from healcore.core.engine import StateError
+from healcore.runtime.store.protocol import CheckpointStore
+from healcore.runtime.store.ranks import Alone, Ranks
+from healcore.torch.attaching import attach as attach_to
+from healcore.torch.attaching import engine_of, healing_of
+from healcore.torch.driver import live
+from healcore.torch.driver.accumulating import Accumulation
+from healcore.torch.driver.hyperparameters import TensorOptions
+from healcore.torch.driver.rng import RngState
+from healcore.torch.driver.told import Entry, Recorder, Step
+from healcore.torch.errors import AttachError
+from healcore.torch.healing import Healing
+from healcore.torch.porting import restored as readable
+from healcore.torch.store import DCPStore, MemoryStore, TieredStore, apply
+from healcore.torch.store.gloo import GlooRanks, initialized
+
+
+class TorchDriver:
+    """Implements `healcore.runtime.driver.Driver`.
+
+    Args:
+        state: name -> module, optimizer, scheduler, scaler, tree of tensors, or any object with
+            `state_dict` and `load_state_dict`. Every optimizer among the values is healed; one that
+            `attach` has been called on, with the same policy, keeps its handle.
+        policy: as for `attach`; one engine for each optimizer.
+        attach: further options for `attach`, the same for all (`engine`, `fused`, `compile`,
+            `scaler`). A single GradScaler in the state is taken for the scaler.
+
+    Raises:
+        AttachError: the state cannot be healed, or `attach` says so. Nothing has changed then.
+    """
+
+    framework = "torch"
+
+    def __init__(
+        self, state: Mapping[str, Any], policy: Any = "default", attach: Mapping[str, Any] = {}
+    ) -> None:
+        self._state = live.checked(state)
+        self.healings: dict[str, Healing] = {}
+        """The handle of each optimizer, by its name in the state."""
+        self._own: list[Healing] = []
+        try:
+            self._attach(engine_of(policy), {"scaler": live.scaler(self._state), **attach})
+        except BaseException:
+            self._detach()
+            raise
+        names = live.Names(self._state)
+        self._entries: list[Entry] = []
+        self._recorders = [
+            Recorder(name, healing, names, self._entries) for name, healing in self.healings.items()
+        ]
+        self._accumulations = [Accumulation(healing) for healing in self.healings.values()]
+        self._ranks: Ranks | None = None
+
+    # -- what the loop says ---------------------------------------------------------------------
+
+    def observe(self, loss: Tensor | float, optimizer: str | Optimizer | None = None) -> None:
+        """Reports a loss; see `Healing.observe`.
+
+        Args:
+            loss: a number, or a tensor of one element.
+            optimizer: whose step it belongs to, the object or its name; by default all of them.
+        """
+        for healing in self._meant(optimizer):
+            healing.observe(loss)
+
+    def observe_eval(self, loss: Tensor | float, optimizer: str | Optimizer | None = None) -> None:
+        """Reports an evaluation's loss; the next step sees it."""
+        for healing in self._meant(optimizer):
+            healing.observe_eval(loss)
+
+    # -- the protocol ---------------------------------------------------------------------------
+
+    def items(self) -> dict[str, Any]:
+        """The state as it was given; what an interrupted step has lent is taken back first."""
+        self._settle()
+        return dict(self._state)
+
+    def replace(self, restored: Mapping[str, Any]) -> None:
+        """Loads; then gradients, and losses reported for a step that was not taken, are gone."""
+        self._settle()
+        options = [TensorOptions(healing.optimizer) for healing in self.healings.values()]
+        apply(self._state, restored)
+        for each in options:
+            each.put_back()
+        for accumulation in self._accumulations:
+            accumulation.clear()
+        for healing in self.healings.values():
+            healing.discard()
+
+    def healing(self) -> dict[str, dict[str, Any]]:
+        """Optimizer's name -> state of its engine, JSON-safe. A sync on an accelerator."""
+        return {name: healing.state_dict() for name, healing in self.healings.items()}
+
+    def load_healing(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replaces engine states; steps taken and not asked for are forgotten."""
+        for name, data in engines.items():
+            if name not in self.healings:
+                raise StateError(
+                    f'there is no optimizer "{name}" in the state, whose engine this would be: '
+                    f"it has {', '.join(self.healings)}"
+                )
+            healing = self.healings[name]
+            readable(healing.engine, data, healing.seat.groups)
+        for recorder in self._recorders:
+            if recorder.name in engines:
+                recorder.healing.load_state_dict(dict(engines[recorder.name]))
+            recorder.restart()
+        self._entries.clear()
+
+    def took(self) -> Step | None:
+        """What was judged since the last call; reads nothing."""
+        if not self._entries:
+            return None
+        step = Step(self._entries.copy())
+        self._entries.clear()
+        return step
+
+    def may_save(self) -> bool:
+        """Whether no optimizer has gradients that it has not stepped with."""
+        return not any(accumulation.under_way for accumulation in self._accumulations)
+
+    def learning_rate(self) -> float | None:
+        """Of the first group of the first optimizer. A sync if it is a tensor on a device."""
+        self._settle()
+        groups = next(iter(self.healings.values())).optimizer.param_groups
+        rate = groups[0].get("lr")
+        return None if rate is None else float(rate)
+
+    def announce(self) -> None:
+        """Opens every engine's grace window at its next step."""
+        for healing in self.healings.values():
+            healing.announce()
+
+    def store(self, where: Any, nonfinite_ok: tuple[str, ...]) -> CheckpointStore:
+        """Memory, and behind it a `DCPStore`. Every rank makes its own."""
+        memory = MemoryStore(nonfinite_ok=nonfinite_ok)
+        if where is None:
+            return memory
+        return TieredStore(memory, DCPStore(where, nonfinite_ok=nonfinite_ok))
+
+    def ranks(self) -> Ranks:
+        """The process group's, over gloo; the first call makes a group, on every rank."""
+        if self._ranks is None:
+            self._ranks = GlooRanks() if initialized() else Alone()
+        return self._ranks
+
+    def generators(self) -> RngState:
+        """The global ones, of CPU and CUDA."""
+        return RngState()
+
+    def close(self) -> None:
+        """Takes off hooks and handles; those of an earlier `attach` stay."""
+        for accumulation in self._accumulations:
+            accumulation.close()
+        for healing in self.healings.values():
+            healing.on_judged = None
+            healing.settle()
+        self._detach()
+
+    # -- within ---------------------------------------------------------------------------------
+
+    def _attach(self, engine: Any, options: dict[str, Any]) -> None:
+        for name, optimizer in live.optimizers(self._state).items():
+            healing = healing_of(optimizer)
+            if healing is None:
+                healing = attach_to(optimizer, engine, **options)
+                self._own.append(healing)
+            elif healing.on_judged is not None:
+                raise AttachError(f'"{name}" is in a Healer that was not closed: close that first')
+            elif repr(healing.engine.config) != repr(engine.config):  # == fails on array configs
+                raise AttachError(
+                    f'"{name}" is healed already, under another policy: detach() that handle, or '
+                    "attach with the policy given here"
+                )
+            self.healings[name] = healing
+
+    def _detach(self) -> None:
+        for healing in self._own:
+            healing.detach()
+
+    def _settle(self) -> None:
+        for healing in self.healings.values():
+            healing.settle()
+
+    def _meant(self, optimizer: str | Optimizer | None) -> list[Healing]:
+        if optimizer is None:
+            return list(self.healings.values())
+        for name, healing in self.healings.items():
+            if optimizer is healing.optimizer or optimizer is self._state[name]:
+                return [healing]
+        if isinstance(optimizer, str) and optimizer in self.healings:
+            return [self.healings[optimizer]]
+        raise AttachError(
+            f"there is no optimizer {optimizer!r:.60} in the state: pass one of "
+            f"{', '.join(self.healings)}, by name or as the object"
+        )

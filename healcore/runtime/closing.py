@@ -1,0 +1,101 @@
+"""The end of a run, in every way that leaves time to say so.
+
+The postmortem of one that had none is written by the next start (`postmortem.of_killed`). What
+fails in here is told, not raised: it would hide what the run has died of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import traceback
+from collections.abc import Callable
+
+from healcore.runtime import postmortem
+from healcore.runtime.casework import case_of
+from healcore.runtime.ending import RunStopped
+from healcore.runtime.running import Run
+from healcore.runtime.terminating import Terminated
+
+
+def ending_of(error: BaseException | None) -> str:
+    """How a run ended, from what has left its block."""
+    if error is None:
+        return "completed"
+    if isinstance(error, RunStopped):
+        return "stopped"
+    if isinstance(error, Terminated):
+        return "signal"
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return "exception"
+
+
+def close(run: Run, error: BaseException | None) -> None:
+    """Ends a run.
+
+    Args:
+        run: it.
+        error: what has left the block, None if nothing has.
+    """
+    ending = ending_of(error)
+    trouble: list[str] = []
+
+    def attempt(what: str, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception as problem:
+            trouble.append(f"{what}: {type(problem).__name__}: {problem}")
+
+    if ending == "completed":
+        attempt("the last steps could not be read", run.drain)
+    if ending in ("completed", "signal"):
+        # Between two steps, so the state is whole; after an exception it may not be.
+        attempt("the last state could not be saved", run.save_last)
+    attempt("checkpoints being written", run.keeper.settle)
+    attempt("checkpoints on probation", lambda: run.keeper.look_after(run.ledger, run.step))
+    attempt("the journal", lambda: run.note_ending(ending))
+    for problem in trouble:
+        run.tell("problem", step=run.step, problem=problem)
+        run.narrator.warn(problem)
+    _report(run, ending, error)
+    for end in (
+        run.terminating.release,
+        run.keeper.close,
+        run.driver.close,
+        run.narrator.end,
+        run.log.close,
+    ):
+        with contextlib.suppress(Exception):
+            end()
+
+
+def _report(run: Run, ending: str, error: BaseException | None) -> None:
+    raised = trace = None
+    if ending == "exception" and error is not None:
+        raised = "".join(traceback.format_exception_only(error)).strip()
+        trace = "".join(traceback.format_exception(error))
+    case = case_of(run, ending, _why(error), raised)
+    run.tell(
+        "end",
+        step=run.step,
+        ending=ending,
+        incidents=case.incidents,
+        rollbacks=run.journal.page.rollbacks,
+        last_good=case.last_good,
+        untold_alarms=run.judge.untold or None,
+    )
+    if run.log.path is None or run.recovery.ranks.rank:
+        return
+    found = postmortem.of(case, run.log, seconds=time.monotonic() - run.began, trace=trace)
+    problem = postmortem.write(postmortem.path_for(run.log.path, run.log.run), found)
+    if problem:
+        run.narrator.warn(problem)
+
+
+def _why(error: BaseException | None) -> str:
+    if isinstance(error, Terminated):
+        return f"signal {error.number}"
+    if isinstance(error, RunStopped):
+        return error.why
+    return ""

@@ -1,0 +1,136 @@
+"""What the `Healer` needs from a framework; the adapters have one driver each.
+
+A driver knows the live state and the engine states in it. It decides nothing: which checkpoint,
+what to keep of budgets and learning rate, when to save, all of that is the Healer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+from healcore.core.verdict import Decision
+from healcore.runtime.store.protocol import CheckpointStore
+from healcore.runtime.store.ranks import Ranks
+
+
+class Evidence(NamedTuple):
+    """One tensor or layer whose gradient was non-finite or stood out."""
+
+    name: str
+    """As its framework names it: `layers.3.weight`, `['params']['Dense_0']['kernel']`."""
+    grad_norm: float
+    """L2, float32, before clipping; NaN and Inf are evidence."""
+
+
+class Told(NamedTuple):
+    """One step as one engine saw it, in Python values (`Cause`, `Action`, bool, int, float)."""
+
+    engine: str
+    """Which engine: the optimizer's name in the state; several optimizers have one each."""
+    engine_step: int
+    """Steps that the engine has judged, this one included. The same as before: it judged none."""
+    decision: Decision
+    """As ordered; in observe mode it was not enforced."""
+    onset: int
+    """Index (from 0, the engine's own count) of the first alarm of the last incident; -1: none."""
+    incident: int
+    """Number of the last incident, from 1; 0: none yet."""
+    incident_open: bool
+    loss: float
+    """Last finite loss."""
+    grad_norm: float
+    """Last finite global norm, before clipping."""
+    threshold: float
+    z: float
+    z_loss: float
+    evidence: tuple[Evidence, ...] = ()
+    """Only for steps with a cause: the worst first, at most 10."""
+
+
+class Handle(Protocol):
+    """A step whose numbers are on their way to the host."""
+
+    def read(self) -> list[Told]:
+        """The step; waits only if it has not arrived yet. One entry per engine that judged."""
+        ...
+
+
+class Generators(Protocol):
+    """Random generators, read and set as a whole."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Their states now."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from saved states."""
+        ...
+
+
+class Driver(Protocol):
+    """One framework's side of a healed run."""
+
+    framework: str
+    """`torch` or `jax`."""
+
+    def items(self) -> dict[str, Any]:
+        """The live state to save: name -> tree, or object with `state_dict`. Without engines.
+
+        Nothing is copied; the store does that.
+        """
+        ...
+
+    def replace(self, restored: Mapping[str, Any]) -> None:
+        """Puts `Restored.state` of `items` into the live state, and zeroes accumulators.
+
+        Accumulators are gradients not yet stepped with, and what optax.MultiSteps collects.
+
+        Raises:
+            StateMismatch: it does not fit; nothing has been touched.
+        """
+        ...
+
+    def healing(self) -> dict[str, dict[str, Any]]:
+        """Engine name -> `Engine.to_dict` of its state now. A sync."""
+        ...
+
+    def load_healing(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replaces engine states; those not named stay.
+
+        Raises:
+            StateError: a state is of another policy; nothing has been touched.
+        """
+        ...
+
+    def took(self) -> Handle | None:
+        """The step taken since the last call, its copy to the host begun; None: there was none."""
+        ...
+
+    def may_save(self) -> bool:
+        """False in the middle of an accumulation, whose half a checkpoint would not hold."""
+        ...
+
+    def learning_rate(self) -> float | None:
+        """The user's own learning rate now, without the multiplier; None where it is not known."""
+        ...
+
+    def announce(self) -> None:
+        """Opens every engine's grace window."""
+        ...
+
+    def store(self, where: Any, nonfinite_ok: tuple[str, ...]) -> CheckpointStore:
+        """The default store: memory, and behind it a directory if `where` is one (None: none)."""
+        ...
+
+    def ranks(self) -> Ranks:
+        """The processes of this run."""
+        ...
+
+    def generators(self) -> Generators | None:
+        """The framework's global random generators; None where the state holds its keys itself."""
+        ...
+
+    def close(self) -> None:
+        """Takes off what it has put on."""
+        ...

@@ -1,0 +1,11 @@
+"""The events file: what happened to a run, one JSON object per line, written as it happens.
+
+docs/events.md is the description for users, docs/events.schema.json the JSON Schema.
+"""
+
+from __future__ import annotations
+
+from healcore.runtime.events.log import Log
+from healcore.runtime.events.reading import History, Problem, last, read
+
+__all__ = ["History", "Log", "Problem", "last", "read"]

@@ -1,0 +1,182 @@
+"""Writing the events file. A disk that fails costs events, never the training."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import stat
+import threading
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from healcore.runtime.events import encoding, reading
+from healcore.runtime.events.environment import environment
+from healcore.runtime.events.process import here
+
+_log = logging.getLogger(__name__)
+
+# Without waiting for a disk a kill loses nothing: the line is in the kernel when `write` returns.
+# A power cut takes what the kernel has not written yet (Linux: some 30 s). So we wait where the
+# story turns, and not at every alarm: those come many at a time, on a disk that may be busy.
+_DURABLE = frozenset({"start", "incident", "rollback", "stop", "end"})
+
+
+class Log:
+    """Appends events to a file; several processes may do so at once.
+
+    Nothing in here raises. What could not be written is counted in `lost`, told in the field
+    `lost` of the next event that can be, and the first time on the logger `healcore`.
+
+    Args:
+        path: the file; it goes on where an earlier process has left off. Its directory is made.
+            None: nothing is written.
+        run: id of the run, of this process and no other. None: a new one.
+
+    Attributes:
+        run: the id.
+        seq: number of the next event.
+        lost: events that could not be written, so far.
+        trouble: why the last one could not; None if it could.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None, *, run: str | None = None) -> None:
+        self.path = None if path is None else Path(path)
+        self.run = run or new_run()
+        self.seq = 0
+        self.lost = 0
+        self.trouble: str | None = None
+        self._told = 0
+        self._handle: int | None = None
+        # Re-entrant: a signal handler may write while the code that it interrupted does.
+        self._lock = threading.RLock()
+        if self.path is not None:
+            with contextlib.suppress(Exception):  # a file that cannot be read may be written to
+                event = reading.last(self.path) if self.path.is_file() else None
+                self.seq = 0 if event is None else event["seq"] + 1
+
+    def write(self, kind: str, *, step: int | None, **fields: Any) -> bool:
+        """Appends one event.
+
+        Args:
+            kind: one of `events.kinds`. A `start` gets the process and its environment added.
+            step: index of the optimizer step, from 0; None where there is none.
+            **fields: as in docs/events.md; those that are None are left out. Any value: what JSON
+                has not becomes text.
+
+        Returns:
+            Whether it is in the file.
+        """
+        if self.path is None:
+            return False
+        with self._lock:
+            seq = self.seq
+            self.seq += 1  # taken before anything else: an interrupting handler gets the next one
+            try:
+                self._append(self.path, kind, self._line(seq, kind, step, fields))
+            except Exception as error:
+                self._missed(error)
+                return False
+            self.trouble = None
+            return True
+
+    def close(self) -> None:
+        """Closes the file. A later `write` opens it again."""
+        with self._lock:
+            handle, self._handle = self._handle, None
+            if handle is not None:
+                with contextlib.suppress(OSError):
+                    os.close(handle)
+
+    # -- one line ---------------------------------------------------------------------------------
+
+    def _line(self, seq: int, kind: str, step: int | None, fields: dict[str, Any]) -> bytes:
+        told = {name: value for name, value in fields.items() if value is not None}
+        if kind == "start":
+            told = {**here()._asdict(), "environment": environment(), **told}
+        if self.lost > self._told:
+            told["lost"] = self.lost - self._told
+        return encoding.line(
+            {
+                "schema": reading.SCHEMA,
+                "seq": seq,
+                "run": self.run,
+                "time": now(),
+                "mono": round(time.monotonic(), 6),
+                "kind": kind,
+                "step": step,
+                **told,
+            }
+        )
+
+    def _append(self, path: Path, kind: str, line: bytes) -> None:
+        handle, torn = self._opened(path)
+        # The line feed in front ends a torn line, whoever tore it. Truncating it away instead could
+        # take with it what another writer has added by then. One call, so that with O_APPEND
+        # nobody's line comes in between; the rest of a short one would be a second call, to a disk
+        # that is full.
+        data = b"\n" + line if torn else line
+        lost = self.lost
+        written = os.write(handle, data)
+        if written < len(data):
+            raise OSError(f"only {written} of {len(data)} bytes could be written")
+        self._told = lost
+        if kind in _DURABLE:
+            with contextlib.suppress(OSError):  # a pipe or a terminal has nothing to wait for
+                os.fsync(handle)
+
+    # -- the file ---------------------------------------------------------------------------------
+
+    def _opened(self, path: Path) -> tuple[int, bool]:
+        """The file that is at `path` now, and whether its last line has no end.
+
+        A file that was rotated away or deleted is made anew.
+        """
+        if self._handle is not None:
+            there, ours = _stat(path), os.fstat(self._handle)
+            if there is None or not os.path.samestat(there, ours):
+                self.close()
+        if self._handle is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._handle = _open(path)
+        size = os.fstat(self._handle).st_size
+        return self._handle, size > 0 and os.pread(self._handle, 1, size - 1) != b"\n"
+
+    def _missed(self, error: Exception) -> None:
+        self.lost += 1
+        self.trouble = f"{type(error).__name__}: {error}"
+        self.close()  # a stale handle (a network disk that came back) stays so
+        if self.lost == 1:
+            with contextlib.suppress(Exception):  # the user's own logging handlers
+                _log.warning(
+                    "events are being lost, training goes on: %s (%s)", self.path, self.trouble
+                )
+
+
+def new_run() -> str:
+    """A run id: when it began, and random."""
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
+
+
+def now() -> str:
+    """Wall time, ISO 8601, UTC, in microseconds."""
+    return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%f}Z"
+
+
+def _open(path: Path) -> int:
+    there = _stat(path)
+    plain = there is None or stat.S_ISREG(there.st_mode)
+    # Never waiting, for a pipe that nobody reads; not for reading either, which would be a reader.
+    special = os.O_WRONLY | getattr(os, "O_NONBLOCK", 0)
+    flags = os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
+    return os.open(path, flags | (os.O_RDWR if plain else special), 0o666)
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:
+        return None

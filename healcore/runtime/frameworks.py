@@ -1,0 +1,65 @@
+"""Which framework a state belongs to. Nothing is imported that the program has not imported."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from healcore.runtime.driver import Driver
+from healcore.runtime.terms import Terms
+
+FRAMEWORKS = ("torch", "jax")
+
+
+class StateError(TypeError):
+    """A state that no driver can take; the message says what to pass."""
+
+
+def framework_of(state: Any) -> str:
+    """The framework of a state to protect.
+
+    Args:
+        state: a mapping with a torch optimizer among its values, or anything of JAX.
+
+    Raises:
+        StateError: it is neither.
+    """
+    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
+    if torch is not None and isinstance(state, Mapping):
+        kinds = (torch.optim.Optimizer, torch.nn.Module)
+        if any(isinstance(getattr(each, "optimizer", each), kinds) for each in state.values()):
+            return "torch"
+    if jax is not None:
+        return "jax"
+    raise StateError(
+        f"state is a {type(state).__name__} with nothing of torch or JAX in it: pass "
+        'state={"model": model, "optimizer": optimizer, ...} in torch, in JAX the train state '
+        "that the step returns"
+    )
+
+
+def driver_for(
+    state: Any, terms: Terms, framework: str | None, attach: Mapping[str, Any]
+) -> Driver:
+    """The driver of a state.
+
+    Args:
+        state: what the user passed.
+        terms: the policy.
+        framework: "torch", "jax", or None to look at the state.
+        attach: options of `healcore.torch.attach`, for torch.
+
+    Raises:
+        StateError: no framework takes this state.
+    """
+    name = framework_of(state) if framework is None else framework
+    if name not in FRAMEWORKS:
+        raise StateError(f"framework is one of {', '.join(FRAMEWORKS)} or None, not {name!r}")
+    if attach and name != "torch":
+        raise StateError(f"attach holds options of healcore.torch.attach; this is {name}")
+    adapter = importlib.import_module(f"healcore.{name}.driver")
+    if name == "torch":
+        return adapter.TorchDriver(state, terms.engine, attach)
+    return adapter.JaxDriver(state, terms.engine)

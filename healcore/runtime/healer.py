@@ -1,0 +1,226 @@
+"""`Healer`: a whole training run under one policy, in either framework."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Literal
+
+from healcore.runtime.closing import close
+from healcore.runtime.driver import Driver
+from healcore.runtime.hooks import Hook, Hooks
+from healcore.runtime.opening import Options, open_run
+from healcore.runtime.running import Run
+from healcore.runtime.store import CheckpointStore, Keep
+from healcore.runtime.store.ranks import Ranks
+from healcore.runtime.terms import terms_of
+
+
+class NotEntered(RuntimeError):
+    """The Healer is used outside of its `with` block."""
+
+
+class Healer:
+    """Drives a loop: saves what is known to be good, goes back to it, stops where that is honest.
+
+        with Healer("default", state={"model": model, "optimizer": optimizer},
+                    store="checkpoints", events="run.events.jsonl") as healer:
+            for batch in healer.batches(loader):
+                loss = model(batch)
+                healer.observe(loss)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    and in JAX, with `protect` or `heal` in the optimizer:
+
+            for batch in healer.batches(loader):
+                state = train_step(healer.state, batch)
+                healer.update(state)
+
+    Args:
+        policy: a preset's name, the path of a TOML file, a `healcore.policy.Policy`, or an Engine.
+            In JAX the one that the optimizer was built with.
+        state: what a checkpoint holds. torch: name -> module, optimizer, scheduler, scaler, or any
+            object with `state_dict`; optimizers are attached to. JAX: the pytree that the step
+            returns, or name -> nnx module and optimizer.
+        store: a directory for checkpoints (host memory is used before it), a store, or None: host
+            memory only, which is gone with the process.
+        events: the events file; None: `healcore.events.jsonl` in the store's directory, if any.
+        save_every: steps between two checkpoints; None: the policy's `rollback.probation`.
+        lag: steps after which a decision is read on the host; the same on every rank.
+        keep: how many checkpoints of each kind stay.
+        on_incident: functions that see an incident and may override what is done.
+        rerun: go back once with nothing changed before going back for good, to tell a transient
+            fault from one that happens again. Only where the data can be rewound.
+        resume: "auto" goes on from a run that was interrupted and refuses one that had completed;
+            True goes on from either; False refuses a store that is not empty.
+        nonfinite_ok: patterns of array names (`model.*.mask`) where NaN and Inf are meant.
+        ranks: the processes of this run; None: what the framework knows of.
+        framework: "torch" or "jax"; None looks at the state.
+        attach: options of `healcore.torch.attach`.
+        driver: instead of the framework's own.
+    """
+
+    def __init__(
+        self,
+        policy: Any = "default",
+        *,
+        state: Any,
+        store: str | os.PathLike[str] | CheckpointStore | None = None,
+        events: str | os.PathLike[str] | None = None,
+        save_every: int | None = None,
+        lag: int = 1,
+        keep: Keep | None = None,
+        on_incident: Hook | Iterable[Hook] = (),
+        rerun: bool = False,
+        resume: bool | Literal["auto"] = "auto",
+        nonfinite_ok: Iterable[str] = (),
+        ranks: Ranks | None = None,
+        framework: Literal["torch", "jax"] | None = None,
+        attach: Mapping[str, Any] | None = None,
+        driver: Driver | None = None,
+    ) -> None:
+        self._options = Options(
+            terms=terms_of(policy),
+            state=state,
+            store=store,
+            events=events,
+            save_every=save_every,
+            lag=lag,
+            keep=keep,
+            hooks=Hooks(on_incident),
+            rerun=rerun,
+            resume=resume,
+            nonfinite_ok=tuple(nonfinite_ok),
+            ranks=ranks,
+            framework=framework,
+            attach=dict(attach or {}),
+            driver=driver,
+        ).checked()
+        self._run: Run | None = None
+        self._ended = False
+
+    # -- the block ------------------------------------------------------------------------------
+
+    def __enter__(self) -> Healer:
+        """Attaches, and goes on from an earlier run or takes the first snapshot.
+
+        Raises:
+            AlreadyCompleted, StoreNotEmpty: `resume` does not allow what lies in the store.
+            NoGoodCheckpoint: there are checkpoints, and none is intact.
+            StateMismatch: they are of another state.
+        """
+        if self._run is not None or self._ended:
+            raise NotEntered("a Healer is for one `with` block: make another one")
+        self._run = open_run(self._options)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Waits for checkpoints being written, writes the postmortem, detaches."""
+        run, self._run, self._ended = self._the_run, None, True
+        close(run, error)
+
+    # -- the loop -------------------------------------------------------------------------------
+
+    def batches(self, loader: Any, *, epochs: int | None = 1) -> Iterator[Any]:
+        """The loader's batches; whatever has to be done between two steps is done here.
+
+        After a rollback they go on from the checkpoint, without the bad window, where the loader
+        can be put back (`state_dict` and `load_state_dict`, `get_state` and `set_state`, lists),
+        else forward. With `for epoch in ...` outside, call it once per epoch.
+
+        Args:
+            loader: what the loop would iterate over.
+            epochs: passes over it; None for no end.
+
+        Raises:
+            RunStopped: the policy ends the run.
+            Terminated: SIGTERM; the step under way was finished and the run saved.
+        """
+        return self._the_run.batches(loader, epochs)
+
+    def after_step(self) -> bool:
+        """What `batches` does between two steps, for loops that take their data from elsewhere.
+
+        Returns:
+            Whether the run has gone back: `step` has changed then, and in JAX `state`.
+
+        Raises:
+            RunStopped: the policy ends the run.
+            Terminated: SIGTERM.
+        """
+        return self._the_run.after_step()
+
+    def observe(self, loss: Any, optimizer: str | None = None) -> None:
+        """torch: reports the loss of one (micro-)batch, see `healcore.torch.Healing.observe`.
+
+        Args:
+            loss: one number or a tensor with one element.
+            optimizer: whose, by its name in the state; None: of all.
+        """
+        self._driver.observe(loss, optimizer)
+
+    def observe_eval(self, eval_loss: Any, optimizer: str | None = None) -> None:
+        """torch: reports an evaluation's loss."""
+        self._driver.observe_eval(eval_loss, optimizer)
+
+    def update(self, state: Any = None) -> None:
+        """JAX: the state after the step; with nnx objects, which change in place, nothing."""
+        self._driver.update(state)
+
+    @property
+    def state(self) -> Any:
+        """What is protected. In JAX the state to take the next step from."""
+        return self._driver.state
+
+    def announce(self) -> None:
+        """Says that the next step differs on purpose (LR, batch size, data, weights)."""
+        self._the_run.driver.announce()
+
+    def save(self) -> None:
+        """Saves now, besides the regular saves. Call it between two steps."""
+        self._the_run.save("asked")
+
+    # -- how it stands --------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done; a rollback sets it back."""
+        return self._the_run.step
+
+    @property
+    def good(self) -> int | None:
+        """Step of the newest known-good checkpoint."""
+        return self._the_run.keeper.good
+
+    @property
+    def rollbacks(self) -> int:
+        """Carried out so far, in earlier processes too."""
+        return self._the_run.journal.page.rollbacks
+
+    @property
+    def store(self) -> CheckpointStore:
+        """The checkpoints."""
+        return self._the_run.keeper.store
+
+    @property
+    def driver(self) -> Driver:
+        """The framework's side: in torch `driver.healings` has the handle of each optimizer."""
+        return self._the_run.driver
+
+    @property
+    def _driver(self) -> Any:
+        return self._the_run.driver
+
+    @property
+    def _the_run(self) -> Run:
+        if self._run is None:
+            raise NotEntered("use it as `with Healer(...) as healer:`, inside of the block")
+        return self._run

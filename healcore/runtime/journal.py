@@ -1,0 +1,113 @@
+"""What has to survive the process: a rollback under way, and what a checkpoint cannot know.
+
+A rollback is several steps on disk (set newer checkpoints aside, restore, go on with the live
+budgets). It is written down before the first of them and struck off after the last, so that a
+start after a crash at any point finishes it, with the same result. And until the first save of the
+new branch, only this file knows what the rollback has cost: restarted from the checkpoint alone,
+the run would have its attempts back and its old learning rate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from healcore.runtime.store import atomic
+from healcore.runtime.store.sealed import Unsealed, seal, unseal
+
+NAME = "healcore.json"
+"""Its name in the directory of a store."""
+
+SCHEMA = 1
+
+
+class JournalError(RuntimeError):
+    """A journal that cannot be used; the message says what to do."""
+
+
+@dataclass
+class Plan:
+    """A rollback that has begun."""
+
+    number: int
+    """From 1, over the whole run."""
+    onset: int
+    order: list[int]
+    """Checkpoints to try, the wanted one first."""
+    aside: list[int]
+    """Checkpoints to be quarantined."""
+    engines: dict[str, Any]
+    """Engine states at the moment of the rollback."""
+    batches: list[list[int]]
+    """Ids of the bad window, to be left out."""
+
+
+@dataclass
+class Branch:
+    """Where the last rollback went, and what a restart from there takes over."""
+
+    target: int
+    engines: dict[str, Any]
+    batches: list[list[int]]
+
+
+@dataclass
+class Page:
+    """All of the journal."""
+
+    ended: str | None = None
+    """How the last process ended, None while one is at it (or was killed)."""
+    rollbacks: int = 0
+    begun: Plan | None = None
+    branch: Branch | None = None
+    ledger: dict[str, Any] | None = None
+    """The ledger at the last rollback."""
+
+
+class Journal:
+    """One file, replaced whole at every change. Rank 0 writes, every rank reads at the start.
+
+    Args:
+        path: the file; None keeps it in memory, for a run without a directory.
+        writes: whether this process writes it.
+    """
+
+    def __init__(self, path: Path | None, *, writes: bool = True) -> None:
+        self.path = path
+        self._writes = writes
+        self.page = Page()
+
+    def read(self) -> Page:
+        """Takes over what an earlier process has left.
+
+        Raises:
+            JournalError: the file is damaged, or a newer healcore's.
+        """
+        if self.path is None or not self.path.exists():
+            return self.page
+        try:
+            found = unseal(self.path.read_bytes())
+        except (OSError, Unsealed) as error:
+            raise JournalError(
+                f"{self.path} {error}: it says what the last rollback has cost. To go on without "
+                "knowing that, delete it"
+            ) from error
+        if found.pop("schema", None) != SCHEMA:
+            raise JournalError(f"{self.path} was written by another healcore: use that one")
+        begun, branch = found.pop("begun"), found.pop("branch")
+        self.page = Page(
+            **found,
+            begun=None if begun is None else Plan(**begun),
+            branch=None if branch is None else Branch(**branch),
+        )
+        return self.page
+
+    def write(self) -> None:
+        """Puts the page on disk, durably.
+
+        Raises:
+            OSError: it could not be written; the old one is still there.
+        """
+        if self.path is not None and self._writes:
+            atomic.write(self.path, seal({**asdict(self.page), "schema": SCHEMA}))

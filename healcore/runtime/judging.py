@@ -1,0 +1,230 @@
+"""From one step's numbers to what the host is to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from healcore.core.verdict import Action, Cause, names
+from healcore.runtime.data import BatchId
+from healcore.runtime.driver import Evidence, Told
+from healcore.runtime.hooks import Hooks
+from healcore.runtime.incident import Facts, Incident, Readings, readings
+from healcore.runtime.lagging import Seen
+from healcore.runtime.ledger import Episode, Ledger
+from healcore.runtime.store.ranks import Ranks
+from healcore.runtime.terms import Terms
+
+_SEVERE = (Action.STOP, Action.ROLLBACK, Action.SAVE)
+_ALARMS = 100
+"""Alarms of one incident, and of the time without one, that get a line of their own."""
+
+
+class Order(NamedTuple):
+    """What is to be carried out."""
+
+    action: Action
+    depth: int
+    onset: int
+    """Index of the incident's first alarm."""
+    index: int
+    """Of the step that brought the order."""
+    cause: Cause
+    bad: tuple[BatchId, ...]
+    """Data of the steps from the onset to this one."""
+    overridden: bool
+    """A hook has had its way."""
+
+
+class Worst(NamedTuple):
+    """The first alarm of the last incident, for the diagnosis."""
+
+    readings: Readings
+    evidence: tuple[Evidence, ...]
+    batches: tuple[BatchId, ...]
+
+
+class Judge:
+    """Keeps the ledger, writes the events of every step, asks the hooks.
+
+    Args:
+        terms: the policy.
+        ledger: what is remembered.
+        hooks: the user's.
+        ranks: the processes of this run.
+        tell: takes events.
+        facts: how the run stands, for hooks.
+    """
+
+    def __init__(
+        self,
+        *,
+        terms: Terms,
+        ledger: Ledger,
+        hooks: Hooks,
+        ranks: Ranks,
+        tell: Callable[..., object],
+        facts: Callable[[], Facts],
+    ) -> None:
+        self.terms = terms
+        self.ledger = ledger
+        self.hooks = hooks
+        self.ranks = ranks
+        self.tell = tell
+        self.facts = facts
+        self.untold = 0
+        """Alarms without a line of their own."""
+        self.worst: Worst | None = None
+        self._data: dict[int, tuple[BatchId, ...]] = {}
+        self._lr_scale: dict[str, float] = {}
+        self._quiet_alarms = 0
+        self._known = 0
+
+    def judge(self, seen: Seen) -> Order | None:
+        """Takes one step; an order only where something has to be carried out."""
+        self._remember(seen)
+        episode = self.ledger.judge(seen.index, seen.told)
+        if episode is not None and episode.number > self._known:
+            self._known = episode.number
+            first = max(seen.told, key=lambda each: int(each.decision.cause) != 0)
+            self.worst = Worst(readings(first), first.evidence, seen.batches)
+            self.tell(
+                "incident",
+                step=seen.index,
+                incident=episode.number,
+                onset=episode.onset,
+                cause=names(Cause(episode.cause)),
+                batches=[list(each) for each in seen.batches],
+            )
+        order = None
+        for told in seen.told:
+            cause = Cause(int(told.decision.cause))
+            if cause:
+                self._alarm(seen, told, cause, episode)
+            self._note_rate(seen, told)
+            if int(told.decision.action):
+                order = _worse(order, self._order(seen, told, cause, episode))
+        return order
+
+    def went_back(self, target: int) -> None:
+        """Steps from `target` on are taken again."""
+        self._data = {index: ids for index, ids in self._data.items() if index < target}
+
+    @property
+    def lr_scale(self) -> float:
+        """The multiplier in force, the smallest of all engines."""
+        return min(self._lr_scale.values(), default=1.0)
+
+    # -- within ---------------------------------------------------------------------------------
+
+    def _remember(self, seen: Seen) -> None:
+        self._data[seen.index] = seen.batches
+        self._data.pop(seen.index - self.terms.region, None)
+
+    def _order(self, seen: Seen, told: Told, cause: Cause, episode: Episode | None) -> Order | None:
+        action, depth = Action(int(told.decision.action)), int(told.decision.rollback_depth)
+        onset = episode.onset if episode else seen.index
+        number = episode.number if episode else 0
+        answer = self.hooks.ask(
+            Incident(
+                number=number,
+                step=seen.index,
+                onset=onset,
+                cause=cause,
+                decision=told.decision,
+                readings=readings(told),
+                engine=told.engine,
+                evidence=told.evidence,
+                batches=tuple((each.epoch, each.index) for each in seen.batches),
+                facts=self.facts(),
+            )
+        )
+        for problem in answer.problems:
+            self.tell("hook", step=seen.index, hook="", problem=problem)
+        ordered = action
+        if answer.action is not None and not self.terms.observes:
+            action = answer.action
+            self.tell(
+                "hook",
+                step=seen.index,
+                hook=answer.by,
+                ordered=names(ordered),
+                action=names(action),
+            )
+        if self.ranks.world > 1:
+            # The most severe wins everywhere; the engines agree, hooks need not.
+            said = self.ranks.gather((int(action), depth))
+            action = Action(0)
+            for flags, deep in said:
+                action |= Action(flags)
+                depth = max(depth, deep)
+        if self.terms.observes or action & ~Action.ALERT & ~Action.CUT_LR:
+            self.tell(
+                "order",
+                step=seen.index,
+                incident=number,
+                cause=names(cause),
+                action=names(action),
+                depth=depth,
+                observed=self.terms.observes,
+            )
+        if self.terms.observes or not any(action & each for each in _SEVERE):
+            return None
+        bad = [ids for index, ids in sorted(self._data.items()) if onset <= index <= seen.index]
+        return Order(
+            action=action,
+            depth=max(depth, 1),
+            onset=onset,
+            index=seen.index,
+            cause=cause,
+            bad=tuple(each for ids in bad for each in ids),
+            overridden=action != ordered,
+        )
+
+    def _alarm(self, seen: Seen, told: Told, cause: Cause, episode: Episode | None) -> None:
+        self._quiet_alarms += episode is None
+        if (episode.alarms if episode else self._quiet_alarms) > _ALARMS:
+            self.untold += 1
+            return
+        self.tell(
+            "alarm",
+            step=seen.index,
+            engine=told.engine,
+            incident=episode.number if episode else 0,
+            cause=names(cause),
+            skip=bool(told.decision.skip),
+            grad_scale=float(told.decision.grad_scale),
+            lr_scale=float(told.decision.lr_scale),
+            action=names(Action(int(told.decision.action))),
+            readings=readings(told)._asdict(),
+            evidence=[each._asdict() for each in told.evidence],
+            batches=[list(each) for each in seen.batches],
+            observed=self.terms.observes,
+        )
+
+    def _note_rate(self, seen: Seen, told: Told) -> None:
+        """A line for each cut, and one when the ramp has ended; not for each step of the ramp."""
+        now = float(told.decision.lr_scale)
+        before = self._lr_scale.get(told.engine, 1.0)
+        self._lr_scale[told.engine] = now
+        if now < before or (now == 1.0 and before < 1.0):
+            self.tell(
+                "lr",
+                step=seen.index,
+                engine=told.engine,
+                lr_scale_before=before,
+                lr_scale=now,
+                observed=self.terms.observes,
+            )
+
+
+def _worse(one: Order | None, other: Order | None) -> Order | None:
+    """What two engines want, as one order."""
+    if one is None or other is None:
+        return one or other
+    return one._replace(
+        action=one.action | other.action,
+        depth=max(one.depth, other.depth),
+        cause=one.cause | other.cause,
+        overridden=one.overridden or other.overridden,
+    )

@@ -1,0 +1,196 @@
+"""Checkpoints while all is well: when to save, which are known-good by now, which may go."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from healcore.runtime.choice import proven
+from healcore.runtime.ledger import Ledger
+from healcore.runtime.proving import Prover
+from healcore.runtime.store import (
+    CheckpointDamaged,
+    CheckpointStore,
+    Keep,
+    NotThere,
+    Saved,
+    SaveFailed,
+    StoreError,
+    UnsavableState,
+    superfluous,
+)
+
+Tell = Callable[..., object]
+"""Writes an event: ``tell(kind, step=..., **fields)``."""
+
+
+class Keeper:
+    """Looks after the checkpoints of one run.
+
+    Args:
+        store: where they are.
+        every: steps between two saves.
+        keep: how many of each kind stay.
+        probation: healthy steps until one is known-good.
+        region: steps within which trouble is the same trouble.
+        prover: verifies behind the training loop.
+        tell: takes events.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        *,
+        every: int,
+        keep: Keep,
+        probation: int,
+        region: int,
+        prover: Prover,
+        tell: Tell,
+    ) -> None:
+        self.store = store
+        self.every = every
+        self.keep = keep.checked()
+        self.probation = probation
+        self._region = region
+        self._prover = prover
+        self._tell = tell
+        self._waiting: dict[int, Saved] = {}
+        self.good: int | None = None
+        """Step of the newest known-good checkpoint."""
+        self.damaged: list[int] = []
+        """Steps of checkpoints that were found damaged."""
+        self.failed = 0
+        """Saves that failed."""
+
+    def take_stock(self) -> list[Saved]:
+        """Reads the store: after a start, and after a rollback."""
+        self._prover.drop()
+        saves = self.store.steps()
+        self._waiting = {s.step: s for s in saves if s.status == "candidate" and s.finite}
+        self.good = max((s.step for s in saves if s.status == "good"), default=None)
+        return saves
+
+    def due(self, step: int) -> bool:
+        """Whether to save after `step` steps."""
+        return step % self.every == 0
+
+    def save(
+        self, step: int, state: Mapping[str, Any], healing: Mapping[str, Any], why: str
+    ) -> bool:
+        """Saves. A disk that fails does not end the training: it is told, and the last good stays.
+
+        Returns:
+            Whether the copy was taken; what the background meets comes later (`look_after`).
+
+        Raises:
+            UnsavableState: there is something in the state that no checkpoint can hold.
+        """
+        self._prover.finish()  # it may be reading what a full ring is about to drop
+        began = time.monotonic()
+        try:
+            self.store.save(step, state, healing=healing)
+        except UnsavableState:
+            raise
+        except (StoreError, OSError) as error:
+            self._failed(step, error)
+            return False
+        # As it will be listed; `finite` is known, and asked for, when its probation is over.
+        self._waiting[step] = Saved(step, "candidate", True, 0, 0.0, True, None)
+        self._tell("save", step=step, why=why, seconds=round(time.monotonic() - began, 6))
+        return True
+
+    def look_after(self, ledger: Ledger, step: int) -> None:
+        """Once per step: failures, verdicts of the prover, and the next one to prove."""
+        for failure in self.store.failures():
+            self._failed(failure.step, failure)
+        verdict = self._prover.verdict()
+        if verdict is not None:
+            self._judge(*verdict, ledger)
+        if ledger.open or self._prover.busy or not self._waiting:
+            return
+        ready = self._ready(ledger)
+        if ready:
+            self._prover.begin(self.store, ready[0])
+        ledger.forget(min(self._waiting, default=step))
+
+    def _ready(self, ledger: Ledger) -> list[int]:
+        """Steps whose probation is over. The store is asked only when there may be one."""
+        facts = {"unhealthy": ledger.unhealthy, "now": ledger.judged, "probation": self.probation}
+        if not proven(list(self._waiting.values()), **facts):
+            return []
+        saves = self.store.steps()
+        there = {s.step for s in saves if s.status == "candidate" and s.finite}
+        self._waiting = {step: s for step, s in self._waiting.items() if step in there}
+        return proven([s for s in saves if s.step in self._waiting], **facts)
+
+    def _prune(self, ledger: Ledger) -> None:
+        """Deletes what need not be kept.
+
+        While the region of the last rollback lasts, where it went and the next one deeper stay: a
+        second one in the same region goes there, and not to what became good on the way.
+        """
+        saves = self.store.steps()
+        stay: set[int] = set()
+        if ledger.earlier and ledger.judged < ledger.earlier[-1].onset + self._region:
+            target = ledger.earlier[-1].target
+            deeper = [s.step for s in saves if s.status == "good" and s.step < target]
+            stay = {target, *deeper[-1:]}
+        for step in superfluous(saves, self.keep):
+            if step not in stay:
+                self.store.delete(step)
+                self._waiting.pop(step, None)
+
+    def _judge(self, step: int, error: Exception | None, ledger: Ledger) -> None:
+        self._waiting.pop(step, None)
+        try:
+            if error is None:
+                self.store.mark(step, "good")
+                self.good = max(step, self.good or 0)
+                self._tell("good", step=step)
+                self._prune(ledger)
+                return
+            if isinstance(error, CheckpointDamaged):
+                self.note_damage(error)
+                self.store.mark(step, "quarantined")
+            elif not isinstance(error, NotThere):
+                self._tell("problem", step=step, problem=str(error))
+        except (StoreError, OSError) as trouble:
+            self._tell("problem", step=step, problem=str(trouble))
+
+    def set_aside(self, steps: list[int], *, now: int) -> list[int]:
+        """Quarantines checkpoints; those that are gone, or quarantined already, are fine."""
+        self._prover.finish()
+        done = []
+        for saved in self.store.steps():
+            if saved.step in steps and saved.status != "quarantined":
+                self.store.mark(saved.step, "quarantined")
+                self._tell("quarantine", step=now, checkpoint=saved.step)
+                done.append(saved.step)
+        return done
+
+    def note_damage(self, error: CheckpointDamaged) -> None:
+        """Tells of a checkpoint whose bytes are not those that were saved."""
+        self.damaged.append(error.step)
+        self._tell("damaged", step=error.step, problem=str(error))
+
+    def settle(self) -> None:
+        """Waits for what is being written; failures are told."""
+        self._prover.finish()
+        while True:
+            try:
+                self.store.wait()
+            except SaveFailed as failure:
+                self._failed(failure.step, failure)
+            else:
+                return
+
+    def close(self) -> None:
+        """Ends the prover's thread."""
+        self._prover.close()
+
+    def _failed(self, step: int, error: Exception) -> None:
+        self.failed += 1
+        self._waiting.pop(step, None)
+        self._tell("save_failed", step=step, problem=str(error))

@@ -1,0 +1,206 @@
+"""The beginning of a run: put together what it needs, and go on from what is there already."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from healcore.runtime import postmortem
+from healcore.runtime.driver import Driver
+from healcore.runtime.events import Log
+from healcore.runtime.feeds import Feeds
+from healcore.runtime.frameworks import driver_for
+from healcore.runtime.hooks import Hooks
+from healcore.runtime.host_state import HostState
+from healcore.runtime.journal import NAME, Journal
+from healcore.runtime.keeping import Keeper
+from healcore.runtime.lagging import Lagging
+from healcore.runtime.ledger import Ledger
+from healcore.runtime.narrating import Narrator
+from healcore.runtime.proving import Prover
+from healcore.runtime.recovering import Recovery
+from healcore.runtime.running import Run
+from healcore.runtime.store import CheckpointStore, Keep, Saved, StoreError
+from healcore.runtime.store.ranks import Ranks, agreed
+from healcore.runtime.terms import Terms
+
+
+class StoreNotEmpty(StoreError):
+    """There are checkpoints of an earlier run, and `resume` does not say to go on from them."""
+
+
+class AlreadyCompleted(StoreNotEmpty):
+    """The earlier run had completed."""
+
+
+class Options(NamedTuple):
+    """What `Healer` was given."""
+
+    terms: Terms
+    state: Any
+    store: Any
+    events: Any
+    save_every: int | None
+    lag: int
+    keep: Keep | None
+    hooks: Hooks
+    rerun: bool
+    resume: Any
+    nonfinite_ok: tuple[str, ...]
+    ranks: Ranks | None
+    framework: str | None
+    attach: dict[str, Any]
+    driver: Driver | None
+
+    def checked(self) -> Options:
+        """Itself.
+
+        Raises:
+            ValueError: a number or a choice is out of range.
+        """
+        Lagging(self.lag)
+        if self.keep is not None:
+            self.keep.checked()
+        every = self.save_every
+        if every is not None and (
+            isinstance(every, bool) or not isinstance(every, int) or every < 1
+        ):
+            raise ValueError(f"save_every is a whole number of steps >= 1, or None, not {every!r}")
+        if self.resume not in (True, False, "auto"):
+            raise ValueError(f'resume is "auto", True or False, not {self.resume!r}')
+        return self
+
+
+def open_run(options: Options) -> Run:
+    """Everything from attaching to the first snapshot or the checkpoint to go on from.
+
+    Raises:
+        StoreNotEmpty: `resume` does not allow what lies in the store.
+        StoreError: the store cannot be used, or nothing in it is intact.
+    """
+    terms = options.terms
+    driver = options.driver or driver_for(options.state, terms, options.framework, options.attach)
+    try:
+        return _opened(options, driver)
+    except BaseException:
+        driver.close()
+        raise
+
+
+def _opened(options: Options, driver: Driver) -> Run:
+    terms = options.terms
+    ranks = options.ranks or driver.ranks()
+    store = _store(options, driver)
+    folder = _folder(store)
+    log = _log(options.events, folder, ranks)
+    died = postmortem.of_killed(log.path) if log.path is not None and ranks.rank == 0 else None
+    ledger, feeds = Ledger(), Feeds()
+    host = HostState(feeds.position, driver.generators())
+    journal = Journal(None if folder is None else folder / NAME, writes=ranks.rank == 0)
+    tell: Callable[..., Any] = log.write
+    every = options.save_every or terms.probation
+    keeper = Keeper(
+        store,
+        every=every,
+        keep=options.keep or _keep(every, terms),
+        probation=terms.probation,
+        region=terms.region,
+        prover=Prover(behind=ranks.world == 1),
+        tell=tell,
+    )
+    recovery = Recovery(
+        terms=terms,
+        driver=driver,
+        keeper=keeper,
+        journal=journal,
+        ledger=ledger,
+        feeds=feeds,
+        host=host,
+        ranks=ranks,
+        tell=tell,
+    )
+    run = Run(
+        recovery=recovery,
+        lagging=Lagging(options.lag),
+        hooks=options.hooks,
+        log=log,
+        narrator=Narrator(speaks=ranks.rank == 0),
+        rerun=options.rerun,
+    )
+    journal.read()
+    saves = recovery.saves()
+    _check(options.resume, agreed(ranks, journal.page.ended), saves, store)
+    tell(
+        "start",
+        step=None,
+        policy=terms.name,
+        fingerprint=terms.fingerprint,
+        mode=terms.engine.mode,
+        framework=driver.framework,
+        rank=ranks.rank,
+        world=ranks.world,
+        lag=options.lag,
+        save_every=every,
+        store=_described(store),
+        resumes=bool(saves),
+    )
+    for problem in store.problems():
+        tell("problem", step=None, problem=problem)
+    run.begin(resume=bool(saves), died=died)
+    return run
+
+
+def _store(options: Options, driver: Driver) -> CheckpointStore:
+    given = options.store
+    if given is None or isinstance(given, str | os.PathLike):
+        return driver.store(given, options.nonfinite_ok)
+    if not isinstance(given, CheckpointStore):
+        raise StoreError(
+            f"store is a directory, a CheckpointStore or None, not {type(given).__name__}"
+        )
+    return given
+
+
+def _keep(every: int, terms: Terms) -> Keep:
+    """By default as many on probation as it lasts, within bounds."""
+    return Keep(candidates=min(max(2, -(-terms.probation // every) + 1), 8))
+
+
+def _folder(store: CheckpointStore) -> Path | None:
+    """The directory of a store, if it has one."""
+    root = getattr(getattr(store, "disk", store), "root", None)
+    return None if root is None else Path(root)
+
+
+def _log(events: Any, folder: Path | None, ranks: Ranks) -> Log:
+    if events is None:
+        path = None if folder is None else folder / "healcore.events.jsonl"
+    else:
+        path = Path(events).absolute()
+    if path is not None and ranks.rank:
+        # Every rank has its own: two writers can share a file, but not one network disk.
+        path = path.with_name(f"{path.stem}.rank{ranks.rank}{path.suffix}")
+    return Log(path)
+
+
+def _check(resume: Any, ended: str | None, saves: list[Saved], store: CheckpointStore) -> None:
+    if not saves or resume is True:
+        return
+    where, newest = _folder(store) or "the store", saves[-1].step
+    if resume is False:
+        raise StoreNotEmpty(
+            f"{where} holds checkpoints of an earlier run, up to step {newest}: pass an empty "
+            'directory, or resume="auto" to go on from them'
+        )
+    if ended == "completed":
+        raise AlreadyCompleted(
+            f"{where} holds a run that completed at step {newest}: pass an empty directory for a "
+            "new run, or resume=True to train this one further"
+        )
+
+
+def _described(store: CheckpointStore) -> str:
+    describe = getattr(store, "describe", None)
+    return describe() if describe is not None else type(store).__name__

@@ -1,0 +1,243 @@
+"""Going back, and going on after a crash: what is done, in which order, written down first.
+
+The order matters twice. Nothing live is touched before everything that can refuse has agreed. And
+every step on disk can be done twice, so that a start after a crash just carries the plan out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from healcore.runtime.choice import choose, common, tainted
+from healcore.runtime.data import BatchId
+from healcore.runtime.driver import Driver
+from healcore.runtime.feeds import Feeds, Moved
+from healcore.runtime.host_state import ITEM, HostState, position_in
+from healcore.runtime.journal import Branch, Journal, Plan
+from healcore.runtime.keeping import Keeper
+from healcore.runtime.ledger import Ledger
+from healcore.runtime.returning import gone_back, readable, tried_again
+from healcore.runtime.store import Landed, Saved, StoreError, restore_first
+from healcore.runtime.store.ranks import Ranks
+from healcore.runtime.terms import Terms
+
+
+class Wanted(NamedTuple):
+    """Why and how far to go back."""
+
+    onset: int
+    """Index of the incident's first alarm."""
+    depth: int
+    step: int
+    """Steps done at the moment."""
+    bad: tuple[BatchId, ...]
+    """The bad window's data."""
+    trial: bool = False
+    """Only to see whether it happens again: same learning rate, same data, no attempt spent."""
+
+
+class Arrival(NamedTuple):
+    """Where it went."""
+
+    target: int
+    moved: Moved
+    repeated: bool
+    """The same checkpoint as the last time, and nothing older is there."""
+    initial: bool
+    """No known-good checkpoint: the snapshot that the run started from."""
+
+
+class Outcome(NamedTuple):
+    """What carrying out a plan has come to."""
+
+    target: int
+    engines: dict[str, dict[str, Any]]
+    own: dict[str, Any] | None
+    """What the checkpoint holds for `HostState`."""
+
+
+class Recovery:
+    """Everything that a rollback needs to get at."""
+
+    def __init__(
+        self,
+        *,
+        terms: Terms,
+        driver: Driver,
+        keeper: Keeper,
+        journal: Journal,
+        ledger: Ledger,
+        feeds: Feeds,
+        host: HostState,
+        ranks: Ranks,
+        tell: Callable[..., object],
+    ) -> None:
+        self.terms = terms
+        self.driver = driver
+        self.keeper = keeper
+        self.journal = journal
+        self.ledger = ledger
+        self.feeds = feeds
+        self.host = host
+        self.ranks = ranks
+        self.tell = tell
+        self.initial: int | None = None
+        """Step of the snapshot that this process started from."""
+
+    # -- back -----------------------------------------------------------------------------------
+
+    def go_back(self, wanted: Wanted) -> Arrival:
+        """A rollback, from the choice of the checkpoint to the last line in the journal.
+
+        Raises:
+            NoGoodCheckpoint: there is nothing to go back to.
+            StateMismatch: the checkpoint is of another state; nothing was changed.
+        """
+        self.keeper.settle()
+        self.keeper.look_after(self.ledger, wanted.step)
+        saves = self.saves()
+        choice = choose(
+            saves,
+            onset=wanted.onset,
+            depth=wanted.depth,
+            earlier=self.ledger.earlier,
+            region=self.terms.region,
+            initial=self.initial,
+        )
+        plan = Plan(
+            number=self.journal.page.rollbacks + 1,
+            onset=wanted.onset,
+            order=list(choice.order),
+            aside=sorted({*tainted(saves, onset=wanted.onset), *_newer(saves, choice.order[0])}),
+            engines=self.driver.healing(),
+            batches=[list(each) for each in wanted.bad],
+        )
+        self.journal.page.begun = plan
+        self.write_journal(wanted.step)
+        self.tell(
+            "rollback_begin",
+            step=wanted.step,
+            number=plan.number,
+            onset=wanted.onset,
+            checkpoint=choice.order[0],
+        )
+        outcome = self._carry_out(plan, now=wanted.step, trial=wanted.trial)
+        bad = () if wanted.trial else wanted.bad
+        more = 0 if wanted.trial else self.terms.skip_batches
+        moved = self.feeds.go_back(position_in(outcome.own), bad, more)
+        if outcome.own is not None:
+            self.host.load_state_dict(outcome.own)  # after the loaders, which draw random numbers
+        self._strike_off(plan, outcome, [list(each) for each in moved.left_out])
+        return Arrival(outcome.target, moved, choice.repeated, choice.initial)
+
+    def _carry_out(self, plan: Plan, *, now: int, trial: bool = False) -> Outcome:
+        """The plan. Doing it twice does the same."""
+        self.keeper.set_aside(plan.aside, now=now)
+        landed = self._restore(plan.order, now)
+        self.keeper.set_aside(_newer(self.saves(), landed.step), now=now)
+        merge = tried_again if trial else gone_back
+        engines = merge(self.terms.engine, plan.engines, self._engines(landed, now))
+        own = self._apply(landed, engines)
+        self.ledger.went_back(plan.onset, landed.step, counts=not trial)
+        return Outcome(landed.step, engines, own)
+
+    def _strike_off(self, plan: Plan, outcome: Outcome, left_out: list[list[int]]) -> None:
+        """The plan is carried out; its result stays, for a restart before the next save."""
+        page = self.journal.page
+        page.begun, page.rollbacks = None, plan.number
+        page.branch = Branch(outcome.target, outcome.engines, left_out)
+        page.ledger = self.ledger.to_dict()
+        self.write_journal(outcome.target)
+        self.keeper.take_stock()
+
+    # -- on, after a start ----------------------------------------------------------------------
+
+    def finish(self, plan: Plan) -> tuple[int, dict[str, Any] | None]:
+        """Carries out a plan that an earlier process was killed in.
+
+        Returns:
+            As for `resume`.
+        """
+        if self.journal.page.ledger is not None:
+            self.ledger.take_over(Ledger.from_dict(self.journal.page.ledger), plan.order[0])
+        outcome = self._carry_out(plan, now=plan.order[0])
+        self.feeds.resume(position_in(outcome.own) or {}, [BatchId(*each) for each in plan.batches])
+        self._strike_off(plan, outcome, plan.batches)
+        return outcome.target, outcome.own
+
+    def resume(self, order: Sequence[int]) -> tuple[int, dict[str, Any] | None]:
+        """Goes on from the newest intact checkpoint.
+
+        Returns:
+            Its step, and what to give to `HostState.load_state_dict` once the loop has named its
+            loader.
+
+        Args:
+            order: checkpoints to try, the newest first.
+
+        Raises:
+            NoGoodCheckpoint: none is intact.
+            StateMismatch: they are of another state.
+        """
+        landed = self._restore(order, order[0])
+        engines = self._engines(landed, landed.step)
+        healing = landed.restored.healing or {}
+        remembered = healing.get("ledger")
+        branch = self.journal.page.branch
+        bad: list[BatchId] = []
+        if branch is not None and branch.target == landed.step:
+            # Killed between the rollback and the first save after it.
+            engines, _ = readable(self.terms.engine, branch.engines)
+            remembered = self.journal.page.ledger
+            bad = [BatchId(*each) for each in branch.batches]
+        own = self._apply(landed, engines)
+        if remembered is not None:
+            self.ledger.take_over(Ledger.from_dict(remembered), landed.step)
+        else:
+            self.ledger.judged = landed.step
+        self.feeds.resume(position_in(own) or {}, bad)
+        return landed.step, own
+
+    # -- within ---------------------------------------------------------------------------------
+
+    def saves(self) -> list[Saved]:
+        """The checkpoints that every rank has."""
+        mine = self.keeper.store.steps()
+        return mine if self.ranks.world == 1 else common(self.ranks.gather(mine))
+
+    def _restore(self, order: Sequence[int], now: int) -> Landed:
+        like = {**self.driver.items(), ITEM: self.host}
+        return restore_first(
+            self.keeper.store,
+            order,
+            like,
+            self.keeper.note_damage,
+        )
+
+    def _engines(self, landed: Landed, now: int) -> dict[str, Any]:
+        healing = landed.restored.healing or {}
+        engines, wrong = readable(self.terms.engine, healing.get("engines"))
+        if wrong:
+            self.tell("problem", step=now, problem=wrong)
+        return dict(engines)
+
+    def _apply(self, landed: Landed, engines: dict[str, Any]) -> dict[str, Any] | None:
+        """Puts it into the live run; returns the host's own part."""
+        state = dict(landed.restored.state)
+        own = state.pop(ITEM, None)
+        self.driver.replace(state)
+        self.driver.load_healing(engines)
+        return own
+
+    def write_journal(self, now: int) -> None:
+        """Puts the journal on disk, or tells that it could not."""
+        try:
+            self.journal.write()
+        except (OSError, StoreError) as error:
+            # Training goes on; only a crash within the next steps would miss the note.
+            self.tell("problem", step=now, problem=f"the journal could not be written: {error}")
+
+
+def _newer(saves: Sequence[Saved], step: int) -> list[int]:
+    return [save.step for save in saves if save.step > step]

@@ -1,0 +1,127 @@
+"""The case of a run that did not get to tell it, put together from its events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from healcore.core.verdict import Cause
+from healcore.runtime.diagnosis import Case, Tried
+from healcore.runtime.driver import Evidence
+from healcore.runtime.events.reading import Event
+from healcore.runtime.incident import Readings
+
+
+def last_run(events: Sequence[Event]) -> list[Event]:
+    """The events of the run that began last, from its `start` on; empty if none has begun."""
+    begun = [event for event in events if event["kind"] == "start"]
+    if not begun:
+        return []
+    start = begun[-1]
+    own = [e for e in events if e["run"] == start["run"] and e["seq"] >= start["seq"]]
+    return sorted(own, key=lambda event: event["seq"])
+
+
+def retell(run: Sequence[Event], before: Iterable[Event] = (), *, why: str = "") -> Case:
+    """What is known of a run that was killed.
+
+    Args:
+        run: its events, as `last_run` gives them.
+        before: all events of the file: an earlier run may have had the last known-good checkpoint.
+        why: for the headline.
+    """
+    trouble = _latest(run, "cause")
+    return Case(
+        ending="killed",
+        step=_latest(run, "step").get("step", 0),
+        why=why,
+        cause=_cause(trouble),
+        onset=trouble.get("onset"),
+        open=None,
+        incidents=max((e["number"] for e in run if e["kind"] == "incident"), default=0),
+        readings=_readings(trouble),
+        evidence=tuple(
+            Evidence(each["name"], float(each["grad_norm"])) for each in trouble.get("evidence", ())
+        ),
+        batches=_batches(trouble),
+        skips=sum(event["kind"] == "alarm" and event.get("skip", False) for event in run),
+        tried=tuple(
+            _tried(event)
+            for event in run
+            if event["kind"] == "rollback" and event.get("outcome") != "trial"
+        ),
+        lr_scale=_lr_scale(run),
+        verdict=_verdict(run),
+        damaged=tuple(_subject(event) for event in run if event["kind"] == "damaged"),
+        observes=run[0].get("mode") == "observe",
+        last_good=_last_good([*before, *run]),
+    )
+
+
+def _latest(run: Sequence[Event], field: str) -> Mapping[str, Any]:
+    """The last event that has the field."""
+    return next((event for event in reversed(run) if event.get(field) is not None), {})
+
+
+def _subject(event: Event) -> int:
+    """The checkpoint that an event is about."""
+    return event.get("checkpoint", event["step"])
+
+
+def _cause(event: Mapping[str, Any]) -> Cause:
+    known = Cause.__members__
+    cause = Cause(0)
+    for name in event.get("cause", ()):
+        cause |= known.get(name, Cause.UNKNOWN)  # a newer healcore's
+    return cause
+
+
+def _readings(event: Mapping[str, Any]) -> Readings | None:
+    numbers = event.get("readings")
+    if numbers is None:
+        return None
+    return Readings(*(float(numbers[name]) for name in Readings._fields))
+
+
+def _batches(event: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    return tuple((epoch, index) for epoch, index in event.get("batches", ()))
+
+
+def _tried(event: Event) -> Tried:
+    before, after = event.get("lr_before"), event.get("lr_after")
+    return Tried(
+        step=event["step"],
+        onset=event.get("onset", event["step"]),
+        target=event["checkpoint"],
+        lr_before=None if before is None else float(before),
+        lr_after=None if after is None else float(after),
+        left_out=len(event.get("batches", ())),
+    )
+
+
+def _lr_scale(run: Sequence[Event]) -> float:
+    numbers = (event.get("scale_after", event.get("lr_scale")) for event in reversed(run))
+    return next((float(number) for number in numbers if number is not None), 1.0)
+
+
+def _verdict(run: Sequence[Event]) -> str:
+    words = [event["outcome"] for event in run if event["kind"] == "verdict"]
+    return next((each for each in ("transient", "reproducible") if words[-1:] == [each]), "")
+
+
+def _last_good(events: Iterable[Event]) -> int | None:
+    """The newest known-good checkpoint that has not been set aside, of the last store used."""
+    good: set[int] = set()
+    store = None
+    for event in events:
+        kind = event["kind"]
+        if kind == "start" and event.get("store") != store:
+            store = event.get("store")
+            good.clear()
+        if kind == "good":
+            good.add(_subject(event))
+        elif kind in ("quarantine", "damaged"):
+            good.discard(_subject(event))
+        if event.get("last_good") is not None:
+            good.add(event["last_good"])
+    return max(good, default=None)

@@ -1,0 +1,384 @@
+"""A run under way: what happens between two steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple, NoReturn
+
+from healcore.core.verdict import Action, names
+from healcore.runtime import diagnosis
+from healcore.runtime.casework import case_of
+from healcore.runtime.data import BatchId
+from healcore.runtime.diagnosis import Tried
+from healcore.runtime.ending import RunStopped
+from healcore.runtime.events import Log
+from healcore.runtime.hooks import Hooks
+from healcore.runtime.host_state import ITEM
+from healcore.runtime.incident import Facts
+from healcore.runtime.judging import Judge, Order
+from healcore.runtime.lagging import Lagging, Taken
+from healcore.runtime.narrating import Narrator
+from healcore.runtime.recovering import Arrival, Recovery, Wanted
+from healcore.runtime.store import NoGoodCheckpoint, StoreError
+from healcore.runtime.terminating import Terminated, Terminating
+
+
+class Trial(NamedTuple):
+    """A bad window that is being gone through a second time, with nothing changed."""
+
+    onset: int
+    last: int
+    """Index of the step that brought the order."""
+
+
+class Run:
+    """The live part of a `Healer`. One thread."""
+
+    def __init__(
+        self,
+        *,
+        recovery: Recovery,
+        lagging: Lagging,
+        hooks: Hooks,
+        log: Log,
+        narrator: Narrator,
+        rerun: bool,
+    ) -> None:
+        self.recovery = recovery
+        self.terms = recovery.terms
+        self.driver = recovery.driver
+        self.keeper = recovery.keeper
+        self.journal = recovery.journal
+        self.ledger = recovery.ledger
+        self.feeds = recovery.feeds
+        self.log = log
+        self.tell = log.write
+        self.narrator = narrator
+        self.terminating = Terminating()
+        self.step = 0
+        self.judge = Judge(
+            terms=self.terms,
+            ledger=self.ledger,
+            hooks=hooks,
+            ranks=recovery.ranks,
+            tell=self.tell,
+            facts=self._facts,
+        )
+        self._lagging = lagging
+        self._rerun = rerun
+        self._trial: Trial | None = None
+        self.tried: list[Tried] = []
+        """Rollbacks of this process."""
+        self.verdict = ""
+        """What the last re-run has shown."""
+        self.began = time.monotonic()
+        self._ids: list[BatchId] = []
+        self._generators: dict[str, Any] | None = None
+        self._overdue = False
+        self._saved = -1
+
+    # -- the beginning --------------------------------------------------------------------------
+
+    def begin(self, *, resume: bool, died: Any | None) -> None:
+        """Goes on from the newest checkpoint, or takes the first snapshot."""
+        self.narrator.begin()
+        page = self.journal.page
+        if died is not None:
+            self.narrator.warn("the run before this one was killed; its postmortem was written")
+        if page.begun is not None:
+            self._finish_rollback()
+        elif resume:
+            self._resume()
+        page.ended = None
+        self.recovery.write_journal(self.step)
+        self.recovery.initial = self._saved = self.step
+        self.keeper.take_stock()
+        if not resume:
+            self.save("first")
+        self.terminating.watch()
+        mode = "observed" if self.terms.observes else "healed"
+        self.narrator.say(
+            f"{mode} by policy {self.terms.name}, from step {self.step}; "
+            f"{_describe(self.keeper.store)}"
+        )
+
+    def _resume(self) -> None:
+        saves = self.recovery.saves()
+        usable = [s.step for s in saves if s.finite and s.status != "quarantined"]
+        if not usable:
+            raise NoGoodCheckpoint(
+                f"there are checkpoints ({', '.join(str(s.step) for s in saves)}), and all are "
+                "quarantined or not finite: pass an empty directory to begin anew"
+            )
+        self.step, self._generators = self.recovery.resume(usable[::-1])
+        self._restore_generators()
+        self.tell("resume", step=self.step, checkpoint=self.step)
+        self.narrator.say(f"goes on from the checkpoint of step {self.step}")
+
+    def _finish_rollback(self) -> None:
+        """The process before was killed in the middle of one."""
+        plan = self.journal.page.begun
+        assert plan is not None
+        landed, self._generators = self.recovery.finish(plan)
+        self.step = landed
+        self._restore_generators()
+        self.tell(
+            "rollback",
+            step=landed,
+            number=plan.number,
+            checkpoint=landed,
+            onset=plan.onset,
+            outcome="finished after a crash",
+        )
+        self.narrator.warn(f"finished a rollback that was cut short: back at step {landed}")
+
+    # -- the loop -------------------------------------------------------------------------------
+
+    def batches(self, loader: Any, epochs: int | None) -> Iterator[Any]:
+        """See `Healer.batches`."""
+        self.feeds.feed(loader, epochs)
+        self._restore_generators()
+        for line in self.feeds.told:
+            self.tell("data", step=self.step, outcome=line)
+            self.narrator.say(f"data: {line}")
+        self.feeds.told.clear()
+        while True:
+            try:
+                batch, name = self.feeds.next()
+            except StopIteration:
+                # What is still on its way may send the run back into this data.
+                if not self._read(all=True):
+                    return
+                continue
+            finally:
+                self._note_skipped()
+            self._ids.append(name)
+            yield batch
+            self.after_step()
+
+    def after_step(self) -> bool:
+        """See `Healer.after_step`."""
+        handle = self.driver.took()
+        if handle is not None:
+            self._lagging.push(Taken(self.step, handle, tuple(self._ids)))
+            self._ids.clear()
+            self.step += 1
+            if self._read():
+                return True
+            if self.keeper.due(self.step):
+                self._overdue = True
+            # A save in the middle of an incident would only be set aside.
+            if self._overdue and not self.ledger.open and self.driver.may_save():
+                self.save("regular")
+            self.keeper.look_after(self.ledger, self.step)
+        if self.terminating.asked is not None:
+            raise Terminated(self.terminating.asked)
+        return False
+
+    def save(self, why: str) -> None:
+        """A checkpoint of this step."""
+        self._overdue, self._saved = False, self.step
+        healing = {
+            "schema": 1,
+            "step": self.step,
+            "engines": self.driver.healing(),
+            "ledger": self.ledger.to_dict(),
+        }
+        state = {**self.driver.items(), ITEM: self.recovery.host}
+        failed = self.keeper.failed
+        self.keeper.save(self.step, state, healing, why)
+        if self.keeper.failed > failed:
+            self.narrator.warn(f"step {self.step} could not be saved; training goes on")
+
+    def save_last(self) -> None:
+        """A checkpoint of where the run ends, if the last one is older and the state is sound."""
+        if self.step != self._saved and not self.ledger.open and self.driver.may_save():
+            self.save("last")
+
+    def note_ending(self, ending: str) -> None:
+        """The journal knows how the process ended; if it does not, it was killed."""
+        self.journal.page.ended = ending
+        self.recovery.write_journal(self.step)
+
+    def drain(self) -> None:
+        """Reads what is left at the end of a run. Nothing is carried out any more."""
+        handle = self.driver.took()
+        if handle is not None:
+            self._lagging.push(Taken(self.step, handle, tuple(self._ids)))
+            self.step += 1
+        for seen in self._lagging.due(all=True):
+            order = self.judge.judge(seen)
+            if order is not None:
+                self.tell(
+                    "problem",
+                    step=seen.index,
+                    problem=f"{', '.join(names(order.action))} came with the last steps of the "
+                    "run and was not carried out",
+                )
+
+    # -- orders ---------------------------------------------------------------------------------
+
+    def _read(self, *, all: bool = False) -> bool:
+        """Reads the steps that are due; whether the run has gone back."""
+        for seen in self._lagging.due(all=all):
+            order = self.judge.judge(seen)
+            self._watch_trial(seen.index, order)
+            if order is not None and self._carry_out(order):
+                return True
+        return False
+
+    def _carry_out(self, order: Order) -> bool:
+        if order.action & Action.STOP:
+            self.stop(self._why_stop(order))
+        if order.action & Action.ROLLBACK:
+            self._go_back(order)
+            return True
+        if order.action & Action.SAVE:
+            self.save("ordered")
+        return False
+
+    def _go_back(self, order: Order) -> None:
+        began, trial = self.step, self._wants_trial(order)
+        wanted = Wanted(order.onset, order.depth, self.step, order.bad, trial)
+        try:
+            arrival = self.recovery.go_back(wanted)
+        except NoGoodCheckpoint as error:
+            self.stop(str(error))
+        self.step = arrival.target
+        self._lagging.clear()
+        self._ids.clear()
+        self._overdue = False
+        self.judge.went_back(arrival.target)
+        self._trial = Trial(order.onset, order.index) if trial else None
+        self.tried.append(
+            Tried(
+                step=began,
+                onset=order.onset,
+                target=arrival.target,
+                left_out=0 if trial else len(order.bad),
+            )
+        )
+        self._tell_arrival(order, arrival, began, trial)
+
+    def _tell_arrival(self, order: Order, arrival: Arrival, began: int, trial: bool) -> None:
+        rate, moved = self.driver.learning_rate(), arrival.moved
+        scale = self.ledger.episodes[-1].lr_scale if self.ledger.episodes else 1.0
+        if trial:
+            self.tell("rerun", step=began, checkpoint=arrival.target, onset=order.onset)
+        self.tell(
+            "rollback",
+            step=began,
+            number=self.journal.page.rollbacks,
+            onset=order.onset,
+            cause=names(order.cause),
+            checkpoint=arrival.target,
+            outcome="trial" if trial else "done",
+            lr=rate,
+            lr_scale=1.0 if trial else scale,
+            batches=[] if trial else [list(each) for each in order.bad],
+            repeated=arrival.repeated,
+            initial=arrival.initial,
+        )
+        how = "rewound" if moved.rewound else f"goes on forward: {moved.why_not}"
+        self.tell("data", step=arrival.target, outcome=how, rewound=moved.rewound)
+        what = " and ".join(names(order.cause)).lower().replace("_", " ") or "an order of a hook"
+        rest = (
+            "nothing else is changed, to see whether it happens again"
+            if trial
+            else f"learning rate × {scale:g}, data {how.split(':')[0]}"
+        )
+        kind = "first snapshot" if arrival.initial else "known-good checkpoint"
+        self.narrator.warn(
+            f"step {order.index}: {what}, since step {order.onset}; "
+            f"back to the {kind} of step {arrival.target}; {rest}"
+        )
+
+    def stop(self, why: str) -> NoReturn:
+        """Ends the run.
+
+        Raises:
+            RunStopped: always.
+        """
+        text = diagnosis.explain(case_of(self, "stopped", why))
+        good = self.keeper.good
+        self.tell("stop", step=self.step, why=why, diagnosis=text, checkpoint=good)
+        raise RunStopped(text, why, good)
+
+    def _why_stop(self, order: Order) -> str:
+        if order.overridden:
+            return "an on_incident hook said so"
+        spent = [
+            name
+            for name, engine in self.driver.healing().items()
+            if engine["state"]["budget"]["recoveries"] == 0
+        ]
+        if spent:
+            return "the budget of recoveries is spent, and the trouble goes on"
+        return "a rule of the policy says so"
+
+    # -- a second try ---------------------------------------------------------------------------
+
+    def _wants_trial(self, order: Order) -> bool:
+        near = any(
+            abs(order.onset - past.onset) < self.terms.region for past in self.ledger.earlier
+        )
+        return (
+            self._rerun
+            and self._trial is None
+            and not near
+            and not order.overridden
+            and self.feeds.can_rewind
+        )
+
+    def _watch_trial(self, index: int, order: Order | None) -> None:
+        trial = self._trial
+        if trial is None:
+            return
+        again = order is not None and bool(order.action & (Action.ROLLBACK | Action.STOP))
+        if not again and index < trial.last:
+            return
+        self._trial = None
+        self.verdict = "reproducible" if again else "transient"
+        self.tell("verdict", step=index, outcome=self.verdict, onset=trial.onset)
+        self.narrator.say(f"step {index}: the fault of step {trial.onset} is {self.verdict}")
+
+    # -- within ---------------------------------------------------------------------------------
+
+    def _restore_generators(self) -> None:
+        """Sets random generators to the checkpoint's; loaders that were put back have drawn some.
+
+        Right after a restart, and once more when the loop has named its first loader.
+        """
+        if self._generators is not None:
+            self.recovery.host.load_state_dict(self._generators)
+
+    def _note_skipped(self) -> None:
+        skipped = self.feeds.skipped()
+        if skipped:
+            self.tell("skipped_batches", step=self.step, batches=[list(each) for each in skipped])
+            self.narrator.say(f"step {self.step}: {len(skipped)} batches left out")
+
+    def _facts(self) -> Facts:
+        return Facts(
+            run=self.log.run,
+            policy=self.terms.name,
+            observes=self.terms.observes,
+            framework=self.driver.framework,
+            rank=self.recovery.ranks.rank,
+            learning_rate=self.driver.learning_rate(),
+            rollbacks=self.journal.page.rollbacks,
+            last_good=self.keeper.good,
+            checkpoints=tuple(self._listed()),
+        )
+
+    def _listed(self) -> list[Any]:
+        try:
+            return self.keeper.store.steps()
+        except StoreError:
+            return []
+
+
+def _describe(store: Any) -> str:
+    describe = getattr(store, "describe", None)
+    return describe() if describe is not None else f"checkpoints in {type(store).__name__}"

@@ -1,0 +1,56 @@
+"""What of a policy the host carries out, and the engine that belongs to it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from healcore import policy as policies
+from healcore.core.engine import Engine, EngineConfig
+from healcore.policy import Policy
+from healcore.policy.recovery import Rollback
+
+
+class Terms(NamedTuple):
+    """A policy, as the Healer needs it."""
+
+    name: str
+    fingerprint: str | None
+    """None for an engine that was built without a policy file."""
+    engine: Engine
+    probation: int
+    """Healthy steps after a checkpoint until it is known-good."""
+    skip_batches: int
+    """Batches to leave out besides those of the bad window."""
+    region: int
+    """Onsets fewer steps apart than this are the same trouble; no skipped window is longer."""
+
+    @property
+    def observes(self) -> bool:
+        """Whether nothing is to be changed."""
+        return self.engine.mode == "observe"
+
+
+def terms_of(policy: Any) -> Terms:
+    """The terms of whatever a user names as a policy.
+
+    Args:
+        policy: a preset's name, the path of a TOML file, a `healcore.policy.Policy`, or an Engine
+            or EngineConfig, whose host part is then the default one.
+
+    Raises:
+        healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
+    """
+    if isinstance(policy, EngineConfig):
+        policy = Engine(policy)
+    if isinstance(policy, Engine):
+        host = Rollback()
+        return Terms("(engine)", None, policy, host.probation, host.skip_batches, host.region)
+    loaded: Policy = policies.load(policy)
+    return Terms(
+        loaded.name,
+        policies.fingerprint(loaded),
+        loaded.engine(),
+        loaded.rollback.probation,
+        loaded.rollback.skip_batches,
+        loaded.rollback.region,
+    )

@@ -1,0 +1,174 @@
+"""Real loaders of every kind: what the tests of the cursor run over.
+
+A factory makes the same loader again and again, with the same batches in the same order: a second
+one stands for the loader of the next process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from healcore.runtime.data import BatchId, Cursor
+
+EXAMPLES = list(range(11))
+SIZE = 3  # four batches, the last of two examples
+BATCHES = 4
+
+
+class Squares(Dataset):
+    """Map-style. Example `bad` cannot be read."""
+
+    def __init__(self, bad: int | None = None) -> None:
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return len(EXAMPLES)
+
+    def __getitem__(self, at: int) -> int:
+        if at == self.bad:
+            raise OSError(f"example {at} is not there")
+        return at * at
+
+
+class Shuffled:
+    """A user's own: a state on the iterator, and an order that only the state holds."""
+
+    class Pass:
+        def __init__(self, seed: int) -> None:
+            self.seed, self.at = seed, 0
+
+        def __iter__(self) -> Iterator[Any]:
+            return self
+
+        def __next__(self) -> list[int]:
+            order = np.random.default_rng(self.seed).permutation(EXAMPLES)
+            batch = order[self.at : self.at + SIZE].tolist()
+            if not batch:
+                raise StopIteration
+            self.at += SIZE
+            return batch
+
+        def state_dict(self) -> dict[str, int]:
+            return vars(self)  # live: who keeps it must copy it
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            vars(self).update(state)
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        return self.Pass(self.passes)
+
+
+def plain(**options: Any) -> DataLoader:
+    return DataLoader(Squares(), batch_size=SIZE, **options)
+
+
+def stateful(**options: Any) -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    torch.manual_seed(5)  # without a generator the sampler seeds its own from this
+    return StatefulDataLoader(Squares(), batch_size=SIZE, **options)
+
+
+def generator() -> Any:
+    """Shuffled by the user's generator, which draws the seeds of workers too."""
+    return stateful(shuffle=True, generator=torch.Generator().manual_seed(5))
+
+
+def nodes() -> Any:
+    import torchdata.nodes as nodes
+
+    sampler = DistributedSampler(Squares(), num_replicas=1, rank=0)
+    numbers = nodes.SamplerWrapper(sampler)
+    return nodes.Loader(nodes.Prefetcher(nodes.Batcher(numbers, SIZE, drop_last=False), 2))
+
+
+def grain_map(seed: int = 4) -> Any:
+    import grain
+
+    return grain.MapDataset.source(EXAMPLES).shuffle(seed=seed).batch(SIZE)
+
+
+def grain_loader() -> Any:
+    import grain
+
+    sampler = grain.samplers.IndexSampler(
+        len(EXAMPLES), shard_options=grain.sharding.NoSharding(), shuffle=True, num_epochs=1, seed=3
+    )
+    batch = grain.transforms.Batch(SIZE)
+    return grain.DataLoader(data_source=range(len(EXAMPLES)), sampler=sampler, operations=[batch])
+
+
+class Kind(NamedTuple):
+    """One kind of loader."""
+
+    name: str
+    make: Callable[[], Any]
+    epochs: int = 3
+    needs: str = "torch"
+
+
+REWINDING = [
+    Kind("list", lambda: [EXAMPLES[at : at + SIZE] for at in range(0, 11, SIZE)]),
+    Kind("range", lambda: range(BATCHES)),
+    Kind("user's iterator", Shuffled),
+    Kind("stateful", stateful, needs="torchdata"),
+    Kind("stateful shuffled", lambda: stateful(shuffle=True), needs="torchdata"),
+    Kind("stateful generator", generator, needs="torchdata"),
+    Kind("stateful worker", lambda: stateful(shuffle=True, num_workers=1), 2, "torchdata"),
+    Kind("torchdata nodes", nodes, needs="torchdata"),
+    Kind("grain map", grain_map, needs="grain"),
+    Kind("grain iter", lambda: grain_map().to_iter_dataset(), needs="grain"),
+    Kind("grain iterator", lambda: iter(grain_map().repeat(3)), 1, "grain"),
+    Kind("grain DataLoader", grain_loader, needs="grain"),
+]
+FORWARD = [
+    Kind("DataLoader", plain),
+    Kind("DataLoader workers", lambda: plain(num_workers=2), 2),
+    Kind("generator", lambda: ([at] for at in range(BATCHES)), 1),
+    Kind("map", lambda: map(list, ["ab", "cd"]), 1),
+    Kind("tensor", lambda: torch.arange(8).reshape(4, 2)),
+    Kind("array", lambda: np.arange(8).reshape(4, 2)),
+]
+
+
+def over(kinds: list[Kind]) -> Any:
+    """A parameter `kind`; those whose package is not installed are skipped."""
+    return pytest.mark.parametrize(
+        "kind",
+        [
+            pytest.param(
+                kind,
+                id=kind.name.replace(" ", "-"),
+                marks=pytest.mark.skipif(
+                    importlib.util.find_spec(kind.needs) is None, reason=f"needs {kind.needs}"
+                ),
+            )
+            for kind in kinds
+        ],
+    )
+
+
+Handed = tuple[BatchId, Any]
+
+
+def take(cursor: Cursor, count: int | None = None) -> list[Handed]:
+    """So many batches, or all; contents as plain values."""
+    handed: list[Handed] = []
+    while count is None or len(handed) < count:
+        try:
+            batch, which = cursor.next()
+        except StopIteration:
+            break
+        handed.append((which, np.asarray(batch).tolist()))
+    return handed

@@ -1,0 +1,176 @@
+"""What a step tells the host: right, one step later, off a state that has been donated since."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from healcore.core.verdict import Action, Cause
+from healcore.jax import heal, metrics, protect
+from healcore.jax.driver import JaxDriver
+from healcore.jax.driver.evidence import worst
+from tests.healer.jax.runs import POLICY, RUNS, advance, batch, plain
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_steps_are_told_in_order_though_each_was_donated_to_the_next(kind):
+    run = RUNS[kind]()
+    driver = JaxDriver(run.state, POLICY)
+    assert driver.took() is None
+    handles = advance(driver, run, [batch(0), batch(1), batch(2, bad=True), batch(3)])
+    assert driver.took() is None  # no step since
+    told = [handle.read() for handle in handles]
+    assert [len(each) for each in told] == [1] * 4
+    first, second, bad, after = (each[0] for each in told)
+    assert [each.engine_step for each in (first, second, bad, after)] == [1, 2, 3, 4]
+    assert first.engine == {"nnx": "optimizer"}.get(kind, "opt_state")
+    assert first.evidence == ()
+    assert not first.decision.skip
+    assert (first.onset, first.incident, first.incident_open) == (-1, 0, False)
+    assert bad.decision.skip
+    assert bad.decision.cause == Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
+    assert bad.decision.action == Action.ROLLBACK | Action.CUT_LR
+    assert (bad.onset, bad.incident, bad.incident_open) == (2, 1, True)
+    assert bad.decision.rollback_depth == 1
+    assert bad.decision.lr_scale == 0.25
+    assert (bad.loss, bad.grad_norm) == (second.loss, second.grad_norm)  # the last finite ones
+    assert after.decision.cause == 0
+    assert after.incident_open
+
+
+def test_the_values_are_those_on_the_device_and_have_python_types():
+    run = plain(policy="default")
+    driver = JaxDriver(run.state, "default")
+    *_, last = advance(driver, run, [batch(i) for i in range(30)])
+    (told,) = last.read()
+    seen = metrics(driver.state["opt_state"])
+    for name in ("loss", "grad_norm", "threshold", "z", "z_loss"):
+        value = getattr(told, name)
+        assert type(value) is float
+        assert np.float32(value) == np.asarray(seen[f"heal/{name}"])
+    assert told.threshold > 0
+    assert told.decision.grad_scale == float(seen["heal/grad_scale"])
+    assert told.engine_step == 30
+    kinds = (float, bool, float, Action, Cause, int, type(None))
+    assert tuple(map(type, told.decision)) == kinds
+
+
+def test_taking_a_step_does_not_wait_for_it():
+    tx = heal(POLICY)
+    params, go, late = {"w": jnp.ones(3)}, threading.Event(), []
+
+    def held_up(loss: Any) -> Any:
+        late.append(not go.wait(timeout=30))
+        return loss
+
+    @jax.jit
+    def step(state: Any) -> Any:
+        loss = jax.pure_callback(held_up, jax.ShapeDtypeStruct((), jnp.float32), jnp.float32(3.0))
+        return tx.update(params, state, params, value=loss)[1]
+
+    driver = JaxDriver(tx.init(params), POLICY)
+    driver.update(step(driver.state))
+    handle = driver.took()
+    go.set()  # the step cannot have ended before
+    assert handle is not None
+    assert handle.read()[0].loss == 3.0
+    assert late == [False]
+
+
+def test_in_observe_mode_the_order_is_told_and_not_enforced():
+    policy = POLICY._replace(mode="observe")
+    run = plain(policy=policy)
+    driver = JaxDriver(run.state, policy)
+    (handle,) = advance(driver, run, [batch(0, bad=True)])
+    (told,) = handle.read()
+    assert told.decision.skip
+    assert told.decision.action & Action.ROLLBACK
+    assert np.isnan(driver.state["params"]["hidden"]).all()
+
+
+def test_several_engines_are_told_by_name():
+    tx = protect(optax.sgd(0.1), POLICY)
+    params = {"w": jnp.ones(3)}
+    state = {"generator": tx.init(params), "critic": tx.init(params)}
+    driver = JaxDriver(state, POLICY)
+    _, one = tx.update({"w": jnp.full(3, jnp.nan)}, state["critic"], params)
+    driver.update({**state, "critic": one})
+    handle = driver.took()
+    assert handle is not None
+    told = {each.engine: each for each in handle.read()}
+    assert (told["generator"].engine_step, told["critic"].engine_step) == (0, 1)  # it judged none
+    assert told["critic"].decision.skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("plain", "['params']['hidden']"),
+        ("linen", ".params['BatchNorm_0']['bias']"),
+        ("nnx", "['model']['first']['bias']"),
+    ],
+)
+def test_the_evidence_names_tensors_as_the_framework_does(kind, name):
+    run = RUNS[kind]()
+    driver = JaxDriver(run.state, POLICY)
+    _, handle = advance(driver, run, [batch(0), batch(1, bad=True)])
+    evidence = handle.read()[0].evidence
+    assert evidence[0].name == name
+    assert all(np.isnan(each.grad_norm) for each in evidence)
+
+
+def test_one_bad_tensor_is_named_alone():
+    params = {"a": jnp.ones(2), "b": {"c": jnp.ones(3), "d": jnp.ones(4)}}
+    tx = optax.chain(heal(POLICY), optax.adam(0.1))
+    driver = JaxDriver((params, tx.init(params)), POLICY)
+    grads = {"a": jnp.ones(2), "b": {"c": jnp.ones(3).at[1].set(jnp.inf), "d": jnp.ones(4)}}
+    _, opt_state = jax.jit(tx.update)(grads, driver.state[1], params, value=jnp.float32(1.0))
+    driver.update((params, opt_state))
+    handle = driver.took()
+    assert handle is not None
+    (told,) = handle.read()
+    assert told.evidence == (("[0]['b']['c']", float("inf")),)
+    assert told.engine == "1"
+
+
+def test_averages_of_the_parameters_are_not_taken_for_them():
+    run = plain(ema={"hidden": jnp.zeros((4, 3)), "out": {"w": jnp.zeros((3, 1))}})
+    driver = JaxDriver(run.state, POLICY)
+    (handle,) = advance(driver, run, [batch(0, bad=True)])
+    names = [each.name for each in handle.read()[0].evidence]
+    assert names == ["['params']['hidden']", "['params']['out']['w']"]
+
+
+def test_tensors_that_no_part_of_the_state_has_get_numbers():
+    params = {"a": jnp.ones(2), "b": jnp.ones(3)}
+    tx = optax.masked(protect(optax.sgd(0.1), POLICY), {"a": False, "b": True})
+    driver = JaxDriver({"params": params, "opt_state": tx.init(params)}, POLICY)
+    bad = jax.tree.map(lambda leaf: leaf * jnp.nan, params)
+    _, opt_state = tx.update(bad, driver.state["opt_state"], params)
+    driver.update({"params": params, "opt_state": opt_state})
+    handle = driver.took()
+    assert handle is not None
+    assert [each.name for each in handle.read()[0].evidence] == ["gradient 0 of 1"]
+
+
+def test_the_worst_of_finite_gradients_make_up_the_norm():
+    names = [str(i) for i in range(20)]
+    norms = np.ones(20, np.float32)
+    norms[7], norms[3] = 100.0, 90.0
+    assert [each.name for each in worst(names, norms)] == ["7", "3"]
+    assert len(worst(names, np.ones(20, np.float32))) == 10
+    assert len(worst(names, np.full(20, np.nan, np.float32))) == 10
+    assert worst(names, np.zeros(20, np.float32)) == ()
+
+
+def test_a_norm_given_by_the_caller_leaves_no_evidence():
+    """Inside shard_map the norms of this shard's leaves would differ between the devices."""
+    tx, params = heal(POLICY), {"w": jnp.ones(3)}
+    _, state = tx.update(params, tx.init(params), params, grad_norm=jnp.float32(jnp.nan))
+    assert state.heal_leaf_norms.tolist() == [0.0]

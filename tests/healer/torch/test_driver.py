@@ -1,0 +1,216 @@
+"""What the driver takes for a state, and what it puts on it and takes off."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import ExponentialLR
+
+from healcore.runtime.driver import Driver
+from healcore.runtime.store.ranks import Alone
+from healcore.torch import AttachError, SignalError, StateError, attach
+from healcore.torch.driver import RngState, TorchDriver
+from healcore.torch.store import MemoryStore, TieredStore
+from tests.healer.torch.runs import CLIPS, GOES_BACK, NAN, Run, only
+
+adam = partial(AdamW, lr=0.01)
+
+
+def test_it_is_a_driver():
+    driver: Driver = TorchDriver(Run(adam).state)
+    assert driver.framework == "torch"
+    assert isinstance(driver.ranks(), Alone)
+    assert driver.ranks() is driver.ranks()
+    assert driver.learning_rate() == 0.01
+
+
+def model_and(**more: Any) -> dict[str, Any]:
+    model = nn.Linear(2, 2)
+    optimizer = adam(model.parameters())
+    return {"model": model, "optimizer": optimizer, **{k: f(optimizer) for k, f in more.items()}}
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        (None, "maps names to what is saved, got NoneType"),
+        ([nn.Linear(2, 2)], "got list"),
+        ({1: nn.Linear(2, 2)}, "maps names"),
+        ({"model": nn.Linear(2, 2)}, r"no torch\.optim\.Optimizer \(model: Linear\)"),
+        (model_and(again=lambda o: o), '"optimizer" and "again" are the same'),
+        (model_and(heal=lambda o: attach(o, GOES_BACK)), "a handle of attach.*leave it out"),
+        ({"optimizer": model_and()["optimizer"]}, "2 of the 2 parameters.*old moments beside new"),
+        (model_and(model=lambda o: nn.Linear(2, 2)), "nowhere in the state"),
+    ],
+)
+def test_a_state_that_cannot_be_healed_is_turned_away(state, says):
+    with pytest.raises(AttachError, match=says):
+        TorchDriver(state, GOES_BACK)
+
+
+def test_what_cannot_be_looked_into_may_hold_the_parameters():
+    class Trainer:
+        def state_dict(self):
+            return {}
+
+    state = {"optimizer": model_and()["optimizer"], "trainer": Trainer()}
+    TorchDriver(state, GOES_BACK)
+    p = nn.Parameter(torch.ones(2))
+    TorchDriver({"weights": {"layers": [p]}, "optimizer": SGD([p])}, GOES_BACK)
+
+
+def test_a_schedule_that_is_not_saved_is_told():
+    state = model_and(scheduler=lambda o: ExponentialLR(o, 0.9))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        TorchDriver(state, GOES_BACK).close()
+        del state["scheduler"]
+        with pytest.raises(UserWarning, match='drives "optimizer" and none is in the state'):
+            TorchDriver(state, GOES_BACK)
+
+
+def test_nothing_stays_on_the_first_optimizer_when_the_second_cannot_be_healed():
+    state = model_and()
+    state["empty"] = SGD([{"params": []}])
+    with pytest.raises(AttachError, match="has no parameters"):
+        TorchDriver(state, GOES_BACK)
+    assert not state["optimizer"]._optimizer_step_pre_hooks
+
+
+def test_a_handle_that_is_there_is_used_and_stays():
+    state = model_and()
+    heal = attach(state["optimizer"], CLIPS)
+    with pytest.raises(AttachError, match="under another policy"):
+        TorchDriver(state, GOES_BACK)
+    driver = TorchDriver(state, CLIPS)
+    assert driver.healings == {"optimizer": heal}
+    with pytest.raises(AttachError, match="is in a Healer that was not closed"):
+        TorchDriver(state, CLIPS)
+    driver.close()
+    assert heal.attached
+    TorchDriver(state, CLIPS).close()
+
+
+def test_closing_leaves_nothing_behind():
+    run, twin = Run(adam), Run(adam)
+    driver = TorchDriver(run.state, CLIPS)
+    driver.close()
+    driver.close()
+    assert not run.optimizer._optimizer_step_pre_hooks
+    assert not run.optimizer._optimizer_step_post_hooks
+    assert not any(p._post_accumulate_grad_hooks for p in run.model.parameters())
+    for a, b in zip(run.step(0), twin.step(0), strict=True):
+        assert torch.equal(a, b)
+    assert driver.took() is None
+
+
+def test_options_reach_attach_and_the_scaler_is_found():
+    scaler = torch.amp.GradScaler("cpu")
+    state = model_and(scaler=lambda o: scaler)
+    driver = TorchDriver(state, GOES_BACK, attach={"engine": "device", "compile": False})
+    assert driver.healings["optimizer"].report().seat == "device"
+    assert driver.healings["optimizer"]._measurer._scaler_window._scaler is scaler
+    driver.close()
+    with pytest.raises(AttachError, match="engine must be"):
+        TorchDriver(state, GOES_BACK, attach={"engine": "gpu"})
+
+
+def test_losses_go_to_all_optimizers_or_to_one():
+    a, b = nn.Linear(1, 1), nn.Linear(1, 1)
+    state = {"a": a, "b": b, "one": SGD(a.parameters()), "two": SGD(b.parameters())}
+    driver = TorchDriver(state, GOES_BACK)
+
+    def losses() -> list[float]:
+        for module in (a, b):
+            module(torch.ones(1)).backward()
+        for name in ("one", "two"):
+            state[name].step()
+        handle = driver.took()
+        assert handle is not None
+        return [told.loss for told in handle.read()]
+
+    driver.observe(2.0)
+    assert losses() == [2.0, 2.0]
+    driver.observe(3.0, "one")
+    driver.observe(torch.tensor(4.0), state["two"])
+    assert losses() == [3.0, 4.0]
+    driver.observe_eval(5.0, "two")
+    with pytest.raises(AttachError, match=r"no optimizer 'three'.*one, two"):
+        driver.observe(1.0, "three")
+    with pytest.raises(SignalError):
+        driver.observe(torch.ones(2))
+
+
+def test_engine_states_go_there_and_back_or_not_at_all():
+    run = Run(adam)
+    driver = TorchDriver(run.state, GOES_BACK)
+    for i in range(3):
+        run.step(i, NAN if i == 1 else 1.0)
+    found = driver.healing()
+    assert list(found) == ["optimizer"]
+    for i in range(3):
+        run.step(i)
+    before = driver.healing()
+    damaged = {**found["optimizer"], "schema": 99}
+    with pytest.raises(StateError, match="schema 99"):
+        driver.load_healing({"optimizer": damaged})
+    with pytest.raises(StateError, match=r'no optimizer "other".*has optimizer'):
+        driver.load_healing({"optimizer": found["optimizer"], "other": found["optimizer"]})
+    assert driver.healing() == before
+    driver.load_healing({})
+    assert driver.healing() == before
+    driver.load_healing(found)
+    assert driver.healing() == found
+    run.step(4)
+    assert only(driver).engine_step == 4
+
+
+def test_announcing_opens_the_window():
+    run = Run(adam)
+    driver = TorchDriver(run.state, GOES_BACK)
+    driver.announce()
+    run.step(0)
+    grace = driver.healing()["optimizer"]["state"]["grace"]
+    assert grace == GOES_BACK.config.grace_steps
+
+
+def test_an_interrupted_step_leaves_no_cut_rate_in_a_checkpoint():
+    run = Run(adam)
+    driver = TorchDriver(run.state, GOES_BACK)
+    run.step(0, NAN)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = run.optimizer.register_step_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run.step(1)
+    handle.remove()
+    assert run.optimizer.param_groups[0]["lr"] == 0.005
+    assert driver.items()["optimizer"].param_groups[0]["lr"] == 0.01
+
+
+def test_the_default_store(tmp_path):
+    driver = TorchDriver(Run(adam).state)
+    memory = driver.store(None, ("model.*",))
+    assert isinstance(memory, MemoryStore)
+    assert memory.nonfinite_ok == ("model.*",)
+    tiers = driver.store(tmp_path / "checkpoints", ())
+    assert isinstance(tiers, TieredStore)
+    assert tiers.disk.root == tmp_path / "checkpoints"
+
+
+def test_random_generators_go_there_and_back():
+    store = TorchDriver(Run(adam).state).store(None, ())
+    state = {"rng": RngState()}
+    store.save(0, state)
+    first = torch.randn(3)
+    state["rng"].load_state_dict(store.restore(0, state).state["rng"])
+    assert torch.equal(torch.randn(3), first)
+    assert RngState().state_dict()["cuda"] == [], "CUDA is not started by asking"

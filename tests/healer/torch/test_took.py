@@ -1,0 +1,224 @@
+"""What a handle says of a step: the values of that step, and no wait for them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import LBFGS, SGD, AdamW
+
+from healcore.core.verdict import Action, Cause
+from healcore.torch.driver import TorchDriver
+from healcore.torch.measurement import Judged
+from tests.healer.torch.runs import CLIPS, GOES_BACK, NAN, OBSERVES, Run, only
+from tests.torch import policies
+from tests.torch.test_syncs import CountSyncs
+
+every_seat = pytest.mark.parametrize("seat", ["host", "device"])
+fused = partial(AdamW, lr=0.01, fused=True)
+
+
+def driven(optimizer: Any, policy: Any, seat: str = "host") -> tuple[Run, TorchDriver]:
+    run = Run(optimizer)
+    return run, TorchDriver(run.state, policy, attach={"engine": seat})
+
+
+@every_seat
+def test_it_says_what_the_engine_ordered(seat: str):
+    run, driver = driven(fused, GOES_BACK, seat)
+    assert driver.took() is None
+    driver.observe(7.0)
+    run.step(0)
+    calm = only(driver)
+    assert driver.took() is None
+    assert (calm.engine, calm.engine_step, calm.loss) == ("optimizer", 1, 7.0)
+    assert (calm.onset, calm.incident, calm.incident_open) == (-1, 0, False)
+    assert calm.decision == (1.0, False, 1.0, Action(0), Cause(0), 0, None)
+    norm = torch.nn.utils.get_total_norm(
+        [p.grad for p in run.model.parameters() if p.grad is not None]
+    )
+    assert calm.grad_norm == pytest.approx(norm.item())
+
+    driver.observe(NAN)
+    run.step(1, NAN)
+    bad = only(driver)
+    assert bad.decision.skip is True
+    assert bad.decision.cause is Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
+    assert bad.decision.action is Action.ROLLBACK | Action.CUT_LR
+    assert (bad.decision.lr_scale, bad.decision.rollback_depth) == (0.5, 1)
+    assert (bad.engine_step, bad.onset, bad.incident, bad.incident_open) == (2, 1, 1, True)
+    assert (bad.loss, bad.grad_norm) == (7.0, calm.grad_norm)
+
+
+@every_seat
+def test_it_says_what_the_metrics_say(seat: str):
+    run, driver = driven(fused, policies.EVERYTHING, seat)
+    for i in range(12):
+        driver.observe(float(i % 3))
+        run.step(i, 30.0 if i == 9 else 1.0)
+        told, heal = only(driver), driver.healings["optimizer"].metrics()
+        found = (told.loss, told.grad_norm, told.threshold, told.z, told.z_loss, told.engine_step)
+        names = ("loss", "grad_norm", "threshold", "z", "z_loss", "steps")
+        assert found == tuple(heal[f"heal/{name}"].item() for name in names)
+        assert told.decision.grad_scale == heal["heal/grad_scale"].item()
+        assert told.decision.cause == heal["heal/cause"].item()
+
+
+@every_seat
+def test_it_keeps_the_values_of_its_step(seat: str):
+    run, driver = driven(fused, GOES_BACK, seat)
+    handles = []
+    for i in range(4):
+        driver.observe(float(i))
+        run.step(i, NAN if i == 1 else 1.0)
+        handles.append(driver.took())
+    told = [handle.read()[0] for handle in handles if handle is not None]
+    assert [each.engine_step for each in told] == [1, 2, 3, 4]
+    assert [each.loss for each in told] == [0.0, 1.0, 2.0, 3.0]
+    assert [each.decision.skip for each in told] == [False, True, False, False]
+    assert handles[1].read() is handles[1].read()
+
+
+@every_seat
+def test_an_observed_order_is_told_and_not_carried_out(seat: str):
+    run, driver = driven(fused, OBSERVES, seat)
+    run.step(0, NAN)
+    told = only(driver)
+    assert told.decision.skip
+    assert told.decision.action & Action.ROLLBACK
+    assert any(p.isnan().any() for p in run.model.parameters())
+
+
+@every_seat
+def test_what_a_scaler_throws_away_was_not_judged(seat: str):
+    """Neither as calm nor as what the step before it was."""
+    run, driver = driven(fused, GOES_BACK, seat)
+    run.step(0, NAN)
+    judged = only(driver)
+    run.optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
+    run.step(1, NAN)
+    told = only(driver)
+    assert judged.decision.action
+    assert told.engine_step == judged.engine_step == 1
+    assert (told.decision.cause, told.decision.action, told.decision.skip) == (0, 0, False)
+    assert told.decision.lr_scale == 0.5
+    assert told.incident_open
+    assert told.evidence == ()
+
+
+def test_an_accumulating_loop_takes_a_step_every_few_batches():
+    run, driver = driven(fused, GOES_BACK)
+    for i in range(6):
+        driver.observe(float(i))
+        run.backward(i)
+        if i % 3 == 2:
+            assert not driver.may_save()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            assert only(driver).loss == i - 1
+            assert driver.may_save()
+        else:
+            assert driver.took() is None
+            assert not driver.may_save()
+
+
+def test_two_steps_of_one_batch_are_both_told():
+    a, b = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    state = {"a": a, "b": b, "critic": SGD(a.parameters()), "actor": SGD(b.parameters())}
+    driver = TorchDriver(state, GOES_BACK)
+    for module, name, grad in ((a, "critic", NAN), (b, "actor", 1.0), (a, "critic", 1.0)):
+        module.weight.grad = torch.full_like(module.weight, grad)
+        state[name].step()
+    handle = driver.took()
+    assert handle is not None
+    told = handle.read()
+    assert [(t.engine, t.engine_step) for t in told] == [("critic", 1), ("actor", 1), ("critic", 2)]
+    assert [bool(t.decision.action & Action.ROLLBACK) for t in told] == [True, False, False]
+
+
+@every_seat
+def test_nothing_waits_before_it_is_read(seat: str):
+    run, driver = driven(fused, CLIPS, seat)
+    handles = []
+    with CountSyncs() as syncs:
+        for i in range(4):
+            driver.observe(torch.ones(()))
+            run.step(i, NAN if i == 2 else 1.0)
+            handles.append(driver.took())
+            driver.may_save()
+    assert syncs.count == 0
+    assert all(len(handle.read()) == 1 for handle in handles)
+
+
+def test_a_healthy_step_reads_no_norm(monkeypatch: pytest.MonkeyPatch):
+    run, driver = driven(fused, GOES_BACK)
+    read: list[Judged] = []
+    monkeypatch.setattr(
+        "healcore.torch.driver.evidence._values",
+        lambda step: read.append(step) or pytest.fail("read"),
+    )
+    for i in range(5):
+        run.step(i)
+        assert only(driver).evidence == ()
+    assert not read
+
+
+def test_a_compiled_step_is_told_like_any_other():
+    run, driver = driven(fused, GOES_BACK)
+    step = torch.compile(run.optimizer.step, backend="eager")
+    for i, factor in enumerate([1.0, NAN, 1.0]):
+        run.optimizer.zero_grad()
+        run.backward(i, factor)
+        assert not driver.may_save()
+        step()
+        assert driver.may_save()
+        told = only(driver)
+        assert (told.engine_step, told.decision.skip) == (i + 1, i == 1)
+
+
+# -- accumulation ---------------------------------------------------------------------------------
+
+
+def test_gradients_left_lying_are_not_an_accumulation():
+    run, driver = driven(fused, GOES_BACK)
+    assert driver.may_save()
+    run.backward(0)
+    assert not driver.may_save()
+    run.optimizer.step()
+    assert driver.may_save(), "cleared before the next backward, or not"
+    run.optimizer.zero_grad(set_to_none=False)
+    assert driver.may_save()
+    run.backward(1)
+    assert not driver.may_save()
+    run.optimizer.zero_grad()
+    assert driver.may_save(), "thrown away"
+
+
+def test_a_closure_evaluated_again_is_not_an_accumulation():
+    run, driver = driven(partial(LBFGS, max_iter=4), GOES_BACK)
+
+    def closure() -> torch.Tensor:
+        run.optimizer.zero_grad()
+        loss = (torch.cat([p.flatten() for p in run.model.parameters()]) ** 2).sum()
+        driver.observe(loss)
+        loss.backward()
+        return loss
+
+    run.optimizer.step(closure)  # type: ignore[arg-type]
+    first = only(driver)
+    assert driver.may_save()
+    driver.observe(9.0)
+    run.backward(0)
+    assert first.loss > 0
+    assert not driver.may_save()
+
+
+def test_gradients_written_past_autograd_are_seen_by_their_loss():
+    run, driver = driven(fused, GOES_BACK)
+    for p in run.model.parameters():
+        p.grad = torch.ones_like(p)
+    driver.observe(1.0)
+    assert not driver.may_save()
