@@ -29,6 +29,7 @@ class Feeds:
     def __init__(self) -> None:
         self._loaders: list[Any] = []
         self._cursors: list[Cursor] = []
+        self._starts: list[dict[str, Any]] = []
         self._resume: dict[str, Any] = {}
         self._current: int | None = None
         self._last: BatchId | None = None
@@ -53,6 +54,8 @@ class Feeds:
             number = len(self._loaders)
             self._cursors.append(Cursor(loader, epochs=epochs))
             self._loaders.append(loader)
+            # For a checkpoint from before this loader's first use.
+            self._starts.append(self._cursors[number].position())
         self._current, self._last = number, None
         cursor = self._cursors[number]
         saved = self._resume.pop(str(number), None)
@@ -116,10 +119,11 @@ class Feeds:
         # All that was ever decided: a deeper rollback comes past earlier bad windows again.
         decided = self._decided.setdefault(self._current, set())
         decided.update(ids)
-        saved = None if position is None else position.get(str(self._current))
-        if saved is None:
+        if position is None:
             why = "the checkpoint has no position of this loader"
-        elif not cursor.can_rewind or not cursor.rewind(saved):
+        elif not cursor.can_rewind or not cursor.rewind(
+            position.get(str(self._current), self._starts[self._current])
+        ):
             why = cursor.why_not or "it could not be rewound"
         else:
             why = None

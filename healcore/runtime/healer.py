@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
@@ -17,8 +17,8 @@ from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.terms import terms_of
 
 
-class NotEntered(RuntimeError):
-    """The Healer is used outside of its `with` block."""
+class HealerError(RuntimeError):
+    """The Healer is used where, or as, it cannot be."""
 
 
 class Healer:
@@ -112,8 +112,8 @@ class Healer:
             NoGoodCheckpoint: there are checkpoints, and none is intact.
             StateMismatch: they are of another state.
         """
-        if self._run is not None or self._ended:
-            raise NotEntered("a Healer is for one `with` block: make another one")
+        if self._run is not None:
+            raise HealerError("a Healer is for one `with` block: make another one")
         self._run = open_run(self._options)
         return self
 
@@ -124,7 +124,7 @@ class Healer:
         trace: TracebackType | None,
     ) -> None:
         """Waits for checkpoints being written, writes the postmortem, detaches."""
-        run, self._run, self._ended = self._the_run, None, True
+        run, self._ended = self._live, True
         close(run, error)
 
     # -- the loop -------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class Healer:
             RunStopped: the policy ends the run.
             Terminated: SIGTERM; the step under way was finished and the run saved.
         """
-        return self._the_run.batches(loader, epochs)
+        return self._live.batches(loader, epochs)
 
     def after_step(self) -> bool:
         """What `batches` does between two steps, for loops that take their data from elsewhere.
@@ -156,7 +156,7 @@ class Healer:
             RunStopped: the policy ends the run.
             Terminated: SIGTERM.
         """
-        return self._the_run.after_step()
+        return self._live.after_step()
 
     def observe(self, loss: Any, optimizer: str | None = None) -> None:
         """torch: reports the loss of one (micro-)batch, see `healcore.torch.Healing.observe`.
@@ -165,28 +165,29 @@ class Healer:
             loss: one number or a tensor with one element.
             optimizer: whose, by its name in the state; None: of all.
         """
-        self._driver.observe(loss, optimizer)
+        self._side("observe", "in JAX pass value=loss to tx.update")(loss, optimizer)
 
     def observe_eval(self, eval_loss: Any, optimizer: str | None = None) -> None:
         """torch: reports an evaluation's loss."""
-        self._driver.observe_eval(eval_loss, optimizer)
+        side = self._side("observe_eval", "in JAX pass eval_value=... to tx.update")
+        side(eval_loss, optimizer)
 
     def update(self, state: Any = None) -> None:
         """JAX: the state after the step; with nnx objects, which change in place, nothing."""
-        self._driver.update(state)
+        self._side("update", "in torch the state changes in place")(state)
 
     @property
     def state(self) -> Any:
-        """What is protected. In JAX the state to take the next step from."""
-        return self._driver.state
+        """What is protected. In JAX the state to take the next step from; also after the block."""
+        return getattr(self._the_run.driver, "state", self._options.state)
 
     def announce(self) -> None:
         """Says that the next step differs on purpose (LR, batch size, data, weights)."""
-        self._the_run.driver.announce()
+        self._live.driver.announce()
 
     def save(self) -> None:
         """Saves now, besides the regular saves. Call it between two steps."""
-        self._the_run.save("asked")
+        self._live.save("asked")
 
     # -- how it stands --------------------------------------------------------------------------
 
@@ -215,12 +216,23 @@ class Healer:
         """The framework's side: in torch `driver.healings` has the handle of each optimizer."""
         return self._the_run.driver
 
-    @property
-    def _driver(self) -> Any:
-        return self._the_run.driver
+    # -- within ---------------------------------------------------------------------------------
 
     @property
     def _the_run(self) -> Run:
         if self._run is None:
-            raise NotEntered("use it as `with Healer(...) as healer:`, inside of the block")
+            raise HealerError("use it as `with Healer(...) as healer:`, inside of the block")
         return self._run
+
+    @property
+    def _live(self) -> Run:
+        if self._ended:
+            raise HealerError("the `with` block of this Healer is over: make another one")
+        return self._the_run
+
+    def _side(self, method: str, instead: str) -> Callable[..., None]:
+        """What only one framework's driver has."""
+        found = getattr(self._live.driver, method, None)
+        if found is None:
+            raise HealerError(f"{method} is of the other framework: {instead}")
+        return found

@@ -40,9 +40,8 @@ class Hooks:
     """
 
     def __init__(self, on_incident: Hook | Iterable[Hook] = ()) -> None:
-        self._hooks: tuple[Hook, ...] = (
-            (on_incident,) if callable(on_incident) else tuple(on_incident)
-        )
+        given = on_incident if isinstance(on_incident, Iterable) else (on_incident,)
+        self._hooks: tuple[Hook, ...] = tuple(given)
         for hook in self._hooks:
             if not callable(hook) or inspect.iscoroutinefunction(hook):
                 raise TypeError(

@@ -106,6 +106,12 @@ class Judge:
                 order = _worse(order, self._order(seen, told, cause, episode))
         return order
 
+    @staticmethod
+    def also_bad(later: list[Seen]) -> tuple[BatchId, ...]:
+        """Data of steps after an order, up to the last one with an alarm."""
+        last = max([i for i, seen in enumerate(later) if _alarmed(seen)], default=-1)
+        return tuple(each for seen in later[: last + 1] for each in seen.batches)
+
     def went_back(self, target: int) -> None:
         """Steps from `target` on are taken again."""
         self._data = {index: ids for index, ids in self._data.items() if index < target}
@@ -216,6 +222,10 @@ class Judge:
                 lr_scale=now,
                 observed=self.terms.observes,
             )
+
+
+def _alarmed(seen: Seen) -> bool:
+    return any(int(told.decision.cause) for told in seen.told)
 
 
 def _worse(one: Order | None, other: Order | None) -> Order | None:

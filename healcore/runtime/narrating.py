@@ -11,9 +11,9 @@ _log = logging.getLogger("healcore")
 class Narrator:
     """Lines on the logger `healcore`, at INFO and WARNING.
 
-    Where those would be shown, they are left to the program's own logging. Where not (most programs
-    set up none, and libraries that do, absl for one, only let warnings through), they go to standard
-    error while the run lasts.
+    Where those would be shown, they are left to the program's own logging. Where not, they go to
+    standard error while the run lasts: most programs set up no logging, and libraries that do (absl
+    is one) only let warnings through.
 
     Args:
         speaks: only one of several ranks does.

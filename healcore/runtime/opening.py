@@ -188,7 +188,8 @@ def _log(events: Any, folder: Path | None, ranks: Ranks) -> Log:
 def _check(resume: Any, ended: str | None, saves: list[Saved], store: CheckpointStore) -> None:
     if not saves or resume is True:
         return
-    where, newest = _folder(store) or "the store", saves[-1].step
+    where = _folder(store) or "the store"
+    newest = max([each.step for each in saves if each.status != "quarantined"], default=0)
     if resume is False:
         raise StoreNotEmpty(
             f"{where} holds checkpoints of an earlier run, up to step {newest}: pass an empty "

@@ -30,18 +30,19 @@ def retell(run: Sequence[Event], before: Iterable[Event] = (), *, why: str = "")
         before: all events of the file: an earlier run may have had the last known-good checkpoint.
         why: for the headline.
     """
-    trouble = _latest(run, "cause")
+    seen = _last_incident(run)
+    trouble = {name: _latest(seen, name).get(name) for name in ("readings", "evidence", "batches")}
     return Case(
         ending="killed",
         step=_latest(run, "step").get("step", 0),
         why=why,
-        cause=_cause(trouble),
-        onset=trouble.get("onset"),
+        cause=_cause(_latest(seen, "cause")),
+        onset=_latest(seen, "onset").get("onset"),
         open=None,
-        incidents=max((e["number"] for e in run if e["kind"] == "incident"), default=0),
+        incidents=max((e["incident"] for e in run if e["kind"] == "incident"), default=0),
         readings=_readings(trouble),
         evidence=tuple(
-            Evidence(each["name"], float(each["grad_norm"])) for each in trouble.get("evidence", ())
+            Evidence(each["name"], float(each["grad_norm"])) for each in trouble["evidence"] or ()
         ),
         batches=_batches(trouble),
         skips=sum(event["kind"] == "alarm" and event.get("skip", False) for event in run),
@@ -50,7 +51,7 @@ def retell(run: Sequence[Event], before: Iterable[Event] = (), *, why: str = "")
             for event in run
             if event["kind"] == "rollback" and event.get("outcome") != "trial"
         ),
-        lr_scale=_lr_scale(run),
+        lr_scale=float(_latest(run, "lr_scale").get("lr_scale", 1.0)),
         verdict=_verdict(run),
         damaged=tuple(_subject(event) for event in run if event["kind"] == "damaged"),
         observes=run[0].get("mode") == "observe",
@@ -61,6 +62,12 @@ def retell(run: Sequence[Event], before: Iterable[Event] = (), *, why: str = "")
 def _latest(run: Sequence[Event], field: str) -> Mapping[str, Any]:
     """The last event that has the field."""
     return next((event for event in reversed(run) if event.get(field) is not None), {})
+
+
+def _last_incident(run: Sequence[Event]) -> list[Event]:
+    """What was seen of it, from its first event on; not what was done about it."""
+    first = max((i for i, e in enumerate(run) if e["kind"] == "incident"), default=0)
+    return [e for e in run[first:] if e["kind"] in ("incident", "alarm", "order")]
 
 
 def _subject(event: Event) -> int:
@@ -77,14 +84,14 @@ def _cause(event: Mapping[str, Any]) -> Cause:
 
 
 def _readings(event: Mapping[str, Any]) -> Readings | None:
-    numbers = event.get("readings")
+    numbers = event["readings"]
     if numbers is None:
         return None
     return Readings(*(float(numbers[name]) for name in Readings._fields))
 
 
 def _batches(event: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-    return tuple((epoch, index) for epoch, index in event.get("batches", ()))
+    return tuple((epoch, index) for epoch, index in event["batches"] or ())
 
 
 def _tried(event: Event) -> Tried:
@@ -97,11 +104,6 @@ def _tried(event: Event) -> Tried:
         lr_after=None if after is None else float(after),
         left_out=len(event.get("batches", ())),
     )
-
-
-def _lr_scale(run: Sequence[Event]) -> float:
-    numbers = (event.get("scale_after", event.get("lr_scale")) for event in reversed(run))
-    return next((float(number) for number in numbers if number is not None), 1.0)
 
 
 def _verdict(run: Sequence[Event]) -> str:

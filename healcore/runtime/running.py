@@ -68,6 +68,7 @@ class Run:
         self._lagging = lagging
         self._rerun = rerun
         self._trial: Trial | None = None
+        self._trials: list[int] = []
         self.tried: list[Tried] = []
         """Rollbacks of this process."""
         self.verdict = ""
@@ -240,7 +241,9 @@ class Run:
 
     def _go_back(self, order: Order) -> None:
         began, trial = self.step, self._wants_trial(order)
-        wanted = Wanted(order.onset, order.depth, self.step, order.bad, trial)
+        # Steps that are still on their way belong to the window if they are bad too.
+        bad = order.bad + self.judge.also_bad(list(self._lagging.due(all=True)))
+        wanted = Wanted(order.onset, order.depth, self.step, bad, trial)
         try:
             arrival = self.recovery.go_back(wanted)
         except NoGoodCheckpoint as error:
@@ -251,15 +254,16 @@ class Run:
         self._overdue = False
         self.judge.went_back(arrival.target)
         self._trial = Trial(order.onset, order.index) if trial else None
+        self._trials += [order.onset] * trial
         self.tried.append(
             Tried(
                 step=began,
                 onset=order.onset,
                 target=arrival.target,
-                left_out=0 if trial else len(order.bad),
+                left_out=0 if trial else len(bad),
             )
         )
-        self._tell_arrival(order, arrival, began, trial)
+        self._tell_arrival(order._replace(bad=bad), arrival, began, trial)
 
     def _tell_arrival(self, order: Order, arrival: Arrival, began: int, trial: bool) -> None:
         rate, moved = self.driver.learning_rate(), arrival.moved
@@ -320,16 +324,10 @@ class Run:
     # -- a second try ---------------------------------------------------------------------------
 
     def _wants_trial(self, order: Order) -> bool:
-        near = any(
-            abs(order.onset - past.onset) < self.terms.region for past in self.ledger.earlier
-        )
-        return (
-            self._rerun
-            and self._trial is None
-            and not near
-            and not order.overridden
-            and self.feeds.can_rewind
-        )
+        # One in a region: a second would find the same, for ever.
+        onsets = [*self._trials, *(past.onset for past in self.ledger.earlier)]
+        near = any(abs(order.onset - onset) < self.terms.region for onset in onsets)
+        return self._rerun and not near and not order.overridden and self.feeds.can_rewind
 
     def _watch_trial(self, index: int, order: Order | None) -> None:
         trial = self._trial

@@ -1,4 +1,4 @@
-"""A program that saves, marks and deletes in a loop, killed at random moments, many times.
+"""A program that saves, marks, rolls back and deletes, killed at random moments, many times.
 
     python killed.py WORLD ROOT ROUNDS SECONDS
 
@@ -9,6 +9,7 @@ one JSON line with what was counted, or dies of the first thing that is not as i
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -24,18 +25,20 @@ import jax
 import numpy as np
 import torch
 
+from healcore.runtime.choice import tainted
 from healcore.runtime.store import Keep, prune
 from tests.store import worlds
 
-STATES = {"dcp": worlds.DCP, "orbax": worlds.ORBAX, "torch-tiers": worlds.TORCH_TIERS}
+STATES = {world.name: world for world in (*worlds.DISKS, *worlds.TIERS)}
 KEEP = Keep(good=2, candidates=2, quarantined=1)
+READY, SAVED, BACK = "r", "s", "b"
 
 
 def state(world: worlds.World, step: int) -> dict[str, Any]:
     """A small state that only depends on the step. Nothing is compiled for it."""
     random = np.random.default_rng(step)
     arrays = [random.standard_normal((20, size), dtype=np.float32) for size in (1, 30, 400)]
-    put = jax.device_put if world is worlds.ORBAX else torch.from_numpy
+    put = jax.device_put if world.state is worlds.jax_state else torch.from_numpy
     return {"weights": [put(each) for each in arrays], "step": {"is": step}}
 
 
@@ -51,18 +54,31 @@ def child(world: worlds.World, root: Path, pipe: int) -> NoReturn:
     assert worlds.same_states(state(world, good[-1]), restored.state)
     assert restored.healing == {"step": good[-1]}
     assert store.problems() == [], store.problems()
-    tell(pipe, "r", saves[-1].step)
-    step = saves[-1].step
-    while True:
+    tell(pipe, READY, saves[-1].step)
+    step = max(saved.step for saved in saves if saved.status != "quarantined")
+    for turn in itertools.count(1):
         step += 1
         store.save(step, state(world, step), healing={"step": step})
         if step % 3 == 0:
             continue  # the next save waits for this one
         store.wait()
-        tell(pipe, "s", step)
+        tell(pipe, SAVED, step)
         if step % 2 == 0:
             store.mark(step, "good")
             prune(store, KEEP)
+        if turn % 4 == os.getpid() % 4:  # some lives are too short for more than one turn
+            step = roll_back(world, store, pipe)
+    raise AssertionError
+
+
+def roll_back(world: worlds.World, store: Any, pipe: int) -> int:
+    """Goes back to the newest known-good one, and quarantines what is later."""
+    target = max(saved.step for saved in store.steps() if saved.status == "good")
+    store.restore(target, state(world, 0))
+    tell(pipe, BACK, target)
+    for step in tainted(store.steps(), onset=target):
+        store.mark(step, "quarantined")
+    return target
 
 
 def tell(pipe: int, what: str, step: int) -> None:
@@ -72,8 +88,9 @@ def tell(pipe: int, what: str, step: int) -> None:
 def main() -> None:
     name, root, rounds, seconds = sys.argv[1:]
     world, rng = STATES[name], random.Random(name)
-    counts = {"rounds": 0, "saves": 0, "leavings": 0, "last": 0}
+    counts = {"rounds": 0, "saves": 0, "rollbacks": 0, "leavings": 0, "last": 0}
     root_path = Path(root)
+    at_most = float(seconds)
     first = os.fork()
     if not first:
         store = world.make(root_path)
@@ -96,19 +113,21 @@ def main() -> None:
         assert select.select([reader], [], [], 60)[0], "a child does not get ready"
         ready = os.read(reader, 9)
         if ready:
-            time.sleep(rng.random() * float(seconds))
+            time.sleep(rng.random() * at_most)
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         assert os.WIFSIGNALED(status), "a child found something that is not as it must be"
-        _, started = struct.unpack("<cq", ready)
+        started = struct.unpack("<cq", ready)[1]
         assert started >= counts["last"], f"step {counts['last']} was saved and is gone"
         told = b""
         while data := os.read(reader, 1 << 16):
             told += data
         os.close(reader)
-        done = [step for _, step in struct.iter_unpack("<cq", told)]
-        counts["last"] = max([started, *done])
-        counts["saves"] += len(done)
+        counts["last"] = started
+        for what, step in struct.iter_unpack("<cq", told):
+            back = what.decode() == BACK
+            counts["last"] = step if back else max(counts["last"], step)
+            counts["rollbacks" if back else "saves"] += 1
         counts["rounds"] += 1
         counts["leavings"] += any(each.startswith(".tmp-") for each in os.listdir(root_path))
     print(json.dumps(counts))

@@ -14,7 +14,7 @@ from healcore.runtime.store import (
     StateMismatch,
     StoreError,
 )
-from tests.store.worlds import ALL, DISKS, Cursor, World, over, same_states
+from tests.store.worlds import ALL, Cursor, World, over, same_states
 
 HEALING = {"schema": 1, "state": {"heal_step": 120}, "lr": 0.5}
 
@@ -188,48 +188,6 @@ def test_not_finite_where_that_is_meant(world, tmp_path):
     store.wait()
     assert store.steps()[0].finite
     store.mark(7, "good")
-
-
-@over(*ALL)
-def test_the_same_step_again(world, store):
-    store.save(7, world.state(1), healing={"save": 1})
-    store.wait()
-    store.mark(7, "quarantined")
-    store.save(7, world.state(2), healing={"save": 2})
-    store.wait()
-    assert [(saved.step, saved.status) for saved in store.steps()] == [(7, "candidate")]
-    restored = store.restore(7, world.state(1))
-    assert same_states(world.state(2), restored.state)
-    assert restored.healing == {"save": 2}
-
-
-@over(*ALL)
-def test_the_newer_save_of_a_step_counts(world, store):
-    for seed in (1, 2, 3):
-        store.save(7, world.state(seed))
-        store.wait()
-        assert same_states(world.state(seed), store.restore(7, world.state(0)).state)
-    assert len(store.steps()) == 1
-    assert store.problems() == []
-
-
-@over(*DISKS)
-def test_the_last_known_good_one_is_not_lost_to_a_newer_save_of_its_step(world, store):
-    """It is behind the newer one until that is good too, and back when that proves bad."""
-    store.save(7, world.state(1))
-    store.wait()
-    store.mark(7, "good")
-    store.save(7, world.state(2))
-    store.wait()
-    assert store.steps()[0].status == "candidate"
-    store.mark(7, "quarantined")
-    assert store.steps()[0].status == "good"
-    assert same_states(world.state(1), store.restore(7, world.state(0)).state)
-    store.save(7, world.state(3))
-    store.wait()
-    store.mark(7, "good")
-    assert same_states(world.state(3), store.restore(7, world.state(0)).state)
-    assert len(list(store.root.iterdir())) == 1
 
 
 @over(*ALL)

@@ -75,14 +75,19 @@ def test_never_one_that_is_not_finite_or_set_aside():
 
 def test_proven():
     saves = [saved(0), *(saved(step, "candidate") for step in (10, 20, 30))]
-    assert proven(saves, alarms=[], now=25, probation=10) == [10]
-    assert proven(saves, alarms=[], now=30, probation=10) == [10, 20]
-    assert proven(saves, alarms=[9], now=30, probation=10) == [10, 20]
-    assert proven(saves, alarms=[10], now=30, probation=10) == [20]
-    assert proven(saves, alarms=[19], now=30, probation=10) == [20]
-    assert proven(saves, alarms=[20], now=30, probation=10) == [10]
-    assert proven([saved(0, "candidate", False)], alarms=[], now=99, probation=1) == []
-    assert proven([saved(0, "quarantined")], alarms=[], now=99, probation=1) == []
+    for unhealthy, now, expected in (
+        ([], 25, [10]),
+        ([], 30, [10, 20]),
+        ([9], 30, [10, 20]),
+        ([20], 30, [10]),  # the step right after the save of step 20
+        ([20], 31, [10, 20]),  # healthy steps need not follow without a gap
+        (range(10, 21), 30, []),
+        (range(10, 21), 31, [10, 20]),
+        ([30, 31], 30, [10, 20]),  # not yet judged
+    ):
+        assert proven(saves, unhealthy=unhealthy, now=now, probation=10) == expected
+    assert proven([saved(0, "candidate", False)], unhealthy=[], now=99, probation=1) == []
+    assert proven([saved(0, "quarantined")], unhealthy=[], now=99, probation=1) == []
 
 
 def test_tainted():

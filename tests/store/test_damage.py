@@ -150,8 +150,8 @@ def test_the_healer_s_own_file_is_no_stranger(world, tmp_path):
     store = world.make(tmp_path)
     (tmp_path / "healcore.json").write_text("{}")
     assert store.problems() == []
-    (tmp_path / "healcore.json.bak").write_text("{}")
-    assert store.problems() == ["healcore.json.bak is nothing of healcore's"]
+    (tmp_path / "healcorejson").write_text("{}")
+    assert store.problems() == ["healcorejson is nothing of healcore's"]
 
 
 @over(*DISKS)

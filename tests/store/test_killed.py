@@ -15,7 +15,9 @@ import pytest
 from tests.store import worlds
 
 ROOT = Path(__file__).parents[2]
-ROUNDS = 100
+ROUNDS = [10, pytest.param(100, marks=pytest.mark.stress)]
+SECONDS = {"dcp": 0.06, "torch-tiers": 0.06, "orbax": 0.2, "jax-tiers": 0.2}
+"""The longest life: a few saves."""
 CLUTTER = 3000
 
 
@@ -29,13 +31,12 @@ def root() -> Iterator[Path]:
 
 
 # MemoryStore is not here: it dies with its process, and is only ever a tier before one of these.
-@pytest.mark.parametrize(
-    ("world", "seconds"), [("dcp", 0.06), ("torch-tiers", 0.06), ("orbax", 0.2)]
-)
-def test_killed_100_times(world, seconds, root):
+@pytest.mark.parametrize("rounds", ROUNDS)
+@pytest.mark.parametrize("world", SECONDS)
+def test_killed_many_times(world, rounds, root):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.store.killed", world, root, str(ROUNDS), str(seconds)],
+        [sys.executable, "-m", "tests.store.killed", world, root, str(rounds), str(SECONDS[world])],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -45,7 +46,7 @@ def test_killed_100_times(world, seconds, root):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     counts = json.loads(done.stdout.splitlines()[-1])
-    assert counts["rounds"] == ROUNDS
+    assert counts["rounds"] == rounds
     assert counts["saves"] > 0
     assert counts["leavings"] > 0, "no kill hit a save: make the rounds shorter or longer"
 

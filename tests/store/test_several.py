@@ -81,7 +81,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from healcore.runtime.store import CheckpointDamaged, Keep, NotFinite, SaveFailed, prune
+from healcore.runtime.store import CheckpointDamaged, Keep, NotFinite, SaveFailed, StateMismatch, prune
 from healcore.torch.store import DCPStore, MemoryStore, TieredStore, apply
 
 rank, root = int(sys.argv[1]), Path(sys.argv[2])
@@ -166,6 +166,19 @@ store.save(6, fresh(6.0), healing={"step": 6}); store.wait()
 check(store, 6, 6.0)
 dist.barrier()
 assert not [name for name in os.listdir(root / "disk") if name.startswith(".tmp")]
+
+# A live state that does not fit on one rank is known to both; what is optional is left out.
+class Newcomer(Own):
+    optional = True
+live = {**fresh(), "healcore": Newcomer()}
+assert set(store.restore(6, live).state) == {"model", "own"}
+if rank == 1:
+    live["model"]["plain"] = torch.zeros(5)
+try:
+    store.restore(6, live)
+    raise SystemExit("restored")
+except StateMismatch as error:
+    assert "plain" in str(error), error
 
 # Damage in a file that only one of them looks at is known to both.
 dist.barrier()

@@ -8,15 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import keystr
 
-from healcore.jax.driver.fitting import as_live, as_saved, form
+from healcore.jax.driver.fitting import as_live, as_saved, form, is_number
 from healcore.jax.stripping import attach, strip
 from healcore.runtime.store.errors import StateMismatch
 
 STATE = "state"
 """Name of a state that has no names itself."""
-UPDATE_NORM = "healcore.update_norm"
-"""Name of what `protect` keeps beside the engine, if the policy asks for it."""
+BESIDE = "healcore.beside"
+"""Name of what has no place in the items themselves."""
 
 
 class Layout:
@@ -29,16 +30,14 @@ class Layout:
 
     def __init__(self, tree: Any, *, named: bool) -> None:
         self._named = named
-        leaves = jax.tree_util.tree_leaves_with_path(strip(tree))
-        self._floats = {path for path, leaf in leaves if type(leaf) is float}
         self._accumulates = any(
             map(_is_accumulator, jax.tree.leaves(tree, is_leaf=_is_accumulator))
         )
 
     def items(self, tree: Any) -> dict[str, Any]:
         """The items of a state: name -> tree."""
-        norms = UpdateNorms(tree)
-        return {**self._parts(self._saved(tree)), **({UPDATE_NORM: norms} if norms else {})}
+        beside = Beside(tree)
+        return {**self._parts(_saved(tree)), **({BESIDE: beside} if beside else {})}
 
     def restored(self, items: Mapping[str, Any], tree: Any) -> Any:
         """The state to go on with: what was restored, with the live healing state.
@@ -52,7 +51,7 @@ class Layout:
         Raises:
             StateMismatch: it does not fit.
         """
-        wanted = self._parts(self._saved(tree))
+        wanted = self._parts(_saved(tree))
         missing = [f'there is no "{name}" in it' for name in wanted if name not in items]
         if missing:
             raise StateMismatch(None, missing)
@@ -60,10 +59,16 @@ class Layout:
         wrong = [line for name in wanted for line in _differences(name, found[name], wanted[name])]
         if wrong:
             raise StateMismatch(None, wrong)
-        live = strip(tree)
-        bare = jax.tree.map(as_live, found if self._named else found[STATE], live)
+        beside = items.get(BESIDE, {})
+        bare = jax.tree_util.tree_map_with_path(
+            lambda path, new, live: as_live(beside.get(keystr(path), new), live),
+            found if self._named else found[STATE],
+            strip(tree),
+        )
         new = attach(_without_accumulated(bare), like=tree)
-        return UpdateNorms(tree).restored(new, items.get(UPDATE_NORM))
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: _norm(beside, path, leaf) if _is_norm(path) else leaf, new
+        )
 
     def between_steps(self, tree: Any) -> bool:
         """Whether nothing is accumulated. Reads the device if the optimizer does accumulate."""
@@ -72,46 +77,41 @@ class Layout:
         nodes = jax.tree.leaves(tree, is_leaf=_is_accumulator)
         return not any(int(node.mini_step) for node in nodes if _is_accumulator(node))
 
-    def _saved(self, tree: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: as_saved(leaf, was_float=path in self._floats), strip(tree)
-        )
-
     def _parts(self, tree: Any) -> dict[str, Any]:
         return dict(tree) if self._named else {STATE: tree}
 
 
-class UpdateNorms:
-    """`ProtectState.heal_update_norm` of a state, as an item that old checkpoints may lack."""
+class Beside:
+    """What has no place in the items: Python numbers as they are, and what `protect` keeps.
 
-    optional = True
+    That is `ProtectState.heal_update_norm`, which is there if the policy asks for it.
+    """
+
+    optional = True  # checkpoints of a run without healcore lack it
 
     def __init__(self, tree: Any) -> None:
-        self._norms = {
-            jax.tree_util.keystr(path): leaf
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-            if _is_norm(path)
+        bare = jax.tree_util.tree_leaves_with_path(strip(tree))
+        whole = jax.tree_util.tree_leaves_with_path(tree)
+        self._kept = {
+            **{keystr(path): leaf for path, leaf in bare if is_number(leaf)},
+            **{keystr(path): leaf for path, leaf in whole if _is_norm(path)},
         }
 
     def __bool__(self) -> bool:
-        return bool(self._norms)
+        return bool(self._kept)
 
     def state_dict(self) -> dict[str, Any]:
-        """The norms by their place."""
-        return self._norms
+        """By their place in the state."""
+        return self._kept
 
-    def restored(self, tree: Any, saved: Mapping[str, Any] | None) -> Any:
-        """The tree with the saved norms in it; 0, as after a skip, for one that is not saved."""
-        if not self:
-            return tree
 
-        def one(path: Any, leaf: Any) -> Any:
-            if not _is_norm(path):
-                return leaf
-            known = (saved or {}).get(jax.tree_util.keystr(path), jnp.zeros((), jnp.float32))
-            return as_live(known, leaf)
+def _saved(tree: Any) -> Any:
+    return jax.tree.map(as_saved, strip(tree))
 
-        return jax.tree_util.tree_map_with_path(one, tree)
+
+def _norm(beside: Mapping[str, Any], path: tuple[Any, ...], live: Any) -> Any:
+    """The restored norm; 0, as after a skip, if there is none."""
+    return as_live(beside.get(keystr(path), jnp.zeros((), jnp.float32)), live)
 
 
 def _differences(name: str, found: Any, wanted: Any) -> list[str]:
@@ -119,7 +119,7 @@ def _differences(name: str, found: Any, wanted: Any) -> list[str]:
         return [f'"{name}" has another structure']
     pairs = zip(jax.tree_util.tree_leaves_with_path(wanted), jax.tree.leaves(found), strict=True)
     return [
-        f"{name}{jax.tree_util.keystr(path)} is {form(new)} in it, {form(live)} in the live state"
+        f"{name}{keystr(path)} is {form(new)} in it, {form(live)} in the live state"
         for (path, live), new in pairs
         if form(new) != form(live)
     ]

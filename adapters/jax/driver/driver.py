@@ -39,7 +39,6 @@ class JaxDriver:
         tree = self._place.read()
         self._engines = in_state.find(tree, self._place.trained(), self._engine)
         self._layout = Layout(tree, named=self._place.named)
-        self._seen: list[Any] = []
         self._see()
 
     # -- the training loop ------------------------------------------------------------------------
@@ -67,10 +66,10 @@ class JaxDriver:
     def took(self) -> Arriving | None:
         """The step taken since the last call, on its way to the host; None: there was none."""
         states = self._states()
-        seen = self._seen
-        self._see()
-        if all(now is then for now, then in zip(self._seen, seen, strict=True)):
+        steps = _steps(states)
+        if all(now is then for now, then in zip(steps, self._seen, strict=True)):
             return None
+        self._seen = steps
         return Arriving(self._engines, states)
 
     # -- checkpoints ------------------------------------------------------------------------------
@@ -149,5 +148,10 @@ class JaxDriver:
         return [in_state.at(roots, each.path) for each in self._engines]
 
     def _see(self) -> None:
-        """Remembers which step's state is there: by identity, without reading the device."""
-        self._seen = [value(each.heal_state["heal_step"]) for each in self._states()]
+        """Remembers which step's state is there."""
+        self._seen = _steps(self._states())
+
+
+def _steps(states: list[HealState]) -> list[Any]:
+    """The counters of the engines. A step makes new ones: told by identity, nothing is read."""
+    return [value(each.heal_state["heal_step"]) for each in states]

@@ -41,7 +41,7 @@ def worst(tensors: Sequence[str], norms: np.ndarray) -> tuple[Evidence, ...]:
         reached = np.cumsum(np.square(norms[order], dtype=np.float64))
         enough = int(np.searchsorted(reached, SHARE * reached[-1])) + 1
         found = order[: min(enough, MOST)]
-    return tuple(Evidence(tensors[i], float(norms[i])) for i in found.tolist())
+    return tuple(Evidence(tensors[i], float(norms[i])) for i in map(int, found))
 
 
 def names(tree: Any, engine: Path, count: int) -> tuple[str, ...]:
@@ -68,7 +68,7 @@ def names(tree: Any, engine: Path, count: int) -> tuple[str, ...]:
     outermost = [path for path in fitting if path[:-1] not in fitting or not path]
     best = min((_unlikely(path, engine) for path in outermost), default=None)
     likeliest = [path for path in outermost if _unlikely(path, engine) == best]
-    within = {tuple(leaf[len(path) :] for leaf in parts[path]) for path in likeliest}
+    within = {tuple(leaf[len(path) :] or leaf for leaf in parts[path]) for path in likeliest}
     if len(within) != 1:  # none, or different ones
         return tuple(f"gradient {i} of {count}" for i in range(count))
     return tuple(jax.tree_util.keystr(leaf) for leaf in parts[likeliest[0]])

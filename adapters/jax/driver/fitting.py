@@ -12,24 +12,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_INT32 = range(-(2**31), 2**31)
+
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf is a Python number."""
+    return type(leaf) in (bool, int, float)
 
 
-def as_saved(leaf: Any, *, was_float: bool) -> Any:
-    """A leaf as it goes into a checkpoint.
+def as_saved(leaf: Any) -> Any:
+    """A leaf as it goes into a checkpoint: a Python number becomes what jit makes of it.
 
-    Python numbers become arrays: a counter that starts as the number 0 (a TrainState's `step`) is
-    an array after the first compiled step, and must fit what was saved before it.
-
-    Args:
-        leaf: of the live state.
-        was_float: it was a Python float when the run began: kept in double precision.
+    A counter that starts as the number 0 (a TrainState's `step`) is an array after the first
+    compiled step, and must fit what was saved before it. The number itself is kept beside.
     """
-    if type(leaf) is bool or (type(leaf) is int and leaf in _INT32):
-        return jnp.asarray(leaf)
-    if type(leaf) is float or (was_float and jnp.ndim(leaf) == 0):
-        return np.float64(leaf)
-    return leaf
+    if not is_number(leaf):
+        return leaf
+    kind = jnp.asarray(type(leaf)())
+    with np.errstate(over="ignore"):
+        fits = np.isfinite(leaf) and np.isfinite(np.asarray(leaf, float).astype(np.float32))
+    if kind.dtype.kind == "i":
+        fits = abs(leaf) <= np.iinfo(kind.dtype).max
+    return jnp.asarray(leaf) if fits else kind  # Inf would look like a fault
 
 
 def form(leaf: Any) -> str:
@@ -44,7 +46,7 @@ def as_live(new: Any, live: Any) -> Any:
         new: array or Python number.
         live: its dtype, weak type, sharding and commitment are used. It may have been donated.
     """
-    if type(live) in (bool, int, float):
+    if is_number(live):
         return type(live)(np.asarray(new).item())
     if not isinstance(live, jax.Array):
         return new

@@ -32,7 +32,8 @@ class TensorOptions:
 
 def _kept(old: Any, new: Any) -> Any:
     if isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape == new.shape:
-        return old.detach().copy_(new) if old.requires_grad else old.copy_(new)
+        old.detach().copy_(new)
+        return old
     if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
         return tuple(_kept(a, b) for a, b in zip(old, new, strict=True))
     return new

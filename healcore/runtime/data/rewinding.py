@@ -46,7 +46,7 @@ class Source(Protocol):
 class LoaderState:
     """`state_dict` and `load_state_dict` on the loader: torchdata's StatefulDataLoader and Loader.
 
-    A state that is loaded holds for the next `iter`; one from the end of a pass leads into the next.
+    A loaded state holds for the next `iter`; one from the end of a pass leads into the next pass.
 
     The samplers' generators are kept beside it. A generator given to a StatefulDataLoader shuffles
     and also draws the workers' seeds; its state records where the shuffling began, not what has

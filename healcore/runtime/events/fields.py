@@ -32,7 +32,6 @@ ENVELOPE: dict[str, Field] = {
 FIELDS: dict[str, Field] = {
     "lost": Field(shapes.whole(1), "Events before this one that could not be written."),
     # What was seen.
-    "number": Field(shapes.whole(1), "Of the incident or rollback, over the whole run."),
     "incident": Field(shapes.whole(), "Number of the incident that it is part of; 0: of none."),
     "onset": Field(shapes.whole(), "Step of its first alarm."),
     "engine": Field(shapes.TEXT, "The optimizer's name in the state, where there are several."),
@@ -46,15 +45,14 @@ FIELDS: dict[str, Field] = {
     "observed": Field(shapes.TRUTH, "True: nothing is done, the policy only observes."),
     "skip": Field(shapes.TRUTH, "The step was skipped within the step."),
     "grad_scale": Field(shapes.NUMBER, "Factor on the step's gradients."),
+    "lr_scale_before": Field(shapes.NUMBER, "The learning-rate multiplier until now."),
     "lr_scale": Field(shapes.NUMBER, "The learning-rate multiplier from now on."),
     "lr": Field(shapes.NUMBER, "The user's own learning rate, without the multiplier."),
-    "scale_before": Field(shapes.NUMBER, "The learning-rate multiplier before."),
-    "scale_after": Field(shapes.NUMBER, "The learning-rate multiplier after."),
     "lr_before": Field(shapes.NUMBER, "The learning rate before, multiplier included."),
     "lr_after": Field(shapes.NUMBER, "The learning rate after, multiplier included."),
+    "number": Field(shapes.whole(1), "Of the rollback, over the whole run."),
     "depth": Field(shapes.whole(), "How many known-good checkpoints to go back."),
     "checkpoint": Field(shapes.whole(), "Step of the checkpoint that was used, or is spoken of."),
-    "order": Field(shapes.STEPS, "Checkpoints to try, the wanted one first."),
     "repeated": Field(shapes.TRUTH, "An earlier rollback went there too, and nothing is older."),
     "initial": Field(shapes.TRUTH, "It is the snapshot that the run started from."),
     "rewound": Field(shapes.TRUTH, "The data was put back; false: it goes on forward."),
@@ -63,7 +61,6 @@ FIELDS: dict[str, Field] = {
     "problem": Field(shapes.TEXT, "What went wrong, in words."),
     "hook": Field(shapes.TEXT, "Name of the hook."),
     "seconds": Field(shapes.SECONDS, "How long it took."),
-    "path": Field(shapes.TEXT, "Where the checkpoint lies."),
     "diagnosis": Field(shapes.TEXT, "For a person, in plain words."),
     # The run.
     "host": Field(shapes.TEXT, "Host name."),
@@ -81,12 +78,10 @@ FIELDS: dict[str, Field] = {
     "rank": Field(shapes.whole(), "Number of this process in the run."),
     "world": Field(shapes.whole(1), "How many processes the run has."),
     "ending": Field(shapes.one_of(*shapes.ENDINGS), "How the process ended."),
-    "exception": Field(shapes.TEXT, "What was raised."),
     "resumes": Field(shapes.TRUTH, "There are checkpoints of an earlier process to go on from."),
     "untold_alarms": Field(shapes.whole(1), "Alarms that got no event of their own."),
     "incidents": Field(shapes.whole(), "Incidents so far."),
     "rollbacks": Field(shapes.whole(), "Rollbacks so far."),
     "last_good": Field(shapes.whole(), "Step of the newest known-good checkpoint."),
-    "postmortem": Field(shapes.TEXT, "Path of the postmortem."),
 }
 """Any event may have these; which ones a kind always has stands in `kinds`."""

@@ -22,7 +22,7 @@ KINDS: dict[str, Kind] = {
     "resume": Kind("The run goes on from a checkpoint of an earlier process.", ("checkpoint",)),
     "alarm": Kind("A step with a cause. `step` is that step.", ("cause", "readings")),
     "incident": Kind(
-        "An incident begins. `step` is the step that was judged.", ("number", "onset", "cause")
+        "An incident begins. `step` is the step that was judged.", ("incident", "onset", "cause")
     ),
     "order": Kind(
         "The policy orders something of the host. `step` is the step that was judged.",
@@ -46,7 +46,7 @@ KINDS: dict[str, Kind] = {
     "skipped_batches": Kind("Batches were left out, exactly these.", ("batches",)),
     "data": Kind("What became of the data's position.", ("outcome",)),
     "lr": Kind(
-        "The learning-rate multiplier was cut, or is back at 1.", ("scale_before", "scale_after")
+        "The learning-rate multiplier was cut, or is back at 1.", ("lr_scale_before", "lr_scale")
     ),
     "rerun": Kind("A suspicious step is taken once more from a snapshot.", ("checkpoint",)),
     "verdict": Kind("What the re-run showed.", ("outcome",)),

@@ -107,7 +107,6 @@ VERSIONS = Shape(
     {"type": "object", "additionalProperties": {"type": "string"}},
     lambda value: isinstance(value, dict) and all(isinstance(each, str) for each in value.values()),
 )
-STEPS = array(whole(), "array of steps")
 CAUSES = array(one_of(*(str(each.name) for each in Cause)), "array of causes")
 ACTIONS = array(one_of(*(str(each.name) for each in Action)), "array of actions")
 BATCHES = array(

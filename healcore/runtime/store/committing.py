@@ -24,6 +24,9 @@ _HINTS = {
     errno.ENOENT: "the store's directory has gone: has somebody deleted it?",
 }
 
+_ASIDE = 2
+"""How many quarantined saves stay after their step was saved again."""
+
 
 class Written(NamedTuple):
     """What one rank wrote."""
@@ -72,17 +75,28 @@ def commit(root: Path, ranks: Ranks, item: Item, write: Callable[[Path], Written
         names.done_with(name)
 
 
-def clear_superseded(root: Path, step: int) -> None:
-    """Removes what a newer save of the same step replaces, unless it is the last known-good one."""
+def clear_superseded(root: Path) -> None:
+    """Removes saves whose step was saved again.
+
+    Two kinds stay: the last known-good one, until there is another; and quarantined ones, the
+    newest few, because a run that went back soon comes by the same steps again, long before a
+    person had the time to look at what went wrong.
+    """
     found = listing.complete(root)
-    saves = found.get(step, [])
-    counting = listing.newest(saves) if saves else None
-    good = any(
-        manifest.read_status(listing.newest(each).folder) == "good" for each in found.values()
-    )
-    for save in saves:
-        if save is not counting and (good or manifest.read_status(save.folder) != "good"):
+    counting = [listing.newest(saves) for saves in found.values()]
+    good = any(manifest.read_status(each.folder) == "good" for each in counting)
+    aside = []
+    for save in (each for saves in found.values() for each in saves):
+        status = manifest.read_status(save.folder)
+        if save in counting or (status == "good" and not good):
+            continue
+        if status == "quarantined":
+            aside.append(save)
+        else:
             remove(root, save.folder)
+    aside.sort(key=lambda save: save.manifest.created)
+    for save in aside[:-_ASIDE]:
+        remove(root, save.folder)
 
 
 def remove(root: Path, folder: Path) -> None:
@@ -133,7 +147,7 @@ def _complete(root: Path, folder: Path, item: Item, parts: Sequence[Written]) ->
     atomic.sync_directory(folder)
     # Only now does it have the name of a checkpoint.
     atomic.rename(folder, root / names.step_directory(item.step))
-    clear_superseded(root, item.step)
+    clear_superseded(root)
 
 
 def _synced(folder: Path, files: Sequence[str]) -> dict[str, Digest]:

@@ -113,10 +113,22 @@ class DirectoryStore(ABC):
         self._save(step, state, healing, copy=True)
 
     def save_held(
-        self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        healing: Mapping[str, Any] | None = None,
+        created: float | None = None,
     ) -> None:
-        """`save` of a state that nobody changes until `wait` returns: there is no copy."""
-        self._save(step, state, healing, copy=False)
+        """`save` of a state that nobody changes until `wait` returns: there is no copy.
+
+        Args:
+            step: as in `save`.
+            state: as in `save`.
+            healing: as in `save`.
+            created: when it was copied, if that was earlier.
+        """
+        self._save(step, state, healing, copy=False, created=created)
 
     def steps(self) -> list[Saved]:
         """The complete checkpoints, ascending. One under way is not among them."""
@@ -147,13 +159,15 @@ class DirectoryStore(ABC):
             raise NotFinite(step, found.manifest.nonfinite)
 
         def action() -> None:
+            # Before it too: a crash may have left two saves of this step, and one is meant.
+            committing.clear_superseded(self.root)
             manifest.write_status(found.folder, status)
-            committing.clear_superseded(self.root, step)
+            committing.clear_superseded(self.root)
 
         self._change(f"step {step} cannot be marked {status}", action)
 
     def delete(self, step: int) -> None:
-        """Removes a checkpoint, unless it is the last known-good one."""
+        """Removes all saves of a step, unless the last known-good one is what counts for it."""
         self._behind.join()
         if retention.is_last_good(self.steps(), step):
             raise LastGoodKept(step)
@@ -174,12 +188,19 @@ class DirectoryStore(ABC):
     # -- beyond it ------------------------------------------------------------------------------
 
     def drop(self, step: int) -> None:
-        """`delete` without the question whether it is the last known-good one."""
+        """`delete` without the question whether what counts is the last known-good one.
+
+        A known-good save of the step that a newer one has superseded stays, if it is the last.
+        """
         self._find(step)
 
         def action() -> None:
-            for each in listing.complete(self.root).get(step, []):
-                committing.remove(self.root, each.folder)
+            committing.clear_superseded(self.root)
+            saves = listing.complete(self.root).get(step, [])
+            counting = listing.newest(saves)
+            for each in reversed(saves):  # a crash leaves the newer ones
+                if each is counting or manifest.read_status(each.folder) != "good":
+                    committing.remove(self.root, each.folder)
 
         self._change(f"step {step} cannot be deleted", action)
 
@@ -192,6 +213,7 @@ class DirectoryStore(ABC):
         healing: Mapping[str, Any] | None,
         *,
         copy: bool,
+        created: float | None = None,
     ) -> None:
         step = protocol.checked_step(step)
         kept = None if healing is None else protocol.frozen(healing)
@@ -202,7 +224,7 @@ class DirectoryStore(ABC):
             raise
         except Exception as error:
             raise SaveFailed(step, "while copying the state", error) from error
-        item = Item(step, time.time(), self.format, kept)
+        item = Item(step, time.time() if created is None else created, self.format, kept)
 
         def job() -> None:
             try:

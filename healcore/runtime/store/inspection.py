@@ -77,7 +77,6 @@ def checked_copies(
         digests: what the blocks were when they were saved.
         changed: makes the error for one that is not the same any more.
     """
-
     sizes = [len(block.raw) for block in blocks]
     copies = fresh(sizes)
 

@@ -12,7 +12,6 @@ from healcore.runtime.store.errors import StoreError
 from healcore.runtime.store.manifest import BadManifest, Manifest
 from healcore.runtime.store.sealed import Unsealed, unseal
 
-
 HEALER = "healcore."
 """How the files begin that a Healer keeps in the root about its run; no store touches them."""
 

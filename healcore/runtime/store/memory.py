@@ -198,6 +198,11 @@ class Hold:
         self._store = store
         self._slot = slot
 
+    @property
+    def created(self) -> float:
+        """When it was copied."""
+        return self._slot.created
+
     def read(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """State and healing state in the snapshot's own memory: not to be changed.
 

@@ -72,7 +72,9 @@ def prune(store: CheckpointStore, keep: Keep) -> list[int]:
     steps = superfluous(store.steps(), keep)
     for step in steps:
         store.delete(step)
-    return steps
+    # In tiers the last known-good one on disk stays, however many there are in memory.
+    left = {saved.step for saved in store.steps()} if steps else set()
+    return [step for step in steps if step not in left]
 
 
 def is_last_good(saves: Sequence[Saved], step: int) -> bool:

@@ -61,6 +61,9 @@ class Ring:
     def __init__(self, keep: Keep) -> None:
         self.keep = keep.checked()
         self._slots: dict[int, Slot] = {}
+        self._beneath: Slot | None = None
+        """The last known-good one while a newer save of its step is not proven. It takes a good
+        one's place: there is no other."""
         self._spare: Any | None = None
         self._lock = RLock()
 
@@ -73,7 +76,8 @@ class Ring:
     def nbytes(self) -> int:
         """Memory held, the spare included."""
         with self._lock:
-            held = [slot.snapshot for slot in self._slots.values()]
+            beneath = [] if self._beneath is None else [self._beneath]
+            held = [slot.snapshot for slot in (*self._slots.values(), *beneath)]
             spare = [] if self._spare is None else [self._spare]
             return sum(snapshot.nbytes for snapshot in (*held, *spare))
 
@@ -96,7 +100,9 @@ class Ring:
         with self._lock:
             replaced = self._slots.pop(slot.step, None)
             self._slots[slot.step] = slot
-            if replaced is not None:
+            if replaced is not None and replaced.status == "good" and not self._good():
+                self._beneath = replaced
+            elif replaced is not None:
                 self.release(replaced)
             self._thin()
 
@@ -111,6 +117,7 @@ class Ring:
         with self._lock:
             self.slot(step)
             self.release(self._slots.pop(step))
+            self._settle()
 
     # -- memory ---------------------------------------------------------------------------------
 
@@ -154,3 +161,22 @@ class Ring:
     def _thin(self) -> None:
         for step in retention.superfluous(self.saves(), self.keep):
             self.release(self._slots.pop(step))
+        self._settle()
+
+    def _settle(self) -> None:
+        """The one beneath comes back when the newer save proves bad, or goes when one is good."""
+        beneath = self._beneath
+        if beneath is None:
+            return
+        above = self._slots.get(beneath.step)
+        if self._good():
+            self._beneath = None
+            self.release(beneath)
+        elif above is None or above.status == "quarantined":
+            self._beneath = None
+            self._slots[beneath.step] = beneath
+            if above is not None:
+                self.release(above)
+
+    def _good(self) -> bool:
+        return any(slot.status == "good" for slot in self._slots.values())

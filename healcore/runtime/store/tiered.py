@@ -62,11 +62,17 @@ class TieredStore:
         self._saves += 1
 
     def steps(self) -> list[Saved]:
-        """Checkpoints of both, ascending; what is in both has the status that memory says."""
+        """Checkpoints of both, ascending; what is in both has the status that memory says.
+
+        Of two saves of one step that in memory counts: it is the newer one.
+        """
         found = {saved.step: saved for saved in self.disk.steps()}
-        for saved in self.memory.steps():
-            there = found.get(saved.step)
-            found[saved.step] = saved if there is None else there._replace(status=saved.status)
+        for near in self.memory.steps():
+            far = found.get(near.step)
+            if far is not None and _same(near, far):
+                found[near.step] = far._replace(status=near.status)
+            else:
+                found[near.step] = near
         return [found[step] for step in sorted(found)]
 
     def verify(self, step: int) -> Saved:
@@ -79,17 +85,22 @@ class TieredStore:
         return self._each(step, lambda tier: tier.restore(step, like), first=True)
 
     def mark(self, step: int, status: Status) -> None:
-        """Marks it wherever it is."""
+        """Marks it wherever it is. An older save of the step on disk keeps its status."""
         for tier in self._having(step):
             tier.mark(step, status)
 
     def delete(self, step: int) -> None:
-        """Removes it wherever it is, unless it is the last known-good one."""
+        """Removes it wherever it is, unless it is the last known-good one.
+
+        The last known-good one on disk stays there, whatever memory has: that is gone after a
+        crash. An older save of the step on disk is listed again when the one in memory has gone.
+        """
         tiers = self._having(step)
         if retention.is_last_good(self.steps(), step):
             raise LastGoodKept(step)
         for tier in tiers:
-            tier.drop(step)
+            if tier is self.memory or not retention.is_last_good(self.disk.steps(), step):
+                tier.drop(step)
 
     def wait(self) -> None:
         """Waits for the disk."""
@@ -118,23 +129,22 @@ class TieredStore:
     def _to_disk(self, step: int, hold: Hold) -> None:
         try:
             state, healing = hold.read()
-            self.disk.save_held(step, state, healing=healing)
+            self.disk.save_held(step, state, healing=healing, created=hold.created)
             self.disk.wait()
         finally:
             hold.release()
 
     def _having(self, step: int) -> list[MemoryStore | DirectoryStore]:
-        """The stores that have a step, memory first."""
+        """The stores that have the save that counts for a step, memory first."""
         self._behind.join()
-        tiers = [
-            tier
-            for tier in (self.memory, self.disk)
-            if any(saved.step == step for saved in tier.steps())
-        ]
-        if not tiers:
+        near = next((saved for saved in self.memory.steps() if saved.step == step), None)
+        far = next((saved for saved in self.disk.steps() if saved.step == step), None)
+        if near is None and far is None:
             there = [saved.step for saved in self.steps()]
             raise NotThere(step, there, f"memory and {self.disk.root}")
-        return tiers
+        if near is None:
+            return [self.disk]
+        return [self.memory, self.disk] if far and _same(near, far) else [self.memory]
 
     def _each(
         self, step: int, action: Callable[[MemoryStore | DirectoryStore], T], *, first: bool
@@ -167,3 +177,9 @@ class TieredStore:
                 tier.mark(step, "quarantined")
         except StoreError:
             return  # not to be listed any more, or a disk that cannot be written: told already
+
+
+def _same(near: Saved, far: Saved) -> bool:
+    """Whether what memory and disk have of a step is one save, and no damage has parted them."""
+    parted = far.status == "quarantined" != near.status
+    return near.created == far.created and not parted

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import healcore
-from healcore.tools.cli import demo, policy
+from healcore.tools.cli import demo, events, policy
 
 __all__ = ["app", "main"]
 
@@ -20,6 +20,7 @@ app = typer.Typer(
     help="One policy that heals training runs, the same in JAX and in torch.",
 )
 app.add_typer(policy.app, name="policy")
+app.add_typer(events.app, name="events")
 demo.add_to(app)
 
 

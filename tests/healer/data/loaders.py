@@ -28,13 +28,16 @@ class Squares(Dataset):
     def __init__(self, bad: int | None = None) -> None:
         self.bad = bad
 
+    def __repr__(self) -> str:  # Grain's DataLoader takes no state of a source with another repr
+        return "Squares()"
+
     def __len__(self) -> int:
         return len(EXAMPLES)
 
-    def __getitem__(self, at: int) -> int:
-        if at == self.bad:
-            raise OSError(f"example {at} is not there")
-        return at * at
+    def __getitem__(self, index: int) -> int:
+        if index == self.bad:
+            raise OSError(f"example {index} is not there")
+        return index * index
 
 
 class Shuffled:
@@ -106,7 +109,7 @@ def grain_loader() -> Any:
         len(EXAMPLES), shard_options=grain.sharding.NoSharding(), shuffle=True, num_epochs=1, seed=3
     )
     batch = grain.transforms.Batch(SIZE)
-    return grain.DataLoader(data_source=range(len(EXAMPLES)), sampler=sampler, operations=[batch])
+    return grain.DataLoader(data_source=Squares(), sampler=sampler, operations=[batch])
 
 
 class Kind(NamedTuple):

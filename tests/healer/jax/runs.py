@@ -53,9 +53,14 @@ def plain(
     inner: Any = None, policy: Any = POLICY, wrap: Callable[..., Any] = protect, **beside: Any
 ) -> Run:
     """A dictionary of parameters, optimizer state and whatever else."""
-    tx = wrap(inner or optax.adamw(1e-2), policy)
+    tx, step = _plain_program(inner, policy, wrap)
     params = {"hidden": jnp.full((4, 3), 0.1), "out": {"w": jnp.full((3, 1), 0.2)}}
-    state = {"params": params, "opt_state": tx.init(params), **beside}
+    return Run({"params": params, "opt_state": tx.init(params), **beside}, step, step._cache_size)
+
+
+@functools.cache  # compiling takes seconds
+def _plain_program(inner: Any, policy: Any, wrap: Callable[..., Any]) -> Any:
+    tx = wrap(inner or optax.adamw(1e-2), policy)
 
     def loss_of(params: Any, x: Any) -> Any:
         return mse(jnp.tanh(x @ params["hidden"]) @ params["out"]["w"], x)
@@ -67,7 +72,7 @@ def plain(
         params = optax.apply_updates(state["params"], updates)
         return {**state, "params": params, "opt_state": opt_state}
 
-    return Run(state, step, step._cache_size)
+    return tx, step
 
 
 class Net(nn.Module):
@@ -84,22 +89,28 @@ class State(HealTrainState):
 
 def linen() -> Run:
     """A TrainState with batch statistics and a key, whose `step` begins as the number 0."""
-    model = Net()
+    model, tx, step = _linen_program()
     variables = model.init(jax.random.key(0), batch(0), train=False)
     state = State.create(
         apply_fn=model.apply,
         params=variables["params"],
-        tx=protect(optax.adamw(1e-2), POLICY),
+        tx=tx,
         batch_stats=variables["batch_stats"],
         key=jax.random.key(1),
     )
+    return Run(state, step, step._cache_size)
+
+
+@functools.cache
+def _linen_program() -> Any:
+    model = Net()
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state: Any, x: Any) -> Any:
         key, dropout = jax.random.split(state.key)
 
         def loss_of(params: Any) -> Any:
-            out, changed = state.apply_fn(
+            out, changed = model.apply(
                 {"params": params, "batch_stats": state.batch_stats},
                 x,
                 train=True,
@@ -111,7 +122,7 @@ def linen() -> Run:
         (loss, stats), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
         return state.apply_gradients(grads=grads, value=loss, batch_stats=stats, key=key)
 
-    return Run(state, step, step._cache_size)
+    return model, protect(optax.adamw(1e-2), POLICY), step
 
 
 class Model(nnx.Module):
@@ -127,9 +138,14 @@ class Model(nnx.Module):
 
 def in_place() -> Run:
     """Nnx objects, with a metric that nobody differentiates."""
-    model = Model(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, protect(optax.adamw(1e-2), POLICY), wrt=nnx.Param)
+    model, (tx, step, traces) = Model(nnx.Rngs(0)), _nnx_program()
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     state = {"model": model, "optimizer": optimizer, "metric": nnx.metrics.Average("loss")}
+    return Run(state, step, lambda: len(traces))
+
+
+@functools.cache
+def _nnx_program() -> Any:
     traces = []
 
     @nnx.jit
@@ -143,7 +159,7 @@ def in_place() -> Run:
     def step(live: Any, x: Any) -> None:
         compiled(live["model"], live["optimizer"], live["metric"], x)
 
-    return Run(state, step, lambda: len(traces))
+    return protect(optax.adamw(1e-2), POLICY), step, traces
 
 
 RUNS = {"plain": plain, "linen": linen, "nnx": in_place}

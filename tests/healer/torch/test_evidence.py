@@ -128,9 +128,7 @@ def test_a_scalers_scale_is_taken_out():
 def one_rank(tmp_path):
     from torch.distributed.device_mesh import init_device_mesh
 
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1
-    )
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
 

@@ -52,10 +52,16 @@ def test_it_says_what_the_engine_ordered(seat: str):
     assert (bad.engine_step, bad.onset, bad.incident, bad.incident_open) == (2, 1, 1, True)
     assert (bad.loss, bad.grad_norm) == (7.0, calm.grad_norm)
 
+    for i in (2, 3):
+        run.step(i)
+        told = only(driver)
+    assert (told.onset, told.incident, told.incident_open) == (1, 1, False)
+
 
 @every_seat
-def test_it_says_what_the_metrics_say(seat: str):
-    run, driver = driven(fused, policies.EVERYTHING, seat)
+@pytest.mark.parametrize("policy", ["EVERYTHING", "ADAGC"])
+def test_it_says_what_the_metrics_say(seat: str, policy: str):
+    run, driver = driven(fused, getattr(policies, policy), seat)
     for i in range(12):
         driver.observe(float(i % 3))
         run.step(i, 30.0 if i == 9 else 1.0)
@@ -107,6 +113,21 @@ def test_what_a_scaler_throws_away_was_not_judged(seat: str):
     assert told.decision.lr_scale == 0.5
     assert told.incident_open
     assert told.evidence == ()
+
+
+@every_seat
+def test_the_first_step_after_going_back_was_judged(seat: str):
+    """Its number is that of the last step before, which does not make them one."""
+    run, driver = driven(fused, GOES_BACK, seat)
+    run.step(0)
+    engines = driver.healing()
+    run.step(1)
+    driver.load_healing(engines)
+    assert driver.took() is None, "of the branch that was given up"
+    run.step(1, NAN)
+    told = only(driver)
+    assert told.engine_step == 2
+    assert told.decision.skip
 
 
 def test_an_accumulating_loop_takes_a_step_every_few_batches():

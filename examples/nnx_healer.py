@@ -1,0 +1,75 @@
+"""A Flax nnx loop that goes back by itself: the lines that healcore adds are marked.
+
+Four batches in a row are ruined. The first ones are skipped; at the third the run goes back to a
+checkpoint that is known to be good, dropout keys and all, halves its learning rate, and leaves the
+bad batches out. Model and optimizer stay the same objects.
+
+python examples/nnx_healer.py [DIRECTORY]
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import healcore  # <- healcore
+
+STEPS, BATCH = 400, 64
+RUINED = range(250, 254)
+
+
+def batch(index: int) -> tuple[np.ndarray, np.ndarray]:
+    inputs = np.random.default_rng(index).standard_normal((BATCH, 8), np.float32)
+    targets = np.sin(inputs.sum(axis=1, keepdims=True))
+    return inputs, targets * np.float32("nan") if index in RUINED else targets
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.first = nnx.Linear(8, 32, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.second = nnx.Linear(32, 1, rngs=rngs)
+
+    def __call__(self, x: Any) -> jax.Array:
+        return self.second(self.dropout(jnp.tanh(self.first(x))))
+
+
+def loss_fn(model: Model, inputs: Any, targets: Any) -> jax.Array:
+    return jnp.mean((model(inputs) - targets) ** 2)
+
+
+@nnx.jit
+def train_step(model: Model, optimizer: nnx.Optimizer, inputs: Any, targets: Any) -> None:
+    loss, grads = nnx.value_and_grad(loss_fn)(model, inputs, targets)
+    optimizer.update(model, grads, value=loss)  # <- healcore
+
+
+def main(directory: str) -> None:
+    """Train a small regression, and print how it went."""
+    # A list can be put back to any batch, and so can a Grain iterator.
+    loader = [batch(index) for index in range(STEPS)]
+    model = Model(nnx.Rngs(0))
+    tx = healcore.jax.protect(optax.adamw(1e-2), "default")  # <- healcore
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    state = {"model": model, "optimizer": optimizer}
+    with healcore.Healer("default", state=state, store=directory) as healer:  # <- healcore
+        for x, y in healer.batches(loader):  # <- healcore
+            train_step(model, optimizer, x, y)
+    model.eval()
+    loss = loss_fn(model, *batch(STEPS)).item()
+    print(f"loss {loss:.3f}, steps {healer.step}, rollbacks {healer.rollbacks}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        main(sys.argv[1])
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            main(folder)

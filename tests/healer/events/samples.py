@@ -1,0 +1,82 @@
+"""One event of every kind, with the values that a run gives them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from healcore.core.verdict import Action, Cause
+from healcore.runtime.driver import Evidence
+from healcore.runtime.incident import Readings
+
+READINGS = Readings(2.31, 14.2, 1.27, 55.0, math.inf)
+EVIDENCE = (Evidence("layers.3.weight", math.nan), Evidence("layers.1.weight", 12.5))
+
+SAMPLES: dict[str, dict[str, Any]] = {
+    "start": {
+        "policy": "default",
+        "fingerprint": "0a1b2c3d",
+        "mode": "heal",
+        "framework": "torch",
+        "store": "checkpoints",
+        "rank": 0,
+        "world": 1,
+        "lag": 1,
+        "save_every": 100,
+        "resumes": False,
+    },
+    "resume": {"checkpoint": 400},
+    "alarm": {
+        "engine": "optimizer",
+        "incident": 1,
+        "cause": Cause.LOSS_SPIKE,
+        "skip": True,
+        "grad_scale": 1.0,
+        "lr_scale": 1.0,
+        "action": Action.ALERT,
+        "readings": READINGS,
+        "evidence": EVIDENCE,
+        "batches": [(0, 7)],
+    },
+    "incident": {"incident": 1, "onset": 4, "cause": Cause.LOSS_SPIKE, "batches": [(0, 7)]},
+    "order": {
+        "incident": 1,
+        "cause": Cause.LOSS_SPIKE,
+        "action": Action.ROLLBACK | Action.CUT_LR,
+        "depth": 1,
+        "observed": True,
+    },
+    "save": {"why": "regular", "seconds": 0.25},
+    "save_failed": {"problem": OSError(28, "No space left on device")},
+    "good": {},
+    "quarantine": {"checkpoint": 500},
+    "damaged": {"problem": "the checkpoint of step 500 is damaged"},
+    "rollback_begin": {"number": 1, "onset": 4, "checkpoint": 300},
+    "rollback": {
+        "number": 1,
+        "onset": 4,
+        "cause": Cause.LOSS_SPIKE,
+        "checkpoint": 300,
+        "outcome": "done",
+        "lr_before": 1e-3,
+        "lr_after": 5e-4,
+        "lr_scale": 0.5,
+        "batches": [(0, 7), (0, 8)],
+        "repeated": False,
+        "initial": False,
+        "seconds": 1.5,
+    },
+    "skipped_batches": {"batches": [(0, 7), (1, 0)]},
+    "data": {"outcome": "rewound", "rewound": True},
+    "lr": {"lr_scale_before": 1.0, "lr_scale": 0.5},
+    "rerun": {"checkpoint": 300, "onset": 4},
+    "verdict": {"outcome": "transient", "onset": 4},
+    "hook": {"hook": "mine.watch", "ordered": Action.ROLLBACK, "action": Action(0)},
+    "stop": {
+        "why": "the budget is spent",
+        "diagnosis": "healcore stopped the run.",
+        "checkpoint": 300,
+    },
+    "problem": {"problem": "the journal could not be written"},
+    "end": {"ending": "stopped", "incidents": 3, "rollbacks": 2, "last_good": 300},
+}

@@ -1,0 +1,88 @@
+"""What the events of a killed run tell of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from healcore.core.verdict import Cause
+from healcore.runtime.events.reading import Event
+from healcore.runtime.retelling import last_run, retell
+
+ALARM: dict[str, Any] = {
+    "cause": ["LOSS_SPIKE"],
+    "readings": {"loss": 2.0, "grad_norm": "inf", "threshold": 1.0, "z": 3.0, "z_loss": 4.0},
+    "skip": True,
+}
+
+
+def history(*told: tuple[str, int | None, dict[str, Any]], run: str = "a") -> list[Event]:
+    return [
+        {"schema": 1, "seq": seq, "run": run, "kind": kind, "step": step, **fields}
+        for seq, (kind, step, fields) in enumerate(told)
+    ]
+
+
+START = ("start", None, {"mode": "heal", "store": "there"})
+
+
+def test_a_run_in_which_nothing_happened():
+    case = retell(history(START))
+    assert (case.ending, case.step, case.cause, case.incidents) == ("killed", 0, Cause(0), 0)
+    assert (case.last_good, case.readings, case.tried, case.lr_scale) == (None, None, (), 1.0)
+
+
+def test_nothing_of_an_older_incident_is_told_of_a_newer_one():
+    evidence = [{"name": "old", "grad_norm": 1.0}]
+    case = retell(
+        history(
+            START,
+            ("incident", 5, {"incident": 1, "onset": 4, "cause": ["OVERFIT"]}),
+            ("alarm", 5, {**ALARM, "evidence": evidence, "batches": [[0, 5]]}),
+            ("incident", 90, {"incident": 2, "onset": 89, "cause": ["LOSS_SPIKE"]}),
+            ("alarm", 90, ALARM),
+            ("rollback", 91, {"checkpoint": 80, "outcome": "done", "batches": [[1, 1]]}),
+        )
+    )
+    assert (case.cause, case.onset, case.incidents) == (Cause.LOSS_SPIKE, 89, 2)
+    assert (case.evidence, case.batches) == ((), ())
+    assert case.readings is not None
+    assert case.readings.grad_norm == float("inf")
+    assert case.skips == 2
+
+
+def test_a_trial_is_no_attempt():
+    back = {"checkpoint": 80, "lr_scale": 0.5}
+    case = retell(
+        history(
+            START,
+            ("rollback", 91, {**back, "outcome": "trial"}),
+            ("verdict", 92, {"outcome": "reproducible"}),
+            ("rollback", 95, {**back, "outcome": "done"}),
+        )
+    )
+    assert [each.step for each in case.tried] == [95]
+    assert (case.verdict, case.lr_scale) == ("reproducible", 0.5)
+
+
+def test_the_last_good_checkpoint_is_of_the_last_store():
+    other = ("start", None, {"mode": "heal", "store": "elsewhere"})
+    first = history(START, ("good", 300, {}), ("good", 400, {}))
+    same = history(START, ("damaged", 400, {"problem": "a bit"}), run="b")
+    assert retell(same, first).last_good == 300
+    assert retell(same, first).damaged == (400,)
+    assert retell(history(other, run="b"), first).last_good is None
+    assert retell(history(other, ("good", 20, {}), run="b"), first).last_good == 20
+
+
+def test_only_the_last_run_is_told():
+    one = history(START, ("save", 5, {}))
+    two = history(START, ("save", 9, {}), run="b")
+    assert last_run(one + two) == two
+    assert last_run(two + one) == one
+    assert last_run([one[0], two[0], one[1], two[1]]) == two, "two at once"
+    assert last_run(one[1:]) == []
+
+
+def test_a_run_id_that_is_used_again_begins_at_its_last_start():
+    again = history(START, ("save", 5, {}), START, ("save", 7, {}))
+    assert last_run(again) == again[2:]

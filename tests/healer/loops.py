@@ -1,0 +1,223 @@
+"""The same small training loop in both frameworks, with faults where a test wants them.
+
+Batches are numbers; what is in one follows from its number. So any list, generator or data loader
+of numbers is a data set, and a test can say which batches are bad, always or only once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+
+from healcore import policy as policies
+from healcore.jax import protect
+from healcore.runtime.healer import Healer
+
+RULES = """
+schema = 1
+name = "test"
+[detect.nonfinite]
+[[respond]]
+to = ["nonfinite"]
+do = ["skip", "rollback"{cut}]
+[incident]
+quiet_steps = 2
+patience = 5
+[rollback]
+probation = 4
+region = 30
+skip_batches = {skip_batches}
+[lr]
+hold_steps = 3
+ramp_steps = 4
+[budget]
+recoveries = {recoveries}
+refund_after = 10000
+"""
+
+
+def rules(
+    *, cut: bool = True, skip_batches: int = 0, recoveries: int = 3, mode: str = "heal"
+) -> Any:
+    """A policy that goes back at the first NaN."""
+    text = RULES.format(
+        cut=', "cut_lr"' if cut else "", skip_batches=skip_batches, recoveries=recoveries
+    )
+    return policies.loads(
+        text.replace("[detect.nonfinite]", f'mode = "{mode}"\n[detect.nonfinite]')
+    )
+
+
+class Faults:
+    """Which batches are bad, and how often they have been so.
+
+    Args:
+        always: batches whose targets are NaN each time.
+        once: batches whose targets are NaN the first time only.
+    """
+
+    def __init__(self, always: Iterable[int] = (), once: Iterable[int] = ()) -> None:
+        self.always, self.once = frozenset(always), frozenset(once)
+        self.seen: Counter[int] = Counter()
+        self.order: list[int] = []
+
+    def batch(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """float32 (16, 4) and (16, 1)."""
+        self.seen[number] += 1
+        self.order.append(number)
+        random = np.random.default_rng(number)
+        inputs = random.normal(size=(16, 4)).astype(np.float32)
+        targets = np.sin(inputs.sum(axis=1, keepdims=True))
+        if number in self.always or (number in self.once and self.seen[number] == 1):
+            targets = targets * np.float32("nan")
+        return inputs, targets
+
+
+class TorchLoop:
+    """Dropout, AdamW, a cosine schedule: everything that a rollback has to put back."""
+
+    framework = "torch"
+    rate = 1e-2
+
+    def __init__(self, faults: Faults | None = None) -> None:
+        torch.manual_seed(0)
+        self.faults = faults or Faults()
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Tanh(), torch.nn.Linear(8, 1)
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.rate)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 200)
+        self.state = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+        }
+
+    def step(self, healer: Healer | None, number: Any) -> None:
+        inputs, targets = map(torch.from_numpy, self.faults.batch(int(number)))
+        loss = (self.model(inputs) - targets).square().mean()
+        if healer is not None:
+            healer.observe(loss)
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+
+    def weights(self) -> list[np.ndarray]:
+        """Everything that a step changes, as NumPy arrays."""
+        moments = [
+            m for s in self.optimizer.state.values() for m in (s["exp_avg"], s["exp_avg_sq"])
+        ]
+        tensors = [*self.model.parameters(), *moments]
+        return [tensor.detach().numpy().copy() for tensor in tensors]
+
+
+class JaxLoop:
+    """The same with optax; the dropout's key is part of the state."""
+
+    framework = "jax"
+
+    def __init__(self, faults: Faults | None = None, policy: Any = None) -> None:
+        self.faults = faults or Faults()
+        keys = jax.random.split(jax.random.key(0), 3)
+        params = {
+            "w1": jax.random.normal(keys[0], (4, 8)) / 2,
+            "b1": jnp.zeros(8),
+            "w2": jax.random.normal(keys[1], (8, 1)) / 3,
+            "b2": jnp.zeros(1),
+        }
+        adamw = optax.adamw(optax.cosine_decay_schedule(1e-2, 200))
+        self.tx = adamw if policy is None else protect(adamw, policy=policy)
+        self.state = {
+            "params": params,
+            "opt_state": self.tx.init(params),
+            "key": jax.random.key_data(keys[2]),
+        }
+        self._step = jax.jit(self._taken, donate_argnums=0)
+
+    def _taken(self, state: Any, inputs: jax.Array, targets: jax.Array) -> Any:
+        key, drop = jax.random.split(jax.random.wrap_key_data(state["key"]))
+
+        def loss_of(params: Mapping[str, jax.Array]) -> jax.Array:
+            hidden = jnp.tanh(inputs @ params["w1"] + params["b1"])
+            hidden = hidden * jax.random.bernoulli(drop, 0.8, hidden.shape) / 0.8
+            return jnp.mean((hidden @ params["w2"] + params["b2"] - targets) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_of)(state["params"])
+        tx = optax.with_extra_args_support(self.tx)
+        updates, opt_state = tx.update(grads, state["opt_state"], state["params"], value=loss)
+        return {
+            "params": optax.apply_updates(state["params"], updates),
+            "opt_state": opt_state,
+            "key": jax.random.key_data(key),
+        }
+
+    def step(self, healer: Healer | None, number: Any) -> None:
+        batch = self.faults.batch(int(number))
+        self.state = self._step(self.state if healer is None else healer.state, *batch)
+        if healer is not None:
+            healer.update(self.state)
+
+    def weights(self) -> list[np.ndarray]:
+        """Everything that a step changes, as NumPy arrays; the healing state aside."""
+        from healcore.jax.stripping import strip
+
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(strip(self.state))]
+
+
+def loop_of(framework: str, faults: Faults | None = None, policy: Any = None) -> Any:
+    """A fresh loop; the same weights each time."""
+    return TorchLoop(faults) if framework == "torch" else JaxLoop(faults, policy)
+
+
+def train(
+    loop: Any,
+    policy: Any,
+    data: Any,
+    *,
+    store: Path | None = None,
+    before: Callable[[Healer, int], None] | None = None,
+    epochs: int = 1,
+    **options: Any,
+) -> dict[str, Any]:
+    """A whole healed run.
+
+    Args:
+        loop: from `loop_of`.
+        policy: of the Healer.
+        data: loader of batch numbers.
+        store: directory; None: memory only.
+        before: called with the healer and the batch before each step.
+        epochs: passes.
+        **options: for `Healer`.
+
+    Returns:
+        Facts at the end: `step`, `rollbacks`, `good`.
+    """
+    options.setdefault("save_every", 5)
+    with Healer(policy, state=loop.state, store=store, **options) as healer:
+        for number in healer.batches(data, epochs=epochs):
+            if before is not None:
+                before(healer, int(number))
+            loop.step(healer, number)
+        facts = {"step": healer.step, "rollbacks": healer.rollbacks, "good": healer.good}
+        loop.state = healer.state
+    return facts
+
+
+def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
+    """Whether two states are equal, bit by bit."""
+    return len(a) == len(b) and all(
+        x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True)
+    )

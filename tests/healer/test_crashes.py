@@ -1,0 +1,143 @@
+"""A crash at any point of a rollback: the next start finishes it, to the same end, bit for bit.
+
+The points are found by counting: every call that changes something on disk or in the live run is
+one. The test with SIGKILL at random moments is test_killed.py; here each point has its turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from healcore.runtime.feeds import Feeds
+from healcore.runtime.journal import Journal
+from healcore.runtime.keeping import Keeper
+from healcore.runtime.recovering import Recovery
+from healcore.runtime.store.tiered import TieredStore
+from tests.healer.loops import Faults, loop_of, rules, same, train
+from tests.healer.reading import events, postmortems
+
+POINTS = [
+    (TieredStore, "mark"),
+    (TieredStore, "restore"),
+    (Journal, "write"),
+    (Keeper, "set_aside"),
+    (Keeper, "take_stock"),
+    (Recovery, "_apply"),
+    (Feeds, "go_back"),
+]
+BAD = [23, 24]
+
+
+class Crash(BaseException):
+    """Nobody catches it, and nothing is tidied up behind it: see `crashing`."""
+
+
+@contextmanager
+def crashing(monkeypatch: pytest.MonkeyPatch, at: int | None) -> Iterator[list[str]]:
+    """Raises Crash before the `at`-th point within a rollback; counts them with None."""
+    passed: list[str] = []
+    inside = False
+    go_back = Recovery.go_back
+
+    def watched(self: Any, wanted: Any) -> Any:
+        nonlocal inside
+        inside = True
+        result = go_back(self, wanted)
+        inside = False
+        return result
+
+    def counted(kind: type, name: str) -> Any:
+        method = getattr(kind, name)
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if inside:
+                if len(passed) == at:
+                    raise Crash(f"{kind.__name__}.{name}")
+                passed.append(f"{kind.__name__}.{name}")
+            return method(self, *args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recovery, "go_back", watched)
+        for kind, name in POINTS:
+            patch.setattr(kind, name, counted(kind, name))
+        # A killed process says nothing at its end.
+        patch.setattr("healcore.runtime.healer.close", lambda run, error: quiet_end(run, error))
+        yield passed
+
+
+def quiet_end(run: Any, error: BaseException | None) -> None:
+    run.keeper.settle()
+    run.terminating.release()
+    run.driver.close()
+    run.narrator.end()
+    assert error is None or isinstance(error, Crash)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_every_point_of_a_rollback(framework, tmp_path, monkeypatch):
+    with crashing(monkeypatch, None) as passed:
+        clean = loop_of(framework, Faults(always=BAD), rules())
+        expected = train(clean, rules(), range(40), store=tmp_path / "clean")
+    assert expected["rollbacks"] == 2
+    assert len(passed) > 8, passed
+    first = passed.index("Feeds.go_back") + 3  # of the first rollback, and the journal after it
+    for at in range(0, first, 1 if framework == "torch" else 3):
+        folder = tmp_path / str(at)
+        with crashing(monkeypatch, at), pytest.raises(Crash):
+            train(loop_of(framework, Faults(always=BAD), rules()), rules(), range(40), store=folder)
+        after = loop_of(framework, Faults(always=BAD), rules())
+        facts = train(after, rules(), range(40), store=folder)
+        assert facts["step"] == expected["step"], passed[at]
+        assert facts["rollbacks"] == expected["rollbacks"], passed[at]
+        assert same(after.weights(), clean.weights()), passed[at]
+
+
+def test_what_a_rollback_has_cost_survives_a_crash_right_after_it(tmp_path):
+    def stumble(healer: Any, number: int) -> None:
+        if healer.rollbacks == 1:
+            raise RuntimeError("power")
+
+    with pytest.raises(RuntimeError, match="power"):
+        train(
+            loop_of("torch", Faults(always=BAD)),
+            rules(),
+            range(40),
+            store=tmp_path,
+            before=stumble,
+        )
+    seen = {}
+
+    def look(healer: Any, number: int) -> None:
+        if not seen:
+            engine = healer.driver.healing()["optimizer"]["state"]
+            seen.update(lr=engine["lr"]["scale"], left=engine["budget"]["recoveries"])
+
+    after = loop_of("torch", Faults(always=BAD))
+    train(after, rules(), range(40), store=tmp_path, before=look)
+    assert seen == {"lr": 0.5, "left": 2}
+    assert 23 not in after.faults.order, "the bad batch was to be left out"
+
+
+def test_the_run_that_was_killed_gets_its_postmortem(tmp_path):
+    import subprocess
+    import sys
+
+    program = Path(__file__).with_name("killed_run.py")
+    done = subprocess.run(
+        [sys.executable, program, tmp_path, "25"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == -9, done.stderr
+    assert postmortems(tmp_path) == []
+    train(loop_of("torch"), rules(), range(40), store=tmp_path)
+    killed, completed = postmortems(tmp_path)
+    assert killed["ending"] == "killed"
+    assert killed["step"] >= 20
+    assert completed["ending"] == "completed"
+    assert [event["seq"] for event in events(tmp_path)] == list(range(len(events(tmp_path))))

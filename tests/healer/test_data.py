@@ -1,0 +1,99 @@
+"""What becomes of the data when a run goes back."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.healer.loops import Faults, loop_of, rules, train
+from tests.healer.reading import events
+
+
+class Forward:
+    """Numbers that can only be read once and forwards."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self):
+        yield from range(self.count)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_loader_that_cannot_be_rewound_goes_on_forward_and_that_is_said(framework, tmp_path):
+    loop = loop_of(framework, Faults(always=[23]), rules())
+    facts = train(loop, rules(), Forward(40), store=tmp_path)
+    assert loop.faults.order == list(range(40)), "nothing twice, nothing left out"
+    (rollback,) = events(tmp_path, "rollback")
+    (moved,) = events(tmp_path, "data")
+    assert moved["rewound"] is False
+    assert "Forward" in moved["outcome"]
+    assert facts["step"] == rollback["checkpoint"] + 15
+
+
+def test_more_batches_are_left_out_where_the_policy_says_so(tmp_path):
+    loop = loop_of("torch", Faults(always=[23]))
+    policy = rules(skip_batches=4)
+    train(loop, policy, range(40), store=tmp_path)
+    (left_out,) = events(tmp_path, "skipped_batches")
+    assert left_out["batches"] == [[0, n] for n in range(23, 28)]
+    assert loop.faults.order.count(24) == 1, "read on the way to the rollback, not after it"
+
+
+def test_forward_too(tmp_path):
+    loop = loop_of("torch", Faults(always=[23]))
+    train(loop, rules(skip_batches=4), Forward(40), store=tmp_path)
+    (left_out,) = events(tmp_path, "skipped_batches")
+    assert left_out["batches"] == [[0, 25], [0, 26], [0, 27]], "24 was taken before it was known"
+
+
+def test_a_window_ends_with_the_epoch(tmp_path):
+    loop = loop_of("torch", Faults(always=[19]))
+    loop.faults.always = frozenset()
+    loop.faults.once = frozenset({19})
+    train(loop, rules(skip_batches=10), range(20), store=tmp_path, epochs=2)
+    (left_out,) = events(tmp_path, "skipped_batches")
+    assert left_out["batches"] == [[0, 19]]
+    assert loop.faults.order[-20:] == list(range(20))
+
+
+def test_a_fault_in_the_last_step_of_the_data_is_healed_too(tmp_path):
+    loop = loop_of("torch", Faults(always=[19]))
+    facts = train(loop, rules(), range(20), store=tmp_path)
+    assert facts["rollbacks"] == 1
+    assert facts["step"] == 19
+
+
+def test_one_call_per_epoch(tmp_path):
+    from healcore.runtime.healer import Healer
+
+    def run(stop_at):
+        loop, data = loop_of("torch", Faults()), list(range(10))
+        with Healer(rules(), state=loop.state, store=tmp_path, save_every=5) as healer:
+            for _epoch in range(4):
+                for number in healer.batches(data):
+                    loop.step(healer, number)
+                    if healer.step == stop_at:
+                        raise RuntimeError("power")
+        return loop
+
+    with pytest.raises(RuntimeError, match="power"):
+        run(17)
+    loop = run(None)
+    assert loop.faults.order == [*range(5, 10), *range(10), *range(10)]
+
+
+def test_a_rollback_into_the_epoch_before(tmp_path):
+    from healcore.runtime.healer import Healer
+
+    loop, data = loop_of("torch", Faults(once=[1])), list(range(20))
+    loop.faults.seen[1] = -1  # bad in the second epoch only
+    with Healer(rules(), state=loop.state, store=tmp_path, save_every=5) as healer:
+        for _epoch in range(2):
+            for number in healer.batches(data):
+                loop.step(healer, number)
+        assert healer.step == 39
+    (rollback,) = events(tmp_path, "rollback")
+    assert rollback["checkpoint"] < 20
+    (left_out,) = events(tmp_path, "skipped_batches")
+    assert left_out["batches"] == [[1, 1]]
+    assert loop.faults.order[-19:] == [0, *range(2, 20)]

@@ -1,0 +1,136 @@
+"""Every way in which a run can end, and what is left of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from healcore.runtime.ending import RunStopped
+from healcore.runtime.terminating import Terminated
+from tests.healer.loops import Faults, loop_of, rules, train
+from tests.healer.reading import events, postmortems
+
+BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
+
+
+@BOTH
+def test_completed(framework, tmp_path):
+    train(loop_of(framework, policy=rules()), rules(), range(12), store=tmp_path)
+    (found,) = postmortems(tmp_path)
+    assert (found["ending"], found["step"], found["incidents"]) == ("completed", 12, 0)
+    assert events(tmp_path)[-1]["kind"] == "end"
+    assert events(tmp_path, "save")[-1]["step"] == 12, "the last state is saved"
+
+
+@BOTH
+def test_a_spent_budget_stops_the_run_and_says_why(framework, tmp_path):
+    bad = range(20, 40)
+    policy = rules(recoveries=1)
+    loop = loop_of(framework, Faults(always=bad), policy)
+    with pytest.raises(RunStopped) as stopped:
+        train(loop, policy, range(40), store=tmp_path)
+    text = str(stopped.value)
+    assert "budget" in text
+    assert "nonfinite_loss" in text
+    assert "went back from step" in text
+    assert f"checkpoint of step {stopped.value.last_good}" in text
+    (found,) = postmortems(tmp_path)
+    assert found["ending"] == "stopped"
+    assert found["diagnosis"] == text
+    assert events(tmp_path, "stop")[0]["diagnosis"] == text
+
+
+def test_an_uncaught_stop_is_a_failed_process_with_the_diagnosis_on_its_screen(tmp_path):
+    program = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from tests.healer.loops import Faults, loop_of, rules, train
+try:
+    train(loop_of("torch", Faults(always=range(8, 40))), rules(recoveries=0), range(40))
+except Exception:
+    print("swallowed")
+print("went on")
+"""
+    program = program.replace("rules(recoveries=0)", "rules(recoveries=1)")
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "healcore stopped the run at step" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@BOTH
+def test_without_a_known_good_one_it_goes_back_to_the_beginning(framework, tmp_path):
+    policy = rules()
+    loop = loop_of(framework, Faults(always=[2]), policy)
+    facts = train(loop, policy, range(12), store=tmp_path)
+    (rollback,) = events(tmp_path, "rollback")
+    assert (rollback["checkpoint"], rollback["initial"]) == (0, True)
+    assert facts["step"] == 11
+
+
+def test_an_exception_of_the_loop_comes_through(tmp_path):
+    def fail(healer, number):
+        if number == 7:
+            raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        train(loop_of("torch"), rules(), range(12), store=tmp_path, before=fail)
+    (found,) = postmortems(tmp_path)
+    assert found["ending"] == "exception"
+    assert "ZeroDivisionError: mine" in found["exception"]
+    # The step may have been half done: what is in memory now is not saved.
+    assert events(tmp_path, "save")[-1]["step"] == 5
+
+
+def test_sigterm_finishes_the_step_saves_and_ends_with_the_signals_status(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+
+    def ask(healer, number):
+        if number == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Terminated) as ended:
+        train(loop_of("torch"), rules(), range(12), store=tmp_path, before=ask)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert events(tmp_path, "save")[-1]["step"] == 8
+    assert postmortems(tmp_path)[0]["ending"] == "signal"
+    after = loop_of("torch")
+    assert train(after, rules(), range(12), store=tmp_path)["step"] == 12
+    assert after.faults.order == [8, 9, 10, 11]
+
+
+def test_the_programs_own_handler_is_called_too(tmp_path):
+    called = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: called.append(number))
+    try:
+        with pytest.raises(Terminated):
+            train(
+                loop_of("torch"),
+                rules(),
+                range(12),
+                before=lambda healer, number: os.kill(os.getpid(), signal.SIGTERM),
+            )
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert called == [signal.SIGTERM]
+
+
+def test_a_loop_that_breaks_off_is_complete(tmp_path):
+    from healcore.runtime.healer import Healer
+
+    loop = loop_of("torch")
+    with Healer(rules(), state=loop.state, store=tmp_path, save_every=5) as healer:
+        for number in healer.batches(range(40)):
+            loop.step(healer, number)
+            if number == 7:
+                break
+    assert postmortems(tmp_path)[0]["step"] == 8
+    assert events(tmp_path, "save")[-1]["step"] == 8

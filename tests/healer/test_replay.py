@@ -1,0 +1,74 @@
+"""A rollback with no other change replays the run bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.healer.loops import Faults, loop_of, rules, same, train
+from tests.healer.reading import events
+
+BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
+
+
+@BOTH
+def test_a_transient_fault_leaves_no_trace(framework, tmp_path):
+    clean = loop_of(framework, policy=rules())
+    train(clean, rules(), range(40))
+    hurt = loop_of(framework, Faults(once=[23]), rules())
+    facts = train(hurt, rules(), range(40), rerun=True, store=tmp_path)
+    assert facts["rollbacks"] == 1
+    assert facts["step"] == 40
+    assert hurt.faults.seen[22] == 2, "the run did not go back"
+    assert [event["outcome"] for event in events(tmp_path, "verdict")] == ["transient"]
+    assert same(hurt.weights(), clean.weights())
+
+
+@BOTH
+def test_a_reproducible_fault_is_gone_around(framework, tmp_path):
+    loop = loop_of(framework, Faults(always=[23]), rules())
+    facts = train(loop, rules(), range(40), rerun=True, store=tmp_path)
+    assert [event["outcome"] for event in events(tmp_path, "verdict")] == ["reproducible"]
+    assert facts["rollbacks"] == 2
+    assert facts["step"] == 39
+    assert loop.faults.seen[23] == 2
+    left_out = [event["batches"] for event in events(tmp_path, "skipped_batches")]
+    assert left_out == [[[0, 23]]]
+
+
+def test_dropout_and_shuffling_included(tmp_path):
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="no torchdata here")
+
+    def loader() -> Any:
+        return torchdata.StatefulDataLoader(list(range(50)), batch_size=None, shuffle=True)
+
+    clean = loop_of("torch")
+    train(clean, rules(), loader(), epochs=2)
+    bad = clean.faults.order[70]
+    # Bad in the second epoch only.
+    hurt = loop_of("torch", Faults())
+    hurt.faults.once = frozenset({bad})
+    hurt.faults.seen[bad] = -1
+    facts = train(hurt, rules(), loader(), epochs=2, rerun=True)
+    assert facts["rollbacks"] == 1
+    assert same(hurt.weights(), clean.weights())
+
+
+@BOTH
+def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not(framework, tmp_path):
+    clean = loop_of(framework, policy=rules())
+    train(clean, rules(), range(40))
+
+    def stumble(healer, number):
+        if number == 27:
+            raise RuntimeError("the power is gone")
+
+    first = loop_of(framework, policy=rules())
+    with pytest.raises(RuntimeError, match="power"):
+        train(first, rules(), range(40), store=tmp_path, before=stumble)
+    second = loop_of(framework, policy=rules())
+    facts = train(second, rules(), range(40), store=tmp_path)
+    assert facts["step"] == 40
+    assert second.faults.order[0] == 25
+    assert same(second.weights(), clean.weights())

@@ -1,0 +1,158 @@
+"""What disks do to a run, and what a run may find on them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from healcore.runtime.healer import Healer
+from healcore.runtime.opening import AlreadyCompleted, StoreNotEmpty
+from healcore.runtime.store import SaveFailed, StateMismatch
+from tests.healer.loops import Faults, loop_of, rules, same, train
+from tests.healer.reading import events
+
+BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
+
+
+def flip_a_bit(folder: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    files = sorted(path for path in (folder / "data").rglob("*") if path.is_file())
+    path = chance.choice([file for file in files if file.stat().st_size])
+    data = bytearray(path.read_bytes())
+    data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    path.write_bytes(data)
+
+
+@BOTH
+def test_a_damaged_checkpoint_is_told_and_the_next_older_one_used(framework, tmp_path):
+    policy = rules()
+
+    def stumble(healer, number):
+        if number == 27:
+            raise RuntimeError("power")
+
+    with pytest.raises(RuntimeError, match="power"):
+        train(loop_of(framework, policy=policy), policy, range(40), store=tmp_path, before=stumble)
+    flip_a_bit(next(tmp_path.glob("step-0000000025.*")), seed=1)
+    clean = loop_of(framework, policy=policy)
+    train(clean, policy, range(40))
+    loop = loop_of(framework, policy=policy)
+    facts = train(loop, policy, range(40), store=tmp_path)
+    assert facts["step"] == 40
+    assert loop.faults.order[0] == 20
+    assert events(tmp_path, "damaged")[0]["step"] == 25
+    assert events(tmp_path, "resume")[0]["checkpoint"] == 20
+    assert same(loop.weights(), clean.weights())
+
+
+def test_a_disk_that_fails_costs_a_checkpoint_and_not_the_run(tmp_path, monkeypatch):
+    from healcore.torch.store import DCPStore
+
+    write = DCPStore._write
+
+    def full(self, captured, folder):
+        if full.on:
+            raise OSError(28, "No space left on device")
+        return write(self, captured, folder)
+
+    full.on = False
+    monkeypatch.setattr(DCPStore, "_write", full)
+
+    def fill(healer, number):
+        full.on = 18 <= number < 28
+
+    loop = loop_of("torch", Faults(always=[30]))
+    facts = train(loop, rules(), range(40), store=tmp_path, before=fill)
+    assert facts["step"] == 39
+    failed = events(tmp_path, "save_failed")
+    assert failed[0]["step"] == 20
+    assert "No space left" in failed[0]["problem"]
+
+
+def test_old_checkpoints_without_healing_state(tmp_path):
+    from healcore.torch.store import DCPStore
+
+    old = loop_of("torch")
+    for number in range(20):
+        old.step(None, number)
+    store = DCPStore(tmp_path)
+    store.save(20, old.state)
+    store.wait()
+    loop = loop_of("torch", Faults(always=[30]))
+    facts = train(loop, rules(), range(40), store=tmp_path)
+    assert events(tmp_path, "resume")[0]["checkpoint"] == 20
+    assert facts["rollbacks"] == 1
+    assert events(tmp_path, "rollback")[0]["onset"] >= 20
+
+
+def test_an_edited_policy_does_not_make_checkpoints_useless(tmp_path):
+    def stumble(healer, number):
+        if number == 12:
+            raise RuntimeError("power")
+
+    with pytest.raises(RuntimeError, match="power"):
+        train(loop_of("torch"), rules(), range(40), store=tmp_path, before=stumble)
+    facts = train(loop_of("torch"), "default", range(40), store=tmp_path)
+    assert facts["step"] == 40
+    assert any("begin anew" in event["problem"] for event in events(tmp_path, "problem"))
+
+
+def test_what_resume_allows(tmp_path):
+    train(loop_of("torch"), rules(), range(12), store=tmp_path)
+    with pytest.raises(AlreadyCompleted, match="completed at step 12"):
+        train(loop_of("torch"), rules(), range(12), store=tmp_path)
+    with pytest.raises(StoreNotEmpty, match="up to step 12"):
+        train(loop_of("torch"), rules(), range(12), store=tmp_path, resume=False)
+    facts = train(loop_of("torch"), rules(), range(12), epochs=2, store=tmp_path, resume=True)
+    assert facts["step"] == 24
+
+
+def test_another_model_is_refused_before_anything_is_touched(tmp_path):
+    import torch
+
+    def stumble(healer, number):
+        if number == 12:
+            raise RuntimeError("power")
+
+    with pytest.raises(RuntimeError, match="power"):
+        train(loop_of("torch"), rules(), range(40), store=tmp_path, before=stumble)
+    model = torch.nn.Linear(3, 3)
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optimizer": optimizer}
+    with pytest.raises(StateMismatch), Healer(rules(), state=state, store=tmp_path) as healer:
+        del healer
+    assert torch.equal(model.weight, before)
+    assert not optimizer._optimizer_step_pre_hooks, "nothing of healcore is left on it"
+
+
+def test_an_unsavable_state_is_an_error_at_the_start():
+    import threading
+
+    loop = loop_of("torch")
+
+    class Odd:
+        def state_dict(self):
+            return {"lock": threading.Lock()}
+
+        def load_state_dict(self, state):
+            del state
+
+    with pytest.raises(Exception, match="cannot be pickled"):
+        Healer(rules(), state={**loop.state, "odd": Odd()}).__enter__()
+    assert not loop.optimizer._optimizer_step_pre_hooks
+
+
+def test_read_only_directory(tmp_path):
+    import os
+
+    if os.geteuid() == 0:
+        pytest.skip("root writes everywhere")
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises((SaveFailed, OSError)):
+            train(loop_of("torch"), rules(), range(3), store=tmp_path / "new")
+    finally:
+        tmp_path.chmod(0o700)

@@ -1,0 +1,158 @@
+"""What a save costs, counted in bytes and in what is waited for. Never by the clock."""
+
+from __future__ import annotations
+
+import threading
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from healcore.runtime.store import Keep, inspection
+from tests.store.worlds import ALL, DISKS, MEMORIES, TIERS, World, jax_state, over
+
+ARRAYS, SIDE = 12, 500
+BYTES = ARRAYS * SIDE * SIDE * 4
+SMALL = Keep(good=1, candidates=2, quarantined=0)
+
+
+def large(world: World) -> dict[str, Any]:
+    """Twelve megabytes."""
+    put = jax.device_put if world.state is jax_state else torch.from_numpy
+    return {"weights": [put(np.full((SIDE, SIDE), i, np.float32)) for i in range(ARRAYS)]}
+
+
+@contextmanager
+def traced() -> Iterator[list[int]]:
+    """The most host memory that NumPy and Python held in the block, beyond what was there."""
+    peak: list[int] = []
+    tracemalloc.start(1)
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        yield peak
+        peak.append(tracemalloc.get_traced_memory()[1] - before)
+    finally:
+        tracemalloc.stop()
+
+
+@over(*ALL)
+def test_a_save_takes_one_copy_and_the_next_one_uses_its_memory_again(world, tmp_path):
+    store, state = world.make(tmp_path), large(world)
+    with traced() as first:
+        store.save(0, state)
+    store.wait()
+    assert BYTES <= first[0] < 1.5 * BYTES
+    if world in DISKS:  # the others use memory again when their ring is full
+        with traced() as second:
+            store.save(1, state)
+        store.wait()
+        assert second[0] < 0.2 * BYTES
+
+
+@over(*TIERS)
+def test_tiers_take_the_copy_in_memory_to_disk_and_make_no_second_one(world, tmp_path):
+    store, state = world.make(tmp_path, keep=SMALL), large(world)
+    for step in range(6):
+        store.save(step, state)
+        store.wait()
+        # One each for the ring, the one being taken, and the one on its way to disk.
+        assert store.memory.nbytes <= (SMALL.most + 2) * 1.1 * BYTES
+    assert store.disk._spare is None
+
+
+@over(*DISKS)
+def test_the_disk_holds_nobody_up(world, tmp_path):
+    """`save` returns with not a byte written, and the state is free to be changed."""
+    store, gate = world.make(tmp_path), threading.Event()
+    write = store._write
+
+    def late(captured, folder):
+        assert gate.wait(60)
+        return write(captured, folder)
+
+    store._write = late
+    state = world.state(1)
+    store.save(1, state)
+    world.spoil(state)
+    assert store._behind.busy
+    assert store.steps() == []
+    assert store.failures() == []
+    gate.set()
+    store.wait()
+    assert [saved.step for saved in store.steps()] == [1]
+
+
+@over(*MEMORIES)
+def test_digests_and_checks_hold_nobody_up(world, tmp_path, monkeypatch):
+    store, gate, inspect = world.make(tmp_path), threading.Event(), inspection.inspect
+
+    def late(*arguments):
+        assert gate.wait(60)
+        return inspect(*arguments)
+
+    monkeypatch.setattr(inspection, "inspect", late)
+    state = world.state(1)
+    store.save(1, state)
+    world.spoil(state)
+    assert store._behind.busy
+    gate.set()
+    store.verify(1)
+
+
+@over(*TIERS)
+def test_neither_does_a_slow_disk_behind_memory(world, tmp_path):
+    """Saves that stay in memory go on while one is being written."""
+    store, gate = world.make(tmp_path, disk_every=4), threading.Event()
+    write = store.disk._write
+
+    def late(captured, folder):
+        assert gate.wait(60)
+        return write(captured, folder)
+
+    store.disk._write = late
+    for step in range(4):
+        store.save(step, world.state(step))
+    assert store._behind.busy
+    assert [saved.step for saved in store.steps()] == [0, 1, 2, 3]
+    assert store.disk.steps() == []
+    gate.set()
+    store.wait()
+    assert [saved.step for saved in store.disk.steps()] == [0]
+
+
+@over(*DISKS)
+def test_a_restore_reads_into_one_copy(world, tmp_path):
+    store, state = world.make(tmp_path), large(world)
+    store.save(0, state)
+    store.wait()
+    with traced() as peak:
+        store.restore(0, state)
+    assert peak[0] < 1.5 * BYTES
+
+
+@over(*MEMORIES)
+def test_a_restore_out_of_memory_is_one_copy(world, tmp_path):
+    store, state = world.make(tmp_path), large(world)
+    store.save(0, state)
+    store.wait()
+    with traced() as peak:
+        restored = store.restore(0, state).state
+    assert BYTES <= peak[0] < 1.7 * BYTES
+    assert len(restored["weights"]) == ARRAYS
+
+
+@over(*MEMORIES)
+def test_the_bound_is_printed_and_kept(world, tmp_path):
+    store, state = world.make(tmp_path), large(world)
+    most = store.keep.most + 1
+    for step in range(2 * most):
+        store.save(step, state)
+        store.wait()
+        store.mark(step, ("good", "candidate", "quarantined")[step % 3])
+        assert store.nbytes <= 1.1 * most * BYTES
+    assert store.describe().startswith(f"at most {most} copies of the state in host memory")
