@@ -14,7 +14,7 @@ import tempfile
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from healcore.runtime.healer import Healer  # <- healcore
+import healcore  # <- healcore
 
 STEPS, BATCH = 400, 64
 RUINED = range(250, 254)
@@ -37,7 +37,7 @@ def main(directory: str) -> None:
     scheduler = CosineAnnealingLR(optimizer, STEPS)
     loss = torch.zeros(())
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}  # <- healcore
-    with Healer("default", state=state, store=directory) as healer:  # <- healcore
+    with healcore.Healer("default", state=state, store=directory) as healer:  # <- healcore
         for x, y in healer.batches(loader):  # <- healcore
             loss = (model(x) - y).square().mean()
             healer.observe(loss)  # <- healcore

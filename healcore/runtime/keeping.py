@@ -20,6 +20,7 @@ from healcore.runtime.store import (
     UnsavableState,
     superfluous,
 )
+from healcore.runtime.store.ranks import Ranks, agreed
 
 Tell = Callable[..., object]
 """Writes an event: ``tell(kind, step=..., **fields)``."""
@@ -35,6 +36,7 @@ class Keeper:
         probation: healthy steps until one is known-good.
         region: steps within which trouble is the same trouble.
         prover: verifies behind the training loop.
+        ranks: the processes of this run.
         tell: takes events.
     """
 
@@ -47,6 +49,7 @@ class Keeper:
         probation: int,
         region: int,
         prover: Prover,
+        ranks: Ranks,
         tell: Tell,
     ) -> None:
         self.store = store
@@ -55,6 +58,7 @@ class Keeper:
         self.probation = probation
         self._region = region
         self._prover = prover
+        self._ranks = ranks
         self._tell = tell
         self._waiting: dict[int, Saved] = {}
         self.good: int | None = None
@@ -87,7 +91,6 @@ class Keeper:
         Raises:
             UnsavableState: there is something in the state that no checkpoint can hold.
         """
-        self._prover.finish()  # it may be reading what a full ring is about to drop
         began = time.monotonic()
         try:
             self.store.save(step, state, healing=healing)
@@ -108,15 +111,30 @@ class Keeper:
         verdict = self._prover.verdict()
         if verdict is not None:
             self._judge(*verdict, ledger)
-        if ledger.open or self._prover.busy or not self._waiting:
+        if ledger.open or self._prover.busy:
             return
-        ready = self._ready(ledger)
+        ready = self._agreed(ledger)
         if ready:
             self._prover.begin(self.store, ready[0])
         ledger.forget(min(self._waiting, default=step))
 
+    def _agreed(self, ledger: Ledger) -> list[int]:
+        """`_ready`, on every rank the same.
+
+        Ranks notice a failed write, or a new file on a network disk, at different steps. They
+        exchange now and then, and at the same step everywhere, whether one has something or not.
+        """
+        if self._ranks.world == 1:
+            return self._ready(ledger)
+        if ledger.judged % max(1, self.every // 2):
+            return []
+        everybody = self._ranks.gather(self._ready(ledger))
+        return sorted(set.intersection(*map(set, everybody)))
+
     def _ready(self, ledger: Ledger) -> list[int]:
         """Steps whose probation is over. The store is asked only when there may be one."""
+        if not self._waiting:
+            return []
         facts = {"unhealthy": ledger.unhealthy, "now": ledger.judged, "probation": self.probation}
         if not proven(list(self._waiting.values()), **facts):
             return []
@@ -137,10 +155,10 @@ class Keeper:
             target = ledger.earlier[-1].target
             deeper = [s.step for s in saves if s.status == "good" and s.step < target]
             stay = {target, *deeper[-1:]}
-        for step in superfluous(saves, self.keep):
-            if step not in stay:
-                self.store.delete(step)
-                self._waiting.pop(step, None)
+        surplus = [step for step in superfluous(saves, self.keep) if step not in stay]
+        for step in agreed(self._ranks, surplus):
+            self.store.delete(step)
+            self._waiting.pop(step, None)
 
     def _judge(self, step: int, error: Exception | None, ledger: Ledger) -> None:
         self._waiting.pop(step, None)
@@ -159,16 +177,14 @@ class Keeper:
         except (StoreError, OSError) as trouble:
             self._tell("problem", step=step, problem=str(trouble))
 
-    def set_aside(self, steps: list[int], *, now: int) -> list[int]:
+    def set_aside(self, steps: list[int], *, now: int) -> None:
         """Quarantines checkpoints; those that are gone, or quarantined already, are fine."""
         self._prover.finish()
-        done = []
-        for saved in self.store.steps():
-            if saved.step in steps and saved.status != "quarantined":
-                self.store.mark(saved.step, "quarantined")
-                self._tell("quarantine", step=now, checkpoint=saved.step)
-                done.append(saved.step)
-        return done
+        saves = self.store.steps()
+        todo = [s.step for s in saves if s.step in steps and s.status != "quarantined"]
+        for step in agreed(self._ranks, todo):
+            self.store.mark(step, "quarantined")
+            self._tell("quarantine", step=now, checkpoint=step)
 
     def note_damage(self, error: CheckpointDamaged) -> None:
         """Tells of a checkpoint whose bytes are not those that were saved."""

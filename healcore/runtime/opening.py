@@ -108,6 +108,7 @@ def _opened(options: Options, driver: Driver) -> Run:
         probation=terms.probation,
         region=terms.region,
         prover=Prover(behind=ranks.world == 1),
+        ranks=ranks,
         tell=tell,
     )
     recovery = Recovery(

@@ -95,13 +95,13 @@ def _batches(event: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
 
 
 def _tried(event: Event) -> Tried:
-    before, after = event.get("lr_before"), event.get("lr_after")
+    lr, before, after = (event.get(name) for name in ("lr", "lr_scale_before", "lr_scale"))
     return Tried(
         step=event["step"],
         onset=event.get("onset", event["step"]),
         target=event["checkpoint"],
-        lr_before=None if before is None else float(before),
-        lr_after=None if after is None else float(after),
+        lr_before=None if lr is None or before is None else float(lr) * float(before),
+        lr_after=None if lr is None or after is None else float(lr) * float(after),
         left_out=len(event.get("batches", ())),
     )
 

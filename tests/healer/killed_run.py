@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.healer.loops import loop_of, rules, train  # noqa: E402
+from tests.healer.loops import loop_of, rules, train
 
 
 def main() -> None:

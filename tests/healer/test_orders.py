@@ -118,5 +118,5 @@ def test_used_where_it_cannot_be():
         Healer(rules(), state=loop.state, lag=-1)
     with pytest.raises(ValueError, match="save_every"):
         Healer(rules(), state=loop.state, save_every=0)
-    with pytest.raises((TypeError, ValueError), match="nothing of torch|no healing state"):
+    with pytest.raises((TypeError, ValueError), match=r"nothing of torch|no healing state"):
         Healer(rules(), state={}).__enter__()

@@ -111,13 +111,14 @@ class Passes:
     def jump(self, target: Position) -> None:
         """To the beginning of an epoch, without a state."""
         self._numbers.back_to(target.epoch, target.told_epoch)
-        self._leave()
+        self._current, self._between = None, False
         self.epoch, self.index = target.epoch, 0
 
     def give_up(self, error: Exception) -> None:
         """A state could not be taken: from now on there is no way back."""
         why = f"the state of {self.name} cannot be taken: {type(error).__name__}: {error}"
         self.source = Forward(self._loader, None, why)
+        self._first_states.clear()
 
     def _remember_start(self) -> None:
         """An epoch begun a second time, after a rewind, must have the order of the first time.

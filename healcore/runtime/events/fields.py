@@ -48,8 +48,6 @@ FIELDS: dict[str, Field] = {
     "lr_scale_before": Field(shapes.NUMBER, "The learning-rate multiplier until now."),
     "lr_scale": Field(shapes.NUMBER, "The learning-rate multiplier from now on."),
     "lr": Field(shapes.NUMBER, "The user's own learning rate, without the multiplier."),
-    "lr_before": Field(shapes.NUMBER, "The learning rate before, multiplier included."),
-    "lr_after": Field(shapes.NUMBER, "The learning rate after, multiplier included."),
     "number": Field(shapes.whole(1), "Of the rollback, over the whole run."),
     "depth": Field(shapes.whole(), "How many known-good checkpoints to go back."),
     "checkpoint": Field(shapes.whole(), "Step of the checkpoint that was used, or is spoken of."),

@@ -117,6 +117,43 @@ def test_a_state_that_cannot_be_taken():
     assert [batch for _, batch in take(later)] == [2, 3, 4, 5]
 
 
+def test_an_iterator_whose_state_is_taken_once_only():
+    """The state of the epoch's beginning was there, but is of no use once there are no others."""
+
+    class OnlyAtFirst(Numbers):
+        def __iter__(self):
+            return self.Pass(self)
+
+        class Pass(Numbers):
+            def __init__(self, loader):
+                super().__init__(3)
+                self.loader = loader
+
+            def __iter__(self):
+                return self
+
+            def __next__(self):
+                self.at += 1
+                if self.at > self.count:
+                    raise StopIteration
+                return self.at - 1
+
+            def state_dict(self):
+                self.state_fails = self.loader.state_fails
+                return super().state_dict()
+
+    loader = OnlyAtFirst()
+    loader.load_state_dict = None  # type: ignore[assignment] # the pair is on the iterator only
+    cursor = Cursor(loader, epochs=2)
+    start = cursor.position()
+    take(cursor, 4)
+    assert cursor.rewind(start)
+    loader.state_fails = True
+    cursor.position()
+    assert not cursor.can_rewind
+    assert [batch for _, batch in take(cursor)] == [0, 1, 2, 0, 1, 2]
+
+
 def test_a_state_that_cannot_be_pickled():
     loader = Numbers()
     loader.state_dict = lambda: {"file": lambda: None}

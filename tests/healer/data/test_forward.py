@@ -84,6 +84,19 @@ def test_fast_forward_behind_or_beyond():
         cursor.fast_forward({"epoch": 1})
 
 
+def test_fast_forward_to_the_beginning_of_an_epoch():
+    pytest.importorskip("torchdata")
+    earlier = Cursor(range(BATCHES))
+    take(earlier)
+    cursor = Cursor(generator(), epochs=3)
+    assert "read 0 batches" in cursor.fast_forward(earlier.position())
+    start = cursor.position()
+    handed = take(cursor)
+    assert handed[0][0] == BatchId(1, 0)
+    assert cursor.rewind(start)
+    assert take(cursor) == handed
+
+
 def test_positions_of_another_kind_of_loader_are_refused():
     pytest.importorskip("torchdata")
     elsewhere = Cursor(Shuffled())

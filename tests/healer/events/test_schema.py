@@ -65,7 +65,7 @@ WRONG = {
     "readings": {"loss": 1.0},
     "evidence": [{"name": "w"}],
     "batches": [[0, 1, 2]],
-    "lr_before": "NaN",
+    "lr_scale": "NaN",
     "mode": "watch",
     "ending": "died",
     "skip": 1,
@@ -115,7 +115,9 @@ def test_what_the_runtime_writes_is_in_the_vocabulary():
         assert fields <= {*FIELDS, "step"}, f"{place}: {fields - {*FIELDS, 'step'}}"
         added = {"host", "pid", "environment"} if kind == "start" else set()
         assert {"step", *KINDS[kind].needs} <= fields | added, place
+    by_the_log = {"lost", "host", "pid", "boot", "born", "environment"}
     assert {kind for _, kind, _ in found} == set(KINDS)
+    assert set().union(*(fields for *_, fields in found)) == {"step", *FIELDS} - by_the_log
 
 
 def test_readers_pass_over_what_later_versions_add(tmp_path):
