@@ -1,7 +1,7 @@
 """What a checkpoint costs with healcore, beside copying and saving the same bytes without it.
 
 In memory: MemoryStore against a plain copy into memory that was used before (what a ring of
-buffers written by hand would do) for saving, and into fresh memory for restoring. On disk: DCPStore
+buffers written by hand would do) for saving, and into one fresh block for restoring. On disk: DCPStore
 and OrbaxStore, with digests, finite check and all, against DCP's and Orbax's own asynchronous save
 of the same state, from the call until it is on disk. Everything in one process, interleaved.
 
@@ -33,6 +33,20 @@ def weights(megabytes: int, arrays: int) -> list[np.ndarray]:
     side = int((megabytes * 1e6 / 4 / arrays) ** 0.5)
     generator = np.random.default_rng(0)
     return [generator.standard_normal((side, side), dtype=np.float32) for _ in range(arrays)]
+
+
+def copied(arrays: list[np.ndarray]) -> list[np.ndarray]:
+    """Copies in fresh memory, in the fastest way there is: one block, which gets huge pages."""
+    sizes = [-(-each.nbytes // 64) * 64 for each in arrays]
+    block = np.empty(sum(sizes) + 64, np.uint8)
+    at = -block.ctypes.data % 64  # XLA takes aligned memory as it is
+    copies = []
+    for each, size in zip(arrays, sizes, strict=True):
+        copy = block[at : at + each.nbytes].view(each.dtype).reshape(each.shape)
+        np.copyto(copy, each)
+        copies.append(copy)
+        at += size
+    return copies
 
 
 class Fresh:
@@ -105,7 +119,7 @@ def bench_torch(arrays: list[np.ndarray], root: Path, rounds: int) -> dict[str, 
         Contender("  and inspected", stored(memory, state), memory.wait),
     ]
     restoring = [
-        Contender("plain copy", lambda: [each.copy() for each in arrays]),
+        Contender("plain copy", lambda: copied(arrays)),
         Contender("MemoryStore.restore", lambda: memory.restore(newest(memory), state)),
         Contender("torch's clone()", clone),
     ]
@@ -146,7 +160,7 @@ def bench_jax(arrays: list[np.ndarray], root: Path, rounds: int) -> dict[str, li
             np.copyto(buffer, np.asarray(leaf))
 
     def fresh() -> Any:
-        return [jax.device_put(each.copy()) for each in arrays]
+        return [jax.device_put(each) for each in copied(arrays)]
 
     def orbax(folder: Fresh, compress: bool) -> Callable[[], None]:
         def save() -> None:

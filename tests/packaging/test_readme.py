@@ -53,6 +53,26 @@ def test_torch_snippet():
     assert int(scope["heal"].metrics()["heal/skips"]) == 1
 
 
+def test_healer_snippet(tmp_path, monkeypatch):
+    import torch
+
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(3, 1, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    bad = torch.full((4, 3), torch.nan)
+    scope = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
+        "loss_fn": lambda model, batch: (model(batch) - 1).square().mean(),
+        "loader": [torch.ones(4, 3), bad, bad, bad, bad, torch.ones(4, 3)],
+    }
+    exec(snippet("Healer("), scope)
+    assert torch.isfinite(model.weight).all()
+    assert scope["healer"].rollbacks == 1
+    assert list(tmp_path.glob("checkpoints/step-*"))
+
+
 def test_policy_snippet():
     (text,) = blocks("toml")
     policy = loads(text)

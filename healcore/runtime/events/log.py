@@ -142,8 +142,10 @@ class Log:
         if self._handle is None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._handle = _open(path)
-        size = os.fstat(self._handle).st_size
-        return self._handle, size > 0 and os.pread(self._handle, 1, size - 1) != b"\n"
+        if not os.fstat(self._handle).st_size:  # a pipe has no size either
+            return self._handle, False
+        os.lseek(self._handle, -1, os.SEEK_END)  # what is written is appended all the same
+        return self._handle, os.read(self._handle, 1) != b"\n"
 
     def _missed(self, error: Exception) -> None:
         self.lost += 1
@@ -171,7 +173,7 @@ def _open(path: Path) -> int:
     plain = there is None or stat.S_ISREG(there.st_mode)
     # Never waiting, for a pipe that nobody reads; not for reading either, which would be a reader.
     special = os.O_WRONLY | getattr(os, "O_NONBLOCK", 0)
-    flags = os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
+    flags = os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     return os.open(path, flags | (os.O_RDWR if plain else special), 0o666)
 
 

@@ -21,12 +21,14 @@ class Process(NamedTuple):
     may have the same one."""
 
     def gone(self) -> bool | None:
-        """Whether it has ended. None: it ran elsewhere, which cannot be seen from here."""
+        """Whether it has ended. None: that cannot be seen from here; it ran on another host."""
         me = here()
         if self.host != me.host:
             return None
         if self.boot != me.boot:
             return True
+        if os.name != "posix":  # on Windows `os.kill(pid, 0)` is Ctrl-C
+            return None
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
