@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.core.verdict import Action, Cause, Decision
+from healcore.demo.rollbacks import Rollback
 
 ARMS = ("unprotected", "fixed clip", "healed")
-"""Nothing at all; the norm clipped to 1.0, which is what most people run; healcore."""
+"""Nothing at all; the norm clipped to 1.0, which is what most people run; healcore's `Healer`."""
 FIXED_CLIP = 1.0
 
 
@@ -20,6 +21,8 @@ class Step(NamedTuple):
     """One step, on the host."""
 
     step: int
+    batch: int
+    """Index of its batch: the step's own, until batches are left out."""
     loss: float
     """Training loss before the update; NaN and Inf as they were."""
     grad_norm: float
@@ -31,8 +34,6 @@ class Step(NamedTuple):
     lr_scale: float = 1.0
     cause: Cause = Cause(0)
     action: Action = Action(0)
-    depth: int = 0
-    """How far back, where the action is a rollback."""
 
 
 @dataclass
@@ -47,56 +48,51 @@ class History:
     arm: str
     seed: int = 0
     on_step: Callable[[History, Step], None] = lambda history, step: None
-    """Called once per step, in order, when it has been read."""
-    on_rollback: Callable[[History, int, int], None] = lambda history, step, to: None
-    """Called when the run goes back, with both steps."""
+    """Called once per step, in the order of taking them, when it has been read."""
     steps: list[Step] = field(default_factory=list)
-    rollbacks: list[tuple[int, int]] = field(default_factory=list)
-    """(step at which the run went back, step that it went back to)."""
+    """As they were taken, those of branches that were given up too."""
     held_out_loss: float = math.nan
     """Nats per byte on text it never saw, at the end."""
-    stopped: bool = False
-    """The policy's budget was spent, and it stopped the run."""
-    _waiting: tuple[int, Any, Any, float, Decision | None] | None = None
+    rollbacks: tuple[Rollback, ...] = ()
+    """Of a healed run, from its events."""
+    ending: str | None = None
+    """Of a healed run, from its events: `completed`, `stopped`, ..."""
+    _waiting: tuple[int, int, Any, Any, float, Decision | None] | None = None
 
     def record(
         self,
         step: int,
         *,
+        batch: int,
         loss: Any,
         grad_norm: Any,
         learning_rate: float,
         decision: Decision | None = None,
-    ) -> Step | None:
-        """Takes a step's numbers, on whatever device, and returns the step before, read.
+    ) -> None:
+        """Takes a step's numbers, on whatever device, and reads those of the step before.
 
         Args:
             step: index of the step.
+            batch: index of its batch.
             loss: 0-d array or tensor.
             grad_norm: 0-d array or tensor.
             learning_rate: the schedule's.
             decision: of the healed runs, 0-d arrays or tensors.
         """
-        before = self._read()
-        self._waiting = (step, loss, grad_norm, learning_rate, decision)
-        return before
-
-    def went_back(self, step: int, to: int) -> None:
-        """Says that after `step` the run goes on from what it was before step `to`."""
-        self.rollbacks.append((step, to))
-        self.on_rollback(self, step, to)
+        self._read()
+        self._waiting = (step, batch, loss, grad_norm, learning_rate, decision)
 
     def finish(self, held_out_loss: Any) -> None:
         """Reads what is left."""
         self._read()
         self.held_out_loss = float(held_out_loss)
 
-    def _read(self) -> Step | None:
+    def _read(self) -> None:
         if self._waiting is None:
-            return None
-        index, loss, norm, rate, decision = self._waiting
+            return
+        index, batch, loss, norm, rate, decision = self._waiting
         self._waiting = None
-        step = Step(index, float(loss), float(norm), rate)
+        step = Step(index, batch, float(loss), float(norm), rate)
         if decision is not None:
             step = step._replace(
                 grad_scale=float(decision.grad_scale),
@@ -104,19 +100,36 @@ class History:
                 lr_scale=float(decision.lr_scale),
                 cause=Cause(int(decision.cause)),
                 action=Action(int(decision.action)),
-                depth=int(decision.rollback_depth),
             )
         elif self.arm == "fixed clip" and step.grad_norm > FIXED_CLIP:
             step = step._replace(grad_scale=FIXED_CLIP / step.grad_norm)
         self.steps.append(step)
         self.on_step(self, step)
-        return step
 
     # -- what tables and pictures ask -----------------------------------------------------------
 
-    def column(self, name: str) -> np.ndarray:
-        """One field of all steps, (steps,)."""
-        return np.asarray([getattr(step, name) for step in self.steps])
+    @property
+    def stopped(self) -> bool:
+        """The policy has ended the run."""
+        return self.ending == "stopped"
+
+    @property
+    def branches(self) -> list[list[Step]]:
+        """The steps, parted where the run went back; the last branch begins where it went to."""
+        parts: list[list[Step]] = [[]]
+        for step in self.steps:
+            if parts[-1] and step.step <= parts[-1][-1].step:
+                parts.append([])
+            parts[-1].append(step)
+        return parts
+
+    @property
+    def kept(self) -> list[Step]:
+        """The steps that have led to the result: without what a rollback has undone."""
+        steps: list[Step] = []
+        for branch in self.branches:
+            steps = [one for one in steps if not branch or one.step < branch[0].step] + branch
+        return steps
 
     def count(self, flag: Action) -> int:
         """Steps whose decision carries a flag."""
@@ -145,7 +158,7 @@ class History:
             recent.append(step.loss)
         return found
 
-    def mean_loss(self, until: int | None = None, over: int = 20) -> float:
-        """Mean training loss of the `over` steps before `until` (the end, if None)."""
-        part = [step.loss for step in self.steps if until is None or step.step < until]
+    def mean_loss(self, until: int, over: int = 20) -> float:
+        """Mean training loss of the `over` kept steps before that with batch `until`."""
+        part = [step.loss for step in self.kept if step.batch < until]
         return float(np.mean(part[-over:])) if part else math.nan

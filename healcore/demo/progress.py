@@ -1,8 +1,11 @@
-"""The bars, one per run, side by side."""
+"""The bars, one per run, side by side, and what the Healers say between them."""
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
@@ -47,7 +50,38 @@ class Bars:
             healing = f"skips {history.skips}, clips {history.clips}, LR x{step.lr_scale:.2g}"
         self.progress.update(
             self._tasks[id(history)],
-            completed=step.step + 1,
+            completed=step.batch + 1,
             loss=f"[{'red' if bad else 'green'}]{number(step.loss):>6}[/]",
             healing=healing,
         )
+
+
+class Speaker(logging.Handler):
+    """Prints warnings of the Healers, with the name of the run that is having its turn."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self._console = console
+        self.turn = ""
+        """Whose turn it is."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Prints one line above the bars."""
+        self._console.print(
+            f"{self.turn}: {record.getMessage()}", soft_wrap=True, markup=False, highlight=False
+        )
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Takes the lines of healcore's logger while it lasts; they go nowhere else."""
+        log = logging.getLogger("healcore")
+        before = log.level, log.propagate
+        log.addHandler(self)
+        log.setLevel(logging.INFO)  # at a higher level Healers would print for themselves
+        log.propagate = False
+        try:
+            yield
+        finally:
+            log.removeHandler(self)
+            log.setLevel(before[0])
+            log.propagate = before[1]

@@ -1,10 +1,11 @@
 """What happens to the run: the same text, weights, learning rates and faults for everybody.
 
-A batch, the initial weights and the learning rate depend on the seed and on the step alone, never
-on the framework or on what healing did. Each fault is one that training runs have:
+A batch depends on the seed and its index alone, the learning rate on the step: never on the
+framework or on what healing did. Each fault is one that training runs have:
 
 - *corrupted batches*: random bytes instead of text, as from a broken shard;
-- *a wrong learning rate*: scaled for 16 workers where there is one, until somebody sees it;
+- *a wrong learning rate*: scaled for 16 workers where there is one, in a part of the schedule. A
+  run that goes back comes to that part once more;
 - *an empty batch*: every position is padding, so that the mean over what counts is 0/0. The loss
   and all gradients are NaN, and nobody wrote NaN anywhere.
 
@@ -34,7 +35,7 @@ class ScenarioError(ValueError):
 
 
 class Batch(NamedTuple):
-    """One step's text."""
+    """What one step learns from."""
 
     tokens: np.ndarray
     """int32 (batch, context + 1): inputs are all but the last, targets all but the first."""
@@ -74,7 +75,7 @@ class Scenario:
 
     @cached_property
     def corrupted(self) -> frozenset[int]:
-        """Steps whose batch is random bytes."""
+        """Indices of the batches that are random bytes."""
         first, second = self._at(0.20), self._at(0.62)
         return frozenset({first, first + 1, second, second + 1})
 
@@ -84,8 +85,8 @@ class Scenario:
         return range(self._at(0.37), self._at(0.52))
 
     @cached_property
-    def empty_step(self) -> int:
-        """The step whose batch is all padding."""
+    def empty(self) -> int:
+        """Index of the batch that is all padding."""
         return self._at(0.80)
 
     def _at(self, part: float) -> int:
@@ -99,14 +100,14 @@ class Scenario:
         rate *= min(1.0, (step + 1) / 20)
         return rate * (self.mistake if step in self.mistaken else 1.0)
 
-    def training_batch(self, step: int) -> Batch:
-        """The batch of a step, with its fault if it has one."""
-        random = np.random.default_rng([self.seed, step])
+    def training_batch(self, index: int) -> Batch:
+        """A batch, with its fault if it has one."""
+        random = np.random.default_rng([self.seed, index])
         tokens = self._windows(self.corpus.train, self.batch, random)
         weights = np.ones((self.batch, self.context), np.float32)
-        if step in self.corrupted:
+        if index in self.corrupted:
             tokens = random.integers(0, SYMBOLS, tokens.shape, np.int32)
-        if step == self.empty_step:
+        if index == self.empty:
             weights[:] = 0.0
         return Batch(tokens, weights)
 

@@ -60,7 +60,7 @@ def table(histories: Sequence[History], scenario: Scenario) -> Table:
             *([str(history.seed)] if many else []),
             history.arm,
             f"[{style}]{number(history.held_out_loss)}[/]",
-            number(history.mean_loss(until=scenario.empty_step)),
+            number(history.mean_loss(until=scenario.empty)),
             str(history.spikes),
             str(history.skips),
             str(history.clips),

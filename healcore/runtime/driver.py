@@ -119,6 +119,10 @@ class Driver(Protocol):
         """Opens every engine's grace window."""
         ...
 
+    def state_bytes(self) -> int:
+        """Size of one copy of the state in this process, moments not made yet included."""
+        ...
+
     def store(self, where: Any, nonfinite_ok: tuple[str, ...]) -> CheckpointStore:
         """The default store: memory, and behind it a directory if `where` is one (None: none)."""
         ...

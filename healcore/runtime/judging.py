@@ -77,6 +77,7 @@ class Judge:
         self.worst: Worst | None = None
         self._data: dict[int, tuple[BatchId, ...]] = {}
         self._lr_scale: dict[str, float] = {}
+        self._lr_scale_before: dict[str, float] = {}
         self._quiet_alarms = 0
         self._known = 0
 
@@ -121,6 +122,11 @@ class Judge:
         """The multiplier in force, the smallest of all engines."""
         return min(self._lr_scale.values(), default=1.0)
 
+    @property
+    def lr_scale_before(self) -> float:
+        """The one before the last step that was judged."""
+        return min(self._lr_scale_before.values(), default=1.0)
+
     # -- within ---------------------------------------------------------------------------------
 
     def _remember(self, seen: Seen) -> None:
@@ -142,7 +148,7 @@ class Judge:
                 engine=told.engine,
                 evidence=told.evidence,
                 batches=tuple((each.epoch, each.index) for each in seen.batches),
-                facts=self.facts(),
+                facts=self.facts() if len(self.hooks) else Facts(),  # it lists the store
             )
         )
         for problem in answer.problems:
@@ -213,6 +219,7 @@ class Judge:
         now = float(told.decision.lr_scale)
         before = self._lr_scale.get(told.engine, 1.0)
         self._lr_scale[told.engine] = now
+        self._lr_scale_before[told.engine] = before
         if now < before or (now == 1.0 and before < 1.0):
             self.tell(
                 "lr",

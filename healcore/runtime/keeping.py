@@ -26,6 +26,10 @@ Tell = Callable[..., object]
 """Writes an event: ``tell(kind, step=..., **fields)``."""
 
 
+_PATIENCE_S = 1.0
+"""How long a save waits for the one before it."""
+
+
 class Keeper:
     """Looks after the checkpoints of one run.
 
@@ -77,8 +81,26 @@ class Keeper:
         return saves
 
     def due(self, step: int) -> bool:
-        """Whether to save after `step` steps."""
-        return step % self.every == 0
+        """Whether to save after `step` steps.
+
+        Not while the save before is still being written: waiting for a slow disk would hold up the
+        training. The next regular save comes when its time has come.
+        """
+        if step % self.every:
+            return False
+        busy = any(self._ranks.gather(self._busy()))
+        if busy:
+            self._tell("save_failed", step=step, problem="the save before is still being written")
+        return not busy
+
+    def _busy(self) -> bool:
+        """Whether the save before is being written, and will be for longer than a moment."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while getattr(self.store, "busy", False):
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(0.001)
+        return False
 
     def save(
         self, step: int, state: Mapping[str, Any], healing: Mapping[str, Any], why: str

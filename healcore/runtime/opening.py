@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +22,14 @@ from healcore.runtime.ledger import Ledger
 from healcore.runtime.narrating import Narrator
 from healcore.runtime.proving import Prover
 from healcore.runtime.recovering import Recovery
+from healcore.runtime.room import fits
 from healcore.runtime.running import Run
 from healcore.runtime.store import CheckpointStore, Keep, Saved, StoreError
+from healcore.runtime.store.memory import MemoryStore
 from healcore.runtime.store.ranks import Ranks, agreed
 from healcore.runtime.terms import Terms
+
+_logger = logging.getLogger("healcore")
 
 
 class StoreNotEmpty(StoreError):
@@ -92,7 +97,7 @@ def open_run(options: Options) -> Run:
 def _opened(options: Options, driver: Driver) -> Run:
     terms = options.terms
     ranks = options.ranks or driver.ranks()
-    store = _store(options, driver)
+    store = _store(options, driver, ranks)
     folder = _folder(store)
     log = _log(options.events, folder, ranks)
     died = postmortem.of_killed(log.path) if log.path is not None and ranks.rank == 0 else None
@@ -153,10 +158,10 @@ def _opened(options: Options, driver: Driver) -> Run:
     return run
 
 
-def _store(options: Options, driver: Driver) -> CheckpointStore:
+def _store(options: Options, driver: Driver, ranks: Ranks) -> CheckpointStore:
     given = options.store
     if given is None or isinstance(given, str | os.PathLike):
-        return driver.store(given, options.nonfinite_ok)
+        return _with_room(driver.store(given, options.nonfinite_ok), driver, ranks)
     if not isinstance(given, CheckpointStore):
         raise StoreError(
             f"store is a directory, a CheckpointStore or None, not {type(given).__name__}"
@@ -167,6 +172,27 @@ def _store(options: Options, driver: Driver) -> CheckpointStore:
 def _keep(every: int, terms: Terms) -> Keep:
     """By default as many on probation as it lasts, within bounds."""
     return Keep(candidates=min(max(2, -(-terms.probation // every) + 1), 8))
+
+
+def _with_room(store: Any, driver: Driver, ranks: Ranks) -> CheckpointStore:
+    """The default store, without its snapshots in memory where those do not fit.
+
+    Raises:
+        StoreError: there is nothing else.
+    """
+    memory: MemoryStore = getattr(store, "memory", store)
+    copies, nbytes = memory.keep.most + 1 + (memory is not store), driver.state_bytes()
+    # As if all ranks were on this machine: better a slower rollback than the out-of-memory killer.
+    fit = all(ranks.gather(fits(copies, nbytes, ranks.world)))
+    if fit:
+        return store
+    told = f"{copies} copies of the state ({nbytes / 1e9:.3g} GB each, {ranks.world} ranks)"
+    if memory is store:
+        raise StoreError(
+            f"{told} do not fit into half of the free host memory: pass a directory as the store"
+        )
+    _logger.warning("%s do not fit into half of the free host memory: checkpoints go to disk", told)
+    return store.disk
 
 
 def _folder(store: CheckpointStore) -> Path | None:

@@ -241,6 +241,7 @@ class Run:
 
     def _go_back(self, order: Order) -> None:
         began, trial = self.step, self._wants_trial(order)
+        rate_before = self.driver.learning_rate()
         # Steps that are still on their way belong to the window if they are bad too.
         bad = order.bad + self.judge.also_bad(list(self._lagging.due(all=True)))
         wanted = Wanted(order.onset, order.depth, self.step, bad, trial)
@@ -255,19 +256,23 @@ class Run:
         self.judge.went_back(arrival.target)
         self._trial = Trial(order.onset, order.index) if trial else None
         self._trials += [order.onset] * trial
-        self.tried.append(
-            Tried(
-                step=began,
-                onset=order.onset,
-                target=arrival.target,
-                left_out=0 if trial else len(bad),
+        if not trial:
+            rate = rate_before or 0.0
+            self.tried.append(
+                Tried(
+                    step=began,
+                    onset=order.onset,
+                    target=arrival.target,
+                    lr_before=rate * self.judge.lr_scale_before or None,
+                    lr_after=(self.driver.learning_rate() or 0.0) * self.judge.lr_scale or None,
+                    left_out=len(bad),
+                )
             )
-        )
         self._tell_arrival(order._replace(bad=bad), arrival, began, trial)
 
     def _tell_arrival(self, order: Order, arrival: Arrival, began: int, trial: bool) -> None:
         rate, moved = self.driver.learning_rate(), arrival.moved
-        scale = self.ledger.episodes[-1].lr_scale if self.ledger.episodes else 1.0
+        before, after = self.judge.lr_scale_before, self.judge.lr_scale
         if trial:
             self.tell("rerun", step=began, checkpoint=arrival.target, onset=order.onset)
         self.tell(
@@ -279,7 +284,8 @@ class Run:
             checkpoint=arrival.target,
             outcome="trial" if trial else "done",
             lr=rate,
-            lr_scale=1.0 if trial else scale,
+            lr_scale_before=before,
+            lr_scale=before if trial else after,
             batches=[] if trial else [list(each) for each in order.bad],
             repeated=arrival.repeated,
             initial=arrival.initial,
@@ -290,7 +296,7 @@ class Run:
         rest = (
             "nothing else is changed, to see whether it happens again"
             if trial
-            else f"learning rate × {scale:g}, data {how.split(':')[0]}"
+            else f"learning rate × {after:g}, data {how.split(':')[0]}"
         )
         kind = "first snapshot" if arrival.initial else "known-good checkpoint"
         self.narrator.warn(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,11 +14,12 @@ import optax
 from flax import nnx
 
 import healcore.jax  # <- healcore
-from healcore.core.verdict import Action
+from healcore import Healer  # <- healcore
 from healcore.demo.history import FIXED_CLIP, History
 from healcore.demo.scenario import Scenario
-from healcore.demo.snapshots import Snapshots
+from healcore.demo.terms import SAVE_EVERY
 from healcore.jax.demo.model import ByteTransformer
+from healcore.runtime.ending import RunStopped  # <- healcore
 
 
 def optimizer(scenario: Scenario, arm: str, policy: Any) -> optax.GradientTransformationExtraArgs:
@@ -31,53 +34,59 @@ def optimizer(scenario: Scenario, arm: str, policy: Any) -> optax.GradientTransf
     return optax.with_extra_args_support(adamw)
 
 
-def train(scenario: Scenario, history: History, policy: Any) -> Iterator[int]:
+def train(scenario: Scenario, history: History, policy: Any, folder: Path) -> Iterator[int]:
     """Trains one model, yielding after each step so that runs can take turns.
 
     Args:
         scenario: data, model, learning rates, faults.
         history: takes the record; its `arm` says how the run is protected.
         policy: of the healed run; anything `healcore.jax.protect` takes.
+        folder: the healed run's, for its checkpoints and its events file.
 
     Yields:
-        The number of steps done.
+        The number of steps done; it falls when the run goes back.
     """
     graph, params, constants = nnx.split(ByteTransformer(scenario), nnx.Param, ...)
     healed = history.arm == "healed"
     tx = optimizer(scenario, history.arm, policy)
-    opt_state = tx.init(params)
-    snapshots: Snapshots[Any] = Snapshots()
+    state = (params, tx.init(params))
+    batches, healer = range(scenario.steps), None
 
     def loss_of(params: Any, tokens: jax.Array, weights: jax.Array) -> jax.Array:
         return nnx.merge(graph, params, constants).loss(tokens, weights)
 
-    @partial(jax.jit, donate_argnums=(0, 1))
-    def train_step(params: Any, opt_state: Any, batch: Any, rate: Any) -> Any:
+    @partial(jax.jit, donate_argnums=0)
+    def train_step(state: Any, batch: Any, rate: Any) -> Any:
+        params, opt_state = state
         loss, grads = jax.value_and_grad(loss_of)(params, *batch)
         opt_state = optax.tree.set(opt_state, learning_rate=rate)
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)  # <- healcore
         # The state is donated: what the host wants to read leaves as outputs of its own.
-        decision = healcore.jax.decision_of(opt_state) if healed else None  # <- healcore
+        decision = healcore.jax.decision_of(opt_state) if healed else None
         seen = {"loss": loss, "grad_norm": healcore.jax.global_norm(grads), "decision": decision}
-        return optax.apply_updates(params, updates), opt_state, seen
+        return (optax.apply_updates(params, updates), opt_state), seen
 
-    for step in range(scenario.steps):
-        if healed and snapshots.due(step):
-            snapshots.add(step, jax.tree.map(jnp.copy, (params, opt_state)))
-        rate = scenario.learning_rate(step)
-        batch = tuple(scenario.training_batch(step))
-        params, opt_state, seen = train_step(params, opt_state, batch, jnp.float32(rate))
+    with suppress(RunStopped), ExitStack() as stack:
+        if healed:
+            healer = stack.enter_context(  # <- healcore
+                Healer(
+                    policy,
+                    state=state,
+                    store=folder / "checkpoints",
+                    events=folder / "events.jsonl",
+                    save_every=SAVE_EVERY,
+                )
+            )
+        for index in healer.batches(batches) if healer else batches:  # <- healcore
+            step = healer.step if healer else index  # <- healcore
+            state = healer.state if healer else state  # <- healcore
+            rate = scenario.learning_rate(step)
+            batch = tuple(scenario.training_batch(index))
+            state, seen = train_step(state, batch, jnp.float32(rate))
+            if healer:
+                healer.update(state)  # <- healcore
+            history.record(step, batch=index, learning_rate=rate, **seen)
+            yield step + 1
 
-        last = history.record(step, learning_rate=rate, **seen)
-        if healed and last:
-            snapshots.observe(last.step, calm=not last.cause)
-            if last.action & Action.STOP:
-                history.stopped = True
-                break
-            if last.action & Action.ROLLBACK and (good := snapshots.go_back(last.depth)):
-                params, then = jax.tree.map(jnp.copy, good.content)
-                opt_state = healcore.jax.on_rollback(opt_state, then, policy)  # <- healcore
-                history.went_back(step, good.step)
-        yield step + 1
-
+    params, _ = healer.state if healer else state
     history.finish(jax.jit(loss_of)(params, *scenario.held_out_batch()))

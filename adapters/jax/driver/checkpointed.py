@@ -129,9 +129,8 @@ def _without_accumulated(tree: Any) -> Any:
     def one(node: Any) -> Any:
         if not _is_accumulator(node):
             return node
-        inner = _without_accumulated(node.inner_opt_state)
-        zeros = jax.tree.map(_zero, (node.mini_step, node.acc_grads))
-        return node._replace(mini_step=zeros[0], acc_grads=zeros[1], inner_opt_state=inner)
+        count, gradients = jax.tree.map(_zero, (node.mini_step, node.acc_grads))
+        return node._replace(mini_step=count, acc_grads=gradients)
 
     return jax.tree.map(one, tree, is_leaf=_is_accumulator)
 

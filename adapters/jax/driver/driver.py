@@ -122,6 +122,16 @@ class JaxDriver:
 
     # -- the run ----------------------------------------------------------------------------------
 
+    def state_bytes(self) -> int:
+        """Of what this process holds of the state."""
+        arrays = [each for each in jax.tree.leaves(self._place.read()) if hasattr(each, "nbytes")]
+        return sum(
+            sum(shard.data.nbytes for shard in each.addressable_shards if not shard.replica_id)
+            if isinstance(each, jax.Array)
+            else each.nbytes
+            for each in arrays
+        )
+
     def store(self, where: Any, nonfinite_ok: tuple[str, ...]) -> CheckpointStore:
         """The default store: memory, and behind it Orbax in the directory `where`, if any."""
         from healcore.jax.store import MemoryStore, OrbaxStore, TieredStore  # loads Orbax

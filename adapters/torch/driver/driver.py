@@ -22,6 +22,7 @@ from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
 from healcore.torch.porting import restored as readable
 from healcore.torch.store import DCPStore, MemoryStore, TieredStore, apply
+from healcore.torch.store.flattening import flatten
 from healcore.torch.store.gloo import GlooRanks, initialized
 
 
@@ -141,6 +142,18 @@ class TorchDriver:
         """Opens every engine's grace window at its next step."""
         for healing in self.healings.values():
             healing.announce()
+
+    def state_bytes(self) -> int:
+        """Of the arrays in the state. An optimizer without moments yet is taken to be Adam."""
+        leaves = flatten(self.items()).leaves.values()
+        trained = sum(
+            parameter.nbytes
+            for healing in self.healings.values()
+            if not healing.optimizer.state
+            for group in healing.optimizer.param_groups
+            for parameter in group["params"]
+        )
+        return sum(leaf.tensor.nbytes for leaf in leaves) + 2 * trained
 
     def store(self, where: Any, nonfinite_ok: tuple[str, ...]) -> CheckpointStore:
         """Memory, and behind it a `DCPStore`. Every rank makes its own."""

@@ -187,6 +187,11 @@ class DirectoryStore(ABC):
 
     # -- beyond it ------------------------------------------------------------------------------
 
+    @property
+    def busy(self) -> bool:
+        """Whether a save is still being written, so that the next would wait for it."""
+        return self._behind.busy
+
     def drop(self, step: int) -> None:
         """`delete` without the question whether what counts is the last known-good one.
 

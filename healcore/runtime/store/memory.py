@@ -117,6 +117,11 @@ class MemoryStore:
     # -- beyond it ------------------------------------------------------------------------------
 
     @property
+    def busy(self) -> bool:
+        """Whether a save is still being written, so that the next would wait for it."""
+        return self._behind.busy
+
+    @property
     def nbytes(self) -> int:
         """Host memory held now, the spare included."""
         return self._settled.nbytes

@@ -119,6 +119,11 @@ class TieredStore:
 
     # -- beyond it ------------------------------------------------------------------------------
 
+    @property
+    def busy(self) -> bool:
+        """Whether a save is still being written, so that the next would wait for it."""
+        return self._behind.busy or self.disk.busy
+
     def describe(self, state_bytes: int | None = None) -> str:
         """The bound on host memory, in words."""
         held = "and one more while it is written to disk"

@@ -81,6 +81,24 @@ def test_the_parameters_move_by_the_cut_rate(name, wrap):
     np.testing.assert_allclose(short, 0.25 * full, rtol=1e-4, atol=2e-8)
 
 
+@pytest.mark.parametrize("wrap", [protect, chained])
+def test_a_new_process_goes_on_at_the_cut_rate(wrap):
+    run = plain(OPTIMIZERS["injected schedule"], wrap=wrap)
+    driver = JaxDriver(run.state, POLICY)
+    store = driver.store(None, ())
+    advance(driver, run, [batch(0), batch(1), batch(2, bad=True), batch(3)])
+    store.save(4, driver.items(), healing=driver.healing())
+    steps = []
+    for cut in (True, False):
+        fresh = JaxDriver(plain(OPTIMIZERS["injected schedule"], wrap=wrap).state, POLICY)
+        restored = store.restore(4, fresh.items())
+        fresh.replace(restored.state)
+        if cut:
+            fresh.load_healing(restored.healing or {})
+        steps.append(moved(fresh, run, 4))
+    np.testing.assert_allclose(steps[0], 0.25 * steps[1], rtol=1e-4, atol=2e-8)
+
+
 def test_the_way_back_ends_exactly_on_the_schedule():
     run = plain(OPTIMIZERS["warm-up and cosine"])
     driver, engine = JaxDriver(run.state, POLICY), Engine(POLICY)

@@ -1,0 +1,183 @@
+"""Healed runs that are killed with SIGKILL, again and again, until they complete all the same.
+
+    python -m tests.healer.killed_often FRAMEWORK ROOT KILLS
+
+It imports the framework once and forks a child for every life. Runs that are never killed come
+first, one of each kind: what they did at every step is what the killed ones must do too. Prints one
+JSON line with what was counted; ends with an error at the first thing that is not as it must be.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import mmap
+import os
+import random
+import select
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.healer import killed_story as story
+from tests.healer.killed_life import (
+    BACK,
+    BEGUN,
+    GOOD,
+    PHASES,
+    READY,
+    SAVE,
+    USABLE,
+    VARIANTS,
+    WRITE,
+    Aim,
+    Variant,
+    Watched,
+    live,
+)
+
+AIMS = [("", False), (SAVE, False), (WRITE, False), (WRITE, True), (BACK, False), (BACK, True)]
+WEIGHTS = [2, 1, 2, 2, 4, 5]
+PATIENCE = 60.0
+
+
+class Killed(NamedTuple):
+    """How a life has ended."""
+
+    said: bytes
+    during: tuple[str, ...]
+    """The phases that were under way; of one that completed none."""
+    completed: bool
+
+
+class Kind:
+    """One kind of run, with what it does when nobody kills it."""
+
+    def __init__(self, framework: str, variant: Variant, root: Path) -> None:
+        self.framework, self.variant = framework, variant
+        root.mkdir()
+        assert self.live(root, None).completed
+        self.trace = story.steps_of(root)
+        self.facts = json.loads((root / "end.json").read_text())
+        self.rollbacks = story.rollbacks_of(root)
+        assert self.facts["rollbacks"] >= 2, self.facts
+
+    def live(self, root: Path, aim: Aim | None) -> Killed:
+        """One life, in a child."""
+        reader, writer = os.pipe()
+        shared = mmap.mmap(-1, len(PHASES))
+        at = None
+        if aim is not None and aim.calls:
+            at = aim.phase, int(aim.part * self.facts["calls"][aim.phase])
+        pid = os.fork()
+        if not pid:
+            status = 3
+            try:
+                os.close(reader)
+                watched = Watched(shared, writer, at)
+                live(self.framework, self.variant, root / "store", root / "trace", watched)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+        os.close(writer)
+        said = b"" if aim is None or aim.calls else self._kill(pid, reader, aim)
+        _, status = os.waitpid(pid, 0)
+        while data := os.read(reader, 1 << 16):
+            said += data
+        os.close(reader)
+        assert status == 0 or os.WIFSIGNALED(status), f"{root}: not as it must be"
+        during = tuple(phase for i, phase in enumerate(PHASES) if shared[i])
+        return Killed(said, () if status == 0 else during, status == 0)
+
+    def _kill(self, pid: int, reader: int, aim: Aim) -> bytes:
+        """Waits for the phase, then for some of the time that it takes."""
+        said, until = b"", time.monotonic() + PATIENCE
+        begins = BEGUN[aim.phase] if aim.phase else READY
+        while begins not in said and time.monotonic() < until:
+            assert select.select([reader], [], [], PATIENCE)[0], "a child does not get on"
+            data = os.read(reader, 1 << 16)
+            said += data
+            if not data:
+                return said
+        time.sleep(aim.part * (self.facts["seconds"][aim.phase] if aim.phase else self.span))
+        os.kill(pid, signal.SIGKILL)
+        return said
+
+    @property
+    def span(self) -> float:
+        """How long a life may last when no phase is aimed at."""
+        return 5 * (self.facts["seconds"][WRITE] + self.facts["seconds"][BACK])
+
+
+def run(kind: Kind, root: Path, kills: int, rng: random.Random, counts: Counter[str]) -> None:
+    """One run, from the first start to its end; most lives are killed."""
+    root.mkdir()
+    had, told = b"", b""
+    for life in itertools.count():
+        aim = None
+        if life < kills:
+            aim = Aim(*rng.choices(AIMS, WEIGHTS)[0], rng.random())
+        ended = kind.live(root, aim)
+        # At its start, that is of what the life before has left.
+        for what in (USABLE, GOOD):
+            assert what in ended.said or what not in had or not ended.said, f"{root}: {what!r} lost"
+        had += ended.said
+        told = story.goes_on(root, told)
+        if ended.completed:
+            break
+        counts["kills"] += 1
+        counts["in a rollback"] += BACK in ended.during
+        counts["in a save"] += SAVE in ended.during or WRITE in ended.during
+        counts["in both"] += BACK in ended.during and WRITE in ended.during
+    story.whole(root, kind.rollbacks)
+    facts = json.loads((root / "end.json").read_text())
+    for name in ("step", "rollbacks", "weights"):
+        assert facts[name] == kind.facts[name], f"{root}: {name} {facts} {kind.facts}"
+    for where, state in story.steps_of(root).items():
+        assert kind.trace.get(where) == state, f"{root}: {where} {state} {kind.trace.get(where)}"
+    counts["runs"] += 1
+    counts["rollbacks"] += facts["rollbacks"]
+
+
+def main() -> None:
+    framework, root, kills = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    warm(framework, root)
+    rng, counts = random.Random(framework), Counter[str]()
+    kinds = [
+        Kind(framework, variant, root / f"clean-{name}") for name, variant in VARIANTS.items()
+    ]
+    for number in itertools.count():
+        left = kills - counts["kills"]
+        if left <= 0:
+            break
+        run(kinds[number % len(kinds)], root / f"{number}", min(left, 12), rng, counts)
+    print(json.dumps(counts))
+
+
+def warm(framework: str, root: Path) -> None:
+    """Everything that can be imported before the fork; no backend of JAX is begun."""
+    if framework == "torch":
+        import healcore.torch.driver
+        import healcore.torch.store
+    else:
+        import jax
+
+        import healcore.jax.driver
+        import healcore.jax.store
+
+        # Filled by the runs that are not killed: the others compile nothing.
+        jax.config.update("jax_compilation_cache_dir", str(root / "compiled"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    del healcore
+
+
+if __name__ == "__main__":
+    main()

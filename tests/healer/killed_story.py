@@ -1,0 +1,61 @@
+"""What a run that was killed again and again has told, and must have told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from healcore.runtime import postmortem
+from healcore.runtime.events import reading
+
+NAME = "healcore.events.jsonl"
+
+
+def steps_of(root: Path) -> dict[tuple[int, int], list[Any]]:
+    """(rollbacks so far, steps done) -> the next batch and digests of weights and engines.
+
+    Steps that a later life has taken again must have come out the same.
+    """
+    found: dict[tuple[int, int], list[Any]] = {}
+    for line in (root / "trace").read_text().splitlines():
+        rollbacks, step, *state = json.loads(line)
+        earlier = found.setdefault((rollbacks, step), state)
+        assert earlier == state, f"{root}: {rollbacks} rollbacks, step {step}: {earlier}, {state}"
+    return found
+
+
+def rollbacks_of(root: Path) -> dict[int, tuple[Any, ...]]:
+    """Number -> what is told of the rollback."""
+    found: dict[int, tuple[Any, ...]] = {}
+    for event in reading.read(root / "store" / NAME).events:
+        if event["kind"] == "rollback":
+            number = event["number"]
+            assert number not in found, f"{root}: rollback {number} is told twice"
+            found[number] = event["onset"], event["checkpoint"]
+    return found
+
+
+def goes_on(root: Path, before: bytes) -> bytes:
+    """The events file now; what was in it before is there unchanged."""
+    path = root / "store" / NAME
+    now = path.read_bytes() if path.exists() else b""
+    assert now.startswith(before), f"{root}: earlier events have changed"
+    if now:
+        history = reading.read(path)
+        assert history.problems == [], history.problems
+        numbers = [event["seq"] for event in history.events]
+        assert numbers == list(range(len(numbers))), f"{root}: {numbers}"
+    return now
+
+
+def whole(root: Path, rollbacks: dict[int, tuple[Any, ...]]) -> None:
+    """At the end: every rollback as in the run that was not killed, and every death explained."""
+    assert rollbacks_of(root) == rollbacks, f"{root}: {rollbacks_of(root)}, not {rollbacks}"
+    path = root / "store" / NAME
+    for name, events in reading.read(path).runs().items():
+        if events[0]["kind"] != "start":
+            continue
+        ends = [event["ending"] for event in events if event["kind"] == "end"]
+        found = postmortem.read(postmortem.path_for(path, name))
+        assert found["ending"] in (ends or ["killed"]), f"{root}: run {name}"
