@@ -20,8 +20,8 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         prog="healcore demo",
         description="Trains a small transformer with real faults in torch and in JAX: unprotected, "
-        "with a fixed clip, and healed. Exit status 1 if a healed run did not train or an "
-        "unprotected one did not fail.",
+        "with a fixed clip, and healed. Exit status 1 if a healed run did not train, an "
+        "unprotected one did not fail, or no run was saved by going back.",
     )
     found.add_argument("--framework", choices=("torch", "jax", "both"), default="both")
     found.add_argument("--policy", default="default", help="name of a preset or a TOML file")
@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         default=Path("healcore-demo"),
         metavar="DIR",
-        help="folder for curves.png and events.jsonl (healcore-demo)",
+        help="folder for curves.png, checkpoints, events and postmortems (healcore-demo)",
     )
     return found
 

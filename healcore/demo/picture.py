@@ -78,10 +78,10 @@ def _faults(column: Any, scenario: Scenario) -> None:
         axis.axvspan(wrong.start, wrong.stop, color="#CC79A7", alpha=0.16, lw=0)
         for step in bad:
             axis.axvspan(step - 0.5, step + 0.5, color="#555555", alpha=0.35, lw=0)
-        axis.axvline(scenario.empty_step, color="#222222", lw=1.1, ls=(0, (2, 2)))
+        axis.axvline(scenario.empty, color="#222222", lw=1.1, ls=(0, (2, 2)))
     said = [(float(step), "random\nbytes") for step in bursts]
     said.append(((wrong.start + wrong.stop) / 2, f"learning rate\n× {scenario.mistake:g}"))
-    said.append((scenario.empty_step, "empty batch:\n0/0 = NaN"))
+    said.append((scenario.empty, "empty batch:\n0/0 = NaN"))
     for step, words in said:
         column[0].annotate(
             words,
@@ -199,7 +199,7 @@ def _deeds(axis: Any, runs: Sequence[History]) -> None:
         return
     steps = healed.steps
     at = (
-        [step for step, _ in healed.rollbacks],
+        [back.step for back in healed.rollbacks],
         [one.step for one in steps if one.action & Action.CUT_LR],
         [one.step for one in steps if one.skip],
         [one.step for one in steps if one.grad_scale < 1 and not one.skip],

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
 from healcore import policy as policies
-from healcore.core.verdict import Action
+from healcore.demo import acts as story
 from healcore.demo import corpus as corpora
 from healcore.demo import picture
-from healcore.demo.events import Events
 from healcore.demo.history import ARMS, History
-from healcore.demo.outcome import broken_claims, outcome
-from healcore.demo.progress import Bars
+from healcore.demo.outcome import broken_claims
+from healcore.demo.progress import Bars, Speaker
+from healcore.demo.rollbacks import told
 from healcore.demo.scenario import Scenario
 from healcore.demo.table import legend, table
+from healcore.demo.terms import SAVE_EVERY, shortened
 from healcore.extras import require
+from healcore.policy import Policy
 
 FRAMEWORKS = ("torch", "jax")
 
@@ -32,7 +34,7 @@ class Result(NamedTuple):
 
     histories: list[History]
     broken: list[str]
-    """A sentence for each healed run that did not train and each unprotected one that did."""
+    """A sentence for each thing that is not as the demo claims."""
 
 
 def run_demo(
@@ -48,7 +50,8 @@ def run_demo(
 ) -> Result:
     """Trains each model unprotected, with a fixed clip, and healed; says what became of them.
 
-    Writes `curves.png` and `events.jsonl` into `out`.
+    Writes `curves.png` into `out`, and a folder for each healed run with its checkpoints, its
+    events file and its postmortem; those of an earlier demo are deleted.
 
     Args:
         frameworks: "torch", "jax" or both.
@@ -56,6 +59,7 @@ def run_demo(
         seeds: of weights and data; each makes one run per framework and arm.
         steps: per run.
         policy: anything `healcore.policy.load` takes; the same object heals in both frameworks.
+            Its probation is shortened to fit (`terms.shortened`).
         out: folder for the files; made if it is not there.
         console: where to print.
         **sizes: of the model and the batch, see `Scenario`.
@@ -72,7 +76,7 @@ def run_demo(
     """
     require("report", "matplotlib")
     loops = {name: _loop(name) for name in frameworks}
-    policy = policies.load(policy)
+    policy = shortened(policies.load(policy))
     text = corpora.load()
     scenarios = [Scenario(text, seed=seed, steps=steps, **sizes) for seed in seeds]
     out.mkdir(parents=True, exist_ok=True)
@@ -81,54 +85,19 @@ def run_demo(
 
     started = time.monotonic()
     histories: list[History] = []
-    with closing(Events(out / "events.jsonl")) as events:
-        events.write(
-            "start",
-            policy=policy.name,
-            policy_fingerprint=policies.fingerprint(policy),
-            frameworks=list(frameworks),
-            seeds=list(seeds),
-            steps=steps,
-            text=text.digest,
-            corrupted=sorted(scenarios[0].corrupted),
-            mistaken=[scenarios[0].mistaken.start, scenarios[0].mistaken.stop],
-            empty=scenarios[0].empty_step,
-        )
-        for scenario in scenarios:
-            bars = Bars(console, text.byte_frequency_loss)
-            runs = []
-            for framework, arm in itertools.product(frameworks, arms):
-                history = History(
-                    framework, arm, scenario.seed, _both(bars, events), events.rollback
-                )
-                bars.add(history, steps)
-                histories.append(history)
-                runs.append(loops[framework].train(scenario, history, policy))
-            with bars.progress:
-                _in_turn(runs)
-        for history in histories:
-            events.write(
-                "result",
-                framework=history.framework,
-                run=history.arm,
-                seed=history.seed,
-                held_out_loss=history.held_out_loss,
-                spikes=history.spikes,
-                skips=history.skips,
-                clips=history.clips,
-                lr_cuts=history.count(Action.CUT_LR),
-                rollbacks=len(history.rollbacks),
-                verdict=outcome(history, text).value,
-            )
+    for scenario in scenarios:
+        histories += _compared(console, scenario, loops, arms, policy, out)
     console.print(table(histories, scenarios[0]))
-    console.print(legend(scenarios[0]), style="dim", highlight=False)
+    console.print(legend(scenarios[0]) + "\n", style="dim", highlight=False)
+    story.tell(console, histories, scenarios[0])
     picture.draw(histories, scenarios[0], out / "curves.png")
     console.print(
-        f"{time.monotonic() - started:.0f} s. Curves: {out / 'curves.png'}  "
-        f"events: {out / 'events.jsonl'}",
+        f"{time.monotonic() - started:.0f} s. Curves: {out / 'curves.png'}. Checkpoints, events "
+        f"and postmortem of each healed run: {out}/*-healed-*",
         soft_wrap=True,
+        highlight=False,
     )
-    broken = broken_claims(histories, text)
+    broken = broken_claims(histories, scenarios[0])
     for sentence in broken:
         console.print(f"[red]Not as claimed:[/] {sentence}.", soft_wrap=True)
     return Result(histories, broken)
@@ -143,26 +112,52 @@ def _loop(framework: str) -> Any:
     return importlib.import_module(f"healcore.{framework}.demo.training")
 
 
-def _in_turn(runs: list[Iterator[int]]) -> None:
+def _compared(
+    console: Console,
+    scenario: Scenario,
+    loops: Mapping[str, Any],
+    arms: Sequence[str],
+    policy: Any,
+    out: Path,
+) -> list[History]:
+    """Trains all runs of one seed."""
+    bars, speaker = Bars(console, scenario.corpus.byte_frequency_loss), Speaker(console)
+    folders = {name: out / f"{name}-healed-seed{scenario.seed}" for name in loops}
+    runs: list[tuple[History, Iterator[int]]] = []
+    for (framework, loop), arm in itertools.product(loops.items(), arms):
+        history = History(framework, arm, scenario.seed, bars.step)
+        bars.add(history, scenario.steps)
+        runs.append((history, loop.train(scenario, history, policy, folders[framework])))
+    for folder in folders.values():
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier demo
+        folder.mkdir()
+    with bars.progress, speaker.listening():
+        _in_turn(runs, speaker)
+    histories = [history for history, _ in runs]
+    for history in histories:
+        if history.arm == "healed":
+            history.rollbacks, history.ending = told(folders[history.framework] / "events.jsonl")
+    return histories
+
+
+def _in_turn(runs: Sequence[tuple[History, Iterator[int]]], speaker: Speaker) -> None:
     """Takes a step of each run, then the next of each, until all are done."""
-    while runs:
-        runs = [run for run in runs if next(run, None) is not None]
+    left = list(runs)
+    while left:
+        for each in tuple(left):
+            speaker.turn = each[0].framework
+            if next(each[1], None) is None:
+                left.remove(each)
 
 
-def _both(bars: Bars, events: Events) -> Any:
-    def on_step(history: History, step: Any) -> None:
-        bars.step(history, step)
-        events.step(history, step)
-
-    return on_step
-
-
-def _headline(console: Console, scenario: Scenario, policy: Any) -> None:
+def _headline(console: Console, scenario: Scenario, policy: Policy) -> None:
     wrong, bad = scenario.mistaken, sorted(scenario.corrupted)
     console.print(
         f"[bold]A byte-level transformer[/] ({scenario.layers} layers, width {scenario.width}) on "
         f"the {scenario.corpus.files} modules of the standard library, {scenario.steps} steps. "
-        f"Random bytes instead of text at steps {', '.join(map(str, bad))}; a learning rate "
+        f"Random bytes instead of text in batches {', '.join(map(str, bad))}; a learning rate "
         f"{scenario.mistake:g} times too high in steps {wrong.start} to {wrong.stop - 1}; a batch "
-        f"whose loss is 0/0 at step {scenario.empty_step}. Policy: [cyan]{policy.name}[/].\n"
+        f"whose loss is 0/0, number {scenario.empty}. Policy: [cyan]{policy.name}[/], with a "
+        f"checkpoint every {SAVE_EVERY} steps that is known-good after "
+        f"{policy.rollback.probation} healthy ones, because the run is so short.\n"
     )

@@ -26,7 +26,7 @@ Tell = Callable[..., object]
 """Writes an event: ``tell(kind, step=..., **fields)``."""
 
 
-_PATIENCE_S = 1.0
+_PATIENCE_S = 5.0
 """How long a save waits for the one before it."""
 
 
@@ -64,6 +64,7 @@ class Keeper:
         self._prover = prover
         self._ranks = ranks
         self._tell = tell
+        self._patience_s = _PATIENCE_S
         self._waiting: dict[int, Saved] = {}
         self.good: int | None = None
         """Step of the newest known-good checkpoint."""
@@ -94,12 +95,17 @@ class Keeper:
         return not busy
 
     def _busy(self) -> bool:
-        """Whether the save before is being written, and will be for longer than a moment."""
-        deadline = time.monotonic() + _PATIENCE_S
+        """Whether the save before is still being written, after a moment's patience.
+
+        Waited in vain once, it does not wait again until the disk has kept up.
+        """
+        deadline = time.monotonic() + self._patience_s
         while getattr(self.store, "busy", False):
-            if time.monotonic() > deadline:
+            if time.monotonic() >= deadline:
+                self._patience_s = 0.0
                 return True
             time.sleep(0.001)
+        self._patience_s = _PATIENCE_S
         return False
 
     def save(

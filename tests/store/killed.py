@@ -1,10 +1,11 @@
 """A program that saves, marks, rolls back and deletes, killed at random moments, many times.
 
-    python killed.py WORLD ROOT ROUNDS SECONDS
+    python killed.py ROUNDS ROOT STORE…
 
-It imports the framework once and forks a child for every round. A child starts as a run would after
-a crash: it opens the store, verifies and restores everything that is listed, and goes on. It prints
-one JSON line with what was counted, or dies of the first thing that is not as it must be.
+It imports the frameworks once and forks a child for every round. A child starts as a run would
+after a crash: it opens the store, verifies everything that is listed, restores the newest
+known-good one, and goes on. It prints a JSON line per store with what was counted, or dies of the
+first thing that is not as it must be.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from tests.store import worlds
 
 STATES = {world.name: world for world in (*worlds.DISKS, *worlds.TIERS)}
 KEEP = Keep(good=2, candidates=2, quarantined=1)
+LONGEST = {"dcp": 0.06, "torch-tiers": 0.06, "orbax": 0.2, "jax-tiers": 0.2}
+"""Seconds of the longest life: a few saves."""
 READY, SAVED, BACK = "r", "s", "b"
 
 
@@ -85,27 +88,25 @@ def tell(pipe: int, what: str, step: int) -> None:
     os.write(pipe, struct.pack("<cq", what.encode(), step))
 
 
-def main() -> None:
-    name, root, rounds, seconds = sys.argv[1:]
+def kills(name: str, root: Path, rounds: int) -> dict[str, int]:
+    """Kills one store's program again and again; what was counted."""
     world, rng = STATES[name], random.Random(name)
     counts = {"rounds": 0, "saves": 0, "rollbacks": 0, "leavings": 0, "last": 0}
-    root_path = Path(root)
-    at_most = float(seconds)
     first = os.fork()
     if not first:
-        store = world.make(root_path)
+        store = world.make(root)
         store.save(0, state(world, 0), healing={"step": 0})
         store.wait()
         store.mark(0, "good")
         os._exit(0)
     assert os.waitpid(first, 0)[1] == 0
-    for _ in range(int(rounds)):
+    for _ in range(rounds):
         reader, writer = os.pipe()
         pid = os.fork()
         if not pid:
             os.close(reader)
             try:
-                child(world, root_path, writer)
+                child(world, root, writer)
             finally:
                 os._exit(3)  # only an error ends a child
         os.close(writer)
@@ -113,7 +114,7 @@ def main() -> None:
         assert select.select([reader], [], [], 60)[0], "a child does not get ready"
         ready = os.read(reader, 9)
         if ready:
-            time.sleep(rng.random() * at_most)
+            time.sleep(rng.random() * LONGEST[name])
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         assert os.WIFSIGNALED(status), "a child found something that is not as it must be"
@@ -129,8 +130,15 @@ def main() -> None:
             counts["last"] = step if back else max(counts["last"], step)
             counts["rollbacks" if back else "saves"] += 1
         counts["rounds"] += 1
-        counts["leavings"] += any(each.startswith(".tmp-") for each in os.listdir(root_path))
-    print(json.dumps(counts))
+        counts["leavings"] += any(each.startswith(".tmp-") for each in os.listdir(root))
+    return counts
+
+
+def main() -> None:
+    rounds, root, *names = sys.argv[1:]
+    for name in names:
+        counts = kills(name, Path(root) / name, int(rounds))
+        print(json.dumps({"store": name, **counts}), flush=True)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from healcore.runtime.store import CheckpointDamaged, Keep, NotFinite, SaveFailed, StateMismatch, prune
+from healcore.runtime.store import (
+    CheckpointDamaged, Keep, NotFinite, SaveFailed, StateMismatch, prune,
+)
 from healcore.torch.store import DCPStore, MemoryStore, TieredStore, apply
 
 rank, root = int(sys.argv[1]), Path(sys.argv[2])

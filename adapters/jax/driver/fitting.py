@@ -26,12 +26,12 @@ def as_saved(leaf: Any) -> Any:
     """
     if not is_number(leaf):
         return leaf
-    kind = jnp.asarray(type(leaf)())
-    with np.errstate(over="ignore"):
-        fits = np.isfinite(leaf) and np.isfinite(np.asarray(leaf, float).astype(np.float32))
-    if kind.dtype.kind == "i":
-        fits = abs(leaf) <= np.iinfo(kind.dtype).max
-    return jnp.asarray(leaf) if fits else kind  # Inf would look like a fault
+    zero = jnp.asarray(type(leaf)())
+    if zero.dtype == jnp.bool_:
+        return jnp.asarray(leaf)
+    limits = jnp.finfo(zero.dtype) if type(leaf) is float else jnp.iinfo(zero.dtype)
+    # Inf, and what would become it, look like a fault in a checkpoint.
+    return jnp.asarray(leaf) if abs(leaf) <= limits.max else zero
 
 
 def form(leaf: Any) -> str:

@@ -113,7 +113,7 @@ def test_nnx_objects_stay_the_users_own():
 
 
 def test_python_numbers_come_back_as_they_were():
-    beside = {"epoch": 3, "mean": 0.1 + 0.2, "done": True, "far": 2**40, "best": float("inf")}
+    beside = {"epoch": 3, "mean": 0.1 + 0.2, "done": True, "far": 2**70, "best": float("inf")}
     run = plain(**beside)
     driver = JaxDriver(run.state, POLICY)
     store = driver.store(None, ())

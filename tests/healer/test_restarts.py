@@ -1,0 +1,238 @@
+"""What a start after a crash must know, one thing at a time. All at once: test_killed.py."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from healcore.core.verdict import Action
+from healcore.runtime.keeping import Keeper
+from healcore.runtime.running import Run
+from healcore.runtime.store.directory import DirectoryStore
+from tests.healer.loops import Faults, loop_of, rules, same, train
+from tests.healer.reading import events
+from tests.healer.test_crashes import Crash, quiet_end
+
+BAD = [23, 24]
+
+
+def crash(
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    name: str,
+    when: Callable[..., bool],
+    run: Callable[[], Any],
+    *,
+    after: bool = False,
+) -> None:
+    """Runs something up to a call, and no further: as if the process were killed there."""
+    function = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        now = when(*args, **kwargs)
+        if now and not after:
+            raise Crash
+        result = function(*args, **kwargs)
+        if now:
+            raise Crash
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, call)
+        patch.setattr("healcore.runtime.healer.close", lambda run, error: quiet_end(run, error))
+        with pytest.raises(Crash):
+            run()
+
+
+def test_a_rollback_is_told_once_though_its_teller_died(tmp_path, monkeypatch):
+    def go() -> Any:
+        loop = loop_of("torch", Faults(always=BAD))
+        return train(loop, rules(), range(40), store=tmp_path)
+
+    crash(monkeypatch, Run, "_tell_arrival", lambda *_: True, go)
+    go()
+    (told,) = events(tmp_path, "rollback")
+    assert (told["number"], told["onset"], told["checkpoint"]) == (1, 23, 15)
+    assert told["step"] == 25, "where it went back from"
+
+
+def test_an_order_does_not_get_lost_behind_a_save(tmp_path, monkeypatch):
+    """Step 24 is bad and is read after the save of step 25: a start from there must know."""
+    clean = loop_of("torch", Faults(always=[24]))
+    train(clean, rules(), range(40), store=tmp_path / "clean")
+
+    def go() -> Any:
+        loop = loop_of("torch", Faults(always=[24]))
+        return loop, train(loop, rules(), range(40), store=tmp_path / "killed")
+
+    crash(monkeypatch, Run, "_go_back", lambda *_: True, go)
+    loop, facts = go()
+    assert facts["rollbacks"] == 1
+    assert same(loop.weights(), clean.weights())
+
+
+def test_random_numbers_of_later_epochs_are_new_ones(tmp_path, monkeypatch):
+    """A loop that calls `batches` once for every epoch."""
+    import torch
+
+    from healcore.runtime.healer import Healer
+
+    def go(drawn: list[float], folder: Any, die: bool = False) -> None:
+        state = loop_of("torch").state
+        with Healer(rules(), state=state, store=folder, save_every=5) as healer:
+            data = list(range(10))
+            for epoch in range(3):
+                for number in healer.batches(data):
+                    if die and (epoch, number) == (0, 7):
+                        healer.store.wait()
+                        raise RuntimeError("power")
+                    drawn.append(torch.rand(()).item())
+                    loss = state["model"](torch.ones(1, 4)).sum()
+                    healer.observe(loss)
+                    loss.backward()
+                    state["optimizer"].step()
+                    state["optimizer"].zero_grad()
+
+    clean, first, second = [], [], []
+    go(clean, tmp_path / "clean")
+    with pytest.raises(RuntimeError, match="power"):
+        go(first, tmp_path / "killed", die=True)
+    go(second, tmp_path / "killed")
+    assert second == clean[5:]
+
+
+@pytest.mark.parametrize("point", ["_tell_arrival", "_finished"])
+def test_data_that_only_runs_forward_is_not_read_twice(point, tmp_path, monkeypatch):
+    def go(folder: str) -> Any:
+        loop = loop_of("torch", Faults(always=[23]))
+        return loop, train(loop, rules(), iter(range(50)), store=tmp_path / folder)
+
+    clean, expected = go("clean")
+    if point == "_tell_arrival":
+        crash(monkeypatch, Run, point, lambda *_: True, lambda: go("killed"))
+    else:
+        at = lambda self, steps, now: bool(steps)  # noqa: E731
+        crash(monkeypatch, Keeper, "set_aside", at, lambda: go("killed"))
+    loop, facts = go("killed")
+    assert facts["step"] == expected["step"]
+    assert same(loop.weights(), clean.weights())
+    assert loop.faults.order[0] == 25
+
+
+def test_incidents_are_counted_on_through_a_rollback_that_was_cut_short(tmp_path, monkeypatch):
+    def go() -> Any:
+        loop = loop_of("torch", Faults(always=[13, 33]))
+        return train(loop, rules(), range(50), store=tmp_path)
+
+    crash(monkeypatch, Keeper, "set_aside", lambda self, steps, now: now > 30, go)
+    seen = {}
+
+    def look(healer: Any, number: int) -> None:
+        seen.setdefault("counted", healer._run.ledger.counted)
+
+    loop = loop_of("torch", Faults(always=[13, 33]))
+    train(loop, rules(), range(50), store=tmp_path, before=look)
+    assert seen["counted"] == 2
+    assert [event["incident"] for event in events(tmp_path, "incident")] == [1, 2]
+
+
+def test_what_was_left_out_stays_so_in_every_later_life(tmp_path, monkeypatch):
+    """Killed long after the first rollback; the second one goes past the first one's window."""
+    faults = Faults(always=[13, 31])
+
+    def go(before: Any = None) -> Any:
+        loop = loop_of("torch", faults)
+        return train(loop, rules(), range(50), store=tmp_path, before=before)
+
+    def stumble(healer: Any, number: int) -> None:
+        if number == 27:
+            raise RuntimeError("power")
+
+    with pytest.raises(RuntimeError, match="power"):
+        go(stumble)
+    go()
+    first, second = events(tmp_path, "rollback")
+    assert second["checkpoint"] < first["onset"], "the test needs a deep one"
+    assert faults.seen[13] == 1
+
+
+def test_a_disk_that_verifies_slowly_does_not_make_a_rollback_deeper(tmp_path, monkeypatch):
+    verify = DirectoryStore.verify
+
+    def slowly(self: Any, step: int) -> Any:
+        time.sleep(0.05)
+        return verify(self, step)
+
+    monkeypatch.setattr(DirectoryStore, "verify", slowly)
+    loop = loop_of("torch", Faults(always=[23]))
+    train(loop, rules(), range(40), store=tmp_path)
+    (told,) = events(tmp_path, "rollback")
+    assert told["checkpoint"] == 15
+
+
+@pytest.mark.parametrize("point", ["set_aside", "_tell_arrival"])
+def test_a_second_try_is_still_one_after_a_crash(point, tmp_path, monkeypatch):
+    def go(folder: str) -> Any:
+        loop = loop_of("torch", Faults(always=[23]))
+        facts = train(loop, rules(), range(40), store=tmp_path / folder, rerun=True)
+        return loop, facts
+
+    clean, expected = go("clean")
+    owner = Keeper if point == "set_aside" else Run
+    crash(monkeypatch, owner, point, lambda *_, **__: True, lambda: go("killed"))
+    loop, facts = go("killed")
+    assert facts["rollbacks"] == expected["rollbacks"] == 2
+    assert same(loop.weights(), clean.weights())
+    told = events(tmp_path / "killed", "rollback")
+    assert [event["outcome"] for event in told] == ["trial", "done"]
+    assert [e["outcome"] for e in events(tmp_path / "killed", "verdict")] == ["reproducible"]
+
+
+def test_what_a_rollback_has_cost_is_known_below_its_checkpoint_too(tmp_path, monkeypatch):
+    """The checkpoint that it went to is damaged by the next start, which takes an older one."""
+
+    def go(before: Any = None) -> Any:
+        loop = loop_of("torch", Faults(always=[23]))
+        return train(loop, rules(), range(40), store=tmp_path, before=before)
+
+    def stumble(healer: Any, number: int) -> None:
+        if healer.rollbacks:
+            raise RuntimeError("power")
+
+    with pytest.raises(RuntimeError, match="power"):
+        go(stumble)
+    (folder,) = tmp_path.glob("step-0000000015.*")
+    (folder / "state.json").write_text("{}")
+    seen = {}
+
+    def look(healer: Any, number: int) -> None:
+        engine = healer.driver.healing()["optimizer"]["state"]
+        seen.setdefault("at", healer.step)
+        seen.setdefault("left", engine["budget"]["recoveries"])
+
+    go(look)
+    assert seen == {"at": 10, "left": 2}
+
+
+def test_the_step_a_life_began_at_is_not_deeper_than_what_was_tried(tmp_path):
+    from healcore.runtime.choice import Earlier, choose
+    from healcore.runtime.store import Saved
+
+    saves = [
+        Saved(15, "good", True, 1, 0.0, True, None),
+        Saved(20, "candidate", True, 1, 0.0, True, None),
+    ]
+    found = choose(saves, onset=23, earlier=[Earlier(22, 15)], region=30, initial=20)
+    assert found.order[0] == 15
+    assert found.repeated
+
+
+def test_a_hook_may_order_a_save(tmp_path):
+    loop = loop_of("torch", Faults(always=[23]))
+    train(
+        loop, rules(), range(40), store=tmp_path, on_incident=lambda incident: Action.SAVE
+    )
+    assert [e["step"] for e in events(tmp_path, "save") if e["why"] == "ordered"] == [25]
