@@ -22,6 +22,10 @@ def last_run(events: Sequence[Event]) -> list[Event]:
     return sorted(own, key=lambda event: event["seq"])
 
 
+_BEHIND = ("good", "damaged", "save_failed")
+"""Told when a checkpoint's turn has come; their `step` is the checkpoint's, long gone by."""
+
+
 def retell(run: Sequence[Event], before: Iterable[Event] = (), *, why: str = "") -> Case:
     """What is known of a run that was killed.
 
@@ -34,7 +38,7 @@ def retell(run: Sequence[Event], before: Iterable[Event] = (), *, why: str = "")
     trouble = {name: _latest(seen, name).get(name) for name in ("readings", "evidence", "batches")}
     return Case(
         ending="killed",
-        step=_latest(run, "step").get("step", 0),
+        step=_latest([e for e in run if e["kind"] not in _BEHIND], "step").get("step", 0),
         why=why,
         cause=_cause(_latest(seen, "cause")),
         onset=_latest(seen, "onset").get("onset"),
