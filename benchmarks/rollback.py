@@ -1,9 +1,9 @@
 """What a checkpoint costs with healcore, beside copying and saving the same bytes without it.
 
-In memory: MemoryStore against a plain copy into memory that was used before (what a ring of
-buffers written by hand would do) for saving, and into one fresh block for restoring. On disk: DCPStore
-and OrbaxStore, with digests, finite check and all, against DCP's and Orbax's own asynchronous save
-of the same state, from the call until it is on disk. Everything in one process, interleaved.
+In memory: MemoryStore against a plain copy, for saving into memory that was used before (what a
+ring of buffers written by hand would do), for restoring into one fresh block. On disk: DCPStore and
+OrbaxStore, with digests, finite check and all, against DCP's and Orbax's own asynchronous save of
+the same state, from the call until it is on disk. Everything in one process, interleaved.
 
     python benchmarks/rollback.py [--quick] [--json FILE]
 """

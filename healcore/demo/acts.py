@@ -63,14 +63,14 @@ def _lost(plain: History, scenario: Scenario) -> str:
     """When the wrong learning rate has ruined it."""
     hopeless = scenario.corpus.byte_frequency_loss
     ruined = (
-        step
-        for step in plain.steps
-        if step.step in scenario.mistaken and not step.loss < hopeless
+        step for step in plain.steps if step.step in scenario.mistaken and not step.loss < hopeless
     )
     first = next(ruined, None)
     before, end = plain.mean_loss(scenario.empty), plain.held_out_loss
     if first is None:
-        return f"it does not; loss {number(before)} before the empty batch, {number(end)} at the end"
+        return (
+            f"it does not; loss {number(before)} before the empty batch, {number(end)} at the end"
+        )
     return (
         f"loss {number(first.loss)} at step {first.step}, {number(before)} before the empty "
         f"batch, {number(end)} at the end"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -108,6 +108,10 @@ class History:
 
     # -- what tables and pictures ask -----------------------------------------------------------
 
+    def column(self, name: str) -> np.ndarray:
+        """One field of all steps, (steps,)."""
+        return column(self.steps, name)
+
     @property
     def stopped(self) -> bool:
         """The policy has ended the run."""
@@ -116,9 +120,9 @@ class History:
     @property
     def branches(self) -> list[list[Step]]:
         """The steps, parted where the run went back; the last branch begins where it went to."""
-        parts: list[list[Step]] = [[]]
+        parts: list[list[Step]] = []
         for step in self.steps:
-            if parts[-1] and step.step <= parts[-1][-1].step:
+            if not parts or step.step <= parts[-1][-1].step:
                 parts.append([])
             parts[-1].append(step)
         return parts
@@ -128,8 +132,17 @@ class History:
         """The steps that have led to the result: without what a rollback has undone."""
         steps: list[Step] = []
         for branch in self.branches:
-            steps = [one for one in steps if not branch or one.step < branch[0].step] + branch
+            steps = [one for one in steps if one.step < branch[0].step] + branch
         return steps
+
+    @property
+    def given_up(self) -> list[list[Step]]:
+        """For each time that the run went back, the steps that this has undone."""
+        branches = self.branches
+        return [
+            [one for one in branch if one.step >= after[0].step]
+            for branch, after in zip(branches, branches[1:], strict=False)
+        ]
 
     def count(self, flag: Action) -> int:
         """Steps whose decision carries a flag."""
@@ -162,3 +175,8 @@ class History:
         """Mean training loss of the `over` kept steps before that with batch `until`."""
         part = [step.loss for step in self.kept if step.batch < until]
         return float(np.mean(part[-over:])) if part else math.nan
+
+
+def column(steps: Sequence[Step], name: str) -> np.ndarray:
+    """One field of some steps, (steps,)."""
+    return np.asarray([getattr(step, name) for step in steps])

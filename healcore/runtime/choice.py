@@ -77,7 +77,7 @@ def choose(
     start = min(max(depth, 1), len(good) or 1) - 1
     wanted = chain[start]
     if tried and wanted >= min(tried):
-        wanted = older[0] if older else chain[-1]
+        wanted = older[0] if older else min(chain)
     order = chain[chain.index(wanted) :]
     return Choice(
         order=tuple(order),

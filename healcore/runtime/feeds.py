@@ -7,7 +7,7 @@ finds each of its loaders where it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from healcore.runtime.data import BatchId, Cursor
@@ -88,16 +88,37 @@ class Feeds:
         """Where every loader is: to be saved with the step that its last batch was for."""
         return {str(number): each.position() for number, each in enumerate(self._cursors)}
 
-    def resume(self, position: dict[str, Any], without: Iterable[BatchId] = ()) -> None:
+    def forward(self) -> dict[str, Any]:
+        """Where the loaders are that cannot be put back: a rollback does not change it. JSON-safe."""
+        return {
+            str(number): each.position()
+            for number, each in enumerate(self._cursors)
+            if not each.can_rewind
+        }
+
+    def left_out(self, bad: Iterable[BatchId] = (), more: int = 0) -> dict[str, list[list[int]]]:
+        """All ids that were ever decided to be left out, by number of the loader. JSON-safe.
+
+        Args:
+            bad: ids of another bad window in the current loader.
+            more: how many batches after it to leave out besides.
+        """
+        found = {number: set(ids) for number, ids in self._decided.items()}
+        if self._current is not None:
+            found.setdefault(self._current, set()).update(self._window(bad, more))
+        return {str(number): [list(i) for i in sorted(ids)] for number, ids in found.items()}
+
+    def resume(
+        self, position: Mapping[str, Any], without: Mapping[str, Iterable[Iterable[int]]] = {}
+    ) -> None:
         """Takes over positions of an earlier process; loaders come when `feed` is called.
 
         Args:
             position: as saved.
-            without: ids of the last loader that the last rollback had decided to leave out.
+            without: what `left_out` gave.
         """
         self._resume = dict(position)
-        if position:
-            self._decided[max(int(number) for number in position)] = set(without)
+        self._decided = {int(n): {BatchId(*each) for each in ids} for n, ids in without.items()}
 
     def go_back(self, position: dict[str, Any] | None, bad: Iterable[BatchId], more: int) -> Moved:
         """Rewinds the current loader to a checkpoint and leaves the bad window out.
@@ -112,13 +133,9 @@ class Feeds:
         if self._current is None:
             return Moved(False, "the loop takes its batches from elsewhere", ())
         cursor = self._cursors[self._current]
-        ids = list(bad)
-        last = max(ids, default=self._last)
-        if last is not None:
-            ids += [BatchId(last.epoch, last.index + 1 + i) for i in range(more)]
         # All that was ever decided: a deeper rollback comes past earlier bad windows again.
         decided = self._decided.setdefault(self._current, set())
-        decided.update(ids)
+        decided.update(self._window(bad, more))
         if position is None:
             why = "the checkpoint has no position of this loader"
         elif not cursor.can_rewind or not cursor.rewind(
@@ -129,3 +146,10 @@ class Feeds:
             why = None
         cursor.leave_out(decided)
         return Moved(why is None, why, tuple(sorted(decided)))
+
+    def _window(self, bad: Iterable[BatchId], more: int) -> list[BatchId]:
+        ids = list(bad)
+        last = max(ids, default=self._last)
+        if last is not None:
+            ids += [BatchId(last.epoch, last.index + 1 + i) for i in range(more)]
+        return ids

@@ -9,7 +9,7 @@ the run would have its attempts back and its old learning rate.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ class Plan:
 
     number: int
     """From 1, over the whole run."""
+    step: int
+    """Steps done at the moment."""
     onset: int
     order: list[int]
     """Checkpoints to try, the wanted one first."""
@@ -39,8 +41,12 @@ class Plan:
     """Checkpoints to be quarantined."""
     engines: dict[str, Any]
     """Engine states at the moment of the rollback."""
-    batches: list[list[int]]
-    """Ids of the bad window, to be left out."""
+    left_out: dict[str, list[list[int]]]
+    """Number of a loader -> ids that are not to be handed out (again)."""
+    forward: dict[str, Any]
+    """Number of a loader that cannot be put back -> its position at the moment."""
+    trial: list[int] | None = None
+    """Of a re-run with nothing changed: index of the onset, and of the step with the order."""
 
 
 @dataclass
@@ -49,7 +55,8 @@ class Branch:
 
     target: int
     engines: dict[str, Any]
-    batches: list[list[int]]
+    plan: Plan
+    """As it was carried out, without its engines."""
 
 
 @dataclass
@@ -62,7 +69,9 @@ class Page:
     begun: Plan | None = None
     branch: Branch | None = None
     ledger: dict[str, Any] | None = None
-    """The ledger at the last rollback."""
+    """The ledger at the last rollback; of one that has begun, from before it."""
+    trials: list[int] = field(default_factory=list)
+    """Onsets that a re-run was made for."""
 
 
 class Journal:
@@ -99,7 +108,7 @@ class Journal:
         self.page = Page(
             **found,
             begun=None if begun is None else Plan(**begun),
-            branch=None if branch is None else Branch(**branch),
+            branch=None if branch is None else _branch(**branch),
         )
         return self.page
 
@@ -111,3 +120,7 @@ class Journal:
         """
         if self.path is not None and self._writes:
             atomic.write(self.path, seal({**asdict(self.page), "schema": SCHEMA}))
+
+
+def _branch(plan: dict[str, Any], **rest: Any) -> Branch:
+    return Branch(**rest, plan=Plan(**plan))

@@ -7,6 +7,7 @@ every step on disk can be done twice, so that a start after a crash just carries
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from healcore.runtime.choice import choose, common, tainted
@@ -33,8 +34,9 @@ class Wanted(NamedTuple):
     """Steps done at the moment."""
     bad: tuple[BatchId, ...]
     """The bad window's data."""
-    trial: bool = False
-    """Only to see whether it happens again: same learning rate, same data, no attempt spent."""
+    trial: int | None = None
+    """Only to see whether it happens again: same learning rate, same data, no attempt spent. The
+    index of the step that brought the order."""
 
 
 class Arrival(NamedTuple):
@@ -95,7 +97,7 @@ class Recovery:
             StateMismatch: the checkpoint is of another state; nothing was changed.
         """
         self.keeper.settle()
-        self.keeper.look_after(self.ledger, wanted.step)
+        self.keeper.catch_up(self.ledger, before=wanted.onset)
         saves = self.saves()
         choice = choose(
             saves,
@@ -105,15 +107,20 @@ class Recovery:
             region=self.terms.region,
             initial=self.initial,
         )
+        bad, more = ((), 0) if wanted.trial is not None else (wanted.bad, self.terms.skip_batches)
+        aside = {*tainted(saves, onset=wanted.onset), *_newer(saves, choice.order[0])}
         plan = Plan(
             number=self.journal.page.rollbacks + 1,
+            step=wanted.step,
             onset=wanted.onset,
             order=list(choice.order),
-            aside=sorted({*tainted(saves, onset=wanted.onset), *_newer(saves, choice.order[0])}),
+            aside=sorted(aside - {*choice.order}),
             engines=self.driver.healing(),
-            batches=[list(each) for each in wanted.bad],
+            left_out=self.feeds.left_out(bad, more),
+            forward=self.feeds.forward(),
+            trial=None if wanted.trial is None else [wanted.onset, wanted.trial],
         )
-        self.journal.page.begun = plan
+        self.journal.page.begun, self.journal.page.ledger = plan, self.ledger.to_dict()
         self.write_journal(wanted.step)
         self.tell(
             "rollback_begin",
@@ -122,32 +129,32 @@ class Recovery:
             onset=wanted.onset,
             checkpoint=choice.order[0],
         )
-        outcome = self._carry_out(plan, now=wanted.step, trial=wanted.trial)
-        bad = () if wanted.trial else wanted.bad
-        more = 0 if wanted.trial else self.terms.skip_batches
+        outcome = self._carry_out(plan, now=wanted.step)
         moved = self.feeds.go_back(position_in(outcome.own), bad, more)
         if outcome.own is not None:
             self.host.load_state_dict(outcome.own)  # after the loaders, which draw random numbers
-        self._strike_off(plan, outcome, [list(each) for each in moved.left_out])
+        self._strike_off(plan, outcome)
         return Arrival(outcome.target, moved, choice.repeated, choice.initial)
 
-    def _carry_out(self, plan: Plan, *, now: int, trial: bool = False) -> Outcome:
+    def _carry_out(self, plan: Plan, *, now: int) -> Outcome:
         """The plan. Doing it twice does the same."""
         self.keeper.set_aside(plan.aside, now=now)
         landed = self._restore(plan.order, now)
         self.keeper.set_aside(_newer(self.saves(), landed.step), now=now)
-        merge = tried_again if trial else gone_back
+        merge = gone_back if plan.trial is None else tried_again
         engines = merge(self.terms.engine, plan.engines, self._engines(landed, now))
         own = self._apply(landed, engines)
-        self.ledger.went_back(plan.onset, landed.step, counts=not trial)
+        self.ledger.went_back(plan.onset, landed.step, counts=plan.trial is None)
         return Outcome(landed.step, engines, own)
 
-    def _strike_off(self, plan: Plan, outcome: Outcome, left_out: list[list[int]]) -> None:
+    def _strike_off(self, plan: Plan, outcome: Outcome) -> None:
         """The plan is carried out; its result stays, for a restart before the next save."""
         page = self.journal.page
         page.begun, page.rollbacks = None, plan.number
-        page.branch = Branch(outcome.target, outcome.engines, left_out)
+        page.branch = Branch(outcome.target, outcome.engines, replace(plan, engines={}))
         page.ledger = self.ledger.to_dict()
+        if plan.trial is not None:
+            page.trials.append(plan.onset)
         self.write_journal(outcome.target)
         self.keeper.take_stock()
 
@@ -161,9 +168,10 @@ class Recovery:
         """
         if self.journal.page.ledger is not None:
             self.ledger.take_over(Ledger.from_dict(self.journal.page.ledger), plan.order[0])
-        outcome = self._carry_out(plan, now=plan.order[0])
-        self.feeds.resume(position_in(outcome.own) or {}, [BatchId(*each) for each in plan.batches])
-        self._strike_off(plan, outcome, plan.batches)
+        outcome = self._carry_out(plan, now=plan.step)
+        position = {**(position_in(outcome.own) or {}), **plan.forward}
+        self.feeds.resume(position, plan.left_out)
+        self._strike_off(plan, outcome)
         return outcome.target, outcome.own
 
     def resume(self, order: Sequence[int]) -> tuple[int, dict[str, Any] | None]:
@@ -184,19 +192,20 @@ class Recovery:
         engines = self._engines(landed, landed.step)
         healing = landed.restored.healing or {}
         remembered = healing.get("ledger")
-        branch = self.journal.page.branch
-        bad: list[BatchId] = []
-        if branch is not None and branch.target == landed.step:
-            # Killed between the rollback and the first save after it.
-            engines, _ = readable(self.terms.engine, branch.engines)
-            remembered = self.journal.page.ledger
-            bad = [BatchId(*each) for each in branch.batches]
+        branch, forward = self.journal.page.branch, {}
+        if branch is not None and landed.step <= branch.target:
+            # Killed between the rollback and the first save after it, or that one is damaged.
+            live, _ = readable(self.terms.engine, branch.engines)
+            older = landed.step < branch.target
+            engines = gone_back(self.terms.engine, live, engines) if older else live
+            remembered, forward = self.journal.page.ledger, branch.plan.forward
         own = self._apply(landed, engines)
         if remembered is not None:
             self.ledger.take_over(Ledger.from_dict(remembered), landed.step)
         else:
             self.ledger.judged = landed.step
-        self.feeds.resume(position_in(own) or {}, bad)
+        left_out = {} if branch is None else branch.plan.left_out
+        self.feeds.resume({**(position_in(own) or {}), **forward}, left_out)
         return landed.step, own
 
     # -- within ---------------------------------------------------------------------------------

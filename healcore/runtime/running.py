@@ -24,6 +24,10 @@ from healcore.runtime.store import NoGoodCheckpoint, StoreError
 from healcore.runtime.terminating import Terminated, Terminating
 
 
+_UNHEARD = 100
+"""Batches without a step after which it is asked whether that is meant (it may be: accumulation)."""
+
+
 class Trial(NamedTuple):
     """A bad window that is being gone through a second time, with nothing changed."""
 
@@ -157,6 +161,8 @@ class Run:
             self._ids.append(name)
             yield batch
             self.after_step()
+            if len(self._ids) == _UNHEARD:
+                self._warn_unheard()
 
     def after_step(self) -> bool:
         """See `Healer.after_step`."""
@@ -356,6 +362,15 @@ class Run:
         """
         if self._generators is not None:
             self.recovery.host.load_state_dict(self._generators)
+
+    def _warn_unheard(self) -> None:
+        """A forgotten `healer.update`, or an optimizer that is not in the state, looks like this."""
+        told = (
+            f"{_UNHEARD} batches and no step: in JAX call healer.update(state) after each step, "
+            "in torch the optimizer that steps has to be in the state"
+        )
+        self.tell("problem", step=self.step, problem=told)
+        self.narrator.warn(told)
 
     def _note_skipped(self) -> None:
         skipped = self.feeds.skipped()

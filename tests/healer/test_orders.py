@@ -102,6 +102,14 @@ def test_two_optimizers_are_one_run(tmp_path):
     assert alarm["engine"] == "opt_b"
 
 
+def test_a_loop_that_never_steps_is_told(tmp_path):
+    loop = loop_of("jax", policy=rules())
+    with Healer(rules(), state=loop.state, store=tmp_path) as healer:
+        for number in healer.batches(range(150)):
+            loop.step(None, number)  # the Healer never hears of it
+    assert any("healer.update" in event["problem"] for event in events(tmp_path, "problem"))
+
+
 def test_used_where_it_cannot_be():
     loop = loop_of("torch")
     healer = Healer(rules(), state=loop.state)
