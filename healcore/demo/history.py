@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -141,7 +142,7 @@ class History:
         branches = self.branches
         return [
             [one for one in branch if one.step >= after[0].step]
-            for branch, after in zip(branches, branches[1:], strict=False)
+            for branch, after in itertools.pairwise(branches)
         ]
 
     def count(self, flag: Action) -> int:

@@ -1,4 +1,4 @@
-"""Did a run train or fail, and did going back save it? Computed, and free to go against the demo."""
+"""Did a run train or fail, and has going back saved it? Computed, and can go against the demo."""
 
 from __future__ import annotations
 

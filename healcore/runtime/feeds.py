@@ -62,7 +62,7 @@ class Feeds:
         if saved is not None:
             if not cursor.rewind(saved):
                 self.told.append(cursor.fast_forward(saved))
-            cursor.leave_out(self._decided.get(number, ()))
+        cursor.leave_out(self._decided.get(number, ()))
         return cursor
 
     def next(self) -> tuple[Any, BatchId]:
@@ -89,7 +89,7 @@ class Feeds:
         return {str(number): each.position() for number, each in enumerate(self._cursors)}
 
     def forward(self) -> dict[str, Any]:
-        """Where the loaders are that cannot be put back: a rollback does not change it. JSON-safe."""
+        """Where the loaders are that cannot be put back: it stays through a rollback. JSON-safe."""
         return {
             str(number): each.position()
             for number, each in enumerate(self._cursors)

@@ -12,10 +12,11 @@ from healcore.runtime.casework import case_of
 from healcore.runtime.data import BatchId
 from healcore.runtime.diagnosis import Tried
 from healcore.runtime.ending import RunStopped
-from healcore.runtime.events import Log
+from healcore.runtime.events import Log, reading
 from healcore.runtime.hooks import Hooks
 from healcore.runtime.host_state import ITEM
 from healcore.runtime.incident import Facts
+from healcore.runtime.journal import Plan
 from healcore.runtime.judging import Judge, Order
 from healcore.runtime.lagging import Lagging, Taken
 from healcore.runtime.narrating import Narrator
@@ -72,7 +73,6 @@ class Run:
         self._lagging = lagging
         self._rerun = rerun
         self._trial: Trial | None = None
-        self._trials: list[int] = []
         self.tried: list[Tried] = []
         """Rollbacks of this process."""
         self.verdict = ""
@@ -95,6 +95,8 @@ class Run:
             self._finish_rollback()
         elif resume:
             self._resume()
+        if page.branch is not None and self.step <= (page.branch.plan.trial or [0, -1])[1]:
+            self._trial = Trial(*(page.branch.plan.trial or ()))
         page.ended = None
         self.recovery.write_journal(self.step)
         self.recovery.initial = self._saved = self.step
@@ -118,6 +120,9 @@ class Run:
             )
         self.step, self._generators = self.recovery.resume(usable[::-1])
         self._restore_generators()
+        branch = self.journal.page.branch
+        if branch is not None and not self._told(branch.plan.number):
+            self._tell_late(branch.plan, branch.target)
         self.tell("resume", step=self.step, checkpoint=self.step)
         self.narrator.say(f"goes on from the checkpoint of step {self.step}")
 
@@ -128,15 +133,28 @@ class Run:
         landed, self._generators = self.recovery.finish(plan)
         self.step = landed
         self._restore_generators()
+        self._tell_late(plan, landed)
+        self.narrator.warn(f"finished a rollback that was cut short: back at step {landed}")
+
+    def _told(self, number: int) -> bool:
+        """Whether the events have a rollback's end: the process may have died just before."""
+        if self.journal.page.ended is not None or self.log.path is None:
+            return True
+        try:
+            events = reading.read(self.log.path).events
+        except OSError:
+            return True
+        return any(e["kind"] == "rollback" and e.get("number") == number for e in events)
+
+    def _tell_late(self, plan: Plan, target: int) -> None:
         self.tell(
             "rollback",
-            step=landed,
+            step=plan.step,
             number=plan.number,
-            checkpoint=landed,
             onset=plan.onset,
-            outcome="finished after a crash",
+            checkpoint=target,
+            outcome="finished after a crash" if plan.trial is None else "trial",
         )
-        self.narrator.warn(f"finished a rollback that was cut short: back at step {landed}")
 
     # -- the loop -------------------------------------------------------------------------------
 
@@ -159,6 +177,7 @@ class Run:
             finally:
                 self._note_skipped()
             self._ids.append(name)
+            self._generators = None
             yield batch
             self.after_step()
             if len(self._ids) == _UNHEARD:
@@ -177,7 +196,12 @@ class Run:
                 self._overdue = True
             # A save in the middle of an incident would only be set aside.
             if self._overdue and not self.ledger.open and self.driver.may_save():
-                self.save("regular")
+                # Unread steps might bring an order, which a start from this save would never get.
+                # It does not hold up more than the save: that waits for the device anyway.
+                if self._read(all=True):
+                    return True
+                if not self.ledger.open:
+                    self.save("regular")
             self.keeper.look_after(self.ledger, self.step)
         if self.terminating.asked is not None:
             raise Terminated(self.terminating.asked)
@@ -250,7 +274,7 @@ class Run:
         rate_before = self.driver.learning_rate()
         # Steps that are still on their way belong to the window if they are bad too.
         bad = order.bad + self.judge.also_bad(list(self._lagging.due(all=True)))
-        wanted = Wanted(order.onset, order.depth, self.step, bad, trial)
+        wanted = Wanted(order.onset, order.depth, self.step, bad, order.index if trial else None)
         try:
             arrival = self.recovery.go_back(wanted)
         except NoGoodCheckpoint as error:
@@ -261,7 +285,6 @@ class Run:
         self._overdue = False
         self.judge.went_back(arrival.target)
         self._trial = Trial(order.onset, order.index) if trial else None
-        self._trials += [order.onset] * trial
         if not trial:
             rate = rate_before or 0.0
             self.tried.append(
@@ -337,7 +360,7 @@ class Run:
 
     def _wants_trial(self, order: Order) -> bool:
         # One in a region: a second would find the same, for ever.
-        onsets = [*self._trials, *(past.onset for past in self.ledger.earlier)]
+        onsets = [*self.journal.page.trials, *(past.onset for past in self.ledger.earlier)]
         near = any(abs(order.onset - onset) < self.terms.region for onset in onsets)
         return self._rerun and not near and not order.overridden and self.feeds.can_rewind
 
@@ -358,7 +381,7 @@ class Run:
     def _restore_generators(self) -> None:
         """Sets random generators to the checkpoint's; loaders that were put back have drawn some.
 
-        Right after a restart, and once more when the loop has named its first loader.
+        Right after a restart, and again with each loader until there is a first batch.
         """
         if self._generators is not None:
             self.recovery.host.load_state_dict(self._generators)

@@ -1,4 +1,4 @@
-"""One life of a healed run that is going to be killed: what it does, and what it lets its killer see.
+"""One life of a healed run that is going to be killed, and what it lets its killer see.
 
 Imported by killed_often.py, which forks; nothing here runs before that.
 """
@@ -43,10 +43,10 @@ VARIANTS = {
 }
 
 SAVE, WRITE, BACK = "save", "write", "rollback"
-PHASES = (SAVE, WRITE, BACK)
+PHASES: tuple[str, ...] = (SAVE, WRITE, BACK)
 """The copy of the state, writing it behind the loop, and all of a rollback, to its last event."""
 READY, USABLE, GOOD = b"r", b"u", b"g"
-BEGUN = {SAVE: b"S", WRITE: b"W", BACK: b"B"}
+BEGUN: dict[str, bytes] = {SAVE: b"S", WRITE: b"W", BACK: b"B"}
 CALLS = ("fsync", "rename", "replace", "write", "unlink", "mkdir", "rmdir")
 """Of `os`: everything that changes the disk, the framework's own writing of arrays aside."""
 
@@ -74,11 +74,10 @@ class Watched:
     def __init__(self, shared: mmap.mmap, pipe: int, die_at: tuple[str, int] | None) -> None:
         self._shared, self._pipe, self._die_at = shared, pipe, die_at
         self._write = os.write
-        self._began = dict.fromkeys(PHASES, 0.0)
-        self._calls = dict.fromkeys(PHASES, 0)
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self._calls: dict[str, int] = dict.fromkeys(PHASES, 0)
+        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         """The longest of each phase."""
-        self.calls = dict.fromkeys(PHASES, 0)
+        self.calls: dict[str, int] = dict.fromkeys(PHASES, 0)
         """The most calls of each phase."""
         self._watch(Keeper, "save", SAVE)
         self._watch(committing, "commit", WRITE)
@@ -154,24 +153,28 @@ def _run(
 ) -> dict[str, Any]:
     loop = loop_of(framework, Faults(always=variant.bad), policy)
     first = True
-    engines: Any = None
 
     def note(healer: Any, number: int) -> None:
-        nonlocal first, engines
+        nonlocal first
         if first:
             first = False
             watched.say(READY)
+        # What becomes good at which step must not hang on how fast this machine is.
+        assert healer._run is not None
+        healer._run.keeper._prover.finish()
         loop.state = healer.state
         engines = healer.driver.healing()
         told = [healer.rollbacks, healer.step, number, _digest(loop.weights()), _digest(engines)]
         file.write(json.dumps(told) + "\n")
 
     data = iter(range(DATA)) if variant.forward else range(DATA)
-    facts = train(
-        loop, policy, data, store=folder, before=note, rerun=variant.rerun, **options
-    )
-    return {**facts, "weights": _digest(loop.weights()), "seconds": watched.seconds,
-            "calls": watched.calls}
+    facts = train(loop, policy, data, store=folder, before=note, rerun=variant.rerun, **options)
+    return {
+        **facts,
+        "weights": _digest(loop.weights()),
+        "seconds": watched.seconds,
+        "calls": watched.calls,
+    }
 
 
 def _there(framework: str, folder: Path) -> bytes:

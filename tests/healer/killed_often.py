@@ -21,7 +21,7 @@ import time
 import traceback
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tests.healer import killed_story as story
 from tests.healer.killed_life import (
@@ -40,8 +40,16 @@ from tests.healer.killed_life import (
     live,
 )
 
-AIMS = [("", False), (SAVE, False), (WRITE, False), (WRITE, True), (BACK, False), (BACK, True)]
-WEIGHTS = [2, 1, 2, 2, 4, 5]
+AIMS = (
+    (BACK, True),
+    (WRITE, True),
+    (BACK, False),
+    ("", False),
+    (BACK, True),
+    (SAVE, False),
+    (WRITE, False),
+)
+"""One after the other: a phase, and whether the process counts calls in it or a clock runs."""
 PATIENCE = 60.0
 
 
@@ -116,14 +124,14 @@ class Kind:
         return 5 * (self.facts["seconds"][WRITE] + self.facts["seconds"][BACK])
 
 
-def run(kind: Kind, root: Path, kills: int, rng: random.Random, counts: Counter[str]) -> None:
+def run(
+    kind: Kind, root: Path, kills: int, first: int, rng: random.Random, counts: Counter[str]
+) -> None:
     """One run, from the first start to its end; most lives are killed."""
     root.mkdir()
     had, told = b"", b""
     for life in itertools.count():
-        aim = None
-        if life < kills:
-            aim = Aim(*rng.choices(AIMS, WEIGHTS)[0], rng.random())
+        aim = Aim(*AIMS[(first + life) % len(AIMS)], rng.random()) if life < kills else None
         ended = kind.live(root, aim)
         # At its start, that is of what the life before has left.
         for what in (USABLE, GOOD):
@@ -150,14 +158,12 @@ def main() -> None:
     framework, root, kills = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     warm(framework, root)
     rng, counts = random.Random(framework), Counter[str]()
-    kinds = [
-        Kind(framework, variant, root / f"clean-{name}") for name, variant in VARIANTS.items()
-    ]
+    kinds = [Kind(framework, variant, root / f"clean-{name}") for name, variant in VARIANTS.items()]
     for number in itertools.count():
         left = kills - counts["kills"]
         if left <= 0:
             break
-        run(kinds[number % len(kinds)], root / f"{number}", min(left, 12), rng, counts)
+        run(kinds[number % len(kinds)], root / f"{number}", min(left, 12), number, rng, counts)
     print(json.dumps(counts))
 
 

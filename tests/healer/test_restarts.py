@@ -232,7 +232,5 @@ def test_the_step_a_life_began_at_is_not_deeper_than_what_was_tried(tmp_path):
 
 def test_a_hook_may_order_a_save(tmp_path):
     loop = loop_of("torch", Faults(always=[23]))
-    train(
-        loop, rules(), range(40), store=tmp_path, on_incident=lambda incident: Action.SAVE
-    )
+    train(loop, rules(), range(40), store=tmp_path, on_incident=lambda incident: Action.SAVE)
     assert [e["step"] for e in events(tmp_path, "save") if e["why"] == "ordered"] == [25]

@@ -58,6 +58,7 @@ def child(world: worlds.World, root: Path, pipe: int) -> NoReturn:
     assert restored.healing == {"step": good[-1]}
     assert store.problems() == [], store.problems()
     tell(pipe, READY, saves[-1].step)
+    prune(store, KEEP)  # most lives are too short for it further down
     step = max(saved.step for saved in saves if saved.status != "quarantined")
     for turn in itertools.count(1):
         step += 1

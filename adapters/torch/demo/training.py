@@ -14,6 +14,7 @@ from healcore.demo.history import FIXED_CLIP, History
 from healcore.demo.scenario import Scenario
 from healcore.demo.terms import SAVE_EVERY
 from healcore.runtime.ending import RunStopped  # <- healcore
+from healcore.torch.attaching import healing_of
 from healcore.torch.demo.model import ByteTransformer
 
 
@@ -47,6 +48,7 @@ def train(scenario: Scenario, history: History, policy: Any, folder: Path) -> It
                     save_every=SAVE_EVERY,
                 )
             )
+        heal = healing_of(optimizer)  # the record wants to know more than training does
         for index in healer.batches(batches) if healer else batches:  # <- healcore
             step = healer.step if healer else index  # <- healcore
             rate = scenario.learning_rate(step)
@@ -72,7 +74,7 @@ def train(scenario: Scenario, history: History, policy: Any, folder: Path) -> It
                 loss=loss.detach(),
                 grad_norm=norm,
                 learning_rate=rate,
-                decision=healer.driver.healings["optimizer"].decision if healer else None,
+                decision=heal.decision if heal else None,
             )
             yield step + 1
 

@@ -108,6 +108,8 @@ def remove(root: Path, folder: Path) -> None:
     try:
         atomic.rename(folder, root / name)
         sweeping.discard(root / name)
+    except FileNotFoundError:
+        return  # another program was quicker
     finally:
         names.done_with(name)
 

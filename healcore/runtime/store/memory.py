@@ -134,7 +134,7 @@ class MemoryStore:
         """
         most = self.keep.most + 1
         one = max((saved.bytes for saved in self.steps()), default=state_bytes or 0)
-        size = f" ({most} × {one / 1e6:.0f} MB = {most * one / 1e6:.0f} MB)" if one else ""
+        size = f" ({most} × {_told(one)} = {_told(most * one)})" if one else ""
         return (
             f"at most {most} copies of the state in host memory{size}: "
             f"{self.keep.good} known-good, {self.keep.candidates} on probation, "
@@ -194,6 +194,13 @@ class MemoryStore:
             self._told.append(
                 f"the snapshot of step {slot.step} has NaN or Inf in {names} and was not kept"
             )
+
+
+def _told(nbytes: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes} bytes"
 
 
 class Hold:

@@ -1,0 +1,199 @@
+"""A run without a framework: the Healer's ledger, choice, retention and journal, and nothing else.
+
+The store is a list and a step is a word (healthy or not), so that hypothesis can try thousands of
+histories. Killing it means: the list and the journal's bytes stay, all the rest is gone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from healcore.core.verdict import Action, Cause, Decision
+from healcore.runtime.driver import Told
+from healcore.runtime.feeds import Feeds
+from healcore.runtime.host_state import HostState
+from healcore.runtime.journal import Journal
+from healcore.runtime.keeping import Keeper
+from healcore.runtime.ledger import Ledger
+from healcore.runtime.proving import Prover
+from healcore.runtime.recovering import Arrival, Recovery, Wanted
+from healcore.runtime.store import (
+    CheckpointDamaged,
+    Keep,
+    LastGoodKept,
+    NotFinite,
+    NotThere,
+    Restored,
+    Saved,
+    SaveFailed,
+    Status,
+)
+from healcore.runtime.store.ranks import Alone
+from healcore.runtime.terms import Terms, terms_of
+from tests.healer.loops import rules
+
+EVERY, PROBATION, REGION = 4, 3, 12
+KEEP = Keep(good=3, candidates=2, quarantined=2)
+TERMS: Terms = terms_of(rules())._replace(probation=PROBATION, region=REGION)
+
+
+class Killed(BaseException):
+    """Here and now."""
+
+
+class Listed:
+    """A CheckpointStore that remembers what was saved and holds no arrays."""
+
+    def __init__(self) -> None:
+        self.saves: dict[int, Saved] = {}
+        self.healing: dict[int, dict[str, Any]] = {}
+        self.damaged: set[int] = set()
+        self.finite = True
+        """Of the state that is saved next."""
+        self.life = -1
+        """Changes until the process is killed; negative: it is not."""
+
+    def passes(self) -> None:
+        """A point at which it may be killed."""
+        if self.life == 0:
+            self.life = -1
+            raise Killed
+        self.life -= self.life > 0
+
+    def save(self, step: int, state: Any, *, healing: Mapping[str, Any] | None = None) -> None:
+        self.passes()
+        self.saves[step] = Saved(step, "candidate", self.finite, 0, 0.0, True, None)
+        self.healing[step] = json.loads(json.dumps(healing))
+        self.damaged.discard(step)
+
+    def steps(self) -> list[Saved]:
+        return [self.saves[step] for step in sorted(self.saves)]
+
+    def verify(self, step: int) -> Saved:
+        if step not in self.saves:
+            raise NotThere(step, list(self.saves), "a list")
+        if step in self.damaged:
+            raise CheckpointDamaged(step, "a list", "it", "is damaged")
+        return self.saves[step]
+
+    def restore(self, step: int, like: Any) -> Restored:
+        self.verify(step)
+        self.passes()
+        return Restored({}, self.healing[step])
+
+    def mark(self, step: int, status: Status) -> None:
+        saved = self.verify(step) if status == "good" else self.saves[step]
+        if status == "good" and not saved.finite:
+            raise NotFinite(step, ())
+        self.passes()
+        self.saves[step] = saved._replace(status=status)
+
+    def delete(self, step: int) -> None:
+        if {s.step for s in self.saves.values() if s.status == "good"} == {step}:
+            raise LastGoodKept(step)
+        self.passes()
+        del self.saves[step]
+
+    def wait(self) -> None:
+        pass
+
+    def failures(self) -> list[SaveFailed]:
+        return []
+
+    def problems(self) -> list[str]:
+        return []
+
+
+class Nothing:
+    """A driver without a state."""
+
+    framework = "none"
+
+    def items(self) -> dict[str, Any]:
+        return {}
+
+    def replace(self, restored: Any) -> None:
+        pass
+
+    def healing(self) -> dict[str, Any]:
+        return {}
+
+    def load_healing(self, engines: Any) -> None:
+        pass
+
+
+class Process:
+    """One life of the run, as `opening` puts it together."""
+
+    def __init__(self, store: Listed, path: Path) -> None:
+        self.store, self.ledger, self.feeds = store, Ledger(), Feeds()
+        self.told: list[dict[str, Any]] = []
+        self.journal = Journal(path)
+        self.journal.read()
+        self.keeper = Keeper(
+            store,
+            every=EVERY,
+            keep=KEEP,
+            probation=PROBATION,
+            region=REGION,
+            prover=Prover(behind=False),
+            ranks=Alone(),
+            tell=self.tell,
+        )
+        driver: Any = Nothing()
+        self.recovery = Recovery(
+            terms=TERMS,
+            driver=driver,
+            keeper=self.keeper,
+            journal=self.journal,
+            ledger=self.ledger,
+            feeds=self.feeds,
+            host=HostState(self.feeds.position, None),
+            ranks=Alone(),
+            tell=self.tell,
+        )
+        self.step = 0
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        self.told.append({"kind": kind, **fields})
+
+    def begin(self) -> None:
+        """As `Run.begin`."""
+        usable = [s.step for s in self.store.steps() if s.finite and s.status != "quarantined"]
+        if self.journal.page.begun is not None:
+            self.step, _ = self.recovery.finish(self.journal.page.begun)
+        elif usable:
+            self.step, _ = self.recovery.resume(usable[::-1])
+        self.recovery.write_journal(self.step)
+        self.recovery.initial = self.step
+        self.keeper.take_stock()
+        if not self.store.saves:
+            self.save("first")
+
+    def take(self, *, alarm: bool, skip: bool, is_open: bool) -> None:
+        """A step, and all that comes after it except orders."""
+        action, cause = Action(0), Cause.NONFINITE_LOSS if alarm else Cause(0)
+        decision = Decision(1.0, skip, 1.0, action, cause, 0)
+        told = Told("it", self.step + 1, decision, -1, 0, is_open, 1.0, 1.0, 1.0, 0.0, 0.0)
+        self.ledger.judge(self.step, [told])
+        self.step += 1
+        if self.step % EVERY == 0 and not self.ledger.open:
+            self.save("regular")
+        self.keeper.look_after(self.ledger, self.step)
+
+    def save(self, why: str) -> None:
+        self.keeper.save(self.step, {}, {"ledger": self.ledger.to_dict()}, why)
+
+    def go_back(self, depth: int) -> Arrival:
+        """A rollback in answer to the incident under way."""
+        arrival = self.recovery.go_back(Wanted(self.onset, depth, self.step, ()))
+        self.step = arrival.target
+        return arrival
+
+    @property
+    def onset(self) -> int:
+        """Of the incident under way."""
+        return self.ledger.episodes[-1].onset

@@ -1,0 +1,44 @@
+"""SIGKILL at random moments of save and of rollback: the run comes out as if there were none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    """In memory where that is: to a kill all file systems are the same, and syncing takes time."""
+    memory = Path("/dev/shm")
+    at = memory if os.access(memory, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="healcore-killed-", dir=at) as folder:
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.stress)])
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_killed_again_and_again(framework, kills, root):
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.healer.killed_often", framework, root, str(kills)],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60 * kills,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    counts = json.loads(done.stdout.splitlines()[-1])
+    assert counts["kills"] == kills
+    assert counts["in a rollback"] >= kills // 10
+    assert counts["in a save"] >= kills // 10
