@@ -98,7 +98,7 @@ def _returns(runs: Sequence[History]) -> Table:
                 str(back.onset),
                 number(there.loss),
                 f"step {back.checkpoint}" if back.known_good else "the start",
-                " → ".join(f"{rate:.2g}" for rate in rates),
+                " → ".join(f"{rate:.3g}" for rate in rates),
                 ranges(back.batches),
             )
     return shown

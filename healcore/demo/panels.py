@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,19 +13,21 @@ from healcore.demo.scenario import Scenario
 from healcore.demo.table import number
 
 # Okabe and Ito's colours: told apart by the colour-blind too.
-_COLOURS = {"unprotected": "#D55E00", "fixed clip": "#E69F00", "healed": "#0072B2"}
+COLOURS = {"unprotected": "#D55E00", "fixed clip": "#E69F00", "healed": "#0072B2"}
 _LABELS = {
     "unprotected": "unprotected",
     "fixed clip": "gradient norm clipped to 1.0",
     "healed": "healed",
 }
-_UNDONE = "#56B4E9"
+UNDONE = "#56B4E9"
+"""Steps of a healed run that going back has undone."""
+Curve = Callable[[Sequence[Step]], np.ndarray]
 INFINITE = 1e20
 """Where an infinite norm is drawn: beyond it a float32 sum of squares overflows."""
 
 
 def losses(axis: Any, runs: Sequence[History], scenario: Scenario) -> None:
-    """The training losses, what was given up, and the way back."""
+    """The training losses, and the final ones in words."""
     for history, bold in _in_order(runs):
         steps = [step for step in history.kept if np.isfinite(step.loss)]
         style = _style(history, bold)
@@ -34,8 +36,8 @@ def losses(axis: Any, runs: Sequence[History], scenario: Scenario) -> None:
         if bold and history.arm != "healed" and steps and steps[-1] != history.kept[-1]:
             end = (steps[-1].batch, steps[-1].loss)
             axis.plot(*end, "X", color=style["color"], ms=9, mec="white", zorder=6)
-        if bold and history.arm == "healed":
-            _returns(axis, history)
+        if bold:
+            _undone(axis, history, lambda steps: column(steps, "loss"), named=True)
     corpus = scenario.corpus
     for level, words in (
         (corpus.byte_frequency_loss, "byte frequencies alone"),
@@ -56,67 +58,23 @@ def losses(axis: Any, runs: Sequence[History], scenario: Scenario) -> None:
     _finals(axis, [history for history, bold in _in_order(runs) if bold])
 
 
-def _returns(axis: Any, history: History) -> None:
-    """Each branch that was given up, and an arrow from its end to where the run went on."""
-    for order, (branch, after) in enumerate(
-        zip(history.given_up, history.branches[1:], strict=True)
-    ):
-        axis.plot(
-            column(branch, "batch"),
-            column(branch, "loss"),
-            color=_UNDONE,
-            lw=1.3,
-            zorder=4,
-            label=None if order else "healed: undone by going back",
-        )
-        end, begin = branch[-1], after[0]
-        axis.annotate(
-            "",
-            (begin.batch, begin.loss),
-            (end.batch, end.loss),
-            arrowprops={
-                "arrowstyle": "-|>",
-                "color": _COLOURS["healed"],
-                "lw": 1.3,
-                "shrinkA": 2,
-                "shrinkB": 4,
-                "connectionstyle": "arc3,rad=0.25",
-            },
-            zorder=8,
-        )
-        there = (begin.batch, begin.loss)
-        axis.plot(*there, "o", color=_COLOURS["healed"], ms=6, mec="white", zorder=9)
-    words = [
-        (f"step {back.onset} diverges: back to {branch[0].step}", _COLOURS["healed"])
-        for back, branch in zip(history.rollbacks, history.branches[1:], strict=False)
-    ]
-    _list(axis, words, 0.13, "left", bold=())
-
-
 def _finals(axis: Any, runs: Sequence[History]) -> None:
     """The last word on each run, where no curve passes: right of the second random bytes."""
     lines = [("on unseen text:", "#333333")]
     for history in runs:
         words = f"{history.arm} {number(history.held_out_loss)}"
-        lines.append((words, _COLOURS[history.arm]))
-    _list(axis, lines, 0.985, "right", bold=range(1, len(lines)))
-
-
-def _list(
-    axis: Any, lines: Sequence[tuple[str, str]], x: float, side: str, *, bold: Sequence[int]
-) -> None:
-    """Lines of text with their colours, one below the other."""
+        lines.append((words, COLOURS[history.arm]))
     for row, (words, colour) in enumerate(lines):
         axis.annotate(
             words,
-            (x, 5.55),
+            (0.985, 5.55),
             xycoords=("axes fraction", "data"),
             xytext=(0, -15 * row),
             textcoords="offset points",
-            ha=side,
+            ha="right",
             va="center",
             fontsize=10,
-            weight="bold" if row in bold else "normal",
+            weight="bold" if row else "normal",
             color=colour,
             bbox={"fc": "white", "ec": "none", "pad": 1.0},
             zorder=7,
@@ -139,7 +97,7 @@ def rates(axis: Any, runs: Sequence[History]) -> None:
             schedule, rate = column(steps, "learning_rate"), _rate(steps)
             axis.plot(column(steps, "batch"), schedule, color="#888888", lw=1.4)
             _name(axis, 0.80, steps, schedule, "as scheduled", "#777777", above=True)
-            _name(axis, 0.66, steps, rate, "healed", _COLOURS["healed"], above=False)
+            _name(axis, 0.66, steps, rate, "healed", COLOURS["healed"], above=False)
         _plot(axis, history, bold, _rate)
 
 
@@ -161,19 +119,26 @@ def deeds(axis: Any, runs: Sequence[History]) -> None:
         [one.batch for one in steps if one.grad_scale < 1 and not one.skip],
     )
     for row, where in enumerate(at):
-        axis.vlines(where, row - 0.36, row + 0.36, color=_COLOURS["healed"], lw=1.6)
+        axis.vlines(where, row - 0.36, row + 0.36, color=COLOURS["healed"], lw=1.6)
 
 
 # -- how a run is drawn ---------------------------------------------------------------------------
 
 
-def _plot(axis: Any, history: History, bold: bool, what: Any) -> None:
-    """A run's curve, and of a bold one what it has given up."""
+def _plot(axis: Any, history: History, bold: bool, what: Curve) -> None:
+    """A run's curve, and of a bold one what going back has undone."""
     steps = history.kept
     axis.plot(column(steps, "batch"), what(steps), **_style(history, bold))
     if bold:
-        for branch in history.given_up:
-            axis.plot(column(branch, "batch"), what(branch), color=_UNDONE, lw=1.3, zorder=4)
+        _undone(axis, history, what)
+
+
+def _undone(axis: Any, history: History, what: Curve, *, named: bool = False) -> None:
+    for order, branch in enumerate(history.given_up):
+        label = "healed: undone by going back" if named and not order else None
+        axis.plot(
+            column(branch, "batch"), what(branch), color=UNDONE, lw=1.3, zorder=4, label=label
+        )
 
 
 def _norm(steps: Sequence[Step]) -> np.ndarray:
@@ -211,7 +176,7 @@ def _name(
 def _in_order(runs: Sequence[History]) -> list[tuple[History, bool]]:
     """Healed last, so that it lies on top; the first seed of each is bold."""
     first = runs[0].seed
-    order = list(_COLOURS)
+    order = list(COLOURS)
     return [
         (history, history.seed == first)
         for history in sorted(runs, key=lambda one: (order.index(one.arm), one.seed != first))
@@ -221,7 +186,7 @@ def _in_order(runs: Sequence[History]) -> list[tuple[History, bool]]:
 def _style(history: History, bold: bool) -> dict[str, Any]:
     on_top = history.arm == "healed"
     return {
-        "color": _COLOURS[history.arm],
+        "color": COLOURS[history.arm],
         "lw": (1.9 if on_top else 1.4) if bold else 0.7,
         "alpha": 1.0 if bold else 0.4,
         "zorder": 5 if on_top else 3,

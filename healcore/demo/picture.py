@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from healcore.demo import panels
+from healcore.demo import closeup, panels
 from healcore.demo.history import History
 from healcore.demo.scenario import Scenario
 
@@ -23,7 +23,7 @@ _LOW, _HIGH = 1.7, 1e14
 def draw(histories: Sequence[History], scenario: Scenario, path: Path) -> None:
     """Draws all runs; the first seed in full, the others thin.
 
-    The horizontal axis counts batches, not steps: a run that goes back and leaves batches out takes
+    The upper panels count batches, not steps: a run that goes back and leaves batches out takes
     later batches at earlier steps, and the faults of the data are to stay where they are.
 
     Args:
@@ -36,26 +36,28 @@ def draw(histories: Sequence[History], scenario: Scenario, path: Path) -> None:
     from matplotlib.figure import Figure
 
     frameworks = list(dict.fromkeys(history.framework for history in histories))
-    figure = Figure(figsize=(7.4 * len(frameworks) + 0.6, 9.9), layout="constrained")
+    figure = Figure(figsize=(7.4 * len(frameworks) + 0.6, 12.2), layout="constrained")
     FigureCanvasAgg(figure)
     grid: Any = figure.subplots(
-        4,
+        5,
         len(frameworks),
         squeeze=False,
-        sharex=True,
         sharey="row",
-        height_ratios=(4.2, 2.0, 1.5, 1.2),
+        height_ratios=(3.8, 1.7, 1.4, 1.2, 3.0),
     )
     for axes, framework in zip(grid.T, frameworks, strict=True):
         runs = [history for history in histories if history.framework == framework]
-        _faults(axes, scenario)
+        _faults(axes[:4], scenario)
         panels.losses(axes[0], runs, scenario)
         panels.norms(axes[1], runs)
         panels.rates(axes[2], runs)
         panels.deeds(axes[3], runs)
         axes[0].set_title(_TITLES.get(framework, framework), fontsize=15, weight="bold", pad=34)
-        axes[-1].set_xlabel("batch")
-        axes[-1].set_xlim(0, scenario.steps - 1)
+        for axis in axes[:4]:
+            axis.set_xlim(0, scenario.steps - 1)
+            axis.tick_params(labelbottom=axis is axes[3])
+        axes[3].set_xlabel("batch")
+        closeup.draw(axes[4], runs, scenario)
     _axes(grid)
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
@@ -96,7 +98,7 @@ def _axes(grid: Any) -> None:
     for axis in grid.flat:
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(length=3, labelsize=9)
-    for axis in grid[:3].flat:
+    for axis in (*grid[:3].flat, *grid[4]):
         axis.grid(axis="y", color="#e6e6e6", lw=0.7)
         axis.set_axisbelow(True)
     top = grid[0, 0]
@@ -117,6 +119,7 @@ def _axes(grid: Any) -> None:
     grid[2, 0].minorticks_off()
     grid[2, 0].set_ylabel("learning rate\nin force")
     grid[3, 0].set_ylabel("healing")
+    grid[4, 0].set_ylabel("training loss\n(nats per byte)")
 
 
 def _bend(loss: np.ndarray) -> np.ndarray:

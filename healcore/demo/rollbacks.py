@@ -45,13 +45,9 @@ def told(events: Path) -> Told:
     Raises:
         OSError: it cannot be read.
     """
-    found, ending, scales = [], None, (1.0, 1.0)
+    found, ending = [], None
     for event in read(events).events:
-        if event["kind"] == "lr":
-            scales = (float(event["lr_scale_before"]), float(event["lr_scale"]))
-        elif event["kind"] == "rollback":
-            # A policy may go back without a cut: then the last `lr` is of another time.
-            scale = float(event["lr_scale"])
+        if event["kind"] == "rollback":
             found.append(
                 Rollback(
                     onset=event["onset"],
@@ -59,12 +55,11 @@ def told(events: Path) -> Told:
                     step=event["step"],
                     checkpoint=event["checkpoint"],
                     known_good=not event["initial"],
-                    lr_scale_before=scales[0] if scales[1] == scale else scale,
-                    lr_scale=scale,
+                    lr_scale_before=float(event["lr_scale_before"]),
+                    lr_scale=float(event["lr_scale"]),
                     batches=tuple(index for _, index in event["batches"]),
                 )
             )
-            scales = (scale, scale)
         elif event["kind"] == "end":
             ending = event["ending"]
     return Told(tuple(found), ending)

@@ -19,7 +19,6 @@ from healcore.runtime.ledger import Ledger
 from healcore.runtime.store import NoGoodCheckpoint
 from tests.healer.histories import KEEP, PROBATION, REGION, Killed, Listed, Process
 
-
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 """The journal is synced at every rollback and every start."""
 
@@ -72,6 +71,8 @@ class History(RuleBasedStateMachine):
     @precondition(lambda self: not self.over)
     @rule(finite=st.booleans())
     def saves_besides(self, finite: bool) -> None:
+        if self.process.step in self.good:
+            return  # where it went back to, unchanged; its disk keeps the one that was good
         self.store.finite = finite or self.onset is None
         self.process.save("asked")
         self.store.finite = True
@@ -83,6 +84,7 @@ class History(RuleBasedStateMachine):
         assert self.onset is not None
         process, journal = self.process, self.process.journal
         process.keeper.catch_up(process.ledger, before=self.onset)
+        self.what_is_good()
         expected = self.target(depth)
         self.store.life = life
         try:

