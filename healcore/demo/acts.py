@@ -29,7 +29,7 @@ def tell(console: Console, histories: Sequence[History], scenario: Scenario) -> 
     def say(line: str) -> None:
         console.print(f"  {line}", highlight=False)
 
-    console.print("[bold]Act 1: unprotected, the run diverges.[/]")
+    console.print("[bold]Act 1: unprotected.[/]")
     for plain, _ in pairs:
         say(f"{name(plain)}: {_lost(plain, scenario)}")
     console.print("\n[bold]Act 2: healed, a bad batch costs its step.[/]")
@@ -37,8 +37,11 @@ def tell(console: Console, histories: Sequence[History], scenario: Scenario) -> 
     for _, healed in pairs:
         skipped = [step.batch for step in healed.kept if step.skip and step.batch in bad]
         say(f"{name(healed)}: batches {ranges(skipped)} skipped")
-    console.print("\n[bold]Act 3: healed, the run diverges too, and goes back by itself.[/]")
-    console.print(_returns([healed for _, healed in pairs]))
+    console.print("\n[bold]Act 3: healed, a run that diverges goes back by itself.[/]")
+    if any(healed.rollbacks for _, healed in pairs):
+        console.print(_returns([healed for _, healed in pairs]))
+    else:
+        say("no run has gone back")
     console.print(_ends(pairs, scenario))
 
 

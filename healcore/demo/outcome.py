@@ -73,7 +73,7 @@ def _verdicts(histories: Iterable[History], corpus: Corpus) -> list[str]:
                 f"{corpus.byte_frequency_loss:.2f} up does a run know no more than byte frequencies"
             )
         elif history.stopped:
-            sentences.append(f"{which} was stopped: the policy's budget of recoveries is spent")
+            sentences.append(f"{which} was stopped by the policy")
         else:
             sentences.append(
                 f"{which} did not train: held-out loss {history.held_out_loss:.3g}, and byte pairs "

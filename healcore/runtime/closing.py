@@ -76,6 +76,12 @@ def _report(run: Run, ending: str, error: BaseException | None) -> None:
         raised = "".join(traceback.format_exception_only(error)).strip()
         trace = "".join(traceback.format_exception(error))
     case = case_of(run, ending, _why(error), raised)
+    # First this: a run whose events have an end is not asked any more what it has died of.
+    if run.log.path is not None and not run.recovery.ranks.rank:
+        found = postmortem.of(case, run.log, seconds=time.monotonic() - run.began, trace=trace)
+        problem = postmortem.write(postmortem.path_for(run.log.path, run.log.run), found)
+        if problem:
+            run.narrator.warn(problem)
     run.tell(
         "end",
         step=run.step,
@@ -85,12 +91,6 @@ def _report(run: Run, ending: str, error: BaseException | None) -> None:
         last_good=case.last_good,
         untold_alarms=run.judge.untold or None,
     )
-    if run.log.path is None or run.recovery.ranks.rank:
-        return
-    found = postmortem.of(case, run.log, seconds=time.monotonic() - run.began, trace=trace)
-    problem = postmortem.write(postmortem.path_for(run.log.path, run.log.run), found)
-    if problem:
-        run.narrator.warn(problem)
 
 
 def _why(error: BaseException | None) -> str:

@@ -59,9 +59,8 @@ class Feeds:
         self._current, self._last = number, None
         cursor = self._cursors[number]
         saved = self._resume.pop(str(number), None)
-        if saved is not None:
-            if not cursor.rewind(saved):
-                self.told.append(cursor.fast_forward(saved))
+        if saved is not None and not cursor.rewind(saved):
+            self.told.append(cursor.fast_forward(saved))
         cursor.leave_out(self._decided.get(number, ()))
         return cursor
 

@@ -117,6 +117,10 @@ class Judge:
         """Steps from `target` on are taken again."""
         self._data = {index: ids for index, ids in self._data.items() if index < target}
 
+    def goes_on(self, lr_scale: dict[str, float]) -> None:
+        """Takes over the multipliers in force, by engine: a start must not tell of them as new."""
+        self._lr_scale, self._lr_scale_before = dict(lr_scale), dict(lr_scale)
+
     @property
     def lr_scale(self) -> float:
         """The multiplier in force, the smallest of all engines."""

@@ -192,14 +192,16 @@ class Keeper:
         """Deletes what need not be kept.
 
         While the region of the last rollback lasts, where it went and the next one deeper stay: a
-        second one in the same region goes there, and not to what became good on the way.
+        second one in the same region goes there, and not to what became good on the way. And what
+        only waits for the prover is as good as good: a slow disk must not thin it out.
         """
         saves = self.store.steps()
-        stay: set[int] = set()
+        facts = {"unhealthy": ledger.unhealthy, "now": ledger.judged, "probation": self.probation}
+        stay = {*proven(saves, **facts)[-self.keep.good :]}
         if ledger.earlier and ledger.judged < ledger.earlier[-1].onset + self._region:
             target = ledger.earlier[-1].target
             deeper = [s.step for s in saves if s.status == "good" and s.step < target]
-            stay = {target, *deeper[-1:]}
+            stay |= {target, *deeper[-1:]}
         surplus = [step for step in superfluous(saves, self.keep) if step not in stay]
         for step in agreed(self._ranks, surplus):
             self.store.delete(step)

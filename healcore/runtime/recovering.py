@@ -7,6 +7,7 @@ every step on disk can be done twice, so that a start after a crash just carries
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,7 +20,13 @@ from healcore.runtime.journal import Branch, Journal, Plan
 from healcore.runtime.keeping import Keeper
 from healcore.runtime.ledger import Ledger
 from healcore.runtime.returning import gone_back, readable, tried_again
-from healcore.runtime.store import Landed, Saved, StoreError, restore_first
+from healcore.runtime.store import (
+    Landed,
+    NoGoodCheckpoint,
+    Saved,
+    StoreError,
+    restore_first,
+)
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.terms import Terms
 
@@ -216,13 +223,19 @@ class Recovery:
         return mine if self.ranks.world == 1 else common(self.ranks.gather(mine))
 
     def _restore(self, order: Sequence[int], now: int) -> Landed:
+        """The first that is intact on every rank: in memory each rank has a copy of its own."""
         like = {**self.driver.items(), ITEM: self.host}
-        return restore_first(
-            self.keeper.store,
-            order,
-            like,
-            self.keeper.note_damage,
-        )
+        store, note = self.keeper.store, self.keeper.note_damage
+        if self.ranks.world == 1:
+            return restore_first(store, order, like, note)
+        for step in order:
+            landed = None
+            with suppress(NoGoodCheckpoint):
+                landed = restore_first(store, [step], like, note)
+            if all(self.ranks.gather(landed is not None)):
+                assert landed is not None
+                return landed
+        raise NoGoodCheckpoint(f"none of the checkpoints of steps {list(order)} is intact anywhere")
 
     def _engines(self, landed: Landed, now: int) -> dict[str, Any]:
         healing = landed.restored.healing or {}

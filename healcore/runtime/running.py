@@ -97,6 +97,8 @@ class Run:
             self._resume()
         if page.branch is not None and self.step <= (page.branch.plan.trial or [0, -1])[1]:
             self._trial = Trial(*(page.branch.plan.trial or ()))
+        engines = self.driver.healing().items()
+        self.judge.goes_on({name: each["state"]["lr"]["scale"] for name, each in engines})
         page.ended = None
         self.recovery.write_journal(self.step)
         self.recovery.initial = self._saved = self.step
@@ -279,7 +281,7 @@ class Run:
             arrival = self.recovery.go_back(wanted)
         except NoGoodCheckpoint as error:
             self.stop(str(error))
-        self.step = arrival.target
+        self.step = self._saved = arrival.target
         self._lagging.clear()
         self._ids.clear()
         self._overdue = False

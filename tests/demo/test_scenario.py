@@ -30,7 +30,7 @@ def test_the_faults_are_where_they_are_said_to_be(text):
         assert tokens.dtype == np.int32
         # Nearly all of the text is ASCII, and half of the random bytes are not.
         assert ((tokens >= 128).mean() > 0.3) == (step in scenario.corrupted)
-        assert (weights.sum() == 0) == (step == scenario.empty_step)
+        assert (weights.sum() == 0) == (step == scenario.empty)
     assert len(scenario.corrupted) == 4
 
 

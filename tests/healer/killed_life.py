@@ -159,9 +159,6 @@ def _run(
         if first:
             first = False
             watched.say(READY)
-        # What becomes good at which step must not hang on how fast this machine is.
-        assert healer._run is not None
-        healer._run.keeper._prover.finish()
         loop.state = healer.state
         engines = healer.driver.healing()
         told = [healer.rollbacks, healer.step, number, _digest(loop.weights()), _digest(engines)]

@@ -66,12 +66,11 @@ class Kind:
     """One kind of run, with what it does when nobody kills it."""
 
     def __init__(self, framework: str, variant: Variant, root: Path) -> None:
-        self.framework, self.variant = framework, variant
+        self.framework, self.variant, self.root = framework, variant, root
         root.mkdir()
         assert self.live(root, None).completed
         self.trace = story.steps_of(root)
         self.facts = json.loads((root / "end.json").read_text())
-        self.rollbacks = story.rollbacks_of(root)
         assert self.facts["rollbacks"] >= 2, self.facts
 
     def live(self, root: Path, aim: Aim | None) -> Killed:
@@ -144,7 +143,7 @@ def run(
         counts["in a rollback"] += BACK in ended.during
         counts["in a save"] += SAVE in ended.during or WRITE in ended.during
         counts["in both"] += BACK in ended.during and WRITE in ended.during
-    story.whole(root, kind.rollbacks)
+    story.whole(root, kind.root)
     facts = json.loads((root / "end.json").read_text())
     for name in ("step", "rollbacks", "weights"):
         assert facts[name] == kind.facts[name], f"{root}: {name} {facts} {kind.facts}"

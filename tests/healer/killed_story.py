@@ -36,6 +36,15 @@ def rollbacks_of(root: Path) -> dict[int, tuple[Any, ...]]:
     return found
 
 
+def rates_of(root: Path) -> set[tuple[Any, ...]]:
+    """Every change of the learning rate's multiplier that is told."""
+    return {
+        (event["step"], event["lr_scale_before"], event["lr_scale"])
+        for event in reading.read(root / "store" / NAME).events
+        if event["kind"] == "lr"
+    }
+
+
 def goes_on(root: Path, before: bytes) -> bytes:
     """The events file now; what was in it before is there unchanged."""
     path = root / "store" / NAME
@@ -49,9 +58,10 @@ def goes_on(root: Path, before: bytes) -> bytes:
     return now
 
 
-def whole(root: Path, rollbacks: dict[int, tuple[Any, ...]]) -> None:
+def whole(root: Path, clean: Path) -> None:
     """At the end: every rollback as in the run that was not killed, and every death explained."""
-    assert rollbacks_of(root) == rollbacks, f"{root}: {rollbacks_of(root)}, not {rollbacks}"
+    for told in (rollbacks_of, rates_of):
+        assert told(root) == told(clean), f"{root}: {told(root)}, not {told(clean)}"
     path = root / "store" / NAME
     for name, events in reading.read(path).runs().items():
         if events[0]["kind"] != "start":

@@ -38,7 +38,7 @@ def test_the_same_with_any_lag(framework, lag, tmp_path):
     loop = loop_of(framework, Faults(always=[23]), rules())
     facts = train(loop, rules(), range(40), store=tmp_path, lag=lag)
     (rollback,) = events(tmp_path, "rollback")
-    assert rollback["step"] == 24 + lag
+    assert rollback["step"] == min(24 + lag, 25)  # a save reads what is on its way
     assert rollback["onset"] == 23
     assert rollback["batches"] == [[0, 23]]
     assert facts["step"] == 39

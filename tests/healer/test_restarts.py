@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from healcore.core.verdict import Action
+from healcore.runtime import postmortem
 from healcore.runtime.keeping import Keeper
 from healcore.runtime.running import Run
 from healcore.runtime.store.directory import DirectoryStore
+from healcore.torch.store import DCPStore
 from tests.healer.loops import Faults, loop_of, rules, same, train
-from tests.healer.reading import events
+from tests.healer.reading import events, postmortems
 from tests.healer.test_crashes import Crash, quiet_end
 
 BAD = [23, 24]
@@ -228,6 +230,46 @@ def test_the_step_a_life_began_at_is_not_deeper_than_what_was_tried(tmp_path):
     found = choose(saves, onset=23, earlier=[Earlier(22, 15)], region=30, initial=20)
     assert found.order[0] == 15
     assert found.repeated
+
+
+def test_what_it_went_back_to_at_the_end_is_still_known_good(tmp_path):
+    """There are no batches left to go on with: the state is that checkpoint's."""
+    loop = loop_of("torch", Faults(always=[38]))
+    facts = train(loop, rules(), iter(range(40)), store=tmp_path)
+    (told,) = events(tmp_path, "rollback")
+    assert facts["step"] == told["checkpoint"]
+    last = DCPStore(tmp_path).steps()
+    assert [each.status for each in last if each.step == facts["step"]] == ["good"]
+
+
+def test_a_start_does_not_tell_of_a_cut_that_was_made_before(tmp_path):
+    def stumble(healer: Any, number: int) -> None:
+        if healer.rollbacks and healer.step == 17:
+            raise RuntimeError("power")
+
+    def go(before: Any = None) -> None:
+        loop = loop_of("torch", Faults(always=[23]))
+        train(loop, rules(), range(40), store=tmp_path, before=before)
+
+    with pytest.raises(RuntimeError, match="power"):
+        go(stumble)
+    go()
+    told = [(e["step"], e["lr_scale_before"], e["lr_scale"]) for e in events(tmp_path, "lr")]
+    assert [each[::2] for each in told] == [(23, 0.5), (21, 1.0)]
+
+
+def test_no_end_is_told_before_the_postmortem_is_there(tmp_path, monkeypatch):
+    """Killed between the two, the run would never have one."""
+    write, told = postmortem.write, []
+
+    def look(path: Any, found: Any) -> Any:
+        told.extend(events(tmp_path, "end"))
+        return write(path, found)
+
+    monkeypatch.setattr(postmortem, "write", look)
+    train(loop_of("torch"), rules(), range(5), store=tmp_path)
+    assert told == []
+    assert len(events(tmp_path, "end")) == len(postmortems(tmp_path)) == 1
 
 
 def test_a_hook_may_order_a_save(tmp_path):

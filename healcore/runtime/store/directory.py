@@ -188,6 +188,11 @@ class DirectoryStore(ABC):
     # -- beyond it ------------------------------------------------------------------------------
 
     @property
+    def processes(self) -> Ranks:
+        """Those that save together. To exchange over while nothing is being written."""
+        return self._ranks
+
+    @property
     def busy(self) -> bool:
         """Whether a save is still being written, so that the next would wait for it."""
         return self._behind.busy

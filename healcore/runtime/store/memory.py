@@ -215,6 +215,10 @@ class Hold:
         """When it was copied."""
         return self._slot.created
 
+    @created.setter
+    def created(self, when: float) -> None:
+        self._slot.created = when
+
     def read(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """State and healing state in the snapshot's own memory: not to be changed.
 

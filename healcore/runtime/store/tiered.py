@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from healcore.runtime.store import protocol, retention
+from healcore.runtime.store import protocol, ranks, retention
 from healcore.runtime.store.background import Background
 from healcore.runtime.store.directory import DirectoryStore
 from healcore.runtime.store.errors import (
@@ -17,8 +17,18 @@ from healcore.runtime.store.errors import (
 )
 from healcore.runtime.store.memory import Hold, MemoryStore
 from healcore.runtime.store.protocol import Restored, Saved, Status
+from healcore.runtime.store.ranks import Ranks
 
 T = TypeVar("T")
+
+
+class Having(NamedTuple):
+    """Where a checkpoint is."""
+
+    here: bool
+    """Whether it is in this rank's memory."""
+    tiers: list[MemoryStore | DirectoryStore]
+    """Those that have it on every rank."""
 
 
 class TieredStore:
@@ -57,7 +67,7 @@ class TieredStore:
             self.memory.save(step, state, healing=healing)
         else:
             self._behind.join()  # one write at a time: each holds a copy in memory
-            hold = self.memory.save_and_hold(step, state, healing=healing)
+            hold = self._held(step, state, healing)
             self._behind.submit(step, "while writing to disk", lambda: self._to_disk(step, hold))
         self._saves += 1
 
@@ -86,8 +96,15 @@ class TieredStore:
 
     def mark(self, step: int, status: Status) -> None:
         """Marks it wherever it is. An older save of the step on disk keeps its status."""
-        for tier in self._having(step):
-            tier.mark(step, status)
+        having = self._having(step)
+
+        def near() -> None:
+            if having.here:
+                self.memory.mark(step, status)
+
+        ranks.together(self._ranks, near)
+        if self.disk in having.tiers:
+            self.disk.mark(step, status)
 
     def delete(self, step: int) -> None:
         """Removes it wherever it is, unless it is the last known-good one.
@@ -95,12 +112,15 @@ class TieredStore:
         The last known-good one on disk stays there, whatever memory has: that is gone after a
         crash. An older save of the step on disk is listed again when the one in memory has gone.
         """
-        tiers = self._having(step)
-        if retention.is_last_good(self.steps(), step):
+        having = self._having(step)
+        last = [retention.is_last_good(each, step) for each in (self.steps(), self.disk.steps())]
+        last, last_on_disk = map(any, zip(*self._ranks.gather(last), strict=True))
+        if last:
             raise LastGoodKept(step)
-        for tier in tiers:
-            if tier is self.memory or not retention.is_last_good(self.disk.steps(), step):
-                tier.drop(step)
+        if having.here:
+            self.memory.drop(step)
+        if self.disk in having.tiers and not last_on_disk:
+            self.disk.drop(step)
 
     def wait(self) -> None:
         """Waits for the disk."""
@@ -131,25 +151,52 @@ class TieredStore:
 
     # -- within ---------------------------------------------------------------------------------
 
+    @property
+    def _ranks(self) -> Ranks:
+        return self.disk.processes
+
+    def _held(self, step: int, state: Mapping[str, Any], healing: Mapping[str, Any] | None) -> Hold:
+        """The copy in memory, on every rank; or an error on every rank."""
+        holds: list[Hold] = []
+        copy = self.memory.save_and_hold
+        try:
+            ranks.together(self._ranks, lambda: holds.append(copy(step, state, healing=healing)))
+            # Every rank has a clock of its own, and the disk will have that of the first.
+            holds[0].created = ranks.agreed(self._ranks, holds[0].created)
+        except BaseException:
+            for hold in holds:
+                hold.release()
+            raise
+        return holds[0]
+
     def _to_disk(self, step: int, hold: Hold) -> None:
         try:
-            state, healing = hold.read()
+            state, healing = ranks.on_each(self._ranks, hold.read)
             self.disk.save_held(step, state, healing=healing, created=hold.created)
             self.disk.wait()
         finally:
             hold.release()
 
-    def _having(self, step: int) -> list[MemoryStore | DirectoryStore]:
-        """The stores that have the save that counts for a step, memory first."""
+    def _having(self, step: int) -> Having:
+        """The stores that have the save that counts for a step, memory first.
+
+        The same on every rank: what one of them has lost (a damaged snapshot) is not used by any.
+        """
         self._behind.join()
         near = next((saved for saved in self.memory.steps() if saved.step == step), None)
         far = next((saved for saved in self.disk.steps() if saved.step == step), None)
-        if near is None and far is None:
+        one = far is not None and (near is None or _same(near, far))
+        seen = self._ranks.gather((near is not None, far is not None, one))
+        near_there, far_there, all_one = map(all, zip(*seen, strict=True))
+        tiers: list[MemoryStore | DirectoryStore] = []
+        if near_there:
+            tiers.append(self.memory)
+        if far_there and (all_one or not near_there):
+            tiers.append(self.disk)
+        if not tiers:
             there = [saved.step for saved in self.steps()]
             raise NotThere(step, there, f"memory and {self.disk.root}")
-        if near is None:
-            return [self.disk]
-        return [self.memory, self.disk] if far and _same(near, far) else [self.memory]
+        return Having(near is not None, tiers)
 
     def _each(
         self, step: int, action: Callable[[MemoryStore | DirectoryStore], T], *, first: bool
@@ -160,9 +207,9 @@ class TieredStore:
             CheckpointDamaged: no copy is intact.
         """
         results, damage = [], None
-        for tier in self._having(step):
+        for tier in self._having(step).tiers:
             try:
-                results.append(action(tier))
+                results.append(self._together(tier, action))
             except CheckpointDamaged as error:
                 damage = error
                 self._damage.append(str(error))
@@ -172,6 +219,26 @@ class TieredStore:
         if not results:
             assert damage is not None
             raise damage
+        return results[0]
+
+    def _together(
+        self,
+        tier: MemoryStore | DirectoryStore,
+        action: Callable[[MemoryStore | DirectoryStore], T],
+    ) -> T:
+        """Memory is each rank's own: what is wrong with it on one is an error on all."""
+        if not isinstance(tier, MemoryStore):
+            return action(tier)
+        results: list[T] = []
+        failure = None
+        try:
+            results.append(action(tier))
+        except StoreError as error:
+            failure = error
+        failures = self._ranks.gather(failure)
+        for each in (failure, *failures):
+            if each is not None:
+                raise each
         return results[0]
 
     def _take_out(self, tier: MemoryStore | DirectoryStore, step: int) -> None:
