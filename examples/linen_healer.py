@@ -1,6 +1,6 @@
 """A Flax linen loop that goes back by itself: the lines that healcore adds are marked.
 
-Four batches in a row are ruined. The first ones are skipped; at the third the run goes back to a
+Twelve batches in a row are ruined. The first ones are skipped; at the tenth the run goes back to a
 checkpoint that is known to be good, dropout key and all, halves its learning rate, and leaves the
 bad batches out.
 
@@ -24,7 +24,7 @@ from flax.training.train_state import TrainState
 import healcore  # <- healcore
 
 STEPS, BATCH = 400, 64
-RUINED = range(250, 254)
+RUINED = range(250, 262)
 
 
 def batch(index: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,6 +1,6 @@
 """A torch loop that goes back by itself: the lines that healcore adds are marked.
 
-Four batches in a row are ruined. The first ones are skipped; at the third the run goes back to a
+Twelve batches in a row are ruined. The first ones are skipped; at the tenth the run goes back to a
 checkpoint that is known to be good, halves its learning rate, and leaves the bad batches out.
 
 python examples/torch_healer.py [DIRECTORY]
@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import healcore  # <- healcore
 
 STEPS, BATCH = 400, 64
-RUINED = range(250, 254)
+RUINED = range(250, 262)
 
 
 def batch(index: int) -> tuple[torch.Tensor, torch.Tensor]:

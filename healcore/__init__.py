@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from healcore import jax, policy, torch
+    from healcore.runtime.ending import RunStopped
     from healcore.runtime.healer import Healer
 
 __version__ = "0.1.0"
-__all__ = ["Healer", "__version__", "jax", "policy", "torch"]
+__all__ = ["Healer", "RunStopped", "__version__", "jax", "policy", "torch"]
 
 _PARTS = frozenset({"jax", "policy", "torch"})
+_NAMES = {"Healer": "healcore.runtime.healer", "RunStopped": "healcore.runtime.ending"}
 
 
 def __getattr__(name: str) -> Any:
     """Imports a part on first use (PEP 562), so that `healcore.torch.attach(...)` just works."""
-    if name == "Healer":
-        return importlib.import_module("healcore.runtime.healer").Healer
+    if name in _NAMES:
+        return getattr(importlib.import_module(_NAMES[name]), name)
     if name in _PARTS:
         return importlib.import_module(f"healcore.{name}")
     raise AttributeError(f"module 'healcore' has no attribute {name!r}; it has {sorted(__all__)}")

@@ -20,7 +20,7 @@ from healcore.core.tree import leaves, map_leaves
 from healcore.core.verdict import Decision
 from healcore.torch import namespace
 from healcore.torch.measurement import DeviceOrder, Measurement, Order, read
-from healcore.torch.porting import restored
+from healcore.torch.porting import grown, restored
 
 # Triton divides approximately and fuses multiply-adds unless told otherwise; the decisions are to
 # be those of NumPy and XLA, bit for bit (numerics.py). The core is scalar: exactness costs nothing.
@@ -114,6 +114,15 @@ class DeviceSeat:
     def announce(self) -> None:
         """Opens the grace window at the next step."""
         _write(self.state, self.engine.announce(self.state, xp=self._xp))
+
+    def grow(self, groups: int) -> None:
+        """Begins a history for parameters that were added after the others.
+
+        Leaves that do not grow stay the tensors they are.
+        """
+        self.groups = groups
+        fresh = map_leaves(self._placed, self.engine.init(groups=groups))
+        self.state = map_leaves(grown, self.state, fresh)
 
     def metrics(self) -> dict[str, Tensor]:
         """Named 0-d tensors on the device; copies, since the state is written in place."""

@@ -51,8 +51,15 @@ class Healing:
         self._undo = Undo()
         self._judged = self._gone_bad = False
         self._order: Order | None = None
+        self._held: bool | Tensor | None = None
         self.on_judged: Callable[[Judged], None] | None = None
         """Called at every step that was judged, before the optimizer takes it."""
+        self.on_ended: Callable[[bool | Tensor], None] | None = None
+        """Called after it, with whether it was skipped, be it by a GradScaler: a bool where the
+        host knows, else a 0-d float32 of exactly 0 or 1. In observe mode always False."""
+        self.grows = False
+        """Whether a policy that clips each parameter by its own history begins one for parameters
+        that are added, instead of raising `ParametersChangedError`."""
 
         # Dynamo drops what an ordinary hook writes to the optimizer; disabled, it breaks the graph
         # here and guards on the attributes as they are when the kernel is reached.
@@ -115,6 +122,16 @@ class Healing:
     def has_loss(self) -> bool:
         """Whether a loss was reported since the last step: an accumulation has begun."""
         return self._measurer.has_loss
+
+    @property
+    def has_seen_loss(self) -> bool:
+        """Whether any step was judged with a loss so far."""
+        return "loss" in self._measurer.seen
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the optimizer is in its step; True as well after one that has raised."""
+        return self._open.is_open
 
     @property
     def attached(self) -> bool:
@@ -204,7 +221,7 @@ class Healing:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self.on_judged = None
+        self.on_judged = self.on_ended = None
         self._give_back(self.optimizer)
         self._open.forget()
         self._measurer.clear()
@@ -221,6 +238,7 @@ class Healing:
             return None  # step() of a subclass has called super().step()
         self._give_back(optimizer)  # a step that raised has had no post-hook
         self._judged = self._gone_bad = False
+        self._held = None
         last, self._order = self._order, None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
@@ -244,6 +262,8 @@ class Healing:
             self._undo.back(optimizer)
         self._give_back(optimizer)
         self._measurer.clear()  # losses of a closure's later evaluations
+        if self._held is not None and self.on_ended is not None:
+            self.on_ended(self._gone_bad or self._held)
 
     def _give_back(self, optimizer: Optimizer) -> None:
         self._enforcer.give_back(optimizer)
@@ -289,6 +309,9 @@ class Healing:
         if not params:
             self._measurer.clear()
             return
+        if self.grows and len(everything) > self._groups:
+            self._groups = len(everything)
+            self.seat.grow(self._groups)
         if self.engine.per_tensor and len(everything) != self._groups:
             raise ParametersChangedError(
                 f"the optimizer had {self._groups} parameters at attach, now {len(everything)}, "
@@ -297,7 +320,7 @@ class Healing:
         divisor, found = AmpAttributes.read(optimizer)
         seen = self._measurer.measure(optimizer, everything, grad_divisor=divisor, found_inf=found)
         self._measurer.clear()
-        enforces = self.engine.mode != "observe"
+        enforces, self._held = self.engine.mode != "observe", False
         if isinstance(self.seat, HostSeat):
             order = self.seat.order(seen)
         else:
@@ -305,9 +328,10 @@ class Healing:
             told = self.seat.advance(seen)
             if enforces and not on_host:
                 self._enforcer.hand_over(optimizer, everything, params, told)
+                self._held = told.found_inf
             order = read_order(told) if enforces and on_host else None
         if enforces and order is not None:
-            self._order = order
+            self._order, self._held = order, order.skip
             if Undo.applies(optimizer):  # too late for this step's rate, see `_before`
                 order = order._replace(lr_scale=1.0)
             self._enforcer.carry_out(optimizer, everything, order, seen.grad_divisor)

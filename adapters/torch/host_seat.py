@@ -18,7 +18,7 @@ from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves
 from healcore.core.verdict import Decision
 from healcore.torch.measurement import Measurement, Order, read
-from healcore.torch.porting import restored
+from healcore.torch.porting import grown, restored
 
 
 class HostSeat:
@@ -80,6 +80,12 @@ class HostSeat:
     def announce(self) -> None:
         """Opens the grace window at the next step."""
         self.state = self.engine.announce(self.state, xp=host)
+
+    def grow(self, groups: int) -> None:
+        """Begins a history for parameters that were added after the others."""
+        self.groups = groups
+        longer = map_leaves(grown, self.state, self.engine.init(groups=groups))
+        self.state = map_leaves(_scalar, longer)
 
     def metrics(self) -> dict[str, Tensor]:
         """Named 0-d CPU tensors."""

@@ -87,6 +87,10 @@ class Seat(Protocol):
         """Opens the grace window at the next step."""
         ...
 
+    def grow(self, groups: int) -> None:
+        """Begins a history for parameters that were added after the others."""
+        ...
+
     def metrics(self) -> dict[str, Tensor]:
         """Named 0-d tensors, copies, without a sync."""
         ...

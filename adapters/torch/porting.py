@@ -1,4 +1,4 @@
-"""Loading a saved engine state into an optimizer's healing."""
+"""Loading a saved engine state into an optimizer's healing, and making one longer."""
 
 from __future__ import annotations
 
@@ -25,3 +25,16 @@ def restored(engine: Engine, data: Any, groups: int) -> EngineState:
             "per-tensor clipping keeps a level for each; attach to the same model, or start fresh"
         )
     return saved
+
+
+def grown(old: Any, fresh: Any) -> Any:
+    """A leaf of a state for more parameters: `fresh` begun with `old`, or `old` if it has none.
+
+    Args:
+        old: the leaf as it is, an array or tensor.
+        fresh: the same leaf of a new state, of as many parameters or more.
+    """
+    if old.shape == fresh.shape:
+        return old
+    fresh[: old.shape[0]] = old
+    return fresh

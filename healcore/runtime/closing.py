@@ -7,6 +7,7 @@ fails in here is told, not raised: it would hide what the run has died of.
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -18,13 +19,20 @@ from healcore.runtime.running import Run
 from healcore.runtime.terminating import Terminated
 
 
-def ending_of(error: BaseException | None) -> str:
-    """How a run ended, from what has left its block."""
+def ending_of(error: BaseException | None, asked: int | None = None) -> str:
+    """How a run ended.
+
+    Args:
+        error: what has left its block.
+        asked: a signal that had come.
+    """
     if error is None:
         return "completed"
     if isinstance(error, RunStopped):
         return "stopped"
-    if isinstance(error, Terminated):
+    # torch's loader raises when the signal has killed its workers too.
+    killed = asked == signal.SIGTERM and "DataLoader worker" in str(error)
+    if isinstance(error, Terminated) or killed:
         return "signal"
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
@@ -38,7 +46,7 @@ def close(run: Run, error: BaseException | None) -> None:
         run: it.
         error: what has left the block, None if nothing has.
     """
-    ending = ending_of(error)
+    ending = ending_of(error, run.terminating.asked)
     trouble: list[str] = []
 
     def attempt(what: str, action: Callable[[], object]) -> None:
@@ -49,8 +57,8 @@ def close(run: Run, error: BaseException | None) -> None:
 
     if ending == "completed":
         attempt("the last steps could not be read", run.drain)
-    if ending in ("completed", "signal"):
-        # Between two steps, so the state is whole; after an exception it may not be.
+    if ending == "completed" or (run.whole and ending != "stopped"):
+        # Between two steps, so the state is whole; an exception within one leaves it half done.
         attempt("the last state could not be saved", run.save_last)
     attempt("checkpoints being written", run.keeper.settle)
     attempt("checkpoints on probation", lambda: run.keeper.look_after(run.ledger, run.step))

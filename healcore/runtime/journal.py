@@ -68,6 +68,8 @@ class Page:
     rollbacks: int = 0
     begun: Plan | None = None
     branch: Branch | None = None
+    meant: list[str] | None = None
+    """Arrays that were not finite in the first snapshot."""
     ledger: dict[str, Any] | None = None
     """The ledger at the last rollback; of one that has begun, from before it."""
     trials: list[int] = field(default_factory=list)

@@ -20,6 +20,10 @@ _ALARMS = 100
 """Alarms of one incident, and of the time without one, that get a line of their own."""
 
 
+_REMEMBERED = 1000
+"""Steps whose data is remembered, at least; more where the policy's region is longer."""
+
+
 class Order(NamedTuple):
     """What is to be carried out."""
 
@@ -27,11 +31,13 @@ class Order(NamedTuple):
     depth: int
     onset: int
     """Index of the incident's first alarm."""
+    since: int
+    """Index of the first alarm with a cause of this order: the incident may have begun before."""
     index: int
     """Of the step that brought the order."""
     cause: Cause
     bad: tuple[BatchId, ...]
-    """Data of the steps from the onset to this one."""
+    """Data of the steps since then."""
     overridden: bool
     """A hook has had its way."""
 
@@ -118,7 +124,7 @@ class Judge:
         self._data = {index: ids for index, ids in self._data.items() if index < target}
 
     def goes_on(self, lr_scale: dict[str, float]) -> None:
-        """Takes over the multipliers in force, by engine: a start must not tell of them as new."""
+        """Takes over the multipliers in force, by engine: what is known is not told as new."""
         self._lr_scale, self._lr_scale_before = dict(lr_scale), dict(lr_scale)
 
     @property
@@ -135,7 +141,7 @@ class Judge:
 
     def _remember(self, seen: Seen) -> None:
         self._data[seen.index] = seen.batches
-        self._data.pop(seen.index - self.terms.region, None)
+        self._data.pop(seen.index - max(self.terms.region, _REMEMBERED), None)
 
     def _order(self, seen: Seen, told: Told, cause: Cause, episode: Episode | None) -> Order | None:
         action, depth = Action(int(told.decision.action)), int(told.decision.rollback_depth)
@@ -186,11 +192,14 @@ class Judge:
             )
         if self.terms.observes or not any(action & each for each in _SEVERE):
             return None
-        bad = [ids for index, ids in sorted(self._data.items()) if onset <= index <= seen.index]
+        first = episode.first if episode else {}
+        since = min([first[name] for name in names(cause) if name in first], default=onset)
+        bad = [ids for index, ids in sorted(self._data.items()) if since <= index <= seen.index]
         return Order(
             action=action,
             depth=max(depth, 1),
             onset=onset,
+            since=since,
             index=seen.index,
             cause=cause,
             bad=tuple(each for ids in bad for each in ids),
@@ -246,6 +255,8 @@ def _worse(one: Order | None, other: Order | None) -> Order | None:
     return one._replace(
         action=one.action | other.action,
         depth=max(one.depth, other.depth),
+        since=min(one.since, other.since),
+        bad=max(one.bad, other.bad, key=len),
         cause=one.cause | other.cause,
         overridden=one.overridden or other.overridden,
     )

@@ -42,6 +42,7 @@ class Keeper:
         prover: verifies behind the training loop.
         ranks: the processes of this run.
         tell: takes events.
+        warn: takes lines for a person.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Keeper:
         prover: Prover,
         ranks: Ranks,
         tell: Tell,
+        warn: Callable[[str], object],
     ) -> None:
         self.store = store
         self.every = every
@@ -64,12 +66,17 @@ class Keeper:
         self._prover = prover
         self._ranks = ranks
         self._tell = tell
+        self._warn = warn
+        self._saved_once = False
+        self._not_finite: set[int] = set()
         self._patience_s = _PATIENCE_S
         self._waiting: dict[int, Saved] = {}
         self.good: int | None = None
         """Step of the newest known-good checkpoint."""
         self.damaged: list[int] = []
         """Steps of checkpoints that were found damaged."""
+        self.trouble = ""
+        """Why the last one did."""
         self.failed = 0
         """Saves that failed."""
 
@@ -117,16 +124,21 @@ class Keeper:
             Whether the copy was taken; what the background meets comes later (`look_after`).
 
         Raises:
-            UnsavableState: there is something in the state that no checkpoint can hold.
+            UnsavableState: there is something in the state that no checkpoint can hold. Only at the
+                first save: later a run has more to lose than a checkpoint.
         """
         began = time.monotonic()
         try:
             self.store.save(step, state, healing=healing)
-        except UnsavableState:
-            raise
+        except UnsavableState as error:
+            if not self._saved_once:
+                raise
+            self._failed(step, error)
+            return False
         except (StoreError, OSError) as error:
             self._failed(step, error)
             return False
+        self._saved_once = True
         # As it will be listed; `finite` is known, and asked for, when its probation is over.
         self._waiting[step] = Saved(step, "candidate", True, 0, 0.0, True, None)
         self._tell("save", step=step, why=why, seconds=round(time.monotonic() - began, 6))
@@ -184,9 +196,40 @@ class Keeper:
         if not proven(list(self._waiting.values()), **facts):
             return []
         saves = self.store.steps()
+        self._note_not_finite(saves)
         there = {s.step for s in saves if s.status == "candidate" and s.finite}
         self._waiting = {step: s for step, s in self._waiting.items() if step in there}
         return proven([s for s in saves if s.step in self._waiting], **facts)
+
+    def _note_not_finite(self, saves: list[Saved]) -> None:
+        """A checkpoint with NaN in it looks like any other until it is needed."""
+        fresh = [s for s in saves if not s.finite and s.step not in self._not_finite]
+        for saved in fresh:
+            told = f"checkpoint {saved.step} is not finite in {', '.join(saved.nonfinite[:3])}"
+            self._tell("problem", step=saved.step, problem=told)
+        if fresh and not self._not_finite:
+            self._warn(
+                f"{told}: it can never be known-good. A skipped step does not take back what the "
+                "forward pass has written; arrays that are meant to be so go into nonfinite_ok"
+            )
+        self._not_finite.update(saved.step for saved in fresh)
+
+    def accept_first(self) -> list[str]:
+        """Arrays that are not finite in the first snapshot are meant to be so: masks of -inf.
+
+        Returns:
+            Their names.
+        """
+        saves = self.store.steps()
+        names = list(saves[-1].nonfinite) if saves else []
+        self.accept(names)
+        return names
+
+    def accept(self, names: list[str]) -> None:
+        """Arrays that may hold NaN and Inf."""
+        for store in (self.store, *(getattr(self.store, n, None) for n in ("memory", "disk"))):
+            if hasattr(store, "nonfinite_ok"):
+                store.nonfinite_ok = (*store.nonfinite_ok, *names)  # type: ignore[union-attr]
 
     def _prune(self, ledger: Ledger) -> None:
         """Deletes what need not be kept.
@@ -255,5 +298,8 @@ class Keeper:
 
     def _failed(self, step: int, error: Exception) -> None:
         self.failed += 1
+        self.trouble = str(error)
         self._waiting.pop(step, None)
         self._tell("save_failed", step=step, problem=str(error))
+        if self.failed & (self.failed - 1) == 0:  # the 1st, 2nd, 4th, ...: a full disk stays full
+            self._warn(f"checkpoint {step} was not saved, training goes on: {error}")

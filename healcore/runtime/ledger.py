@@ -30,6 +30,8 @@ class Episode:
     """Index of the step with the last one so far."""
     cause: int
     """`Cause` flags of all its alarms."""
+    first: dict[str, int] = field(default_factory=dict)
+    """Name of a cause -> index of the first step with it."""
     alarms: int = 0
     skips: int = 0
     rollbacks: int = 0
@@ -78,6 +80,8 @@ class Ledger:
         episode = self._current(index)
         episode.last = index
         episode.cause |= cause
+        for name in words(cause):
+            episode.first.setdefault(name, index)
         episode.alarms += 1
         episode.skips += any(each.decision.skip for each in told)
         episode.lr_scale = min(float(each.decision.lr_scale) for each in told)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,6 +106,7 @@ def _opened(options: Options, driver: Driver) -> Run:
     host = HostState(feeds.position, driver.generators())
     journal = Journal(None if folder is None else folder / NAME, writes=ranks.rank == 0)
     tell: Callable[..., Any] = log.write
+    narrator = Narrator(speaks=ranks.rank == 0)
     every = options.save_every or terms.probation
     keeper = Keeper(
         store,
@@ -115,6 +117,7 @@ def _opened(options: Options, driver: Driver) -> Run:
         prover=Prover(behind=ranks.world == 1),
         ranks=ranks,
         tell=tell,
+        warn=narrator.warn,
     )
     recovery = Recovery(
         terms=terms,
@@ -132,7 +135,7 @@ def _opened(options: Options, driver: Driver) -> Run:
         lagging=Lagging(options.lag),
         hooks=options.hooks,
         log=log,
-        narrator=Narrator(speaks=ranks.rank == 0),
+        narrator=narrator,
         rerun=options.rerun,
     )
     journal.read()
@@ -154,7 +157,17 @@ def _opened(options: Options, driver: Driver) -> Run:
     )
     for problem in store.problems():
         tell("problem", step=None, problem=problem)
-    run.begin(resume=bool(saves), died=died)
+    try:
+        run.begin(resume=bool(saves), died=died)
+    except BaseException as error:
+        # Refused, not killed: the next start must not take it for that.
+        raised = "".join(traceback.format_exception_only(error)).strip()
+        tell("problem", step=run.step, problem=f"the run did not begin: {raised}")
+        tell("end", step=run.step, ending="exception")
+        run.terminating.release()
+        narrator.end()
+        log.close()
+        raise
     return run
 
 

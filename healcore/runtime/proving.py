@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from healcore.runtime import forking
 from healcore.runtime.store import CheckpointStore, Saved
 
 
@@ -17,8 +18,10 @@ class Prover:
     """
 
     def __init__(self, *, behind: bool = True) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="healcore-prover") if behind else None
+        self._behind = behind
+        self._pool: ThreadPoolExecutor | None = None
         self._job: tuple[int, Future[Saved]] | None = None
+        forking.watch(self)
 
     @property
     def busy(self) -> bool:
@@ -28,7 +31,9 @@ class Prover:
     def begin(self, store: CheckpointStore, step: int) -> None:
         """Starts verifying a checkpoint."""
         assert self._job is None, "one at a time"
-        if self._pool is not None:
+        if self._behind:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(1, thread_name_prefix="healcore-prover")
             self._job = step, self._pool.submit(store.verify, step)
             return
         future: Future[Saved] = Future()
@@ -64,3 +69,8 @@ class Prover:
         self.drop()
         if self._pool is not None:
             self._pool.shutdown()
+            self._pool = None
+
+    def forked(self) -> None:
+        """In a child: the thread is the parent's alone."""
+        self._pool = self._job = None

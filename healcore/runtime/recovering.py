@@ -252,6 +252,11 @@ class Recovery:
         self.driver.load_healing(engines)
         return own
 
+    def give_up_plan(self, now: int) -> None:
+        """A rollback that cannot be carried out is not to be finished by the next start."""
+        self.journal.page.begun = None
+        self.write_journal(now)
+
     def write_journal(self, now: int) -> None:
         """Puts the journal on disk, or tells that it could not."""
         try:

@@ -22,11 +22,11 @@ from healcore.runtime.lagging import Lagging, Taken
 from healcore.runtime.narrating import Narrator
 from healcore.runtime.recovering import Arrival, Recovery, Wanted
 from healcore.runtime.store import NoGoodCheckpoint, StoreError
-from healcore.runtime.terminating import Terminated, Terminating
+from healcore.runtime.terminating import Terminating, ending
 
-
+_FEW_UNHEARD = 10
 _UNHEARD = 100
-"""Batches without a step after which it is asked whether that is meant (it may be: accumulation)."""
+"""Batches without a step after which it is asked whether that is meant: it may be accumulation."""
 
 
 class Trial(NamedTuple):
@@ -78,9 +78,11 @@ class Run:
         self.verdict = ""
         """What the last re-run has shown."""
         self.began = time.monotonic()
-        self._ids: list[BatchId] = []
+        self._ids: dict[int, list[BatchId]] = {}
+        self._yielded = 0
         self._generators: dict[str, Any] | None = None
-        self._overdue = False
+        self._overdue = 0
+        """Step at which a save was due that has not been taken yet."""
         self._saved = -1
 
     # -- the beginning --------------------------------------------------------------------------
@@ -89,6 +91,7 @@ class Run:
         """Goes on from the newest checkpoint, or takes the first snapshot."""
         self.narrator.begin()
         page = self.journal.page
+        self.keeper.accept(page.meant or [])
         if died is not None:
             self.narrator.warn("the run before this one was killed; its postmortem was written")
         if page.begun is not None:
@@ -97,20 +100,29 @@ class Run:
             self._resume()
         if page.branch is not None and self.step <= (page.branch.plan.trial or [0, -1])[1]:
             self._trial = Trial(*(page.branch.plan.trial or ()))
-        engines = self.driver.healing().items()
-        self.judge.goes_on({name: each["state"]["lr"]["scale"] for name, each in engines})
+        self._note_rates()
         page.ended = None
         self.recovery.write_journal(self.step)
         self.recovery.initial = self._saved = self.step
         self.keeper.take_stock()
         if not resume:
             self.save("first")
+            self._accept_first()
         self.terminating.watch()
         mode = "observed" if self.terms.observes else "healed"
         self.narrator.say(
             f"{mode} by policy {self.terms.name}, from step {self.step}; "
             f"{_describe(self.keeper.store)}"
         )
+
+    def _accept_first(self) -> None:
+        meant = self.keeper.accept_first()
+        if meant:
+            self.journal.page.meant = meant
+            self.recovery.write_journal(self.step)
+            told = f"not finite from the start, and taken to be meant so: {', '.join(meant[:5])}"
+            self.tell("problem", step=self.step, problem=told)
+            self.narrator.warn(told)
 
     def _resume(self) -> None:
         saves = self.recovery.saves()
@@ -126,7 +138,10 @@ class Run:
         if branch is not None and not self._told(branch.plan.number):
             self._tell_late(branch.plan, branch.target)
         self.tell("resume", step=self.step, checkpoint=self.step)
-        self.narrator.say(f"goes on from the checkpoint of step {self.step}")
+        passed = [s for s in saves if s.step > self.step]
+        over = ", ".join(f"{s.step} ({s.status if s.finite else 'not finite'})" for s in passed)
+        told = f"goes on from the checkpoint of step {self.step}"
+        self.narrator.say(f"{told}; newer ones were passed over: {over}" if over else told)
 
     def _finish_rollback(self) -> None:
         """The process before was killed in the middle of one."""
@@ -162,7 +177,8 @@ class Run:
 
     def batches(self, loader: Any, epochs: int | None) -> Iterator[Any]:
         """See `Healer.batches`."""
-        self.feeds.feed(loader, epochs)
+        self.after_step()  # of a loop that has broken off
+        number = self.feeds.feed(loader, epochs)
         self._restore_generators()
         for line in self.feeds.told:
             self.tell("data", step=self.step, outcome=line)
@@ -170,48 +186,79 @@ class Run:
         self.feeds.told.clear()
         while True:
             try:
-                batch, name = self.feeds.next()
+                batch, name = self._next(number)
             except StopIteration:
                 # What is still on its way may send the run back into this data.
                 if not self._read(all=True):
-                    return
+                    break
                 continue
             finally:
-                self._note_skipped()
-            self._ids.append(name)
+                self._note_skipped(number)
+            self._yielded = number
+            self._ids.setdefault(number, []).append(name)
             self._generators = None
             yield batch
             self.after_step()
-            if len(self._ids) == _UNHEARD:
+            if number == self.feeds.current and len(self._ids.get(number, ())) == _UNHEARD:
                 self._warn_unheard()
+        self.feeds.close(number)
+
+    def _next(self, number: int) -> tuple[Any, BatchId]:
+        if not self.whole:
+            return self.feeds.next(number)
+        with self.terminating.idle():
+            return self.feeds.next(number)
+
+    @property
+    def whole(self) -> bool:
+        """Whether no step is under way: the state is that of `step`, and so is the data's place."""
+        return not self._ids.get(self._yielded)
 
     def after_step(self) -> bool:
         """See `Healer.after_step`."""
         handle = self.driver.took()
         if handle is not None:
-            self._lagging.push(Taken(self.step, handle, tuple(self._ids)))
-            self._ids.clear()
-            self.step += 1
+            self._push(handle)
             if self._read():
                 return True
             if self.keeper.due(self.step):
-                self._overdue = True
-            # A save in the middle of an incident would only be set aside.
-            if self._overdue and not self.ledger.open and self.driver.may_save():
+                self._overdue = self._overdue or self.step
+            if self._overdue and self._calm and self.driver.may_save():
                 # Unread steps might bring an order, which a start from this save would never get.
                 # It does not hold up more than the save: that waits for the device anyway.
                 if self._read(all=True):
                     return True
-                if not self.ledger.open:
+                if self._calm:
                     self.save("regular")
             self.keeper.look_after(self.ledger, self.step)
-        if self.terminating.asked is not None:
-            raise Terminated(self.terminating.asked)
+            self._tell_notes()
+        # In the middle of an accumulation the state cannot be saved: on to its end.
+        unheard = len(self._ids.get(self._yielded, ()))
+        if self.terminating.asked is not None and (self.whole or unheard >= _UNHEARD):
+            raise ending(self.terminating.asked)
         return False
+
+    @property
+    def _calm(self) -> bool:
+        """Whether to save now. Not right after an alarm, which may be the first of many.
+
+        But not never: in a run with an alarm now and then an incident is open most of the time.
+        What was saved after an onset is set aside when the run goes back; nothing is lost by it.
+        """
+        alarmed = bool(self.ledger.unhealthy) and self.ledger.unhealthy[-1] >= self.step - 2
+        late = self.step - self._overdue >= self.keeper.every
+        return not alarmed or late or self.terms.observes
+
+    def _push(self, handle: Any) -> None:
+        """A step was taken, with the batches of the loader that was asked last."""
+        ids = self._ids.pop(self._yielded, [])
+        self.feeds.stepped(self._yielded, ids[-1] if ids else None)
+        self._lagging.push(Taken(self.step, handle, tuple(ids)))
+        self.step += 1
 
     def save(self, why: str) -> None:
         """A checkpoint of this step."""
-        self._overdue, self._saved = False, self.step
+        self._overdue, self._saved = 0, self.step
         healing = {
             "schema": 1,
             "step": self.step,
@@ -225,9 +272,15 @@ class Run:
             self.narrator.warn(f"step {self.step} could not be saved; training goes on")
 
     def save_last(self) -> None:
-        """A checkpoint of where the run ends, if the last one is older and the state is sound."""
-        if self.step != self._saved and not self.ledger.open and self.driver.may_save():
+        """A checkpoint of where the run ends, if the last one is older."""
+        if self.step == self._saved:
+            return
+        if self.driver.may_save():
             self.save("last")
+            return
+        told = f"the run ends within an accumulation: the last checkpoint is of step {self._saved}"
+        self.tell("problem", step=self.step, problem=told)
+        self.narrator.warn(told)
 
     def note_ending(self, ending: str) -> None:
         """The journal knows how the process ended; if it does not, it was killed."""
@@ -238,8 +291,10 @@ class Run:
         """Reads what is left at the end of a run. Nothing is carried out any more."""
         handle = self.driver.took()
         if handle is not None:
-            self._lagging.push(Taken(self.step, handle, tuple(self._ids)))
-            self.step += 1
+            self._push(handle)
+        unheard = len(self._ids.get(self._yielded, ()))
+        if unheard >= _FEW_UNHEARD:
+            self._warn_unheard()
         for seen in self._lagging.due(all=True):
             order = self.judge.judge(seen)
             if order is not None:
@@ -265,11 +320,23 @@ class Run:
         if order.action & Action.STOP:
             self.stop(self._why_stop(order))
         if order.action & Action.ROLLBACK:
+            self._check_progress(order)
             self._go_back(order)
             return True
         if order.action & Action.SAVE:
             self.save("ordered")
         return False
+
+    def _check_progress(self, order: Order) -> None:
+        """Stops a run that goes back again and again without getting further.
+
+        The engine's budget is refunded by health, and steps that are taken again are healthy too;
+        hooks are paid by nobody. What counts here is where in the run the trouble was.
+        """
+        reach = max(self.terms.refund_after, 1)
+        near = [past for past in self.ledger.earlier if abs(order.onset - past.onset) < reach]
+        if len(near) >= max(self.terms.recoveries, 1):
+            self.stop(f"it has gone back {len(near)} times within {reach} steps of the run")
 
     def _go_back(self, order: Order) -> None:
         began, trial = self.step, self._wants_trial(order)
@@ -279,12 +346,13 @@ class Run:
         wanted = Wanted(order.onset, order.depth, self.step, bad, order.index if trial else None)
         try:
             arrival = self.recovery.go_back(wanted)
-        except NoGoodCheckpoint as error:
+        except StoreError as error:
+            self.recovery.give_up_plan(self.step)
             self.stop(str(error))
         self.step = self._saved = arrival.target
         self._lagging.clear()
         self._ids.clear()
-        self._overdue = False
+        self._overdue = 0
         self.judge.went_back(arrival.target)
         self._trial = Trial(order.onset, order.index) if trial else None
         if not trial:
@@ -300,6 +368,7 @@ class Run:
                 )
             )
         self._tell_arrival(order._replace(bad=bad), arrival, began, trial)
+        self._note_rates()
 
     def _tell_arrival(self, order: Order, arrival: Arrival, began: int, trial: bool) -> None:
         rate, moved = self.driver.learning_rate(), arrival.moved
@@ -331,7 +400,7 @@ class Run:
         )
         kind = "first snapshot" if arrival.initial else "known-good checkpoint"
         self.narrator.warn(
-            f"step {order.index}: {what}, since step {order.onset}; "
+            f"step {order.index}: {what}, since step {order.since}; "
             f"back to the {kind} of step {arrival.target}; {rest}"
         )
 
@@ -363,7 +432,7 @@ class Run:
     def _wants_trial(self, order: Order) -> bool:
         # One in a region: a second would find the same, for ever.
         onsets = [*self.journal.page.trials, *(past.onset for past in self.ledger.earlier)]
-        near = any(abs(order.onset - onset) < self.terms.region for onset in onsets)
+        near = any(abs(order.onset - onset) <= self.terms.region for onset in onsets)
         return self._rerun and not near and not order.overridden and self.feeds.can_rewind
 
     def _watch_trial(self, index: int, order: Order | None) -> None:
@@ -389,16 +458,28 @@ class Run:
             self.recovery.host.load_state_dict(self._generators)
 
     def _warn_unheard(self) -> None:
-        """A forgotten `healer.update`, or an optimizer that is not in the state, looks like this."""
+        """A forgotten `healer.update`, or an optimizer that is not in the state."""
         told = (
-            f"{_UNHEARD} batches and no step: in JAX call healer.update(state) after each step, "
-            "in torch the optimizer that steps has to be in the state"
+            f"{len(self._ids[self._yielded])} batches and no step: in JAX call "
+            "healer.update(state) after each step, in torch the optimizer that steps has to be in the state"
         )
         self.tell("problem", step=self.step, problem=told)
         self.narrator.warn(told)
 
-    def _note_skipped(self) -> None:
-        skipped = self.feeds.skipped()
+    def _note_rates(self) -> None:
+        engines = self.driver.healing().items()
+        self.judge.goes_on({name: each["state"]["lr"]["scale"] for name, each in engines})
+
+    def _tell_notes(self) -> None:
+        """What the driver has noticed beside the steps."""
+        notes: list[str] = getattr(self.driver, "notes", [])
+        while notes:
+            told = notes.pop(0)
+            self.tell("problem", step=self.step, problem=told)
+            self.narrator.warn(told)
+
+    def _note_skipped(self, number: int) -> None:
+        skipped = self.feeds.skipped(number)
         if skipped:
             self.tell("skipped_batches", step=self.step, batches=[list(each) for each in skipped])
             self.narrator.say(f"step {self.step}: {len(skipped)} batches left out")

@@ -1,9 +1,17 @@
-"""SIGTERM: the scheduler wants the machine back. The step under way is finished first."""
+"""SIGTERM and Ctrl-C: the step under way is finished first, and the run saved.
+
+One handler for all Healers of a process. It goes on to the handler that was there before, and takes
+itself off when the first signal has come: a second one has its usual effect. Where Python has no
+signals (outside the main thread) nothing is done.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -16,35 +24,110 @@ class Terminated(SystemExit):
         self.number = number
 
 
-class Terminating:
-    """Notes a SIGTERM instead of dying of it. A second one has its usual effect.
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, raised between two steps instead of within one."""
 
-    A handler that was there before is called too. Outside the main thread, where Python has no
-    signals, nothing is done.
-    """
+
+class Terminating:
+    """One run's view of it."""
 
     def __init__(self) -> None:
         self.asked: int | None = None
         """The signal's number, once it has come."""
-        self._before: Any = None
-        self._set = False
+        self._idle = False
 
     def watch(self) -> None:
         """Begins."""
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._note)
-            self._set = True
+            _handler.add(self)
 
     def release(self) -> None:
-        """Puts the earlier handler back."""
-        if self._set:
+        """Ends; the last one puts the earlier handlers back."""
+        _handler.remove(self)
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Between two steps, waiting for data: a signal need not wait for it.
+
+        Raises:
+            Terminated, Interrupted: it came, or had come.
+        """
+        self._idle = True
+        try:
+            if self.asked is not None:
+                raise ending(self.asked)
+            yield
+        finally:
+            self._idle = False
+
+    def note(self, number: int) -> bool:
+        """The signal has come. Whether the run can end at once."""
+        self.asked = number
+        return self._idle
+
+
+def ending(number: int) -> BaseException:
+    """What ends the loop after a signal."""
+    return Interrupted() if number == signal.SIGINT else Terminated(number)
+
+
+class _Handler:
+    """The handlers of this process, and the runs that they tell."""
+
+    def __init__(self) -> None:
+        self._runs: list[Terminating] = []
+        self._before: dict[int, Any] = {}
+        self._pid = 0
+        self._children: Any = None
+
+    def add(self, run: Terminating) -> None:
+        self._runs.append(run)
+        if self._before:
+            return
+        self._pid = os.getpid()
+        self._take(signal.SIGTERM)
+        # A program that has a handler of its own for Ctrl-C knows what it wants.
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._take(signal.SIGINT)
+
+    def remove(self, run: Terminating) -> None:
+        with suppress(ValueError):
+            self._runs.remove(run)
+        if not self._runs:
+            self._give_back()
+            if self._children is not None:
+                signal.signal(signal.SIGCHLD, self._children)
+                self._children = None
+
+    def _take(self, number: int) -> None:
+        self._before[number] = signal.signal(number, self._note)
+
+    def _give_back(self) -> None:
+        for number, before in self._before.items():
             # None: it was set by something that is not Python, and cannot be put back from here.
-            signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
-            self._set = False
+            signal.signal(number, before or signal.SIG_DFL)
+        self._before.clear()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.asked = number
-        before = self._before
-        self.release()
-        if callable(before):
+        before = self._before.get(number) or signal.SIG_DFL
+        if os.getpid() != self._pid:
+            # A forked child (a data loader's worker) has no run of its own: as if we were not here.
+            signal.signal(number, before)
+            os.kill(os.getpid(), number)
+            return
+        self._give_back()
+        if hasattr(signal, "SIGCHLD") and self._children is None:
+            # The scheduler signals the whole process group. torch raises from anywhere when its
+            # workers die; we know, and have a run to save.
+            self._children = signal.signal(signal.SIGCHLD, signal.SIG_DFL) or signal.SIG_DFL
+        # All of them are told, whichever can end at once.
+        idle = [run for run in list(self._runs) if run.note(number)]
+        if number == signal.SIGINT:
+            os.write(2, b"\nhealcore: finishing the step; Ctrl-C again stops at once\n")
+        elif callable(before):
             before(number, frame)
+        if idle:
+            raise ending(number)
+
+
+_handler = _Handler()

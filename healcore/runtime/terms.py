@@ -22,7 +22,10 @@ class Terms(NamedTuple):
     skip_batches: int
     """Batches to leave out besides those of the bad window."""
     region: int
-    """Onsets fewer steps apart than this are the same trouble; no skipped window is longer."""
+    """Onsets fewer steps apart than this are the same trouble."""
+    recoveries: int
+    refund_after: int
+    """Rollbacks that are allowed, within so many steps of the run."""
 
     @property
     def observes(self) -> bool:
@@ -44,7 +47,17 @@ def terms_of(policy: Any) -> Terms:
         policy = Engine(policy)
     if isinstance(policy, Engine):
         host = Rollback()
-        return Terms("(engine)", None, policy, host.probation, host.skip_batches, host.region)
+        budget = policy.config.budget
+        return Terms(
+            "(engine)",
+            None,
+            policy,
+            host.probation,
+            host.skip_batches,
+            host.region,
+            int(budget.recoveries),
+            int(budget.refund_after),
+        )
     loaded: Policy = policies.load(policy)
     return Terms(
         loaded.name,
@@ -53,4 +66,6 @@ def terms_of(policy: Any) -> Terms:
         loaded.rollback.probation,
         loaded.rollback.skip_batches,
         loaded.rollback.region,
+        loaded.budget.recoveries,
+        loaded.budget.refund_after,
     )

@@ -142,6 +142,7 @@ class Process:
             prover=Prover(behind=False),
             ranks=Alone(),
             tell=self.tell,
+            warn=lambda line: None,
         )
         driver: Any = Nothing()
         self.recovery = Recovery(

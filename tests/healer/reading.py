@@ -16,4 +16,5 @@ def events(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
 
 def postmortems(folder: Path) -> list[dict[str, Any]]:
     """Oldest first."""
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*postmortem*.json"))]
+    found = [json.loads(path.read_text()) for path in folder.glob("*postmortem*.json")]
+    return sorted(found, key=lambda each: each["ended"])

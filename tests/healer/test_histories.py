@@ -37,6 +37,7 @@ class History(RuleBasedStateMachine):
         self.back: list[Earlier] = []
         self.onset: int | None = None
         self.good: set[int] = set()
+        self.stays: set[int] = set()
         self.over = False
 
     def teardown(self) -> None:
@@ -45,7 +46,7 @@ class History(RuleBasedStateMachine):
     # -- what happens ---------------------------------------------------------------------------
 
     @precondition(lambda self: not self.over)
-    @rule(steps=st.integers(1, 9))
+    @rule(steps=st.integers(1, 14))
     def goes_well(self, steps: int) -> None:
         for _ in range(steps):
             self.onset = None
@@ -145,6 +146,9 @@ class History(RuleBasedStateMachine):
         assert target <= self.onset
         assert self.store.saves[target].status != "quarantined"
         del self.healthy[target:]
+        # For the next one in this region, which is to go deeper.
+        deeper = [s.step for s in self.store.steps() if s.status == "good" and s.step < target]
+        self.stays = {target, *deeper[-1:]}
         self.onset = None
 
     def start(self, expected: int | None) -> None:
@@ -182,21 +186,30 @@ class History(RuleBasedStateMachine):
         assert self.process.step == len(self.healthy)
         assert ledger.earlier == self.back
         assert self.process.journal.page.rollbacks == len(self.back)
+        unhealthy = {step for step, well in enumerate(self.healthy) if not well}
+        needed = min(self.process.keeper._waiting, default=self.process.step)
+        assert {step for step in unhealthy if step >= needed} <= {*ledger.unhealthy} <= unhealthy
         assert Ledger.from_dict(ledger.to_dict()) == ledger
         written = Journal(self.path).read()
         assert asdict(written) == asdict(self.process.journal.page)
 
     @invariant()
+    def the_way_down_stays_open(self) -> None:
+        if getattr(self, "stays", None) and len(self.healthy) < self.back[-1].onset + REGION:
+            assert self.stays <= self.store.saves.keys()
+
+    @invariant()
     def not_too_much(self) -> None:
         if hasattr(self, "store"):
             good = [s for s in self.store.steps() if s.status == "good"]
-            assert len(good) <= KEEP.good + 2
+            # Where it went and the next deeper one besides; one more if killed before deleting it.
+            assert len(good) <= KEEP.good + 3
 
 
 TestHistory = History.TestCase
 TestHistory.settings = settings(
-    max_examples=60,
-    stateful_step_count=25,
+    max_examples=100,
+    stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -11,7 +11,7 @@ import pytest
 
 # healcore.jax is held by tests/jax/test_surface.py.
 SURFACE = {
-    "healcore": ["Healer", "__version__", "jax", "policy", "torch"],
+    "healcore": ["Healer", "RunStopped", "__version__", "jax", "policy", "torch"],
     "healcore.policy": [
         "SCHEMA",
         "Difference",

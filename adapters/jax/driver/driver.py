@@ -8,10 +8,11 @@ from typing import Any
 import jax
 
 from healcore.jax.driver import engines as in_state
+from healcore.jax.driver.branching import Branch
 from healcore.jax.driver.checkpointed import Layout
 from healcore.jax.driver.places import place_of, value
 from healcore.jax.driver.ranks import this_run
-from healcore.jax.driver.told import Arriving
+from healcore.jax.driver.told import Arriving, Numbers
 from healcore.jax.policy import engine_of
 from healcore.jax.state import HealState, HealStateError
 from healcore.runtime.store.protocol import CheckpointStore
@@ -39,6 +40,8 @@ class JaxDriver:
         tree = self._place.read()
         self._engines = in_state.find(tree, self._place.trained(), self._engine)
         self._layout = Layout(tree, named=self._place.named)
+        self._branch: Branch | None = None
+        self._step: Arriving | None = None
         self._see()
 
     # -- the training loop ------------------------------------------------------------------------
@@ -52,13 +55,17 @@ class JaxDriver:
         """Takes the state that a step has returned; None where nnx objects were changed in place.
 
         Raises:
-            HealStateError: the healing state is not where it was. The old state stays.
+            HealStateError: the healing state is not where it was, or the step was not taken from
+                the state that the run was put back to. The old state stays.
         """
         if state is None:
             return
         before, self._place.state = self._place.state, state
         try:
-            self._states()
+            states = self._states()
+            # A sync, in the first step after a rollback only.
+            if self._branch is not None and self._branch.left_by(_steps(states)):
+                self._branch = None
         except HealStateError:
             self._place.state = before
             raise
@@ -69,8 +76,9 @@ class JaxDriver:
         steps = _steps(states)
         if all(now is then for now, then in zip(steps, self._seen, strict=True)):
             return None
-        self._seen = steps
-        return Arriving(self._engines, states)
+        before, self._numbers = self._numbers, Numbers(self._engines, states)
+        self._seen, self._step = steps, Arriving(self._engines, before, self._numbers)
+        return self._step
 
     # -- checkpoints ------------------------------------------------------------------------------
 
@@ -84,8 +92,7 @@ class JaxDriver:
         Raises:
             StateMismatch: it does not fit; nothing has been touched.
         """
-        self._place.write(self._layout.restored(restored, self._place.read()))
-        self._see()
+        self._put(self._layout.restored(restored, self._place.read()))
 
     def may_save(self) -> bool:
         """False in the middle of an accumulation by optax.MultiSteps. Reads the device for that."""
@@ -104,8 +111,7 @@ class JaxDriver:
             StateError: a state is of another policy, model or optimizer; nothing has been touched.
         """
         tree = self._place.read()
-        self._place.write(in_state.loaded(self._engine, self._engines, tree, engines))
-        self._see()
+        self._put(in_state.loaded(self._engine, self._engines, tree, engines))
 
     def announce(self) -> None:
         """Opens every engine's grace window."""
@@ -157,9 +163,18 @@ class JaxDriver:
         roots = self._place.roots()
         return [in_state.at(roots, each.path) for each in self._engines]
 
+    def _put(self, tree: Any) -> None:
+        """The tree is the state from now on, and the next step is to be taken from it. A sync."""
+        ahead = self._numbers.steps()
+        self._place.write(tree)
+        self._see()
+        stride = None if self._step is None else self._step.moved()
+        self._branch = Branch(self._numbers.steps(), ahead, stride)
+
     def _see(self) -> None:
         """Remembers which step's state is there."""
-        self._seen = _steps(self._states())
+        states = self._states()
+        self._seen, self._numbers = _steps(states), Numbers(self._engines, states)
 
 
 def _steps(states: list[HealState]) -> list[Any]:

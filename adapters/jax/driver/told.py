@@ -41,28 +41,50 @@ FIELDS = (
 _INTEGERS = 8
 
 
-class Arriving:
-    """A step whose numbers are on their way; a `healcore.runtime.driver.Handle`."""
+class Numbers:
+    """What the engines hold at one moment, on its way.
+
+    Args:
+        engines: of the run.
+        states: theirs, leaves may be nnx.Variables. They are packed now, and may be donated then.
+    """
 
     def __init__(self, engines: Sequence[Found], states: Sequence[HealState]) -> None:
-        """Packs the step and begins the copy.
-
-        Args:
-            engines: of the run.
-            states: theirs, leaves may be nnx.Variables.
-        """
-        self._engines = engines
+        self._ends = np.cumsum([len(FIELDS) + len(engine.leaves) for engine in engines])[:-1]
         self._packed = _pack([_wanted(state) for state in states])
         self._packed.copy_to_host_async()
 
+    def words(self) -> list[np.ndarray]:
+        """The packed words of each engine."""
+        return np.split(np.asarray(self._packed), self._ends)
+
+    def steps(self) -> np.ndarray:
+        """How many steps each engine has judged."""
+        return np.asarray([words[0] for words in self.words()])
+
+
+class Arriving:
+    """A step whose numbers are on their way; a `healcore.runtime.driver.Handle`.
+
+    Args:
+        engines: of the run.
+        before: the numbers before the step.
+        after: those after it.
+    """
+
+    def __init__(self, engines: Sequence[Found], before: Numbers, after: Numbers) -> None:
+        self._engines = engines
+        self._before = before
+        self._after = after
+
     def read(self) -> list[Told]:
-        """The step, one entry per engine."""
-        words, told, start = np.asarray(self._packed), [], 0
-        for engine in self._engines:
-            stop = start + len(FIELDS) + len(engine.leaves)
-            told.append(_decoded(engine, words[start:stop]))
-            start = stop
-        return told
+        """The step, one entry per engine, also for one that has judged nothing in it."""
+        words, moved = self._after.words(), self.moved()
+        return [_told(*each) for each in zip(self._engines, words, moved, strict=True)]
+
+    def moved(self) -> np.ndarray:
+        """How many steps each engine has judged in this one."""
+        return self._after.steps() - self._before.steps()
 
 
 def _wanted(state: HealState) -> tuple[list[Any], Any]:
@@ -82,6 +104,18 @@ def _bits(array: jax.Array) -> jax.Array:
     if array.dtype == jnp.bool_:
         return array.astype(jnp.int32)
     return jax.lax.bitcast_convert_type(array, jnp.int32)
+
+
+def _told(engine: Found, words: np.ndarray, moved: int) -> Told:
+    told = _decoded(engine, words)
+    if moved:
+        return told
+    # Another optimizer's step, or gradients were only accumulated (optax.MultiSteps around
+    # `protect`): the state still tells of the step before, whose order was given already.
+    decision = told.decision._replace(
+        grad_scale=1.0, skip=False, action=Action(0), cause=Cause(0), rollback_depth=0
+    )
+    return told._replace(decision=decision, evidence=())
 
 
 def _decoded(engine: Found, words: np.ndarray) -> Told:

@@ -29,15 +29,16 @@ class Accumulation:
         self._reached = False
         # Disabled as Healing's own hooks are: not to be traced into somebody's compiled step.
         stepped: Any = torch.compiler.disable(self._stepped)
-        reached: Any = torch.compiler.disable(self._backward)
-        self._handles: list[Any] = [healing.optimizer.register_step_post_hook(stepped)]
-        watched = next((p for p in self._params if p.requires_grad and p.is_leaf), None)
-        if watched is not None:
-            self._handles.append(watched.register_post_accumulate_grad_hook(reached))
+        self._hook: Any = torch.compiler.disable(self._backward)
+        self._stepping = healing.optimizer.register_step_post_hook(stepped)
+        self._watched: Tensor | None = None
+        self._watching: Any = None
+        self._watch()
 
     @property
     def under_way(self) -> bool:
         """Whether there are gradients that the optimizer has not stepped with."""
+        self._watch()
         if not (self._reached or self._healing.has_loss):
             return False
         return any(p.grad is not None for p in self._params)
@@ -50,15 +51,29 @@ class Accumulation:
 
     def close(self) -> None:
         """Takes the hooks off."""
-        for handle in self._handles:
-            handle.remove()
+        self._stepping.remove()
+        if self._watching is not None:
+            self._watching.remove()
 
     @property
     def _params(self) -> list[Tensor]:
         return gradients.parameters(self._healing.optimizer)
+
+    def _watch(self) -> None:
+        """Puts the hook on a parameter that takes part; the one before may have been frozen."""
+        if self._watched is not None and self._watched.requires_grad:
+            return
+        found = next((p for p in self._params if p.requires_grad and p.is_leaf), None)
+        if found is None:
+            return  # all frozen, for the other network's turn: the old one will do
+        if self._watching is not None:
+            self._watching.remove()
+        self._watched = found
+        self._watching = found.register_post_accumulate_grad_hook(self._hook)
 
     def _backward(self, _: Tensor) -> None:
         self._reached = True
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._reached = False
+        self._watch()

@@ -17,6 +17,8 @@ from healcore.torch.driver import live
 from healcore.torch.driver.accumulating import Accumulation
 from healcore.torch.driver.hyperparameters import TensorOptions
 from healcore.torch.driver.rng import RngState
+from healcore.torch.driver.statistics import Statistics
+from healcore.torch.driver.strangers import Strangers
 from healcore.torch.driver.told import Entry, Recorder, Step
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
@@ -24,6 +26,10 @@ from healcore.torch.porting import restored as readable
 from healcore.torch.store import DCPStore, MemoryStore, TieredStore, apply
 from healcore.torch.store.flattening import flatten
 from healcore.torch.store.gloo import GlooRanks, initialized
+
+
+_WITHOUT_LOSS = 20
+"""Steps without any loss after which it is asked whether that is meant."""
 
 
 class TorchDriver:
@@ -61,7 +67,12 @@ class TorchDriver:
             Recorder(name, healing, names, self._entries) for name, healing in self.healings.items()
         ]
         self._accumulations = [Accumulation(healing) for healing in self.healings.values()]
+        self._statistics = Statistics(self._state, self.healings)
         self._ranks: Ranks | None = None
+        self._taken = 0
+        self.notes: list[str] = []
+        """Lines for a person, oldest first: whoever reads them clears the list."""
+        self._strangers = Strangers(self._state, self.healings, self.notes.append)
 
     # -- what the loop says ---------------------------------------------------------------------
 
@@ -85,6 +96,7 @@ class TorchDriver:
     def items(self) -> dict[str, Any]:
         """The state as it was given; what an interrupted step has lent is taken back first."""
         self._settle()
+        self._statistics.look_again()
         return dict(self._state)
 
     def replace(self, restored: Mapping[str, Any]) -> None:
@@ -98,6 +110,7 @@ class TorchDriver:
             accumulation.clear()
         for healing in self.healings.values():
             healing.discard()
+        self._statistics.keep()
 
     def healing(self) -> dict[str, dict[str, Any]]:
         """Optimizer's name -> state of its engine, JSON-safe. A sync on an accelerator."""
@@ -125,6 +138,9 @@ class TorchDriver:
             return None
         step = Step(self._entries.copy())
         self._entries.clear()
+        self._taken += 1
+        if self._taken == _WITHOUT_LOSS:
+            self._ask_for_losses()
         return step
 
     def may_save(self) -> bool:
@@ -142,6 +158,7 @@ class TorchDriver:
         """Opens every engine's grace window at its next step."""
         for healing in self.healings.values():
             healing.announce()
+        self._statistics.take()  # whoever has loaded weights has loaded these too
 
     def state_bytes(self) -> int:
         """Of the arrays in the state. An optimizer without moments yet is taken to be Adam."""
@@ -174,10 +191,13 @@ class TorchDriver:
 
     def close(self) -> None:
         """Takes off hooks and handles; those of an earlier `attach` stay."""
+        self._strangers.close()
+        self._statistics.close()
         for accumulation in self._accumulations:
             accumulation.close()
         for healing in self.healings.values():
             healing.on_judged = None
+            healing.grows = False
             healing.settle()
         self._detach()
 
@@ -197,10 +217,20 @@ class TorchDriver:
                     "attach with the policy given here"
                 )
             self.healings[name] = healing
+        for healing in self.healings.values():
+            healing.grows = True
 
     def _detach(self) -> None:
         for healing in self._own:
             healing.detach()
+
+    def _ask_for_losses(self) -> None:
+        read = any("loss" in healing.engine.needs for healing in self.healings.values())
+        if read and not any(healing.has_seen_loss for healing in self.healings.values()):
+            self.notes.append(
+                f"no loss has been observed in {self._taken} steps: call healer.observe(loss); "
+                "detectors that read it rest"
+            )
 
     def _settle(self) -> None:
         for healing in self.healings.values():

@@ -1,6 +1,6 @@
 """When a rule fires: at once, when sustained, n times in a row, or often within a window.
 
-Both kinds of counting are needed: a run in which every other step is NaN never has three in a row.
+Both kinds of counting are needed: a run in which every other step is NaN never has ten in a row.
 """
 
 from __future__ import annotations

@@ -106,6 +106,10 @@ class Cursor:
             self._skipped.append(which)
         raise StopIteration
 
+    def abandon(self) -> None:
+        """A loop has broken off: what is left of the epoch is not handed out."""
+        self._passes.abandon()
+
     def position(self) -> dict[str, Any]:
         """The place right after the batch handed out last, for `rewind` and `fast_forward`.
 

@@ -114,6 +114,13 @@ class Passes:
         self._current, self._between = None, False
         self.epoch, self.index = target.epoch, 0
 
+    def abandon(self) -> None:
+        """Leaves the rest of a pass; the next one is of the next epoch."""
+        if self.index > 0 and not self.one_pass:
+            self.epoch, self.index = self.epoch + 1, 0
+            # Not between two passes: a loader's own state still leads back into this one.
+            self._current, self._between = None, False
+
     def give_up(self, error: Exception) -> None:
         """A state could not be taken: from now on there is no way back."""
         why = f"the state of {self.name} cannot be taken: {type(error).__name__}: {error}"

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from healcore.runtime import forking
 from healcore.runtime.events import encoding, reading
 from healcore.runtime.events.environment import environment
 from healcore.runtime.events.process import here
@@ -53,6 +54,7 @@ class Log:
         self._handle: int | None = None
         # Re-entrant: a signal handler may write while the code that it interrupted does.
         self._lock = threading.RLock()
+        forking.watch(self)
         if self.path is not None:
             with contextlib.suppress(Exception):  # a file that cannot be read may be written to
                 event = reading.last(self.path) if self.path.is_file() else None
@@ -82,6 +84,10 @@ class Log:
                 return False
             self.trouble = None
             return True
+
+    def forked(self) -> None:
+        """In a child: whoever held the lock is not there."""
+        self._lock = threading.RLock()
 
     def close(self) -> None:
         """Closes the file. A later `write` opens it again."""

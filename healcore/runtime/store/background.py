@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from healcore.runtime import forking
 from healcore.runtime.store.errors import SaveFailed
 
 _log = logging.getLogger(__name__)
@@ -19,7 +20,7 @@ class Background:
     """A single worker thread. A job that fails leaves a SaveFailed to be collected once.
 
     A program that ends waits for the job under way. Failures that nobody has collected by then are
-    logged as errors.
+    logged as errors. A forked child has neither the job nor the failures: they are its parent's.
     """
 
     def __init__(self, name: str) -> None:
@@ -27,6 +28,7 @@ class Background:
         self._pool: ThreadPoolExecutor | None = None
         self._job: Future[None] | None = None
         self._failures: list[SaveFailed] = []
+        forking.watch(self)
 
     def submit(self, step: int, doing: str, job: Callable[[], None]) -> None:
         """Starts a job once the one before has ended.
@@ -75,6 +77,10 @@ class Background:
         while self._failures:
             told.append(self._failures.pop(0))
         return told
+
+    def forked(self) -> None:
+        """In a child: the thread is the parent's alone."""
+        self._pool, self._job, self._failures = None, None, []
 
     def _finish(self) -> None:
         self.join()

@@ -9,7 +9,8 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkab
 from healcore.runtime.store.errors import SaveFailed, StoreError
 
 Status = Literal["candidate", "good", "quarantined"]
-"""`candidate`: complete, not yet proven. `good`: known-good. `quarantined`: saved after an onset,
+"""`candidate`: complete, not yet proven. `good`: known-good. `quarantined`: newer than the one that
+a run went back to,
 or found damaged; kept for a person to look at, never restored by itself."""
 
 STATUSES: tuple[str, ...] = get_args(Status)

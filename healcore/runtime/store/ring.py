@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from threading import RLock
 from typing import Any
 
+from healcore.runtime import forking
 from healcore.runtime.store import retention
 from healcore.runtime.store.errors import NotThere
 from healcore.runtime.store.inspection import Inspection
@@ -65,6 +66,11 @@ class Ring:
         """The last known-good one while a newer save of its step is not proven. It takes a good
         one's place: there is no other."""
         self._spare: Any | None = None
+        self._lock = RLock()
+        forking.watch(self)
+
+    def forked(self) -> None:
+        """In a child: whoever held the lock is not there."""
         self._lock = RLock()
 
     def saves(self) -> list[Saved]:

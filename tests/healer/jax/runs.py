@@ -87,9 +87,9 @@ class State(HealTrainState):
     key: Any
 
 
-def linen() -> Run:
+def linen(policy: Any = POLICY) -> Run:
     """A TrainState with batch statistics and a key, whose `step` begins as the number 0."""
-    model, tx, step = _linen_program()
+    model, tx, step = _linen_program(policy)
     variables = model.init(jax.random.key(0), batch(0), train=False)
     state = State.create(
         apply_fn=model.apply,
@@ -102,7 +102,7 @@ def linen() -> Run:
 
 
 @functools.cache
-def _linen_program() -> Any:
+def _linen_program(policy: Any) -> Any:
     model = Net()
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -122,7 +122,7 @@ def _linen_program() -> Any:
         (loss, stats), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
         return state.apply_gradients(grads=grads, value=loss, batch_stats=stats, key=key)
 
-    return model, protect(optax.adamw(1e-2), POLICY), step
+    return model, protect(optax.adamw(1e-2), policy), step
 
 
 class Model(nnx.Module):
@@ -136,16 +136,16 @@ class Model(nnx.Module):
         return self.rest[0](self.dropout(self.norm(self.first(x))))
 
 
-def in_place() -> Run:
+def in_place(policy: Any = POLICY) -> Run:
     """Nnx objects, with a metric that nobody differentiates."""
-    model, (tx, step, traces) = Model(nnx.Rngs(0)), _nnx_program()
+    model, (tx, step, traces) = Model(nnx.Rngs(0)), _nnx_program(policy)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     state = {"model": model, "optimizer": optimizer, "metric": nnx.metrics.Average("loss")}
     return Run(state, step, lambda: len(traces))
 
 
 @functools.cache
-def _nnx_program() -> Any:
+def _nnx_program(policy: Any) -> Any:
     traces = []
 
     @nnx.jit
@@ -159,7 +159,7 @@ def _nnx_program() -> Any:
     def step(live: Any, x: Any) -> None:
         compiled(live["model"], live["optimizer"], live["metric"], x)
 
-    return protect(optax.adamw(1e-2), POLICY), step, traces
+    return protect(optax.adamw(1e-2), policy), step, traces
 
 
 RUNS = {"plain": plain, "linen": linen, "nnx": in_place}

@@ -14,5 +14,6 @@ def test_example(tmp_path, capsys: pytest.CaptureFixture[str]):
     match = re.fullmatch(r"loss (\S+), steps (\d+), rollbacks (\d+)\n", capsys.readouterr().out)
     assert match
     assert float(match[1]) < 0.3  # guessing the mean of sin() gives 0.5
-    left_out = int(match[2]) - torch_healer.STEPS
-    assert (left_out, int(match[3])) == (-3, 1)
+    lost = torch_healer.STEPS - int(match[2])
+    assert 10 <= lost <= len(torch_healer.RUINED)
+    assert int(match[3]) == 1

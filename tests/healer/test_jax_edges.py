@@ -1,0 +1,122 @@
+# flax and optax type every tree as the union of all trees.
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
+"""Whole runs in JAX that are easily got wrong: accumulation, a state of one's own, BatchNorm."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from healcore.jax import HealStateError, protect
+from healcore.runtime.ending import RunStopped
+from healcore.runtime.healer import Healer
+from tests.healer.jax.runs import batch, in_place, linen, mse, plain
+from tests.healer.loops import rules
+from tests.healer.reading import events
+
+RULES = rules()
+EVERY = 4
+
+
+def accumulated(inner: Any, policy: Any) -> Any:
+    """`protect` inside: an update is judged, not each micro-batch."""
+    steps = optax.MultiSteps(protect(inner, policy), every_k_schedule=EVERY)
+    return optax.GradientTransformationExtraArgs(steps.init, steps.update)
+
+
+def train(run: Any, policy: Any, numbers: Any, bad: Any, **options: Any) -> Healer:
+    """A healed run; which batches are bad is asked at each step."""
+    with Healer(policy, state=run.state, **options) as healer:
+        for number in healer.batches(list(numbers)):
+            healer.update(run.step(healer.state, batch(number, bad=bad(number))))
+    return healer
+
+
+def loss_of(state: Any) -> float:
+    """In evaluation, by the running statistics."""
+    inputs = batch(1000)
+    if isinstance(state, dict):
+        model = nnx.clone(state["model"])
+        model.eval()
+        return float(mse(model(inputs), inputs))
+    variables = {"params": state.params, "batch_stats": state.batch_stats}
+    return float(mse(state.apply_fn(variables, inputs, train=False), inputs))
+
+
+def test_one_bad_micro_batch_costs_one_rollback(tmp_path):
+    asked: Counter[int] = Counter()
+
+    def bad(number: int) -> bool:
+        asked[number] += 1
+        return number == 29 and asked[number] == 1
+
+    run = plain(policy=RULES, wrap=accumulated)
+    healer = train(run, RULES, range(60), bad, store=tmp_path, save_every=5)
+    (rollback,) = events(tmp_path, "rollback")
+    assert rollback["onset"] == 31
+    assert rollback["checkpoint"] % EVERY == 0
+    (alarm,) = events(tmp_path, "alarm")  # and not at each of the micro-steps
+    assert alarm["step"] == 31
+    (order,) = events(tmp_path, "order")
+    assert order["action"] == ["ROLLBACK", "CUT_LR"]
+    assert healer.rollbacks == 1
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(healer.state["params"]))
+
+
+def test_what_does_not_pass_spends_the_budget(tmp_path):
+    run = plain(policy=RULES, wrap=accumulated)
+    with pytest.raises(RunStopped, match="budget"):
+        train(run, RULES, range(200), lambda number: number > 28, store=tmp_path, save_every=5)
+    assert len(events(tmp_path, "rollback")) == 3  # RULES' recoveries
+    assert [each["action"] for each in events(tmp_path, "order")][-1] == ["STOP", "CUT_LR"]
+
+
+def test_a_loop_that_ignores_the_restored_state_is_told(tmp_path):
+    run = plain(policy=RULES)
+    mine = run.state
+    healer = Healer(RULES, state=run.state, store=tmp_path, save_every=5)
+    with pytest.raises(HealStateError, match=r"rollback .* from healer\.state"), healer:
+        for number in healer.batches(list(range(40))):
+            mine = run.step(mine, batch(number, bad=number == 23))
+            healer.update(mine)
+    assert healer.step == events(tmp_path, "rollback")[0]["checkpoint"]
+    (end,) = events(tmp_path, "end")
+    assert end["ending"] == "exception"
+
+
+def test_a_start_that_ignores_the_resumed_state_is_told(tmp_path):
+    run = plain(policy=RULES)
+    mine = jax.tree.map(jnp.copy, run.state)
+    with Healer(RULES, state=run.state, store=tmp_path, save_every=5) as healer:
+        for number in healer.batches(list(range(40))):
+            healer.update(run.step(healer.state, batch(number)))
+            if number == 20:
+                break
+    run = plain(policy=RULES)
+    healer = Healer(RULES, state=run.state, store=tmp_path, resume=True)
+    with pytest.raises(HealStateError, match="resume"), healer:
+        for number in healer.batches(list(range(40))):
+            healer.update(run.step(mine, batch(number)))
+
+
+@pytest.mark.parametrize("kind", [linen, in_place])
+def test_batch_statistics_of_a_skipped_batch_are_taken_back(kind, tmp_path):
+    """As docs/jax.md says to write it: `HealTrainState`, or `update(..., before=snapshot(model))`."""
+    run = kind("default")
+    losses = [loss_of(run.state)]
+    healer = train(run, "default", range(120), lambda number: number == 60, store=tmp_path)
+    assert healer.rollbacks == 0
+    (alarm,) = events(tmp_path, "alarm")
+    assert (alarm["step"], alarm["skip"]) == (60, True)
+    leaves = jax.tree.leaves(healer.driver.items()["state" if kind is linen else "model"])
+    assert all(np.isfinite(leaf).all() for leaf in leaves if jnp.issubdtype(leaf.dtype, float))
+    assert all(each.finite for each in healer.store.steps())
+    losses.append(loss_of(healer.state))
+    assert losses[1] < 0.5 * losses[0]

@@ -1,0 +1,117 @@
+"""Parameters that are added, frozen or thawed while the run is under way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from healcore.runtime.store import StateMismatch
+from healcore.torch.driver import TorchDriver
+from tests.healer.torch.runs import GOES_BACK, NAN, only
+from tests.torch import policies
+from tests.torch.bits import assert_same, snapshot
+
+every_seat = pytest.mark.parametrize("seat", ["host", "device"])
+
+
+class Growing:
+    """A body under training, and a head that joins it later."""
+
+    def __init__(self, policy: Any = GOES_BACK, seat: str = "host", optimizer: Any = AdamW) -> None:
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(3, 2), nn.Linear(2, 1)
+        self.optimizer = optimizer(self.body.parameters(), lr=0.01)
+        self.state = {"body": self.body, "head": self.head, "optimizer": self.optimizer}
+        self.driver = TorchDriver(self.state, policy, attach={"engine": seat})
+
+    def backward(self, factor: float = 1.0) -> None:
+        (self.head(self.body(torch.ones(4, 3))).mean() * factor).backward()
+
+    def step(self, factor: float = 1.0) -> None:
+        self.optimizer.zero_grad()
+        self.head.zero_grad()
+        self.backward(factor)
+        self.optimizer.step()
+
+    def grow(self) -> None:
+        self.optimizer.add_param_group({"params": self.head.parameters(), "lr": 0.02})
+
+
+@every_seat
+def test_added_parameters_are_judged_named_and_skipped(seat: str):
+    run = Growing(seat=seat)
+    for _ in range(6):
+        run.step()
+        only(run.driver)
+    run.grow()
+    run.step()
+    assert only(run.driver).decision.cause == 0
+    before = snapshot(run.optimizer)
+    run.optimizer.zero_grad()
+    run.backward()
+    assert run.head.weight.grad is not None
+    run.head.weight.grad.fill_(NAN)
+    run.optimizer.step()
+    told = only(run.driver)
+    assert told.decision.skip
+    assert [each.name for each in told.evidence] == ["head.weight"]
+    assert_same(snapshot(run.optimizer), before)
+
+
+def test_a_checkpoint_from_before_does_not_fit_and_touches_nothing():
+    run = Growing(optimizer=SGD)
+    store = run.driver.store(None, ())
+    run.step()
+    store.save(1, run.driver.items(), healing=run.driver.healing())
+    run.grow()
+    run.step()
+    before = snapshot(run.optimizer)
+    with pytest.raises(StateMismatch, match=r"groups of \[2\] parameters in it, \[2, 2\]"):
+        run.driver.replace(store.restore(1, run.driver.items()).state)
+    assert_same(snapshot(run.optimizer), before)
+    store.save(2, run.driver.items(), healing=run.driver.healing())
+    after = snapshot(run.optimizer)
+    run.step()
+    run.driver.replace(store.restore(2, run.driver.items()).state)
+    assert_same(snapshot(run.optimizer), after)
+
+
+def test_an_accumulation_is_seen_whichever_parameters_it_reaches():
+    run = Growing()
+    run.step()
+    run.body.requires_grad_(False)
+    run.grow()
+    run.optimizer.zero_grad()
+    assert run.driver.may_save()
+    run.backward()
+    assert not run.driver.may_save()
+    run.optimizer.step()
+    assert run.driver.may_save()
+    run.driver.close()
+    assert not any(p._post_accumulate_grad_hooks for p in run.head.parameters())
+
+
+@every_seat
+def test_clipping_by_each_tensors_history_begins_one_for_what_is_added(seat: str):
+    run = Growing(policies.ADAGC, seat)
+    for _ in range(5):
+        run.step()
+    before = run.driver.healing()["optimizer"]
+    run.grow()
+    run.step()
+    after = run.driver.healing()["optimizer"]
+    assert (before["groups"], after["groups"]) == (2, 4)
+    assert only_step(run) == 6
+    run.step(NAN)
+    assert run.driver.healing()["optimizer"]["groups"] == 4
+    run.driver.load_healing({"optimizer": after})
+
+
+def only_step(run: Growing) -> int:
+    handle = run.driver.took()
+    assert handle is not None
+    return handle.read()[-1].engine_step

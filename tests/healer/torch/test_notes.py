@@ -1,0 +1,141 @@
+"""What the driver notices and no engine can: optimizers that nobody handed over, losses not told."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import optimizer as base
+
+from healcore.torch.driver import TorchDriver
+from tests.healer.torch.runs import CLIPS, GOES_BACK, Run
+
+sgd = partial(SGD, lr=0.01)
+
+
+def steps(optimizer: Optimizer, *params: Any) -> None:
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+def test_an_optimizer_made_anew_is_told_once():
+    run = Run(sgd)
+    driver = TorchDriver(run.state, GOES_BACK)
+    run.step(0)
+    assert driver.notes == []
+    run.optimizer = AdamW(run.model.parameters())
+    for i in range(3):
+        run.step(i)
+    (line,) = driver.notes
+    assert line.startswith('an AdamW that is not in the state trains parameters of "model"')
+    driver.notes.clear()
+    run.step(4)
+    assert driver.notes == []
+    run.optimizer = SGD(run.model.parameters())
+    run.step(5)
+    assert len(driver.notes) == 1
+    driver.close()
+    run.optimizer = SGD(run.model.parameters())
+    run.step(6)
+    assert len(driver.notes) == 1
+
+
+def test_optimizers_of_other_models_are_nobodys_business():
+    run, other = Run(sgd), nn.Linear(2, 2)
+    driver = TorchDriver(run.state, GOES_BACK)
+    steps(SGD(other.parameters()), *other.parameters())
+    assert driver.notes == []
+
+
+def test_what_an_optimizer_of_the_state_steps_within_is_its_own():
+    class Wrapper(SGD):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=0.01)
+            self.inner = AdamW(self.param_groups)
+
+        def step(self, closure: Any = None) -> Any:
+            return self.inner.step(closure)
+
+    run = Run(Wrapper)
+    driver = TorchDriver(run.state, GOES_BACK)
+    run.step(0)
+    assert driver.notes == []
+    run.optimizer.inner.step()
+    assert len(driver.notes) == 1, "but not when stepped past it"
+
+
+def test_a_loop_that_makes_one_for_every_step_is_not_told_for_ever():
+    run = Run(sgd)
+    driver = TorchDriver(run.state, GOES_BACK)
+    for i in range(50):
+        run.optimizer = SGD(run.model.parameters())
+        run.step(i)
+    assert 1 <= len(driver.notes) <= 10
+
+
+def test_the_hook_goes_with_the_driver():
+    before = len(base._global_optimizer_post_hooks)
+    driver = TorchDriver(Run(sgd).state, GOES_BACK)
+    assert len(base._global_optimizer_post_hooks) == before + 1
+    driver.close()
+    assert len(base._global_optimizer_post_hooks) == before
+    driver = TorchDriver(Run(sgd).state, GOES_BACK)
+    del driver
+    gc.collect()
+    assert len(base._global_optimizer_post_hooks) == before, "nor does one that nobody closed"
+
+
+def test_a_state_that_is_turned_away_leaves_no_hook():
+    before = len(base._global_optimizer_post_hooks)
+    state = {**Run(sgd).state, "empty": SGD([{"params": []}])}
+    with pytest.raises(Exception, match="has no parameters"):
+        TorchDriver(state, GOES_BACK)
+    assert len(base._global_optimizer_post_hooks) == before
+
+
+# -- losses ---------------------------------------------------------------------------------------
+
+
+def taken(driver: TorchDriver, run: Run, n: int) -> list[str]:
+    for i in range(n):
+        run.step(i)
+        driver.took()
+    return driver.notes
+
+
+def test_a_forgotten_loss_is_told_after_a_while_and_once():
+    run = Run(sgd)
+    driver = TorchDriver(run.state, GOES_BACK)
+    assert taken(driver, run, 19) == []
+    (line,) = taken(driver, run, 1)
+    assert line == (
+        "no loss has been observed in 20 steps: call healer.observe(loss); detectors that read "
+        "it rest"
+    )
+    assert len(taken(driver, run, 40)) == 1
+
+
+def test_one_loss_is_enough():
+    run = Run(sgd)
+    driver = TorchDriver(run.state, GOES_BACK)
+    driver.observe(1.0)
+    assert taken(driver, run, 30) == []
+
+
+def test_a_closure_that_returns_its_loss_has_told_it():
+    run = Run(partial(torch.optim.LBFGS, max_iter=2))
+    driver = TorchDriver(run.state, GOES_BACK)
+    assert taken(driver, run, 30) == []
+
+
+def test_policies_that_read_no_loss_miss_none():
+    run = Run(sgd)
+    driver = TorchDriver(run.state, CLIPS)
+    engine = driver.healings["optimizer"].engine
+    assert ("loss" in engine.needs) == bool(taken(driver, run, 30))
