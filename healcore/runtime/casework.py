@@ -41,6 +41,8 @@ def case_of(run: Run, ending: str, why: str = "", exception: str | None = None) 
         lr_scale=judge.lr_scale,
         verdict=run.verdict,
         damaged=tuple(run.keeper.damaged),
+        unsaved=run.keeper.failed,
+        unsaved_why=run.keeper.trouble,
         observes=run.terms.observes,
         last_good=run.keeper.good,
         path=_path(run),

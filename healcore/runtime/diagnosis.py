@@ -61,6 +61,10 @@ class Case(NamedTuple):
     """What a re-run of the step showed: `transient`, `reproducible`, or "" for none."""
     damaged: tuple[int, ...] = ()
     """Steps of checkpoints that were found damaged."""
+    unsaved: int = 0
+    """Checkpoints that could not be written."""
+    unsaved_why: str = ""
+    """Why the last of them could not."""
     observes: bool = False
     last_good: int | None = None
     path: str | None = None
@@ -71,7 +75,14 @@ class Case(NamedTuple):
 
 def explain(case: Case) -> str:
     """The diagnosis: a headline, then paragraphs that begin with what they are about."""
-    parts = [_headline(case), *_seen(case), *_tried(case), *_look_at(case), _last_good(case)]
+    parts = [
+        _headline(case),
+        *_seen(case),
+        *_tried(case),
+        *_unsaved(case),
+        *_look_at(case),
+        _last_good(case),
+    ]
     return "\n".join(part for part in parts if part)
 
 
@@ -141,6 +152,12 @@ def _tried(case: Case) -> Iterator[str]:
         yield _section(
             "Storage", f"checkpoints found damaged: {steps}. Check the disk that they lie on."
         )
+
+
+def _unsaved(case: Case) -> Iterator[str]:
+    if case.unsaved:
+        times = _count(case.unsaved, "checkpoint was", "checkpoints were")
+        yield _section("Storage", f"{times} not saved; the last one: {case.unsaved_why}.")
 
 
 def _look_at(case: Case) -> Iterator[str]:

@@ -67,7 +67,7 @@ store = begun()
 def child():
     # What it inherits can be asked, and its end is not that of the save.
     assert not store.busy and store.failures() == []
-    assert store.steps() == []
+    assert store.disk.steps() == []
     store.wait()
     # A start in the same directory takes the parent's work for nobody else's.
     assert DCPStore(root / "store").swept == []

@@ -27,7 +27,6 @@ from healcore.torch.store import DCPStore, MemoryStore, TieredStore, apply
 from healcore.torch.store.flattening import flatten
 from healcore.torch.store.gloo import GlooRanks, initialized
 
-
 _WITHOUT_LOSS = 20
 """Steps without any loss after which it is asked whether that is meant."""
 

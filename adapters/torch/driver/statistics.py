@@ -14,7 +14,9 @@ from healcore.torch.healing import Healing
 
 
 class Statistics:
-    """Those of a whole state. With several optimizers, each answers for the layers it trains.
+    """Those of a whole state. With several optimizers, each answers for the layers it trains:
+
+    to where its own last step has left them, whoever has run them since.
 
     Nothing is done for a state without such layers, nor in observe mode.
 
@@ -88,7 +90,7 @@ def layers_of(
         if not isinstance(root, nn.Module):
             continue
         for path, layer in root.named_modules():
-            if id(layer) in seen or not any(name in layer._buffers for name in NAMES):
+            if id(layer) in seen or not any(layer._buffers.get(name) is not None for name in NAMES):
                 continue
             seen.add(id(layer))
             owner = next(filter(None, _trainers(root, path, owners)), None)
