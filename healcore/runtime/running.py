@@ -84,6 +84,8 @@ class Run:
         self._overdue = 0
         """Step at which a save was due that has not been taken yet."""
         self._saved = -1
+        self._begun: int | None = None
+        """Step that an earlier process had come to."""
 
     # -- the beginning --------------------------------------------------------------------------
 
@@ -104,6 +106,7 @@ class Run:
         page.ended = None
         self.recovery.write_journal(self.step)
         self.recovery.initial = self._saved = self.step
+        self._begun = self.step if resume else None
         self.keeper.take_stock()
         if not resume:
             self.save("first")
@@ -295,6 +298,10 @@ class Run:
         unheard = len(self._ids.get(self._yielded, ()))
         if unheard >= _FEW_UNHEARD:
             self._warn_unheard()
+        if self._begun is not None and self.step == self._begun:
+            told = f"no step was taken: the data had been used up at step {self.step}"
+            self.tell("problem", step=self.step, problem=told)
+            self.narrator.warn(told)
         for seen in self._lagging.due(all=True):
             order = self.judge.judge(seen)
             if order is not None:
@@ -461,7 +468,8 @@ class Run:
         """A forgotten `healer.update`, or an optimizer that is not in the state."""
         told = (
             f"{len(self._ids[self._yielded])} batches and no step: in JAX call "
-            "healer.update(state) after each step, in torch the optimizer that steps has to be in the state"
+            "healer.update(state) after each step, in torch the optimizer that steps has to be "
+            "in the state"
         )
         self.tell("problem", step=self.step, problem=told)
         self.narrator.warn(told)

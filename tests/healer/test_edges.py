@@ -64,18 +64,21 @@ def test_sigterm_in_an_accumulation_goes_on_to_its_end(tmp_path):
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": model, "optimizer": optimizer}
-    with (
-        pytest.raises(Terminated),
-        Healer(SKIPS, state=state, store=tmp_path, save_every=50) as healer,
-    ):
-        for number in healer.batches(range(40)):
-            healer.observe(model(torch.randn(8, 4)).square().mean())
-            model(torch.randn(8, 4)).square().mean().backward()
-            if number == 9:
-                os.kill(os.getpid(), signal.SIGTERM)
-            if number % 4 == 3:
-                optimizer.step()
-                optimizer.zero_grad()
+
+    def loop():
+        with Healer(SKIPS, state=state, store=tmp_path, save_every=50) as healer:
+            for number in healer.batches(range(40)):
+                loss = model(torch.randn(8, 4)).square().mean()
+                healer.observe(loss)
+                loss.backward()
+                if number == 9:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                if number % 4 == 3:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    with pytest.raises(Terminated):
+        loop()
     assert events(tmp_path, "save")[-1]["step"] == 3, "the third step ends with batch 11"
 
 
@@ -278,3 +281,14 @@ def test_the_window_begins_with_the_trouble_that_was_ordered_for(tmp_path):
     (rollback,) = events(tmp_path, "rollback")
     assert rollback["onset"] == 50
     assert rollback["batches"] == [[0, 60]]
+
+
+def test_a_restart_whose_data_is_used_up_says_so(tmp_path):
+    def stumble(healer, number):
+        if healer.step == 27:
+            raise RuntimeError("power")
+
+    with pytest.raises(RuntimeError, match="power"):
+        train(loop_of("torch"), rules(), range(40), store=tmp_path, before=stumble)
+    train(loop_of("torch"), rules(), range(20), store=tmp_path)
+    assert any("used up" in event["problem"] for event in events(tmp_path, "problem"))

@@ -31,6 +31,14 @@ def accumulated(inner: Any, policy: Any) -> Any:
     return optax.GradientTransformationExtraArgs(steps.init, steps.update)
 
 
+def finite_only(inner: Any, policy: Any) -> Any:
+    """The same with optax's own gate before the accumulator."""
+    steps = optax.MultiSteps(
+        protect(inner, policy), EVERY, should_skip_update_fn=optax.skip_not_finite
+    )
+    return optax.GradientTransformationExtraArgs(steps.init, steps.update)
+
+
 def train(run: Any, policy: Any, numbers: Any, bad: Any, **options: Any) -> Healer:
     """A healed run; which batches are bad is asked at each step."""
     with Healer(policy, state=run.state, **options) as healer:
@@ -68,6 +76,15 @@ def test_one_bad_micro_batch_costs_one_rollback(tmp_path):
     assert order["action"] == ["ROLLBACK", "CUT_LR"]
     assert healer.rollbacks == 1
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(healer.state["params"]))
+
+
+def test_a_gate_before_the_accumulator_saves_the_rollback(tmp_path):
+    run = plain(policy="default", wrap=finite_only)
+    healer = train(run, "default", range(41), lambda number: number == 29, store=tmp_path)
+    assert events(tmp_path, "alarm") == []
+    assert healer.step == 41
+    (engine,) = healer.driver.healing().values()
+    assert engine["state"]["step"] == 10
 
 
 def test_what_does_not_pass_spends_the_budget(tmp_path):

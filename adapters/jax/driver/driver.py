@@ -71,7 +71,11 @@ class JaxDriver:
             raise
 
     def took(self) -> Arriving | None:
-        """The step taken since the last call, on its way to the host; None: there was none."""
+        """The step taken since the last call, on its way to the host; None: there was none.
+
+        A step is a new state: with optax.MultiSteps a micro-step. Whether an engine has judged
+        anything in it only the device knows; `Told.engine_step` is the same as before if not.
+        """
         states = self._states()
         steps = _steps(states)
         if all(now is then for now, then in zip(steps, self._seen, strict=True)):

@@ -14,11 +14,10 @@ from healcore.torch.healing import Healing
 
 
 class Statistics:
-    """Those of a whole state. With several optimizers, each answers for the layers it trains:
+    """Those of a whole state; nothing is done for one without such layers, nor in observe mode.
 
-    to where its own last step has left them, whoever has run them since.
-
-    Nothing is done for a state without such layers, nor in observe mode.
+    With several optimizers each answers for the layers that it trains: its skip takes them back to
+    where its own last step has left them, whoever has run them since.
 
     Args:
         state: the live state.

@@ -69,8 +69,8 @@ class Strangers:
         self._told += 1
         self._tell(
             f"{_a(type(optimizer).__name__)} that is not in the state trains parameters of "
-            f"{where}: its steps are neither judged nor healed, nor is it saved; put it in the state, or, "
-            "instead of making a new optimizer, change the param_groups of the one that is there"
+            f"{where}: its steps are neither judged nor healed, nor is it saved; put it in the "
+            "state, or change the param_groups of the one that is there instead of making a new one"
         )
 
     def _trained_by(self, optimizer: Optimizer) -> str:

@@ -34,7 +34,9 @@ KINDS: dict[str, Kind] = {
         ("problem",),
     ),
     "good": Kind("A checkpoint is known-good from now on. `step` is the checkpoint's."),
-    "quarantine": Kind("A checkpoint is set aside: newer than the one gone back to.", ("checkpoint",)),
+    "quarantine": Kind(
+        "A checkpoint is set aside: newer than the one gone back to.", ("checkpoint",)
+    ),
     "damaged": Kind(
         "A checkpoint's bytes are not those that were saved. `step` is the checkpoint's.",
         ("problem",),

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim import optimizer as base
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks as hooks,  # pyright: ignore[reportPrivateUsage]
+)
 
 from healcore.torch.driver import TorchDriver
 from tests.healer.torch.runs import CLIPS, GOES_BACK, Run
@@ -81,23 +83,23 @@ def test_a_loop_that_makes_one_for_every_step_is_not_told_for_ever():
 
 def test_the_hook_goes_with_the_driver():
     gc.collect()  # other tests have left theirs open
-    before = len(base._global_optimizer_post_hooks)
+    before = len(hooks)
     driver = TorchDriver(Run(sgd).state, GOES_BACK)
-    assert len(base._global_optimizer_post_hooks) == before + 1
+    assert len(hooks) == before + 1
     driver.close()
-    assert len(base._global_optimizer_post_hooks) == before
+    assert len(hooks) == before
     driver = TorchDriver(Run(sgd).state, GOES_BACK)
     del driver
     gc.collect()
-    assert len(base._global_optimizer_post_hooks) == before, "nor does one that nobody closed"
+    assert len(hooks) == before, "nor does one that nobody closed"
 
 
 def test_a_state_that_is_turned_away_leaves_no_hook():
-    before = len(base._global_optimizer_post_hooks)
+    before = len(hooks)
     state = {**Run(sgd).state, "empty": SGD([{"params": []}])}
     with pytest.raises(Exception, match="has no parameters"):
         TorchDriver(state, GOES_BACK)
-    assert len(base._global_optimizer_post_hooks) == before
+    assert len(hooks) == before
 
 
 # -- losses ---------------------------------------------------------------------------------------

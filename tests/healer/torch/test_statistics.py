@@ -176,6 +176,40 @@ def test_what_nobody_judged_leaves_nothing_that_is_not_finite(seat: str, optimiz
     assert not torch.equal(mean(life.model), before)
 
 
+@every_way
+def test_what_a_scaler_skips_leaves_nothing_either(seat: str, optimizer: Any):
+    """It does not call step() where the kernel does not know of it: hence finite and no more."""
+    life = Life(optimizer, seat=seat)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for i in range(4):
+        before = statistics(life.model)
+        life.optimizer.zero_grad()
+        x = torch.randn(8, 3) * (NAN if i == 2 else 1.0)
+        scaler.scale(life.model(x).square().mean()).backward()
+        scaler.step(life.optimizer)
+        scaler.update()
+        if optimizer is FUSED:
+            assert (statistics(life.model) == before) == (i == 2)
+    assert scaler.get_scale() == 4.0
+    assert all(each.isfinite().all() for each in life.model.buffers())
+
+
+@every_way
+def test_a_compiled_model_is_none_the_wiser(seat: str, optimizer: Any):
+    life = Life(optimizer, seat=seat)
+    life.driver.close()
+    compiled: Any = torch.compile(life.model, backend="aot_eager")
+    state = {"model": compiled, "optimizer": life.optimizer}
+    driver = TorchDriver(state, GOES_BACK, attach={"engine": seat})
+    for i in range(4):
+        before = statistics(life.model)
+        life.optimizer.zero_grad()
+        compiled(torch.randn(8, 3) * (NAN if i == 2 else 1.0)).square().mean().backward()
+        life.optimizer.step()
+        assert (statistics(life.model) == before) == (i == 2)
+    driver.close()
+
+
 def test_layers_of_nobodys_are_kept_finite_and_no_more():
     """An average of the model's is written between two steps, a target network runs in train()."""
     torch.manual_seed(0)
