@@ -214,14 +214,15 @@ class Keeper:
             )
         self._not_finite.update(saved.step for saved in fresh)
 
-    def accept_first(self) -> list[str]:
+    def accept_first(self, step: int) -> list[str] | None:
         """Arrays that are not finite in the first snapshot are meant to be so: masks of -inf.
 
         Returns:
-            Their names.
+            Their names; None: it is still being written.
         """
-        saves = self.store.steps()
-        names = list(saves[-1].nonfinite) if saves else []
+        if getattr(self.store, "busy", False):
+            return None
+        names = [name for s in self.store.steps() if s.step == step for name in s.nonfinite]
         self.accept(names)
         return names
 

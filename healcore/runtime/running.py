@@ -84,6 +84,8 @@ class Run:
         self._overdue = 0
         """Step at which a save was due that has not been taken yet."""
         self._saved = -1
+        self._first: int | None = None
+        """Step of the first snapshot, until it has been looked at."""
         self._begun: int | None = None
         """Step that an earlier process had come to."""
 
@@ -110,7 +112,7 @@ class Run:
         self.keeper.take_stock()
         if not resume:
             self.save("first")
-            self._accept_first()
+            self._first = self.step
         self.terminating.watch()
         mode = "observed" if self.terms.observes else "healed"
         self.narrator.say(
@@ -119,7 +121,11 @@ class Run:
         )
 
     def _accept_first(self) -> None:
-        meant = self.keeper.accept_first()
+        if self._first is None:
+            return
+        meant = self.keeper.accept_first(self._first)
+        if meant is not None:
+            self._first = None
         if meant:
             self.journal.page.meant = meant
             self.recovery.write_journal(self.step)
@@ -226,6 +232,7 @@ class Run:
                 return True
             if self.keeper.due(self.step):
                 self._overdue = self._overdue or self.step
+                self._accept_first()  # now nothing is being written
             if self._overdue and self._calm and self.driver.may_save():
                 # Unread steps might bring an order, which a start from this save would never get.
                 # It does not hold up more than the save: that waits for the device anyway.
@@ -235,6 +242,7 @@ class Run:
                     self.save("regular")
             self.keeper.look_after(self.ledger, self.step)
             self._tell_notes()
+            self._accept_first()
         # In the middle of an accumulation the state cannot be saved: on to its end.
         unheard = len(self._ids.get(self._yielded, ()))
         if self.terminating.asked is not None and (self.whole or unheard >= _UNHEARD):

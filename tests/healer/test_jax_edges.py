@@ -39,12 +39,20 @@ def finite_only(inner: Any, policy: Any) -> Any:
     return optax.GradientTransformationExtraArgs(steps.init, steps.update)
 
 
-def train(run: Any, policy: Any, numbers: Any, bad: Any, **options: Any) -> Healer:
+def train(run: Any, policy: Any, numbers: Any, bad: Any = lambda _: False, **options: Any) -> Any:
     """A healed run; which batches are bad is asked at each step."""
     with Healer(policy, state=run.state, **options) as healer:
         for number in healer.batches(list(numbers)):
             healer.update(run.step(healer.state, batch(number, bad=bad(number))))
     return healer
+
+
+def train_from(mine: Any, run: Any, numbers: Any, bad: int, **options: Any) -> None:
+    """A loop with a variable of its own, which a rollback does not change."""
+    with Healer(RULES, state=run.state, save_every=5, **options) as healer:
+        for number in healer.batches(list(numbers)):
+            mine = run.step(mine, batch(number, bad=number == bad))
+            healer.update(mine)
 
 
 def loss_of(state: Any) -> float:
@@ -97,35 +105,24 @@ def test_what_does_not_pass_spends_the_budget(tmp_path):
 
 def test_a_loop_that_ignores_the_restored_state_is_told(tmp_path):
     run = plain(policy=RULES)
-    mine = run.state
-    healer = Healer(RULES, state=run.state, store=tmp_path, save_every=5)
-    with pytest.raises(HealStateError, match=r"rollback .* from healer\.state"), healer:
-        for number in healer.batches(list(range(40))):
-            mine = run.step(mine, batch(number, bad=number == 23))
-            healer.update(mine)
-    assert healer.step == events(tmp_path, "rollback")[0]["checkpoint"]
+    with pytest.raises(HealStateError, match=r"rollback .* from healer\.state"):
+        train_from(run.state, run, range(40), bad=23, store=tmp_path)
+    assert len(events(tmp_path, "rollback")) == 1
     (end,) = events(tmp_path, "end")
     assert end["ending"] == "exception"
 
 
 def test_a_start_that_ignores_the_resumed_state_is_told(tmp_path):
+    train(plain(policy=RULES), RULES, range(20), store=tmp_path)
     run = plain(policy=RULES)
     mine = jax.tree.map(jnp.copy, run.state)
-    with Healer(RULES, state=run.state, store=tmp_path, save_every=5) as healer:
-        for number in healer.batches(list(range(40))):
-            healer.update(run.step(healer.state, batch(number)))
-            if number == 20:
-                break
-    run = plain(policy=RULES)
-    healer = Healer(RULES, state=run.state, store=tmp_path, resume=True)
-    with pytest.raises(HealStateError, match="resume"), healer:
-        for number in healer.batches(list(range(40))):
-            healer.update(run.step(mine, batch(number)))
+    with pytest.raises(HealStateError, match="resume"):
+        train_from(mine, run, range(40), bad=-1, store=tmp_path, resume=True)
 
 
 @pytest.mark.parametrize("kind", [linen, in_place])
 def test_batch_statistics_of_a_skipped_batch_are_taken_back(kind, tmp_path):
-    """As docs/jax.md says to write it: `HealTrainState`, or `update(..., before=snapshot(model))`."""
+    """As docs/jax.md says: `HealTrainState`, or `update(..., before=snapshot(model))`."""
     run = kind("default")
     losses = [loss_of(run.state)]
     healer = train(run, "default", range(120), lambda number: number == 60, store=tmp_path)

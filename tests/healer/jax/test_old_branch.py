@@ -65,7 +65,7 @@ def test_a_resumed_run_is_not_begun_anew(fresh):
     other.load_healing(healing)
     new = run.step(mine if fresh else other.state, batch(3))
     if fresh:
-        with pytest.raises(HealStateError, match="from healer.state"):
+        with pytest.raises(HealStateError, match=r"from healer\.state"):
             other.update(new)
     else:
         other.update(new)

@@ -1,0 +1,168 @@
+"""One run at a time in a directory, told by real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from healcore.runtime.events.process import here
+from healcore.runtime.store import StoreError
+from healcore.runtime.store.claim import LOCK, StoreInUse, claim
+from healcore.runtime.store.listing import problems
+from healcore.runtime.store.sealed import seal
+
+HOLDS = """
+import sys, time
+from healcore.runtime.store.claim import StoreInUse, claim
+while time.time() < float(sys.argv[2]): pass
+try:
+    held = claim(sys.argv[1])
+    print("held" if held.warning is None else held.warning, flush=True)
+except StoreInUse as error:
+    print(error.process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def start(root: Path, at: float = 0.0) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(root), str(at)],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": "."},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def end(*processes: subprocess.Popen[str]) -> None:
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def left_behind(root: Path) -> None:
+    """What a killed process leaves."""
+    process = start(root)
+    assert said(process) == "held"
+    end(process)
+    assert (root / LOCK).exists()
+
+
+def test_a_living_process_holds_it_and_a_killed_one_does_not(tmp_path):
+    holder = start(tmp_path)
+    assert said(holder) == "held"
+    with pytest.raises(StoreInUse, match=f"process {holder.pid} on") as raised:
+        claim(tmp_path)
+    assert isinstance(raised.value, StoreError)
+    assert "pass another directory" in str(raised.value)
+    holder.send_signal(signal.SIGKILL)
+    os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # a zombie is as good as gone
+    held = claim(tmp_path)
+    assert held.warning is None
+    end(holder)
+    held.release()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_of_several_that_start_at_once_one_wins(tmp_path, stale):
+    import time
+
+    for turn in range(3):
+        root = tmp_path / str(turn)
+        root.mkdir()
+        if stale:
+            left_behind(root)
+        several = [start(root, at=time.time() + 2.0) for _ in range(5)]
+        answers = [said(each) for each in several]
+        winner = several[answers.index("held")]
+        assert sorted(answers) == sorted(["held", *[str(winner.pid)] * 4])
+        assert os.listdir(root) == [LOCK]
+        end(*several)
+
+
+def test_within_one_process(tmp_path):
+    held = claim(tmp_path)
+    with pytest.raises(StoreInUse, match="this process"):
+        claim(tmp_path)
+    del held  # an abandoned Healer, a notebook's cell that failed
+    again = claim(tmp_path)
+    again.release()
+    again.release()
+    assert not (tmp_path / LOCK).exists()
+    other = claim(tmp_path)
+    again.release()
+    assert (tmp_path / LOCK).exists()
+    assert problems(tmp_path) == []
+    other.release()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_child_neither_releases_nor_has_it(tmp_path):
+    code = """
+import os, sys
+from healcore.runtime.store.claim import LOCK, StoreInUse, claim
+held = claim(sys.argv[1])
+pid = os.fork()
+if not pid:
+    held.release()
+    try:
+        claim(sys.argv[1])
+    except StoreInUse as error:
+        os._exit(7 if error.process.pid == os.getppid() else 1)
+    os._exit(2)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+assert os.listdir(sys.argv[1]) == [LOCK]
+held.release()
+assert os.listdir(sys.argv[1]) == []
+"""
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=True)
+
+
+def test_what_cannot_be_seen_is_told(tmp_path):
+    there = here()._replace(host=socket.gethostname() + "-other", pid=17)
+    (tmp_path / LOCK).write_bytes(seal({"schema": 1, "token": "x", **there._asdict()}))
+    held = claim(tmp_path)
+    assert held.warning is not None
+    assert f"process 17 on {there.host}" in held.warning
+    # The other one, should it be alive, does not take away what is ours now.
+    assert json.loads((tmp_path / LOCK).read_bytes())["pid"] == os.getpid()
+    held.release()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"token": 1}\n', b"\xff" * 100])
+def test_a_torn_one_is_nobodys(tmp_path, content):
+    (tmp_path / LOCK).write_bytes(content)
+    held = claim(tmp_path)
+    assert held.warning is None
+    held.release()
+
+
+def test_another_boot_and_another_life_of_the_number_are_gone(tmp_path):
+    for other in (here()._replace(boot="another"), here()._replace(born=1)):
+        (tmp_path / LOCK).write_bytes(seal({"schema": 1, "token": "x", **other._asdict()}))
+        held = claim(tmp_path)
+        assert held.warning is None
+        held.release()
+
+
+def test_a_disk_that_takes_no_file_is_told(tmp_path):
+    held = claim(tmp_path / "gone")
+    assert held.warning is not None
+    assert "a second run in this directory would not be noticed" in held.warning
+    held.release()
