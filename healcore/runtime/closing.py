@@ -71,6 +71,7 @@ def close(run: Run, error: BaseException | None) -> None:
         run.terminating.release,
         run.keeper.close,
         run.driver.close,
+        run.release,
         run.narrator.end,
         run.log.close,
     ):

@@ -46,6 +46,8 @@ class Told(NamedTuple):
     z_loss: float
     evidence: tuple[Evidence, ...] = ()
     """Only for steps with a cause: the worst first, at most 10."""
+    judged: bool = True
+    """False: only accumulated, for an update that a later step will make and judge."""
 
 
 class Handle(Protocol):

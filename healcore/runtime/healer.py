@@ -193,7 +193,7 @@ class Healer:
 
     @property
     def step(self) -> int:
-        """Optimizer steps done; a rollback sets it back."""
+        """Steps done (in JAX: updates); a rollback sets it back."""
         return self._the_run.step
 
     @property

@@ -47,6 +47,7 @@ class Lagging:
             )
         self.lag = lag
         self._queue: deque[Taken] = deque()
+        self._unjudged: tuple[BatchId, ...] = ()
 
     def push(self, taken: Taken) -> None:
         """Adds the step just taken."""
@@ -60,8 +61,12 @@ class Lagging:
         """
         while len(self._queue) > (0 if all else self.lag):
             index, handle, batches = self._queue.popleft()
-            yield Seen(index, handle.read(), batches)
+            told, batches = handle.read(), self._unjudged + batches
+            # What was accumulated is the data of the update that it goes into.
+            self._unjudged = () if any(each.judged for each in told) else batches
+            yield Seen(index, told, () if self._unjudged else batches)
 
     def clear(self) -> None:
         """Forgets steps of a branch that was given up."""
         self._queue.clear()
+        self._unjudged = ()

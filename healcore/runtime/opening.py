@@ -26,8 +26,9 @@ from healcore.runtime.recovering import Recovery
 from healcore.runtime.room import fits
 from healcore.runtime.running import Run
 from healcore.runtime.store import CheckpointStore, Keep, Saved, StoreError
+from healcore.runtime.store.claim import Claim, claim
 from healcore.runtime.store.memory import MemoryStore
-from healcore.runtime.store.ranks import Ranks, agreed
+from healcore.runtime.store.ranks import Ranks, agreed, on_first
 from healcore.runtime.terms import Terms
 
 _logger = logging.getLogger("healcore")
@@ -88,16 +89,49 @@ def open_run(options: Options) -> Run:
     """
     terms = options.terms
     driver = options.driver or driver_for(options.state, terms, options.framework, options.attach)
+    held: Claim | None = None
     try:
-        return _opened(options, driver)
+        ranks = options.ranks or driver.ranks()
+        held, warning = _claimed(options.store, ranks)
+        run = _opened(options, driver, ranks, warning)
+        run.claim = held
     except BaseException:
+        if held is not None:
+            held.release()
         driver.close()
         raise
+    return run
 
 
-def _opened(options: Options, driver: Driver) -> Run:
+def _claimed(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
+    """The store's directory for this run alone, before anything in it is swept or deleted.
+
+    Raises:
+        StoreInUse: another run is at work there.
+    """
+    if isinstance(given, str | os.PathLike):
+        folder = Path(given)
+    else:
+        folder = None if given is None else _folder(given)
+    if folder is None:
+        return None, None
+    held: Claim | None = None
+
+    def take() -> str | None:
+        nonlocal held
+        folder.mkdir(parents=True, exist_ok=True)
+        held = claim(folder)
+        return held.warning
+
+    try:
+        warning = on_first(ranks, take)
+    except OSError:
+        warning = None  # the store says it better
+    return held, warning
+
+
+def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None) -> Run:
     terms = options.terms
-    ranks = options.ranks or driver.ranks()
     store = _store(options, driver, ranks)
     folder = _folder(store)
     log = _log(options.events, folder, ranks)
@@ -155,8 +189,10 @@ def _opened(options: Options, driver: Driver) -> Run:
         store=_described(store),
         resumes=bool(saves),
     )
-    for problem in store.problems():
+    for problem in [*([warning] if warning else []), *store.problems()]:
         tell("problem", step=None, problem=problem)
+    if warning:
+        _logger.warning("%s", warning)
     try:
         run.begin(resume=bool(saves), died=died)
     except BaseException as error:

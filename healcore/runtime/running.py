@@ -22,6 +22,7 @@ from healcore.runtime.lagging import Lagging, Taken
 from healcore.runtime.narrating import Narrator
 from healcore.runtime.recovering import Arrival, Recovery, Wanted
 from healcore.runtime.store import NoGoodCheckpoint, StoreError
+from healcore.runtime.store.claim import Claim
 from healcore.runtime.terminating import Terminating, ending
 
 _FEW_UNHEARD = 10
@@ -61,6 +62,8 @@ class Run:
         self.tell = log.write
         self.narrator = narrator
         self.terminating = Terminating()
+        self.claim: Claim | None = None
+        """On the store's directory."""
         self.step = 0
         self.judge = Judge(
             terms=self.terms,
@@ -292,6 +295,11 @@ class Run:
         told = f"the run ends within an accumulation: the last checkpoint is of step {self._saved}"
         self.tell("problem", step=self.step, problem=told)
         self.narrator.warn(told)
+
+    def release(self) -> None:
+        """Gives the store's directory back."""
+        if self.claim is not None:
+            self.claim.release()
 
     def note_ending(self, ending: str) -> None:
         """The journal knows how the process ended; if it does not, it was killed."""

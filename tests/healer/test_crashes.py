@@ -76,6 +76,7 @@ def quiet_end(run: Any, error: BaseException | None) -> None:
     run.keeper.settle()
     run.terminating.release()
     run.driver.close()
+    run.release()
     run.narrator.end()
     assert error is None or isinstance(error, Crash)
 

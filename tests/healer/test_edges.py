@@ -292,3 +292,16 @@ def test_a_restart_whose_data_is_used_up_says_so(tmp_path):
         train(loop_of("torch"), rules(), range(40), store=tmp_path, before=stumble)
     train(loop_of("torch"), rules(), range(20), store=tmp_path)
     assert any("used up" in event["problem"] for event in events(tmp_path, "problem"))
+
+
+def test_two_runs_in_one_directory(tmp_path):
+    from healcore.runtime.store.claim import StoreInUse
+
+    first, second = loop_of("torch"), loop_of("torch")
+    with (
+        Healer(rules(), state=first.state, store=tmp_path),
+        pytest.raises(StoreInUse, match="another directory"),
+    ):
+        Healer(rules(), state=second.state, store=tmp_path).__enter__()
+    assert not second.optimizer._optimizer_step_pre_hooks
+    assert not list(tmp_path.glob("*.lock"))

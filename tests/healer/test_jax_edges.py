@@ -86,6 +86,14 @@ def test_one_bad_micro_batch_costs_one_rollback(tmp_path):
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(healer.state["params"]))
 
 
+def test_all_micro_batches_of_a_bad_update_are_left_out(tmp_path):
+    run = plain(policy=RULES, wrap=accumulated)
+    healer = train(run, RULES, range(60), lambda number: number == 29, store=tmp_path)
+    (rollback,) = events(tmp_path, "rollback")
+    assert rollback["batches"] == [[0, number] for number in (28, 29, 30, 31)]
+    assert healer.step == 56
+
+
 def test_a_gate_before_the_accumulator_saves_the_rollback(tmp_path):
     run = plain(policy="default", wrap=finite_only)
     healer = train(run, "default", range(41), lambda number: number == 29, store=tmp_path)

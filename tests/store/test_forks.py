@@ -1,4 +1,4 @@
-"""A child forked while a save is under way: it has none of our threads, and must not wait for them."""
+"""A child forked while a save is under way has none of our threads, and waits for none of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def begun():
     return store
 
 def forked(action):
-    '''Runs it in a child that ends as those of multiprocessing do; its exit code, None if it hangs.'''
+    '''The exit code of a child that ends as those of multiprocessing do; None if it hangs.'''
     child = multiprocessing.get_context("fork").Process(target=action)
     child.start()
     child.join(20)

@@ -115,7 +115,7 @@ def _told(engine: Found, words: np.ndarray, moved: int) -> Told:
     decision = told.decision._replace(
         grad_scale=1.0, skip=False, action=Action(0), cause=Cause(0), rollback_depth=0
     )
-    return told._replace(decision=decision, evidence=())
+    return told._replace(decision=decision, evidence=(), judged=False)
 
 
 def _decoded(engine: Found, words: np.ndarray) -> Told:

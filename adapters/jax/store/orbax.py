@@ -78,7 +78,7 @@ class OrbaxStore(DirectoryStore):
         captured.settle()
         # Checked beside the writing: the one waits for the disk, the other for memory.
         with ThreadPoolExecutor(1) as pool:
-            checking = pool.submit(inspection.nonfinite, captured.blocks(), self.nonfinite_ok)
+            checking = pool.submit(inspection.nonfinite, captured.blocks())
             arrays = {
                 _escaped(name): entry.array()
                 for name, entry in captured.entries.items()

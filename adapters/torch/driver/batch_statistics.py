@@ -10,6 +10,7 @@ step costs a handful of kernels, whatever the number of layers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -120,7 +121,7 @@ class _Block:
         """Whether everything is seen to be finite without waiting for a device."""
         if self._now.device.type != "cpu":
             return False
-        return bool(self._now.sum(dtype=torch.float32).isfinite().numpy())
+        return math.isfinite(self._now.sum(dtype=torch.float32).numpy())
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

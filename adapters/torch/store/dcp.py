@@ -87,7 +87,7 @@ class DCPStore(DirectoryStore):
         tensors = {each.name: each.tensor for each in captured.entries}
         # Checked beside the writing: the one waits for the disk, the other for memory.
         with ThreadPoolExecutor(1) as pool:
-            checking = pool.submit(inspection.nonfinite, captured.blocks(), self.nonfinite_ok)
+            checking = pool.submit(inspection.nonfinite, captured.blocks())
             digests = self._write_arrays(tensors, folder / manifest.DATA)
             bad = checking.result()
         digests |= self._write_structure(captured.structure, folder)

@@ -5,6 +5,7 @@ The stores themselves come from the adapters: `healcore.torch.store`, `healcore.
 
 from __future__ import annotations
 
+from healcore.runtime.store.claim import StoreInUse
 from healcore.runtime.store.errors import (
     CheckpointDamaged,
     LastGoodKept,
@@ -35,6 +36,7 @@ __all__ = [
     "StateMismatch",
     "Status",
     "StoreError",
+    "StoreInUse",
     "UnsavableState",
     "prune",
     "restore_first",

@@ -74,7 +74,7 @@ class Claim:
             return
         with contextlib.suppress(OSError):  # a disk that has gone: nobody else starts there either
             found = _read(self.root / LOCK)
-            if found is not None and found["token"] == self._token:
+            if found is not None and found.get("token") == self._token:
                 (self.root / LOCK).unlink()
 
 
@@ -136,7 +136,9 @@ def _alone(lock: Path) -> Iterator[dict[str, Any] | None]:
     take over the leavings of a third in the same microseconds.
     """
     try:
-        handle = os.open(lock, os.O_RDWR)
+        # To write, although nothing is: a network disk locks no other file. Another user's may
+        # only be readable.
+        handle = os.open(lock, os.O_RDWR if os.access(lock, os.W_OK) else os.O_RDONLY)
     except FileNotFoundError:
         yield None
         return
@@ -160,7 +162,7 @@ def _read(lock: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except Unsealed:
-        return {"token": None}
+        return {}
 
 
 def _unless_free(root: Path, found: dict[str, Any]) -> str | None:
@@ -174,7 +176,7 @@ def _unless_free(root: Path, found: dict[str, Any]) -> str | None:
     except KeyError:
         return None  # torn by a power cut, or nothing of healcore's: no process stands behind it
     if holder == here():
-        gone = found["token"] not in _claims
+        gone = found.get("token") not in _claims
     else:
         gone = holder.gone()
     if gone is None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from healcore.runtime.store import atomic, digest, listing, manifest, names, sweeping
 from healcore.runtime.store.digest import Digest
 from healcore.runtime.store.errors import SaveFailed
-from healcore.runtime.store.ranks import Ranks, agreed, on_first, together
+from healcore.runtime.store.ranks import Ranks, agreed, on_first, together, united
 
 _HINTS = {
     errno.ENOSPC: "free some space, or keep fewer checkpoints; what was saved before is untouched",
@@ -36,7 +36,7 @@ class Written(NamedTuple):
     read again."""
     arrays: int
     nonfinite: tuple[str, ...]
-    """Names of arrays with NaN or Inf."""
+    """Names of arrays with NaN or Inf, meant or not."""
 
 
 class Item(NamedTuple):
@@ -139,7 +139,7 @@ def _complete(root: Path, folder: Path, item: Item, parts: Sequence[Written]) ->
         format=item.format,
         files={path: known[path] for path in paths},
         arrays=max(part.arrays for part in parts),
-        nonfinite=tuple(sorted({name for part in parts for name in part.nonfinite})),
+        nonfinite=united(part.nonfinite for part in parts),
         healing=item.healing is not None,
     )
     resized = manifest.missing_or_resized(folder, record)

@@ -26,6 +26,7 @@ from typing import Any
 
 from healcore.runtime.store import (
     committing,
+    inspection,
     listing,
     manifest,
     protocol,
@@ -74,6 +75,7 @@ class DirectoryStore(ABC):
         # Absolute: a program that changes its working directory still means the same place.
         self.root = Path(root).absolute()
         self.nonfinite_ok = tuple(nonfinite_ok)
+        """Patterns of array names where NaN and Inf are meant. May be set anew at any time."""
         self._ranks: Ranks = ranks or Alone()
         self._behind = Background(f"healcore-{self.format}")
         try:
@@ -91,7 +93,7 @@ class DirectoryStore(ABC):
 
     @abstractmethod
     def _capture(self, state: Mapping[str, Any], *, copy: bool) -> Any:
-        """A copy of the state (without `copy`: the state itself in the same form)."""
+        """A Snapshot of the state (without `copy`: the state itself in the same form)."""
 
     @abstractmethod
     def _write(self, captured: Any, folder: Path) -> Written:
@@ -133,14 +135,14 @@ class DirectoryStore(ABC):
     def steps(self) -> list[Saved]:
         """The complete checkpoints, ascending. One under way is not among them."""
         return [
-            manifest.saved(found.folder, found.manifest)
+            manifest.saved(found.folder, found.manifest, self.nonfinite_ok)
             for found in listing.counting(self.root).values()
         ]
 
     def verify(self, step: int) -> Saved:
         """Recomputes the digest of every file."""
         found = self._checked(step)
-        return manifest.saved(found.folder, found.manifest)
+        return manifest.saved(found.folder, found.manifest, self.nonfinite_ok)
 
     def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
         """Verifies every file, then reads."""
@@ -155,8 +157,9 @@ class DirectoryStore(ABC):
         """Sets the status, in one atomic step."""
         protocol.checked_status(status)
         found = self._find(step)
-        if status == "good" and found.manifest.nonfinite:
-            raise NotFinite(step, found.manifest.nonfinite)
+        saved = manifest.saved(found.folder, found.manifest, self.nonfinite_ok)
+        if status == "good" and not saved.finite:
+            raise NotFinite(step, saved.nonfinite)
 
         def action() -> None:
             # Before it too: a crash may have left two saves of this step, and one is meant.
@@ -186,6 +189,24 @@ class DirectoryStore(ABC):
         return listing.problems(self.root)
 
     # -- beyond it ------------------------------------------------------------------------------
+
+    def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the arrays in a state that hold NaN or Inf, meant or not; saves nothing.
+
+        Raises:
+            UnsavableState: there is something in the state that cannot be saved.
+        """
+        self._behind.join()
+
+        def look() -> tuple[str, ...]:
+            captured = self._capture(state, copy=True)
+            try:
+                captured.settle()
+                return inspection.nonfinite(captured.blocks())
+            finally:
+                self._release(captured)
+
+        return ranks.united(ranks.together(self._ranks, look))
 
     @property
     def processes(self) -> Ranks:

@@ -79,8 +79,10 @@ class NotFinite(StoreError):
 
     def __str__(self) -> str:
         """Which arrays, and what to do where they are meant to be so."""
+        shown = ", ".join(self.names[:5]) or "its arrays"
+        more = f" and {len(self.names) - 5} more" if len(self.names) > 5 else ""
         return (
-            f"step {self.step} holds NaN or Inf in {', '.join(self.names) or 'its arrays'} and "
+            f"step {self.step} holds NaN or Inf in {shown}{more} and "
             "cannot be known-good; where that is meant (a mask of -inf), name the array in the "
             "store's `nonfinite_ok`"
         )

@@ -26,16 +26,11 @@ class Inspection(NamedTuple):
     digests: dict[str, str]
     """Key of a block -> xxh3, 128 bits, hexadecimal."""
     nonfinite: tuple[str, ...]
-    """Arrays with NaN or Inf."""
+    """All arrays with NaN or Inf, meant or not."""
 
 
-def inspect(blocks: Iterable[Block], nonfinite_ok: Collection[str] = ()) -> Inspection:
-    """Digests of all arrays, and those with NaN or Inf.
-
-    Args:
-        blocks: the arrays.
-        nonfinite_ok: patterns of names (`model.*.mask`) where NaN and Inf are meant.
-    """
+def inspect(blocks: Iterable[Block]) -> Inspection:
+    """Digests of all arrays, and those with NaN or Inf."""
     digests, bad = {}, []
     for block in blocks:
         state, sound = xxhash.xxh3_128(), True
@@ -44,19 +39,25 @@ def inspect(blocks: Iterable[Block], nonfinite_ok: Collection[str] = ()) -> Insp
             state.update(piece.data)
             sound = sound and finite.finite_chunk(piece, block.dtype)
         digests[block.key] = state.hexdigest()
-        if not sound and not matches(block.name, nonfinite_ok):
+        if not sound:
             bad.append(block.name)
     return Inspection(digests, tuple(dict.fromkeys(bad)))
 
 
-def nonfinite(blocks: Iterable[Block], nonfinite_ok: Collection[str] = ()) -> tuple[str, ...]:
+def nonfinite(blocks: Iterable[Block]) -> tuple[str, ...]:
     """Only the names of arrays with NaN or Inf."""
-    found = {
-        block.name: None
-        for block in blocks
-        if not matches(block.name, nonfinite_ok) and not finite.finite(block.raw, block.dtype)
-    }
-    return tuple(found)
+    found = [block.name for block in blocks if not finite.finite(block.raw, block.dtype)]
+    return tuple(dict.fromkeys(found))
+
+
+def unmeant(names: Iterable[str], nonfinite_ok: Collection[str]) -> tuple[str, ...]:
+    """Those of some arrays with NaN or Inf where that is not meant.
+
+    Args:
+        names: of the arrays.
+        nonfinite_ok: patterns of names (`model.*.mask`) where it is, or names.
+    """
+    return tuple(name for name in names if not matches(name, nonfinite_ok))
 
 
 def first_difference(blocks: Iterable[Block], digests: dict[str, str]) -> str | None:
@@ -95,5 +96,5 @@ def checked_copies(
 
 
 def matches(name: str, patterns: Collection[str]) -> bool:
-    """Whether a name fits one of the patterns (`*` and `?`)."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+    """Whether a name fits one of the patterns (`*` and `?`), or is one of them."""
+    return any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)

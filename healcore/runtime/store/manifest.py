@@ -7,13 +7,14 @@ file of its own beside it.
 from __future__ import annotations
 
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import healcore
 from healcore.runtime.store import atomic
 from healcore.runtime.store.digest import Digest
+from healcore.runtime.store.inspection import unmeant
 from healcore.runtime.store.protocol import STATUSES, Saved, Status
 from healcore.runtime.store.sealed import Unsealed, seal, unseal
 
@@ -25,7 +26,9 @@ STATE = "state.json"
 HEALING = "healing.json"
 DATA = "data"
 """Directory of what the framework's own writer wrote."""
-_NAMES_KEPT = 20
+_NAMES_KEPT = 1000
+_ONCE_KEPT = 20
+"""In manifests without `unnamed`: those of healcore before it asked when listing what is meant."""
 
 
 class BadManifest(ValueError):
@@ -47,8 +50,10 @@ class Manifest(NamedTuple):
     """Relative path -> size and digest, of every file but the manifest and the status."""
     arrays: int
     nonfinite: tuple[str, ...]
-    """Names of arrays with NaN or Inf; the first 20 are kept."""
+    """Names of arrays with NaN or Inf, meant or not; the first 1000 are kept."""
     healing: bool
+    unnamed: int = 0
+    """How many more there are. Nobody can say of those that they are meant."""
 
     @property
     def bytes(self) -> int:
@@ -69,9 +74,9 @@ def new(
 ) -> Manifest:
     """A manifest by this version of healcore."""
     writer = f"healcore {healcore.__version__}"
-    return Manifest(
-        step, created, save, writer, format, files, arrays, nonfinite[:_NAMES_KEPT], healing
-    )
+    kept = nonfinite[:_NAMES_KEPT]
+    unnamed = len(nonfinite) - len(kept)
+    return Manifest(step, created, save, writer, format, files, arrays, kept, healing, unnamed)
 
 
 def write(folder: Path, manifest: Manifest) -> None:
@@ -102,7 +107,9 @@ def read(folder: Path) -> Manifest:
     content.pop("finite", None)
     try:
         files = {name: Digest(**digest) for name, digest in content.pop("files").items()}
-        return Manifest(files=files, nonfinite=tuple(content.pop("nonfinite")), **content)
+        nonfinite = tuple(content.pop("nonfinite"))
+        content.setdefault("unnamed", int(len(nonfinite) >= _ONCE_KEPT))
+        return Manifest(files=files, nonfinite=nonfinite, **content)
     except (TypeError, KeyError, AttributeError):
         raise BadManifest(f"{MANIFEST} lacks a field") from None
 
@@ -121,17 +128,24 @@ def missing_or_resized(folder: Path, manifest: Manifest) -> tuple[str, str] | No
     return None
 
 
-def saved(folder: Path, manifest: Manifest) -> Saved:
-    """The checkpoint as `steps` lists it."""
+def saved(folder: Path, manifest: Manifest, nonfinite_ok: Collection[str]) -> Saved:
+    """The checkpoint as `steps` lists it.
+
+    Args:
+        folder: where it is.
+        manifest: what it is.
+        nonfinite_ok: patterns of array names where NaN and Inf are meant.
+    """
+    bad = unmeant(manifest.nonfinite, nonfinite_ok)
     return Saved(
         step=manifest.step,
         status=read_status(folder),
-        finite=not manifest.nonfinite,
+        finite=not bad and not manifest.unnamed,
         bytes=manifest.bytes,
         created=manifest.created,
         healing=manifest.healing,
         path=str(folder),
-        nonfinite=manifest.nonfinite,
+        nonfinite=bad,
     )
 
 

@@ -48,9 +48,8 @@ class MemoryStore:
         nonfinite_ok: Collection[str] = (),
     ) -> None:
         self.keep = keep
-        self.nonfinite_ok = tuple(nonfinite_ok)
         self._copier = copier
-        self._ring = Ring(keep)
+        self._ring = Ring(keep, tuple(nonfinite_ok))
         self._behind = Background("healcore-memory")
         self._told: list[str] = []
 
@@ -72,7 +71,7 @@ class MemoryStore:
             name = inspection.first_difference(slot.snapshot.blocks(), _digests(slot))
             if name is not None:
                 raise _changed(step, name)
-            return slot.saved
+            return slot.saved(self.nonfinite_ok)
 
     def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
         """Copies the snapshot out, checking every digest on the way."""
@@ -89,9 +88,9 @@ class MemoryStore:
     def mark(self, step: int, status: Status) -> None:
         """Sets the status; a newly good snapshot may push older ones out."""
         protocol.checked_status(status)
-        slot = self._settled.slot(step)
-        if status == "good" and slot.nonfinite:
-            raise NotFinite(step, slot.nonfinite)
+        bad = self._settled.slot(step).saved(self.nonfinite_ok).nonfinite
+        if status == "good" and bad:
+            raise NotFinite(step, bad)
         self._ring.mark(step, status)
 
     def delete(self, step: int) -> None:
@@ -115,6 +114,28 @@ class MemoryStore:
         return told
 
     # -- beyond it ------------------------------------------------------------------------------
+
+    @property
+    def nonfinite_ok(self) -> tuple[str, ...]:
+        """Patterns of array names where NaN and Inf are meant. May be set anew at any time."""
+        return self._ring.nonfinite_ok
+
+    @nonfinite_ok.setter
+    def nonfinite_ok(self, patterns: Collection[str]) -> None:
+        self._ring.nonfinite_ok = tuple(patterns)
+
+    def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the arrays in a state that hold NaN or Inf, meant or not; saves nothing.
+
+        Raises:
+            UnsavableState: there is something in the state that cannot be saved.
+        """
+        snapshot = self._copier.take(state, self._settled.take_spare())
+        try:
+            snapshot.settle()
+            return inspection.nonfinite(snapshot.blocks())
+        finally:
+            self._ring.reclaim(snapshot)  # the first save goes into it
 
     @property
     def busy(self) -> bool:
@@ -184,13 +205,13 @@ class MemoryStore:
         """The background's part: complete the copy, inspect it, put it in the ring."""
         try:
             slot.snapshot.settle()
-            slot.found = inspection.inspect(slot.snapshot.blocks(), self.nonfinite_ok)
+            slot.found = inspection.inspect(slot.snapshot.blocks())
         except BaseException:
             self._ring.release(slot)
             raise
         self._ring.admit(slot)
         if slot.dropped:
-            names = ", ".join(slot.nonfinite[:3])
+            names = ", ".join(slot.saved(self.nonfinite_ok).nonfinite[:3])
             self._told.append(
                 f"the snapshot of step {slot.step} has NaN or Inf in {names} and was not kept"
             )

@@ -31,7 +31,7 @@ class Saved(NamedTuple):
     path: str | None
     """Its directory; None in memory."""
     nonfinite: tuple[str, ...] = ()
-    """Names of arrays with NaN or Inf, the first 20."""
+    """Names of arrays with NaN or Inf that `nonfinite_ok` does not name."""
 
 
 class Restored(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -71,6 +71,11 @@ def together(ranks: Ranks, action: Callable[[], T]) -> list[T]:
         if trouble is not None:
             raise RankFailed(f"rank {rank}: {trouble}")
     return [outcome for outcome, _ in outcomes]
+
+
+def united(names: Iterable[Iterable[str]]) -> tuple[str, ...]:
+    """The names of all ranks, each once, in one order."""
+    return tuple(sorted({name for each in names for name in each}))
 
 
 def on_each(ranks: Ranks, action: Callable[[], T]) -> T:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import RLock
@@ -11,7 +11,7 @@ from typing import Any
 from healcore.runtime import forking
 from healcore.runtime.store import retention
 from healcore.runtime.store.errors import NotThere
-from healcore.runtime.store.inspection import Inspection
+from healcore.runtime.store.inspection import Inspection, unmeant
 from healcore.runtime.store.protocol import Saved, Status
 from healcore.runtime.store.retention import Keep
 
@@ -35,21 +35,25 @@ class Slot:
 
     @property
     def nonfinite(self) -> tuple[str, ...]:
-        """Arrays with NaN or Inf."""
+        """Arrays with NaN or Inf, meant or not."""
         return self.found.nonfinite if self.found else ()
 
-    @property
-    def saved(self) -> Saved:
-        """As it is listed."""
+    def saved(self, nonfinite_ok: Collection[str]) -> Saved:
+        """As it is listed.
+
+        Args:
+            nonfinite_ok: patterns of array names where NaN and Inf are meant.
+        """
+        bad = unmeant(self.nonfinite, nonfinite_ok)
         return Saved(
             step=self.step,
             status=self.status,
-            finite=not self.nonfinite,
+            finite=not bad,
             bytes=self.snapshot.nbytes,
             created=self.created,
             healing=self.healing is not None,
             path=None,
-            nonfinite=self.nonfinite[:20],
+            nonfinite=bad,
         )
 
 
@@ -59,8 +63,10 @@ class Ring:
     The memory of one snapshot that nobody needs any more is kept for the next.
     """
 
-    def __init__(self, keep: Keep) -> None:
+    def __init__(self, keep: Keep, nonfinite_ok: tuple[str, ...] = ()) -> None:
         self.keep = keep.checked()
+        self.nonfinite_ok = nonfinite_ok
+        """Patterns of array names where NaN and Inf are meant."""
         self._slots: dict[int, Slot] = {}
         self._beneath: Slot | None = None
         """The last known-good one while a newer save of its step is not proven. It takes a good
@@ -76,7 +82,7 @@ class Ring:
     def saves(self) -> list[Saved]:
         """What is in it, ascending by step."""
         with self._lock:
-            return [self._slots[step].saved for step in sorted(self._slots)]
+            return [self._slots[step].saved(self.nonfinite_ok) for step in sorted(self._slots)]
 
     @property
     def nbytes(self) -> int:

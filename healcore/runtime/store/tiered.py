@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from healcore.runtime.store import protocol, ranks, retention
@@ -17,7 +17,7 @@ from healcore.runtime.store.errors import (
 )
 from healcore.runtime.store.memory import Hold, MemoryStore
 from healcore.runtime.store.protocol import Restored, Saved, Status
-from healcore.runtime.store.ranks import Ranks
+from healcore.runtime.store.ranks import RankFailed, Ranks
 
 T = TypeVar("T")
 
@@ -140,6 +140,25 @@ class TieredStore:
     # -- beyond it ------------------------------------------------------------------------------
 
     @property
+    def nonfinite_ok(self) -> tuple[str, ...]:
+        """Patterns of array names where NaN and Inf are meant. May be set anew, for both."""
+        return tuple(dict.fromkeys((*self.memory.nonfinite_ok, *self.disk.nonfinite_ok)))
+
+    @nonfinite_ok.setter
+    def nonfinite_ok(self, patterns: Collection[str]) -> None:
+        self.memory.nonfinite_ok = self.disk.nonfinite_ok = tuple(patterns)
+
+    def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the arrays in a state that hold NaN or Inf, meant or not; saves nothing.
+
+        Raises:
+            UnsavableState: there is something in the state that cannot be saved.
+        """
+        self._behind.join()
+        found = ranks.together(self._ranks, lambda: self.memory.nonfinite_in(state))
+        return ranks.united(found)
+
+    @property
     def busy(self) -> bool:
         """Whether a save is still being written, so that the next would wait for it."""
         return self._behind.busy or self.disk.busy
@@ -226,19 +245,26 @@ class TieredStore:
         tier: MemoryStore | DirectoryStore,
         action: Callable[[MemoryStore | DirectoryStore], T],
     ) -> T:
-        """Memory is each rank's own: what is wrong with it on one is an error on all."""
+        """Memory is each rank's own: what is wrong with it on one is an error on all.
+
+        Of several errors one that is no damage, everywhere: after damage the next tier is asked,
+        by all ranks or by none.
+        """
         if not isinstance(tier, MemoryStore):
             return action(tier)
         results: list[T] = []
         failure = None
         try:
             results.append(action(tier))
-        except StoreError as error:
+        except Exception as error:
             failure = error
-        failures = self._ranks.gather(failure)
-        for each in (failure, *failures):
-            if each is not None:
-                raise each
+        told = failure
+        if not isinstance(failure, (StoreError, type(None))):  # may be one that does not travel
+            told = RankFailed(f"rank {self._ranks.rank}: {type(failure).__name__}: {failure}")
+        failures = [failure, *self._ranks.gather(told)]
+        failures = [each for each in failures if each is not None]
+        if failures:
+            raise min(failures, key=lambda each: isinstance(each, CheckpointDamaged))
         return results[0]
 
     def _take_out(self, tier: MemoryStore | DirectoryStore, step: int) -> None:

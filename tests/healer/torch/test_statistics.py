@@ -254,6 +254,26 @@ def test_frozen_affine_free_and_late_layers_belong_to_who_trains_around_them():
     assert step(NAN)
 
 
+@every_way
+@pytest.mark.parametrize("factor", [1.0, NAN])
+@pytest.mark.parametrize("train", [True, False])
+def test_a_backward_after_the_step_does_not_mind(
+    seat: str, optimizer: Any, factor: float, train: bool
+):
+    norm = nn.BatchNorm1d(4, affine=False)
+    model = nn.Sequential(nn.Linear(3, 4), norm, nn.Linear(4, 1))
+    state = {"model": model, "optimizer": optimizer(model.parameters())}
+    driver = TorchDriver(state, GOES_BACK, attach={"engine": seat})
+    inputs = torch.randn(8, 4, requires_grad=True)
+    norm.train(train)
+    later = norm(inputs).square().sum()
+    model(torch.randn(8, 3) * factor).mean().backward()
+    state["optimizer"].step()
+    later.backward()
+    assert inputs.grad is not None
+    driver.close()
+
+
 def test_going_back_and_loading_are_not_undone_by_the_next_skip():
     life = Life(FUSED)
     store = life.driver.store(None, ())

@@ -1,0 +1,96 @@
+"""Arrays that are meant to hold NaN or Inf: which those are may be said at any time."""
+
+from __future__ import annotations
+
+import pytest
+
+from healcore.runtime.store import NotFinite, manifest
+from healcore.runtime.store.sealed import seal, unseal
+from tests.store.worlds import ALL, DISKS, over
+
+
+@over(*ALL)
+def test_it_can_be_said_later(world, tmp_path):
+    store = world.make(tmp_path)
+    store.save(1, world.with_nan())
+    store.wait()
+    saved = store.steps()[0]
+    assert not saved.finite
+    assert saved.nonfinite == ("weights.bfloat16",)
+    with pytest.raises(NotFinite, match=r"weights\.bfloat16"):
+        store.mark(1, "good")
+    store.nonfinite_ok += ("weights.b*16",)
+    assert store.steps()[0].finite
+    assert store.steps()[0].nonfinite == ()
+    assert store.verify(1).finite
+    store.mark(1, "good")
+    assert store.steps()[0].status == "good"
+    store.nonfinite_ok = ()
+    assert not store.steps()[0].finite
+
+
+@over(*(world for world in ALL if "memory" not in world.name))
+def test_it_can_be_said_after_a_restart(world, tmp_path):
+    first = world.make(tmp_path)
+    first.save(0, world.with_nan())
+    first.wait()
+    store = world.make(tmp_path, nonfinite_ok=["*.bfloat16"])
+    assert store.steps()[0].finite
+    store.mark(0, "good")
+    # What was meant once was found all the same, and is not meant any more.
+    assert not world.make(tmp_path).steps()[0].finite
+
+
+@over(*ALL)
+def test_what_a_state_holds_is_found_without_a_save(world, tmp_path):
+    store = world.make(tmp_path)
+    assert store.nonfinite_in(world.state(0)) == ()
+    assert store.nonfinite_in(world.with_nan()) == ("weights.bfloat16",)
+    assert store.steps() == []
+    store.nonfinite_ok += store.nonfinite_in(world.with_nan())
+    store.save(1, world.with_nan())
+    store.save(2, world.state(0))
+    store.wait()
+    assert all(saved.finite for saved in store.steps())
+
+
+def test_a_name_is_its_own_pattern(tmp_path):
+    world = DISKS[0]
+    store = world.make(tmp_path, nonfinite_ok=["weights.a[0].b"])
+    state = {"weights": {"a[0].b": world.with_nan()["weights"]["bfloat16"]}}
+    store.save(1, state)
+    store.wait()
+    assert store.steps()[0].finite
+    assert store.nonfinite_in(state) == ("weights.a[0].b",)
+
+
+@pytest.mark.parametrize("many", [1000, 1001])
+def test_more_than_can_be_named_stay_what_they_are(tmp_path, many):
+    world = DISKS[0]
+    nan = world.with_nan()["weights"]["bfloat16"][3]
+    store = world.make(tmp_path)
+    store.save(1, {"weights": [nan.clone() for _ in range(many)]})
+    store.wait()
+    assert len(store.steps()[0].nonfinite) == 1000
+    with pytest.raises(NotFinite, match="and 995 more"):
+        store.mark(1, "good")
+    store.nonfinite_ok = ("weights.*",)
+    assert store.steps()[0].finite == (many == 1000)
+
+
+@pytest.mark.parametrize(("many", "finite"), [(1, True), (19, True), (20, False)])
+def test_manifests_that_kept_twenty_names_count_as_they_did(tmp_path, many, finite):
+    world = DISKS[0]
+    store = world.make(tmp_path)
+    store.save(1, world.state(0))
+    store.wait()
+    path = next(tmp_path.glob("step-*")) / manifest.MANIFEST
+    content = unseal(path.read_bytes())
+    del content["unnamed"]
+    path.write_bytes(seal(content))
+    assert store.verify(1).finite
+    content["nonfinite"] = [f"weights.{number}" for number in range(many)]
+    path.write_bytes(seal(content))
+    assert not store.steps()[0].finite
+    store.nonfinite_ok = ("weights.*",)
+    assert store.steps()[0].finite == finite
