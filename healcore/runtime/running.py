@@ -244,8 +244,8 @@ class Run:
                 if self._calm:
                     self.save("regular")
             self.keeper.look_after(self.ledger, self.step)
-            self._tell_notes()
             self._accept_first()
+        self._tell_notes()
         # In the middle of an accumulation the state cannot be saved: on to its end.
         unheard = len(self._ids.get(self._yielded, ()))
         if self.terminating.asked is not None and (self.whole or unheard >= _UNHEARD):
@@ -311,6 +311,7 @@ class Run:
         handle = self.driver.took()
         if handle is not None:
             self._push(handle)
+        self._tell_notes()
         unheard = len(self._ids.get(self._yielded, ()))
         if unheard >= _FEW_UNHEARD:
             self._warn_unheard()

@@ -22,7 +22,8 @@ ODD = 1
 
 def fresh(scale):
     whole = torch.arange(24.0).reshape(6, 4) * scale
-    return {"model": {"sharded": distribute_tensor(whole, mesh, [Shard(0)]), "plain": whole.clone()}}
+    sharded = distribute_tensor(whole, mesh, [Shard(0)])
+    return {"model": {"sharded": sharded, "plain": whole.clone()}}
 
 def flip(step):
     if rank == ODD:
