@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from healcore import jax, policy, torch
-    from healcore.runtime.ending import RunStopped
     from healcore.runtime.healer import Healer
+    from healcore.runtime.run.ending import RunStopped
 
 __version__ = "0.1.0"
 __all__ = ["Healer", "RunStopped", "__version__", "jax", "policy", "torch"]
 
 _PARTS = frozenset({"jax", "policy", "torch"})
-_NAMES = {"Healer": "healcore.runtime.healer", "RunStopped": "healcore.runtime.ending"}
+_NAMES = {"Healer": "healcore.runtime.healer", "RunStopped": "healcore.runtime.run.ending"}
 
 
 def __getattr__(name: str) -> Any:

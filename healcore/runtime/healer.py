@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
-from healcore.runtime.closing import close
 from healcore.runtime.driver import Driver
-from healcore.runtime.hooks import Hook, Hooks
-from healcore.runtime.opening import Options, open_run
-from healcore.runtime.running import Run
+from healcore.runtime.incidents.hooks import Hook, Hooks
+from healcore.runtime.run.closing import close
+from healcore.runtime.run.opening import Options, open_run
+from healcore.runtime.run.running import Run
 from healcore.runtime.store import CheckpointStore, Keep
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.terms import terms_of
@@ -101,6 +101,7 @@ class Healer:
         ).checked()
         self._run: Run | None = None
         self._ended = False
+        self._pid = 0
 
     # -- the block ------------------------------------------------------------------------------
 
@@ -114,7 +115,7 @@ class Healer:
         """
         if self._run is not None:
             raise HealerError("a Healer is for one `with` block: make another one")
-        self._run = open_run(self._options)
+        self._run, self._pid = open_run(self._options), os.getpid()
         return self
 
     def __exit__(
@@ -125,7 +126,8 @@ class Healer:
     ) -> None:
         """Waits for checkpoints being written, writes the postmortem, detaches."""
         run, self._ended = self._live, True
-        close(run, error)
+        if os.getpid() == self._pid:  # a forked child has no say in how its parent's run ended
+            close(run, error)
 
     # -- the loop -------------------------------------------------------------------------------
 

@@ -18,8 +18,9 @@ from healcore.demo.history import ARMS, History
 from healcore.demo.main import main
 from healcore.demo.run import Result, run_demo
 from healcore.demo.scenario import Scenario
-from healcore.runtime import events, postmortem
+from healcore.runtime import events
 from healcore.runtime.events.schema import problems
+from healcore.runtime.postmortem import postmortem
 
 STEPS = 40
 TINY: dict[str, Any] = {"batch": 4, "context": 16, "layers": 1, "width": 16, "heads": 2}

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from healcore.core.verdict import Action, Cause, Decision
+from healcore.runtime.data.feeds import Feeds
 from healcore.runtime.driver import Told
-from healcore.runtime.feeds import Feeds
-from healcore.runtime.host_state import HostState
-from healcore.runtime.journal import Journal
-from healcore.runtime.keeping import Keeper
-from healcore.runtime.ledger import Ledger
-from healcore.runtime.proving import Prover
-from healcore.runtime.recovering import Arrival, Recovery, Wanted
+from healcore.runtime.incidents.ledger import Ledger
+from healcore.runtime.recovery.host_state import HostState
+from healcore.runtime.recovery.journal import Journal
+from healcore.runtime.recovery.keeping import Keeper
+from healcore.runtime.recovery.proving import Prover
+from healcore.runtime.recovery.recovering import Arrival, Recovery, Wanted
 from healcore.runtime.store import (
     CheckpointDamaged,
     Keep,

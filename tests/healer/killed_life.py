@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from healcore.runtime.keeping import Keeper
-from healcore.runtime.opening import AlreadyCompleted
-from healcore.runtime.running import Run
+from healcore.runtime.recovery.keeping import Keeper
+from healcore.runtime.run.opening import AlreadyCompleted
+from healcore.runtime.run.running import Run
 from healcore.runtime.store import committing
 from tests.healer.loops import Faults, loop_of, rules, train
 

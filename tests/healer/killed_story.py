@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from healcore.runtime import postmortem
 from healcore.runtime.events import reading
+from healcore.runtime.postmortem import postmortem
 
 NAME = "healcore.events.jsonl"
 

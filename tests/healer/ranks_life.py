@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from healcore.core.verdict import Action
-from healcore.runtime.ending import RunStopped
 from healcore.runtime.healer import Healer
+from healcore.runtime.run.ending import RunStopped
 from healcore.runtime.store import Keep
 from healcore.runtime.store.memory import MemoryStore
 from healcore.runtime.store.tiered import TieredStore

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from healcore.runtime.feeds import Feeds
-from healcore.runtime.journal import Journal
-from healcore.runtime.keeping import Keeper
-from healcore.runtime.recovering import Recovery
+from healcore.runtime.data.feeds import Feeds
+from healcore.runtime.recovery.journal import Journal
+from healcore.runtime.recovery.keeping import Keeper
+from healcore.runtime.recovery.recovering import Recovery
 from healcore.runtime.store.tiered import TieredStore
 from tests.healer.loops import Faults, loop_of, rules, same, train
 from tests.healer.reading import events, postmortems

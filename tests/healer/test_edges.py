@@ -13,10 +13,10 @@ import torch
 
 from healcore import policy as policies
 from healcore.core.verdict import Action
-from healcore.runtime.ending import RunStopped
 from healcore.runtime.healer import Healer
+from healcore.runtime.run.ending import RunStopped
+from healcore.runtime.run.terminating import Interrupted, Terminating
 from healcore.runtime.store import StateMismatch
-from healcore.runtime.terminating import Interrupted, Terminating
 from tests.healer.loops import Faults, loop_of, rules, train
 from tests.healer.reading import events, postmortems
 
@@ -47,7 +47,7 @@ def test_a_bad_batch_now_and_then_does_not_keep_a_run_from_saving(framework, tmp
 
 
 def test_sigterm_in_an_incident_saves_too(tmp_path):
-    from healcore.runtime.terminating import Terminated
+    from healcore.runtime.run.terminating import Terminated
 
     def ask(healer, number):
         if number == 24:
@@ -59,7 +59,7 @@ def test_sigterm_in_an_incident_saves_too(tmp_path):
 
 
 def test_sigterm_in_an_accumulation_goes_on_to_its_end(tmp_path):
-    from healcore.runtime.terminating import Terminated
+    from healcore.runtime.run.terminating import Terminated
 
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -305,3 +305,21 @@ def test_two_runs_in_one_directory(tmp_path):
         Healer(rules(), state=second.state, store=tmp_path).__enter__()
     assert not second.optimizer._optimizer_step_pre_hooks
     assert not list(tmp_path.glob("*.lock"))
+
+
+def test_a_forked_child_does_not_end_its_parents_run(tmp_path):
+    loop = loop_of("torch")
+    with Healer(rules(), state=loop.state, store=tmp_path) as healer:
+        child = os.fork()
+        if not child:
+            healer.__exit__(None, None, None)
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert events(tmp_path, "end") == []
+    assert len(postmortems(tmp_path)) == 1
+
+
+def test_a_model_with_a_mask_in_memory_only():
+    loop = loop_of("torch", Faults(always=[23]))
+    loop.model.register_buffer("mask", torch.full((3,), -torch.inf))
+    assert train(loop, rules(), range(40))["rollbacks"] == 1

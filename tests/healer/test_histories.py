@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from healcore.runtime.choice import Earlier
-from healcore.runtime.journal import Journal
-from healcore.runtime.ledger import Ledger
+from healcore.runtime.incidents.ledger import Ledger
+from healcore.runtime.recovery.choice import Earlier
+from healcore.runtime.recovery.journal import Journal
 from healcore.runtime.store import NoGoodCheckpoint
 from tests.healer.histories import KEEP, PROBATION, REGION, Killed, Listed, Process
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from healcore.core.verdict import Action
-from healcore.runtime import postmortem
-from healcore.runtime.keeping import Keeper
-from healcore.runtime.running import Run
+from healcore.runtime.postmortem import postmortem
+from healcore.runtime.recovery.keeping import Keeper
+from healcore.runtime.run.running import Run
 from healcore.runtime.store.directory import DirectoryStore
 from healcore.torch.store import DCPStore
 from tests.healer.loops import Faults, loop_of, rules, same, train
@@ -220,7 +220,7 @@ def test_what_a_rollback_has_cost_is_known_below_its_checkpoint_too(tmp_path, mo
 
 
 def test_the_step_a_life_began_at_is_not_deeper_than_what_was_tried(tmp_path):
-    from healcore.runtime.choice import Earlier, choose
+    from healcore.runtime.recovery.choice import Earlier, choose
     from healcore.runtime.store import Saved
 
     saves = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from healcore.runtime.choice import Choice, Earlier, choose, common, proven, tainted
+from healcore.runtime.recovery.choice import Choice, Earlier, choose, common, proven, tainted
 from healcore.runtime.store import NoGoodCheckpoint, Saved, Status
 
 

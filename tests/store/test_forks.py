@@ -87,7 +87,7 @@ def child():
     assert len(memory.steps()) == 1
 assert forked(child) == 0
 
-from healcore.runtime.proving import Prover
+from healcore.runtime.recovery.proving import Prover
 class Waits:
     def verify(self, step):
         writing.set()

@@ -7,7 +7,7 @@ from typing import Any
 
 from healcore.core.verdict import Action, Cause
 from healcore.runtime.driver import Evidence
-from healcore.runtime.incident import Readings
+from healcore.runtime.incidents.incident import Readings
 
 READINGS = Readings(2.31, 14.2, 1.27, 55.0, math.inf)
 EVIDENCE = (Evidence("layers.3.weight", math.nan), Evidence("layers.1.weight", 12.5))

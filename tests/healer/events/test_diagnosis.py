@@ -7,11 +7,11 @@ import math
 import pytest
 
 from healcore.core.verdict import Cause
-from healcore.runtime.advice import advice
-from healcore.runtime.diagnosis import Case, Tried, explain
 from healcore.runtime.driver import Evidence
 from healcore.runtime.events.shapes import ENDINGS
-from healcore.runtime.incident import Readings
+from healcore.runtime.incidents.incident import Readings
+from healcore.runtime.postmortem.advice import advice
+from healcore.runtime.postmortem.diagnosis import Case, Tried, explain
 
 STOPPED = Case(
     ending="stopped",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from healcore.core.verdict import Action, Cause, Decision
-from healcore.runtime.hooks import Hooks
-from healcore.runtime.incident import Facts, Incident
+from healcore.runtime.incidents.hooks import Hooks
+from healcore.runtime.incidents.incident import Facts, Incident
 from tests.healer.events.samples import EVIDENCE, READINGS
 
 ORDERED = Action.ROLLBACK | Action.CUT_LR

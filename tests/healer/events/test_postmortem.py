@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from healcore.runtime import postmortem
-from healcore.runtime.diagnosis import Tried
 from healcore.runtime.events import Log, process, read, reading
-from healcore.runtime.postmortem import of, of_killed, path_for
+from healcore.runtime.postmortem import postmortem
+from healcore.runtime.postmortem.diagnosis import Tried
+from healcore.runtime.postmortem.postmortem import of, of_killed, path_for
 from tests.healer.events.processes import first_line, output, python
 from tests.healer.events.test_diagnosis import STOPPED
 from tests.store.disks import read_only, small_disk

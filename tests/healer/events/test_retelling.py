@@ -6,7 +6,7 @@ from typing import Any
 
 from healcore.core.verdict import Cause
 from healcore.runtime.events.reading import Event
-from healcore.runtime.retelling import last_run, retell
+from healcore.runtime.postmortem.retelling import last_run, retell
 
 ALARM: dict[str, Any] = {
     "cause": ["LOSS_SPIKE"],

@@ -14,7 +14,7 @@ import pytest
 from healcore.runtime.events import Log, read, schema
 from healcore.runtime.events.fields import ENVELOPE, FIELDS
 from healcore.runtime.events.kinds import KINDS
-from healcore.runtime.postmortem import Postmortem
+from healcore.runtime.postmortem.postmortem import Postmortem
 from tests.healer.events.samples import SAMPLES
 
 ROOT = Path(__file__).parents[3]

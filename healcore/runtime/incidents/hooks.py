@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from healcore.core.verdict import Action
-from healcore.runtime.incident import Incident
+from healcore.runtime.incidents.incident import Incident
 
 Hook = Callable[[Incident], Action | None]
 """Gets the incident, returns what is to be done instead, or None: as ordered."""

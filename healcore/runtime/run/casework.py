@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from healcore.core.verdict import Cause
-from healcore.runtime.diagnosis import Case
-from healcore.runtime.incident import Readings
+from healcore.runtime.incidents.incident import Readings
+from healcore.runtime.postmortem.diagnosis import Case
 from healcore.runtime.store import StoreError
 
 if TYPE_CHECKING:
-    from healcore.runtime.running import Run
+    from healcore.runtime.run.running import Run
 
 
 def case_of(run: Run, ending: str, why: str = "", exception: str | None = None) -> Case:

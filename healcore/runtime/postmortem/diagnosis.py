@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from healcore.core.verdict import Cause
-from healcore.runtime.advice import advice
 from healcore.runtime.driver import Evidence
 from healcore.runtime.events.shapes import ENDINGS
-from healcore.runtime.incident import Batch, Readings
+from healcore.runtime.incidents.incident import Batch, Readings
+from healcore.runtime.postmortem.advice import advice
 
 _WIDTH = 96
 _SHOWN = 5

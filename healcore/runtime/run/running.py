@@ -7,23 +7,23 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
 from healcore.core.verdict import Action, names
-from healcore.runtime import diagnosis
-from healcore.runtime.casework import case_of
 from healcore.runtime.data import BatchId
-from healcore.runtime.diagnosis import Tried
-from healcore.runtime.ending import RunStopped
 from healcore.runtime.events import Log, reading
-from healcore.runtime.hooks import Hooks
-from healcore.runtime.host_state import ITEM
-from healcore.runtime.incident import Facts
-from healcore.runtime.journal import Plan
-from healcore.runtime.judging import Judge, Order
-from healcore.runtime.lagging import Lagging, Taken
-from healcore.runtime.narrating import Narrator
-from healcore.runtime.recovering import Arrival, Recovery, Wanted
+from healcore.runtime.incidents.hooks import Hooks
+from healcore.runtime.incidents.incident import Facts
+from healcore.runtime.incidents.judging import Judge, Order
+from healcore.runtime.incidents.lagging import Lagging, Taken
+from healcore.runtime.postmortem import diagnosis
+from healcore.runtime.postmortem.diagnosis import Tried
+from healcore.runtime.recovery.host_state import ITEM
+from healcore.runtime.recovery.journal import Plan
+from healcore.runtime.recovery.recovering import Arrival, Recovery, Wanted
+from healcore.runtime.run.casework import case_of
+from healcore.runtime.run.ending import RunStopped
+from healcore.runtime.run.narrating import Narrator
+from healcore.runtime.run.terminating import Terminating, ending
 from healcore.runtime.store import NoGoodCheckpoint, StoreError
 from healcore.runtime.store.claim import Claim
-from healcore.runtime.terminating import Terminating, ending
 
 _FEW_UNHEARD = 10
 _UNHEARD = 100
@@ -87,8 +87,6 @@ class Run:
         self._overdue = 0
         """Step at which a save was due that has not been taken yet."""
         self._saved = -1
-        self._first: int | None = None
-        """Step of the first snapshot, until it has been looked at."""
         self._begun: int | None = None
         """Step that an earlier process had come to."""
 
@@ -114,8 +112,8 @@ class Run:
         self._begun = self.step if resume else None
         self.keeper.take_stock()
         if not resume:
+            self._accept_first()
             self.save("first")
-            self._first = self.step
         self.terminating.watch()
         mode = "observed" if self.terms.observes else "healed"
         self.narrator.say(
@@ -124,11 +122,7 @@ class Run:
         )
 
     def _accept_first(self) -> None:
-        if self._first is None:
-            return
-        meant = self.keeper.accept_first(self._first)
-        if meant is not None:
-            self._first = None
+        meant = self.keeper.accept_first(self.driver.items())
         if meant:
             self.journal.page.meant = meant
             self.recovery.write_journal(self.step)
@@ -235,7 +229,6 @@ class Run:
                 return True
             if self.keeper.due(self.step):
                 self._overdue = self._overdue or self.step
-                self._accept_first()  # now nothing is being written
             if self._overdue and self._calm and self.driver.may_save():
                 # Unread steps might bring an order, which a start from this save would never get.
                 # It does not hold up more than the save: that waits for the device anyway.
@@ -244,7 +237,6 @@ class Run:
                 if self._calm:
                     self.save("regular")
             self.keeper.look_after(self.ledger, self.step)
-            self._accept_first()
         self._tell_notes()
         # In the middle of an accumulation the state cannot be saved: on to its end.
         unheard = len(self._ids.get(self._yielded, ()))

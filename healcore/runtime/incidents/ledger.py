@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from healcore.core.verdict import Cause
-from healcore.runtime.choice import Earlier
 from healcore.runtime.driver import Told
+from healcore.runtime.recovery.choice import Earlier
 
 _REMEMBERED = 1000
 """Incidents kept; of a run with more the first ones are the least interesting."""

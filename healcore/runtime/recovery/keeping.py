@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from healcore.runtime.choice import proven
-from healcore.runtime.ledger import Ledger
-from healcore.runtime.proving import Prover
+from healcore.runtime.incidents.ledger import Ledger
+from healcore.runtime.recovery.choice import proven
+from healcore.runtime.recovery.proving import Prover
 from healcore.runtime.store import (
     CheckpointDamaged,
     CheckpointStore,
@@ -214,23 +214,22 @@ class Keeper:
             )
         self._not_finite.update(saved.step for saved in fresh)
 
-    def accept_first(self, step: int) -> list[str] | None:
-        """Arrays that are not finite in the first snapshot are meant to be so: masks of -inf.
+    def accept_first(self, state: Mapping[str, Any]) -> list[str]:
+        """Arrays that are not finite before the first step are meant to be so: masks of -inf.
 
         Returns:
-            Their names; None: it is still being written.
+            Their names.
         """
-        if getattr(self.store, "busy", False):
-            return None
-        names = [name for s in self.store.steps() if s.step == step for name in s.nonfinite]
+        look: Any = getattr(self.store, "nonfinite_in", lambda state: ())
+        names = sorted({name for found in self._ranks.gather(look(state)) for name in found})
         self.accept(names)
         return names
 
     def accept(self, names: list[str]) -> None:
         """Arrays that may hold NaN and Inf."""
-        for store in (self.store, *(getattr(self.store, n, None) for n in ("memory", "disk"))):
-            if hasattr(store, "nonfinite_ok"):
-                store.nonfinite_ok = (*store.nonfinite_ok, *names)  # type: ignore[union-attr]
+        store: Any = self.store
+        if names and hasattr(store, "nonfinite_ok"):
+            store.nonfinite_ok = (*store.nonfinite_ok, *names)
 
     def _prune(self, ledger: Ledger) -> None:
         """Deletes what need not be kept.

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from healcore.core.verdict import Cause
-from healcore.runtime.diagnosis import Case, Tried
 from healcore.runtime.driver import Evidence
 from healcore.runtime.events.reading import Event
-from healcore.runtime.incident import Readings
+from healcore.runtime.incidents.incident import Readings
+from healcore.runtime.postmortem.diagnosis import Case, Tried
 
 
 def last_run(events: Sequence[Event]) -> list[Event]:

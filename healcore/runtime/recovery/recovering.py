@@ -11,15 +11,15 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from healcore.runtime.choice import choose, common, tainted
 from healcore.runtime.data import BatchId
+from healcore.runtime.data.feeds import Feeds, Moved
 from healcore.runtime.driver import Driver
-from healcore.runtime.feeds import Feeds, Moved
-from healcore.runtime.host_state import ITEM, HostState, position_in
-from healcore.runtime.journal import Branch, Journal, Plan
-from healcore.runtime.keeping import Keeper
-from healcore.runtime.ledger import Ledger
-from healcore.runtime.returning import gone_back, readable, tried_again
+from healcore.runtime.incidents.ledger import Ledger
+from healcore.runtime.recovery.choice import choose, common, tainted
+from healcore.runtime.recovery.host_state import ITEM, HostState, position_in
+from healcore.runtime.recovery.journal import Branch, Journal, Plan
+from healcore.runtime.recovery.keeping import Keeper
+from healcore.runtime.recovery.returning import gone_back, readable, tried_again
 from healcore.runtime.store import (
     Landed,
     NoGoodCheckpoint,

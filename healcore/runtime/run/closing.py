@@ -12,11 +12,11 @@ import time
 import traceback
 from collections.abc import Callable
 
-from healcore.runtime import postmortem
-from healcore.runtime.casework import case_of
-from healcore.runtime.ending import RunStopped
-from healcore.runtime.running import Run
-from healcore.runtime.terminating import Terminated
+from healcore.runtime.postmortem import postmortem
+from healcore.runtime.run.casework import case_of
+from healcore.runtime.run.ending import RunStopped
+from healcore.runtime.run.running import Run
+from healcore.runtime.run.terminating import Terminated
 
 
 def ending_of(error: BaseException | None, asked: int | None = None) -> str:

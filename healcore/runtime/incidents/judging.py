@@ -8,10 +8,10 @@ from typing import NamedTuple
 from healcore.core.verdict import Action, Cause, names
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import Evidence, Told
-from healcore.runtime.hooks import Hooks
-from healcore.runtime.incident import Facts, Incident, Readings, readings
-from healcore.runtime.lagging import Seen
-from healcore.runtime.ledger import Episode, Ledger
+from healcore.runtime.incidents.hooks import Hooks
+from healcore.runtime.incidents.incident import Facts, Incident, Readings, readings
+from healcore.runtime.incidents.lagging import Seen
+from healcore.runtime.incidents.ledger import Episode, Ledger
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.terms import Terms
 

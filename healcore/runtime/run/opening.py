@@ -9,26 +9,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from healcore.runtime import postmortem
+from healcore.runtime.data.feeds import Feeds
 from healcore.runtime.driver import Driver
 from healcore.runtime.events import Log
-from healcore.runtime.feeds import Feeds
-from healcore.runtime.frameworks import driver_for
-from healcore.runtime.hooks import Hooks
-from healcore.runtime.host_state import HostState
-from healcore.runtime.journal import NAME, Journal
-from healcore.runtime.keeping import Keeper
-from healcore.runtime.lagging import Lagging
-from healcore.runtime.ledger import Ledger
-from healcore.runtime.narrating import Narrator
-from healcore.runtime.proving import Prover
-from healcore.runtime.recovering import Recovery
-from healcore.runtime.room import fits
-from healcore.runtime.running import Run
+from healcore.runtime.incidents.hooks import Hooks
+from healcore.runtime.incidents.lagging import Lagging
+from healcore.runtime.incidents.ledger import Ledger
+from healcore.runtime.postmortem import postmortem
+from healcore.runtime.recovery.host_state import HostState
+from healcore.runtime.recovery.journal import NAME, Journal
+from healcore.runtime.recovery.keeping import Keeper
+from healcore.runtime.recovery.proving import Prover
+from healcore.runtime.recovery.recovering import Recovery
+from healcore.runtime.run.frameworks import driver_for
+from healcore.runtime.run.narrating import Narrator
+from healcore.runtime.run.running import Run
 from healcore.runtime.store import CheckpointStore, Keep, Saved, StoreError
 from healcore.runtime.store.claim import Claim, claim
 from healcore.runtime.store.memory import MemoryStore
 from healcore.runtime.store.ranks import Ranks, agreed, on_first
+from healcore.runtime.store.room import fits
 from healcore.runtime.terms import Terms
 
 _logger = logging.getLogger("healcore")

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from healcore.core.verdict import Cause
-from healcore.runtime.diagnosis import Case, Tried, explain
 from healcore.runtime.events import Log, encoding, reading
 from healcore.runtime.events.environment import environment
 from healcore.runtime.events.log import now
 from healcore.runtime.events.process import Process, here
-from healcore.runtime.retelling import last_run, retell
+from healcore.runtime.postmortem.diagnosis import Case, Tried, explain
+from healcore.runtime.postmortem.retelling import last_run, retell
 from healcore.runtime.store import atomic
 from healcore.runtime.store.sweeping import sweep
 

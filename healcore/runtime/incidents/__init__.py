@@ -1,0 +1,1 @@
+"""What was seen: one step judged, the ledger of incidents, and the user's hooks."""

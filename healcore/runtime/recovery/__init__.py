@@ -1,0 +1,1 @@
+"""Going back: which checkpoints are known-good, which is taken, and what a crash cannot undo."""
