@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from healcore.runtime.recovery.keeping import Keeper
+from healcore.runtime.run import starting
 from healcore.runtime.run.opening import AlreadyCompleted
-from healcore.runtime.run.running import Run
+from healcore.runtime.run.orders import Orders
 from healcore.runtime.store import committing
 from tests.healer.loops import Faults, loop_of, rules, train
 
@@ -81,8 +82,8 @@ class Watched:
         """The most calls of each phase."""
         self._watch(Keeper, "save", SAVE)
         self._watch(committing, "commit", WRITE)
-        self._watch(Run, "_go_back", BACK)
-        self._watch(Run, "_finish_rollback", BACK)
+        self._watch(Orders, "_go_back", BACK)
+        self._watch(starting, "_finish_rollback", BACK)
         for name in CALLS:
             self._count(name)
 

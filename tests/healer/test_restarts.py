@@ -11,7 +11,7 @@ import pytest
 from healcore.core.verdict import Action
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.recovery.keeping import Keeper
-from healcore.runtime.run.running import Run
+from healcore.runtime.run.orders import Orders
 from healcore.runtime.store.directory import DirectoryStore
 from healcore.torch.store import DCPStore
 from tests.healer.loops import Faults, loop_of, rules, same, train
@@ -54,7 +54,7 @@ def test_a_rollback_is_told_once_though_its_teller_died(tmp_path, monkeypatch):
         loop = loop_of("torch", Faults(always=BAD))
         return train(loop, rules(), range(40), store=tmp_path)
 
-    crash(monkeypatch, Run, "_tell_arrival", lambda *_: True, go)
+    crash(monkeypatch, Orders, "_tell_arrival", lambda *_: True, go)
     go()
     (told,) = events(tmp_path, "rollback")
     assert (told["number"], told["onset"], told["checkpoint"]) == (1, 23, 15)
@@ -70,7 +70,7 @@ def test_an_order_does_not_get_lost_behind_a_save(tmp_path, monkeypatch):
         loop = loop_of("torch", Faults(always=[24]))
         return loop, train(loop, rules(), range(40), store=tmp_path / "killed")
 
-    crash(monkeypatch, Run, "_go_back", lambda *_: True, go)
+    crash(monkeypatch, Orders, "_go_back", lambda *_: True, go)
     loop, facts = go()
     assert facts["rollbacks"] == 1
     assert same(loop.weights(), clean.weights())
@@ -114,7 +114,7 @@ def test_data_that_only_runs_forward_is_not_read_twice(point, tmp_path, monkeypa
 
     clean, expected = go("clean")
     if point == "_tell_arrival":
-        crash(monkeypatch, Run, point, lambda *_: True, lambda: go("killed"))
+        crash(monkeypatch, Orders, point, lambda *_: True, lambda: go("killed"))
     else:
         at = lambda self, steps, now: bool(steps)  # noqa: E731
         crash(monkeypatch, Keeper, "set_aside", at, lambda: go("killed"))
@@ -183,7 +183,7 @@ def test_a_second_try_is_still_one_after_a_crash(point, tmp_path, monkeypatch):
         return loop, facts
 
     clean, expected = go("clean")
-    owner = Keeper if point == "set_aside" else Run
+    owner = Keeper if point == "set_aside" else Orders
     crash(monkeypatch, owner, point, lambda *_, **__: True, lambda: go("killed"))
     loop, facts = go("killed")
     assert facts["rollbacks"] == expected["rollbacks"] == 2

@@ -1,33 +1,45 @@
-"""What a run's state says about its end: the case that a diagnosis is made from."""
+"""What a run's parts say about its end: the case that a diagnosis is made from."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from healcore.core.verdict import Cause
 from healcore.runtime.incidents.incident import Readings
-from healcore.runtime.postmortem.diagnosis import Case
+from healcore.runtime.incidents.judging import Judge
+from healcore.runtime.postmortem.diagnosis import Case, Tried
+from healcore.runtime.recovery.keeping import Keeper
 from healcore.runtime.store import StoreError
 
-if TYPE_CHECKING:
-    from healcore.runtime.run.running import Run
 
-
-def case_of(run: Run, ending: str, why: str = "", exception: str | None = None) -> Case:
+def case_of(
+    judge: Judge,
+    keeper: Keeper,
+    *,
+    ending: str,
+    step: int,
+    tried: Sequence[Tried],
+    verdict: str,
+    why: str = "",
+    exception: str | None = None,
+) -> Case:
     """The case.
 
     Args:
-        run: at its end.
+        judge: with the ledger.
+        keeper: of the checkpoints.
         ending: `completed`, `stopped`, `exception`, `signal` or `interrupted`.
+        step: steps done.
+        tried: rollbacks.
+        verdict: of the last re-run.
         why: what ended it, in a few words.
         exception: what was raised, as text.
     """
-    ledger, judge = run.ledger, run.judge
+    ledger, worst = judge.ledger, judge.worst
     last = ledger.episodes[-1] if ledger.episodes else None
-    worst = judge.worst
     return Case(
         ending=ending,
-        step=run.step,
+        step=step,
         why=why,
         cause=Cause(0 if last is None else last.cause),
         onset=None if last is None else last.onset,
@@ -37,22 +49,22 @@ def case_of(run: Run, ending: str, why: str = "", exception: str | None = None) 
         evidence=() if worst is None else worst.evidence,
         batches=() if worst is None else worst.batches,
         skips=sum(each.skips for each in ledger.episodes),
-        tried=tuple(run.tried),
+        tried=tuple(tried),
         lr_scale=judge.lr_scale,
-        verdict=run.verdict,
-        damaged=tuple(run.keeper.damaged),
-        unsaved=run.keeper.failed,
-        unsaved_why=run.keeper.trouble,
-        observes=run.terms.observes,
-        last_good=run.keeper.good,
-        path=_path(run),
+        verdict=verdict,
+        damaged=tuple(keeper.damaged),
+        unsaved=keeper.failed,
+        unsaved_why=keeper.trouble,
+        observes=judge.terms.observes,
+        last_good=keeper.good,
+        path=_path(keeper),
         exception=exception,
     )
 
 
-def _path(run: Run) -> str | None:
+def _path(keeper: Keeper) -> str | None:
     try:
-        saves = run.keeper.store.steps()
+        saves = keeper.store.steps()
     except StoreError:
         return None
-    return next((each.path for each in saves if each.step == run.keeper.good), None)
+    return next((each.path for each in saves if each.step == keeper.good), None)

@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable
 
 from healcore.runtime.postmortem import postmortem
-from healcore.runtime.run.casework import case_of
 from healcore.runtime.run.ending import RunStopped
 from healcore.runtime.run.running import Run
 from healcore.runtime.run.terminating import Terminated
@@ -84,7 +83,7 @@ def _report(run: Run, ending: str, error: BaseException | None) -> None:
     if ending == "exception" and error is not None:
         raised = "".join(traceback.format_exception_only(error)).strip()
         trace = "".join(traceback.format_exception(error))
-    case = case_of(run, ending, _why(error), raised)
+    case = run.case(ending, _why(error), raised)
     # First this: a run whose events have an end is not asked any more what it has died of.
     if run.log.path is not None and not run.recovery.ranks.rank:
         found = postmortem.of(case, run.log, seconds=time.monotonic() - run.began, trace=trace)

@@ -24,6 +24,7 @@ from healcore.runtime.recovery.recovering import Recovery
 from healcore.runtime.run.frameworks import driver_for
 from healcore.runtime.run.narrating import Narrator
 from healcore.runtime.run.running import Run
+from healcore.runtime.run.starting import begin
 from healcore.runtime.store import CheckpointStore, Keep, Saved, StoreError
 from healcore.runtime.store.claim import Claim, claim
 from healcore.runtime.store.memory import MemoryStore
@@ -194,7 +195,7 @@ def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None)
     if warning:
         _logger.warning("%s", warning)
     try:
-        run.begin(resume=bool(saves), died=died)
+        begin(run, resume=bool(saves), died=died)
     except BaseException as error:
         # Refused, not killed: the next start must not take it for that.
         raised = "".join(traceback.format_exception_only(error)).strip()
