@@ -116,6 +116,18 @@ def bench_torch(params: int, tensors: int, rounds: int, warmup: int) -> dict[str
 
         return make
 
+    def driven(model: Any, optimizer: Any) -> Any:
+        """A whole Healer around the step, between two saves."""
+        state = {"model": model, "optimizer": optimizer}
+        healer = healcore.Healer("default", state=state, save_every=10**9).__enter__()
+
+        def step() -> None:
+            healer.observe(loss)
+            optimizer.step()
+            healer.after_step()
+
+        return step
+
     def zclip(model: Any, optimizer: Any) -> Any:
         clipper = ZClip()
 
@@ -138,6 +150,7 @@ def bench_torch(params: int, tensors: int, rounds: int, warmup: int) -> dict[str
         contender("clip_grad_norm_ + adamw", fixed),
         contender("healcore zclip", healed("zclip", "auto")),
         contender("healcore default", healed("default", "auto")),
+        contender("Healer default", driven),
         contender("healcore default, device seat", healed("default", "device")),
         contender("zclip 1.0.0 + adamw", zclip),
         contender("smartclip + adamw", smart),
