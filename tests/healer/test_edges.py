@@ -323,3 +323,11 @@ def test_a_model_with_a_mask_in_memory_only():
     loop = loop_of("torch", Faults(always=[23]))
     loop.model.register_buffer("mask", torch.full((3,), -torch.inf))
     assert train(loop, rules(), range(40))["rollbacks"] == 1
+
+
+def test_nonfinite_ok_reaches_a_store_that_was_given(tmp_path):
+    from healcore.torch.store import DCPStore
+
+    store = DCPStore(tmp_path, nonfinite_ok=["model.a"])
+    with Healer(rules(), state=loop_of("torch").state, store=store, nonfinite_ok=["model.b"]):
+        assert store.nonfinite_ok == ("model.a", "model.b")

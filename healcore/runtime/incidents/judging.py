@@ -19,7 +19,6 @@ _SEVERE = (Action.STOP, Action.ROLLBACK, Action.SAVE)
 _ALARMS = 100
 """Alarms of one incident, and of the time without one, that get a line of their own."""
 
-
 _REMEMBERED = 1000
 """Steps whose data is remembered, at least; more where the policy's region is longer."""
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from healcore.core.verdict import Cause
+from healcore.core.verdict import Cause, names
 from healcore.runtime.driver import Told
 from healcore.runtime.recovery.choice import Earlier
 
@@ -80,7 +80,7 @@ class Ledger:
         episode = self._current(index)
         episode.last = index
         episode.cause |= cause
-        for name in words(cause):
+        for name in names(Cause(cause)):
             episode.first.setdefault(name, index)
         episode.alarms += 1
         episode.skips += any(each.decision.skip for each in told)
@@ -140,8 +140,3 @@ class Ledger:
             counted=data["counted"],
             open=data["open"],
         )
-
-
-def words(cause: int) -> list[str]:
-    """Names of cause flags."""
-    return [flag.name for flag in Cause if flag.name and flag & cause]

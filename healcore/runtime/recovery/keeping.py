@@ -25,7 +25,6 @@ from healcore.runtime.store.ranks import Ranks, agreed
 Tell = Callable[..., object]
 """Writes an event: ``tell(kind, step=..., **fields)``."""
 
-
 _PATIENCE_S = 5.0
 """How long a save waits for the one before it."""
 
@@ -75,10 +74,10 @@ class Keeper:
         """Step of the newest known-good checkpoint."""
         self.damaged: list[int] = []
         """Steps of checkpoints that were found damaged."""
-        self.trouble = ""
-        """Why the last one did."""
         self.failed = 0
         """Saves that failed."""
+        self.trouble = ""
+        """Why the last of them did."""
 
     def take_stock(self) -> list[Saved]:
         """Reads the store: after a start, and after a rollback."""
@@ -117,11 +116,10 @@ class Keeper:
 
     def save(
         self, step: int, state: Mapping[str, Any], healing: Mapping[str, Any], why: str
-    ) -> bool:
+    ) -> None:
         """Saves. A disk that fails does not end the training: it is told, and the last good stays.
 
-        Returns:
-            Whether the copy was taken; what the background meets comes later (`look_after`).
+        What the background meets comes later, see `look_after`.
 
         Raises:
             UnsavableState: there is something in the state that no checkpoint can hold. Only at the
@@ -134,15 +132,14 @@ class Keeper:
             if not self._saved_once:
                 raise
             self._failed(step, error)
-            return False
+            return
         except (StoreError, OSError) as error:
             self._failed(step, error)
-            return False
+            return
         self._saved_once = True
         # As it will be listed; `finite` is known, and asked for, when its probation is over.
         self._waiting[step] = Saved(step, "candidate", True, 0, 0.0, True, None)
         self._tell("save", step=step, why=why, seconds=round(time.monotonic() - began, 6))
-        return True
 
     def look_after(self, ledger: Ledger, step: int) -> None:
         """Once per step: failures, verdicts of the prover, and the next one to prove."""

@@ -54,13 +54,16 @@ def close(run: Run, error: BaseException | None) -> None:
         except Exception as problem:
             trouble.append(f"{what}: {type(problem).__name__}: {problem}")
 
+    # A rank that ends alone, or a step before the others, must not wait for them.
+    together = ending == "completed" or run.recovery.ranks.world == 1
     if ending == "completed":
         attempt("the last steps could not be read", run.drain)
-    if ending == "completed" or (run.whole and ending != "stopped"):
+    if together and (ending == "completed" or (run.whole and ending != "stopped")):
         # Between two steps, so the state is whole; an exception within one leaves it half done.
         attempt("the last state could not be saved", run.save_last)
     attempt("checkpoints being written", run.keeper.settle)
-    attempt("checkpoints on probation", lambda: run.keeper.look_after(run.ledger, run.step))
+    if together:
+        attempt("checkpoints on probation", lambda: run.keeper.look_after(run.ledger, run.step))
     attempt("the journal", lambda: run.note_ending(ending))
     for problem in trouble:
         run.tell("problem", step=run.step, problem=problem)

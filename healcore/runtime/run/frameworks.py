@@ -13,7 +13,7 @@ from healcore.runtime.terms import Terms
 FRAMEWORKS = ("torch", "jax")
 
 
-class StateError(TypeError):
+class UnknownState(TypeError):
     """A state that no driver can take; the message says what to pass."""
 
 
@@ -24,7 +24,7 @@ def framework_of(state: Any) -> str:
         state: a mapping with a torch optimizer among its values, or anything of JAX.
 
     Raises:
-        StateError: it is neither.
+        UnknownState: it is neither.
     """
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
     if torch is not None and isinstance(state, Mapping):
@@ -33,7 +33,7 @@ def framework_of(state: Any) -> str:
             return "torch"
     if jax is not None:
         return "jax"
-    raise StateError(
+    raise UnknownState(
         f"state is a {type(state).__name__} with nothing of torch or JAX in it: pass "
         'state={"model": model, "optimizer": optimizer, ...} in torch, in JAX the train state '
         "that the step returns"
@@ -52,13 +52,13 @@ def driver_for(
         attach: options of `healcore.torch.attach`, for torch.
 
     Raises:
-        StateError: no framework takes this state.
+        UnknownState: no framework takes this state.
     """
     name = framework_of(state) if framework is None else framework
     if name not in FRAMEWORKS:
-        raise StateError(f"framework is one of {', '.join(FRAMEWORKS)} or None, not {name!r}")
+        raise UnknownState(f"framework is one of {', '.join(FRAMEWORKS)} or None, not {name!r}")
     if attach and name != "torch":
-        raise StateError(f"attach holds options of healcore.torch.attach; this is {name}")
+        raise UnknownState(f"attach holds options of healcore.torch.attach; this is {name}")
     adapter = importlib.import_module(f"healcore.{name}.driver")
     if name == "torch":
         return adapter.TorchDriver(state, terms.engine, attach)

@@ -28,7 +28,7 @@ from healcore.runtime.run.starting import begin
 from healcore.runtime.store import CheckpointStore, Keep, Saved, StoreError
 from healcore.runtime.store.claim import Claim, claim
 from healcore.runtime.store.memory import MemoryStore
-from healcore.runtime.store.ranks import Ranks, agreed, on_first
+from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_first
 from healcore.runtime.store.room import fits
 from healcore.runtime.terms import Terms
 
@@ -126,6 +126,8 @@ def _claimed(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
 
     try:
         warning = on_first(ranks, take)
+    except RankFailed:
+        raise  # nobody goes on alone
     except OSError:
         warning = None  # the store says it better
     return held, warning
@@ -216,6 +218,14 @@ def _store(options: Options, driver: Driver, ranks: Ranks) -> CheckpointStore:
         raise StoreError(
             f"store is a directory, a CheckpointStore or None, not {type(given).__name__}"
         )
+    if options.nonfinite_ok:
+        if not hasattr(given, "nonfinite_ok"):
+            raise StoreError(
+                f"{type(given).__name__} has no nonfinite_ok to add {options.nonfinite_ok} to: "
+                "tell the store itself"
+            )
+        store: Any = given
+        store.nonfinite_ok = (*store.nonfinite_ok, *options.nonfinite_ok)
     return given
 
 

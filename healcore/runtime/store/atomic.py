@@ -54,12 +54,3 @@ def sync_directory(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def sync_file(path: Path) -> None:
-    """Waits until a file's content is on disk; quick when it is already."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
