@@ -48,6 +48,8 @@ class Healer:
         store: a directory for checkpoints (host memory is used before it), a store, or None: host
             memory only, which is gone with the process.
         events: the events file; None: `healcore.events.jsonl` in the store's directory, if any.
+        metrics: a file that gets one line per step (loss, norm, threshold, decision), for `healcore
+            replay`, `report` and `watch`; None: none. It grows by some 300 bytes a step.
         save_every: steps between two checkpoints; None: the policy's `rollback.probation`.
         lag: steps after which a decision is read on the host; the same on every rank.
         keep: how many checkpoints of each kind stay.
@@ -70,6 +72,7 @@ class Healer:
         state: Any,
         store: str | os.PathLike[str] | CheckpointStore | None = None,
         events: str | os.PathLike[str] | None = None,
+        metrics: str | os.PathLike[str] | None = None,
         save_every: int | None = None,
         lag: int = 1,
         keep: Keep | None = None,
@@ -87,6 +90,7 @@ class Healer:
             state=state,
             store=store,
             events=events,
+            metrics=metrics,
             save_every=save_every,
             lag=lag,
             keep=keep,

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import secrets
-import stat
 import threading
 import time
 from datetime import UTC, datetime
@@ -15,6 +14,7 @@ from typing import Any
 
 from healcore.runtime import forking
 from healcore.runtime.events import encoding, reading
+from healcore.runtime.events.appending import Appender
 from healcore.runtime.events.environment import environment
 from healcore.runtime.events.process import here
 
@@ -51,7 +51,7 @@ class Log:
         self.lost = 0
         self.trouble: str | None = None
         self._told = 0
-        self._handle: int | None = None
+        self._out = None if self.path is None else Appender(self.path)
         # Re-entrant: a signal handler may write while the code that it interrupted does.
         self._lock = threading.RLock()
         forking.watch(self)
@@ -72,13 +72,13 @@ class Log:
         Returns:
             Whether it is in the file.
         """
-        if self.path is None:
+        if self._out is None:
             return False
         with self._lock:
             seq = self.seq
             self.seq += 1  # taken before anything else: an interrupting handler gets the next one
             try:
-                self._append(self.path, kind, self._line(seq, kind, step, fields))
+                self._append(self._out, kind, self._line(seq, kind, step, fields))
             except Exception as error:
                 self._missed(error)
                 return False
@@ -92,10 +92,8 @@ class Log:
     def close(self) -> None:
         """Closes the file. A later `write` opens it again."""
         with self._lock:
-            handle, self._handle = self._handle, None
-            if handle is not None:
-                with contextlib.suppress(OSError):
-                    os.close(handle)
+            if self._out is not None:
+                self._out.close()
 
     # -- one line ---------------------------------------------------------------------------------
 
@@ -118,45 +116,14 @@ class Log:
             }
         )
 
-    def _append(self, path: Path, kind: str, line: bytes) -> None:
-        handle, torn = self._opened(path)
-        # The line feed in front ends a torn line, whoever tore it. Truncating it away instead could
-        # take with it what another writer has added by then. One call, so that with O_APPEND
-        # nobody's line comes in between; the rest of a short one would be a second call, to a disk
-        # that is full.
-        data = b"\n" + line if torn else line
+    def _append(self, out: Appender, kind: str, line: bytes) -> None:
         lost = self.lost
-        written = os.write(handle, data)
-        if written < len(data):
-            raise OSError(f"only {written} of {len(data)} bytes could be written")
+        out.append(line, durable=kind in _DURABLE)
         self._told = lost
-        if kind in _DURABLE:
-            with contextlib.suppress(OSError):  # a pipe or a terminal has nothing to wait for
-                os.fsync(handle)
-
-    # -- the file ---------------------------------------------------------------------------------
-
-    def _opened(self, path: Path) -> tuple[int, bool]:
-        """The file that is at `path` now, and whether its last line has no end.
-
-        A file that was rotated away or deleted is made anew.
-        """
-        if self._handle is not None:
-            there, ours = _stat(path), os.fstat(self._handle)
-            if there is None or not os.path.samestat(there, ours):
-                self.close()
-        if self._handle is None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._handle = _open(path)
-        if not os.fstat(self._handle).st_size:  # a pipe has no size either
-            return self._handle, False
-        os.lseek(self._handle, -1, os.SEEK_END)  # what is written is appended all the same
-        return self._handle, os.read(self._handle, 1) != b"\n"
 
     def _missed(self, error: Exception) -> None:
         self.lost += 1
         self.trouble = f"{type(error).__name__}: {error}"
-        self.close()  # a stale handle (a network disk that came back) stays so
         if self.lost == 1:
             with contextlib.suppress(Exception):  # the user's own logging handlers
                 _log.warning(
@@ -172,19 +139,3 @@ def new_run() -> str:
 def now() -> str:
     """Wall time, ISO 8601, UTC, in microseconds."""
     return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%f}Z"
-
-
-def _open(path: Path) -> int:
-    there = _stat(path)
-    plain = there is None or stat.S_ISREG(there.st_mode)
-    # Never waiting, for a pipe that nobody reads; not for reading either, which would be a reader.
-    special = os.O_WRONLY | getattr(os, "O_NONBLOCK", 0)
-    flags = os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-    return os.open(path, flags | (os.O_RDWR if plain else special), 0o666)
-
-
-def _stat(path: Path) -> os.stat_result | None:
-    try:
-        return path.stat()
-    except OSError:
-        return None

@@ -75,6 +75,7 @@ def close(run: Run, error: BaseException | None) -> None:
         run.driver.close,
         run.release,
         run.narrator.end,
+        run.metrics.close,
         run.log.close,
     ):
         with contextlib.suppress(Exception):

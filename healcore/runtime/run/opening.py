@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from healcore.runtime.data.feeds import Feeds
 from healcore.runtime.driver import Driver
 from healcore.runtime.events import Log
+from healcore.runtime.events.metrics import Metrics
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.lagging import Lagging
 from healcore.runtime.incidents.ledger import Ledger
@@ -50,6 +51,7 @@ class Options(NamedTuple):
     state: Any
     store: Any
     events: Any
+    metrics: Any
     save_every: int | None
     lag: int
     keep: Keep | None
@@ -172,6 +174,8 @@ def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None)
         lagging=Lagging(options.lag),
         hooks=options.hooks,
         log=log,
+        # Every rank has the same numbers.
+        metrics=Metrics(None if ranks.rank else options.metrics, run=log.run),
         narrator=narrator,
         rerun=options.rerun,
     )

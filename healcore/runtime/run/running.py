@@ -9,10 +9,11 @@ from typing import Any
 from healcore.core.verdict import names
 from healcore.runtime.data import BatchId
 from healcore.runtime.events import Log
+from healcore.runtime.events.metrics import Metrics
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.incident import Facts
 from healcore.runtime.incidents.judging import Judge
-from healcore.runtime.incidents.lagging import Lagging, Taken
+from healcore.runtime.incidents.lagging import Lagging, Seen, Taken
 from healcore.runtime.postmortem.diagnosis import Case
 from healcore.runtime.recovery.host_state import ITEM
 from healcore.runtime.recovery.recovering import Recovery
@@ -39,6 +40,7 @@ class Run:
         lagging: Lagging,
         hooks: Hooks,
         log: Log,
+        metrics: Metrics,
         narrator: Narrator,
         rerun: bool,
     ) -> None:
@@ -50,6 +52,7 @@ class Run:
         self.ledger = recovery.ledger
         self.feeds = recovery.feeds
         self.log = log
+        self.metrics = metrics
         self.tell = log.write
         self.narrator = narrator
         self.terminating = Terminating()
@@ -187,6 +190,7 @@ class Run:
     def _read(self, *, all: bool = False) -> bool:
         """Reads the steps that are due; whether the run has gone back."""
         for seen in self._lagging.due(all=all):
+            self._note_metrics(seen)
             order = self.judge.judge(seen)
             self.trials.watch(seen.index, order)
             if order is None:
@@ -199,9 +203,14 @@ class Run:
                 self.save("ordered")
         return False
 
+    def _note_metrics(self, seen: Seen) -> None:
+        for told in seen.told:
+            self.metrics.write(seen.index, told, several=len(seen.told) > 1)
+
     def _go_on_from(self, target: int) -> None:
         self.step = self._saved = target
         self._lagging.clear()
+        self.metrics.went_back()
         self._ids.clear()
         self._overdue = 0
         self.note_rates()
@@ -258,6 +267,7 @@ class Run:
         if self.step == self._resumed_at:
             self.warn(f"no step was taken: the data had been used up at step {self.step}")
         for seen in self._lagging.due(all=True):
+            self._note_metrics(seen)
             order = self.judge.judge(seen)
             if order is not None:
                 what = ", ".join(names(order.action))

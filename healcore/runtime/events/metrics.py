@@ -1,0 +1,151 @@
+"""The metrics file: one JSON object per step, for `healcore replay`, `report` and `watch`.
+
+Events tell what went wrong; this tells the rest. The numbers are those that the host reads anyway,
+`lag` steps after the step: no further copy, no sync. docs/events.md describes the fields.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from healcore.core.verdict import Action, Cause, names
+from healcore.runtime import forking
+from healcore.runtime.driver import Told
+from healcore.runtime.events.appending import Appender
+
+_log = logging.getLogger(__name__)
+
+SCHEMA = 1
+KIND = "step"
+
+_SECONDS = 0.5
+"""Lines wait this long for company: a write per step would be a system call per step."""
+_LINES = 1000
+
+
+class Metrics:
+    """Appends a line per step and engine. Nothing in here raises.
+
+    A run that went back, or was restarted, goes on in the same file with a smaller `step`: the
+    lines from there on replace those of the undone steps. A killed process loses half a second.
+
+    Args:
+        path: the file; None: nothing is written.
+        run: id of the run, as in its events.
+
+    Attributes:
+        lost: lines that could not be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None, *, run: str) -> None:
+        self.run = run
+        self.lost = 0
+        self._out = None if path is None else Appender(Path(path))
+        self._lines: list[str] = []
+        self._flushed = time.monotonic()
+        self._judged: dict[str, int] = {}
+        self._logged: dict[str, set[str]] = {}
+        forking.watch(self)
+
+    def write(self, step: int, told: Told, *, several: bool) -> None:
+        """One step of one engine.
+
+        Args:
+            step: its index in the run, from 0.
+            told: what the host has read of it.
+            several: the run has other engines too, so that the line has to name this one.
+        """
+        if self._out is None or not told.judged:
+            return
+        try:
+            self._lines.append(self._line(step, told, several))
+        except Exception:  # a driver's own values; the training does not end for a log line
+            self.lost += 1
+        if len(self._lines) >= _LINES or time.monotonic() - self._flushed >= _SECONDS:
+            self.flush()
+
+    def went_back(self) -> None:
+        """The engines are at an earlier step: counts may come again without being a void step."""
+        self._judged.clear()
+
+    def flush(self) -> None:
+        """Hands what is waiting to the kernel."""
+        self._flushed = time.monotonic()
+        if self._out is None or not self._lines:
+            return
+        lines, self._lines = self._lines, []
+        try:
+            self._out.append("".join(lines).encode("ascii"))
+        except Exception as error:
+            if not self.lost:
+                with contextlib.suppress(Exception):  # the user's own logging handlers
+                    _log.warning(
+                        "metrics are being lost, training goes on: %s (%s)", self._out.path, error
+                    )
+            self.lost += len(lines)
+
+    def close(self) -> None:
+        """Writes what is waiting."""
+        self.flush()
+        if self._out is not None:
+            self._out.close()
+
+    def forked(self) -> None:
+        """In a child: what is waiting is the parent's to write."""
+        self._lines = []
+
+    def _line(self, step: int, told: Told, several: bool) -> str:
+        decision = told.decision
+        cause = Cause(int(decision.cause))
+        line: dict[str, Any] = {
+            "schema": SCHEMA,
+            "kind": KIND,
+            "run": self.run,
+            "time": round(time.time(), 3),
+            "step": step,
+        }
+        if several:
+            line["engine"] = told.engine
+        # Somebody else skipped the step (a GradScaler's overflow): the engine has not seen it.
+        if self._judged.get(told.engine) != told.engine_step:
+            line |= self._signals(told, cause)
+        self._judged[told.engine] = told.engine_step
+        line |= {
+            "threshold": _number(told.threshold),
+            "z": _number(told.z),
+            "z_loss": _number(told.z_loss),
+            "grad_scale": _number(decision.grad_scale),
+            "lr_scale": _number(decision.lr_scale),
+            "skip": bool(decision.skip),
+            "cause": names(cause),
+            "action": names(Action(int(decision.action))),
+        }
+        return json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n"
+
+    def _signals(self, told: Told, cause: Cause) -> dict[str, Any]:
+        """The engine remembers the last finite values; of what was not finite only that it was so.
+
+        It starts with zeros: a signal that has been 0 ever since is one that nobody gives.
+        """
+        logged = self._logged.setdefault(told.engine, set())
+        found: dict[str, Any] = {}
+        for name, value, bad in (
+            ("loss", told.loss, Cause.NONFINITE_LOSS),
+            ("grad_norm", told.grad_norm, Cause.NONFINITE_GRAD),
+        ):
+            if value != 0 or cause & bad:
+                logged.add(name)
+            if name in logged:
+                found[name] = "nan" if cause & bad else _number(value)
+        return found
+
+
+def _number(value: Any) -> float | str:
+    number = float(value)
+    return number if abs(number) < float("inf") else str(number)
