@@ -1,0 +1,62 @@
+"""A directory as the log of one run: which of its files are it, and in which order."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from healcore.tools.traces.findings import Findings
+from healcore.tools.traces.kinds import PREFERRED, kind_of
+from healcore.tools.traces.names import listed
+from healcore.tools.traces.text import head
+from healcore.tools.traces.trace import TraceError
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
+STATE = "trainer_state.json"
+
+
+def members(path: str, told: Findings) -> list[str]:
+    """The files of a directory that are read, of one kind, in the order of their names.
+
+    Numbers in names count as numbers: log-2 comes before log-10, and TensorBoard's files, which
+    have the time in their names, in the order of time. What is left aside is told.
+
+    A directory that the Trainer writes has its log in every checkpoint, complete up to there: the
+    newest of them is read if there is none beside them.
+
+    Raises:
+        TraceError: no file is of a known kind.
+    """
+    by_kind: dict[str, list[str]] = {}
+    unknown: list[str] = []
+    for name in sorted(os.listdir(path), key=_natural):
+        file = os.path.join(path, name)
+        if name.startswith(".") or not os.path.isfile(file):
+            continue
+        try:
+            by_kind.setdefault(kind_of(head(file)), []).append(file)
+        except (TraceError, OSError):
+            unknown.append(name)  # weights, configurations: a run's directory is full of them
+    kind = next((kind for kind in PREFERRED if kind in by_kind), None)
+    if kind is not None:
+        for other, files in by_kind.items():
+            if other != kind:
+                names = listed([os.path.basename(file) for file in files])
+                told.note(path, None, f"{names} ({other}): left aside, the {kind} are read")
+        if unknown:
+            told.note(path, None, f"{listed(unknown)}: left aside, of no known kind")
+        return by_kind[kind]
+    states = [
+        (int(found[1]), os.path.join(path, name, STATE))
+        for name in os.listdir(path)
+        if (found := _CHECKPOINT.match(name)) and os.path.isfile(os.path.join(path, name, STATE))
+    ]
+    if states:
+        return [max(states)[1]]
+    raise TraceError("it is a directory without a file of a known kind. Name the files")
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [
+        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)
+    ]

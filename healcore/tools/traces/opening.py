@@ -1,0 +1,137 @@
+"""From the paths on a command line to traces."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from healcore.tools.traces.batch import Reader
+from healcore.tools.traces.directory import members
+from healcore.tools.traces.findings import Findings
+from healcore.tools.traces.names import check_columns, listed
+from healcore.tools.traces.one_file import Asked, check_usable, open_file
+from healcore.tools.traces.survey import survey
+from healcore.tools.traces.trace import Problem, Rows, Trace, TraceError, Unreadable
+from healcore.tools.traces.weave import Woven, weave
+
+
+def open_traces(
+    paths: Sequence[str],
+    *,
+    columns: Mapping[str, str] | None = None,
+    join: bool = False,
+    extras: Sequence[str] = (),
+) -> tuple[list[Trace], list[Unreadable]]:
+    """Opens the logs of runs.
+
+    Args:
+        paths: files, or directories. A directory is one run: its files are joined in the order of
+            their names.
+        columns: signal (or "step") -> the name it has in the files, where ours is not it.
+        join: all paths are attempts of one run, in this order.
+        extras: columns or keys that are read besides the signals, by their own names, into
+            `Rows.values` ("threshold" of a healcore metrics file); where a file has none there
+            are none.
+
+    Returns:
+        The traces in the order of the paths, and the paths that gave none.
+
+    Raises:
+        TraceError: `columns` names something that is not a signal.
+    """
+    asked = Asked(columns or {}, tuple(extras))
+    check_columns(asked.columns)
+    traces: list[Trace] = []
+    failed: list[Unreadable] = []
+    parts: list[Reader] = []
+    told = Findings()
+    for path in map(os.fspath, paths):
+        try:
+            if join:
+                parts += _one_run(path, asked, told)
+            else:
+                traces += _traces(path, asked)
+        except TraceError as error:
+            failed.append(Unreadable(path, str(error)))
+        except OSError as error:
+            failed.append(Unreadable(path, f"it cannot be read: {error.strerror or error}"))
+    if parts:
+        others = len(paths) - 1
+        traces.append(
+            _trace(os.fspath(paths[0]) + (f" (+{others})" if others else ""), parts, told)
+        )
+    return traces, failed
+
+
+def _traces(path: str, asked: Asked) -> list[Trace]:
+    if os.path.isdir(path):
+        of_run = Findings()
+        return [_trace(path, _one_run(path, asked, of_run), of_run)]
+    traces: list[Trace] = []
+    told: list[Findings] = []
+    reasons: list[str] = []
+    for run, reader, notes in open_file(path, asked):
+        try:
+            check_usable(reader)
+        except TraceError as error:
+            reasons += [*notes, str(error) if run is None else f"run '{run}': {error}"]
+            continue
+        told.append(Findings())
+        for note in notes:
+            told[-1].note(path, None, note)
+        traces.append(_trace(path if run is None else f"{path}#{run}", [reader], told[-1]))
+    if not traces:
+        raise TraceError(reasons[-1])
+    for reason in reasons:  # runs of the file that are not traces are told with the first that is
+        told[0].note(path, None, reason)
+    return traces
+
+
+def _one_run(path: str, asked: Asked, told: Findings) -> list[Reader]:
+    """The readers of a file or a directory that is (part of) one run."""
+    if not os.path.isdir(path):
+        opened = open_file(path, asked)
+        if len(opened) > 1:
+            runs = listed([str(part.run) for part in opened])
+            raise TraceError(f"it holds several runs ({runs}), which are not attempts of one")
+        check_usable(opened[0].reader)
+        for note in opened[0].notes:
+            told.note(path, None, note)
+        return [opened[0].reader]
+    readers: list[Reader] = []
+    reasons: list[Problem] = []
+    for file in members(path, told):
+        try:
+            readers += _one_run(file, asked, told)
+        except TraceError as error:
+            reasons.append(Problem(file, None, str(error)))
+        except OSError as error:
+            reasons.append(Problem(file, None, f"it cannot be read: {error.strerror or error}"))
+    if not readers:
+        raise TraceError("; ".join(map(str, reasons)) or "it holds no file of a known kind")
+    for reason in reasons:
+        told.problem(*reason)
+    return readers
+
+
+def _trace(name: str, readers: Sequence[Reader], told: Findings) -> Trace:
+    woven = _guarded(readers)
+
+    def rows() -> Iterator[Rows]:
+        return (part.rows for part in woven(Findings()))
+
+    sources = [reader.path for reader in readers]
+    return Trace(name, sources, rows, lambda: survey(woven, told))
+
+
+def _guarded(readers: Sequence[Reader]) -> Callable[[Findings], Iterator[Woven]]:
+    """Passes over the files, in which a file that has gone away is an error in words."""
+
+    def woven(findings: Findings) -> Iterator[Woven]:
+        try:
+            yield from weave(readers, findings)
+        except OSError as error:
+            where = error.filename or readers[0].path
+            raise TraceError(f"{where} cannot be read: {error.strerror or error}") from error
+
+    return woven

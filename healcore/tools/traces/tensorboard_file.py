@@ -1,0 +1,70 @@
+"""TensorBoard event files, by TensorBoard's own reader (`pip install 'healcore[tensorboard]'`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from healcore import extras
+from healcore.tools.traces.findings import Findings
+from healcore.tools.traces.trace import TraceError
+
+_FRAME = 16
+"""Bytes around a record: its length and two checksums."""
+
+
+def check_installed() -> None:
+    """Refuses where the package is not there.
+
+    Raises:
+        TraceError: says what to install.
+    """
+    try:
+        extras.require("tensorboard", "tensorboard")
+    except extras.MissingExtraError:
+        raise TraceError(
+            "it is a TensorBoard event file, and tensorboard is not installed in this environment. "
+            "Write: pip install 'healcore[tensorboard]'"
+        ) from None
+
+
+def objects(path: str, findings: Findings) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Every scalar as a record of its own: {"step": step, tag: value}.
+
+    The reader stops without a word at a record that is torn or whose checksum is wrong; how far it
+    came is counted here, so that the rest can be told.
+    """
+    from google.protobuf.message import DecodeError
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto import event_pb2
+
+    end = 0
+    for record in RawEventFileLoader(path).Load():
+        end += len(record) + _FRAME
+        try:
+            event = event_pb2.Event.FromString(record)  # pyright: ignore[reportAttributeAccessIssue]
+        except DecodeError:
+            findings.problem(path, None, f"the record that ends at byte {end:,} is not an event")
+            continue
+        for value in event.summary.value:
+            number = _scalar(value)
+            if number is not None:
+                yield 0, {"step": event.step, value.tag: number}
+    size = os.path.getsize(path)
+    if end < size:
+        text = f"torn or damaged at byte {end:,}: the last {size - end:,} bytes cannot be read"
+        findings.problem(path, None, text)
+
+
+def _scalar(value: Any) -> float | None:
+    """A summary's number: an old scalar, or a tensor of one number."""
+    kind = value.WhichOneof("value")
+    if kind == "simple_value":
+        return value.simple_value
+    if kind != "tensor" or any(size.size != 1 for size in value.tensor.tensor_shape.dim):
+        return None
+    from tensorboard.util.tensor_util import make_ndarray
+
+    array = make_ndarray(value.tensor)
+    return float(array.reshape(())) if array.size == 1 and array.dtype.kind in "fiu" else None

@@ -1,0 +1,120 @@
+"""JSON Lines: healcore's own, typed records, anything with a step and a loss."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import numpy as np
+
+from healcore.runtime.events import Log
+from healcore.tools.traces import load
+from tests.traces.reading import column, kept, one, refused, told, write
+
+
+def lines(*records):
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def test_metrics_of_a_healed_run(tmp_path):
+    def step(number, loss, **more):
+        return {"schema": 1, "kind": "step", "run": "r", "step": number, "loss": loss, **more}
+
+    text = lines(
+        step(0, 2.5, grad_norm=1.0, threshold=3.0, lr=None, cause=[], skip=False),
+        step(
+            1, "nan", grad_norm="inf", threshold=3.5, lr=None, cause=["NONFINITE_LOSS"], skip=True
+        ),
+        step(2, 2.25, grad_norm=1.5, threshold="inf", lr=None, cause=[], skip=False),
+        step(1, 2.0, grad_norm=1.0, threshold=4.0, lr=None, cause=[], skip=False),
+    )
+    trace = one(write(tmp_path / "run.metrics.jsonl", text), extras=["threshold"])
+    table = load(trace)
+    assert column(table.values["loss"]) == [2.5, "nan", 2.25, 2.0]
+    assert table.values["threshold"].tolist() == [3, 3.5, np.inf, 4]
+    assert table.attempt.tolist() == [0, 0, 0, 1]
+    assert trace.survey().signals == {"loss", "grad_norm"}  # a null is not logged
+    assert kept(trace) == [0, 3]
+
+
+def test_events_give_the_rows_that_have_readings(tmp_path):
+    path = tmp_path / "run.events.jsonl"
+    log = Log(path)
+    log.write("start", step=0, policy="default")
+    log.write("alarm", step=7, cause=["LOSS_SPIKE"], readings={"loss": 9.0, "grad_norm": 2.0})
+    log.write("save", step=8)
+    log.write("alarm", step=9, cause=["NONFINITE_LOSS"], readings={"loss": float("nan")})
+    log.close()
+    trace = one(path)
+    table = load(trace)
+    assert table.step.tolist() == [7, 9]
+    assert column(table.values["loss"]) == [9, "nan"]
+    assert any("not the losses of healthy ones" in note.problem for note in trace.survey().notes)
+
+
+def test_typed_records_torn_lines_and_other_types(tmp_path):
+    text = (
+        '{"type":"config","step":0,"loss":7}\n'
+        '{"type":"step","step":1,"loss":2.0,"metrics":{"grad_norm":1}}\n'
+        '{"type":"step","step":2,"loss":NaN}\n'
+        '{"type":"step","st\n'
+        "\n"
+        '{"type":"step","step":3,"loss":"-inf"}{"type":"step"}\n'
+        "[1, 2]\n"
+        '{"type":"step","loss":1.0}\n'
+        '{"type":"step","step":5,"loss":true}\n'
+        '{"type":"step","step":6,"loss":"1.5"}\n'
+        '{"type":"step","step":7,"lo'
+    )
+    trace = one(write(tmp_path / "train-20260101.jsonl", text))
+    table = load(trace)
+    assert table.step.tolist() == [1, 2, 5, 6]
+    assert table.index.tolist() == [0, 1, 2, 3]
+    assert column(table.values["loss"]) == [2, "nan", "nan", 1.5]
+    assert table.given["loss"].tolist() == [True, True, False, True]
+    assert column(table.values["grad_norm"]) == [1, "nan", "nan", "nan"]
+    assert told(trace) == [
+        (4, 'not JSON: \'{"type":"step","st\': left out'),
+        (6, 'more than one JSON value: \'{"type":"step","step":3,"loss":"-inf"...\': left out'),
+        (7, "not a JSON object: '[1, 2]': left out"),
+        (8, "'step': missing: the row is left out"),
+        (9, "'loss': 'True' is not a number: the row is read without loss"),
+        (11, 'not JSON (the last line is torn): \'{"type":"step","step":7,"lo\': left out'),
+    ]
+    (note,) = trace.survey().notes
+    assert note.problem == "1 record is not a step's (typed records): passed over"
+
+
+def test_any_records_with_nested_names_late_keys_and_gzip(tmp_path):
+    text = lines(
+        {"note": "begin"},
+        *({"iteration": at, "train": {"loss": 2.0}} for at in range(1500)),
+        {"iteration": 1500, "train": {"loss": 1.5}, "eval": {"loss": 1.0}},
+    )
+    path = tmp_path / "log.gz"
+    path.write_bytes(gzip.compress(text.encode()))
+    trace = one(path)
+    table = load(trace)
+    assert table.step[-1] == 1500
+    assert table.values["eval_loss"][-1] == 1
+    assert not table.given["eval_loss"][:-1].any()
+    assert trace.survey().notes[0].problem.startswith("1 record with none of loss")
+
+
+def test_numbers_that_json_can_hold_and_float_cannot(tmp_path):
+    text = f'{{"step": 1, "loss": 1{"0" * 400}}}\n{{"step": 2, "loss": 1e999}}\n'
+    trace = one(write(tmp_path / "log.jsonl", text))
+    assert load(trace).values["loss"].tolist() == [np.inf, np.inf]
+
+
+def test_a_log_without_steps_counts_its_records(tmp_path):
+    text = lines({"loss": 3}, {"loss": 2})
+    assert load(one(write(tmp_path / "log.jsonl", text))).step.tolist() == [0, 1]
+
+
+def test_two_keys_that_may_be_the_loss(tmp_path):
+    path = write(tmp_path / "log.jsonl", lines({"step": 1, "train/loss": 1, "lm loss": 2}))
+    assert refused(path) == (
+        "'train/loss', 'lm loss' may each be the loss: say which, --column loss=NAME"
+    )
+    assert load(one(path, columns={"loss": "lm loss"})).values["loss"].tolist() == [2]
