@@ -1,1 +1,1 @@
-"""The presets, one TOML file each. Installed as healcore.policies, read by healcore.policy.load."""
+"""One TOML file per policy: presets and recipes. Installed as healcore.policies, read by load()."""

@@ -14,7 +14,7 @@ from healcore.policy.dumping import dumps, to_dict
 from healcore.policy.errors import PolicyError, Problem
 from healcore.policy.fingerprint import fingerprint
 from healcore.policy.loading import PolicyLike, from_dict, load, loads
-from healcore.policy.presets import preset_names, preset_text
+from healcore.policy.presets import preset_names, preset_text, recipe_names
 
 __all__ = [
     "SCHEMA",
@@ -31,5 +31,6 @@ __all__ = [
     "loads",
     "preset_names",
     "preset_text",
+    "recipe_names",
     "to_dict",
 ]

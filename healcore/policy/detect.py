@@ -7,8 +7,14 @@ from typing import Annotated
 
 from healcore.core.detectors import (
     divergence,
+    grad_ceiling,
+    grad_ema,
     grad_spike,
+    grad_window,
+    loss_ceiling,
+    loss_ratio,
     loss_spike,
+    loss_window,
     nonfinite,
     overfit,
     plateau,
@@ -17,10 +23,23 @@ from healcore.core.detectors import (
 )
 from healcore.policy.clip import Shift
 from healcore.policy.table import Conflict, Table
-from healcore.policy.values import Fraction, NotNegative, Number, Positive, Ratio, Steps, Whole
+from healcore.policy.values import (
+    Fraction,
+    Limit,
+    NotNegative,
+    Number,
+    OnOff,
+    Positive,
+    Ratio,
+    Steps,
+    StepsOrZero,
+    Whole,
+)
 
 _loss, _norm, _trend = loss_spike.Config(), grad_spike.Config(), divergence.Config()
 _gone, _flat, _gap = vanishing.Config(), plateau.Config(), overfit.Config()
+_ratio, _ceiling = loss_ratio.Config(), loss_ceiling.Config()
+_window, _ema, _limit = loss_window.Config(), grad_ema.Config(), grad_ceiling.Config()
 
 
 class NonFinite(Table):
@@ -113,6 +132,146 @@ class Overfit(Table):
     ema_decay: Fraction = _gap.ema_decay
 
 
+class LossRatio(Table):
+    """The loss is several times the mean of the last ones."""
+
+    core = loss_ratio.Config
+
+    ratio: Annotated[float, Number(above=1)] = _ratio.ratio
+    window: Annotated[int, Whole(least=1, most=4096)] = _ratio.window
+    warmup_steps: Steps = _ratio.warmup_steps
+    sustain: Steps = _ratio.sustain
+    escape: Steps = _ratio.escape
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """The warm-up has to end, and a row to be called sustained before it is the level."""
+        if self.warmup_steps > self.window:
+            yield Conflict(
+                ("warmup_steps",),
+                self.warmup_steps,
+                f"at most window, which is {self.window}: it never holds more",
+                f"warmup_steps = {self.window}, or a longer window",
+            )
+        if self.sustain > self.escape:
+            yield Conflict(
+                ("sustain",),
+                self.sustain,
+                f"at most escape, which is {self.escape}: by then the high loss is the new level",
+                f"sustain = {self.escape}, or a longer escape",
+            )
+
+
+class LossCeiling(Table):
+    """The loss stands above a fixed level, or above all that its first steps had."""
+
+    core = loss_ceiling.Config
+
+    ceiling: Annotated[float | None, Number(none=True)] = _ceiling.ceiling
+    first_steps: StepsOrZero = _ceiling.first_steps
+    first_ratio: Ratio = _ceiling.first_ratio
+    sustain: Steps = _ceiling.sustain
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """There is a ceiling."""
+        if self.ceiling is None and not self.first_steps:
+            yield Conflict(
+                ("ceiling",),
+                "none",
+                "a number where first_steps is 0: there is nothing else to stay below",
+                "ceiling = 5.0, or first_steps = 100",
+            )
+
+
+class LossWindow(Table):
+    """The loss stands many standard deviations above the mean of the last ones."""
+
+    core = loss_window.Config
+
+    sigmas: Positive = _window.sigmas
+    window: Annotated[int, Whole(least=2, most=4096)] = _window.window
+    warmup_steps: Annotated[int, Whole(least=2, most=4096)] = _window.warmup_steps
+    bessel: OnOff = _window.bessel
+    min_rel_std: NotNegative = _window.min_rel_std
+    sustain: Steps = _window.sustain
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """The warm-up has to end."""
+        if self.warmup_steps > self.window:
+            yield Conflict(
+                ("warmup_steps",),
+                self.warmup_steps,
+                f"at most window, which is {self.window}: it never holds more",
+                f"warmup_steps = {self.window}, or a longer window",
+            )
+
+
+class GradWindow(LossWindow):
+    """The same rule on the gradient norm."""
+
+    core = grad_window.Config
+
+
+class GradEma(Table):
+    """The gradient norm stands far above the moving average of the accepted ones."""
+
+    core = grad_ema.Config
+
+    ratio: Annotated[float | None, Number(above=1, none=True)] = _ema.ratio
+    sigmas: Limit = _ema.sigmas
+    ema_decay: Fraction = _ema.ema_decay
+    warmup_steps: Steps = _ema.warmup_steps
+    min_rel_std: NotNegative = _ema.min_rel_std
+    sustain: Annotated[int, Whole(least=1, most=1_000_000)] = _ema.sustain
+    shift: Shift = Shift()
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """There is a test, and a spike has to be called sustained before it is the level."""
+        if self.ratio is None and self.sigmas is None:
+            yield Conflict(
+                ("ratio",),
+                "none",
+                "a number where sigmas is none too: nothing else is compared",
+                "ratio = 20.0, or sigmas = 20.0",
+            )
+        if self.sustain > self.shift.patience:
+            yield Conflict(
+                ("sustain",),
+                self.sustain,
+                f"at most shift.patience, which is {self.shift.patience}: by then the high norm "
+                "is the new level",
+                f"sustain = {self.shift.patience}, or a longer shift.patience",
+            )
+
+
+class GradCeiling(Table):
+    """The gradient norm is above an absolute limit, or many times the largest of the first."""
+
+    core = grad_ceiling.Config
+
+    ceiling: Limit = _limit.ceiling
+    first_ratio: Annotated[float | None, Number(least=1, none=True)] = _limit.first_ratio
+    first_steps: Steps = _limit.first_steps
+    sustain: Steps = _limit.sustain
+    escape: Steps = _limit.escape
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """There is a ceiling, and an alarm can be called sustained before it escapes."""
+        if self.ceiling is None and self.first_ratio is None:
+            yield Conflict(
+                ("ceiling",),
+                "none",
+                "a number where first_ratio is none too: there is nothing else to stay below",
+                "ceiling = 100.0, or first_ratio = 10.0",
+            )
+        if self.sustain > self.escape:
+            yield Conflict(
+                ("sustain",),
+                self.sustain,
+                f"at most escape, which is {self.escape}: by then the first norms are counted anew",
+                f"sustain = {self.escape}, or a longer escape",
+            )
+
+
 class Detect(Table):
     """All detectors, by the names of `healcore.core.detectors.DETECTORS`."""
 
@@ -124,3 +283,9 @@ class Detect(Table):
     plateau: Plateau | None = None
     overfit: Overfit | None = None
     update_spike: UpdateSpike | None = None
+    loss_ratio: LossRatio | None = None
+    loss_ceiling: LossCeiling | None = None
+    loss_window: LossWindow | None = None
+    grad_window: GradWindow | None = None
+    grad_ema: GradEma | None = None
+    grad_ceiling: GradCeiling | None = None

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from healcore.core.detectors import DETECTORS
+from healcore.core.detectors import CAUSES, DETECTORS
 from healcore.core.engine import Engine, EngineConfig
 from healcore.policy.clip import Clip, NoClip
 from healcore.policy.detect import Detect
@@ -66,6 +66,14 @@ class Policy(Table):
                         f"a cause that is watched for; there is no [detect.{detector}]",
                         f"a table [detect.{detector}], or drop {cause!r} from the rule",
                     )
+                for other in self._mistaken_for(cause, rule.to):
+                    yield Conflict(
+                        ("respond", i, "to", j),
+                        cause,
+                        f"the only one to raise {CAUSES[cause].name}; [detect.{other}] does too, "
+                        "and a rule hears the cause, not the detector",
+                        f'to = ["{cause}", "{other}"], or only one of the two tables',
+                    )
             for action, purse in _PAID:
                 if action in rule.do and getattr(self.budget, purse) == 0:
                     yield Conflict(
@@ -74,6 +82,15 @@ class Policy(Table):
                         f"an action that is paid for; budget.{purse} is 0",
                         f"budget.{purse} = 3, or drop {action!r} from the rule",
                     )
+
+    def _mistaken_for(self, cause: str, named: tuple[str, ...]) -> Iterator[str]:
+        """Detectors that are on, raise the flags of `cause`, and are not named beside it."""
+        flags = CAUSES[cause]
+        for other in DETECTORS:
+            if other in named or other == detector_of(cause) or not CAUSES[other] & flags:
+                continue
+            if getattr(self.detect, other) is not None:
+                yield other
 
     def config(self) -> EngineConfig:
         """The core's config: every float rounded to float32, once, for all backends."""

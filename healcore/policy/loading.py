@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from healcore.policy.document import SCHEMA, Policy
 from healcore.policy.errors import PolicyError, Problem, shown
-from healcore.policy.presets import preset_names, preset_text
+from healcore.policy.presets import preset_names, preset_text, recipe_names
 from healcore.policy.problems import problems_in
 
 PolicyLike = str | os.PathLike[str] | Policy
@@ -26,8 +26,8 @@ def load(policy: PolicyLike) -> Policy:
     """Reads a policy and checks all of it.
 
     Args:
-        policy: The name of a preset, the path of a TOML file (it ends in .toml or has a folder in
-            it), or a `Policy`, which is returned as it is.
+        policy: The name of a preset or a recipe, the path of a TOML file (it ends in .toml or has
+            a folder in it), or a `Policy`, which is returned as it is.
 
     Raises:
         PolicyError: No such preset or file, no TOML, or a policy that cannot work. The message
@@ -36,7 +36,7 @@ def load(policy: PolicyLike) -> Policy:
     if isinstance(policy, Policy):
         return policy
     if isinstance(policy, str) and not _is_path(policy):
-        if policy not in preset_names():
+        if policy not in (*preset_names(), *recipe_names()):
             raise _no_preset(policy)
         return loads(preset_text(policy), source=policy)
     if not isinstance(policy, str | os.PathLike):
@@ -109,7 +109,7 @@ def _is_path(text: str) -> bool:
 
 
 def _no_preset(name: str) -> PolicyError:
-    known = preset_names()
+    known = (*preset_names(), *recipe_names())
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     hint = f"did you mean {close[0]!r}? " if close else ""
     problem = Problem(

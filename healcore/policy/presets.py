@@ -4,26 +4,34 @@ from __future__ import annotations
 
 from importlib import resources
 
+PRESETS = ("default", "aggressive", "conservative", "observe", "zclip")
+"""healcore's own policies. All others are recipes: what somebody published, as a policy."""
+
 _SUFFIX = ".toml"
 
 
 def preset_names() -> tuple[str, ...]:
-    """Names of the presets, "default" first."""
+    """Names of healcore's own policies, "default" first."""
+    return PRESETS
+
+
+def recipe_names() -> tuple[str, ...]:
+    """Names of the published recipes that come with healcore, in the order of the alphabet."""
     names = (entry.name for entry in resources.files("healcore.policies").iterdir())
     found = (name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX))
-    return tuple(sorted(found, key=lambda name: (name != "default", name)))
+    return tuple(sorted(name for name in found if name not in PRESETS))
 
 
 def preset_text(name: str) -> str:
-    """The file of a preset, comments and all.
+    """The file of a preset or of a recipe, comments and all.
 
     Args:
-        name: One of `preset_names()`.
+        name: One of `preset_names()` or of `recipe_names()`.
 
     Raises:
-        KeyError: There is no such preset.
+        KeyError: There is no such policy.
     """
-    if name not in preset_names():
+    if name not in (*preset_names(), *recipe_names()):
         raise KeyError(name)
     file = resources.files("healcore.policies").joinpath(name + _SUFFIX)
     return file.read_text(encoding="utf-8")

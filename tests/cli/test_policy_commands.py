@@ -11,10 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 import healcore
-from healcore.policy import load, loads, preset_names, preset_text, to_dict
+from healcore.policy import load, loads, preset_names, preset_text, recipe_names, to_dict
 from healcore.tools.cli import app
 
 ROOT = Path(__file__).parents[2]
+ALL = (*preset_names(), *recipe_names())
 
 
 def healcore_cli(*arguments: str):
@@ -40,17 +41,19 @@ def test_list():
     done = healcore_cli("policy", "list")
     assert done.exit_code == 0
     lines = done.output.splitlines()
-    for name in preset_names():
+    for name in ALL:
         assert any(line.startswith(f"{name} ") for line in lines)
+    assert max(map(len, lines)) <= 80
 
 
 def test_list_json():
     rows = json.loads(healcore_cli("policy", "list", "--json").output)
-    assert [row["name"] for row in rows] == list(preset_names())
+    assert [row["name"] for row in rows] == list(ALL)
+    assert [row["name"] for row in rows if row["kind"] == "preset"] == list(preset_names())
     assert rows[0]["clip"] == "zclip"
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", ALL)
 def test_show_a_preset_is_its_file(name):
     done = healcore_cli("policy", "show", name)
     assert (done.exit_code, done.output) == (0, preset_text(name))
@@ -72,9 +75,9 @@ def test_show_json(mine):
 
 
 def test_check_of_good_ones(mine):
-    done = healcore_cli("policy", "check", *preset_names(), mine)
+    done = healcore_cli("policy", "check", *ALL, mine)
     assert done.exit_code == 0
-    assert len(done.output.splitlines()) == len(preset_names()) + 1
+    assert len(done.output.splitlines()) == len(ALL) + 1
     assert "mine.toml: ok (heal, clip zclip, watches nonfinite, loss_spike" in done.output
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from healcore.core import detectors
@@ -35,8 +36,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "loss_spike": {"warmup_steps": 20, "escape": 20},
     "divergence": {"warmup_steps": 20, "patience": 12},
     "vanishing": {"threshold": 1e-6, "patience": 6},
+    "loss_ratio": {"window": 24, "warmup_steps": 5, "sustain": 3, "escape": 9},
+    "loss_ceiling": {"ceiling": 11.0, "first_steps": 20, "first_ratio": 1.5},
+    "loss_window": {"sigmas": 3.0, "window": 24, "warmup_steps": 12, "sustain": 2},
+    "grad_window": {"window": 20, "warmup_steps": 7, "sustain": 3, "bessel": False},
+    "grad_ema": {"ratio": 4.0, "sigmas": 5.0, "ema_decay": 0.9, "warmup_steps": 3},
+    "grad_ceiling": {"ceiling": 1e4, "first_ratio": 3.0, "first_steps": 15, "escape": 9},
 }
 """Detector settings that a few hundred steps can reach."""
+
+PUBLISHED: dict[str, tuple[str, ...]] = {
+    "limits": ("loss_ratio", "loss_ceiling"),
+    "windows": ("loss_window", "grad_window"),
+    "averages": ("grad_ema",),
+    "ceilings": ("grad_ceiling",),
+}
+"""Detectors of the catalogue's recipes, a few at a time. They share causes with healcore's own:
+all in one policy would hide each other from the oracle."""
 
 _BAD = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
 _SPIKES = int(Cause.GRAD_SPIKE | Cause.LOSS_SPIKE)
@@ -56,14 +72,12 @@ RULES_OF_ALL_KINDS = (
 
 
 def full(clip: str | None = "zclip", *, mode: str = "heal", **changes: Any) -> EngineConfig:
-    """All detectors, all kinds of rules, one clipping rule (a key of `CLIPS`)."""
+    """All of healcore's own detectors, all kinds of rules, one clipping rule (a key of `CLIPS`)."""
+    published = {name for names in PUBLISHED.values() for name in names}
     return EngineConfig(
         mode=mode,
         clip=None if clip is None else (clip.split("-")[0], CLIPS[clip]),
-        detectors=tuple(
-            (name, module.Config(**_known(module, SETTINGS.get(name, {}))))
-            for name, module in detectors.DETECTORS.items()
-        ),
+        detectors=_watching(name for name in detectors.DETECTORS if name not in published),
         rules=RULES_OF_ALL_KINDS,
         incident=IncidentConfig(quiet_steps=8, patience=12),
         rollback=RollbackConfig(depth=1, deepen=2, region=60),
@@ -72,6 +86,22 @@ def full(clip: str | None = "zclip", *, mode: str = "heal", **changes: Any) -> E
         max_skips=4,
         grace_steps=10,
     )._replace(**changes)
+
+
+def published(which: str, **changes: Any) -> EngineConfig:
+    """The same with detectors of the catalogue (a key of `PUBLISHED`) instead, and no clipping."""
+    lasting = RuleConfig(int(Cause.DIVERGENCE), action=int(Action.CUT_LR), sustained=True)
+    return full(
+        None,
+        detectors=_watching(("nonfinite", *PUBLISHED[which])),
+        rules=(*RULES_OF_ALL_KINDS, lasting),
+        **changes,
+    )
+
+
+def _watching(names: Iterable[str]) -> tuple[tuple[str, Any], ...]:
+    modules = ((name, detectors.DETECTORS[name]) for name in names)
+    return tuple((n, m.Config(**_known(m, SETTINGS.get(n, {})))) for n, m in modules)
 
 
 def _known(module: Any, settings: dict[str, Any]) -> dict[str, Any]:

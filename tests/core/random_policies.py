@@ -102,8 +102,45 @@ SETTINGS: dict[str, dict[str, st.SearchStrategy]] = {
         "chance_margin": number(0.0078125, 0.5),
     },
     "overfit": {"max_gap": number(0.125, 4.0), "patience": st.integers(1, 4), "ema_decay": decays},
+    "loss_ratio": {
+        "ratio": number(1.125, 8.0),
+        "window": st.integers(1, 70),
+        "warmup_steps": counts,
+        "sustain": st.integers(1, 8),
+        "escape": st.integers(1, 40),
+    },
+    "loss_ceiling": {
+        "ceiling": st.none() | number(-1.0, 12.0),
+        "first_steps": st.integers(0, 60),
+        "first_ratio": number(1.0, 4.0),
+        "sustain": st.integers(1, 8),
+    },
 }
 SETTINGS["update_spike"] = SETTINGS["grad_spike"]
+SETTINGS["loss_window"] = SETTINGS["grad_window"] = {
+    "sigmas": number(1.0, 8.0),
+    "window": st.integers(2, 70),
+    "warmup_steps": st.integers(2, 40),
+    "bessel": st.booleans(),
+    "min_rel_std": number(0.0001220703125, 0.125),
+    "sustain": st.integers(1, 8),
+}
+SETTINGS["grad_ema"] = {
+    "ratio": st.none() | number(1.5, 30.0),
+    "sigmas": st.none() | number(1.0, 30.0),
+    "ema_decay": decays,
+    "warmup_steps": counts,
+    "min_rel_std": number(0.001953125, 0.25),
+    "sustain": st.integers(1, 8),
+    "shift": shifts,
+}
+SETTINGS["grad_ceiling"] = {
+    "ceiling": st.none() | number(0.0078125, 128.0),
+    "first_ratio": st.none() | number(1.0, 20.0),
+    "first_steps": counts,
+    "sustain": st.integers(1, 8),
+    "escape": counts,
+}
 
 
 def detector(name: str) -> st.SearchStrategy:

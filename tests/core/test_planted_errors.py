@@ -14,22 +14,27 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from healcore.core import level_shift, numerics, warmup
+from healcore.core import level_shift, numerics, warmup, window
 from healcore.core.clipping import adagc, autoclip, fixed, verdict, zclip
 from healcore.core.detectors import (
     divergence,
+    grad_ceiling,
+    grad_ema,
+    loss_ceiling,
     loss_level,
+    loss_ratio,
     loss_spike,
     nonfinite,
     norm_spike,
     overfit,
     plateau,
     vanishing,
+    window_outlier,
 )
 from healcore.core.engine import budget, incident, judge, lr, rules, skipping
 from tests.core import fuzz, mutants, oracle, policies
 
-CLIPS = ("zclip", "adagc", "autoclip", "zclip-max", "fixed")
+CLIPS = ("zclip", "adagc", "autoclip", "zclip-max", "fixed", *policies.PUBLISHED)
 PARTS: dict[ModuleType, tuple[str, ...]] = {
     zclip: ("zclip", "zclip-max"),
     adagc: ("adagc",),
@@ -41,6 +46,10 @@ PARTS: dict[ModuleType, tuple[str, ...]] = {
         [loss_spike, loss_level, divergence, norm_spike, vanishing, plateau, overfit, nonfinite],
         ("fixed",),
     ),
+    **dict.fromkeys([loss_ratio, loss_ceiling, window], ("limits",)),
+    window_outlier: ("windows",),
+    grad_ema: ("averages",),
+    grad_ceiling: ("ceilings",),
     **dict.fromkeys([judge, incident, budget, lr, rules, skipping], ("zclip", "adagc")),
 }
 """What is broken, and the policies that are asked to notice.
@@ -53,7 +62,9 @@ Not engine.enforce: an error in its count of axes makes arrays of 24 GB before a
 def trial(clip: str):
     """A policy, its trace, and what the reference says of it."""
     groups = policies.GROUPS if clip == "adagc" else 0
-    config = oracle.known_to_reference(policies.full(clip))
+    published = clip in policies.PUBLISHED
+    config = policies.published(clip) if published else policies.full(clip)
+    config = oracle.known_to_reference(config)
     trace = fuzz.signals(np.random.default_rng(3), 250, 60, groups=groups)
     return config, trace, groups, oracle.reference_run(config, trace, groups=groups)
 

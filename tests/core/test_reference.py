@@ -24,6 +24,18 @@ def test_every_clipping_rule_with_every_detector_and_rule(clip, wild):
     assert outcome.steps >= 0.9 * STEPS * LANES
 
 
+@pytest.mark.parametrize("wild", [False, True], ids=["plain", "wild"])
+@pytest.mark.parametrize("which", policies.PUBLISHED)
+def test_the_detectors_of_the_catalogue(which, wild):
+    config = oracle.known_to_reference(policies.published(which))
+    assert len(config.detectors) == 1 + len(policies.PUBLISHED[which])
+    trace = fuzz.signals(np.random.default_rng(40 + wild), STEPS, LANES, wild=wild)
+    outcome = oracle.agree(config, trace)
+    assert outcome.wrong is None, outcome.wrong
+    assert outcome.ties <= LANES // 10
+    assert outcome.steps >= 0.9 * STEPS * LANES
+
+
 @pytest.mark.parametrize("present", ["loss", "grad_norm", "loss grad_norm", "grad_norm eval_loss"])
 def test_a_detector_without_its_signal_rests(present):
     trace = fuzz.signals(np.random.default_rng(5), STEPS, 20)

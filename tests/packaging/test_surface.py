@@ -27,6 +27,7 @@ SURFACE = {
         "loads",
         "preset_names",
         "preset_text",
+        "recipe_names",
         "to_dict",
     ],
     "healcore.core.engine": [

@@ -28,6 +28,14 @@ def test_the_same_bits_in_numpy_jax_and_torch(clip):
     assert compared == steps * lanes
 
 
+@pytest.mark.parametrize("which", policies.PUBLISHED)
+def test_the_detectors_of_the_catalogue_too(which):
+    trace = fuzz.signals(np.random.default_rng(60), 300, 150)
+    lockstep.steps_equal(
+        policies.published(which), [trace], ("jax-scalars", "jax", "torch"), lanes=150
+    )
+
+
 def test_that_is_more_than_a_million():
     assert sum(steps * lanes for steps, lanes in SIZES.values()) >= 1_000_000
 

@@ -104,3 +104,12 @@ def test_the_same_promises_in_numpy_and_torch(name):
     run = backends.runner(name, engine)
     _, states, decisions = run(backends.start(name, engine.init(batch=(300,))), trace)
     assert not any(violations(states, decisions, trace, np).values())
+
+
+@pytest.mark.parametrize("which", policies.PUBLISHED)
+def test_the_same_promises_with_the_detectors_of_the_catalogue(which):
+    engine = Engine(policies.published(which))
+    trace = fuzz.signals(np.random.default_rng(82), 300, 300)
+    run = backends.runner("numpy", engine)
+    _, states, decisions = run(backends.start("numpy", engine.init(batch=(300,))), trace)
+    assert not any(violations(states, decisions, trace, np).values())

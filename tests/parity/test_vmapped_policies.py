@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from healcore.core.clipping import RULES
+from healcore.core.detectors import DETECTORS
 from healcore.core.engine import Engine, EngineConfig
 from healcore.core.tree import map_leaves
 from tests.core import fuzz, policies
@@ -63,6 +64,67 @@ def test_vmap_over_policies_equals_one_run_each():
         assert compare.first_difference(mine, alone) is None, plain
 
 
+CATALOGUE: dict[str, dict[str, tuple[float, float]]] = {
+    "loss_window": {"sigmas": (1.0, 8.0), "min_rel_std": (1e-4, 0.1), "warmup_steps": (2, 24)},
+    "grad_window": {"sigmas": (1.0, 8.0), "min_rel_std": (1e-4, 0.1), "sustain": (1, 6)},
+    "grad_ema": {"ratio": (1.5, 20), "sigmas": (2, 20), "ema_decay": (0.8, 0.999)},
+    "grad_ceiling": {"ceiling": (1, 100), "first_ratio": (1.5, 10), "first_steps": (1, 40)},
+}
+"""The numbers of the catalogue's outlier detectors, and where they are drawn from."""
+
+
+WHOLE = ("warmup_steps", "sustain", "first_steps")
+
+
+def test_vmap_over_the_catalogue_s_outliers():
+    rng = np.random.default_rng(72)
+
+    def drawn(key: str, low: float, high: float) -> np.ndarray:
+        if key in WHOLE:
+            return rng.integers(int(low), int(high), VARIANTS).astype(np.int32)
+        return rng.uniform(low, high, VARIANTS).astype(np.float32)
+
+    numbers = {
+        name: {key: drawn(key, *ends) for key, ends in keys.items()}
+        for name, keys in CATALOGUE.items()
+    }
+    trace = lockstep.scalar(fuzz.signals(rng, STEPS, 1, wild=False), 0)
+
+    def config(numbers: Any) -> EngineConfig:
+        """Windows are static: they are the lengths of arrays."""
+        window = {"window": 24}
+        return policies.full(
+            None,
+            detectors=tuple(
+                (
+                    name,
+                    DETECTORS[name].Config(**numbers[name], **(window if "window" in name else {})),
+                )
+                for name in CATALOGUE  # a dict through jit is in the order of the alphabet
+            ),
+        )
+
+    def run(numbers: Any) -> Any:
+        engine = Engine(config(numbers))
+        body = lambda s, x: engine.step(s, x, xp=jnp)  # noqa: E731
+        state = map_leaves(jnp.asarray, engine.init())
+        return jax.lax.scan(body, state, map_leaves(jnp.asarray, trace))
+
+    got = map_leaves(np.asarray, jax.jit(jax.vmap(run))(jax.tree.map(jnp.asarray, numbers)))
+    averages = got[0].detectors[list(CATALOGUE).index("grad_ema")].mean
+    assert len({float(x) for x in averages}) > VARIANTS // 2, "the variants do differ"
+    for i in rng.choice(VARIANTS, 15, replace=False):
+        plain = {name: {k: v[i].item() for k, v in keys.items()} for name, keys in numbers.items()}
+        engine = Engine(config(plain))
+        host = backends.runner("host", engine)
+        _, states, alone = host(backends.start("host", engine.init()), trace)
+        mine = map_leaves(lambda leaf, i=i: leaf[i : i + 1], got[0])
+        theirs = map_leaves(lambda leaf: leaf[-1:], states)
+        assert compare.first_difference(mine, theirs) is None, plain
+        mine = map_leaves(lambda leaf, i=i: leaf[i], got[1])
+        assert compare.first_difference(mine, alone) is None, plain
+
+
 def test_the_same_in_numpy_with_a_policy_per_lane():
     rng = np.random.default_rng(71)
     numbers = zclip_variants(rng)
@@ -78,3 +140,52 @@ def test_the_same_in_numpy_with_a_policy_per_lane():
         )
         mine = map_leaves(lambda leaf, i=i: leaf[:, i], tuple(told))
         assert compare.first_difference(mine, tuple(single)) is None
+
+
+def limits(numbers: dict[str, Any]) -> EngineConfig:
+    """A policy of loss ratio and loss ceiling; keys are "detector.threshold"."""
+    config = policies.published("limits")
+    named = {
+        name: settings._replace(
+            **{k.partition(".")[2]: v for k, v in numbers.items() if k.startswith(name)}
+        )
+        for name, settings in config.detectors
+    }
+    return config._replace(detectors=tuple(named.items()))
+
+
+def test_vmap_over_thresholds_of_the_catalogue():
+    """The window is static, its numbers are not."""
+    rng = np.random.default_rng(72)
+    many = 500
+    numbers: dict[str, np.ndarray] = {
+        "loss_ratio.ratio": rng.uniform(1.01, 6, many).astype(np.float32),
+        "loss_ratio.warmup_steps": rng.integers(1, 24, many).astype(np.int32),
+        "loss_ratio.sustain": rng.integers(1, 6, many).astype(np.int32),
+        "loss_ratio.escape": rng.integers(1, 20, many).astype(np.int32),
+        "loss_ceiling.ceiling": rng.uniform(0, 12, many).astype(np.float32),
+        "loss_ceiling.first_steps": rng.integers(0, 50, many).astype(np.int32),
+        "loss_ceiling.first_ratio": rng.uniform(1, 3, many).astype(np.float32),
+        "loss_ceiling.sustain": rng.integers(1, 6, many).astype(np.int32),
+    }
+    trace = lockstep.scalar(fuzz.signals(rng, STEPS, 8), 3)
+
+    def run(numbers: Any) -> Any:
+        engine = Engine(limits(numbers))
+        state = map_leaves(jnp.asarray, engine.init())
+        body = lambda s, x: engine.step(s, x, xp=jnp)  # noqa: E731
+        return jax.lax.scan(body, state, map_leaves(jnp.asarray, trace))
+
+    told = jax.jit(jax.vmap(run))({k: jnp.asarray(v) for k, v in numbers.items()})
+    last, decisions = map_leaves(np.asarray, told)
+    assert len({tuple(each) for each in decisions.cause}) > many // 10, "the variants do differ"
+    for i in rng.choice(many, 15, replace=False):
+        plain = {k: v[i].item() for k, v in numbers.items()}
+        engine = Engine(limits(plain))
+        host = backends.runner("host", engine)
+        _, states, alone = host(backends.start("host", engine.init()), trace)
+        mine = map_leaves(lambda leaf, i=i: leaf[i : i + 1], last)
+        theirs = map_leaves(lambda leaf: leaf[-1:], states)
+        assert compare.first_difference(mine, theirs) is None, plain
+        mine = map_leaves(lambda leaf, i=i: leaf[i], decisions)
+        assert compare.first_difference(mine, alone) is None, plain

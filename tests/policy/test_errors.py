@@ -149,6 +149,47 @@ WRONG = {
         HEAD + "[detect.grad_spike]\nsustain = 26\n", "detect.grad_spike.sustain", "26",
         "at most shift.patience", "sustain = 25",
     ),
+    "loss ratio of 1": (
+        HEAD + "[detect.loss_ratio]\nratio = 1.0\n", "detect.loss_ratio.ratio", "1.0",
+        "above 1", "= 2.0",
+    ),
+    "a warm-up that never ends": (
+        HEAD + "[detect.loss_ratio]\nwindow = 10\n", "detect.loss_ratio.warmup_steps", "25",
+        "at most window", "warmup_steps = 10",
+    ),
+    "sustained after the level has moved": (
+        HEAD + "[detect.loss_ratio]\nsustain = 26\n", "detect.loss_ratio.sustain", "26",
+        "at most escape", "sustain = 25",
+    ),
+    "a window that is shorter than its warm-up": (
+        HEAD + "[detect.grad_window]\nwindow = 32\n", "detect.grad_window.warmup_steps", "64",
+        "at most window", "warmup_steps = 32",
+    ),
+    "an average without a test": (
+        HEAD + '[detect.grad_ema]\nratio = "none"\n', "detect.grad_ema.ratio", "none",
+        "sigmas", "ratio = 20.0",
+    ),
+    "an average's spike sustained too late": (
+        HEAD + "[detect.grad_ema]\nsustain = 26\n", "detect.grad_ema.sustain", "26",
+        "at most shift.patience", "sustain = 25",
+    ),
+    "a norm's ceiling nowhere": (
+        HEAD + '[detect.grad_ceiling]\nfirst_ratio = "none"\n', "detect.grad_ceiling.ceiling",
+        "none", "first_ratio", "ceiling = 100.0",
+    ),
+    "a norm's ceiling sustained too late": (
+        HEAD + "[detect.grad_ceiling]\nsustain = 101\n", "detect.grad_ceiling.sustain", "101",
+        "at most escape", "sustain = 100",
+    ),
+    "a ceiling nowhere": (
+        HEAD + "[detect.loss_ceiling]\nfirst_steps = 0\n", "detect.loss_ceiling.ceiling",
+        "none", "first_steps", "ceiling = 5.0",
+    ),
+    "two detectors of one cause, one named": (
+        HEAD + '[detect.loss_spike]\n[detect.loss_ratio]\n[[respond]]\nto = ["loss_spike"]\n'
+        'do = ["skip"]\n',
+        "respond[0].to[0]", '"loss_spike"', "[detect.loss_ratio]", '"loss_spike", "loss_ratio"',
+    ),
     "no TOML": ("schema = = 1\n", "", "", "TOML", "at that place"),
     "the same key twice": ("schema = 1\nschema = 1\n", "", "", "TOML", "at that place"),
     "no such day": ("schema = 2020-13-45\n", "", "", "TOML", "at that place"),

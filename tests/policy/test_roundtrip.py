@@ -19,9 +19,11 @@ from healcore.policy import (
     loads,
     preset_names,
     preset_text,
+    recipe_names,
     to_dict,
 )
 
+ALL = (*preset_names(), *recipe_names())
 positive = st.floats(1e-20, 1e20)
 fraction = st.floats(1e-6, 0.999)
 steps = st.integers(1, 10_000_000)
@@ -148,7 +150,7 @@ def test_garbage_is_a_policy_error(data):
 @st.composite
 def damaged(draw):
     """A preset in which one value, at any depth, is replaced, or one key is added."""
-    data = to_dict(load(draw(st.sampled_from(preset_names()))))
+    data = to_dict(load(draw(st.sampled_from(ALL))))
     place = data
     while True:
         inner = [
@@ -187,7 +189,7 @@ def test_garbage_text_is_a_policy_error(text):
 @given(st.data())
 @settings(max_examples=200)
 def test_a_preset_cut_or_scrambled_loads_or_is_a_policy_error(data):
-    text = preset_text(data.draw(st.sampled_from(preset_names())))
+    text = preset_text(data.draw(st.sampled_from(ALL)))
     at = data.draw(st.integers(0, len(text)))
     until = data.draw(st.integers(at, min(len(text), at + 30)))
     changed = text[:at] + data.draw(st.text(max_size=5)) + text[until:]

@@ -11,8 +11,14 @@ from types import ModuleType
 
 from healcore.core.detectors import (
     divergence,
+    grad_ceiling,
+    grad_ema,
     grad_spike,
+    grad_window,
+    loss_ceiling,
+    loss_ratio,
     loss_spike,
+    loss_window,
     nonfinite,
     overfit,
     plateau,
@@ -30,6 +36,12 @@ DETECTORS: dict[str, ModuleType] = {
     "plateau": plateau,
     "overfit": overfit,
     "update_spike": update_spike,
+    "loss_ratio": loss_ratio,
+    "loss_ceiling": loss_ceiling,
+    "loss_window": loss_window,
+    "grad_window": grad_window,
+    "grad_ema": grad_ema,
+    "grad_ceiling": grad_ceiling,
 }
 """Detector by the name that a policy file uses, in the order in which they run."""
 
@@ -44,5 +56,11 @@ CAUSES: dict[str, Cause] = {
     "plateau": Cause.PLATEAU,
     "overfit": Cause.OVERFIT,
     "update_spike": Cause.UPDATE_SPIKE,
+    "loss_ratio": Cause.LOSS_SPIKE,
+    "loss_ceiling": Cause.DIVERGENCE,
+    "loss_window": Cause.LOSS_SPIKE,
+    "grad_window": Cause.GRAD_SPIKE,
+    "grad_ema": Cause.GRAD_SPIKE,
+    "grad_ceiling": Cause.GRAD_SPIKE,
 }
 """What a rule's `to` may name on the device, and the flags it stands for."""

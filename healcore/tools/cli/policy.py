@@ -8,6 +8,7 @@ Exit status: 0 all is well (`diff`: no difference), 1 a policy is wrong (`diff`:
 from __future__ import annotations
 
 import json
+from itertools import repeat
 from typing import Annotated, Any
 
 import typer
@@ -24,6 +25,7 @@ from healcore.policy import (
     load,
     preset_names,
     preset_text,
+    recipe_names,
     to_dict,
 )
 
@@ -31,32 +33,43 @@ OK, WRONG, UNUSABLE = 0, 1, 2
 
 app = typer.Typer(no_args_is_help=True, help="Look at policies, check them, compare them.")
 
-_Named = Annotated[str, typer.Argument(metavar="POLICY", help="A preset, or a TOML file.")]
+_Named = Annotated[str, typer.Argument(metavar="POLICY", help="A preset, a recipe or a file.")]
 _Json = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 
 
 @app.command("list")
 def list_(as_json: _Json = False) -> None:
-    """The presets that come with healcore."""
-    policies = [load(name) for name in preset_names()]
+    """The policies that come with healcore: its presets, and published recipes."""
+    presets = [load(name) for name in preset_names()]
+    recipes = [load(name) for name in recipe_names()]
     if as_json:
+        kinds = [*zip(presets, repeat("preset")), *zip(recipes, repeat("recipe"))]
         rows = [
             {
                 "name": policy.name,
+                "kind": kind,
                 "mode": policy.mode,
                 "clip": policy.clip.kind,
                 "fingerprint": fingerprint(policy),
                 "description": policy.description,
             }
-            for policy in policies
+            for policy, kind in kinds
         ]
         typer.echo(json.dumps(rows, indent=2))
         return
-    table = Table("policy", "mode", "clip", "what it does", box=None, pad_edge=False)
-    for policy in policies:
+    console = Console()
+    table = Table("preset", "mode", "clip", "what it does", box=None, pad_edge=False)
+    for policy in presets:
         # Text, not str: brackets in a description are not rich markup.
         table.add_row(policy.name, policy.mode, policy.clip.kind, Text(policy.description))
-    Console().print(table)
+    console.print(table)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("published recipe", no_wrap=True)
+    table.add_column("what it does")
+    for policy in recipes:
+        table.add_row(policy.name, Text(policy.description))
+    console.print()
+    console.print(table)
 
 
 @app.command()
@@ -67,11 +80,11 @@ def show(
     ] = False,
     as_json: _Json = False,
 ) -> None:
-    """A policy as TOML: a preset with its comments, or with --full every key."""
+    """A policy as TOML: a preset or recipe with its comments, or with --full every key."""
     loaded = _load(policy)
     if as_json:
         typer.echo(json.dumps(to_dict(loaded), indent=2))
-    elif full or policy not in preset_names():
+    elif full or policy not in (*preset_names(), *recipe_names()):
         typer.echo(dumps(loaded), nl=False)
     else:
         typer.echo(preset_text(policy), nl=False)
@@ -80,7 +93,7 @@ def show(
 @app.command()
 def check(
     policies: Annotated[
-        list[str], typer.Argument(metavar="POLICY...", help="Presets or TOML files.")
+        list[str], typer.Argument(metavar="POLICY...", help="Presets, recipes or TOML files.")
     ],
 ) -> None:
     """Says what is wrong with a policy, and what to write instead."""

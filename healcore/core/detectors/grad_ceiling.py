@@ -1,0 +1,88 @@
+"""Gradient ceiling: the norm is above an absolute limit, or many times the largest of the first.
+
+Two rules of Megatron-LM. `grad_norm_skip_threshold` (megatron/core/optimizer/optimizer.py): the
+update is skipped while the norm is above a number that the user gives. And the check for values
+that are unexpectedly large (`is_unexpectedly_large`, megatron/core/rerun_state_machine.py): at
+least ten times the largest of the first 100.
+
+The number is the user's own, like that of the fixed clip, and has nothing to escape from. What the
+first norms taught does: after `escape` alarms in a row they are counted anew. Published, they never
+are: a run that legitimately reaches a higher level is called unexpected for good, and a first
+sample of zeros (a frozen network) makes everything after it unexpected.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from healcore.core import numerics
+from healcore.core.signals import Observed
+from healcore.core.verdict import Cause, Reading, flag
+
+NEEDS = frozenset({"grad_norm"})
+
+
+class Config(NamedTuple):
+    """Thresholds; numbers may be arrays."""
+
+    ceiling: Any | None = None
+    """Norm above which a gradient is out of line; None for none."""
+    first_ratio: Any | None = 10.0
+    """Multiple of the largest of the first norms from which on it is, too; None for none."""
+    first_steps: Any = 100
+    """How many norms are the first."""
+    sustain: Any = 5
+    """Alarms in a row that make it sustained."""
+    escape: Any = 100
+    """Alarms in a row after which the first norms are counted anew."""
+
+
+class State(NamedTuple):
+    """O(1) memory."""
+
+    count: Any
+    """int32: norms counted, up to `first_steps`."""
+    top: Any
+    """float32: the largest of them."""
+    run: Any
+    """int32: alarms in a row, up to `escape`."""
+
+
+def init(config: Config) -> State:
+    """No norm seen."""
+    del config
+    none = np.zeros((), np.int32)
+    return State(none, np.zeros((), np.float32), none.copy())
+
+
+def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
+    """Judges `seen.grad_norm`, or learns the ceiling from it; unsound steps change nothing."""
+    norm = seen.grad_norm
+    learn = seen.sound & (norm > 0)
+    count = xp.where(seen.restart, 0, state.count)
+    early = count < config.first_steps
+    top = xp.where(count == 0, 0.0, state.top)
+    far = norm < 0
+    if config.first_ratio is not None:
+        far = far | (~early & (norm >= config.first_ratio * top))
+    if config.ceiling is not None:
+        far = far | (norm > config.ceiling)
+    alarm = learn & far
+
+    run = xp.where(seen.restart, 0, state.run)
+    more = xp.where(run < config.escape, run + 1, run)
+    run = xp.where(learn, xp.where(alarm, more, 0), run)
+    sustained = alarm & (run >= config.sustain)
+    taught = learn & early & ~alarm
+    count = xp.where(taught, count + 1, count)
+    top = xp.where(taught & (norm > top), norm, top)
+    if config.first_ratio is not None:
+        escaped = alarm & (run >= config.escape)
+        count, run = xp.where(escaped, 0, count), xp.where(escaped, 0, run)
+    cause = flag(alarm, Cause.GRAD_SPIKE, xp=xp)
+    known = top > 0
+    z = numerics.quotient(norm, xp.where(known, top, 1.0), xp=xp)
+    z = xp.where(known & learn & ~early, z, 0.0)
+    return State(count, top, run), Reading(alarm, sustained, cause, z)

@@ -1,0 +1,27 @@
+"""Gradient window: the norm stands many standard deviations above the mean of the last ones.
+
+One half of OLMo's skip-step rule (`loss_window` is the other). The norm is that before any
+clipping; MaxText's rule sees the clipped one, of which a limit of 1.0 leaves nothing to see.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from healcore.core.detectors import window_outlier
+from healcore.core.signals import Observed
+from healcore.core.verdict import Cause, Reading, flag
+
+NEEDS = frozenset({"grad_norm"})
+
+Config = window_outlier.WindowOutlierConfig
+State = window_outlier.WindowOutlierState
+init = window_outlier.init
+
+
+def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
+    """Judges `seen.grad_norm`, then learns it."""
+    norm, learn = seen.grad_norm, seen.sound
+    state, word = window_outlier.update(config, state, norm, learn, seen.restart, xp=xp)
+    cause = flag(word.alarm, Cause.GRAD_SPIKE, xp=xp)
+    return state, Reading(word.alarm, word.sustained, cause, word.z)

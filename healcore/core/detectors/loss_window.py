@@ -1,0 +1,26 @@
+"""Loss window: the loss stands many standard deviations above the mean of the last ones.
+
+One half of OLMo's skip-step rule (`grad_window` is the other); `loss_spike` finds more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from healcore.core.detectors import window_outlier
+from healcore.core.signals import Observed
+from healcore.core.verdict import Cause, Reading, flag
+
+NEEDS = frozenset({"loss"})
+
+Config = window_outlier.WindowOutlierConfig
+State = window_outlier.WindowOutlierState
+init = window_outlier.init
+
+
+def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
+    """Judges `seen.loss`, then learns it."""
+    loss, learn = seen.loss, seen.sound
+    state, word = window_outlier.update(config, state, loss, learn, seen.restart, xp=xp)
+    cause = flag(word.alarm, Cause.LOSS_SPIKE, xp=xp)
+    return state, Reading(word.alarm, word.sustained, cause, word.z)

@@ -1,0 +1,123 @@
+"""adagc against pytorch_optimizer's AdaGC, tensor by tensor.
+
+Two tensors with a gradient in one place each, so that their norms are what the trace says. With
+b1 = b2 = 0 the first moment *is* the clipped gradient: what the rule made of it can be read.
+pytorch_optimizer ends its warm-up one step before ours (it counts from 1), and has the numbers of
+the paper's first version: so the comparison runs with its 1.05 and 0.98, from step 100 on.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from pytorch_optimizer import AdaGC
+
+from healcore.core.signals import Signals
+from healcore.policy import Policy, load
+
+RECIPE = "adagc"
+WARM = 100
+
+
+def original(norms: np.ndarray) -> np.ndarray:
+    """Factors that the package puts on gradients of these norms, (steps, tensors)."""
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(norms.shape[1])]
+    rule = AdaGC(weights, betas=(0.0, 0.0), weight_decay=0.0, foreach=False)
+    factors = []
+    for row in norms:
+        for weight, norm in zip(weights, row, strict=True):
+            weight.grad = torch.full((1,), float(norm))
+        rule.step()
+        made = [float(rule.state[weight]["exp_avg"]) for weight in weights]
+        factors.append(np.array(made) / row)
+    return np.array(factors)
+
+
+def with_the_package_s_numbers(shift_patience: int | None = None) -> Policy:
+    """The recipe at 1.05 and 0.98, its warm-up as long as the package's is."""
+    policy = load(RECIPE)
+    clip = policy.clip
+    assert clip.kind == "adagc"
+    change: dict = {"ratio": 1.05, "ema_decay": 0.98, "warmup_steps": WARM - 1}
+    if shift_patience is not None:
+        change["shift"] = clip.shift.model_copy(update={"patience": shift_patience})
+    return policy.model_copy(update={"clip": clip.model_copy(update=change)})
+
+
+def port(policy: Policy, norms: np.ndarray) -> np.ndarray:
+    """Factors of the port, (steps, tensors)."""
+    engine = policy.engine()
+    state, factors = engine.init(groups=norms.shape[1]), []
+    for row in norms.astype(np.float32):
+        norm = np.sqrt((row * row).sum()).astype(np.float32)
+        state, decision = engine.step(state, Signals(grad_norm=norm, group_norms=row), xp=np)
+        factors.append(decision.group_scale)
+    return np.array(factors)
+
+
+def norms(seed: int, steps: int = 400, *, calm_until: int = 0) -> np.ndarray:
+    """Two tensors: noise about a slow drift, and spikes; global norms of about 0.4."""
+    rng = np.random.default_rng(seed)
+    level = np.array([0.1, 0.4]) * (1 + 0.2 * np.sin(np.arange(steps) / 60))[:, None]
+    spikes = np.where(rng.random((steps, 2)) < 0.02, rng.uniform(2, 30, (steps, 2)), 1.0)
+    spikes[:calm_until] = 1.0
+    return level * np.exp(0.1 * rng.normal(size=(steps, 2))) * spikes
+
+
+@pytest.mark.parametrize("scale", [1.0, 5.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_same_factors(seed, scale):
+    """Without the escape, step by step."""
+    values = scale * norms(seed)
+    ours, theirs = port(with_the_package_s_numbers(1_000_000), values), original(values)
+    np.testing.assert_allclose(ours, theirs, rtol=2e-5)
+    assert (theirs[WARM:] < 1).mean() > 0.1
+
+
+def test_the_same_factors_with_the_escape_until_25_rejections_on_balance():
+    values = norms(0, calm_until=WARM)
+    ours, theirs = port(with_the_package_s_numbers(), values), original(values)
+    differs = np.flatnonzero(~np.isclose(ours, theirs, rtol=2e-5).all(axis=1))
+    first = int(differs[0]) if len(differs) else len(values)
+    assert first >= WARM - 1 + 25
+    if len(differs):
+        rejected = (theirs[WARM - 1 : first] < 1).sum(axis=0)
+        assert rejected.max() >= 25
+
+
+def test_one_spike_in_the_warm_up_holds_every_other_tensor_down_in_the_original():
+    """The global clip scales all by the one out of line; gamma is the smallest norm ever seen."""
+    values = norms(0, calm_until=400)
+    values[50, 0] = 100.0
+    ours, theirs = port(with_the_package_s_numbers(), values), original(values)
+    assert (theirs[WARM:, 1] < 0.1).all()
+    assert (ours[WARM + 60 :, 1] > 0.6).all()
+
+
+def test_the_numbers_are_those_of_the_paper_s_second_version():
+    clip = load(RECIPE).clip
+    assert clip.kind == "adagc"
+    assert (clip.ratio, clip.ema_decay, clip.warmup_steps, clip.max_norm) == (1.04, 0.99, 100, 1.0)
+
+
+def test_a_tensor_with_one_zero_norm_in_warm_up_is_dead_in_the_original():
+    values = norms(0, calm_until=400)
+    values[50, 0] = 0.0
+    with np.errstate(invalid="ignore", divide="ignore"):
+        assert (original_with_zeros(values)[WARM:, 0] < 1e-6).all()
+    assert (port(load(RECIPE), values)[WARM + 1 :, 0] > 0.5).all()
+
+
+def original_with_zeros(values: np.ndarray) -> np.ndarray:
+    """A gradient of 0 has no factor; it is only fed."""
+    kept = values[:, 0] > 0
+    return original(np.where(values > 0, values, 1e-30))[kept]
+
+
+def test_after_a_true_shift_the_original_needs_hundreds_of_steps():
+    values = np.exp(0.1 * np.random.default_rng(0).normal(size=(900, 2)))
+    values[300:] *= 3
+    ours, theirs = port(with_the_package_s_numbers(), values), original(values)
+    assert (theirs[330:360] < 0.6).all()
+    assert (ours[340:] > 0.6).all()

@@ -1,0 +1,84 @@
+"""autoclip against the authors' rule and against the package autoclip 0.2.1.
+
+The limit is that of a histogram, rounded up to its bin: between the published one and 4.4 % more.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from healcore.policy import load
+from tests.catalogue.skip import published, traces
+
+RECIPE = "autoclip"
+BIN = 2 ** (1 / 16)
+FEW = 20
+"""Norms from which on a percentile does not hang on how it is interpolated between two of them."""
+
+
+def test_the_limit_is_the_published_one_up_to_a_bin():
+    runs = traces.everything()
+    for run, ours in zip(runs, traces.port(RECIPE, runs), strict=True):
+        for i in range(0, len(run.norm), 7):
+            held = run.norm[: i + 1]
+            # np.percentile interpolates between two norms; the histogram knows the next above.
+            low = np.percentile(held, 10.0, method="lower")
+            high = np.percentile(held, 10.0, method="higher")
+            assert low * (1 - 1e-5) <= ours.threshold[i] <= high * BIN * (1 + 1e-5), run.name
+
+
+def test_the_same_steps_are_clipped_but_for_norms_within_a_bin_of_the_limit():
+    runs, compared = traces.everything(), 0
+    for run, ours in zip(runs, traces.port(RECIPE, runs), strict=True):
+        limit = published.autoclip(run.norm)
+        clear = (run.norm < limit * 0.97) | (run.norm > limit * BIN * 1.03)
+        clear[:FEW] = False
+        theirs = run.norm > limit
+        np.testing.assert_array_equal((ours.grad_scale < 1)[clear], theirs[clear], run.name)
+        compared += int(clear.sum())
+    assert compared > 0.7 * sum(len(run.norm) for run in runs)
+
+
+def test_the_package_clips_the_same_steps():
+    """Its limit is of the norms before this one."""
+    autoclip = pytest.importorskip("autoclip.torch", exc_type=ImportError)
+    runs = traces.synthetic()[:6]
+    for run, ours in zip(runs, traces.port(RECIPE, runs), strict=True):
+        weight = torch.nn.Parameter(torch.ones(1))
+        clipper = autoclip.QuantileClip([weight], quantile=0.1, global_threshold=True)
+        compared = 0
+        for i, norm in enumerate(run.norm):
+            held = clipper.state["global_history"]
+            limit = float(torch.quantile(held, 0.1)) if len(held) else np.inf
+            weight.grad = torch.full((1,), float(norm))
+            clipper.step()
+            assert weight.grad is not None
+            clipped = float(weight.grad) < 0.99999 * norm
+            if i >= FEW and not 0.97 * limit < norm < 1.03 * BIN * limit:
+                assert (ours.grad_scale[i] < 1) == clipped, f"{run.name}: step {i}"
+                compared += 1
+        assert compared > 0.5 * len(run.norm)
+
+
+def test_one_nan_makes_the_original_s_limit_nan():
+    run = traces.calm(0, 200)
+    run.norm[50] = np.nan
+    (ours,) = traces.port(RECIPE, [run])
+    assert np.isnan(published.autoclip(run.norm)[50:]).all()
+    assert np.isfinite(ours.grad_scale).all()
+    assert np.flatnonzero(ours.skip).tolist() == [50]
+
+
+def test_it_forgets_the_old_level_and_the_original_does_not():
+    """More than 10 % of the whole history are norms of the old level for a long time."""
+    steps = 1500
+    norm = np.exp(0.1 * np.random.default_rng(0).normal(size=steps)).astype(np.float32)
+    norm[200:] *= 4
+    run = traces.Trace("shift", np.ones(steps, np.float32), norm)
+    policy = load(RECIPE)
+    clip = policy.clip.model_copy(update={"window": 200})
+    (ours,) = traces.port(policy.model_copy(update={"clip": clip}), [run])
+    assert np.percentile(norm, 10.0) < 1.4
+    assert ours.threshold[-1] > 3.3

@@ -1,0 +1,84 @@
+"""axlearn-skip against the formula of AXLearn's skip_and_clip_by_global_norm (on no index).
+
+Equal step by step where the first norm is below 20 and no level shifts for good.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from healcore.policy import Policy, load
+from tests.catalogue.skip import published, traces
+
+RECIPE = "axlearn-skip"
+
+
+def with_sigmas(sigmas: float, warmup_steps: int) -> Policy:
+    """`drop_norm_by_grad_norm_stddev` in place of `drop_norm_by_grad_norm_ema`."""
+    policy = load(RECIPE)
+    change = {"ratio": None, "sigmas": sigmas, "warmup_steps": warmup_steps}
+    rule = policy.detect.grad_ema
+    assert rule is not None
+    detect = policy.detect.model_copy(update={"grad_ema": rule.model_copy(update=change)})
+    return policy.model_copy(update={"detect": detect})
+
+
+def test_the_same_steps_are_dropped():
+    runs, dropped = traces.everything(), 0
+    for run, ours in zip(runs, traces.port(RECIPE, runs), strict=True):
+        theirs = published.axlearn(run.norm)
+        np.testing.assert_array_equal(theirs, ours.skip, err_msg=run.name)
+        dropped += int(theirs.sum())
+    assert dropped >= 5
+
+
+@pytest.mark.parametrize("ratio", [3.0, 5.0])
+def test_and_with_smaller_multiples_which_drop_more(ratio):
+    policy = load(RECIPE)
+    rule = policy.detect.grad_ema
+    assert rule is not None
+    rule = rule.model_copy(update={"ratio": ratio})
+    policy = policy.model_copy(
+        update={"detect": policy.detect.model_copy(update={"grad_ema": rule})}
+    )
+    runs = [run for run in traces.synthetic() if "shift" not in run.name]
+    for run, ours in zip(runs, traces.port(policy, runs), strict=True):
+        np.testing.assert_array_equal(published.axlearn(run.norm, ratio=ratio), ours.skip)
+
+
+def test_the_same_steps_with_standard_deviations():
+    """From step 100 on: 500 is longer than the runs. Unlike a shift, a spike leaves no trace."""
+    runs = [run for run in traces.synthetic() if "shift" not in run.name]
+    dropped = 0
+    for run, ours in zip(runs, traces.port(with_sigmas(6.0, 100), runs), strict=True):
+        theirs = published.axlearn(run.norm, ratio=None, sigmas=6.0, min_count=100)
+        np.testing.assert_array_equal(theirs, ours.skip, err_msg=run.name)
+        dropped += int(theirs.sum())
+    assert dropped >= 10
+
+
+def test_a_run_that_begins_at_20_never_takes_a_step_in_the_original():
+    run = traces.calm(0)
+    run.norm[:] *= 100
+    (ours,) = traces.port(RECIPE, [run])
+    assert published.axlearn(run.norm).all()
+    assert not ours.skip.any()
+
+
+def test_after_a_true_shift_the_original_drops_every_step():
+    run = traces.calm(0, 800)
+    run.norm[500:] *= 30
+    (ours,) = traces.port(RECIPE, [run])
+    assert published.axlearn(run.norm)[500:].all()
+    assert np.flatnonzero(ours.skip).tolist() == list(range(500, 525))
+
+
+def test_constant_norms_are_the_end_of_the_original_with_standard_deviations():
+    """Its variance is 0, or negative by rounding; the root 0 or NaN; and nothing is below that."""
+    run = traces.calm(0)
+    run.norm[:] = np.float32(0.7)
+    (ours,) = traces.port(with_sigmas(20.0, 100), [run])
+    theirs = published.axlearn(run.norm, ratio=None, sigmas=20.0, min_count=100)
+    assert theirs[100:].all()
+    assert not ours.skip.any()

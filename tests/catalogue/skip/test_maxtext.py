@@ -1,0 +1,46 @@
+"""maxtext-skip against the formula of MaxText's skip_step_on_spikes (not on a package index)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from healcore.policy import fingerprint, load
+from tests.catalogue.skip import published, traces
+
+RECIPE = "maxtext-skip"
+
+
+def test_equal_wherever_the_windows_are():
+    """Given the norm before clipping, as the rule is meant."""
+    runs, compared, skipped = traces.everything(), 0, 0
+    for run, ours in zip(runs, traces.port(RECIPE, runs), strict=True):
+        theirs = published.maxtext(run.loss, run.norm)
+        same = traces.after_none(ours.alarm, 128)
+        np.testing.assert_array_equal(theirs[same], ours.skip[same], err_msg=run.name)
+        assert not (theirs & ~ours.alarm).any(), run.name
+        compared, skipped = compared + int(same.sum()), skipped + int(theirs[same].sum())
+    assert compared > 3000
+    assert skipped >= 10
+
+
+def test_it_is_olmo_s_rule_under_another_name():
+    assert fingerprint(load(RECIPE)) == fingerprint(load("olmo2-skip-step"))
+
+
+def test_after_clipping_there_is_nothing_left_to_see():
+    run = traces.calm(3, 300)
+    run.norm[:] *= 3  # all of them above the limit
+    run.norm[200] *= 100
+    (ours,) = traces.port(RECIPE, [run])
+    assert not published.maxtext(run.loss, run.norm, clip=1.0)[200]
+    assert published.maxtext(run.loss, run.norm)[200]
+    assert np.flatnonzero(ours.skip).tolist() == [200]
+
+
+def test_one_nan_costs_the_original_129_steps():
+    run = traces.calm(3, 400)
+    run.loss[200] = np.nan
+    (ours,) = traces.port(RECIPE, [run])
+    theirs = published.maxtext(run.loss, run.norm)
+    assert np.flatnonzero(theirs).tolist() == list(range(200, 329))
+    assert np.flatnonzero(ours.skip).tolist() == [200]

@@ -1,0 +1,48 @@
+"""megatron-threshold against the formulas of Megatron-LM (its optimizer needs a GPU cluster)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from healcore.core.verdict import Cause
+from tests.catalogue.skip import published, traces
+from tests.catalogue.watch.curves import told
+
+RECIPE = "megatron-threshold"
+
+
+def test_the_same_norms_are_above_the_threshold():
+    runs, skipped = traces.everything(), 0
+    for run, ours in zip(runs, traces.port(RECIPE, runs), strict=True):
+        theirs = published.megatron_skips(run.norm, 100.0)
+        np.testing.assert_array_equal(theirs, ours.skip, err_msg=run.name)
+        skipped += int(theirs.sum())
+    assert skipped >= 5
+
+
+def test_the_same_losses_are_unexpectedly_large():
+    run = traces.calm(0)
+    run.loss[[50, 200, 300]] *= 40
+    for losses in (run.loss, np.where(np.arange(len(run.loss)) == 50, 2.0, run.loss)):
+        ours = told(RECIPE, losses, run.norm)
+        theirs = published.megatron_spiky(losses)
+        np.testing.assert_array_equal(theirs, ours.says(Cause.DIVERGENCE))
+        assert not ours.skip.any(), "people are told, nothing is done"
+    assert theirs.any()
+
+
+def test_a_norm_that_stays_above_is_skipped_for_ever_by_the_original():
+    run = traces.calm(0, 300)
+    run.norm[100:] = 200.0
+    (ours,) = traces.port(RECIPE, [run])
+    assert published.megatron_skips(run.norm, 100.0)[100:].all()
+    assert np.flatnonzero(ours.skip).tolist() == list(range(100, 110))
+    assert (ours.grad_scale[110:] < 0.0051).all(), "then it passes, clipped to 1.0"
+
+
+def test_a_nan_is_not_above_any_number():
+    run = traces.calm(0, 200)
+    run.norm[100] = np.nan
+    (ours,) = traces.port(RECIPE, [run])
+    assert not published.megatron_skips(run.norm, 100.0).any()
+    assert np.flatnonzero(ours.skip).tolist() == [100]

@@ -1,0 +1,139 @@
+"""olmo2-skip-step against OLMo-core's own optimizer, step by step.
+
+The two windows hold the same values wherever no outlier entered within the last 128 steps: there
+the decisions are equal. Elsewhere the original's window has the outlier in it, so that it judges
+by a larger deviation: the port finds whatever the original finds, and some steps more. It skips
+all of them but for the rest of a row of more than ten (`max_skips`).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+from tests.catalogue.skip import traces
+
+optim = pytest.importorskip("olmo_core.optim", exc_type=ImportError)
+
+RECIPE = "olmo2-skip-step"
+WINDOW = 128
+
+
+class Original:
+    """SkipStepAdamW over one weight."""
+
+    def __init__(self) -> None:
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.optimizer = optim.SkipStepAdamW([self.weight], lr=1e-3)
+
+    def skips(self, loss: float, norm: float) -> bool:
+        """One step with a gradient of this norm."""
+        self.optimizer.latest_loss = torch.tensor(float(loss))
+        self.optimizer.latest_grad_norm = torch.tensor(float(norm))
+        self.weight.grad = torch.full((1,), float(norm))
+        self.optimizer.step()
+        return bool(self.optimizer.step_skipped)
+
+
+def original(run: traces.Trace) -> np.ndarray:
+    """The steps that it skips."""
+    rule = Original()
+    return np.array([rule.skips(*pair) for pair in zip(run.loss, run.norm, strict=True)])
+
+
+@functools.cache
+def both() -> list[tuple[traces.Trace, np.ndarray, traces.Told]]:
+    """Every run, with what the original and the port say."""
+    runs = traces.everything()
+    told = traces.port(RECIPE, runs)
+    return [(run, original(run), port) for run, port in zip(runs, told, strict=True)]
+
+
+def test_equal_wherever_the_windows_are():
+    compared = skipped = 0
+    for run, theirs, ours in both():
+        same = traces.after_none(ours.alarm, WINDOW)
+        np.testing.assert_array_equal(theirs[same], ours.skip[same], err_msg=run.name)
+        compared, skipped = compared + int(same.sum()), skipped + int(theirs[same].sum())
+    assert compared > 3000
+    assert skipped >= 10
+
+
+def test_after_an_outlier_the_port_finds_what_the_original_finds_and_more():
+    more = 0
+    for run, theirs, ours in both():
+        assert not (theirs & ~ours.alarm).any(), run.name
+        passed = np.flatnonzero(ours.alarm & ~ours.skip)
+        assert all(ours.alarm[i - 10 : i].all() for i in passed), "only after ten in a row"
+        more += int((ours.alarm & ~theirs).sum())
+    assert more > 0
+
+
+def test_the_comparison_would_notice_five_sigma():
+    found = 0
+    for (run, theirs, _), ours in zip(
+        both(), traces.port(at_sigmas(5.0), traces.everything()), strict=True
+    ):
+        same = traces.after_none(ours.alarm, WINDOW)
+        found += int((theirs != ours.skip)[same].sum())
+        del run
+    assert found > 0
+
+
+def at_sigmas(sigmas: float):
+    """The recipe with another threshold."""
+    from healcore.policy import load
+
+    policy = load(RECIPE)
+    watch = {
+        name: getattr(policy.detect, name).model_copy(update={"sigmas": sigmas})
+        for name in ("loss_window", "grad_window")
+    }
+    return policy.model_copy(update={"detect": policy.detect.model_copy(update=watch)})
+
+
+def test_one_nan_costs_the_original_129_steps():
+    run = traces.calm(3, 400)
+    run.loss[200] = np.nan
+    (ours,) = traces.port(RECIPE, [run])
+    assert np.flatnonzero(original(run)).tolist() == list(range(200, 329))
+    assert np.flatnonzero(ours.skip).tolist() == [200]
+
+
+def test_the_original_lets_the_skipped_nan_into_the_weights():
+    """0 * NaN is NaN. The port's adapters select (tests/torch, tests/jax)."""
+    run, rule = traces.calm(3, 100), Original()
+    for loss, norm in zip(run.loss, run.norm, strict=True):
+        rule.skips(loss, norm)
+    assert torch.isfinite(rule.weight).all()
+    assert rule.skips(run.loss[-1], np.nan)
+    assert torch.isnan(rule.weight).all()
+
+
+def test_a_nan_at_the_beginning_is_applied_by_the_original():
+    run = traces.calm(3, 60)
+    run.norm[10] = np.nan
+    assert not original(run)[:60].any()
+    (ours,) = traces.port(RECIPE, [run])
+    assert np.flatnonzero(ours.skip).tolist() == [10]
+
+
+def test_an_outlier_blinds_the_original_for_a_window():
+    run = traces.calm(3, 500)
+    run.norm[200] *= 1000
+    run.norm[[300, 450]] *= 5
+    (ours,) = traces.port(RECIPE, [run])
+    assert np.flatnonzero(original(run)).tolist() == [200, 450]
+    assert np.flatnonzero(ours.skip).tolist() == [200, 300, 450]
+
+
+def test_after_constant_values_the_original_skips_any_rise():
+    run = traces.calm(3, 200)
+    run.loss[:], run.norm[:] = 2.0, 1.0
+    run.loss[150] += np.float32(1e-6)
+    (ours,) = traces.port(RECIPE, [run])
+    assert original(run)[150]
+    assert not ours.skip.any()

@@ -1,0 +1,153 @@
+"""Every policy that comes with healcore loads, replays, and can be attached in both frameworks."""
+
+from __future__ import annotations
+
+import functools
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+import healcore.jax
+import healcore.torch
+from healcore.policy import PolicyError, dumps, load, loads, preset_names, preset_text, recipe_names
+from healcore.tools.replay import replay
+from healcore.tools.traces import open_traces
+
+ALL = (*preset_names(), *recipe_names())
+ROOT = Path(__file__).parents[2]
+STEPS, BAD = 14, 10
+
+
+def gradients() -> np.ndarray:
+    """(steps, 2): one weight's gradient each; not a number at step `BAD`."""
+    rng = np.random.default_rng(0)
+    values = (0.3 * np.exp(0.1 * rng.normal(size=(STEPS, 2)))).astype(np.float32)
+    values[BAD, 0] = np.nan
+    return values
+
+
+def losses() -> np.ndarray:
+    """(steps,), finite."""
+    return (2 + 0.02 * np.random.default_rng(1).normal(size=STEPS)).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_it_loads_and_survives_being_written(name):
+    policy = load(name)
+    assert policy.name == name
+    assert policy.description.endswith(".")
+    assert loads(dumps(policy)) == policy
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_names_its_sources_and_gives_its_reasons(name):
+    text = preset_text(name)
+    assert tomllib.loads(text)["references"]
+    assert sum(line.startswith("#") for line in text.splitlines()) >= 3
+    for test in re.findall(r"tests/[\w/]+\.py", text):
+        assert (ROOT / test).is_file(), test
+
+
+def test_no_two_files_are_one_policy_by_accident():
+    """MaxText's rule is OLMo's, and the preset zclip is the package's defaults: said in tests."""
+    from healcore.policy import fingerprint
+
+    seen: dict[str, list[str]] = {}
+    for name in ALL:
+        seen.setdefault(fingerprint(load(name)), []).append(name)
+    assert [names for names in seen.values() if len(names) > 1] == [
+        ["zclip", "zclip-1.0.0"],
+        ["maxtext-skip", "olmo2-skip-step"],
+    ]
+
+
+def test_a_name_that_is_nearly_one_is_told():
+    with pytest.raises(PolicyError, match="did you mean 'olmo2-skip-step'"):
+        load("olmo-skip-step")
+
+
+@functools.cache
+def run_csv(folder) -> Any:
+    """A recorded run of 150 steps with a spike and a NaN."""
+    rng = np.random.default_rng(2)
+    loss = 2 + 0.05 * rng.normal(size=150)
+    norm = np.exp(0.1 * rng.normal(size=150))
+    loss[120], norm[120] = 30.0, 200.0
+    lines = [f"{i},{x},{g}" for i, (x, g) in enumerate(zip(loss, norm, strict=True))]
+    lines[140] = "140,nan,nan"
+    file = folder / "run.csv"
+    file.write_text("\n".join(["step,loss,grad_norm", *lines]) + "\n")
+    (trace,), _ = open_traces([str(file)])
+    return trace
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory):
+    return run_csv(tmp_path_factory.mktemp("runs"))
+
+
+def told(trace: Any, name: str, backend: str) -> list[Any]:
+    """What a replay says: the rows that are not neutral, and the counts."""
+    result = replay(trace, name, backend=backend)
+    rows = list(result)
+    assert result.summary.rows == 150
+    return [*rows, result.summary.causes, result.summary.actions]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_it_replays_in_numpy(name, run):
+    assert 140 in [row.index for row in told(run, name, "numpy")[:-2]], "the NaN"
+
+
+# A policy is half a minute of XLA for all of them: one of each kind of detector is always compiled.
+FEW = ("default", "olmo2-skip-step", "axlearn-skip", "autoclip")
+
+
+@pytest.mark.parametrize(
+    "name", [x if x in FEW else pytest.param(x, marks=pytest.mark.stress) for x in ALL]
+)
+def test_it_replays_the_same_in_jax(name, run):
+    assert told(run, name, "jax") == told(run, name, "numpy")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_it_is_attached_in_torch_and_protects_in_jax(name):
+    """Not a line of framework in a policy: both skip the same steps, and both have good weights."""
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD(weights, lr=1e-2)
+    heal = healcore.torch.attach(optimizer, name)
+    tx = healcore.jax.protect(optax.sgd(1e-2), policy=name)
+    params = {"a": jnp.ones(1), "b": jnp.ones(1)}
+    state = tx.init(params)
+    skipped: dict[str, list[int]] = {"torch": [], "jax": []}
+    for i, (loss, row) in enumerate(zip(losses(), gradients(), strict=True)):
+        heal.observe(torch.tensor(loss))
+        for weight, value in zip(weights, row, strict=True):
+            weight.grad = torch.full((1,), float(value))
+        optimizer.step()
+        made = {"a": jnp.full(1, row[0]), "b": jnp.full(1, row[1])}
+        updates, state = tx.update(made, state, params, value=jnp.asarray(loss))
+        params = optax.apply_updates(params, updates)
+        decision = heal.last_decision()
+        assert decision is not None
+        for where, skip in (
+            ("torch", decision.skip),
+            ("jax", bool(healcore.jax.decision_of(state).skip)),
+        ):
+            if skip:
+                skipped[where].append(i)
+    assert skipped["torch"] == skipped["jax"]
+    observed = load(name).mode == "observe"
+    assert (BAD in skipped["jax"]) is not observed
+    if not observed:
+        assert all(torch.isfinite(weight).all() for weight in weights)
+        ours: Any = params
+        for weight, key in zip(weights, ("a", "b"), strict=True):
+            np.testing.assert_allclose(weight.detach().numpy(), np.asarray(ours[key]), rtol=1e-6)

@@ -1,0 +1,110 @@
+"""The curves on which an original and its port are driven, and the port driven on them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from healcore.core import host
+from healcore.core.signals import Signals
+from healcore.core.verdict import Action, Cause
+from healcore.policy import load
+from tests.parity import recorded
+
+STEPS = 420
+
+
+class Told(NamedTuple):
+    """What a policy says along a curve, step by step."""
+
+    cause: np.ndarray
+    action: np.ndarray
+    skip: np.ndarray
+    lr_scale: np.ndarray
+    grad_scale: np.ndarray
+
+    def says(self, cause: Cause) -> np.ndarray:
+        """At which steps."""
+        return (self.cause & int(cause)) != 0
+
+    def orders(self, action: Action) -> np.ndarray:
+        """At which steps."""
+        return (self.action & int(action)) != 0
+
+
+def first(flags: Any) -> int | None:
+    """Where the first one is set."""
+    where = np.flatnonzero(flags)
+    return int(where[0]) if len(where) else None
+
+
+def told(policy: Any, losses: Any, norms: Any = None, evals: Any = None) -> Told:
+    """Drives a policy with losses, and norms and evaluation losses where given."""
+    engine = load(policy).engine()
+    state = engine.init()
+    rows = []
+    columns = [losses, norms, evals]
+    arrays = [None if c is None else np.asarray(c, np.float32) for c in columns]
+    with np.errstate(all="ignore"):
+        for i in range(len(arrays[0])):  # type: ignore[arg-type]
+            loss, norm, evaluation = (None if a is None else a[i] for a in arrays)
+            seen = Signals(loss=loss, grad_norm=norm, eval_loss=evaluation)
+            state, _ = engine.step(state, seen, xp=host)
+            ordered = state.last.decision  # as ordered, in observe mode too
+            rows.append(
+                (ordered.cause, ordered.action, ordered.skip, ordered.lr_scale, ordered.grad_scale)
+            )
+    return Told(*(np.array(column) for column in zip(*rows, strict=True)))
+
+
+def healthy(steps: int = STEPS, *, seed: int = 0, level: float = 2.0) -> np.ndarray:
+    """A falling, noisy, positive loss."""
+    rng = np.random.default_rng(seed)
+    fall = 3 * np.exp(-np.arange(steps) / 80)
+    return (level + fall + 0.03 * rng.standard_normal(steps)).astype(np.float32)
+
+
+def synthetic() -> dict[str, np.ndarray]:
+    """Positive finite losses: calm ones, single spikes, rows, ramps, shifts, heavy tails."""
+    made = {}
+    for seed in range(3):
+        rng = np.random.default_rng(100 + seed)
+        spikes = healthy(seed=seed)
+        at = rng.choice(np.arange(20, STEPS), 12, replace=False)
+        spikes[at] *= rng.uniform(1.5, 8, len(at)).astype(np.float32)
+        rows = healthy(seed=seed)
+        for start in (150, 260, 340):
+            rows[start : start + int(rng.integers(2, 9))] *= np.float32(rng.uniform(1.8, 4))
+        made[f"calm {seed}"] = healthy(seed=seed)
+        made[f"spikes {seed}"] = spikes
+        made[f"rows {seed}"] = rows
+        tails = 2 + rng.standard_t(1.5, STEPS)
+        made[f"heavy tails {seed}"] = np.abs(tails).astype(np.float32) + np.float32(0.05)
+    ramp = healthy(seed=7)
+    ramp[200:] += np.linspace(0, 20, STEPS - 200, dtype=np.float32)
+    made["ramp"] = ramp
+    shifted = healthy(seed=8)
+    shifted[250:] *= 4
+    made["shift"] = shifted
+    return made
+
+
+SOME_AND_ALL = pytest.mark.parametrize(
+    "most", [2, pytest.param(1000, marks=pytest.mark.stress)], ids=["some", "all"]
+)
+
+
+def from_runs(rows: int, most: int) -> dict[str, np.ndarray]:
+    """Finite stretches of recorded runs about their first spike: at most `most` of each folder."""
+    kept: dict[str, np.ndarray] = {}
+    folders: dict[str, int] = {}
+    for name, losses, _, onset in recorded.all_runs():
+        folder = name.rsplit("__", 1)[0].rsplit("/", 1)[0]
+        start = max(0, min(onset - rows // 2, len(losses) - rows))
+        part = losses[start : start + rows]
+        if folders.get(folder, 0) < most and np.isfinite(part).all() and (part > 0).all():
+            folders[folder] = folders.get(folder, 0) + 1
+            kept[name] = part
+    return kept

@@ -1,0 +1,104 @@
+"""Axolotl's loss watchdog and its port, on transformers' own callback classes.
+
+With `logging_steps = 1` the two stop at the same loss on every finite curve (the original is asked
+before the step is logged, and so says it one step later). What differs has a test of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+from healcore.core.verdict import Action, Cause
+from healcore.policy import load
+from tests.catalogue.watch import curves
+from tests.parity import recorded
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+originals = pytest.importorskip("tests.catalogue.watch.originals")
+
+NAME = "axolotl-watchdog"
+SYNTHETIC = curves.synthetic()
+
+
+def stopped(losses, threshold=5.0):
+    """The step whose loss makes the port stop, or None."""
+    policy = load(NAME)
+    assert policy.detect.loss_ceiling is not None
+    ceiling = policy.detect.loss_ceiling.model_copy(update={"ceiling": threshold})
+    detect = policy.detect.model_copy(update={"loss_ceiling": ceiling})
+    told = curves.told(policy.model_copy(update={"detect": detect}), losses)
+    return curves.first(told.orders(Action.STOP))
+
+
+@functools.cache
+def stopped_on(name, threshold):
+    """The same on a synthetic curve."""
+    return stopped(SYNTHETIC[name], threshold)
+
+
+def asked(losses, threshold=5.0, **options):
+    """The step whose loss makes the original stop; it says so at the next."""
+    losses = [*losses, losses[-1]]
+    first = curves.first(originals.watched(losses, threshold=threshold, **options))
+    return None if first is None else first - 1
+
+
+@pytest.mark.parametrize("threshold", [2.2, 3.0, 5.0])
+@pytest.mark.parametrize("name", SYNTHETIC)
+def test_the_same_step(name, threshold):
+    assert stopped_on(name, threshold) == asked(SYNTHETIC[name], threshold)
+
+
+def test_the_curves_have_both_answers():
+    answers = [stopped_on(name, t) for name in SYNTHETIC for t in (2.2, 5.0)]
+    assert any(each is None for each in answers)
+    assert any(each is not None for each in answers)
+
+
+@recorded.needed
+@curves.SOME_AND_ALL
+def test_the_same_step_on_recorded_runs(most):
+    runs, stops = curves.from_runs(200, most), 0
+    for losses in runs.values():
+        for threshold in (float(np.median(losses)), float(np.quantile(losses, 0.97))):
+            step = stopped(losses, threshold)
+            assert step == asked(losses, threshold)
+            stops += step is not None
+    print(f"{len(runs)} runs, two thresholds each: {stops} stops, each at the same loss")
+    assert stops
+
+
+def test_negative_losses_have_a_ceiling_too():
+    losses = np.full(50, -3.0)
+    losses[20:24] = -1.0
+    assert stopped(losses, -2.0) == asked(losses, -2.0) == 22
+
+
+# -- where the original is broken ---------------------------------------------------------------
+
+
+def test_a_nan_does_not_end_the_row():
+    losses = np.full(60, 2.0)
+    losses[30:45] = 9.0
+    losses[32:45:3] = np.nan
+    assert asked(losses[:45]) is None, "NaN is not above 5"
+    assert stopped(losses) == 33
+
+
+def test_a_loss_that_has_become_nan_stops_the_run():
+    losses = np.full(60, 2.0)
+    losses[30:] = np.nan
+    assert asked(losses) is None
+    assert stopped(losses) == 32
+    assert curves.told(NAME, losses).says(Cause.NONFINITE_LOSS)[30:].all()
+
+
+def test_one_high_log_entry_is_one():
+    losses = np.full(60, 2.0)
+    losses[20:30] = 6.0  # one entry of ten steps
+    assert asked(losses, logging_steps=10) is not None, "counted ten times"
+    means = losses.reshape(6, 10).mean(1)  # what the Trainer logs
+    assert stopped(means) is None

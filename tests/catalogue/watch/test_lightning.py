@@ -1,0 +1,150 @@
+"""Lightning's SpikeDetection and its port, decision by decision.
+
+The original raises and the run is over; here it is caught, so that every step of a curve compares.
+On positive, finite losses the two say the same at every step, until the port's escape: after 25
+rejections in a row the port takes the new level for the level, where the original rejects for ever.
+What else differs has a test of its own below.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+
+from healcore.core.verdict import Action, Cause
+from tests.catalogue.watch import curves
+from tests.parity import recorded
+
+torch = pytest.importorskip("torch")
+spike = pytest.importorskip("lightning.fabric.utilities.spike", reason="lightning is not installed")
+
+NAME = "lightning-spike-detection"
+ESCAPE = 25
+SYNTHETIC = curves.synthetic()
+
+
+@pytest.fixture(scope="module")
+def fabric():
+    from lightning.fabric import Fabric
+
+    return Fabric(accelerator="cpu", devices=1)
+
+
+@pytest.fixture
+def original(fabric, tmp_path):
+    """The callback as it comes: what it says of a curve, exceptions caught."""
+
+    def drive(losses):
+        callback = spike.SpikeDetection(exclude_batches_path=str(tmp_path / "skip.json"))
+        said = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for index, loss in enumerate(losses):
+                try:
+                    callback.on_train_batch_end(fabric, torch.tensor(float(loss)), None, index)
+                    said.append(False)
+                except spike.TrainingSpikeException:
+                    said.append(True)
+        return np.array(said)
+
+    return drive
+
+
+def port(losses):
+    """What the policy says: a spike, or a loss that is not finite."""
+    return curves.told(NAME, losses).says(Cause.LOSS_SPIKE | Cause.NONFINITE_LOSS)
+
+
+def until_the_escape(said):
+    """Steps before the port has rejected `ESCAPE` in a row."""
+    row = 0
+    for i, each in enumerate(said):
+        row = row + 1 if each else 0
+        if row == ESCAPE:
+            return i + 1
+    return len(said)
+
+
+def compare(losses, original):
+    ours, theirs = port(losses), original(losses)
+    end = until_the_escape(ours)
+    assert np.flatnonzero(ours[:end]).tolist() == np.flatnonzero(theirs[:end]).tolist()
+    return int(theirs[:end].sum()), end
+
+
+@pytest.mark.parametrize("name", SYNTHETIC)
+def test_the_same_at_every_step(name, original):
+    found, compared = compare(SYNTHETIC[name], original)
+    assert compared == curves.STEPS or name == "shift"
+    if name.startswith(("calm", "ramp")):
+        assert found == 0
+    elif not name.startswith("rows"):  # most of a row is below three means
+        assert found
+
+
+@recorded.needed
+@curves.SOME_AND_ALL
+def test_the_same_on_recorded_runs(original, most):
+    runs = curves.from_runs(250, most)
+    assert len(runs) >= 10
+    found = [compare(losses, original) for losses in runs.values()]
+    spikes, steps = map(sum, zip(*found, strict=True))
+    print(f"{len(runs)} runs, {steps} steps, {spikes} spikes for both")
+    assert spikes >= 1
+
+
+def test_it_stops_the_run_as_the_exception_does(original):
+    losses = SYNTHETIC["spikes 0"]
+    stops = curves.told(NAME, losses).orders(Action.STOP)
+    assert curves.first(stops) == curves.first(original(losses))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_loss_that_is_not_finite_is_one_for_both(bad, original):
+    losses = curves.healthy(60)
+    losses[40] = bad
+    assert np.flatnonzero(original(losses)).tolist() == [40]
+    assert np.flatnonzero(port(losses)).tolist() == [40]
+
+
+# -- where the original is broken ---------------------------------------------------------------
+
+
+def test_an_infinity_in_the_warm_up_does_not_make_every_rise_a_spike(original):
+    losses = 3 + 0.01 * np.random.default_rng(0).standard_normal(60)
+    losses[0] = np.inf
+    assert original(losses)[1:].mean() > 0.3, "the mean that it keeps is infinite"
+    assert np.flatnonzero(port(losses)).tolist() == [0]
+
+
+def test_a_level_shift_is_not_a_spike_for_ever(original):
+    losses = np.full(200, 1.0)
+    losses[50:] = 4.0
+    assert original(losses)[50:].all()
+    assert np.flatnonzero(port(losses)).tolist() == list(range(50, 50 + ESCAPE))
+
+
+def test_noise_around_zero_is_no_spike(original):
+    losses = 0.01 * np.random.default_rng(0).standard_normal(400)
+    assert original(losses).mean() > 0.2
+    assert not port(losses).any()
+
+
+def test_a_negative_loss_is_judged_by_its_size(original):
+    losses = -2 + 0.1 * np.random.default_rng(0).standard_normal(60)
+    losses[40], losses[50] = -0.5, 6.0  # the second is three sizes above the mean
+    assert np.flatnonzero(port(losses)).tolist() == [50]
+    losses[40:] = -0.1  # Lightning's measure is |mean|: two of them
+    assert not port(losses).any()
+    assert not original(losses).any()
+
+
+def test_the_original_cannot_load_its_own_state_and_the_port_can(original, fabric):
+    callback = spike.SpikeDetection()
+    with pytest.raises((AttributeError, KeyError, RuntimeError)):
+        callback.load_state_dict(callback.state_dict())
+    engine = curves.load(NAME).engine()
+    told = engine.to_dict(engine.init())
+    assert engine.to_dict(engine.from_dict(told)) == told

@@ -1,0 +1,215 @@
+"""The self-healing system for HF and TRL: its table of failures, its thresholds, its presets.
+
+It is not on PyPI; the numbers and faults are those that the notes on it record. Each row of its
+table is one test, and so is each of its faults that a policy can have (others are the Healer's).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from healcore.core.verdict import Action, Cause
+from healcore.policy import diff, load
+from tests.catalogue.watch import curves
+
+PRESETS = {  # NaN in a row, multiple of the mean, steps of divergence, z, recoveries
+    "default": (3, 5.0, 50, 3.0, 5),
+    "aggressive": (1, 3.0, 20, 2.0, 10),
+    "conservative": (10, 10.0, 200, 4.0, 2),
+}
+
+
+@pytest.fixture(params=PRESETS)
+def preset(request):
+    """(policy, its row of `PRESETS`)."""
+    return load(f"self-healing-trl-{request.param}"), PRESETS[request.param]
+
+
+def quiet(steps=500):
+    """A healthy run: losses, norms."""
+    rng = np.random.default_rng(1)
+    return curves.healthy(steps, seed=6), (0.5 * np.exp(0.05 * rng.standard_normal(steps))).astype(
+        np.float32
+    )
+
+
+# -- the presets ----------------------------------------------------------------------------------
+
+
+def test_the_numbers_of_the_presets(preset):
+    policy, (nan, ratio, divergence, z, recoveries) = preset
+    assert policy.clip.z_threshold == z
+    assert policy.clip.ema_decay == 0.99
+    assert policy.detect.loss_ratio.ratio == ratio
+    assert policy.detect.loss_ratio.window == 100
+    assert policy.detect.divergence.patience == divergence
+    assert policy.detect.grad_ceiling.ceiling == 100
+    assert policy.detect.vanishing.threshold == 1e-7
+    assert policy.detect.plateau.chance_level == pytest.approx(0.693, abs=1e-3)
+    assert policy.detect.plateau.chance_margin == 0.01
+    assert policy.detect.overfit.max_gap == 2
+    assert policy.respond[1].when.consecutive == nan
+    budget, lr, retry = policy.budget, policy.lr, policy.retry
+    assert (budget.recoveries, budget.lr_cuts, budget.shrinks) == (recoveries, 4, 3)
+    assert (lr.factor, lr.floor) == (0.5, 0.5**4)
+    assert (retry.base_delay_s, retry.factor, retry.max_delay_s) == (30, 2, 600)
+
+
+def test_the_presets_differ_in_nothing_else():
+    differing = {
+        d.key
+        for name in ("aggressive", "conservative")
+        for d in diff(load("self-healing-trl-default"), load(f"self-healing-trl-{name}"))
+    }
+    assert differing == {
+        "name", "description", "references", "clip.z_threshold", "detect.loss_ratio.ratio",
+        "detect.divergence.patience", "respond[1].when.consecutive", "respond[2].when.count",
+        "budget.recoveries",
+    }  # fmt: skip
+
+
+# -- its table of failures ------------------------------------------------------------------------
+
+
+def test_a_healthy_run_is_left_alone(preset):
+    policy, _ = preset
+    told = curves.told(policy, *quiet())
+    assert not told.action.any()
+    assert not told.skip.any()
+
+
+def test_nan_loss_goes_back_and_halves_the_rate(preset):
+    policy, (nan, *_) = preset
+    losses, norms = quiet()
+    losses[300 : 300 + nan], norms[300 : 300 + nan] = np.nan, np.nan
+    told = curves.told(policy, losses, norms)
+    assert told.skip[300 : 300 + nan].all()
+    (order,) = np.flatnonzero(told.orders(Action.ROLLBACK))
+    assert order == 300 + nan - 1
+    assert told.lr_scale[order:].max() == 0.5
+    if nan > 1:
+        losses[300 + nan - 1], norms[300 + nan - 1] = 2.0, 0.5
+        assert not curves.told(policy, losses, norms).orders(Action.ROLLBACK).any()
+
+
+def test_a_loss_spike_is_saved_and_clipped_and_no_more(preset):
+    policy, (_, ratio, *_) = preset
+    losses, norms = quiet()
+    losses[300], norms[300] = losses[200:300].mean() * ratio * 1.01, 8.0
+    told = curves.told(policy, losses, norms)
+    assert np.flatnonzero(told.says(Cause.LOSS_SPIKE)).tolist() == [300]
+    assert told.action[300] == int(Action.SAVE | Action.ALERT)
+    assert told.grad_scale[300] < 0.15
+    losses[300] *= 0.98
+    assert not curves.told(policy, losses, norms).says(Cause.LOSS_SPIKE).any()
+
+
+def test_divergence_goes_back_and_halves_the_rate(preset):
+    policy, (_, _, patience, *_) = preset
+    losses, norms = quiet(1200)
+    losses[500:] += np.linspace(0, 7, 700).astype(np.float32)
+    told = curves.told(policy, losses, norms)
+    order = curves.first(told.orders(Action.ROLLBACK))
+    assert order is not None
+    assert 500 < order < 500 + 2 * patience + 120
+    assert told.orders(Action.CUT_LR)[order]
+
+
+@pytest.mark.parametrize(
+    ("failure", "cause"),
+    [
+        ("explosion", Cause.GRAD_SPIKE),
+        ("vanishing", Cause.GRAD_VANISHING),
+        ("chance", Cause.PLATEAU),
+        ("overfit", Cause.OVERFIT),
+    ],
+)
+def test_what_needs_a_person_is_told_and_no_more(preset, failure, cause):
+    policy, _ = preset
+    losses, norms = quiet()
+    evals = np.full(len(losses), np.nan, np.float32)
+    if failure == "explosion":
+        norms[300] = 101.0
+    elif failure == "vanishing":
+        norms[300:] = 5e-8
+    elif failure == "chance":
+        losses = (0.693 + 0.005 * np.sin(np.arange(500))).astype(np.float32)
+    else:
+        evals[100::50] = 4.5
+    told = curves.told(policy, losses, norms, evals)
+    assert told.says(cause).any()
+    assert set(told.action[told.action != 0]) == {int(Action.ALERT)}
+    assert not told.skip.any()
+
+
+@pytest.mark.parametrize(
+    ("cause", "actions"),
+    [
+        ("oom", ("shrink_microbatch", "clear_cache")),
+        ("data", ("alert", "retry")),
+        ("network", ("retry",)),
+        ("unknown", ("save", "alert")),
+    ],
+)
+def test_the_host_s_rules_are_read_and_kept(preset, cause, actions):
+    """Nothing carries them out yet; the engine on the device does not have them."""
+    policy, _ = preset
+    assert [rule.do for rule in policy.respond if rule.to == (cause,)] == [actions]
+    assert len(policy.engine().config.rules) == sum(not rule.for_host for rule in policy.respond)
+
+
+# -- its faults -----------------------------------------------------------------------------------
+
+
+def test_the_clip_value_is_applied(preset):
+    policy, _ = preset
+    losses, norms = quiet()
+    norms[:] = 4.0
+    assert (curves.told(policy, losses, norms).grad_scale <= 0.25).all(), "max_norm 1.0"
+
+
+def test_a_lower_limit_of_the_trainer_s_own_is_not_loosened(preset):
+    """enable_grad_clip sets 1.0 where 0.3 stood. A factor can only take away."""
+    policy, _ = preset
+    losses, norms = quiet()
+    norms[:] = 0.3
+    assert (curves.told(policy, losses, norms).grad_scale == 1).all()
+
+
+def test_the_halved_rate_takes_effect_and_stays():
+    losses, norms = quiet(1200)
+    norms[300:303] = np.nan
+    told = curves.told("self-healing-trl-default", losses, norms)
+    assert (told.lr_scale[302:] == 0.5).all()
+
+
+def test_a_noisy_ramp_is_divergence():
+    """From 2 to 22, with noise: 50 rises in a row never come."""
+    rng = np.random.default_rng(0)
+    losses = np.concatenate([2 + rng.standard_normal(300) / 2, np.linspace(2, 22, 400)])
+    losses[300:] += rng.standard_normal(400) / 2
+    rises = np.diff(losses) > 0
+    rows = np.diff(np.flatnonzero(np.concatenate([[True], ~rises, [True]])))
+    assert rows.max() < 20
+    told = curves.told("self-healing-trl-default", losses)
+    order = curves.first(told.orders(Action.ROLLBACK))
+    assert order is not None
+    assert 300 < order < 480
+
+
+def test_every_other_step_nan_is_seen(preset):
+    policy, _ = preset
+    losses, norms = quiet()
+    norms[200:400:2] = np.nan
+    assert curves.told(policy, losses, norms).orders(Action.ROLLBACK).any()
+
+
+def test_the_attempts_end_with_a_stop(preset):
+    policy, (*_, recoveries) = preset
+    losses, norms = quiet(1000)
+    norms[200:] = np.nan
+    told = curves.told(policy, losses, norms)
+    assert told.orders(Action.ROLLBACK).sum() == recoveries
+    assert told.orders(Action.STOP).any()
+    assert told.orders(Action.CUT_LR).sum() <= 4

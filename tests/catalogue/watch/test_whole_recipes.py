@@ -1,0 +1,180 @@
+"""PaLM's, OPT's and KempnerForge's recipes do what their sources say.
+
+Two of them were carried out by people, so there is no program to drive: what is held here is which
+orders come, when, and with what behind them. The third is a wish list, taken item by item.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from healcore.core import host
+from healcore.core.signals import Signals
+from healcore.core.verdict import Action, Cause
+from healcore.policy import load
+from healcore.runtime.terms import terms_of
+from tests.catalogue.watch import curves
+from tests.parity import recorded
+
+
+def spiked(steps=600, at=400, length=15, height=1.5):
+    """A healthy run with one sustained spike, and quiet norms."""
+    losses = curves.healthy(steps, seed=4)
+    losses[at : at + length] += height
+    return losses, np.full(steps, 0.2, np.float32)
+
+
+# -- PaLM -----------------------------------------------------------------------------------------
+
+
+def test_palm_goes_back_once_for_a_spike_and_touches_nothing_else():
+    told = curves.told("palm-rollback", *spiked())
+    (order,) = np.flatnonzero(told.orders(Action.ROLLBACK))
+    assert 400 <= order <= 410
+    assert not told.orders(Action.CUT_LR).any()
+    assert (told.lr_scale == 1).all()
+    assert not told.skip.any()
+
+
+def test_palm_goes_to_a_hundred_steps_before_and_leaves_out_two_hundred():
+    policy = load("palm-rollback")
+    assert policy.rollback.probation == 100
+    assert 200 <= policy.rollback.skip_batches <= 500
+    assert policy.clip.config().max_norm == 1.0
+    assert policy.budget.recoveries == 20
+    assert not policy.engine().cuts_lr
+
+
+def test_palm_does_not_go_back_for_one_bad_batch():
+    losses, norms = spiked(length=1, height=5.0)
+    told = curves.told("palm-rollback", losses, norms)
+    assert told.says(Cause.LOSS_SPIKE).any()
+    assert not told.orders(Action.ROLLBACK).any()
+
+
+@recorded.needed
+def test_palm_finds_the_spikes_of_recorded_runs():
+    """Llama-3.1-8B, in which people labelled them."""
+    found = 0
+    runs = [run for run in recorded.all_runs() if "llama31_8b" in run[0] and run[3]][:3]
+    for _, losses, _, onset in runs:
+        told = curves.told("palm-rollback", losses[onset - 250 : onset + 30])
+        order = curves.first(told.orders(Action.ROLLBACK))
+        found += order is not None and 245 <= order <= 265
+    assert found == len(runs)
+
+
+# -- OPT ------------------------------------------------------------------------------------------
+
+
+def test_opt_goes_back_with_a_lower_rate_that_stays():
+    told = curves.told("opt-restart", *spiked(steps=1200))
+    orders = told.orders(Action.ROLLBACK)
+    assert orders.sum() == 1
+    assert (told.orders(Action.CUT_LR) == orders).all()
+    assert (told.lr_scale[-700:] == np.float32(0.67)).all()
+
+
+def test_opt_goes_back_for_a_divergence_without_a_spike():
+    losses = curves.healthy(900, seed=5)
+    losses[300:] += np.linspace(0, 6, 600).astype(np.float32)
+    assert curves.told("opt-restart", losses).orders(Action.ROLLBACK).any()
+
+
+def test_opt_the_cut_survives_the_restored_optimizer():
+    """In the logbook reloading the optimizer overwrote the settings made for the restart."""
+    engine = load("opt-restart").engine()
+    losses, norms = spiked(at=400)
+    state = saved = engine.init()
+    for i, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
+        state, decision = engine.step(state, Signals(loss=loss, grad_norm=norm), xp=host)
+        saved = state if i == 300 else saved
+        if decision.action & int(Action.ROLLBACK):
+            break
+    assert saved.lr.scale == 1
+    back = engine.on_rollback(state, saved, xp=host)
+    _, decision = engine.step(back, Signals(loss=losses[301], grad_norm=norms[301]), xp=host)
+    assert decision.lr_scale == np.float32(0.67)
+
+
+def test_opt_clips_at_0_3_from_the_first_step():
+    """What a policy cannot say is that the limit falls from 1.0 in answer to an incident."""
+    losses, norms = spiked()
+    norms[:] = 0.6
+    told = curves.told("opt-restart", losses, norms)
+    np.testing.assert_allclose(told.grad_scale, 0.5, rtol=1e-5)
+
+
+# -- KempnerForge, issue 2 ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kempner():
+    return load("kempnerforge")
+
+
+def nans(where, steps=400):
+    losses, norms = spiked(steps=steps, at=steps)
+    norms[where] = np.nan
+    return losses, norms
+
+
+def test_kempner_skips_nan_and_goes_back_at_the_tenth_in_a_row(kempner):
+    told = curves.told(kempner, *nans(slice(100, 112)))
+    assert told.skip[100:112].all()
+    assert np.flatnonzero(told.orders(Action.ROLLBACK)).tolist() == [109]
+    assert np.flatnonzero(told.orders(Action.CUT_LR)).tolist() == [109]
+
+
+def test_kempner_its_detector_misses_every_other_step_and_the_policy_does_not(kempner):
+    where = np.arange(100, 299, 2)
+    told = curves.told(kempner, *nans(where))
+    assert curves.first(told.orders(Action.ROLLBACK)) == where[24]
+
+
+def test_kempner_the_rate_ramps_back_to_exactly_one(kempner):
+    scale = curves.told(kempner, *nans(slice(100, 112), steps=600)).lr_scale
+    assert scale[109:200].max() == 0.5
+    ramp = scale[300:380]
+    assert (np.diff(ramp) > 0).all()
+    assert scale[-1] == 1
+
+
+def test_kempner_gradient_anomalies_are_seen_in_the_step(kempner):
+    losses, norms = spiked(at=600)
+    norms *= np.exp(0.05 * np.random.default_rng(0).standard_normal(len(norms))).astype(np.float32)
+    norms[300] = 5.0
+    told = curves.told(kempner, losses, norms)
+    assert np.flatnonzero(told.skip).tolist() == [300]
+    assert not told.orders(Action.ROLLBACK).any()
+
+
+def test_kempner_retries_are_bounded_and_the_last_one_stops(kempner):
+    assert kempner.budget.recoveries == 3
+    told = curves.told(kempner, *nans(slice(100, 1000), steps=1000))
+    assert told.orders(Action.ROLLBACK).sum() == 3
+    stop = curves.first(told.orders(Action.STOP))
+    assert stop is not None
+    assert stop > np.flatnonzero(told.orders(Action.ROLLBACK))[-1]
+
+
+def test_kempner_the_action_on_nan_is_one_word(kempner):
+    rule = kempner.respond[0]
+    for words in (("alert",), ("skip",), ("stop",)):
+        changed = (rule.model_copy(update={"do": words}), *kempner.respond[1:])
+        told = curves.told(kempner.model_copy(update={"respond": changed}), *nans([100]))
+        assert told.skip[100], "a gradient that is not finite is never applied"
+        assert told.orders(Action.STOP)[100] == (words == ("stop",))
+
+
+# -- what the Healer reads ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["palm-rollback", "opt-restart", "kempnerforge"])
+def test_the_host_reads_the_same_numbers(name):
+    policy = load(name)
+    terms = terms_of(name)
+    assert terms.probation == policy.rollback.probation
+    assert terms.skip_batches == policy.rollback.skip_batches
+    assert terms.recoveries == policy.budget.recoveries
