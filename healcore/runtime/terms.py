@@ -16,6 +16,8 @@ class Terms(NamedTuple):
     name: str
     fingerprint: str | None
     """None for an engine that was built without a policy file."""
+    text: str | None
+    """The policy as TOML, every key spelt out."""
     engine: Engine
     probation: int
     """Healthy steps after a checkpoint until it is known-good."""
@@ -51,6 +53,7 @@ def terms_of(policy: Any) -> Terms:
         return Terms(
             "(engine)",
             None,
+            None,
             policy,
             host.probation,
             host.skip_batches,
@@ -62,6 +65,7 @@ def terms_of(policy: Any) -> Terms:
     return Terms(
         loaded.name,
         policies.fingerprint(loaded),
+        policies.dumps(loaded),
         loaded.engine(),
         loaded.rollback.probation,
         loaded.rollback.skip_batches,

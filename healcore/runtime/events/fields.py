@@ -68,6 +68,7 @@ FIELDS: dict[str, Field] = {
     "environment": Field(shapes.VERSIONS, "Versions: healcore, Python, system, frameworks."),
     "policy": Field(shapes.TEXT, "Name of the policy."),
     "fingerprint": Field(shapes.TEXT, "Of the policy."),
+    "policy_toml": Field(shapes.TEXT, "The policy as TOML, every key spelt out."),
     "mode": Field(shapes.one_of("heal", "observe"), "Of the policy."),
     "framework": Field(shapes.one_of("torch", "jax"), "Whose run it is."),
     "store": Field(shapes.TEXT, "Where checkpoints go."),

@@ -187,6 +187,7 @@ def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None)
         step=None,
         policy=terms.name,
         fingerprint=terms.fingerprint,
+        policy_toml=terms.text,
         mode=terms.engine.mode,
         framework=driver.framework,
         rank=ranks.rank,

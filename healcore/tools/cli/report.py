@@ -1,0 +1,135 @@
+"""`healcore report run.events.jsonl`.
+
+Exit status: 0 the page is written, 1 it is, and the metrics or one of several runs could not be
+read, 2 there is nothing to report on, an output cannot be written, or the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+if TYPE_CHECKING:  # imported where it is used, so that the other commands start fast
+    from healcore.policy import Policy
+    from healcore.tools.report.story import Story
+
+OK, SOME, UNUSABLE = 0, 1, 2
+
+_TOLD = 20
+"""Problems that are printed one by one; the page has all that were kept."""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Adds the command to the app."""
+    app.command("report")(_report)
+
+
+def _report(
+    events: Annotated[
+        list[Path],
+        typer.Argument(metavar="EVENTS...", help="Events files of runs, or folders with one each."),
+    ],
+    metrics: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Metrics of the run, or any log of it that replay reads. Left out: the "
+            "run.metrics.jsonl beside run.events.jsonl, if there is one.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", metavar="OUT.html", help="Left out: run.report.html beside the events."
+        ),
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(metavar="OUT.png", help="A picture besides the page.")
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            "--policy", "-p", help="The run's policy, where it is not a preset: a TOML file."
+        ),
+    ] = None,
+) -> None:
+    """One HTML page of a run: curves to zoom into, incidents, policy. It needs no network."""
+    from healcore.extras import MissingExtraError, require
+    from healcore.policy import PolicyError, load
+    from healcore.tools.report.telling import ReportError, find_events, stem, tell
+
+    if metrics is not None and len(events) > 1:
+        _fail("--metrics goes with one events file: leave it out, or name one run")
+    try:
+        require("report", "plotly", *(["matplotlib"] if png else []))
+        given: Policy | None = None if policy is None else load(policy)
+    except (MissingExtraError, PolicyError) as error:
+        _fail(str(error))
+    stories: list[Story] = []
+    first: Path | None = None
+    failed = False
+    for path in events:
+        try:
+            found = find_events(path)
+            with _reading(found):
+                told = tell(found, metrics=metrics, policy=given)
+        except ReportError as error:
+            typer.echo(str(error), err=True)
+            failed = True
+            continue
+        first = first or found
+        stories += told.stories
+        failed |= bool(told.unreadable)
+        for problem in told.problems[:_TOLD]:
+            typer.echo(problem, err=True)
+        if len(told.problems) > _TOLD:
+            typer.echo(f"and {len(told.problems) - _TOLD} more: see the page", err=True)
+    if first is None:
+        raise typer.Exit(UNUSABLE)
+    page = out or first.with_name(f"{stem(first)}.report.html")
+    inputs = [each for each in (*events, metrics) if each is not None]
+    _write(page, png, stories, inputs)
+    raise typer.Exit(SOME if failed else OK)
+
+
+def _reading(path: Path) -> contextlib.AbstractContextManager[object]:
+    """Says so at a terminal: a gigabyte of metrics takes its time."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return contextlib.nullcontext()
+    return console.status(Text(f"reading {path.name}"))
+
+
+def _write(page: Path, png: Path | None, stories: Sequence[Story], inputs: Sequence[Path]) -> None:
+    from healcore.tools.report.page import render
+
+    for path in (page, png):
+        if (
+            path is not None
+            and path.exists()
+            and any(path.samefile(each) for each in inputs if each.exists())
+        ):
+            _fail(f"{path} is one of the files that were read: write to another")
+    try:
+        page.write_text(render(stories), encoding="utf-8")
+        typer.echo(f"page: {page}")
+        if png is not None:
+            from healcore.tools.report.picture import draw
+
+            draw(stories, png)
+            typer.echo(f"picture: {png}")
+    except OSError as error:
+        name = error.filename or page
+        _fail(f"{name} cannot be written: {error.strerror or error}; name another with --out")
+
+
+def _fail(why: str) -> NoReturn:
+    typer.echo(why, err=True)
+    raise typer.Exit(UNUSABLE)

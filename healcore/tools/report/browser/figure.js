@@ -1,0 +1,111 @@
+// The whole figure of a story: which panels, how high, and from where to where.
+
+const AXES = ["yaxis", "yaxis2", "yaxis3"];
+
+function panels(story) {
+  const found = [];
+  if (story.loss) found.push({ axis: 0, share: 5, title: "loss", log: "logLoss", of: ["loss"] });
+  if (story.norm) found.push({ axis: 1, share: 3, title: "gradient norm", log: "logNorm", of: ["norm", "threshold"] });
+  if (story.lr) found.push({ axis: 2, share: 1.6, title: "LR ×", log: null, of: ["lr"] });
+  const lane = story.incidents.length || story.marks.length ? 0.12 : 0, gap = 0.035;
+  const whole = found.reduce((sum, panel) => sum + panel.share, 0);
+  const free = 1 - lane - gap * Math.max(found.length - 1, 0);
+  let top = 1 - lane;
+  for (const panel of found) {
+    const height = (free * panel.share) / whole;
+    panel.domain = [Math.max(top - height, 0), top];
+    top -= height + gap;
+  }
+  return { found, top: 1 - lane };
+}
+
+function extent(story, panel, state, range) {
+  const place = state.recorded ? story.index : story.step;
+  let low = Infinity, high = -Infinity;
+  for (const name of panel.of) {
+    const values = story[name];
+    if (!values) continue;
+    for (let row = 0; row < values.length; row++) {
+      const value = values[row];
+      if (value === null || (range && (place[row] < range[0] || place[row] > range[1]))) continue;
+      if (panel.log && state[panel.log] && value <= 0) continue;
+      low = Math.min(low, value); high = Math.max(high, value);
+    }
+  }
+  if (low > high) return null;
+  if (!panel.log) return [Math.min(0, low), Math.max(1, high) * 1.08];
+  if (state[panel.log]) { low = Math.log10(low); high = Math.log10(high); }
+  const room = (high - low) * 0.06 || Math.abs(high) * 0.05 || 0.1;
+  return [low - room, high + room * 1.8];
+}
+
+function whole(story, state) {
+  const place = (state.recorded ? story.index : story.step).filter((x) => x !== null);
+  const told = state.recorded ? [] : [...story.incidents.flatMap((i) => i.x), ...story.marks.map((m) => m.x)];
+  let low = Infinity, high = -Infinity;
+  for (const x of [...place, ...told]) { low = Math.min(low, x); high = Math.max(high, x); }
+  if (low > high) return [0, 1];
+  const room = (high - low) * 0.02 || 1; // on the right for the number of a last incident too
+  return [low - room, high + room * (story.labelled ? (narrow() ? 6 : 2.5) : 1)];
+}
+
+// Whole numbers times powers of ten, in full: plotly's own minor labels say "2" for 0.02.
+function ticks(range) {
+  const [low, high] = range, decades = high - low;
+  const steps = decades > 3 ? [1] : decades > 1.2 ? [1, 3] : decades > 0.5 ? [1, 2, 3, 5, 7] : null;
+  if (!steps) return {};
+  const each = Math.max(1, Math.ceil(decades / 7)), values = [];
+  for (let power = Math.floor(low); power <= Math.ceil(high); power++) {
+    if (power % each) continue;
+    for (const step of steps) values.push(Number((step * 10 ** power).toPrecision(3)));
+  }
+  const text = (value) => (value >= 1e5 || value < 1e-4 ? value.toExponential(0) : String(value));
+  return { tickmode: "array", tickvals: values, ticktext: values.map(text) };
+}
+
+function layout(story, state) {
+  const { found, top } = panels(story);
+  const small = narrow() || state.printing;
+  const plain = {
+    gridcolor: colour("grid"), linecolor: colour("line"), zeroline: false, fixedrange: true,
+    title: { font: { size: 12 }, standoff: 4 }, tickfont: { size: 11 }, automargin: true,
+  };
+  const hidden = { visible: false, fixedrange: true, showgrid: false };
+  const figure = {
+    height: state.printing ? 560 : narrow() ? 560 : 640, hovermode: "x unified", hoversubplots: "axis", hoverdistance: 12, showlegend: true,
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    font: { family: "system-ui, sans-serif", size: 12, color: colour("text") },
+    margin: { l: small ? 8 : 60, r: small ? 8 : 24, t: state.printing || narrow() ? 4 : 26, b: 40 },
+    dragmode: matchMedia("(pointer: coarse)").matches || narrow() ? false : "zoom",
+    hoverlabel: { bgcolor: colour("page"), bordercolor: colour("line"), font: { color: colour("text") }, align: "left" },
+    legend: { orientation: "h", y: -0.09, yanchor: "top", x: 0, font: { size: 11 } },
+    xaxis: { ...plain, fixedrange: false, range: state.range || whole(story, state), anchor: "free", position: 0,
+      title: { ...plain.title, text: state.recorded ? "row, as recorded" : "step" }, tickformat: ",d" },
+    shapes: bands(story, state, top),
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("quiet"), activecolor: colour("text") },
+    yaxis5: { ...hidden, domain: [top, 1], range: [-1.4, 3.8] },
+  };
+  for (const panel of found) {
+    const log = panel.log && state[panel.log];
+    figure[AXES[panel.axis]] = {
+      ...plain, domain: panel.domain, type: log ? "log" : "linear", anchor: "x",
+      title: { ...plain.title, text: panel.title }, range: extent(story, panel, state, state.range) || undefined,
+      nticks: panel.axis === 2 ? 4 : undefined,
+    };
+    const range = figure[AXES[panel.axis]].range;
+    if (log && range) Object.assign(figure[AXES[panel.axis]], ticks(range));
+  }
+  const first = found[0];
+  if (first) figure.yaxis6 = { ...hidden, overlaying: first.axis ? "y" + (first.axis + 1) : "y", domain: first.domain, range: [0, 1] };
+  return figure;
+}
+
+function traces(story, state) {
+  return [
+    ...curve(story, "loss", "loss", "y", "loss", state),
+    ...curve(story, "norm", "gradient norm", "y2", "norm", state),
+    ...curve(story, "threshold", "threshold", "y2", "threshold", state, { dash: "dash", width: 1.2 }),
+    ...curve(story, "lr", "LR multiplier", "y3", "lr", state, { shape: "hv" }),
+    ...otherTraces(story, state), ...incidentTraces(story, state),
+  ];
+}

@@ -1,0 +1,48 @@
+// The curves as plotly's traces.
+
+// Points of one curve as a line: what is not logged is passed over, what is not finite is a gap,
+// and where a rollback has undone steps, they are a line of their own.
+function line(story, values, undone, recorded) {
+  const x = [], y = [];
+  const place = recorded ? story.index : story.step;
+  const bad = story.badRows;
+  let last = -1; // the row before, whichever line it is on
+  for (let row = 0; row < values.length; row++) {
+    if (values[row] === null && !bad.has(row)) continue;
+    const mine = story.undone[row] === undone;
+    const broken = last >= 0 && story.attempt && story.attempt[last] !== story.attempt[row];
+    if (mine) {
+      if (broken && (undone || recorded)) { x.push(null); y.push(null); }
+      else if (undone && last >= 0 && story.undone[last] !== undone && !broken) {
+        x.push(null, place[last]); y.push(null, values[last]);
+      }
+      x.push(place[row]); y.push(values[row]);
+    }
+    last = row;
+  }
+  return { x, y };
+}
+
+function curve(story, name, label, panel, key, state, more) {
+  const values = story[name];
+  if (!values) return [];
+  const recorded = state.recorded;
+  const mode = story.lonely ? "markers" : "lines";
+  const base = { type: "scatter", mode, xaxis: "x", yaxis: panel };
+  // With its own step: where the curve has no value there, the nearest one is shown.
+  const words = (what) => what + " %{y:.5~g} at %{x:,d}<extra></extra>";
+  const kept = {
+    ...base, ...line(story, values, 0, recorded), name: label, legendgroup: name, hovertemplate: words(label),
+    line: { color: colour(key), width: 1.6, ...more }, marker: { color: colour(key), size: 5 },
+  };
+  const traces = [kept];
+  if (name !== "threshold" && story.undone.includes(1)) {
+    traces.unshift({
+      ...base, ...line(story, values, 1, recorded), name: "undone", hovertemplate: words(label + ", undone,"),
+      legendgroup: "undone", showlegend: name === "loss" || !story.loss, opacity: 0.75,
+      line: { color: colour("undone"), width: 1.2, ...more },
+      marker: { color: colour("undone"), size: 5, symbol: "circle-open" },
+    });
+  }
+  return traces;
+}

@@ -1,0 +1,75 @@
+// Incidents and other events as plotly's traces and shapes.
+
+const SHAPES = 600; // lines and bands that a browser draws without waiting for it
+
+const span = (incident, recorded) => (recorded ? incident.i : incident.x);
+
+function incidentTraces(story, state) {
+  const traces = [];
+  for (const [kind, sign] of Object.entries(all.signs)) {
+    const of = story.incidents.map((incident, place) => ({ ...incident, place }))
+      .filter((incident) => incident.kind === kind && span(incident, state.recorded));
+    if (!of.length) continue;
+    const back = { x: [], y: [] };
+    for (const incident of of) {
+      if (kind !== "rollback" || incident.to === null || state.recorded) continue;
+      back.x.push(incident.x[0], incident.to, null); back.y.push(incident.row, incident.row, null);
+    }
+    const quiet = { type: "scatter", mode: "lines", hoverinfo: "skip", showlegend: false, legendgroup: kind };
+    const ink = colour(kind);
+    if (back.x.length) traces.push({ ...quiet, ...back, yaxis: "y5", line: { color: ink, width: 1.2, dash: "dot" } });
+    traces.push({
+      type: "scatter", mode: story.labelled ? "markers+text" : "markers", yaxis: "y5",
+      x: of.map((incident) => span(incident, state.recorded)[0]), y: of.map((incident) => incident.row),
+      customdata: of.map((incident) => incident.place), name: sign.words, legendgroup: kind,
+      text: of.map((incident) => (story.labelled ? "#" + incident.n : "")), textposition: "middle right",
+      textfont: { size: 11, color: ink }, marker: { symbol: sign.symbol, size: 10, color: ink, line: { width: 0 } },
+      hovertext: of.map((incident) => incident.text), hovertemplate: "%{hovertext}<extra></extra>",
+    });
+  }
+  return traces;
+}
+
+// A line at each onset and a band to the last alarm, through all panels. An incident of a later
+// kind in `all.signs` is less grave, and goes without where there are too many for a browser.
+function bands(story, state, top) {
+  const shapes = [], drawn = new Set(); // those that lie on one another would darken
+  for (const kind of Object.keys(all.signs)) {
+    const ink = colour(kind);
+    for (const incident of story.incidents) {
+      const at = span(incident, state.recorded);
+      if (incident.kind !== kind || !at || shapes.length >= SHAPES || drawn.has(String(at))) continue;
+      drawn.add(String(at));
+      const shape = { xref: "x", yref: "paper", y0: 0, y1: top, x0: at[0], x1: at[1], layer: "below" };
+      if (at[1] > at[0]) shapes.push({ ...shape, type: "rect", fillcolor: ink, opacity: 0.13, line: { width: 0 } });
+      shapes.push({ ...shape, type: "line", x1: at[0], opacity: 0.7, line: { color: ink, width: 1, dash: kind === "alert" ? "dot" : "solid" } });
+    }
+  }
+  return shapes;
+}
+
+function otherTraces(story, state) {
+  const traces = [];
+  const x = state.recorded ? story.index : story.step;
+  if (story.bad.length) {
+    traces.push({
+      type: "scatter", mode: "markers", yaxis: "y6", name: "NaN or Inf",
+      x: story.bad.map((row) => x[row]), y: story.bad.map(() => 0.97),
+      marker: { symbol: "x-thin", size: 6, line: { width: 1.5, color: colour("bad") } },
+      hovertemplate: "loss or norm not finite<extra></extra>",
+    });
+  }
+  if (story.marks.length && !state.recorded) {
+    const names = { alarm: "line-ns-open", order: "line-ns-open", resume: "diamond-open", hook: "hexagon-open" };
+    traces.push({
+      type: "scatter", mode: "markers", yaxis: "y5", name: "other events",
+      x: story.marks.map((mark) => mark.x), y: story.marks.map(() => -0.8),
+      hovertext: story.marks.map((mark) => mark.text), hovertemplate: "%{hovertext}<extra></extra>",
+      marker: {
+        symbol: story.marks.map((mark) => names[mark.kind] || "square-open"), size: 8,
+        color: colour("quiet"), line: { width: 1.2, color: colour("quiet") },
+      },
+    });
+  }
+  return traces;
+}

@@ -1,0 +1,94 @@
+// One story: its plot, its buttons, and the links between its plot and its table.
+
+function tell(story, number) {
+  const section = document.getElementById("s" + number);
+  const plot = section.querySelector(".plot");
+  if (!plot) return null;
+  story.badRows = new Set(story.bad);
+  const state = { range: null, recorded: false, logLoss: story.logLoss, logNorm: story.logNorm, printing: false };
+  const options = {
+    responsive: true, displayModeBar: narrow() ? false : "hover", displaylogo: false,
+    // By name, not by what to leave out: plotly's own bar has one that sends the chart away.
+    modeBarButtons: [["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d"]],
+  };
+
+  function draw(width) {
+    const figure = layout(story, state);
+    if (width) { figure.width = width; figure.autosize = false; }
+    return Plotly.react(plot, traces(story, state), figure, options);
+  }
+
+  function show(range) {
+    state.range = range;
+    return draw();
+  }
+
+  // Zoom and pan change only the x axis; the others follow what is in view.
+  function follow(change) {
+    if ("xaxis.range[0]" in change) show([change["xaxis.range[0]"], change["xaxis.range[1]"]]);
+    else if ("xaxis.range" in change) show([...change["xaxis.range"]]);
+    else if (change["xaxis.autorange"]) show(null);
+  }
+
+  function choose(place, scroll) {
+    for (const row of section.querySelectorAll("tr.chosen")) row.classList.remove("chosen");
+    const row = document.getElementById("s" + number + "-i" + place);
+    if (row) {
+      row.classList.add("chosen");
+      if (scroll) row.scrollIntoView({ block: "center", behavior: "smooth" });
+    }
+  }
+
+  function zoomTo(place) {
+    const at = span(story.incidents[place], state.recorded);
+    if (!at) return;
+    const [low, high] = whole(story, state);
+    const room = Math.max((at[1] - at[0]) * 2, (high - low) * 0.03, 5);
+    choose(place, false);
+    show([at[0] - room, at[1] + room]).then(() => plot.scrollIntoView({ block: "center", behavior: "smooth" }));
+  }
+
+  function move(by, factor) {
+    const [low, high] = state.range || whole(story, state);
+    const middle = (low + high) / 2 + by * (high - low), half = ((high - low) / 2) * factor;
+    show([middle - half, middle + half]);
+  }
+
+  const bar = section.querySelector(".tools");
+  function button(words, title, press, pressed) {
+    const made = document.createElement("button");
+    made.type = "button"; made.textContent = words; made.title = title;
+    const note = () => { if (pressed) made.setAttribute("aria-pressed", String(pressed())); };
+    made.addEventListener("click", () => { press(); note(); });
+    note();
+    bar.append(made);
+  }
+  function gap() { const made = document.createElement("span"); made.className = "gap"; bar.append(made); }
+
+  if (story.loss) button("log loss", "Logarithmic axis of the loss", () => { state.logLoss = !state.logLoss; draw(); }, () => state.logLoss);
+  if (story.norm) button("log norm", "Logarithmic axis of the gradient norm", () => { state.logNorm = !state.logNorm; draw(); }, () => state.logNorm);
+  if (story.undone.includes(1) && story.index && !story.lonely) {
+    button("as recorded", "Undone steps in their place, in the order in which they were taken",
+      () => { state.recorded = !state.recorded; show(null); }, () => state.recorded);
+  }
+  gap();
+  button("◀", "Earlier", () => move(-0.4, 1));
+  button("▶", "Later", () => move(0.4, 1));
+  button("+", "Zoom in", () => move(0, 0.5));
+  button("−", "Zoom out", () => move(0, 2));
+  button("whole run", "Everything", () => { choose(-1, false); show(null); });
+
+  const begin = () => draw().then(() => {
+    plot.on("plotly_relayout", follow);
+    plot.on("plotly_doubleclick", () => { show(null); });
+    plot.on("plotly_click", (event) => {
+      const point = event.points.find((each) => each.customdata !== undefined);
+      if (point) choose(point.customdata, true);
+    });
+  });
+  section.querySelector(".incidents")?.addEventListener("click", (event) => {
+    const row = event.target.closest("tr[data-incident]");
+    if (row) zoomTo(Number(row.dataset.incident));
+  });
+  return { begin, draw, state, plot, drawn: false };
+}

@@ -1,0 +1,174 @@
+"""The same as a PNG: loss, gradient norm and learning rate of every story, incidents marked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from healcore.extras import require
+from healcore.tools.report.marking import SIGNS, is_wide, kind_of, levels
+from healcore.tools.report.story import Series, Story
+
+STORIES = 12
+"""Stories that a picture holds; a page holds any number."""
+
+_LANE = 4
+_LABELLED = 60
+_LOSS, _NORM, _THRESHOLD, _RATE = "#0072B2", "#007A5A", "#B3520C", "#6A4FB3"
+_UNDONE, _GRID, _QUIET = "#9FB4C3", "#E6E9ED", "#5B6570"
+_KEPT = {"lw": 1.0, "solid_joinstyle": "round"}
+_SIZE = 5.2
+
+
+def draw(stories: Sequence[Story], path: str | os.PathLike[str]) -> None:
+    """Draws the stories, one below the other.
+
+    Args:
+        stories: what is told; of more than `STORIES` the first ones, and how many are missing.
+        path: the PNG to write.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+        ValueError: there is no story.
+        OSError: the file cannot be written.
+    """
+    if not stories:
+        raise ValueError("a picture needs at least one story")
+    require("report", "matplotlib")
+    # No window, whatever the user's backend.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    shown = stories[:STORIES]
+    figure = Figure(figsize=(12, _SIZE * len(shown) + 0.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    blocks = figure.subfigures(len(shown), 1, squeeze=False)[:, 0]
+    for block, story in zip(blocks, shown, strict=True):
+        _story(block, story)
+    if len(stories) > STORIES:
+        told = f"The first {STORIES} of {len(stories)}; the page (HTML) has all of them."
+        figure.text(0.995, 0.002, told, ha="right", fontsize=8, color=_QUIET)
+    figure.savefig(path, dpi=120, format="png")
+
+
+def _story(block: Any, story: Story) -> None:
+    series = story.series
+    curves = [("loss", series.loss, _LOSS, 5.0)]
+    if series.grad_norm is not None:
+        curves.append(("gradient norm", series.grad_norm, _NORM, 3.0))
+    if series.lr_scale is not None:
+        curves.append(("LR ×", series.lr_scale, _RATE, 1.3))
+    heights = (1.3 if story.incidents else 0.1, *(share for *_, share in curves))
+    lane, *axes = block.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    for axis, (name, values, colour, _) in zip(axes, curves, strict=True):
+        _curve(axis, series, values, colour, stepped=name == "LR ×")
+        axis.set_ylabel(name, fontsize=9, labelpad=3)
+        if name != "LR ×" and is_wide(values):
+            _logarithmic(axis, values)
+        if name == "LR ×":
+            axis.set_ylim(0, 1.1)
+    if series.grad_norm is not None and series.threshold is not None:
+        style = {"color": _THRESHOLD, "ls": "--", "lw": 0.9, "label": "threshold"}
+        _line(axes[1], series, series.threshold, ~series.undone(), **style)
+    _bad(axes[0], series)
+    _incidents(lane, axes, story)
+    for axis in axes:
+        axis.grid(color=_GRID, lw=0.7)
+        axis.set_axisbelow(True)
+        axis.tick_params(labelsize=8, length=2)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[-1].set_xlabel("step", fontsize=9)
+    if not len(series.step):
+        axes[0].text(0.5, 0.5, "no row to draw", transform=axes[0].transAxes, ha="center")
+    _words(block, story)
+    found: dict[str, Any] = {}
+    for axis in (lane, *axes[:2]):
+        handles, labels = axis.get_legend_handles_labels()
+        found |= {label: handle for handle, label in zip(handles, labels, strict=True)}
+    style = {"ncols": 8, "frameon": False, "fontsize": 8.5, "handlelength": 1.5}
+    block.legend(found.values(), found.keys(), loc="upper right", **style)
+
+
+def _logarithmic(axis: Any, values: np.ndarray) -> None:
+    """With numbers in full, and between the decades where there are few."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_yscale("log")
+    finite = values[np.isfinite(values)]
+    few = np.log10(finite.max() / finite.min()) < 3
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0) if few else (1.0,), numticks=8))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _curve(axis: Any, series: Series, values: np.ndarray, colour: str, *, stepped: bool) -> None:
+    undone = series.undone()
+    style = {**_KEPT, "drawstyle": "steps-post"} if stepped else _KEPT
+    attempts = [] if series.attempt is None else np.unique(series.attempt[undone]).tolist()
+    for i, attempt in enumerate(attempts):
+        where = undone & (series.attempt == attempt)
+        label = None if i else "undone"
+        _line(axis, series, values, where, color=_UNDONE, label=label, **style)
+    _line(axis, series, values, ~undone, color=colour, **style)
+
+
+def _line(axis: Any, series: Series, values: np.ndarray, where: np.ndarray, **style: Any) -> None:
+    """What is not logged is passed over; what is not finite is a gap."""
+    bad = np.zeros(len(values), bool) if series.nonfinite is None else series.nonfinite
+    rows = np.flatnonzero(where & (np.isfinite(values) | bad))
+    if series.lonely:
+        style = {**style, "ls": "none", "marker": ".", "ms": 4}
+    axis.plot(series.step[rows], np.where(np.isfinite(values[rows]), values[rows], np.nan), **style)
+
+
+def _bad(axis: Any, series: Series) -> None:
+    if series.nonfinite is None or not series.nonfinite.any():
+        return
+    at = series.step[series.nonfinite]
+    marks = {"transform": axis.get_xaxis_transform(), "color": "#A3210F", "clip_on": False}
+    axis.plot(at, np.full(len(at), 0.97), "x", ms=4, mew=1.0, label="NaN or Inf", **marks)
+
+
+def _incidents(lane: Any, axes: Sequence[Any], story: Story) -> None:
+    lane.set_ylim(-0.8, _LANE)
+    lane.axis("off")
+    step = story.series.step
+    width = max(float(np.ptp(step)) if len(step) else 1.0, 1.0)
+    cases = story.incidents
+    rows = levels([case.onset_step for case in cases], width * 0.03, _LANE)
+    drawn: set[tuple[float, float]] = set()  # bands that lie on one another would darken
+    used: set[str] = set()
+    for case, row in zip(cases, rows, strict=True):
+        sign, at = SIGNS[kind_of(case)], (case.onset_step, case.step)
+        for axis in axes if at not in drawn else ():
+            axis.axvspan(*at, color=sign.colour, alpha=0.13, lw=0)
+            axis.axvline(at[0], color=sign.colour, lw=0.8, alpha=0.7)
+        drawn.add(at)
+        label = None if sign.name in used else sign.words
+        used.add(sign.name)
+        lane.plot(at[0], row, sign.matplotlib, color=sign.colour, ms=6, label=label, ls="none")
+        if len(cases) <= _LABELLED:
+            place = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
+            lane.annotate(f"#{case.number}", (at[0], row), color=sign.colour, fontsize=7.5, **place)
+        if case.checkpoint is not None:
+            lane.plot([case.checkpoint, at[0]], [row, row], ":", color=sign.colour, lw=1)
+
+
+def _words(block: Any, story: Story) -> None:
+    ending = "replay" if story.kind == "replay" else story.facts.get("Ending", "")
+    told = [f"policy {story.policy_name} {story.fingerprint}".strip(), ending]
+    counts = {name: sum(kind_of(case) == name for case in story.incidents) for name in SIGNS}
+    told += [f"{counts[name]} × {SIGNS[name].words}" for name in SIGNS if counts[name]]
+    # Dollars in a name are not mathematics.
+    title = story.title.replace("$", r"\$")
+    block.suptitle(title, x=0.01, ha="left", fontsize=12, weight="bold")
+    block.supxlabel(
+        " · ".join(each for each in told if each).replace("$", r"\$"),
+        x=0.01,
+        ha="left",
+        fontsize=8.5,
+        color=_QUIET,
+    )

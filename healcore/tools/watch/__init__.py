@@ -1,0 +1,1 @@
+"""Following a live run in a terminal."""

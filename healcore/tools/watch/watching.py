@@ -1,0 +1,215 @@
+"""The loop that follows a run, for a terminal and for a pipe."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from healcore.policy import Policy
+from healcore.runtime.events.reading import Event
+from healcore.tools.report.telling import metrics_path
+from healcore.tools.watch import status, wording
+from healcore.tools.watch.state import Standing
+from healcore.tools.watch.tail import Tail
+
+COMPLETED, FAILED, UNUSABLE = 0, 1, 2
+
+LOOK_EVERY = 0.5
+"""Seconds; the Healer writes its metrics as often."""
+_GONE_EVERY = 3.0
+"""Seconds without news after which it is asked whether the process is still there."""
+_HISTORY = 20
+"""Lines of the past that are shown at the start."""
+_METRICS_END = 1 << 16
+"""Bytes of the metrics that are read at the start."""
+_FOREIGN = 20
+"""Lines without one event among them after which a file is taken to be something else."""
+
+
+class WatchError(ValueError):
+    """A file that cannot be watched."""
+
+
+class Watch:
+    """One events file, and the metrics beside it.
+
+    Args:
+        path: the events file; it need not be there yet.
+        policy: of the run, for its budget.
+        say: takes lines of the story, and whether each is grave.
+    """
+
+    def __init__(
+        self, path: Path, *, policy: Policy | None, say: Callable[[str, bool], None]
+    ) -> None:
+        self.path = path
+        self.standing = Standing(policy)
+        self._say = say
+        self._events = Tail(path)
+        self._metrics = Tail(metrics_path(path), last=_METRICS_END)
+        self._quiet_since = time.monotonic()
+
+    @property
+    def there(self) -> bool:
+        """Whether the file is there."""
+        return self._events.there
+
+    def catch_up(self) -> None:
+        """Everything that is there already; of the story only the end is told.
+
+        Raises:
+            WatchError: it is no events file.
+        """
+        told: deque[tuple[str, bool]] = deque(maxlen=_HISTORY)
+        count = 0
+        for event in self._new():
+            line = wording.line(event)
+            if line is not None:
+                told.append((line, event["kind"] in wording.GRAVE))
+                count += 1
+        if count > len(told):
+            self._say(f"({count - len(told)} earlier lines: healcore events show)", False)
+        for line, grave in told:
+            self._say(line, grave)
+
+    def look(self) -> None:
+        """What has come since.
+
+        Raises:
+            WatchError: it is no events file.
+        """
+        for event in self._new():
+            line = wording.line(event)
+            if line is not None:
+                self._say(line, event["kind"] in wording.GRAVE)
+
+    def ended(self) -> bool:
+        """Whether the run has ended, or its process is gone."""
+        standing = self.standing
+        if standing.ending is not None:
+            return True
+        now = time.monotonic()
+        if now - self._quiet_since < _GONE_EVERY:
+            return False
+        self._quiet_since = now
+        if not standing.is_gone():
+            return False
+        self.look()  # it may have said how just before it went
+        if standing.ending is None:
+            standing.ending = "killed"
+            self._say("the process is gone, and has told no end: it was killed", True)
+        return True
+
+    def _new(self) -> Iterator[Event]:
+        more = True
+        while more:
+            news = self._events.look()
+            more = news.more
+            if news.anew:
+                self._say(f"{self.path.name} was emptied or replaced: from its beginning", True)
+            if news.lines:
+                self._quiet_since = time.monotonic()
+            for line in news.lines:
+                event = self.standing.take(line)
+                if event is not None:
+                    yield event
+            if self._events.trouble:
+                raise WatchError(self._events.trouble)
+            seen, damaged = self.standing.seen, self.standing.damaged
+            if damaged == seen >= _FOREIGN:
+                raise WatchError(
+                    f"{self.path} is no events file: none of its first {seen} lines is an event. "
+                    'Name the file that Healer(events="run.events.jsonl") writes'
+                )
+        more = True
+        while more:
+            news = self._metrics.look()
+            more = news.more
+            for line in news.lines:
+                self._quiet_since = time.monotonic()
+                self.standing.take_metrics(line)
+
+
+def once(path: Path, policy: Policy | None, console: Any) -> int:
+    """Prints how a run stands.
+
+    Raises:
+        WatchError: there is no such file, or no event in it.
+    """
+    watch = Watch(path, policy=policy, say=lambda line, grave: _print(console, line, grave))
+    watch.catch_up()
+    if not watch.there:
+        raise WatchError(f"{path} is not there")
+    standing = watch.standing
+    if standing.seen == standing.damaged:
+        raise WatchError(f"{path} has no event in it ({standing.seen} lines)")
+    if standing.is_gone():
+        standing.ending = "killed"
+    for line in status.lines(standing):
+        _print(console, line, grave=False)
+    return FAILED if standing.failed else COMPLETED
+
+
+def follow(path: Path, policy: Policy | None, console: Any, *, forever: bool = False) -> int:
+    """Follows a run to its end.
+
+    Args:
+        path: the events file.
+        policy: of the run, for its budget.
+        console: rich's. No terminal: lines, and how the run stands at its end.
+        forever: on after the end, since the run may be started again.
+
+    Raises:
+        WatchError: it is no events file, or cannot be read.
+    """
+    watch = Watch(path, policy=policy, say=lambda line, grave: _print(console, line, grave))
+    with _live(console, watch) as refresh:
+        if not path.exists():
+            _print(console, f"waiting for {path}", grave=False)
+        watch.catch_up()
+        while forever or not watch.ended():
+            refresh()
+            time.sleep(LOOK_EVERY)
+            watch.look()
+        refresh()
+    if not console.is_terminal:  # there the panel stays
+        for line in status.lines(watch.standing):
+            _print(console, line, grave=False)
+    return FAILED if watch.standing.failed else COMPLETED
+
+
+@contextmanager
+def _live(console: Any, watch: Watch) -> Iterator[Callable[[], None]]:
+    """The panel under the story, where there is a terminal."""
+    if not console.is_terminal:
+        yield lambda: None
+        return
+    from rich.live import Live
+
+    with Live(_panel(watch), console=console, auto_refresh=False) as live:
+        yield lambda: live.update(_panel(watch), refresh=True)
+
+
+def _panel(watch: Watch) -> Any:
+    from rich.panel import Panel
+    from rich.text import Text
+
+    standing = watch.standing
+    colour = "red" if standing.failed else "green" if standing.ending else "cyan"
+    told = status.lines(standing) if watch.there else [f"waiting for {watch.path}"]
+    text = Text("\n".join(told))
+    return Panel(text, title=Text(wording.plain(str(watch.path))), border_style=colour)
+
+
+def _print(console: Any, line: str, grave: bool) -> None:
+    from rich.text import Text
+
+    # Text, not str: brackets in a log are no markup. One line stays one, however narrow a pipe.
+    text = Text(wording.plain(line), style="bold red" if grave else "")
+    console.print(text, soft_wrap=True)
+    if not console.is_terminal:
+        console.file.flush()

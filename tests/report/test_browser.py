@@ -1,0 +1,152 @@
+"""The page in a real browser: it draws, it asks for nothing, it fits, and it answers clicks."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+
+from healcore.tools.report.page import render
+from healcore.tools.report.story import Series
+from healcore.tools.report.telling import tell
+from tests.report.chromium import needs_browser, open_page, print_page
+from tests.report.test_page import empty, hostile
+
+pytestmark = needs_browser
+
+MEASURE = """
+const out = [...document.querySelectorAll("body *")].filter((e) => !e.closest("svg") &&
+  e.getBoundingClientRect().width && e.getBoundingClientRect().right > innerWidth + 1);
+const told = { inner: innerWidth, page: document.documentElement.scrollWidth,
+  plot: document.querySelector(".main-svg").getBoundingClientRect().width,
+  out: out.map((e) => e.tagName + "." + e.className) };
+"""
+
+
+def page_of(stories, folder: Path, script: str = "") -> Path:
+    """A page; with a script of the test's own, the policy that forbids such is taken out."""
+    text = render(stories)
+    if script:
+        text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text, count=1)
+        own = f"addEventListener('load', () => setTimeout(() => {{{script}}}, 600));"
+        text = text.replace("</body>", f"<script>{own}</script></body>")
+    page = folder / "page.html"
+    page.write_text(text, encoding="utf-8")
+    return page
+
+
+def test_it_draws_asks_for_nothing_and_has_no_error(healed, resumed, tmp_path):
+    stories = [*tell(healed).stories, *tell(resumed).stories]
+    opened = open_page(page_of(stories, tmp_path), tmp_path)
+    assert opened.console == []
+    assert opened.asked == []
+    assert opened.dom.count('class="main-svg"') >= 2
+    assert opened.dom.count("scatterlayer") >= 2 * 4
+    for words in ("log loss", "as recorded", "whole run"):
+        assert opened.dom.count(f">{words}</button>") == 2
+
+
+def test_a_page_that_asks_would_be_seen(tmp_path):
+    page = tmp_path / "asks.html"
+    page.write_text('<img src="http://tracker.example/1.png"><script>nonsense(</script>')
+    opened = open_page(page, tmp_path)
+    assert opened.asked == ["http://tracker.example/1.png"]
+    assert opened.console
+
+
+def test_nothing_overflows_on_a_tablet(stopped, tmp_path):
+    script = MEASURE + "document.body.dataset.told = JSON.stringify(told);"
+    opened = open_page(page_of(tell(stopped).stories, tmp_path, script), tmp_path, width=768)
+    told = json.loads(opened.told("told").replace("&quot;", '"'))
+    assert told["out"] == []
+    assert told["page"] <= told["inner"]
+
+
+def test_nothing_overflows_on_a_phone(stopped, tmp_path):
+    # A window has at least 500 pixels; a frame in it may have fewer, and is laid out like a phone.
+    long = hostile()._replace(title="x" * 300, policy_name="y" * 300)
+    stories = [*tell(stopped).stories, long]
+    inner = page_of(stories, tmp_path, MEASURE + "parent.postMessage(JSON.stringify(told), '*');")
+    outer = tmp_path / "outer.html"
+    listen = "addEventListener('message', (e) => { document.body.dataset.told = e.data; });"
+    frame = f'<iframe src="{inner.name}" style="width:390px;height:844px;border:0"></iframe>'
+    outer.write_text(f"<body><script>{listen}</script>{frame}</body>")
+    told = json.loads(open_page(outer, tmp_path).told("told").replace("&quot;", '"'))
+    assert told["inner"] == 390
+    assert told["out"] == []
+    assert told["page"] <= 390
+    assert 300 < told["plot"] <= 390
+
+
+def test_on_paper_everything_is_there(stopped, tmp_path):
+    pdf, console = print_page(page_of(tell(stopped).stories, tmp_path), tmp_path)
+    assert console == ""
+    assert pdf.startswith(b"%PDF")
+    # Four sheets of A4, the policy unfolded. Columns too narrow for a word would make many more.
+    assert 3 <= len(re.findall(rb"/Type\s*/Page\b", pdf)) <= 5
+
+
+def test_a_row_zooms_and_the_axes_switch(healed, tmp_path):
+    script = """
+    const plot = document.querySelector(".plot"), told = [];
+    const note = () => told.push(
+      [plot.layout.xaxis.range, plot.layout.yaxis.type, plot.layout.xaxis.title.text]);
+    const press = (words) => [...document.querySelectorAll(".tools button")]
+      .find((each) => each.textContent === words).click();
+    note();
+    document.querySelectorAll("tr[data-incident]")[0].querySelector("button").click(); note();
+    press("log loss"); note();
+    press("whole run"); press("as recorded"); note();
+    document.body.dataset.told = JSON.stringify(told);
+    document.body.dataset.chosen = document.querySelectorAll("tr.chosen").length;
+    """
+    (story,) = tell(healed).stories
+    opened = open_page(page_of([story], tmp_path, script), tmp_path)
+    assert opened.console == []
+    whole, row, linear, recorded = json.loads(opened.told("told").replace("&quot;", '"'))
+    case = story.incidents[0]
+    assert whole[0][0] <= 0
+    assert whole[0][1] >= story.series.step.max()
+    assert whole[0][0] < row[0][0] < case.onset_step < case.step < row[0][1] < whole[0][1]
+    assert (whole[1], row[1], linear[1]) == ("log", "log", "linear")
+    assert recorded[2] == "row, as recorded"
+    assert recorded[0][1] >= len(story.series.step) - 1 > whole[0][1]
+
+
+def test_hostile_texts_do_not_run(tmp_path):
+    # Without the page's policy, which would forbid it, and which another test reads.
+    opened = open_page(page_of([hostile()], tmp_path, "document.body.dataset.ran = 1"), tmp_path)
+    assert opened.told("ran") == "1"
+    assert opened.console == []
+    assert "data-hacked" not in opened.dom
+    assert opened.dom.count("<img") == 0
+
+
+def test_odd_curves_draw(tmp_path):
+    step = np.arange(100.0)
+    nan = np.full(100, np.nan)
+    bad = np.ones(100, bool)
+    huge = np.where(step == 50, np.inf, 3e38)
+    few = np.array([3.0, 2.0, 1.0])
+    odd = [
+        Series(step, np.sin(step), grad_norm=nan),  # a signed loss
+        Series(step, nan, nonfinite=bad),  # never finite
+        Series(step, huge, nonfinite=~np.isfinite(huge), grad_norm=np.zeros(100)),
+        Series(step[:1], few[:1]),
+        Series(step, nan, grad_norm=step),  # no loss at all
+        Series(step[:3], few, lonely=True, lr_scale=few / 3),
+    ]
+    stories = [hostile()._replace(series=series, title=str(i)) for i, series in enumerate(odd)]
+    script = """
+    scrollTo(0, document.body.scrollHeight);
+    document.querySelectorAll("section").forEach((each) => each.scrollIntoView());
+    dispatchEvent(new Event("beforeprint")); dispatchEvent(new Event("afterprint"));
+    document.querySelectorAll(".tools button").forEach((each) => each.click());
+    setTimeout(() => { document.body.dataset.drawn =
+      document.querySelectorAll(".plot:has(.main-svg)").length; }, 500);
+    """
+    opened = open_page(page_of([*stories, empty()], tmp_path, script), tmp_path)
+    assert opened.console == []
+    assert opened.told("drawn") == str(len(odd))

@@ -1,0 +1,157 @@
+"""The story of a run is that of its events and metrics: real runs, read back."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from healcore.core.verdict import Action
+from healcore.policy import fingerprint, load, loads
+from healcore.tools.report.telling import tell
+from tests.report.runs import Loop, lines_of, train
+
+
+def of_kind(events, kind):
+    return [event for event in lines_of(events) if event["kind"] == kind]
+
+
+@pytest.mark.parametrize("run", ["healed", "stopped", "resumed"])
+def test_every_incident_and_rollback_is_told(run, request):
+    events = request.getfixturevalue(run)
+    (story,) = tell(events).stories
+    told = of_kind(events, "incident")
+    assert len(story.incidents) == len(told) > 2
+    assert [case.number for case in story.incidents] == [event["incident"] for event in told]
+    assert [case.onset_step for case in story.incidents] == [event["onset"] for event in told]
+    assert [case.cause for case in story.incidents] == [tuple(event["cause"]) for event in told]
+    back = [case for case in story.incidents if "ROLLBACK" in case.action]
+    rollbacks = of_kind(events, "rollback")
+    assert [case.checkpoint for case in back] == [event["checkpoint"] for event in rollbacks]
+    assert [case.lr_after for case in back] == [event["lr_scale"] for event in rollbacks]
+    assert [[list(b) for b in case.batches] for case in back] == [e["batches"] for e in rollbacks]
+    assert all(case.left_out for case in back)
+    skips = sum(event["skip"] for event in of_kind(events, "alarm") if event["incident"])
+    assert sum(case.skipped for case in story.incidents) == skips > 10
+    assert story.notes == ()
+
+
+@pytest.mark.parametrize("run", ["healed", "stopped", "resumed"])
+def test_curves_are_the_metrics_row_by_row(run, request):
+    events = request.getfixturevalue(run)
+    (story,) = tell(events).stories
+    rows = lines_of(events.with_name("run.metrics.jsonl"))
+    series = story.series
+    assert series.rows == len(rows) == len(series.step)
+    np.testing.assert_array_equal(series.step, [row["step"] for row in rows])
+    for curve, name in ((series.loss, "loss"), (series.grad_norm, "grad_norm")):
+        np.testing.assert_array_equal(
+            curve, np.array([float(row[name]) for row in rows], np.float32)
+        )
+    np.testing.assert_array_equal(series.nonfinite, [row["loss"] == "nan" for row in rows])
+    for case in story.incidents:
+        assert rows[case.onset]["step"] == case.onset_step
+        assert rows[case.index]["step"] == case.step
+        assert rows[case.index]["cause"]
+
+
+@pytest.mark.parametrize("run", ["healed", "stopped", "resumed"])
+def test_what_was_undone_is_known(run, request):
+    events = request.getfixturevalue(run)
+    (story,) = tell(events).stories
+    step = story.series.step
+    # By definition: a row is undone if a later one has its step or an earlier one.
+    expected = [bool(np.any(step[row + 1 :] <= step[row])) for row in range(len(step))]
+    assert story.series.undone().tolist() == expected
+    assert any(expected)
+    attempt = story.series.attempt
+    assert attempt is not None
+    assert len(story.parts) == len(np.unique(attempt))
+    for part in story.parts:
+        assert step[attempt == part.number][0] == part.first_step
+
+
+def test_a_stopped_run_says_so(stopped):
+    (story,) = tell(stopped).stories
+    assert story.facts["Ending"] == "stopped by the policy"
+    assert "budget of recoveries is spent" in story.diagnosis
+    assert "STOP" in story.incidents[-1].action
+    assert "budget of recoveries is spent" in story.incidents[-1].outcome
+    assert story.facts["Framework"].startswith("torch ")
+
+
+def test_a_resumed_run_is_one_story(resumed):
+    (story,) = tell(resumed).stories
+    assert len(story.facts["Run"].split(", ")) == 2
+    assert [part.name for part in story.parts] == ["the start", "rollback", "resumed", "rollback"]
+    assert [mark.kind for mark in story.marks if mark.kind in ("end", "resume")] == [
+        "end",
+        "resume",
+        "end",
+    ]
+
+
+def test_two_runs_in_one_file_are_two_stories(tmp_path):
+    train(tmp_path, Loop(), batches=40)
+    train(tmp_path, Loop(nan=[30]), batches=50)
+    first, second = tell(tmp_path).stories
+    assert (first.series.rows, second.series.rows) == (40, 50)
+    assert (len(first.incidents), len(second.incidents)) == (0, 1)
+    assert first.title != second.title
+
+
+def test_the_policy_is_the_preset_or_the_file(healed, tmp_path):
+    (story,) = tell(healed).stories
+    assert story.policy_toml.startswith("schema = 1")
+    assert "[budget]" in story.policy_toml
+    other = tell(healed, policy=load("conservative"))
+    assert "is not the one that the run had" in other.problems[0]
+    path, metrics = tmp_path / "a.events.jsonl", healed.with_name("run.metrics.jsonl")
+    events = [{**event, "policy": "mine"} for event in lines_of(healed)]
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    (mine,) = tell(path, metrics=metrics).stories
+    assert fingerprint(loads(mine.policy_toml)) == mine.fingerprint
+    older = [{name: value for name, value in e.items() if name != "policy_toml"} for e in events]
+    path.write_text("".join(json.dumps(event) + "\n" for event in older))
+    told = tell(path, metrics=metrics)
+    assert told.stories[0].policy_toml == ""
+    assert any("--policy FILE" in problem for problem in told.problems)
+
+
+def test_without_metrics_the_alarms_are_points(stopped, tmp_path):
+    alone = tmp_path / "run.events.jsonl"
+    alone.write_bytes(stopped.read_bytes())
+    (story,) = tell(alone).stories
+    assert story.series.lonely
+    assert story.series.rows == len(of_kind(stopped, "alarm"))
+    assert any("no metrics file" in note for note in story.notes)
+    assert len(story.incidents) == len(of_kind(stopped, "incident"))
+
+
+def test_any_other_log_will_do_for_the_curves(healed, tmp_path):
+    rows = lines_of(healed.with_name("run.metrics.jsonl"))
+    text = "".join(f"{row['step']},{row['loss']},{row['grad_norm']}\n" for row in rows)
+    (tmp_path / "log.csv").write_text("step,loss,grad_norm\n" + text)
+    (mine,) = tell(healed).stories
+    (story,) = tell(healed, metrics=tmp_path / "log.csv").stories
+    np.testing.assert_array_equal(story.series.loss, mine.series.loss)
+    np.testing.assert_array_equal(story.series.undone(), mine.series.undone())
+    assert [case.index for case in story.incidents] == [case.index for case in mine.incidents]
+    assert story.series.threshold is None
+
+
+def test_an_observing_policy_did_nothing(tmp_path):
+    train(tmp_path, Loop(nan=range(100, 112)), policy="observe", batches=140)
+    (story,) = tell(tmp_path).stories
+    assert story.incidents
+    assert all("observed only" in case.outcome for case in story.incidents)
+    assert not story.series.undone().any()
+
+
+def test_a_hook_is_told(tmp_path):
+    train(tmp_path, Loop(nan=range(60, 72)), batches=90, on_incident=lambda incident: Action(0))
+    (story,) = tell(tmp_path).stories
+    assert any("made nothing of rollback and cut lr" in case.outcome for case in story.incidents)
+    assert not any("ROLLBACK" in case.action for case in story.incidents)
+    assert not story.series.undone().any()
