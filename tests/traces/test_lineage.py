@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 
 import pytest
@@ -118,11 +119,38 @@ def test_signals_that_are_written_one_after_the_other_meet(tmp_path):
     assert trace.survey().rows == 200
 
 
-def test_fresh_starts_in_a_directory_are_told(tmp_path):
+def test_tables_beside_each_other_are_runs_and_continuations_are_not(tmp_path):
     write(tmp_path / "run-2.csv", csv([1, 2, 3]))
+    write(tmp_path / "run-3.csv", csv([3, 4]))
     write(tmp_path / "run-10.csv", csv([1, 2]))
-    trace = one(tmp_path)
-    assert [source.rsplit("/")[-1] for source in trace.sources] == ["run-2.csv", "run-10.csv"]
+    traces, failed = open_traces([str(tmp_path)])
+    assert not failed
+    names = [[source.rsplit("/")[-1] for source in trace.sources] for trace in traces]
+    assert names == [["run-2.csv", "run-3.csv"], ["run-10.csv"]]
+    assert [trace.name for trace in traces] == [
+        f"{tmp_path}/run-2.csv (+1)",
+        f"{tmp_path}/run-10.csv",
+    ]
+    (whole,), _ = open_traces([str(tmp_path)], join=True)
+    assert whole.survey().rows == 7
+
+
+def test_a_directory_of_directories_is_all_of_them(tmp_path):
+    for name in ("b", "a/c"):
+        (tmp_path / name).mkdir(parents=True)
+        write(tmp_path / name / "log.csv", csv([1, 2]))
+    write(tmp_path / "labels.json", "[]")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad").mkdir()
+    write(tmp_path / "bad" / "log.csv", "step,loss\n")
+    traces, failed = open_traces([str(tmp_path)])
+    assert [os.path.relpath(path, tmp_path) for path, _ in failed] == ["bad"]
+    assert [os.path.relpath(trace.name, tmp_path) for trace in traces] == ["a/c", "b"]
+
+
+def test_fresh_starts_of_one_run_are_told(tmp_path):
+    paths = [write(tmp_path / "run-2.csv", csv([1, 2, 3])), write(tmp_path / "x.csv", csv([1, 2]))]
+    (trace,), _ = open_traces([str(path) for path in paths], join=True)
     notes = [note.problem for note in trace.survey().notes]
     assert any("If these are several runs, name the files" in note for note in notes)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import healcore
-from healcore.tools.cli import demo, events, policy
+from healcore.tools.cli import demo, events, policy, probe, replay, report, sweep, watch
 
 __all__ = ["app", "main"]
 
@@ -21,7 +21,12 @@ app = typer.Typer(
 )
 app.add_typer(policy.app, name="policy")
 app.add_typer(events.app, name="events")
+app.add_typer(probe.app, name="probe")
 demo.add_to(app)
+replay.add_to(app)
+report.add_to(app)
+sweep.add_to(app)
+watch.add_to(app)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,18 +1,27 @@
-"""A directory as the log of one run: which of its files are it, and in which order."""
+"""A directory as the log of runs: which of its files are one, and in which order."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 
+from healcore.tools.traces.batch import Reader
 from healcore.tools.traces.findings import Findings
-from healcore.tools.traces.kinds import PREFERRED, kind_of
+from healcore.tools.traces.kinds import DOCUMENT, PREFERRED, RECORDS, TABLE, kind_of
 from healcore.tools.traces.names import listed
 from healcore.tools.traces.text import head
 from healcore.tools.traces.trace import TraceError
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
 STATE = "trainer_state.json"
+
+
+class NoLog(TraceError):
+    """A directory without a file of a known kind."""
+
+
+_BESIDE = frozenset({TABLE, DOCUMENT, RECORDS})
 
 
 def members(path: str, told: Findings) -> list[str]:
@@ -53,7 +62,41 @@ def members(path: str, told: Findings) -> list[str]:
     ]
     if states:
         return [max(states)[1]]
-    raise TraceError("it is a directory without a file of a known kind. Name the files")
+    raise NoLog("it is a directory without a file of a known kind. Name the files")
+
+
+def folders(path: str) -> list[str]:
+    """The directories in a directory, in the order of their names."""
+    names = sorted(os.listdir(path), key=_natural)
+    found = (os.path.join(path, name) for name in names if not name.startswith("."))
+    return [folder for folder in found if os.path.isdir(folder)]
+
+
+def apart(readers: Sequence[Reader]) -> list[list[Reader]]:
+    """Files of one directory, as runs.
+
+    A resumed run begins where a checkpoint was, after its first step. Tables that begin where the
+    first one began are seeds, or other recipes, beside each other. TensorBoard's files, typed
+    records and our own are one run to a directory, by their own convention: there a fresh start is
+    a run that died before its first checkpoint.
+    """
+    runs: list[list[Reader]] = []
+    began: float | None = None
+    for reader in readers:
+        first = _first_step(reader)
+        after = began is not None and first is not None and first > began
+        if runs and (after or _BESIDE.isdisjoint({kind_of(head(reader.path))})):
+            runs[-1].append(reader)
+        else:
+            runs.append([reader])
+            began = first
+    return runs
+
+
+def _first_step(reader: Reader) -> float | None:
+    """None where the file has no steps."""
+    batch = next((each for each in reader.batches(Findings()) if len(each.line)), None)
+    return None if batch is None or batch.step is None else float(batch.step[0])
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

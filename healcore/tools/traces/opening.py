@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from healcore.tools.traces.batch import Reader
-from healcore.tools.traces.directory import members
+from healcore.tools.traces.directory import NoLog, apart, folders, members
 from healcore.tools.traces.findings import Findings
 from healcore.tools.traces.names import check_columns, listed
 from healcore.tools.traces.one_file import Asked, check_usable, open_file
@@ -25,8 +25,9 @@ def open_traces(
     """Opens the logs of runs.
 
     Args:
-        paths: files, or directories. A directory is one run: its files are joined in the order of
-            their names.
+        paths: files, or directories. Files of a directory that go on from each other, in the
+            order of their names, are one run; one that begins anew is a run of its own, and a
+            directory of directories is all of them.
         columns: signal (or "step") -> the name it has in the files, where ours is not it.
         join: all paths are attempts of one run, in this order.
         extras: columns or keys that are read besides the signals, by their own names, into
@@ -50,7 +51,7 @@ def open_traces(
             if join:
                 parts += _one_run(path, asked, told)
             else:
-                traces += _traces(path, asked)
+                traces += _traces(path, asked, failed)
         except TraceError as error:
             failed.append(Unreadable(path, str(error)))
         except OSError as error:
@@ -63,10 +64,9 @@ def open_traces(
     return traces, failed
 
 
-def _traces(path: str, asked: Asked) -> list[Trace]:
+def _traces(path: str, asked: Asked, failed: list[Unreadable]) -> list[Trace]:
     if os.path.isdir(path):
-        of_run = Findings()
-        return [_trace(path, _one_run(path, asked, of_run), of_run)]
+        return _of_directory(path, asked, failed)
     traces: list[Trace] = []
     told: list[Findings] = []
     reasons: list[str] = []
@@ -85,6 +85,34 @@ def _traces(path: str, asked: Asked) -> list[Trace]:
     for reason in reasons:  # runs of the file that are not traces are told with the first that is
         told[0].note(path, None, reason)
     return traces
+
+
+def _of_directory(path: str, asked: Asked, failed: list[Unreadable]) -> list[Trace]:
+    """Its runs; where no file of its own can be used, those of the directories in it."""
+    told = Findings()
+    try:
+        runs = apart(_one_run(path, asked, told))
+    except TraceError:
+        within: list[Trace] = []
+        for folder in folders(path):
+            try:
+                within += _of_directory(folder, asked, failed)
+            except NoLog:
+                continue  # weights, pictures: what a run's directories are full of
+            except TraceError as error:
+                failed.append(Unreadable(folder, str(error)))
+            except OSError as error:
+                failed.append(Unreadable(folder, f"it cannot be read: {error.strerror or error}"))
+        if not within:
+            raise
+        return within
+    if len(runs) == 1:
+        return [_trace(path, runs[0], told)]
+    names = [f"{run[0].path} (+{len(run) - 1})" if len(run) > 1 else run[0].path for run in runs]
+    return [
+        _trace(name, run, told if run is runs[0] else Findings())
+        for name, run in zip(names, runs, strict=True)
+    ]
 
 
 def _one_run(path: str, asked: Asked, told: Findings) -> list[Reader]:

@@ -1,0 +1,94 @@
+"""Recorded rows through the engine in one compiled loop: the JAX backend of `healcore replay`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from healcore.core.engine import Engine, EngineState
+from healcore.core.signals import Signals
+from healcore.core.tree import map_leaves
+from healcore.tools.replay.feeding import Chunk, Feed
+from healcore.tools.replay.judging import Verdict, judged
+from healcore.tools.replay.runners import MOST_ROWS, blank
+
+
+class JaxRunner:
+    """Compiled once; a chunk is copied into buffers of one size, and only its rows are run.
+
+    On a CPU: the rows of a run depend on each other, and a loop of scalars has nothing for an
+    accelerator to do.
+    """
+
+    def __init__(self, engine: Engine, feed: Feed) -> None:
+        self._engine = engine
+        self._feed = feed
+        self._device = _cpu()
+        self._loop = jax.jit(_loop(engine, feed))
+
+    def start(self) -> EngineState:
+        """The engine's first state, on the CPU."""
+        return jax.device_put(self._engine.init(), self._device)
+
+    def on_rollback(self, live: EngineState, restored: EngineState) -> EngineState:
+        """`Engine.on_rollback`."""
+        with jax.default_device(self._device):
+            return self._engine.on_rollback(live, restored, xp=jnp)
+
+    def run(self, state: EngineState, chunk: Chunk) -> tuple[EngineState, Verdict]:
+        """The state after the chunk, and a verdict of NumPy arrays (n,)."""
+        rows = len(chunk.kind)
+        kind = _padded(chunk.kind)
+        values = {name: _padded(column) for name, column in chunk.values.items()}
+        with jax.default_device(self._device):
+            state, told = self._loop(state, values, kind, np.int32(rows))
+        return state, map_leaves(lambda column: np.asarray(column)[:rows], told)
+
+
+make = JaxRunner
+"""What `healcore.tools.replay.runners` asks an adapter for."""
+
+
+def _loop(engine: Engine, feed: Feed) -> Callable[..., Any]:
+    """The function that is compiled: (state, values, kind, rows) -> (state, verdict)."""
+
+    def judge(names: tuple[str, ...]) -> Callable[..., Any]:
+        def branch(state: EngineState, row: dict[str, Any]) -> tuple[EngineState, Verdict]:
+            signals = Signals(**{name: row[name] for name in names})
+            return judged(engine, state, signals, xp=jnp)
+
+        return branch
+
+    branches = [judge(names) for names in feed.combinations]
+
+    def loop(state: EngineState, values: dict[str, Any], kind: Any, rows: Any) -> Any:
+        def body(i: Any, carry: tuple[EngineState, Verdict]) -> tuple[EngineState, Verdict]:
+            state, told = carry
+            row = {name: column[i] for name, column in values.items()}
+            # With one branch there is no conditional: `switch` calls it.
+            state, verdict = jax.lax.switch(kind[i], branches, state, row)
+            return state, map_leaves(lambda all_, one: all_.at[i].set(one), told, verdict)
+
+        # A loop up to `rows`, not a scan: the last chunk is shorter, and chunks end where an
+        # attempt ends. Neither is to be compiled again.
+        return jax.lax.fori_loop(0, rows, body, (state, map_leaves(jnp.asarray, blank(MOST_ROWS))))
+
+    return loop
+
+
+def _padded(column: np.ndarray) -> np.ndarray:
+    padded = np.zeros(MOST_ROWS, column.dtype)
+    padded[: len(column)] = column
+    return padded
+
+
+def _cpu() -> Any:
+    """A CPU device, or JAX's own choice where it is told to have none (JAX_PLATFORMS)."""
+    try:
+        return jax.devices("cpu")[0]
+    except RuntimeError:
+        return jax.devices()[0]

@@ -1,0 +1,128 @@
+"""What the probes share on the command line: options checked, errors told, one exit status."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+if TYPE_CHECKING:  # imported where they are used, so that the other commands start fast
+    from pydantic import BaseModel
+
+    from healcore.tools.probe.verdict import Result
+
+CANNOT_SAY = 3
+
+_UsageError: Any = typer.BadParameter.__bases__[0]
+"""click's; newer releases of typer carry a click of their own."""
+
+Inputs = TypeVar("Inputs", bound="BaseModel")
+
+
+@contextlib.contextmanager
+def _no_verdict() -> Iterator[None]:
+    """A wrong command line must not look like a verdict: click's own status for it is 2."""
+    try:
+        yield
+    except _UsageError as error:
+        error.exit_code = CANNOT_SAY
+        raise
+
+
+class Command(TyperCommand):
+    """A probe."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Parses the command line."""
+        with _no_verdict():
+            return super().make_context(*args, **kwargs)
+
+
+class Group(TyperGroup):
+    """All of them."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Parses what stands before the name of the probe."""
+        with _no_verdict():
+            return super().make_context(*args, **kwargs)
+
+    def resolve_command(self, *args: Any, **kwargs: Any) -> Any:
+        """Finds the probe."""
+        with _no_verdict():
+            return super().resolve_command(*args, **kwargs)
+
+
+def each(
+    probe: str,
+    paths: Sequence[Path],
+    judge: Callable[[Path, Any], Result],
+    inputs: BaseModel,
+) -> list[Result]:
+    """Probes paths one by one; what cannot be read is a result too."""
+    from healcore.extras import MissingExtraError
+    from healcore.tools.probe.verdict import ProbeError, unreadable
+
+    results = []
+    for path in paths:
+        try:
+            results.append(judge(path, inputs))
+        except (ProbeError, MissingExtraError) as error:
+            results.append(unreadable(probe, str(path), error))
+        except OSError as error:
+            told = ProbeError(f"{path} cannot be read: {error.strerror or error}")
+            results.append(unreadable(probe, str(path), told))
+    return results
+
+
+def checked(model: type[Inputs], given: Mapping[str, Any]) -> Inputs:
+    """The inputs; what was not given has its default."""
+    from pydantic import ValidationError
+
+    from healcore.tools.probe.verdict import ProbeError
+
+    try:
+        return model(**{name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = "--" + str(first["loc"][0]).replace("_", "-") if first["loc"] else "the options"
+        unusable(f"{option} is {first['input']!r}: {first['msg'].lower()}")
+    except ProbeError as error:
+        unusable(str(error))
+
+
+def columns_of(given: Sequence[str]) -> dict[str, str]:
+    """What `--column` says."""
+    columns = {}
+    for pair in given:
+        signal, equals, name = pair.partition("=")
+        if not equals or not signal or not name:
+            unusable(f"--column is SIGNAL=NAME, as in loss=train/ce, not {pair!r}")
+        columns[signal] = name
+    return columns
+
+
+def finish(results: Sequence[Result], inputs: BaseModel, as_json: bool) -> NoReturn:
+    """Prints results and exits."""
+    from healcore.tools.probe.document import dumps
+    from healcore.tools.probe.verdict import worst
+
+    if as_json:
+        typer.echo(dumps(results, inputs))
+    else:
+        from rich.console import Console
+
+        from healcore.tools.probe.text import show
+
+        show(results, Console())
+    raise typer.Exit(worst(result.verdict for result in results).exit_code)
+
+
+def unusable(told: str) -> NoReturn:
+    """Says what is wrong with the command line and exits."""
+    print(f"healcore probe: {told}", file=sys.stderr)
+    raise typer.Exit(CANNOT_SAY)

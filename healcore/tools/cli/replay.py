@@ -1,0 +1,197 @@
+"""`healcore replay TRACE... --policy NAME|FILE`.
+
+Exit status: 0 all was replayed, 1 some trace could not be read or judged (the others were), 2 there
+is no such policy, nothing at all could be replayed, an output cannot be written, or the command
+line is wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:  # imported where they are used, so that the other commands start fast
+    from rich.progress import Progress
+
+    from healcore.tools.replay.outputs import Outputs
+    from healcore.tools.replay.running import Named, Result
+    from healcore.tools.traces import Trace, Unreadable
+
+OK, SOME, UNUSABLE = 0, 1, 2
+
+
+def add_to(app: typer.Typer) -> None:
+    """Adds the command to the app."""
+    app.command("replay")(_replay)
+
+
+def _replay(
+    traces: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TRACE...",
+            help="Logs of runs: CSV, JSON lines, trainer_state.json, TensorBoard event files, "
+            "W&B exports, or folders of one run each.",
+        ),
+    ],
+    policy: Annotated[
+        list[str] | None,
+        typer.Option("--policy", "-p", help="A preset or a TOML file; repeat it to compare."),
+    ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            help="numpy, jax or torch; all give the same. Left out: numpy for little, jax for much."
+        ),
+    ] = None,
+    jsonl: Annotated[
+        str | None,
+        typer.Option(metavar="OUT", help="One JSON object per decision; - is standard output."),
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="OUT.html", help="A page to open in a browser.")
+    ] = None,
+    png: Annotated[Path | None, typer.Option(metavar="OUT.png", help="A picture.")] = None,
+    labels: Annotated[
+        Path | None,
+        typer.Option(metavar="LABELS.json", help="Known events; scores the rollbacks by them."),
+    ] = None,
+    column: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SIGNAL=NAME", help="Which column is which, as in loss=train/ce."),
+    ] = None,
+    join: Annotated[
+        bool, typer.Option("--join", help="All traces are attempts of one run, in this order.")
+    ] = False,
+) -> None:
+    """What a policy would have done to runs that already happened. Nothing is changed."""
+    from healcore.extras import MissingExtraError
+    from healcore.policy import PolicyError
+    from healcore.tools.replay.outputs import Outputs
+    from healcore.tools.replay.scoring import LabelError, read_labels
+    from healcore.tools.traces import TraceError, open_traces
+
+    outputs = Outputs(jsonl, report, png)
+    try:
+        policies = _policies(policy or ["default"])
+        known = read_labels(labels) if labels else None
+        _check_backend(backend)
+        outputs.check(traces)
+        opened, unreadable = open_traces(traces, columns=_columns(column or []), join=join)
+    except (PolicyError, LabelError, MissingExtraError, TraceError, ValueError) as error:
+        _fail(str(error))
+    try:
+        results, more = _run(opened, policies, backend, outputs, known)
+    except BrokenPipeError:
+        # Whoever read --jsonl - has seen enough. Python would complain once more when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(OK) from None
+    except (OSError, MissingExtraError) as error:
+        _fail(str(error))
+    for each in (*unreadable, *more):
+        typer.echo(f"{each.path}: {each.problem}", err=True)
+    if not results:
+        _fail("nothing was replayed")
+    raise typer.Exit(SOME if unreadable or more else OK)
+
+
+def _run(
+    opened: Sequence[Trace],
+    policies: Sequence[Named],
+    backend: str | None,
+    outputs: Outputs,
+    known: Any,
+) -> tuple[list[Result], list[Unreadable]]:
+    """Replays, shows the tables and writes the files."""
+    from healcore.tools.replay.outputs import draw, show
+    from healcore.tools.replay.running import Result, Wanted, replay_all, surveyed
+
+    results: list[Result] = []
+    with outputs.lines() as file, _progress() as progress:
+        reading = progress.add_task("reading", total=len(opened))
+        readable, failed = surveyed(opened, lambda _: progress.advance(reading))
+        rows = sum(trace.survey().rows for trace in readable) * len(policies)
+        task = progress.add_task("replaying", total=rows)
+        for result in replay_all(
+            readable,
+            policies,
+            backend=backend,
+            wanted=Wanted(file, known, outputs.stories),
+            advance=lambda _, done: progress.advance(task, done),
+        ):
+            if isinstance(result, Result):
+                results.append(result)
+            else:
+                failed.append(result)
+    if results:
+        written = draw(outputs, results)  # first: the reader of the table may not wait for its end
+        console = outputs.console()
+        show(console, results, readable)
+        for line in written:
+            console.print(line, markup=False, highlight=False)
+    return results, failed
+
+
+def _policies(names: Sequence[str]) -> list[Named]:
+    from healcore.policy import load
+    from healcore.tools.replay.running import Named
+
+    double = [name for place, name in enumerate(names) if name in names[:place]]
+    if double:
+        raise ValueError(f"--policy {double[0]} is there twice: name each policy once")
+    return [Named(name, load(name)) for name in names]
+
+
+def _columns(pairs: Sequence[str]) -> dict[str, str]:
+    columns = {}
+    for pair in pairs:
+        signal, equals, name = pair.partition("=")
+        if not (signal and equals and name):
+            raise ValueError(f"--column must be SIGNAL=NAME, as in loss=train/ce, got {pair!r}")
+        columns[signal] = name
+    return columns
+
+
+def _check_backend(backend: str | None) -> None:
+    from healcore.extras import require
+    from healcore.tools.replay.runners import BACKENDS
+
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"--backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend not in (None, "numpy"):
+        require(backend, backend)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Progress]:
+    """A bar on standard error, where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns,
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as progress:
+        yield progress
+
+
+def _fail(why: str) -> NoReturn:
+    typer.echo(why, err=True)
+    raise typer.Exit(UNUSABLE)

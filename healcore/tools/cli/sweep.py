@@ -1,0 +1,199 @@
+"""`healcore sweep TRACE... --policy NAME|FILE --vary KEY=LOW..HIGH`.
+
+Exit status: 0 all was swept, 1 some trace could not be read (the others were swept), 2 there is no
+such policy or key, nothing at all could be swept, the output cannot be written, or the command line
+is wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:  # imported where they are used, so that the other commands start fast
+    from healcore.tools.sweep import Sweep
+
+OK, SOME, UNUSABLE = 0, 1, 2
+
+_PIPE_WIDTH = 120
+"""Columns of the tables where nothing says how wide the output is."""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Adds the command to the app."""
+    app.command("sweep")(_sweep)
+
+
+def _sweep(
+    traces: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TRACE...",
+            help="Logs of runs, as for replay: several recipes, and calm runs among them.",
+        ),
+    ],
+    policy: Annotated[
+        str, typer.Option("--policy", "-p", help="The base policy: a preset or a TOML file.")
+    ] = "default",
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=LOW..HIGH",
+            help="A number to vary, as in detect.divergence.rise=5..12 (:log or :linear after it) "
+            "or max_skips=5,10,20. Repeat it. Left out: the thresholds behind the rollback rules.",
+        ),
+    ] = None,
+    variants: Annotated[int, typer.Option(min=2, help="Settings to try.")] = 2000,
+    labels: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="LABELS.json", help="Known events. Left out: spikes as seen in hindsight."
+        ),
+    ] = None,
+    objective: Annotated[
+        str, typer.Option(help="What to rank by: balance, recall, false or lost.")
+    ] = "balance",
+    within: Annotated[
+        int, typer.Option(min=0, help="Steps within which an event counts as found in time.")
+    ] = 10,
+    price: Annotated[
+        float,
+        typer.Option(
+            min=0.0, help="Recall that one false recovery per 10,000 steps costs, for balance."
+        ),
+    ] = 0.1,
+    recovery: Annotated[
+        int, typer.Option("--recovery-steps", min=0, help="Steps that a recovery costs, for lost.")
+    ] = 100,
+    holdout: Annotated[
+        float, typer.Option(min=0.0, max=0.9, help="Share of the families to hold out; 0 for none.")
+    ] = 0.3,
+    seed: Annotated[int, typer.Option(min=0, help="Of the draw of what is held out.")] = 0,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="OUT.toml", help="The policy to take.")
+    ] = Path("swept.toml"),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="OUT.toml may be there.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of tables.")] = False,
+    backend: Annotated[
+        str | None,
+        typer.Option(help="numpy or jax; both give the same. Left out: jax for much work."),
+    ] = None,
+    column: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SIGNAL=NAME", help="Which column is which, as in loss=train/ce."),
+    ] = None,
+    join: Annotated[
+        bool, typer.Option("--join", help="All traces are attempts of one run, in this order.")
+    ] = False,
+) -> None:
+    """Which thresholds would have served these runs best, checked on runs held out."""
+    from healcore.extras import MissingExtraError
+    from healcore.policy import PolicyError
+    from healcore.tools.replay.scoring import LabelError, read_labels
+    from healcore.tools.sweep import Costs, Plan, SweepError, sweep
+    from healcore.tools.traces import TraceError, open_traces
+
+    try:
+        _check_output(output, overwrite)
+        known = read_labels(labels) if labels else None
+        opened, unreadable = open_traces(traces, columns=_columns(column or []), join=join)
+        for each in unreadable:
+            typer.echo(f"{each.path}: {each.problem}", err=True)
+        plan = Plan(
+            variants=variants,
+            objective=objective,
+            price=price,
+            costs=Costs(within, recovery),
+            holdout=holdout,
+            seed=seed,
+            backend=backend,
+        )
+        with _progress() as (started, advance):
+            found = sweep(
+                opened,
+                policy,
+                vary=vary or (),
+                labels=known,
+                plan=plan,
+                started=started,
+                advance=advance,
+            )
+        _write(found, output)
+    except (PolicyError, LabelError, MissingExtraError, SweepError, TraceError) as error:
+        _fail(str(error))
+    for each in found.failed:
+        typer.echo(each.problem, err=True)
+    _show(found, output, as_json=as_json)
+    raise typer.Exit(SOME if unreadable or found.failed else OK)
+
+
+def _show(found: Sweep, output: Path, *, as_json: bool) -> None:
+    from rich.console import Console
+
+    from healcore.tools.sweep import telling
+
+    if as_json:
+        told = telling.to_json(found) | {"written": str(output)}
+        typer.echo(json.dumps(told, indent=2, allow_nan=False))
+        return
+    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+    console.print(telling.shown(found))
+    console.print(f"policy written: {output}", markup=False, soft_wrap=True)
+
+
+def _check_output(output: Path, overwrite: bool) -> None:
+    """Before the work: a file that is there, or cannot be written."""
+    if output.is_dir() or output.suffix != ".toml":
+        _fail(f"--output {output}: must be a file that ends in .toml, as policies do")
+    if not output.absolute().parent.is_dir():
+        _fail(f"--output {output}: there is no folder {output.parent}")
+    if output.exists() and not overwrite:
+        _fail(f"--output {output} is there already: name another file, or add --overwrite")
+
+
+def _write(found: Sweep, output: Path) -> None:
+    from healcore.policy import dumps
+
+    try:
+        output.write_text(dumps(found.policy), encoding="utf-8")
+    except OSError as error:
+        _fail(f"--output {output} cannot be written: {error.strerror or error}")
+
+
+def _columns(pairs: list[str]) -> dict[str, str]:
+    columns = {}
+    for pair in pairs:
+        signal, equals, name = pair.partition("=")
+        if not (signal and equals and name):
+            _fail(f"--column must be SIGNAL=NAME, as in loss=train/ce, got {pair!r}")
+        columns[signal] = name
+    return columns
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
+    """A bar on standard error, where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+    console = Console(stderr=True)
+    columns: tuple[Any, ...] = (TextColumn("sweeping"), BarColumn(), TaskProgressColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("sweeping", total=None)
+        yield (
+            lambda total: bar.update(task, total=total),
+            lambda done: bar.advance(task, done),
+        )
+
+
+def _fail(why: str) -> NoReturn:
+    typer.echo(why, err=True)
+    raise typer.Exit(UNUSABLE)

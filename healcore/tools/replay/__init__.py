@@ -1,0 +1,17 @@
+"""What a policy would have done to runs that already happened.
+
+traces, unreadable = healcore.tools.traces.open_traces(["run.csv"])
+result = healcore.tools.replay.replay(traces[0], "default")
+for row in result:  # only rows whose decision is not neutral
+    print(row.step, row.cause, row.action)
+print(result.summary)
+"""
+
+from __future__ import annotations
+
+from healcore.tools.replay.decided import Decided
+from healcore.tools.replay.fitting import ReplayError
+from healcore.tools.replay.replaying import Replay, replay
+from healcore.tools.replay.summary import AttemptSummary, Summary
+
+__all__ = ["AttemptSummary", "Decided", "Replay", "ReplayError", "Summary", "replay"]

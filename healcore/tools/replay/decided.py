@@ -1,0 +1,114 @@
+"""What was decided about single rows: those at which the policy would not have stayed neutral."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from healcore.core.engine import Engine
+from healcore.core.verdict import Action, Cause
+from healcore.tools.replay.judging import Verdict
+
+
+class Decided(NamedTuple):
+    """One row, as the policy orders it (in observe mode too)."""
+
+    index: int
+    """Of the row, from 0."""
+    step: float
+    """As recorded; NaN if it could not be read."""
+    attempt: int
+    cause: Cause
+    action: Action
+    """ROLLBACK is there wherever a rollback was due."""
+    skip: bool
+    grad_scale: float
+    lr_scale: float
+    z: dict[str, float]
+    """How far out, by signal, of those that the row has and the policy scores."""
+    threshold: float | None
+    """Gradient norm above which the row would be clipped; None: the policy has no such limit
+    here."""
+    spent: bool
+    """A rollback was due and the budget did not pay for it any more: a live run ends here."""
+
+
+class Judged(NamedTuple):
+    """Consecutive judged rows of one attempt. Arrays are (n,)."""
+
+    index: np.ndarray
+    """int64."""
+    step: np.ndarray
+    """float64."""
+    attempt: int
+    given: dict[str, np.ndarray]
+    """bool by signal: logged in this row."""
+    verdict: Verdict
+
+    @property
+    def spent(self) -> np.ndarray:
+        """bool: see `Decided.spent`."""
+        return self.verdict.due & (self.verdict.action & int(Action.ROLLBACK) == 0)
+
+    @property
+    def action(self) -> np.ndarray:
+        """int32: the orders, ROLLBACK wherever one was due."""
+        return self.verdict.action | np.where(self.verdict.due, int(Action.ROLLBACK), 0)
+
+    @property
+    def clipped(self) -> np.ndarray:
+        """Bool."""
+        return (self.verdict.grad_scale < 1) & ~self.verdict.skip
+
+    @property
+    def told(self) -> np.ndarray:
+        """bool: the decision is not the neutral one."""
+        verdict = self.verdict
+        return (
+            (verdict.cause != 0)
+            | (verdict.action != 0)
+            | verdict.skip
+            | (verdict.grad_scale != 1)
+            | (verdict.lr_scale != 1)
+            | verdict.due
+        )
+
+
+def decided(judged: Judged, engine: Engine) -> Iterator[Decided]:
+    """The rows of a chunk whose decision is not neutral, in order."""
+    verdict, action, spent = judged.verdict, judged.action, judged.spent
+    scored = _scored(judged, engine)
+    limits = scored.get("grad_norm")
+    for row in np.flatnonzero(judged.told):
+        yield Decided(
+            index=int(judged.index[row]),
+            step=float(judged.step[row]),
+            attempt=judged.attempt,
+            cause=Cause(int(verdict.cause[row])),
+            action=Action(int(action[row])),
+            skip=bool(verdict.skip[row]),
+            grad_scale=shortest(verdict.grad_scale[row]),
+            lr_scale=shortest(verdict.lr_scale[row]),
+            z={name: shortest(z[row]) for name, (z, has) in scored.items() if has[row]},
+            threshold=(
+                None if limits is None or not limits[1][row] else shortest(verdict.threshold[row])
+            ),
+            spent=bool(spent[row]),
+        )
+
+
+def shortest(number: np.float32) -> float:
+    """The float with the fewest digits that is this float32: 0.1, not 0.10000000149011612."""
+    return float(str(number))
+
+
+def _scored(judged: Judged, engine: Engine) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """(scores, rows that have one) by signal; elsewhere the telemetry is that of an older row."""
+    scored = {}
+    if engine.config.clip is not None and not engine.per_tensor and "grad_norm" in judged.given:
+        scored["grad_norm"] = (judged.verdict.z, judged.given["grad_norm"])
+    if "loss" in judged.given and any(name == "loss_spike" for name, _ in engine.config.detectors):
+        scored["loss"] = (judged.verdict.z_loss, judged.given["loss"])
+    return scored

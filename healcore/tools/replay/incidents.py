@@ -1,0 +1,129 @@
+"""Incidents of a replay, as the engine opens and closes them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+
+from healcore.core.verdict import Action, Cause, names
+from healcore.tools.replay.decided import Judged, shortest
+from healcore.tools.report.story import Incident
+
+MOST_KEPT = 1000
+"""Incidents of one replay that are kept for the report; all are counted."""
+
+
+class _Open:
+    """The incident in progress."""
+
+    def __init__(self, judged: Judged, row: int, lr_before: float) -> None:
+        self.attempt = judged.attempt
+        self.onset, self.onset_step = int(judged.index[row]), float(judged.step[row])
+        self.index, self.step = self.onset, self.onset_step
+        self.cause, self.action = Cause(0), Action(0)
+        self.skipped = self.clipped = 0
+        self.spent = False
+        self.lr_before = self.lr_after = lr_before
+
+    def add(self, judged: Judged, row: int, action: int, spent: bool) -> None:
+        """One more alarm."""
+        self.cause |= Cause(int(judged.verdict.cause[row]))
+        ordered = Action.ROLLBACK | Action.STOP
+        if not self.action & ordered:  # the first such order is where the incident is placed
+            self.index, self.step = int(judged.index[row]), float(judged.step[row])
+        self.action |= Action(action)
+        self.skipped += bool(judged.verdict.skip[row])
+        self.clipped += bool(judged.clipped[row])
+        self.spent |= spent
+        self.lr_after = shortest(judged.verdict.lr_scale[row])
+
+
+class Casebook:
+    """Follows the incidents chunk by chunk."""
+
+    def __init__(self) -> None:
+        self.kept: list[Incident] = []
+        self.count = 0
+        self.first: float | None = None
+        self.last: float | None = None
+        self.by_attempt: Counter[int] = Counter()
+        self._open: _Open | None = None
+        self._number = 0
+        self._lr = 1.0
+
+    def begin_attempt(self, *, goes_on: bool) -> None:
+        """An attempt begins, which ends what was open.
+
+        Args:
+            goes_on: the engine's count and its LR multiplier go on; false: it is a new engine.
+        """
+        self._close()
+        if not goes_on:
+            self._number, self._lr = 0, 1.0
+
+    def add(self, judged: Judged) -> None:
+        """Reads one chunk."""
+        verdict, action, spent = judged.verdict, judged.action, judged.spent
+        previous = np.concatenate(([self._number], verdict.incident[:-1]))
+        opened = verdict.incident != previous
+        alarmed = verdict.open & (verdict.cause != 0)
+        for row in np.flatnonzero(opened | alarmed).tolist():
+            if opened[row]:
+                self._close()
+                before = self._lr if row == 0 else shortest(verdict.lr_scale[row - 1])
+                self._open = _Open(judged, row, before)
+            if self._open is not None:
+                self._open.add(judged, row, int(action[row]), bool(spent[row]))
+        self._number = int(verdict.incident[-1])
+        self._lr = shortest(verdict.lr_scale[-1])
+
+    def close(self) -> None:
+        """The trace has ended."""
+        self._close()
+
+    def _close(self) -> None:
+        case, self._open = self._open, None
+        if case is None:
+            return
+        self.count += 1
+        self.first = case.onset_step if self.first is None else self.first
+        self.last = case.onset_step
+        self.by_attempt[case.attempt] += 1
+        if len(self.kept) == MOST_KEPT:
+            return
+        cut = bool(case.action & Action.CUT_LR)
+        self.kept.append(
+            Incident(
+                number=self.count,
+                attempt=case.attempt,
+                onset=case.onset,
+                index=case.index,
+                onset_step=case.onset_step,
+                step=case.step,
+                cause=tuple(names(case.cause)),
+                action=tuple(names(case.action)),
+                skipped=case.skipped,
+                outcome=_outcome(case),
+                lr_before=case.lr_before if cut else None,
+                lr_after=case.lr_after if cut else None,
+            )
+        )
+
+
+def _outcome(case: _Open) -> str:
+    """What would have been done, in words."""
+    told: list[str] = []
+    if case.spent:
+        told.append("a rollback was due and none was left: the run would stop")
+    elif case.action & Action.ROLLBACK:
+        told.append("would go back")
+    if case.action & Action.STOP and not case.spent:
+        told.append("would stop")
+    counts: list[tuple[int, Callable[[int], str]]] = [
+        (case.skipped, lambda n: f"{n} step{'s' if n > 1 else ''} skipped"),
+        (case.clipped, lambda n: f"{n} clipped"),
+    ]
+    told += [words(count) for count, words in counts if count]
+    return ", ".join(told) or "told, nothing else"

@@ -1,0 +1,195 @@
+"""One trace under one policy: what the policy would have done to a run that already happened.
+
+Offline there is nothing to restore: where a rollback would have been ordered the replay says so and
+goes on along the recorded curve. Only where the recorded run itself went back (a resume, a
+rollback) does the engine go back with it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from healcore.core.engine import Engine
+from healcore.core.verdict import Action, Cause
+from healcore.runtime.terms import terms_of
+from healcore.tools.replay import runners
+from healcore.tools.replay.decided import Decided, Judged, decided
+from healcore.tools.replay.feeding import chunk_of, feed_of
+from healcore.tools.replay.fitting import resting
+from healcore.tools.replay.incidents import Casebook
+from healcore.tools.replay.lineage import Lineage
+from healcore.tools.replay.summary import AttemptSummary, Summary, Tally, in_order
+from healcore.tools.report.story import Incident
+from healcore.tools.traces import Rows, Trace
+
+OnChunk = Callable[[Rows, Judged], None]
+"""Called with each chunk of rows and the judged ones among them."""
+
+
+def replay(
+    trace: Trace,
+    policy: Any,
+    *,
+    backend: str | None = None,
+    on_chunk: OnChunk | None = None,
+    name: str | None = None,
+) -> Replay:
+    """Replays a policy over a trace.
+
+    Args:
+        trace: from `healcore.tools.traces.open_traces`.
+        policy: a preset's name, the path of a TOML file, a `Policy`, an `Engine` or its config.
+        backend: numpy, jax or torch, which give the same; None takes NumPy for a short trace and
+            JAX, where it is installed, for a long one.
+        on_chunk: is shown each chunk as it is judged.
+        name: what to call the policy; its own name if None.
+
+    Returns:
+        An iterable over the rows whose decision is not neutral. Nothing is read before it is
+        iterated over, but for the trace's survey.
+
+    Raises:
+        ReplayError: the policy has nothing to judge in this trace.
+        healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
+        healcore.tools.traces.TraceError: the trace cannot be read.
+        healcore.extras.MissingExtraError: the backend's framework is not installed.
+    """
+    return Replay(trace, policy, backend, on_chunk, name)
+
+
+class Replay:
+    """A replay, to be iterated over once; then `summary` and `incidents` are there."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        policy: Any,
+        backend: str | None,
+        on_chunk: OnChunk | None,
+        name: str | None,
+    ) -> None:
+        """See `replay`."""
+        terms = terms_of(policy)
+        self.trace = trace
+        self.policy = name or terms.name
+        self.fingerprint = terms.fingerprint or ""
+        self.engine: Engine = terms.engine
+        self._survey = trace.survey()
+        self._feed = feed_of(self.engine, self._survey.combinations)
+        self.resting = resting(self.engine, self._feed, trace=trace.name, policy=self.policy)
+        """What of the policy rests on this trace, in words."""
+        self.backend = backend or runners.chosen(self._survey.rows)
+        self._runner = runners.runner(self.engine, self._feed, self.backend)
+        self._on_chunk = on_chunk
+        self._tally, self._cases = Tally(), Casebook()
+        self._rows: Counter[int] = Counter()
+        self._rollbacks: Counter[int] = Counter()
+        self._judged = 0
+        self._begun = self._finished = False
+
+    def __iter__(self) -> Iterator[Decided]:
+        for judged in self._chunks():
+            yield from decided(judged, self.engine)
+
+    def finish(self) -> Summary:
+        """Runs to the end without naming single rows; returns the summary."""
+        for _ in self._chunks():
+            pass
+        return self.summary
+
+    @property
+    def incidents(self) -> tuple[Incident, ...]:
+        """The first `incidents.MOST_KEPT` incidents, in order.
+
+        Raises:
+            RuntimeError: the replay has not come to its end.
+        """
+        self._needs_end()
+        return tuple(self._cases.kept)
+
+    @property
+    def summary(self) -> Summary:
+        """What it came to.
+
+        Raises:
+            RuntimeError: the replay has not come to its end.
+        """
+        self._needs_end()
+        survey, tally = self._survey, self._tally
+        rows = sum(self._rows.values())
+        return Summary(
+            trace=self.trace.name,
+            policy=self.policy,
+            fingerprint=self.fingerprint,
+            rows=rows,
+            unjudged=rows - self._judged,
+            first_step=survey.first_step,
+            last_step=survey.last_step,
+            attempts=tuple(
+                AttemptSummary(
+                    each.number,
+                    each.source,
+                    each.first_step,
+                    self._rows[each.number],
+                    self._cases.by_attempt[each.number],
+                    self._rollbacks[each.number],
+                )
+                for each in survey.attempts
+            ),
+            alarms=tally.alarms,
+            causes=in_order(tally.causes, Cause),
+            actions=in_order(tally.actions, Action),
+            skips=tally.skips,
+            clips=tally.clips,
+            incidents=self._cases.count,
+            rollbacks=tally.rollbacks,
+            spent=tally.spent,
+            first_incident=self._cases.first,
+            last_incident=self._cases.last,
+            first_rollback=tally.first_rollback,
+            last_rollback=tally.last_rollback,
+            lowest_lr=tally.lowest_lr,
+            stopped_at=tally.stopped_at,
+            stopped_step=tally.stopped_step,
+            resting=self.resting,
+            problems=survey.problem_count,
+        )
+
+    def _needs_end(self) -> None:
+        if not self._finished:
+            raise RuntimeError("the replay has not come to its end: iterate over it first")
+
+    def _chunks(self) -> Iterator[Judged]:
+        if self._begun:
+            raise RuntimeError("a replay runs once: call replay() again")
+        self._begun = True
+        lineage = Lineage(self._runner, self._survey.attempts)
+        attempt = -1
+        for rows in self.trace.rows():
+            if rows.attempt != attempt:
+                attempt = rows.attempt
+                self._cases.begin_attempt(goes_on=lineage.enter(attempt))
+            judged = self._judge(rows, lineage)
+            self._rows[attempt] += len(rows.index)
+            if len(judged.index):
+                self._judged += len(judged.index)
+                self._rollbacks[attempt] += self._tally.add(judged)
+                self._cases.add(judged)
+            if self._on_chunk is not None:
+                self._on_chunk(rows, judged)
+            yield judged
+        self._cases.close()
+        self._finished = True
+
+    def _judge(self, rows: Rows, lineage: Lineage) -> Judged:
+        chunk, places = chunk_of(self._feed, self.engine, rows.values, rows.given)
+        index = rows.index[places]
+        return Judged(
+            index=index,
+            step=rows.step[places],
+            attempt=rows.attempt,
+            given={name: rows.given[name][places] for name in self._feed.signals},
+            verdict=lineage.run(index, chunk, rows.start),
+        )

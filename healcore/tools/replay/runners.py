@@ -1,0 +1,123 @@
+"""The engine over a chunk of rows, in each backend. What comes out is the same, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from typing import Any, Protocol
+
+import numpy as np
+
+from healcore.core import host
+from healcore.core.engine import Engine, EngineConfig, EngineState
+from healcore.core.signals import Signals
+from healcore.core.tree import map_leaves
+from healcore.extras import require
+from healcore.tools.replay.feeding import Chunk, Feed
+from healcore.tools.replay.judging import Verdict, judged
+
+BACKENDS = ("numpy", "jax", "torch")
+
+WORTH_COMPILING = 30_000
+"""Rows from which JAX is the default: below, compiling takes longer than NumPy takes for all."""
+
+MOST_ROWS = 4096
+"""Rows of a chunk at most."""
+
+
+class Runner(Protocol):
+    """One policy on one backend, for traces of one feed."""
+
+    def start(self) -> Any:
+        """The engine's first state, in the backend's arrays."""
+        ...
+
+    def on_rollback(self, live: Any, restored: Any) -> Any:
+        """`Engine.on_rollback`."""
+        ...
+
+    def run(self, state: Any, chunk: Chunk) -> tuple[Any, Verdict]:
+        """The state after the chunk of at most `MOST_ROWS`, and a verdict of NumPy arrays (n,)."""
+        ...
+
+
+def blank(rows: int) -> Verdict:
+    """Neutral verdicts on so many rows, to be written over: NumPy arrays (rows,)."""
+    zero, one = np.zeros(rows, np.float32), np.ones(rows, np.float32)
+    flags, never = np.zeros(rows, np.int32), np.zeros(rows, bool)
+    return Verdict(
+        cause=flags,
+        action=flags.copy(),
+        skip=never,
+        grad_scale=one,
+        lr_scale=one.copy(),
+        threshold=zero,
+        z=zero.copy(),
+        z_loss=zero.copy(),
+        due=never.copy(),
+        incident=flags.copy(),
+        open=never.copy(),
+    )
+
+
+def chosen(rows: int) -> str:
+    """The backend for so many rows of one feed where the user names none."""
+    worth = rows >= WORTH_COMPILING and importlib.util.find_spec("jax") is not None
+    return "jax" if worth else "numpy"
+
+
+def runner(engine: Engine, feed: Feed, backend: str) -> Runner:
+    """A runner; the same one again for the same policy and feed, so that it is compiled once.
+
+    Args:
+        engine: the policy.
+        feed: which signals, in which combinations.
+        backend: of `BACKENDS`.
+
+    Raises:
+        healcore.extras.MissingExtraError: the backend's framework is not installed.
+        ValueError: there is no such backend.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    return _runner(engine.config, feed, backend)
+
+
+@functools.lru_cache(maxsize=256)  # policies times feeds, each used for every trace
+def _runner(config: EngineConfig, feed: Feed, backend: str) -> Runner:
+    engine = Engine(config)
+    if backend == "numpy":
+        return HostRunner(engine, feed)
+    require(backend, backend)
+    # By name, at run time: healcore itself imports no framework.
+    return importlib.import_module(f"healcore.{backend}.replaying").make(engine, feed)
+
+
+class HostRunner:
+    """NumPy scalars, row by row: nothing to compile."""
+
+    def __init__(self, engine: Engine, feed: Feed) -> None:
+        self._engine = engine
+        self._feed = feed
+
+    def start(self) -> EngineState:
+        """The engine's first state as NumPy scalars."""
+        return map_leaves(lambda leaf: leaf[()] if leaf.ndim == 0 else leaf, self._engine.init())
+
+    def on_rollback(self, live: EngineState, restored: EngineState) -> EngineState:
+        """`Engine.on_rollback`."""
+        return self._engine.on_rollback(live, restored, xp=host)
+
+    def run(self, state: EngineState, chunk: Chunk) -> tuple[EngineState, Verdict]:
+        """See `Runner.run`."""
+        told = blank(len(chunk.kind))
+        combinations = self._feed.combinations
+        with np.errstate(all="ignore"):  # float32 scalars warn where XLA and torch are silent
+            for row in range(len(chunk.kind)):
+                names = combinations[chunk.kind[row]]
+                signals = Signals(**{name: chunk.values[name][row] for name in names})
+                state, verdict = judged(self._engine, state, signals, xp=host)
+                for column, value in zip(told, verdict, strict=True):
+                    column[row] = value
+        return state, told

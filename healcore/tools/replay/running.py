@@ -1,0 +1,140 @@
+"""Many traces under several policies: the work behind the command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TextIO
+
+from healcore.policy import Policy
+from healcore.tools.replay import runners
+from healcore.tools.replay.decided import Judged
+from healcore.tools.replay.fitting import ReplayError
+from healcore.tools.replay.jsonl import decided_line, summary_line
+from healcore.tools.replay.replaying import replay
+from healcore.tools.replay.scoring import Evidence, Label, Labels, Score
+from healcore.tools.replay.summary import Summary
+from healcore.tools.replay.telling import Storyteller, survey_notes
+from healcore.tools.report.story import Story
+from healcore.tools.traces import Rows, Trace, TraceError, Unreadable
+
+
+class Named(NamedTuple):
+    """A policy, and what the user called it."""
+
+    name: str
+    policy: Policy
+
+
+class Wanted(NamedTuple):
+    """What is wanted besides the summaries."""
+
+    jsonl: TextIO | None = None
+    labels: Labels | None = None
+    stories: bool = False
+
+
+class Result(NamedTuple):
+    """One trace under one policy."""
+
+    summary: Summary
+    backend: str
+    label: Label | None
+    score: Score | None
+    story: Story | None
+
+
+def surveyed(
+    traces: Sequence[Trace], told: Callable[[str], None]
+) -> tuple[list[Trace], list[Unreadable]]:
+    """The first pass over every trace.
+
+    Args:
+        traces: to be read.
+        told: called with each name when its pass is done.
+
+    Returns:
+        The traces that can be read, and the others.
+    """
+    readable, unreadable = [], []
+    for trace in traces:
+        try:
+            trace.survey()
+        except (TraceError, OSError) as error:
+            unreadable.append(Unreadable(trace.name, str(error)))
+        else:
+            readable.append(trace)
+        told(trace.name)
+    return readable, unreadable
+
+
+def replay_all(
+    traces: Sequence[Trace],
+    policies: Sequence[Named],
+    *,
+    backend: str | None,
+    wanted: Wanted,
+    advance: Callable[[str, int], None],
+) -> Iterator[Result | Unreadable]:
+    """Replays every policy on every trace, trace by trace.
+
+    Args:
+        traces: that were surveyed.
+        policies: in the order in which results come.
+        backend: see `replay`; None chooses by the rows that a compiled loop would be used for.
+        wanted: what to collect, and the file to write single rows to.
+        advance: called with the name of a trace and how many of its rows are done.
+
+    Yields:
+        A result, or why there is none, for each trace and policy.
+    """
+    backend = backend or _backend(traces)
+    for trace in traces:
+        for named in policies:
+            try:
+                yield _one(trace, named, backend, wanted, advance)
+            except ReplayError as error:
+                yield Unreadable(trace.name, error.problem)
+            except TraceError as error:  # it went away, or changed, since the survey
+                yield Unreadable(trace.name, str(error))
+
+
+def _backend(traces: Sequence[Trace]) -> str:
+    """One loop is compiled for each policy and each set of combinations of signals."""
+    surveys = [trace.survey() for trace in traces]
+    loops = len({survey.combinations for survey in surveys})
+    return runners.chosen(sum(survey.rows for survey in surveys) // max(1, loops))
+
+
+def _one(
+    trace: Trace,
+    named: Named,
+    backend: str,
+    wanted: Wanted,
+    advance: Callable[[str, int], None],
+) -> Result:
+    label = wanted.labels.of(trace.name) if wanted.labels else None
+    evidence = Evidence() if label else None
+    teller = Storyteller() if wanted.stories else None
+
+    def on_chunk(rows: Rows, judged: Judged) -> None:
+        if evidence is not None:
+            evidence.add(rows, judged)
+        if teller is not None:
+            teller.add(rows, judged)
+        advance(trace.name, len(rows.index))
+
+    result = replay(trace, named.policy, backend=backend, on_chunk=on_chunk, name=named.name)
+    if wanted.jsonl is None:
+        summary = result.finish()
+    else:
+        for row in result:
+            wanted.jsonl.write(decided_line(trace.name, named.name, row))
+        summary = result.summary
+        wanted.jsonl.write(summary_line(summary))
+    return Result(
+        summary=summary,
+        backend=backend,
+        label=label,
+        score=evidence.score(label) if evidence and label else None,
+        story=teller.story(result, named.policy, survey_notes(trace)) if teller else None,
+    )

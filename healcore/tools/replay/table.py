@@ -1,0 +1,266 @@
+"""The tables of `healcore replay`."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import PurePath
+
+import numpy as np
+from rich import box
+from rich.cells import cell_len
+from rich.table import Table
+from rich.text import Text
+
+from healcore.tools.replay.running import Result
+from healcore.tools.replay.scoring import IN_TIME, Score
+from healcore.tools.replay.summary import Summary
+
+LEGEND = (
+    "incidents: runs of alarms that the policy acts on. rollbacks: where one was due, and how many "
+    "of these the budget did not pay for. clips, skips: steps. lowest LR: smallest multiplier of "
+    "the learning rate, and how often it was cut. first, last: steps at which incidents begin. "
+    "ends at: step at which a live run would have stopped; a replay goes on along the recorded "
+    "curve, on which going back mends nothing."
+)
+SCORED = (
+    "found: labelled events in which a rollback was due. false: rollbacks outside of events, those "
+    f"within 40 rows as one. in time: up to {IN_TIME} rows after the onset. latency: rows, median."
+)
+
+
+LEAVES_OUT = ("clips", "last", "first", "skips", "lowest LR", "rows")
+"""Columns that a narrow terminal does not show, the first to go first."""
+
+_SHORTEST_NAME = 16
+
+_MOST_ATTEMPTS, _MANY = 8, 5
+
+
+def summary_table(results: Sequence[Result], *, width: int) -> Table:
+    """One row for each trace and policy, and the sums if there are several.
+
+    Args:
+        results: in the order to show them.
+        width: of the terminal.
+    """
+    policies = list(dict.fromkeys(result.summary.policy for result in results))
+    several = len(policies) > 1
+    labelled = any(result.label for result in results)
+    home = _common([result.summary.trace for result in results])
+    names, rows = [], []
+    for place, result in enumerate(results):
+        summary = result.summary
+        again = place > 0 and results[place - 1].summary.trace == summary.trace
+        names.append("" if again else summary.trace[len(home) :])
+        rows.append(
+            [
+                *([Text(summary.policy)] if several else []),
+                "" if again else f"{summary.rows:,}",
+                *_cells(result, labelled=labelled),
+            ]
+        )
+    sums = []
+    if len({result.summary.trace for result in results}) > 1:
+        for policy in policies:
+            mine = [result for result in results if result.summary.policy == policy]
+            sums.append([*([Text(policy)] if several else []), *_sums(mine, labelled=labelled)])
+    heads = [
+        *(["policy"] if several else []),
+        *("rows", "incidents", "rollbacks", "skips", "clips", "lowest LR", "first", "last"),
+        *("ends at", *(("found", "false") if labelled else ())),
+    ]
+    shown, room = _fitting(heads, [*rows, *sums], width)
+    who = _and(policies) if len(policies) < _MANY else f"{len(policies)} policies"
+    table = _blank(f"What {who} would have done" + (f", in {home}" if home else ""))
+    table.add_column("trace", no_wrap=True)
+    missing = [heads[place] for place in range(len(heads)) if place not in shown]
+    if missing:
+        table.caption = f"A wider terminal also shows {_and(missing)}."
+        table.caption_justify = "left"
+    for name in (heads[place] for place in shown):
+        table.add_column(
+            name,
+            justify="left" if name == "policy" else "right",
+            no_wrap=True,
+            style="red" if name == "ends at" else "",
+        )
+    for name, row in zip(names, rows, strict=True):
+        table.add_row(Text(_middle(name, room)), *(row[place] for place in shown))
+    if sums:
+        table.add_section()
+    for row in sums:
+        everything = f"all {len(results) // len(policies)}"
+        table.add_row(everything, *(row[place] for place in shown), style="bold")
+    return table
+
+
+def score_table(results: Sequence[Result]) -> Table:
+    """The scores by folder and policy; only traces that are long enough count."""
+    table = _blank("Rollbacks against the labels")
+    for name in ("folder", "policy"):
+        table.add_column(name, no_wrap=True)
+    for name in ("traces", "rows", "found", "in time", "latency", "false", "per 10,000 rows"):
+        table.add_column(name, justify="right", no_wrap=True)
+    scores: dict[tuple[str, str], Score] = {}
+    for result in results:
+        if result.score is not None and result.label is not None:
+            key = (str(PurePath(result.label.file).parent), result.summary.policy)
+            scores[key] = scores.get(key, Score()).plus(result.score)
+    for (folder, policy), score in sorted(scores.items()):
+        table.add_row(
+            Text(folder),
+            Text(policy),
+            f"{score.traces:,}",
+            f"{score.rows:,}",
+            f"{score.found} of {score.events}" if score.events else "-",
+            f"{score.in_time}" if score.events else "-",
+            f"{np.median(score.latencies):g}" if score.latencies else "-",
+            _count(score.false, "red"),
+            f"{score.false_rate:.2f}",
+        )
+    return table
+
+
+def notes(results: Sequence[Result]) -> list[str]:
+    """What rests, for how many traces; one line each."""
+    counts = Counter(
+        (result.summary.policy, sentence)
+        for result in results
+        for sentence in result.summary.resting
+    )
+    all_ = Counter(result.summary.policy for result in results)
+    told = []
+    for (policy, sentence), count in counts.items():
+        where = "" if count == all_[policy] else f" ({count} of {all_[policy]} traces)"
+        told.append(f"{policy}: {sentence}{where}")
+    told += [_by_attempt(each.summary) for each in results if len(each.summary.attempts) > 1]
+    unjudged = sum({each.summary.trace: each.summary.unjudged for each in results}.values())
+    if unjudged:
+        rows = "1 row" if unjudged == 1 else f"{unjudged:,} rows"
+        told.append(f"{rows} without a loss and a gradient norm: not judged")
+    return told
+
+
+def _by_attempt(summary: Summary) -> str:
+    """What happened in each attempt of a run that was resumed."""
+    parts = [
+        f"{each.incidents} / {each.rollbacks} from step {_step(each.first_step)} on"
+        for each in summary.attempts[:_MOST_ATTEMPTS]
+    ]
+    more = len(summary.attempts) - len(parts)
+    return (
+        f"{summary.trace}, {summary.policy}: incidents / rollbacks of its {len(summary.attempts)} "
+        f"attempts: {', '.join(parts)}{f', and {more} more' if more else ''}"
+    )
+
+
+def _cells(result: Result, *, labelled: bool) -> list[str | Text]:
+    summary, score = result.summary, result.score
+    cuts = summary.actions.get("CUT_LR", 0)
+    cells: list[str | Text] = [
+        _count(summary.incidents, "yellow"),
+        _rollbacks(summary.rollbacks, summary.spent),
+        _count(summary.skips),
+        _count(summary.clips),
+        f"{summary.lowest_lr:.3g} ({cuts})" if cuts else "-",
+        _step(summary.first_incident),
+        _step(summary.last_incident if summary.incidents > 1 else None),
+        _step(summary.stopped_step),
+    ]
+    if labelled and score is None:
+        cells += ["", ""]
+    elif labelled and score is not None:
+        found = f"{score.found} of {score.events}" if score.events else "-"
+        missed = score.found < score.events
+        cells += [Text(found, "red" if missed else ""), _count(score.false, "red")]
+    return cells
+
+
+def _sums(results: Sequence[Result], *, labelled: bool) -> list[str | Text]:
+    all_ = [result.summary for result in results]
+    cuts = sum(each.actions.get("CUT_LR", 0) for each in all_)
+    ended = sum(each.stopped_step is not None for each in all_)
+    cells: list[str | Text] = [
+        f"{sum(each.rows for each in all_):,}",
+        _count(sum(each.incidents for each in all_)),
+        _rollbacks(sum(each.rollbacks for each in all_), sum(each.spent for each in all_)),
+        _count(sum(each.skips for each in all_)),
+        _count(sum(each.clips for each in all_)),
+        f"{min(each.lowest_lr for each in all_):.3g} ({cuts})" if cuts else "-",
+        "",
+        "",
+        f"{ended} end" if ended else "-",
+    ]
+    if labelled:
+        score = Score()
+        for result in results:
+            score = score.plus(result.score or Score())
+        cells += [f"{score.found} of {score.events}", _count(score.false)]
+    return cells
+
+
+def _fitting(
+    heads: Sequence[str], rows: Sequence[Sequence[str | Text]], width: int
+) -> tuple[list[int], int]:
+    """The columns that there is room for, and the room that is left for the names.
+
+    Numbers are never cut: in a narrow terminal whole columns go.
+    """
+    shown = list(range(len(heads)))
+    leaving = [heads.index(name) for name in LEAVES_OUT]
+    while True:
+        widths = (max(cell_len(str(row[place])) for row in (heads, *rows)) for place in shown)
+        room = width - sum(widths) - 2 * len(shown) - 4
+        if room >= _SHORTEST_NAME or not leaving:
+            return shown, max(room, _SHORTEST_NAME)
+        shown.remove(leaving.pop(0))
+
+
+def _blank(title: str) -> Table:
+    return Table(
+        title=Text(title, "bold"),
+        title_justify="left",
+        header_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+
+
+def _count(count: int, style: str = "") -> Text:
+    return Text(f"{count:,}", style) if count else Text("-", "dim")
+
+
+def _rollbacks(due: int, spent: int) -> Text:
+    if not due:
+        return Text("-", "dim")
+    if not spent:
+        return Text(f"{due:,}", "yellow")
+    return Text.assemble((f"{due:,}", "yellow"), (f" ({spent:,} unpaid)", "red"))
+
+
+def _step(step: float | None) -> str:
+    return "-" if step is None else f"{step:.15g}"
+
+
+def _and(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _common(traces: Sequence[str]) -> str:
+    """The folder that all are in, with its slash; empty if there is none."""
+    folders = [os.path.dirname(trace) for trace in set(traces)]
+    if len({os.path.isabs(folder) for folder in folders}) > 1:
+        return ""
+    shared = os.path.commonpath(folders)
+    return shared and shared.rstrip(os.sep) + os.sep
+
+
+def _middle(name: str, room: int) -> str:
+    """A name cut in its middle: what tells runs apart is at either end."""
+    if len(name) <= room:
+        return name
+    head = (room - 1) // 3
+    return f"{name[:head]}…{name[len(name) - (room - 1 - head) :]}"

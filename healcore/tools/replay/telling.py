@@ -1,0 +1,133 @@
+"""The story of a replay, for the HTML report and the picture: bounded, however long the trace."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from healcore.policy import PolicyLike, dumps, load
+from healcore.tools.replay.decided import Judged
+from healcore.tools.replay.replaying import Replay
+from healcore.tools.replay.summary import Summary
+from healcore.tools.report.story import Mark, Part, Series, Story
+from healcore.tools.traces import Envelope, Rows, Trace
+
+_CURVES = ("loss", "grad_norm")
+_MOST_HELD = 50_000
+
+
+class Storyteller:
+    """Collects what is shown of a replay; its `add` goes to `replay(on_chunk=...)`."""
+
+    def __init__(self) -> None:
+        self._envelope = Envelope()
+        # What is not a float32 curve, for the rows that the envelope may still keep.
+        self._index = np.zeros(0, np.int64)
+        self._step = np.zeros(0)
+        self._attempt = np.zeros(0, np.int64)
+        self._nonfinite = np.zeros(0, bool)
+
+    def add(self, rows: Rows, judged: Judged) -> None:
+        """Takes one chunk."""
+        places = np.searchsorted(rows.index, judged.index)
+        curves = {name: rows.values[name] for name in _CURVES if name in rows.values}
+        logged = [rows.given[name] & ~np.isfinite(rows.values[name]) for name in curves]
+        for name in ("threshold", "lr_scale"):
+            curve = np.full(len(rows.index), np.nan, np.float32)
+            curve[places] = getattr(judged.verdict, name)
+            curves[name] = curve
+        curves["threshold"][curves["threshold"] == 0] = np.nan  # 0 = no limit in force
+        self._envelope.add(rows.index, curves)
+        nonfinite = np.any(logged, axis=0) if logged else np.zeros(len(rows.index), bool)
+        self._index = np.concatenate((self._index, rows.index))
+        self._step = np.concatenate((self._step, rows.step))
+        attempt = np.full(len(rows.index), rows.attempt, np.int64)
+        self._attempt = np.concatenate((self._attempt, attempt))
+        self._nonfinite = np.concatenate((self._nonfinite, nonfinite))
+        if len(self._index) > _MOST_HELD:
+            self._thin(self._envelope.kept()[0])
+
+    def story(self, result: Replay, policy: PolicyLike, notes: tuple[str, ...] = ()) -> Story:
+        """The story of a replay that has come to its end.
+
+        Args:
+            result: the replay that was collected from.
+            policy: as it was named to `replay`.
+            notes: what else a reader should know.
+        """
+        index, curves = self._envelope.kept()
+        self._thin(index)
+        summary = result.summary
+        return Story(
+            title=summary.trace,
+            kind="replay",
+            policy_name=summary.policy,
+            policy_toml=dumps(load(policy)),
+            fingerprint=summary.fingerprint,
+            series=Series(
+                step=self._step,
+                loss=curves.get("loss", np.full(len(index), np.nan, np.float32)),
+                grad_norm=curves.get("grad_norm"),
+                threshold=_unless_empty(curves.get("threshold")),
+                lr_scale=curves.get("lr_scale"),
+                index=index,
+                attempt=self._attempt,
+                nonfinite=self._nonfinite,
+                rows=summary.rows,
+            ),
+            incidents=result.incidents,
+            facts=facts(summary, result.backend),
+            notes=(*result.resting, *notes),
+            parts=_parts(summary),
+            marks=_marks(summary),
+            alarms=summary.alarms,
+        )
+
+    def _thin(self, index: np.ndarray) -> None:
+        keep = np.isin(self._index, index)
+        self._index, self._step = self._index[keep], self._step[keep]
+        self._attempt, self._nonfinite = self._attempt[keep], self._nonfinite[keep]
+
+
+def facts(summary: Summary, backend: str) -> dict[str, str]:
+    """What was counted, in words."""
+    told = {
+        "rows": f"{summary.rows:,}",
+        "steps": f"{summary.first_step:.15g} to {summary.last_step:.15g}",
+        "incidents": str(summary.incidents),
+        "rollbacks": str(summary.rollbacks)
+        + (f", {summary.spent} of them beyond the budget" if summary.spent else ""),
+        "steps skipped": f"{summary.skips:,}",
+        "steps clipped": f"{summary.clips:,}",
+        "cuts of the learning rate": str(summary.actions.get("CUT_LR", 0)),
+        "smallest learning-rate multiplier": f"{summary.lowest_lr:g}",
+        "judged with": backend,
+    }
+    if summary.unjudged:
+        told["rows without a loss and a gradient norm"] = f"{summary.unjudged:,}"
+    if summary.problems:
+        told["lines that could not be read"] = f"{summary.problems:,}"
+    return told
+
+
+def survey_notes(trace: Trace) -> tuple[str, ...]:
+    """What the reader of a trace has to tell, damage first."""
+    survey = trace.survey()
+    told = [str(each) for each in (*survey.problems, *survey.notes)]
+    more = survey.problem_count + survey.note_count - len(told)
+    return (*told, *([f"and {more:,} more"] if more else []))
+
+
+def _unless_empty(curve: np.ndarray | None) -> np.ndarray | None:
+    return None if curve is None or np.isnan(curve).all() else curve
+
+
+def _parts(summary: Summary) -> tuple[Part, ...]:
+    if len(summary.attempts) < 2:
+        return ()
+    return tuple(Part(each.number, each.first_step, each.source) for each in summary.attempts)
+
+
+def _marks(summary: Summary) -> tuple[Mark, ...]:
+    if summary.stopped_step is None:
+        return ()
+    return (Mark(summary.stopped_step, "stop", "a live run would have ended here"),)

@@ -1,0 +1,79 @@
+"""Logs of runs, written as files for the replay to read."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from healcore.tools.traces import Trace, open_traces
+
+Column = Sequence[float | str]
+
+
+def noisy(rows: int, seed: int = 0) -> dict[str, list[float | str]]:
+    """A calm run: a falling loss with noise, and a gradient norm about 0.5."""
+    rng = np.random.default_rng(seed)
+    loss = 3 + 2 * np.exp(-np.arange(rows) / 300) + 0.02 * rng.standard_normal(rows)
+    norm = np.exp(0.1 * rng.standard_normal(rows)) / 2
+    return {"loss": [round(x, 5) for x in loss], "grad_norm": [round(x, 5) for x in norm]}
+
+
+def eventful(rows: int, seed: int = 0) -> dict[str, list[float | str]]:
+    """A run with everything: spikes of either kind, NaN, Inf, and cells that were not logged.
+
+    Some rows have no loss, some no norm, some neither.
+    """
+    run = noisy(rows, seed)
+    loss, norm = run["loss"], run["grad_norm"]
+    for onset in range(120, rows - 40, 300):
+        for row in range(onset, onset + 30):
+            loss[row] = 6.5 - 0.1 * (row - onset)
+            norm[row] = 7.25
+    for row in range(60, rows, 97):
+        norm[row] = 4.5
+    for row in range(70, rows, 151):
+        loss[row] = "nan"
+        norm[row] = "inf"
+    for row in range(250, min(262, rows)):
+        norm[row] = "nan"
+    for row in range(40, rows, 23):
+        norm[row] = ""
+    for row in range(45, rows, 31):
+        loss[row] = ""
+    for row in range(50, rows, 61):
+        loss[row] = norm[row] = ""
+    return run
+
+
+def write(path: Path, columns: Mapping[str, Column], steps: Sequence[float] | None = None) -> Path:
+    """A CSV file with a step column.
+
+    Args:
+        path: where.
+        columns: cells by name, all of one length.
+        steps: 0, 1, 2, ... if None.
+    """
+    rows = len(next(iter(columns.values())))
+    with path.open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["step", *columns])
+        table.writerows(
+            zip(steps if steps is not None else range(rows), *columns.values(), strict=True)
+        )
+    return path
+
+
+def trace(*paths: Path) -> Trace:
+    """The trace in a file; of several files, of the run whose attempts they are."""
+    traces, unreadable = open_traces([str(path) for path in paths], join=len(paths) > 1)
+    assert not unreadable, unreadable
+    (found,) = traces
+    return found
+
+
+def part(columns: Mapping[str, Column], start: int, stop: int) -> dict[str, Column]:
+    """Some rows of all columns."""
+    return {name: cells[start:stop] for name, cells in columns.items()}
