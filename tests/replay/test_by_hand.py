@@ -53,6 +53,7 @@ def told(decision, action):
 def by_hand(engine: Engine, state, rows, index):
     """(index, decision) of all rows that are not neutral, the states after each row."""
     found, states = [], []
+    over = -1  # the incident at which a live run ends
     for number, row in zip(index, rows, strict=True):
         before, done = state, step(engine, state, row)
         if done is not None:
@@ -60,8 +61,10 @@ def by_hand(engine: Engine, state, rows, index):
             action = int(decision.action)
             now, then = state.incident, before.incident
             fresh = int(now.number) != int(then.number) or int(then.recovered) != 0
-            if int(now.recovered) == 0 and fresh:
+            paid = bool(action & Action.ROLLBACK)
+            if int(now.recovered) == 0 and fresh and (paid or int(now.number) != over):
                 action |= int(Action.ROLLBACK)
+                over = over if paid else int(now.number)
             line = told(decision, action)
             if line != (Cause(0), Action(0), False, 1.0, 1.0):
                 found.append((number, line))
@@ -171,6 +174,18 @@ def test_a_spent_budget_is_told_and_the_replay_goes_on(tmp_path):
     assert again[-1].attempt == 1
     assert all(Action.STOP | Action.ROLLBACK in row.action for row in again)
     assert "none was left" in result.incidents[recoveries].outcome
+
+
+def test_an_incident_that_never_ends_is_unpaid_once(tmp_path):
+    """A live run ends at its first one; the engine asks every `patience` alarms."""
+    run = logs.noisy(900)
+    run["loss"][100:900] = ["nan"] * 800
+    _, result = replayed(logs.trace(logs.write(tmp_path / "a.csv", run)), rules())
+    summary = result.summary
+    assert summary.incidents == 1
+    assert summary.spent == 1
+    assert summary.rollbacks == rules().budget.recoveries + 1
+    assert summary.actions["STOP"] > 10
 
 
 def test_one_rollback_for_each_of_several_lone_alarms(tmp_path):

@@ -21,6 +21,7 @@ from healcore.tools.replay.fitting import resting
 from healcore.tools.replay.incidents import Casebook
 from healcore.tools.replay.lineage import Lineage
 from healcore.tools.replay.summary import AttemptSummary, Summary, Tally, in_order
+from healcore.tools.replay.unpaid import Unpaid
 from healcore.tools.report.story import Incident
 from healcore.tools.traces import Rows, Trace
 
@@ -165,13 +166,13 @@ class Replay:
         if self._begun:
             raise RuntimeError("a replay runs once: call replay() again")
         self._begun = True
-        lineage = Lineage(self._runner, self._survey.attempts)
+        lineage, unpaid = Lineage(self._runner, self._survey.attempts), Unpaid()
         attempt = -1
         for rows in self.trace.rows():
             if rows.attempt != attempt:
                 attempt = rows.attempt
                 self._cases.begin_attempt(goes_on=lineage.enter(attempt))
-            judged = self._judge(rows, lineage)
+            judged = unpaid.once(self._judge(rows, lineage))
             self._rows[attempt] += len(rows.index)
             if len(judged.index):
                 self._judged += len(judged.index)
