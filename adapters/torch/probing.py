@@ -1,0 +1,125 @@
+"""Opening torch checkpoints for `healcore probe`. Nothing in them is executed."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from healcore.tools.probe.contents.contents import PIECE, Array, Contents, flattened
+from healcore.tools.probe.verdict import ProbeError
+
+_SCALARS = (bool, int, float, str, type(None))
+
+
+def open_file(path: Path) -> Contents:
+    """A file of `torch.save`: mapped, so that an array is in memory while it is looked at.
+
+    Files of torch before 1.6 (no zip) cannot be mapped, and are read as a whole.
+
+    Raises:
+        ProbeError: it is none, it is damaged, or it holds more than tensors and plain values.
+    """
+    try:
+        loaded = load(path, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        raise ProbeError(refused(path, error)) from None
+    except OSError as error:
+        raise ProbeError(f"{path} cannot be read: {error.strerror or error}") from None
+    except Exception as error:  # damaged bytes raise anything
+        raise ProbeError(
+            f"{path} is no torch checkpoint, or is damaged: {first_line(error)}"
+        ) from None
+    return contents_of("torch file", flattened(plain(loaded)))
+
+
+def load(source: Any, *, mmap: bool = False) -> Any:
+    """What `torch.save` wrote, if it is tensors and plain values.
+
+    Raises:
+        pickle.UnpicklingError: it is more.
+        Exception: whatever damaged bytes make torch raise.
+    """
+    # NumPy's numbers are in many checkpoints (a best metric). To make one executes nothing.
+    with torch.serialization.safe_globals(_numpy_globals()):
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+
+
+def _numpy_globals() -> list[Any]:
+    number = np.float64(0)
+    constructor = number.__reduce__()[0]
+    kinds = {type(np.dtype(kind)) for kind in "?bBhHiIlLqQefdgFD"}
+    return [constructor, np.dtype, *kinds]
+
+
+def contents_of(format: str, leaves: Iterable[tuple[tuple[str, ...], Any]]) -> Contents:
+    """The contents that the leaves of a tree make."""
+    arrays, values, notes = [], {}, []
+    for keys, leaf in leaves:
+        path = tuple(part for key in keys for part in key.split("."))  # "layers.0.weight"
+        if isinstance(leaf, Tensor):
+            if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_meta:
+                notes.append(f"{'.'.join(path)} was not looked at: a tensor of {leaf.layout}")
+                continue
+            arrays.append(_array(path, leaf))
+        elif isinstance(leaf, _SCALARS):
+            values[path] = leaf
+    return Contents(format, arrays, values, tuple(notes))
+
+
+def _array(path: tuple[str, ...], tensor: Tensor) -> Array:
+    def read() -> Iterator[np.ndarray]:
+        return pieces(tensor)
+
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    # What one storage holds twice is one tensor under two names. Empty ones share nothing.
+    storage = None
+    if tensor.numel():
+        start = tensor.untyped_storage().data_ptr()
+        storage = (start, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), dtype)
+    return Array(path, dtype, tuple(tensor.shape), read, storage)
+
+
+def pieces(tensor: Tensor) -> Iterator[np.ndarray]:
+    """A tensor's elements as NumPy arrays; no copy of more than a piece."""
+    flat = tensor.detach()
+    flat = flat.view(-1) if flat.is_contiguous() else flat.reshape(-1)
+    for at in range(0, flat.numel(), PIECE):
+        piece = flat[at : at + PIECE]
+        if piece.is_floating_point() and piece.dtype not in (torch.float32, torch.float64):
+            piece = piece.float()
+        yield piece.resolve_conj().resolve_neg().numpy()
+
+
+def plain(value: Any) -> Any:
+    """Objects that are tensors or dictionaries in disguise, unwrapped."""
+    if isinstance(value, Mapping):
+        return {key: plain(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(part) for part in value]
+    if isinstance(value, Tensor) and hasattr(value, "to_local"):
+        return value.to_local()  # type: ignore[attr-defined]
+    return value
+
+
+def refused(path: Path, error: Exception) -> str:
+    """Why `weights_only` did not want a file, in words."""
+    found = re.search(r"GLOBAL ([\w.]+)", str(error))
+    what = f"a {found[1]}" if found else first_line(error)
+    return (
+        f"{path} holds more than tensors and plain values ({what}), and making that could execute "
+        "code: save the state dictionaries alone and probe that file"
+    )
+
+
+def first_line(error: Exception) -> str:
+    """An error in one line."""
+    text = str(error).strip().splitlines()
+    return text[0][:200] if text else type(error).__name__

@@ -1,0 +1,1 @@
+"""Probes: is this curve, this optimizer state, this checkpoint healthy?"""

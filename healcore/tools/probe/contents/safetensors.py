@@ -1,0 +1,116 @@
+"""safetensors files: a length, a JSON header, bytes. Reading them can execute nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from healcore.tools.probe.contents.contents import PIECE, Array, Contents
+from healcore.tools.probe.contents.floats import widened
+from healcore.tools.probe.verdict import ProbeError
+
+_MOST_HEADER = 100_000_000
+"""Bytes, as in the format's own description."""
+_DTYPES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16",
+    "U32": "uint32", "I32": "int32", "U64": "uint64", "I64": "int64",
+    "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+    "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn", "C64": "complex64",
+}  # fmt: skip
+_BYTES = {"bfloat16": 2, "float8_e5m2": 1, "float8_e4m3fn": 1}
+
+
+def read_safetensors(path: Path, prefix: tuple[str, ...] = ()) -> Contents:
+    """Opens a file.
+
+    Args:
+        path: of the file.
+        prefix: put before the name of every array.
+
+    Raises:
+        ProbeError: it is not what the format says.
+    """
+    header, begin = _header(path)
+    arrays, ends = [], [0]
+    room = path.stat().st_size - begin
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            dtype, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            known, shape = _DTYPES.get(dtype), tuple(int(size) for size in shape)
+            first, last = int(first), int(last)
+        except (TypeError, KeyError, ValueError):
+            raise ProbeError(f"{path}: the header's entry of {name} is not one") from None
+        if not 0 <= first <= last <= room or any(size < 0 for size in shape):
+            raise ProbeError(
+                f"{path}: {name} lies at bytes {first} to {last} of {room}: the file is cut short, "
+                "or its header damaged"
+            )
+        if known is not None:
+            width = _BYTES.get(known) or np.dtype(known).itemsize
+            if width * int(np.prod(shape, dtype=np.int64)) != last - first:
+                raise ProbeError(
+                    f"{path}: {name} is {dtype}{list(shape)}, not {last - first} bytes"
+                )
+            reader = _reader(path, begin + first, last - first, known, width)
+        else:
+            reader = _unknown(name, dtype)
+        path_in = (*prefix, *name.split("."))
+        # Writers sort by size and name.
+        arrays.append(Array(path_in, known or dtype, shape, reader, in_order=False))
+        ends.append(last)
+    if max(ends) != room:
+        raise ProbeError(f"{path}: {room} bytes of arrays are there, its header has {max(ends)}")
+    return Contents("safetensors", arrays, {})
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether a file begins like one."""
+    with path.open("rb") as file:
+        start = file.read(9)
+    return len(start) == 9 and start[8:] == b"{" and int.from_bytes(start[:8], "little") >= 2
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(_MOST_HEADER, size - 8):
+            raise ProbeError(f"{path} is no safetensors file: its header would have {length} bytes")
+        try:
+            header = json.loads(file.read(length))
+        except (ValueError, RecursionError):
+            raise ProbeError(f"{path}: its header is no JSON: the file is damaged") from None
+    if not isinstance(header, dict):
+        raise ProbeError(f"{path}: its header is no JSON object: the file is damaged")
+    return header, 8 + length
+
+
+def _reader(
+    path: Path, at: int, length: int, dtype: str, width: int
+) -> Callable[[], Iterator[np.ndarray]]:
+    def read() -> Iterator[np.ndarray]:
+        with path.open("rb") as file:
+            file.seek(at)
+            left = length
+            while left:
+                data = file.read(min(left, PIECE * width))
+                if len(data) != min(left, PIECE * width):
+                    raise ProbeError(f"{path} has become shorter while it was read")
+                left -= len(data)
+                yield widened(np.frombuffer(data, np.uint8), dtype)
+
+    return read
+
+
+def _unknown(name: str, dtype: str) -> Callable[[], Iterator[np.ndarray]]:
+    def read() -> Iterator[np.ndarray]:
+        raise ProbeError(f"{name} is of dtype {dtype}, which healcore does not know")
+        yield
+
+    return read

@@ -1,0 +1,154 @@
+"""Instability events: the loss is far above where it was, and stays there for a while.
+
+A value is held against the median of the 16 before it. The unit is what values were above or below
+such medians lately: the larger of two robust deviations of the last 64, one by their median, one by
+their upper tail. The latter keeps curves quiet that are noisy to one side (two kinds of batches).
+One high value alone is a bad batch: that is a jump, and only told.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+_LEVEL = 16
+_SPREAD = 64
+_LEAST = 32
+"""Values before the first one that is judged."""
+_MEDIAN, _UPPER = 1.4826, 1 / 1.2816
+"""Median absolute deviation and 90 % quantile -> standard deviation of Gaussian noise."""
+_FLOOR = 1e-3
+"""Least unit, relative to the level: a quiet curve may still change in the third digit."""
+_SUSTAINED = 5
+_BACK = 3.0
+"""An event is over with the first value so few units above the level before it."""
+_LONGEST = 200
+"""Values. What lasts longer is a new level: the event ends, and the baseline starts there."""
+_KEPT = 1000
+
+
+class Event(NamedTuple):
+    """One of them."""
+
+    step: float
+    """At its onset."""
+    values: int
+    """How many it lasted."""
+    height: float
+    """Highest value over the level before it, in units."""
+    back: bool
+    """Whether the curve came back to the level before it."""
+
+
+class Events:
+    """Finds them in a stream of finite values.
+
+    Args:
+        sigmas: how high, in units.
+        points: how many of five values in a row must be as high.
+    """
+
+    def __init__(self, sigmas: float, points: int) -> None:
+        self.found: list[Event] = []
+        """The first 1000."""
+        self.count = 0
+        self.jumps = 0
+        self.unfinished: Event | None = None
+        """The one that the curve ends in."""
+        self._sigmas = sigmas
+        self._points = points
+        self._steps = np.empty(0)
+        self._values = np.empty(0)
+        self._levels = np.empty(0)
+        """Of the values before `_at` and some behind it; NaN where there is none yet."""
+        self._at = 0
+        """The first value that is not judged yet."""
+
+    def add(self, steps: np.ndarray, values: np.ndarray) -> None:
+        """Takes the next values, float64 (n,) both."""
+        self._steps = np.concatenate([self._steps, steps])
+        self._values = np.concatenate([self._values, values])
+        # An event must be seen to its end.
+        if len(self._values) - self._at >= 2 * _LONGEST:
+            self._judge(len(self._values) - _LONGEST)
+            self._forget()
+
+    def finish(self) -> None:
+        """There are no more."""
+        self._judge(len(self._values))
+
+    def _judge(self, until: int) -> None:
+        """Judges the values up to `until`; an event that begins before may reach beyond."""
+        self._levels = np.append(self._levels, self._levels_from(len(self._levels), until))
+        first = max(self._at, _LEAST)
+        if first >= until:
+            return
+        units = self._units(first, until)
+        with np.errstate(invalid="ignore", over="ignore"):
+            rises = self._values[first:until] - self._levels[first:until]
+            high = np.flatnonzero(rises > self._sigmas * units)
+        self._at = first
+        for onset in high + first:
+            if onset >= self._at:  # not within an event any more
+                self._at = self._event(int(onset), self._levels[onset], units[onset - first])
+        self._at = max(self._at, until)
+
+    def _event(self, onset: int, level: float, unit: float) -> int:
+        """Counts what begins at `onset`; returns where to go on."""
+        over = (self._values[onset : onset + _LONGEST] - level) / unit
+        # Where single values jump often, several in a row may be chance: the more of them there
+        # were, the longer it must stay high.
+        lately = slice(max(0, onset - _SPREAD), onset)
+        jumps = (self._values[lately] - self._levels[lately]) / unit > self._sigmas
+        needed = _SUSTAINED + 2 * int(np.count_nonzero(jumps))
+        if np.count_nonzero(over[:needed] > self._sigmas) < self._points * needed / _SUSTAINED:
+            self.jumps += 1
+            return onset + 1
+        back = np.flatnonzero(over < _BACK)
+        # One low value among the first five does not end what most of them have begun.
+        back = back[back >= self._points]
+        length = int(back[0]) if len(back) else len(over)
+        self.count += 1
+        event = Event(
+            float(self._steps[onset]), length, float(over[:length].max()), bool(len(back))
+        )
+        if len(self.found) < _KEPT:
+            self.found.append(event)
+        if not event.back and length < _LONGEST:
+            self.unfinished = event
+        return onset + length
+
+    def _levels_from(self, first: int, until: int) -> np.ndarray:
+        """The median of the 16 values before each, float64 (until - first,)."""
+        if until <= first:
+            return np.empty(0)
+        missing = max(0, min(_LEVEL, until) - first)
+        windows = sliding_window_view(self._values[: until - 1], _LEVEL) if until > _LEVEL else None
+        if windows is None:
+            return np.full(missing, np.nan)
+        with np.errstate(over="ignore", invalid="ignore"):
+            levels = np.median(windows[max(0, first - _LEVEL) :], axis=1)
+        return np.append(np.full(missing, np.nan), levels)
+
+    def _units(self, first: int, until: int) -> np.ndarray:
+        """What a standard deviation has been before each value, float64 (until - first,)."""
+        with np.errstate(invalid="ignore", over="ignore"):
+            rests = self._values[: until - 1] - self._levels[: until - 1]
+            padded = np.append(np.full(_SPREAD, np.nan), rests)
+            windows = sliding_window_view(padded, _SPREAD)[first:until]
+            # Only where the window is not full yet: they are several times slower.
+            full = first >= _SPREAD + _LEVEL
+            median, quantile = (np.median, np.quantile) if full else (np.nanmedian, np.nanquantile)
+            spread = _MEDIAN * median(np.abs(windows), axis=1)
+            units = np.maximum(spread, _UPPER * quantile(windows, 0.9, axis=1))
+        units = np.maximum(units, _FLOOR * np.abs(self._levels[first:until]))
+        return np.where(units > 0, units, np.inf)
+
+    def _forget(self) -> None:
+        """Keeps what the next values need."""
+        cut = max(0, min(self._at, len(self._levels)) - _SPREAD - _LEVEL)
+        self._steps, self._values = self._steps[cut:], self._values[cut:]
+        self._levels = self._levels[cut:]
+        self._at -= cut
