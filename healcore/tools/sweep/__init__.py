@@ -1,0 +1,14 @@
+"""Thousands of settings of one policy over many recorded runs, ranked by a stated objective.
+
+traces, unreadable = healcore.tools.traces.open_traces(["runs/"])
+found = healcore.tools.sweep.sweep(traces, "default", vary=["detect.divergence.rise=5..12"])
+Path("mine.toml").write_text(healcore.policy.dumps(found.policy))
+"""
+
+from __future__ import annotations
+
+from healcore.tools.sweep.keys import SweepError
+from healcore.tools.sweep.scoring import Costs
+from healcore.tools.sweep.search import Plan, Sweep, sweep
+
+__all__ = ["Costs", "Plan", "Sweep", "SweepError", "sweep"]

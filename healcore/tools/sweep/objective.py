@@ -1,0 +1,74 @@
+"""Counts as rates, and the one number that variants are ranked by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from healcore.tools.sweep.scoring import Tally
+
+PER = 10_000
+"""Rows that a rate is given for."""
+
+OBJECTIVES = {
+    "balance": "recall within N steps, less `price` for each false recovery per 10,000 steps",
+    "recall": "recall within N steps; between equals, fewer false recoveries",
+    "false": "fewest false recoveries per 10,000 steps; between equals, higher recall",
+    "lost": "fewest steps lost: recoveries, skipped steps, and what a spike lasts until the order",
+}
+
+_TIE = 1e-6  # what decides between equals weighs this much: less than one event in any sweep
+
+
+class Rates(NamedTuple):
+    """One setting (floats) or all of them (arrays) on some traces."""
+
+    events: int
+    rows: int
+    recall: np.ndarray
+    """Events found within N steps, of all; 1 where there was none to find."""
+    found: np.ndarray
+    """Events found at all."""
+    latency: np.ndarray
+    """Mean steps from onset to order of those found; NaN without one."""
+    false: np.ndarray
+    """False recoveries per 10,000 rows."""
+    lost: np.ndarray
+    """Steps lost per 10,000 rows."""
+
+
+def rates(tallies: Sequence[Tally]) -> Rates:
+    """Sums over traces."""
+    events, rows = sum(t.events for t in tallies), sum(t.rows for t in tallies)
+    in_time = np.sum([t.in_time for t in tallies], axis=0)
+    found = np.sum([t.found for t in tallies], axis=0)
+    late = np.sum([t.late for t in tallies], axis=0)
+    share = PER / max(rows, 1)
+    return Rates(
+        events=events,
+        rows=rows,
+        recall=in_time / events if events else np.ones(len(found)),
+        found=found / events if events else np.ones(len(found)),
+        latency=np.where(found > 0, late / np.maximum(found, 1), np.nan),
+        false=share * np.sum([t.false for t in tallies], axis=0),
+        lost=share * np.sum([t.lost for t in tallies], axis=0),
+    )
+
+
+def score(rates: Rates, objective: str, price: float) -> np.ndarray:
+    """The number to rank by, larger is better.
+
+    Args:
+        rates: of all variants.
+        objective: one of `OBJECTIVES`.
+        price: of one false recovery per 10,000 rows, in recall; for "balance".
+    """
+    if objective == "recall":
+        return rates.recall - _TIE * rates.false
+    if objective == "false":
+        return -rates.false + _TIE * rates.recall
+    if objective == "lost":
+        return -rates.lost
+    return rates.recall - price * rates.false

@@ -1,0 +1,211 @@
+"""A whole sweep: traces and a base policy in, the setting to take out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from healcore.policy import Policy, PolicyLike, load
+from healcore.tools.replay.scoring import FEWEST, Label, Labels
+from healcore.tools.sweep import hindsight, outcome, running, scoring, space, splitting
+from healcore.tools.sweep.keys import SweepError
+from healcore.tools.sweep.objective import OBJECTIVES
+from healcore.tools.sweep.series import Series, series_of
+from healcore.tools.traces.trace import Trace, TraceError, Unreadable
+
+
+class Plan(NamedTuple):
+    """How to sweep."""
+
+    variants: int = 2000
+    """Settings to try at most."""
+    objective: str = "balance"
+    """One of `objective.OBJECTIVES`."""
+    price: float = 0.1
+    """Recall that one false recovery per 10,000 steps is worth, for "balance"."""
+    costs: scoring.Costs = scoring.Costs()
+    holdout: float = 0.3
+    """Share of the families to hold out; 0 for none."""
+    seed: int = 0
+    """Of the splits."""
+    backend: str | None = None
+    """numpy or jax; None chooses by the amount of work."""
+
+
+PLAN = Plan()
+
+
+class Sweep(NamedTuple):
+    """What was swept and what came out."""
+
+    base: Policy
+    plan: Plan
+    variants: space.Variants
+    series: tuple[Series, ...]
+    tallies: tuple[scoring.Tally, ...]
+    """Counts of every variant, one per series."""
+    splits: splitting.Splits
+    verdict: outcome.Verdict
+    policy: Policy
+    """The policy to take."""
+    backend: str
+    seconds: float
+    """Wall time of the scan, compiling included."""
+    labelled: int
+    """Series whose events come from labels; the others' from hindsight."""
+    left_out: tuple[Unreadable, ...]
+    """Traces, or attempts of them, that are too short or have nothing to judge, and why."""
+    failed: tuple[Unreadable, ...]
+    """Traces that could not be read."""
+
+    @property
+    def policy_steps(self) -> int:
+        """Steps judged, times variants."""
+        return len(self.variants.values) * sum(each.length for each in self.series)
+
+
+def sweep(
+    traces: Sequence[Trace],
+    policy: PolicyLike = "default",
+    *,
+    vary: Sequence[str] = (),
+    labels: Labels | None = None,
+    plan: Plan = PLAN,
+    started: Callable[[int], None] = lambda policy_steps: None,
+    advance: Callable[[int], None] = lambda policy_steps: None,
+) -> Sweep:
+    """Tries many settings of a policy on recorded runs.
+
+    Args:
+        traces: from `healcore.tools.traces.open_traces`.
+        policy: the base policy.
+        vary: `KEY=LOW..HIGH` or `KEY=A,B,C`; without any, the thresholds behind the rollback rules.
+        labels: from `healcore.tools.replay.scoring`; traces that it does not name, and all of them
+            without it, have the events that `hindsight` sees.
+        plan: how.
+        started: called once with the policy-steps to come.
+        advance: called with the policy-steps just done.
+
+    Raises:
+        SweepError: nothing to sweep, or a plan that cannot be.
+        healcore.policy.PolicyError: the base policy is none.
+    """
+    _check(plan)
+    base = load(policy)
+    if not any("rollback" in rule.do for rule in base.respond if not rule.for_host):
+        raise SweepError(
+            f"policy {base.name} never goes back: a sweep ranks recoveries. Give one with a rule "
+            'that has do = ["rollback"], for example default'
+        )
+    axes = tuple(space.parse(base, text) for text in vary) or space.default_axes(base)
+    keys = [axis.key for axis in axes]
+    if len(set(keys)) < len(keys):
+        raise SweepError(f"--vary names a key twice: {', '.join(keys)}")
+    series, left_out, failed = _read(traces, base)
+    seen = [_events(each, labels) for each in series]
+    grounds = [scoring.ground_of(each, its) for each, (its, _) in zip(series, seen, strict=True)]
+    variants = space.draw(base, axes, plan.variants)
+
+    steps = len(variants.values) * sum(each.length for each in series)
+    backend = plan.backend or running.backend_for(steps)
+    scan = running.scan_of(base.config(), tuple(axis.place for axis in axes), backend)
+    started(steps)
+    began = time.perf_counter()
+    tallies = running.run(
+        scan, variants, series, grounds, plan.costs, backend=backend, advance=advance
+    )
+    seconds = time.perf_counter() - began
+
+    splits = splitting.split(
+        [splitting.family(each.trace) for each in series],
+        [len(ground.spikes) > 0 for ground in grounds],
+        plan.holdout,
+        plan.seed,
+    )
+    verdict = outcome.judge(tallies, variants.units, splits, plan.objective, plan.price)
+    return Sweep(
+        base=base,
+        plan=plan,
+        variants=variants,
+        series=tuple(series),
+        tallies=tuple(tallies),
+        splits=splits,
+        verdict=verdict,
+        policy=_taken(base, variants, verdict, len(series)),
+        backend=backend,
+        seconds=seconds,
+        labelled=sum(known for _, known in seen),
+        left_out=tuple(left_out),
+        failed=tuple(failed),
+    )
+
+
+def _check(plan: Plan) -> None:
+    if plan.objective not in OBJECTIVES:
+        raise SweepError(f"the objective must be one of {', '.join(OBJECTIVES)}")
+    if plan.variants < 2:
+        raise SweepError(f"at least 2 variants make a sweep, got {plan.variants}")
+    if not 0 <= plan.holdout < 1:
+        raise SweepError(f"the share to hold out must be in [0, 1), got {plan.holdout}")
+    if not 0 <= plan.price < np.inf:
+        raise SweepError(f"the price of a false recovery must be at least 0, got {plan.price}")
+    if plan.costs.within < 0 or plan.costs.recovery < 0:
+        raise SweepError(
+            f"steps must be at least 0, got {plan.costs.within} to find an event within and "
+            f"{plan.costs.recovery} for a recovery"
+        )
+
+
+def _read(
+    traces: Sequence[Trace], base: Policy
+) -> tuple[list[Series], list[Unreadable], list[Unreadable]]:
+    """The series to sweep, what is left out, and what could not be read."""
+    engine = base.engine()
+    series, left_out, failed = [], [], []
+    for trace in traces:
+        try:
+            found = series_of(trace, engine)
+        except TraceError as error:
+            failed.append(Unreadable(trace.name, str(error)))
+            continue
+        if not found:
+            left_out.append(Unreadable(trace.name, "no row has a loss or a gradient norm"))
+        for each in found:
+            if each.length - each.own < FEWEST:
+                left_out.append(Unreadable(trace.name, f"fewer than {FEWEST} rows"))
+            else:
+                series.append(each)
+    if not series:
+        why = [each.problem for each in failed]
+        why += [f"{each.path}: {each.problem}" for each in left_out]
+        raise SweepError("\n".join([*why, "nothing to sweep: no trace has rows enough to judge"]))
+    return series, left_out, failed
+
+
+def _events(series: Series, labels: Labels | None) -> tuple[Label, bool]:
+    """What happened in a series, and whether somebody has said so."""
+    known = labels.of(series.trace) if labels is not None else None
+    if known is not None:
+        return known, True
+    loss = series.rows.values.get("loss")
+    if loss is None:
+        return Label(series.trace, series.length, (), ()), False
+    return hindsight.events_in(loss, series.index, series.trace), False
+
+
+def _taken(base: Policy, variants: space.Variants, verdict: outcome.Verdict, runs: int) -> Policy:
+    """The policy to take, named as what it is."""
+    if verdict.take == 0:
+        return base
+    keys = ", ".join(axis.key for axis in variants.axes)
+    told = f"Swept from {base.name} over {runs} runs and {len(variants.values)} settings of {keys}."
+    return space.policy_with(
+        base,
+        variants.axes,
+        variants.values[verdict.take],
+        name=f"{base.name}-swept",
+        description=f"{base.description} {told}".strip(),
+    )

@@ -1,0 +1,209 @@
+"""The search space: a range per key, and the variants drawn from it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from healcore.policy import Policy, PolicyError, from_dict, to_dict
+from healcore.tools.sweep.keys import Place, SweepError, place_of, thresholds, value_at, with_value
+
+_DIGITS = 4  # of a drawn number: what is written into a file should be readable
+_LOG_FROM = 10.0  # a range that spans this factor is drawn by its logarithm
+_DEFAULT = (0.6, 1.6)  # of the base value, without --vary
+
+
+class Axis(NamedTuple):
+    """One key and the values it may take."""
+
+    key: str
+    place: Place
+    whole: bool
+    low: float
+    high: float
+    log: bool
+    listed: tuple[float, ...] = ()
+    """The values themselves, where they were given one by one."""
+
+    def value(self, unit: float) -> float | int:
+        """The value at a point of [0, 1]."""
+        if self.listed:
+            return self._typed(self.listed[min(int(unit * len(self.listed)), len(self.listed) - 1)])
+        if self.log:
+            return self._typed(self.low * (self.high / self.low) ** unit)
+        return self._typed(self.low + (self.high - self.low) * unit)
+
+    def unit(self, value: float) -> float:
+        """Where a value lies on the axis; outside of [0, 1] for one outside of the range."""
+        if self.listed:
+            nearest = min(range(len(self.listed)), key=lambda i: abs(self.listed[i] - value))
+            return (nearest + 0.5) / len(self.listed)
+        if self.log:
+            return math.log(max(value, 1e-30) / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+    def _typed(self, value: float) -> float | int:
+        return round(value) if self.whole else float(f"{value:.{_DIGITS}g}")
+
+
+class Variants(NamedTuple):
+    """Distinct settings; the first is the base policy's own."""
+
+    axes: tuple[Axis, ...]
+    values: np.ndarray
+    """float64 (n, axes)."""
+    units: np.ndarray
+    """float64 (n, axes): the same as points of the unit cube."""
+    dropped: int
+    """Settings drawn that are no valid policy."""
+
+    def numbers(self, part: slice) -> tuple[np.ndarray, ...]:
+        """One array per axis, in the dtype that the core is given."""
+        return tuple(
+            self.values[part, i].astype(np.int32 if axis.whole else np.float32)
+            for i, axis in enumerate(self.axes)
+        )
+
+
+def parse(policy: Policy, text: str) -> Axis:
+    """One `--vary`: KEY=LOW..HIGH, with `:log` or `:linear` after it, or KEY=A,B,C.
+
+    Raises:
+        SweepError: not of that form, or a value that the policy cannot have.
+    """
+    key, equals, ranged = (part.strip() for part in text.partition("="))
+    if not equals or not key:
+        raise SweepError(f"--vary {text!r}: write KEY=LOW..HIGH or KEY=A,B,C")
+    place = place_of(policy, key)
+    base = value_at(to_dict(policy), key)
+    whole = isinstance(base, int)
+    ranged, _, scale = ranged.partition(":")
+    if scale not in ("", "log", "linear"):
+        raise SweepError(f"--vary {text!r}: after the range stands log or linear, got {scale!r}")
+    listed = ".." not in ranged
+    numbers = [_number(text, part) for part in ranged.split("," if listed else "..")]
+    if not listed and (len(numbers) != 2 or not numbers[0] < numbers[1]):
+        raise SweepError(f"--vary {text!r}: LOW..HIGH is two numbers, the smaller one first")
+    if listed and scale:
+        raise SweepError(f"--vary {text!r}: single values have no scale, drop :{scale}")
+    if scale == "log" and numbers[0] <= 0:
+        raise SweepError(f"--vary {text!r}: a logarithmic range begins above 0")
+    if whole and any(number != round(number) for number in numbers):
+        raise SweepError(f"--vary {text!r}: {key} takes whole numbers")
+    for number in numbers:
+        _check(policy, key, round(number) if whole else number)
+    low, high = min(numbers), max(numbers)
+    log = scale == "log" or (not scale and not listed and low > 0 and high >= _LOG_FROM * low)
+    return Axis(key, place, whole, low, high, log, tuple(sorted(set(numbers))) if listed else ())
+
+
+def default_axes(policy: Policy) -> tuple[Axis, ...]:
+    """The thresholds that decide when a rollback is ordered, from 0.6 to 1.6 times their value.
+
+    Raises:
+        SweepError: no rule goes back, or none of the detectors behind it has a number.
+    """
+    axes = []
+    for key in thresholds(policy):
+        base = value_at(to_dict(policy), key)
+        ends = []
+        for factor in _DEFAULT:
+            end = round(base * factor) if isinstance(base, int) else base * factor
+            try:
+                _check(policy, key, end)
+            except SweepError:
+                end = base
+            ends.append(float(end))
+        if ends[0] < ends[1]:
+            whole = isinstance(base, int)
+            axes.append(Axis(key, place_of(policy, key), whole, ends[0], ends[1], False))
+    if not axes:
+        raise SweepError(
+            f"no detector of policy {policy.name} that a rollback rule listens to has a number: "
+            "say what to vary, for example --vary respond[1].when.consecutive=3..20"
+        )
+    return tuple(axes)
+
+
+def draw(policy: Policy, axes: Sequence[Axis], count: int) -> Variants:
+    """Up to `count` distinct settings, the base policy's first.
+
+    All combinations where every axis is a list and they fit; else points of the additive
+    recurrence in the golden ratio's generalisation to the number of axes (Roberts, 2018), which
+    fill the cube more evenly than random ones and are the same each time.
+    """
+    base = to_dict(policy)
+    grid = math.prod(len(axis.listed) for axis in axes)
+    if all(axis.listed for axis in axes) and grid < count:
+        units = list(itertools.product(*([axis.unit(v) for v in axis.listed] for axis in axes)))
+    else:
+        units = _spread(len(axes), 2 * count)
+    own = tuple(value_at(base, axis.key) for axis in axes)
+    found: dict[tuple[Any, ...], None] = {own: None}
+    dropped = 0
+    for point in units:
+        if len(found) >= count:
+            break
+        values = tuple(axis.value(u) for axis, u in zip(axes, point, strict=True))
+        if values in found:
+            continue
+        try:
+            policy_with(policy, axes, values)
+        except PolicyError:
+            dropped += 1
+            continue
+        found[values] = None
+    values = np.array(list(found), np.float64)
+    units = np.array([[a.unit(v) for a, v in zip(axes, row, strict=True)] for row in found])
+    return Variants(tuple(axes), values, units, dropped)
+
+
+def policy_with(
+    policy: Policy, axes: Sequence[Axis], values: Sequence[float], **fields: str
+) -> Policy:
+    """The base policy with these values.
+
+    Raises:
+        PolicyError: they are no policy together.
+    """
+    data = to_dict(policy)
+    for axis, value in zip(axes, values, strict=True):
+        with_value(data, axis.key, round(value) if axis.whole else float(value))
+    return from_dict(data | fields, source=f"a variant of {policy.name}")
+
+
+def _spread(axes: int, count: int) -> list[tuple[float, ...]]:
+    ratio = 2.0
+    for _ in range(60):
+        ratio = (1.0 + ratio) ** (1.0 / (axes + 1))
+    steps = np.array([ratio ** -(i + 1) for i in range(axes)])
+    points = (0.5 + np.outer(np.arange(1, count + 1), steps)) % 1.0
+    return [tuple(point) for point in points.tolist()]
+
+
+def _number(text: str, part: str) -> float:
+    try:
+        number = float(part)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise SweepError(f"--vary {text!r}: {part.strip()!r} is no number")
+    return number
+
+
+def _check(policy: Policy, key: str, value: float | int) -> None:
+    """Whether the policy may have this value there.
+
+    Raises:
+        SweepError: with the policy's own words.
+    """
+    data = to_dict(policy)
+    with_value(data, key, value)
+    try:
+        from_dict(data, source=f"--vary {key}")
+    except PolicyError as error:
+        raise SweepError(str(error)) from None

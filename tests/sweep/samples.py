@@ -1,0 +1,73 @@
+"""Series and log files to sweep over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from healcore.core.engine import Engine, EngineConfig
+from healcore.core.signals import Signals
+from healcore.tools.replay.feeding import Chunk, Feed
+from healcore.tools.replay.runners import HostRunner
+from healcore.tools.sweep.orders import Orders
+from healcore.tools.sweep.series import Series
+
+
+def series_of(trace: Signals, kinds: tuple[tuple[str, ...], ...], kind: np.ndarray) -> Series:
+    """One run's signals, each (rows,), as a series whose rows have the combinations `kinds`."""
+    names = {name for names in kinds for name in names}
+    values = {name: np.asarray(getattr(trace, name), np.float32) for name in names}
+    rows = len(kind)
+    feed = Feed(kinds)
+    return Series(
+        "fuzzed",
+        feed,
+        Chunk(values, kind.astype(np.int32)),
+        np.arange(rows),
+        np.zeros(rows, bool),
+        0,
+    )
+
+
+def alone(config: EngineConfig, series: Series) -> tuple[list[int], int]:
+    """Rows at which the whole engine of one setting has a recovery due, and steps skipped.
+
+    Where the series goes on from a checkpoint, the engine is told so, with the state of a run that
+    was in trouble.
+    """
+    engine = Engine(config)
+    runner = HostRunner(engine, series.feed)
+    state = runner.start()
+    rows, skips, start = [], 0, 0
+    for stop in (*np.flatnonzero(series.resumed).tolist(), series.length):
+        if start:
+            live, _ = runner.run(state, series.rows.part(slice(0, start)))
+            state = runner.on_rollback(live, state)
+        state, told = runner.run(state, series.rows.part(slice(start, stop)))
+        own = np.arange(start, stop) >= series.own
+        rows += (start + np.flatnonzero(told.due & own)).tolist()
+        skips += int((told.skip & own).sum())
+        start = stop
+    return rows, skips
+
+
+def of_variant(orders: Orders, variant: int) -> tuple[list[int], int]:
+    """The same of one variant of a sweep."""
+    return orders.row[orders.variant == variant].tolist(), int(orders.skipped[variant])
+
+
+def losses(rng: np.random.Generator, rows: int, spikes: tuple[int, ...] = ()) -> np.ndarray:
+    """A falling loss with noise, and sustained spikes of forty rows."""
+    t = np.arange(rows)
+    loss = 2.0 + 2.0 * np.exp(-t / (rows / 4)) + 0.03 * rng.standard_normal(rows)
+    for onset in spikes:
+        loss[onset : onset + 40] += 1.5 * np.exp(-np.arange(len(loss[onset : onset + 40])) / 20)
+    return loss
+
+
+def write_csv(path: Path, loss: np.ndarray) -> str:
+    """A log file."""
+    lines = ["step,loss", *(f"{i},{x:.6g}" for i, x in enumerate(loss))]
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
