@@ -92,6 +92,18 @@ def test_a_falling_loss_is_no_spike():
     assert not lasting.any()
 
 
+def test_a_climb_of_thirty_steps_soon_after_the_first_descent_is_found():
+    """Too slow to be a spike, too short to be a divergence; its noise grows as it climbs."""
+    t = np.arange(300)[:, None]
+    losses = 2 + 4 * np.exp(-t / 25) + 0.05 * noise(300)
+    losses[[60, 75, 90]] += 1.0  # outliers before it, which raise the learnt threshold
+    assert not run(losses)[1].any()
+    excess = np.zeros(300)
+    excess[140:250] = 1.5 * np.minimum(np.arange(1, 111) / 30, 1)
+    _, lasting = run(losses + excess[:, None] * (1 + 0.2 * noise(300, seed=2)))
+    assert lasting[140:200].any(0).all()
+
+
 def test_nan_and_inf_teach_nothing():
     losses = (2.5 + 0.05 * noise(500)).astype(np.float32)
     clean = run(losses)

@@ -19,6 +19,8 @@ _LONG_START = 2.5  # its weight is this over the count ...; 1.5 to 4
 _LONG = 1.0 / 512.0  # ... and not below this; 1/256 to 1/1024
 _SLOW_FALL = 0.1  # the slow level; 0.08 to 0.2
 _SLOW_RISE = 0.01  # 0.005 to 0.015
+_CLIMB_WINSOR = 2.0  # a level above the slow one counts at most this many wanders; 1.5 to 2.5
+_LAG = 0.5  # share of what the slow level is behind a falling one; 0.25 to 0.5
 _WANDER_SHARE = 0.3  # the level's wander is at least this much of the noise; 0.2 to 0.35
 _NOW = 0.1  # weight in the running mean of what is seen, spike or not
 _GRID_SHARE = 0.5  # the unit is at least this much of the grid; 0.3 to 0.8
@@ -157,8 +159,12 @@ def learn(
     weight = xp.where(gap < 0, _SLOW_FALL * one, _SLOW_RISE)
     step = numerics.product(weight, gap, xp=xp)
     slow = xp.where(warm, mean, state.slow + xp.where(incident, 0.0, step))
-    most = _WINSOR * numerics.larger(state.wander, _WANDER_SHARE * scale, xp=xp)
+    # A climb may not stretch the measure that it is judged by, and falling is not wandering: with
+    # 3.5 and 1 here, a climb of 30 steps soon after a steep fall was missed.
+    most = xp.where(gap > 0, _CLIMB_WINSOR * one, _WINSOR)
+    most = most * numerics.larger(state.wander, _WANDER_SHARE * scale, xp=xp)
     off = xp.abs(gap)
+    off = xp.where((gap < 0) & ~rise, _LAG * off, off)
     off = xp.where(judged & (off > most), most, off)
     step = numerics.product(long, off - state.wander, xp=xp)
     wander = state.wander + xp.where(incident, 0.0, step)

@@ -12,7 +12,7 @@ at every hundredth; nothing here knows the unit or the cadence. Four ideas:
 3. **A spike is several steps.** Each step casts a vote between 0 and 1, so one step, however far
    out, is one vote (`alarm`, worth a skip). Votes fade; their sum above `evidence` is `sustained`,
    worth a rollback. A step below the level takes votes away: spikes are one-sided. The
-   level's own distance from a slower one casts half votes: a small rise that lasts.
+   level's own distance from a slower one casts lesser votes: a small rise that lasts.
 4. **An incident ends**: when its votes have faded, or after `escape` steps. The level then begins
    anew where the loss is now: healed, or truly shifted.
 """
@@ -41,7 +41,7 @@ _LEARN = 0.2  # what one outlier adds to the tail factor; 0.12 to 0.35
 _OUTLIERS = 1.0 / 256.0  # rate of outliers at which it settles; 1/200 to 1/600
 _EARLY = 1.5  # the tail factor while too little has been seen to know it; 1.2 to 1.8
 _LARGEST_TAIL = 4.0  # 3 to 8
-_SLOW_VOTE = 0.5  # largest vote of the slow channel; 0.4 to 1
+_SLOW_VOTE = 0.4  # largest vote of the slow channel; 0.35 to 0.5
 _SLOW_THRESHOLD = 5.0  # of the level above the slow one, in the level's own wander; 4 to 5.2
 _SLOW_SLOPE = 1.0 / _SLOW_THRESHOLD  # the slow vote is full at twice that
 
@@ -100,7 +100,8 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
     was = incident > 0
     lasting = judged & ~was & (level.count > 3 * config.warmup_steps)
     above = loss_level.elevation(level, unit, known, xp=xp) - _SLOW_THRESHOLD
-    slow = xp.where(lasting, _SLOW_VOTE * _between(_SLOW_SLOPE * above, xp=xp), 0.0)
+    slow = numerics.product(_SLOW_VOTE, _between(_SLOW_SLOPE * above, xp=xp), xp=xp)
+    slow = xp.where(lasting, slow, 0.0)
     votes = numerics.product(_FADE, votes, xp=xp) + numerics.larger(vote, slow, xp=xp) - against
     votes = numerics.smaller(votes, config.evidence + _SPARE, xp=xp)
     votes = xp.where(votes > 0, votes, 0.0)

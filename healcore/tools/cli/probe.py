@@ -11,7 +11,8 @@ from typing import Annotated
 
 import typer
 
-from healcore.tools.cli.probing import Command, Group, checked, columns_of, each, finish, unusable
+from healcore.tools.cli.columns import columns_of
+from healcore.tools.cli.probing import Command, Group, checked, each, finish, unusable
 
 app = typer.Typer(
     cls=Group,

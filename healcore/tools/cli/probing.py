@@ -95,17 +95,6 @@ def checked(model: type[Inputs], given: Mapping[str, Any]) -> Inputs:
         unusable(str(error))
 
 
-def columns_of(given: Sequence[str]) -> dict[str, str]:
-    """What `--column` says."""
-    columns = {}
-    for pair in given:
-        signal, equals, name = pair.partition("=")
-        if not equals or not signal or not name:
-            unusable(f"--column is SIGNAL=NAME, as in loss=train/ce, not {pair!r}")
-        columns[signal] = name
-    return columns
-
-
 def finish(results: Sequence[Result], inputs: BaseModel, as_json: bool) -> NoReturn:
     """Prints results and exits."""
     from healcore.tools.probe.document import dumps

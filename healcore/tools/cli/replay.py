@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from healcore.tools.cli.columns import columns_of
+
 if TYPE_CHECKING:  # imported where they are used, so that the other commands start fast
     from rich.progress import Progress
 
@@ -83,7 +85,7 @@ def _replay(
         known = read_labels(labels) if labels else None
         _check_backend(backend)
         outputs.check(traces)
-        opened, unreadable = open_traces(traces, columns=_columns(column or []), join=join)
+        opened, unreadable = open_traces(traces, columns=columns_of(column or []), join=join)
     except (PolicyError, LabelError, MissingExtraError, TraceError, ValueError) as error:
         _fail(str(error))
     try:
@@ -146,16 +148,6 @@ def _policies(names: Sequence[str]) -> list[Named]:
     if double:
         raise ValueError(f"--policy {double[0]} is there twice: name each policy once")
     return [Named(name, load(name)) for name in names]
-
-
-def _columns(pairs: Sequence[str]) -> dict[str, str]:
-    columns = {}
-    for pair in pairs:
-        signal, equals, name = pair.partition("=")
-        if not (signal and equals and name):
-            raise ValueError(f"--column must be SIGNAL=NAME, as in loss=train/ce, got {pair!r}")
-        columns[signal] = name
-    return columns
 
 
 def _check_backend(backend: str | None) -> None:

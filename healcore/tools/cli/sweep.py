@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from healcore.tools.cli.columns import columns_of
+
 if TYPE_CHECKING:  # imported where they are used, so that the other commands start fast
     from healcore.tools.sweep import Sweep
 
@@ -102,7 +104,7 @@ def _sweep(
     try:
         _check_output(output, overwrite)
         known = read_labels(labels) if labels else None
-        opened, unreadable = open_traces(traces, columns=_columns(column or []), join=join)
+        opened, unreadable = open_traces(traces, columns=columns_of(column or []), join=join)
         for each in unreadable:
             typer.echo(f"{each.path}: {each.problem}", err=True)
         plan = Plan(
@@ -164,16 +166,6 @@ def _write(found: Sweep, output: Path) -> None:
         output.write_text(dumps(found.policy), encoding="utf-8")
     except OSError as error:
         _fail(f"--output {output} cannot be written: {error.strerror or error}")
-
-
-def _columns(pairs: list[str]) -> dict[str, str]:
-    columns = {}
-    for pair in pairs:
-        signal, equals, name = pair.partition("=")
-        if not (signal and equals and name):
-            _fail(f"--column must be SIGNAL=NAME, as in loss=train/ce, got {pair!r}")
-        columns[signal] = name
-    return columns
 
 
 @contextlib.contextmanager

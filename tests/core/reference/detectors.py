@@ -8,7 +8,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from healcore.core.verdict import Cause
+from tests.core.reference.loss_limits import LossCeiling, LossRatio
 from tests.core.reference.losses import Divergence, LossSpike
+from tests.core.reference.outliers import GradCeiling, GradEma, GradWindow, LossWindow
 from tests.core.reference.ties import Ties
 from tests.core.reference.watch import Watch, warmup
 
@@ -199,5 +201,11 @@ DETECTORS: dict[str, tuple[Any, frozenset[str]]] = {
     "plateau": (Plateau, frozenset({"loss"})),
     "overfit": (Overfit, frozenset({"loss", "eval_loss"})),
     "update_spike": (UpdateSpike, frozenset({"update"})),
+    "loss_ratio": (LossRatio, frozenset({"loss"})),
+    "loss_ceiling": (LossCeiling, frozenset({"loss"})),
+    "loss_window": (LossWindow, frozenset({"loss"})),
+    "grad_window": (GradWindow, frozenset({"norm"})),
+    "grad_ema": (GradEma, frozenset({"norm"})),
+    "grad_ceiling": (GradCeiling, frozenset({"norm"})),
 }
 """Class, and the signals without which it rests."""

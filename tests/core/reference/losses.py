@@ -67,9 +67,11 @@ class Level:
 
         gap = mean - self.slow
         if not lasting:
-            far = abs(gap)
+            # Going up far is a climb, and still going down is a fall; neither is wandering.
+            furthest = (2.0 if gap > 0 else 3.5) * max(self.wander, 0.3 * unit)
+            far = abs(gap) / 2 if gap < 0 and not up else abs(gap)
             if not warm and unit > 0:
-                far = min(far, 3.5 * max(self.wander, 0.3 * unit))
+                far = min(far, furthest)
             self.wander += clamp(2.5 * share, 1 / 512, 1.0) * (far - self.wander)
         if warm:
             self.slow = mean
@@ -113,7 +115,7 @@ class LossSpike:
         alarm = not warm and not self.ties.above(1.5, score)
         slow_vote = 0.0
         if not warm and unit > 0 and self.lasted == 0 and level.count > 3 * c.warmup_steps:
-            slow_vote = 0.5 * clamp(level.elevation(unit) / 5 - 1, 0, 1)
+            slow_vote = 0.4 * clamp(level.elevation(unit) / 5 - 1, 0, 1)
         votes = 0.95 * self.votes + max(vote, slow_vote) - against
         self.votes = clamp(votes, 0, c.evidence + 0.5)
         enough = self.ties.above(self.votes, c.evidence)

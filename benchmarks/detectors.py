@@ -1,0 +1,242 @@
+"""healcore's policies beside every published spike rule, on labelled recorded runs.
+
+For healcore an alarm is a row at which the whole engine orders a rollback, or would if the budget
+still paid for it; its skips (one bad batch) have lines of their own. A published rule's alarm is
+whatever it acts on. Every alarm is scored alike (labelled_runs.py).
+
+    python benchmarks/detectors.py [FOLDER] [--markdown] [--json FILE] [--policy NAME|FILE ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import numpy as np
+import published_rules
+from labelled_runs import Run, Score, load, score
+from side_by_side import write_json
+
+import healcore.policy
+from healcore.core.engine import Engine
+from healcore.core.signals import Signals
+from healcore.core.tree import map_leaves
+
+TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
+POLICIES = ("default", "aggressive", "conservative")
+Alarms = dict[str, np.ndarray]
+
+
+def engine_alarms(engine: Engine, runs: Iterable[Run]) -> tuple[Alarms, Alarms]:
+    """Runs an engine on all runs side by side.
+
+    Returns:
+        Rows where a rollback is ordered or due, and rows that are skipped, by file.
+    """
+    due: Alarms = {}
+    skipped: Alarms = {}
+    for has_norm in (True, False):
+        some = [run for run in runs if (run.norm is not None) == has_norm]
+        if not some:
+            continue
+        recoveries, skips = _scan(engine, lanes(some))
+        for lane, run in enumerate(some):
+            due[run.file] = recoveries[: len(run.loss), lane]
+            skipped[run.file] = skips[: len(run.loss), lane]
+    return due, skipped
+
+
+def lanes(runs: list[Run]) -> Signals:
+    """Signals (rows, runs): a shorter run ends in void steps."""
+    shape = (max(len(run.loss) for run in runs), len(runs))
+    loss, norm, void = np.ones(shape, np.float32), np.ones(shape, np.float32), np.ones(shape, bool)
+    for lane, run in enumerate(runs):
+        rows = slice(len(run.loss))
+        loss[rows, lane], void[rows, lane] = run.loss, False
+        if run.norm is not None:
+            norm[rows, lane] = run.norm
+    return Signals(loss=loss, grad_norm=None if runs[0].norm is None else norm, void=void)
+
+
+def _scan(engine: Engine, trace: Signals) -> tuple[np.ndarray, np.ndarray]:
+    """(due, skip), bool (rows, runs): in one jitted scan where JAX is installed."""
+    assert trace.loss is not None
+    initial = engine.init(batch=trace.loss.shape[1:])
+
+    def step(state: Any, seen: Signals, xp: Any) -> tuple[Any, tuple[Any, Any]]:
+        new, decision = engine.step(state, seen, xp=xp)
+        before, after = state.incident, new.incident
+        due = (after.recovered == 0) & ((before.recovered != 0) | (before.number != after.number))
+        return new, (due, decision.skip & ~seen.void)
+
+    try:
+        import jax
+        import jax.numpy as jnp
+    except ImportError:
+        said = []
+        for row in range(len(trace.loss)):
+            seen = Signals(*(None if part is None else part[row] for part in trace))
+            initial, flags = step(initial, seen, np)
+            said.append(flags)
+        due, skip = (np.stack(column) for column in zip(*said, strict=True))
+        return due, skip
+    scan = jax.jit(lambda state, xs: jax.lax.scan(lambda s, x: step(s, x, jnp), state, xs)[1])
+    due, skip = scan(map_leaves(jnp.asarray, initial), map_leaves(jnp.asarray, trace))
+    return np.asarray(due), np.asarray(skip)
+
+
+def rule_alarms(runs: Iterable[Run]) -> dict[str, Alarms]:
+    """Every published rule on every run that has its signal."""
+    alarms: dict[str, Alarms] = {}
+    for name, rule in published_rules.ON_LOSS.items():
+        alarms[name] = {run.file: np.array(rule(run.loss.tolist()), bool) for run in runs}
+    for name, rule in published_rules.ON_NORM.items():
+        alarms[name] = {
+            run.file: np.array(rule(run.norm.tolist()), bool)
+            for run in runs
+            if run.norm is not None
+        }
+    return alarms
+
+
+def all_scores(runs: list[Run], policies: Iterable[str]) -> dict[str, dict[str, Score]]:
+    """Scores by rule and family, healcore's first."""
+    scores: dict[str, dict[str, Score]] = {}
+    skips: dict[str, dict[str, Score]] = {}
+    for name in policies:
+        policy = healcore.policy.load(name)
+        due, skipped = engine_alarms(policy.engine(), runs)
+        scores[f"healcore {policy.name}: rollbacks"] = score(runs, due)
+        skips[f"healcore {policy.name}: skips"] = score(runs, skipped)
+    rules = {name: score(runs, alarms) for name, alarms in rule_alarms(runs).items()}
+    return scores | skips | rules
+
+
+COLUMNS = (
+    ("llama_8b", "Llama-8B"),
+    ("algoperf/spiky", "spiky"),
+    ("algoperf/calm", "calm"),
+    ("algoperf/hard_negative_vit", "hard negatives"),
+    ("modded_nanogpt", "nanogpt"),
+    ("megatron_golden", "Megatron"),
+    ("mlperf_other", "other MLPerf"),
+)
+"""Families of the public folder and their headings; others follow under their own names."""
+
+
+def rows_of(scores: dict[str, dict[str, Score]]) -> list[list[str]]:
+    """The table: a heading, then one row for each rule."""
+    there = {name for families in scores.values() for name in families}
+    known = [(name, title) for name, title in COLUMNS if name in there]
+    named = {name for name, _ in COLUMNS}
+    known += [(name, name.rpartition("/")[2]) for name in sorted(there - named)]
+    sizes = {name: _largest(scores, name) for name, _ in known}
+    events = [(name, title) for name, title in known if sizes[name].events]
+    scored = [(name, title) for name, title in known if sizes[name].rows]
+    heading = ["rule"]
+    heading += [f"{title}: found / in 10 / median" for _, title in events]
+    heading += [f"{title}: false per 10k" for _, title in scored]
+    heading += ["first NaN or Inf: rows"]
+    table = [heading, ["of"]]
+    table[1] += [f"{sizes[name].events} events" for name, _ in events]
+    table[1] += [f"{sizes[name].rows:,} rows" for name, _ in scored]
+    table[1] += [f"{sum(each.nonfinite_files for each in sizes.values())} files"]
+    for rule, families in scores.items():
+        cells = [rule]
+        for name, _ in events:
+            one = families.get(name)
+            cells.append(_found(one, sizes[name]) if one and one.events else "-")
+        for name, _ in scored:
+            one = families.get(name)
+            cells.append(f"{one.false_per_10k:.2f}" if one and one.rows else "-")
+        table.append([*cells, _first_nonfinite(families.values())])
+    return table
+
+
+def _largest(scores: dict[str, dict[str, Score]], family: str) -> Score:
+    """A rule that needs norms sees fewer files: the sizes are those of a rule that sees all."""
+    seen = [families[family] for families in scores.values() if family in families]
+    return max(seen, key=lambda one: (one.rows, one.nonfinite_files))
+
+
+def _found(one: Score, full: Score) -> str:
+    """Found / within 10 / median latency; of how many, where only some runs have the signal."""
+    median = "-" if one.median_latency is None else f"{one.median_latency:g}"
+    some = f" of {one.events}" if one.events < full.events else ""
+    return f"{one.found}{some} / {one.within_10} / {median}"
+
+
+def _first_nonfinite(families: Iterable[Score]) -> str:
+    """The slowest first alarm after a NaN, over all files; how many files had none at all."""
+    families = list(families)
+    late = [rows for one in families for rows in one.nonfinite_latencies]
+    missed = sum(one.nonfinite_files for one in families) - len(late)
+    if not late:
+        return "never" if missed else "-"
+    return f"at most {max(late)}" + (f", {missed} missed" if missed else "")
+
+
+def as_text(table: list[list[str]]) -> str:
+    """Aligned columns; the headings are numbered, and listed first."""
+    lines = [f"({number}) {title}" for number, title in enumerate(table[0][1:], start=1)]
+    short = [["", *(f"({number})" for number in range(1, len(table[0])))], *table[1:]]
+    widths = [max(len(row[k]) for row in short) for k in range(len(short[0]))]
+    for row in short:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def as_markdown(table: list[list[str]]) -> str:
+    """The same as a table for the docs."""
+    lines = ["| " + " | ".join(row) + " |" for row in table]
+    lines.insert(1, "|---" * len(table[0]) + "|")
+    return "\n".join(lines)
+
+
+def as_data(scores: dict[str, dict[str, Score]]) -> dict[str, Any]:
+    """Strict JSON: no NaN, None where there is nothing to say."""
+    return {
+        rule: {
+            family: {
+                "files": one.files,
+                "rows": one.rows,
+                "events": one.events,
+                "found": one.found,
+                "within_10": one.within_10,
+                "median_latency": one.median_latency,
+                "false_incidents": one.false,
+                "false_files": one.false_files,
+                "false_per_10k": round(one.false_per_10k, 4),
+                "nonfinite_files": one.nonfinite_files,
+                "nonfinite_latencies": one.nonfinite_latencies,
+            }
+            for family, one in families.items()
+        }
+        for rule, families in scores.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path, nargs="?", default=TRACES, help="has a labels.json")
+    parser.add_argument("--policy", action="append", metavar="NAME|FILE", help="instead of all")
+    parser.add_argument("--markdown", action="store_true", help="a table for the docs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    options = parser.parse_args()
+    if not (options.folder / "labels.json").is_file():
+        parser.error(f"{options.folder} has no labels.json: pass a folder of labelled runs")
+    scores = all_scores(load(options.folder), options.policy or POLICIES)
+    table = rows_of(scores)
+    print(as_markdown(table) if options.markdown else as_text(table))
+    write_json(options.json, {"scores": as_data(scores)})
+
+
+if __name__ == "__main__":
+    main()

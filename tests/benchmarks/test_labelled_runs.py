@@ -1,0 +1,138 @@
+"""Scoring of alarms, on runs made by hand; and the benchmark as a whole on a folder of two."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.labelled_runs import Run, Score, Span, load, score
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def scored(at: list[int], *, rows: int = 1000, wrong: tuple[int, ...] = ()) -> Score:
+    """One run with an event at 300..350 and a doubtful zone at 600..610."""
+    loss = np.ones(rows, np.float32)
+    loss[list(wrong)] = np.nan
+    alarms = np.zeros(rows, bool)
+    alarms[at] = True
+    run = Run("a/b.csv", "a", loss, None, (Span(300, 350),), (Span(600, 610),))
+    return score([run], {"a/b.csv": alarms})["a"]
+
+
+@pytest.mark.parametrize(("at", "latency"), [(295, 0), (300, 0), (307, 7), (390, 90)])
+def test_an_alarm_around_an_event_finds_it(at, latency):
+    got = scored([at])
+    assert (got.found, got.latencies, got.false) == (1, [latency], 0)
+    assert got.within_10 == (latency <= 10)
+
+
+@pytest.mark.parametrize("at", [294, 391, 594, 651, 900])
+def test_an_alarm_elsewhere_is_false(at):
+    got = scored([at])
+    assert (got.found, got.false, got.false_files) == (0, 1, 1)
+    assert got.false_per_10k == 10.0
+
+
+@pytest.mark.parametrize("at", [0, 63, 595, 650])
+def test_an_alarm_that_may_be_right_counts_neither_way(at):
+    got = scored([at])
+    assert (got.found, got.false) == (0, 0)
+
+
+def test_false_alarms_within_forty_rows_are_one_incident():
+    assert scored([700, 740, 780]).false == 1
+    assert scored([700, 741]).false == 2
+
+
+def test_the_rows_after_a_nan_are_excused_and_timed():
+    got = scored([803, 841], wrong=(800, 801))
+    assert (got.false, got.nonfinite_files, got.nonfinite_latencies) == (0, 1, [3])
+    assert scored([841], wrong=(800,)).false == 1
+    assert scored([10], wrong=(800,)).nonfinite_latencies == []
+
+
+def test_a_short_run_is_only_asked_about_nan():
+    loss = np.ones(199, np.float32)
+    loss[100] = np.nan
+    alarms = np.zeros(199, bool)
+    alarms[[100, 170]] = True
+    total = score([Run("a/b", "a", loss, None, (), ())], {"a/b": alarms})["a"]
+    assert (total.files, total.rows, total.false) == (0, 0, 0)
+    assert total.nonfinite_latencies == [0]
+
+
+def folder(path: Path) -> Path:
+    """A calm run, and one with norms, a spike of 40 rows at 400, and a NaN at 600."""
+    rng = np.random.default_rng(0)
+    labels = []
+    for name in ("calm", "spiky"):
+        loss = 2 + 0.05 * rng.normal(size=700)
+        lines = ["step,loss,grad_norm"]
+        spikes = []
+        if name == "spiky":
+            loss[400:440] += 1.0
+            loss[600] = np.nan
+            spikes = [{"onset": 400, "end": 440}]
+        for step, value in enumerate(loss):
+            norm = f"{1 + 0.1 * rng.random():.4f}" if name == "spiky" else ""
+            lines.append(f"{step},{value:.5f},{norm}")
+        (path / name).mkdir()
+        (path / name / "run.csv").write_text("\n".join(lines) + "\n")
+        labels.append({"file": f"{name}/run.csv", "spikes": spikes, "ambiguous": []})
+    (path / "labels.json").write_text(json.dumps(labels))
+    return path
+
+
+def test_a_column_of_empty_cells_is_no_signal(tmp_path):
+    calm, spiky = load(folder(tmp_path))
+    assert calm.norm is None
+    assert spiky.norm is not None
+    assert len(spiky.norm) == 700
+    assert np.isnan(spiky.loss[600])
+
+
+def test_the_benchmark_on_a_folder(tmp_path):
+    script = ROOT / "benchmarks" / "detectors.py"
+    told = tmp_path / "told.json"
+    done = subprocess.run(
+        [sys.executable, script, folder(tmp_path), "--policy", "default", "--json", told],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "healcore default: rollbacks" in done.stdout
+
+    def no_constant(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    scores = json.loads(told.read_text(), parse_constant=no_constant)["scores"]
+    healed = scores["healcore default: rollbacks"]
+    assert healed["spiky"]["within_10"] == 1
+    assert healed["spiky"]["false_incidents"] == healed["calm"]["false_incidents"] == 0
+    assert scores["healcore default: skips"]["spiky"]["nonfinite_latencies"] == [0]
+    assert scores["5x the median of 100"]["spiky"]["found"] == 0
+    assert "calm" not in scores["ZClip z > 2.5, on norms"], "it has no norms"
+
+
+def test_a_folder_without_labels_is_refused(tmp_path):
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "detectors.py", tmp_path],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "labels.json" in done.stderr
+    assert "Traceback" not in done.stderr
