@@ -65,6 +65,20 @@ def test_one_bad_batch_is_an_alarm_and_never_a_rollback(unit):
     assert single[401:450].mean() < 0.01, "the step after it is fine again"
 
 
+@pytest.mark.parametrize("period", [9, 13, 18])
+def test_a_high_row_that_comes_again_and_again_is_the_runs_own_noise(period):
+    """As in runs whose every dozenth logged batch comes from another source (ogbg, resnet)."""
+    losses = 1.0 + 0.05 * noise(2000)
+    height = np.linspace(1.0, 2.0, 2000)[:, None] + 0.1 * noise(2000, seed=1)
+    losses[200::period] += height[200::period]
+    single, lasting = run(losses)
+    assert not lasting[400:].any()
+    assert single[600:].mean() < 0.01, "and it is not skipped either"
+    losses[1500:1530] += 6.0
+    _, lasting = run(losses)
+    assert lasting[1500:1512].any(0).all(), "it does not hide a spike above it"
+
+
 def test_a_power_of_two_as_unit_changes_nothing():
     """Scale-free to the bit."""
     losses = (2.5 + 0.1 * noise(300)).astype(np.float32)

@@ -124,7 +124,7 @@ class LossSpike:
         ended = (self.lasted > 0 and not lasting) or (lasting and self.lasted + 1 >= c.escape)
         level.learn(x, unit, constant, warm=warm, lasting=lasting, over=ended)
         if not warm and not lasting:
-            self.tail = clamp(self.tail * (1 + 0.2 * (vote - 1 / 256)), 1, 4)
+            self.tail = clamp(self.tail * (1 + 0.2 * (vote - 1 / 256)), 1, 8)
         if lasting and ended:
             self.votes, self.lasted = 0.0, 0
         else:
