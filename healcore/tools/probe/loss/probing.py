@@ -8,7 +8,7 @@ import numpy as np
 
 from healcore.tools.probe.loss import judging
 from healcore.tools.probe.loss.events import Events
-from healcore.tools.probe.loss.lineage import Logged, logged
+from healcore.tools.probe.loss.logged import Logged, logged
 from healcore.tools.probe.loss.reduction import Reduction
 from healcore.tools.probe.loss.shape import shape
 from healcore.tools.probe.loss.thresholds import LossInputs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from healcore.tools.probe.loss.lineage import Logged
+from healcore.tools.probe.loss.logged import Logged
 
 BLOCKS = 1024
 
