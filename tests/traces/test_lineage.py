@@ -123,16 +123,18 @@ def test_tables_beside_each_other_are_runs_and_continuations_are_not(tmp_path):
     write(tmp_path / "run-2.csv", csv([1, 2, 3]))
     write(tmp_path / "run-3.csv", csv([3, 4]))
     write(tmp_path / "run-10.csv", csv([1, 2]))
+    write(tmp_path / "seedA.csv", csv([10, 20]))
+    write(tmp_path / "seedB.csv", csv([15, 20]))
     traces, failed = open_traces([str(tmp_path)])
     assert not failed
     names = [[source.rsplit("/")[-1] for source in trace.sources] for trace in traces]
-    assert names == [["run-2.csv", "run-3.csv"], ["run-10.csv"]]
-    assert [trace.name for trace in traces] == [
+    assert names == [["run-2.csv", "run-3.csv"], ["run-10.csv"], ["seedA.csv"], ["seedB.csv"]]
+    assert [trace.name for trace in traces][:2] == [
         f"{tmp_path}/run-2.csv (+1)",
         f"{tmp_path}/run-10.csv",
     ]
     (whole,), _ = open_traces([str(tmp_path)], join=True)
-    assert whole.survey().rows == 7
+    assert whole.survey().rows == 11
 
 
 def test_a_directory_of_directories_is_all_of_them(tmp_path):

@@ -8,7 +8,7 @@ import json
 import numpy as np
 
 from healcore.runtime.events import Log
-from healcore.tools.traces import load
+from healcore.tools.traces import load, open_traces
 from tests.traces.reading import column, kept, one, refused, told, write
 
 
@@ -118,3 +118,20 @@ def test_two_keys_that_may_be_the_loss(tmp_path):
         "'train/loss', 'lm loss' may each be the loss: say which, --column loss=NAME"
     )
     assert load(one(path, columns={"loss": "lm loss"})).values["loss"].tolist() == [2]
+
+
+def test_each_of_several_optimizers_is_a_trace(tmp_path):
+    text = lines(
+        *(
+            {"schema": 1, "kind": "step", "step": step, "engine": engine, "loss": loss}
+            for step in range(3)
+            for engine, loss in (("gen", 2.0), ("disc", 0.5))
+        )
+    )
+    path = write(tmp_path / "run.metrics.jsonl", text)
+    traces, failed = open_traces([str(path)])
+    assert not failed
+    assert [trace.name for trace in traces] == [f"{path}#gen", f"{path}#disc"]
+    for trace, loss in zip(traces, (2.0, 0.5), strict=True):
+        assert load(trace).values["loss"].tolist() == [loss] * 3
+        assert trace.survey().repeated == 0

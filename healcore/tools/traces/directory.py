@@ -66,30 +66,33 @@ def members(path: str, told: Findings) -> list[str]:
 
 
 def folders(path: str) -> list[str]:
-    """The directories in a directory, in the order of their names."""
+    """The directories in a directory, in the order of their names, but for the Trainer's own."""
     names = sorted(os.listdir(path), key=_natural)
-    found = (os.path.join(path, name) for name in names if not name.startswith("."))
+    mine = (name for name in names if not name.startswith(".") and not _CHECKPOINT.match(name))
+    found = (os.path.join(path, name) for name in mine)
     return [folder for folder in found if os.path.isdir(folder)]
 
 
 def apart(readers: Sequence[Reader]) -> list[list[Reader]]:
     """Files of one directory, as runs.
 
-    A resumed run begins where a checkpoint was, after its first step. Tables that begin where the
-    first one began are seeds, or other recipes, beside each other. TensorBoard's files, typed
-    records and our own are one run to a directory, by their own convention: there a fresh start is
-    a run that died before its first checkpoint.
+    TensorBoard's files, typed records and our own are one run to a directory, by their own
+    convention: there a fresh start is a run that died before its first checkpoint. Tables and the
+    like are seeds, or other recipes, beside each other, unless their names differ in a number only
+    (log-1, log-2) and each begins after the first step of the one before, as a resumed run does.
     """
     runs: list[list[Reader]] = []
-    began: float | None = None
+    before: tuple[str, float | None] = ("", None)
     for reader in readers:
+        name = re.sub(r"\d+", "#", os.path.basename(reader.path))
         first = _first_step(reader)
-        after = began is not None and first is not None and first > began
-        if runs and (after or _BESIDE.isdisjoint({kind_of(head(reader.path))})):
+        same, began = before
+        goes_on = name == same and first is not None and began is not None and first > began
+        if runs and (goes_on or kind_of(head(reader.path)) not in _BESIDE):
             runs[-1].append(reader)
         else:
             runs.append([reader])
-            began = first
+        before = name, first
     return runs
 
 

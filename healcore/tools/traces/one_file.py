@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from healcore.tools.traces import dialects, document, jsonl, tensorboard_file
 from healcore.tools.traces.batch import Reader
@@ -11,7 +12,7 @@ from healcore.tools.traces.findings import Findings
 from healcore.tools.traces.header import read_header, runs_of
 from healcore.tools.traces.kinds import DOCUMENT, KNOWN, TABLE, TENSORBOARD, kind_of
 from healcore.tools.traces.names import resolve
-from healcore.tools.traces.records import Objects, RecordReader
+from healcore.tools.traces.records import PROBE, Objects, RecordReader
 from healcore.tools.traces.table import TableReader
 from healcore.tools.traces.text import head, is_compressed
 from healcore.tools.traces.trace import JUDGED, TraceError
@@ -21,7 +22,7 @@ class Opened(NamedTuple):
     """One run of one file, ready to be read."""
 
     run: str | None
-    """Which run of an export of several."""
+    """Which run of an export of several, which optimizer of several."""
     reader: Reader
     notes: list[str]
 
@@ -43,12 +44,33 @@ def open_file(path: str, asked: Asked) -> list[Opened]:
     kind = kind_of(head(path))
     if kind == TABLE:
         return _open_table(path, asked)
+    if kind == dialects.METRICS.name:
+        engines = _engines(path)
+        if len(engines) > 1:
+            return [_open_engine(path, engine, asked) for engine in engines]
     reader = RecordReader(
         path, _objects(path, kind), asked.columns, asked.extras, tags=kind == TENSORBOARD
     )
     spoken = next((d for d in dialects.DIALECTS if d.name == kind and d.note), None)
     notes = reader.notes + ([spoken.note] if spoken and spoken.note else [])
     return [Opened(None, reader, notes)]
+
+
+def _engines(path: str) -> list[str]:
+    """The optimizers that our metrics file has lines of, as far as its beginning tells."""
+    records = itertools.islice(jsonl.objects(path, Findings()), PROBE)
+    return list(dict.fromkeys(str(r["engine"]) for _, r in records if "engine" in r))
+
+
+def _open_engine(path: str, engine: str, asked: Asked) -> Opened:
+    """The lines of one optimizer: each has an engine, and so a run, of its own."""
+    objects = _objects(path, dialects.METRICS.name)
+
+    def own(findings: Findings) -> Iterator[tuple[int, dict[str, Any]]]:
+        return (each for each in objects(findings) if each[1].get("engine") == engine)
+
+    reader = RecordReader(path, own, asked.columns, asked.extras)
+    return Opened(engine, reader, reader.notes)
 
 
 def _objects(path: str, kind: str) -> Objects:

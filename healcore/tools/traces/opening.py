@@ -90,11 +90,12 @@ def _traces(path: str, asked: Asked, failed: list[Unreadable]) -> list[Trace]:
 def _of_directory(path: str, asked: Asked, failed: list[Unreadable]) -> list[Trace]:
     """Its runs; where no file of its own can be used, those of the directories in it."""
     told = Findings()
+    aside = folders(path)
     try:
         runs = apart(_one_run(path, asked, told))
     except TraceError:
         within: list[Trace] = []
-        for folder in folders(path):
+        for folder in aside:
             try:
                 within += _of_directory(folder, asked, failed)
             except NoLog:
@@ -106,6 +107,9 @@ def _of_directory(path: str, asked: Asked, failed: list[Unreadable]) -> list[Tra
         if not within:
             raise
         return within
+    if aside:
+        names = listed([os.path.basename(folder) for folder in aside])
+        told.note(path, None, f"{names}: not looked into, there are logs beside")
     if len(runs) == 1:
         return [_trace(path, runs[0], told)]
     names = [f"{run[0].path} (+{len(run) - 1})" if len(run) > 1 else run[0].path for run in runs]
