@@ -199,8 +199,10 @@ def _batches(batches: Sequence[Batch]) -> str:
 
 def _rollback(tried: Tried) -> str:
     words = f"went back from step {tried.step} to {tried.target}"
-    if tried.lr_before is not None and tried.lr_after is not None:
-        words += f" with the learning rate {tried.lr_before:.3g} -> {tried.lr_after:.3g}"
+    before, after = tried.lr_before, tried.lr_after
+    # Going back sets the user's own schedule back too: the rate of then may be the higher one.
+    if before is not None and after is not None and after < before:
+        words += f" with the learning rate {before:.3g} -> {after:.3g}"
     if tried.left_out:
         words += f" and without {_count(tried.left_out, 'batch', 'batches')}"
     return words

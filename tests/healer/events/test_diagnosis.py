@@ -120,3 +120,11 @@ def test_long_lists_are_cut():
 def test_an_exception_is_quoted():
     text = explain(Case("exception", 7, exception="ValueError: shapes differ", last_good=5))
     assert text.startswith("The training loop raised an exception at step 7: ValueError: shapes")
+
+
+def test_a_schedule_that_was_rewound_is_no_cut():
+    """Without a cut the rate of the checkpoint's step may be the higher one: nobody raised it."""
+    tried = Tried(step=340, onset=338, target=200, lr_before=0.004, lr_after=0.0075)
+    told = explain(Case("stopped", 340, tried=(tried,)))
+    assert "went back from step 340 to 200" in told
+    assert "learning rate 0.004" not in told
