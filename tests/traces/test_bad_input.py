@@ -95,3 +95,18 @@ def test_a_file_that_goes_away_is_an_error_in_words(tmp_path):
     path.unlink()
     with pytest.raises(TraceError, match=r"run\.csv cannot be read: No such file"):
         trace.survey()
+
+
+def test_a_file_of_a_directory_that_may_not_be_read_is_told(tmp_path):
+    if os.geteuid() == 0:
+        pytest.skip("root may read everything")
+    write(tmp_path / "a.csv", "step,loss\n1,2\n").chmod(0)
+    write(tmp_path / "b.csv", "step,loss\n1,2\n")
+    traces, failed = open_traces([str(tmp_path)])
+    assert len(traces) == 1
+    assert failed == [(str(tmp_path / "a.csv"), "it cannot be read: Permission denied")]
+
+
+def test_a_pipe_is_refused_in_words_and_without_waiting(tmp_path):
+    os.mkfifo(tmp_path / "log")
+    assert "pipe or a device" in refused(tmp_path / "log")

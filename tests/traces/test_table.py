@@ -78,13 +78,15 @@ def test_bad_lines_are_told_by_number_and_keep_their_index(tmp_path):
     ]
 
 
-def test_a_quote_that_is_never_closed_costs_a_stretch_and_says_so(tmp_path):
-    rows = "".join(f"{step},1.5\n" for step in range(60_000))
-    trace = one(write(tmp_path / "run.csv", f'step,loss\n0,1\n1,"2\n{rows}'))
-    (line, text), *_ = told(trace)
-    assert line == 3
-    assert "quote that is not closed" in text
-    assert trace.survey().last_step == 59_999
+def test_a_quote_that_is_never_closed_costs_one_row(tmp_path):
+    rows = "".join(f"{step},1.5,\n" for step in range(2, 30_000))
+    text = f'step,loss,note\n0,1,\n1,2,"oops\n{rows}30000,nan,"and\n30001,1,"two\nlines"\n'
+    trace = one(write(tmp_path / "run.csv", text))
+    quote = "a quote that is not closed: the row is left out"
+    assert told(trace) == [(3, quote), (30_002, quote)]
+    table = load(trace)
+    assert table.step.tolist() == [0, *range(2, 30_000), 30_001]
+    assert table.index[-1] == 30_001
 
 
 def test_a_cut_gzip_file_gives_what_it_has(tmp_path):

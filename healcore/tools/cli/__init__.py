@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
 
 import healcore
 from healcore.tools.cli import demo, events, policy, probe, replay, report, sweep, watch
+from healcore.tools.cli.standard_output import prepared
 
 __all__ = ["app", "main"]
 
@@ -49,4 +51,5 @@ def _options(
 
 def main() -> None:
     """Entry point of the console script."""
-    app()
+    with prepared(patient=sys.argv[1:2] != ["replay"]):
+        app()

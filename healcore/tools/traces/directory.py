@@ -11,7 +11,7 @@ from healcore.tools.traces.findings import Findings
 from healcore.tools.traces.kinds import DOCUMENT, PREFERRED, RECORDS, TABLE, kind_of
 from healcore.tools.traces.names import listed
 from healcore.tools.traces.text import head
-from healcore.tools.traces.trace import TraceError
+from healcore.tools.traces.trace import TraceError, Unreadable
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
 STATE = "trainer_state.json"
@@ -24,7 +24,7 @@ class NoLog(TraceError):
 _BESIDE = frozenset({TABLE, DOCUMENT, RECORDS})
 
 
-def members(path: str, told: Findings) -> list[str]:
+def members(path: str, told: Findings, failed: list[Unreadable]) -> list[str]:
     """The files of a directory that are read, of one kind, in the order of their names.
 
     Numbers in names count as numbers: log-2 comes before log-10, and TensorBoard's files, which
@@ -44,7 +44,9 @@ def members(path: str, told: Findings) -> list[str]:
             continue
         try:
             by_kind.setdefault(kind_of(head(file)), []).append(file)
-        except (TraceError, OSError):
+        except OSError as error:
+            failed.append(Unreadable(file, f"it cannot be read: {error.strerror or error}"))
+        except TraceError:
             unknown.append(name)  # weights, configurations: a run's directory is full of them
     kind = next((kind for kind in PREFERRED if kind in by_kind), None)
     if kind is not None:

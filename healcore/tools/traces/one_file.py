@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -41,6 +43,8 @@ def open_file(path: str, asked: Asked) -> list[Opened]:
         TraceError: it is empty, of no known kind, or has neither a loss nor a gradient norm.
         OSError: it cannot be read.
     """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise TraceError("it is a pipe or a device, and a log is read twice: save it to a file")
     kind = kind_of(head(path))
     if kind == TABLE:
         return _open_table(path, asked)

@@ -49,7 +49,7 @@ def open_traces(
     for path in map(os.fspath, paths):
         try:
             if join:
-                parts += _one_run(path, asked, told)
+                parts += _one_run(path, asked, told, failed)
             else:
                 traces += _traces(path, asked, failed)
         except TraceError as error:
@@ -92,7 +92,7 @@ def _of_directory(path: str, asked: Asked, failed: list[Unreadable]) -> list[Tra
     told = Findings()
     aside = folders(path)
     try:
-        runs = apart(_one_run(path, asked, told))
+        runs = apart(_one_run(path, asked, told, failed))
     except TraceError:
         within: list[Trace] = []
         for folder in aside:
@@ -119,7 +119,7 @@ def _of_directory(path: str, asked: Asked, failed: list[Unreadable]) -> list[Tra
     ]
 
 
-def _one_run(path: str, asked: Asked, told: Findings) -> list[Reader]:
+def _one_run(path: str, asked: Asked, told: Findings, failed: list[Unreadable]) -> list[Reader]:
     """The readers of a file or a directory that is (part of) one run."""
     if not os.path.isdir(path):
         opened = open_file(path, asked)
@@ -132,9 +132,9 @@ def _one_run(path: str, asked: Asked, told: Findings) -> list[Reader]:
         return [opened[0].reader]
     readers: list[Reader] = []
     reasons: list[Problem] = []
-    for file in members(path, told):
+    for file in members(path, told, failed):
         try:
-            readers += _one_run(file, asked, told)
+            readers += _one_run(file, asked, told, failed)
         except TraceError as error:
             reasons.append(Problem(file, None, str(error)))
         except OSError as error:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
+from collections import deque
 from collections.abc import Iterator, Mapping
-from itertools import chain, islice
+from itertools import islice
 from typing import NamedTuple, TextIO
 
 import numpy as np
@@ -24,6 +25,10 @@ class _Block(NamedTuple):
     line: list[int]
     row: list[int]
     cells: list[list[str]]
+
+
+_TALLEST = 16
+"""Lines that one row may have. A quote that is never closed would take in the rest of the file."""
 
 
 class TableReader:
@@ -100,23 +105,30 @@ class TableReader:
             numbers = list(range(line + 1, line + 1 + count))
             return _Block(numbers, list(range(row, row + count)), rows), line + count, row + count
         block = _Block([], [], [])
-        # A quoted cell may go on in the lines after these.
-        reader = csv.reader(chain(lines, file), delimiter=self._header.delimiter)
-        while reader.line_num < len(lines):
-            here = line + reader.line_num + 1
-            try:
-                cells = next(reader)
-            except StopIteration:
-                break
-            except csv.Error as error:
-                text = f"{error} (a quote that is not closed?): lines {here} to "
-                text += f"{line + reader.line_num} are left out"
+        pending = deque(lines)
+        done = 0
+        while pending:
+            here = line + done + 1
+            record = [pending.popleft()]
+            cells = _cells(record, self._header.delimiter)
+            # A quoted cell may go on in the lines after these.
+            while cells is None and len(record) < _TALLEST:
+                try:
+                    more = pending.popleft() if pending else file.readline()
+                except BROKEN as error:
+                    findings.problem(self.path, here, why_broken(error))
+                    more = ""
+                if not more:
+                    break
+                record.append(more)
+                cells = _cells(record, self._header.delimiter)
+            if cells is None or (len(record) > 1 and len(cells) != width):
+                pending.extendleft(reversed(record[1:]))
+                text = "a quote that is not closed: the row is left out"
                 findings.problem(self.path, here, text)
-                row += 1
+                done, row = done + 1, row + 1
                 continue
-            except BROKEN as error:
-                findings.problem(self.path, here, why_broken(error))
-                break
+            done += len(record)
             if not cells or (len(cells) == 1 and not cells[0].strip()):
                 continue  # a blank line is no row, as in pandas
             if len(cells) == width or (len(cells) > width and not any(cells[width:])):
@@ -128,7 +140,7 @@ class TableReader:
                 text = f"{count} where the header has {width}: the row is left out"
                 findings.problem(self.path, here, text)
             row += 1
-        return block, line + reader.line_num, row
+        return block, line + done, row
 
     def _parsed(self, block: _Block, end: int, findings: Findings) -> Batch:
         columns: dict[str, np.ndarray] = {}
@@ -192,6 +204,20 @@ class TableReader:
 
     def _called(self, name: str) -> str:
         return f"column '{self._header.names[self._picks[name]]}'"
+
+
+def _cells(record: list[str], delimiter: str) -> list[str] | None:
+    """The cells of a row that may go over several lines; None: its last quote is still open."""
+    try:
+        rows = list(csv.reader(record, delimiter=delimiter, strict=True))
+    except csv.Error as error:
+        if len(record) > 1 or "unexpected end" in str(error):
+            return None
+        try:  # a quote in the middle of a cell is a character like any other
+            rows = list(csv.reader(record, delimiter=delimiter))
+        except csv.Error:
+            return None
+    return (rows[0] if rows else []) if len(rows) < 2 else None
 
 
 def _one_per_line(lines: list[str], delimiter: str, width: int) -> list[list[str]] | None:

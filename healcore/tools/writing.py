@@ -1,0 +1,86 @@
+"""Files that a command writes: never over what it reads, and whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+Name = str | os.PathLike[str]
+
+
+class OutputError(ValueError):
+    """An output that cannot be written; the message says why, and what to write instead."""
+
+
+def check_outputs(outputs: Iterable[Name], inputs: Iterable[Name]) -> None:
+    """Before the work: that every output can be there, and destroys nothing that is read.
+
+    Args:
+        outputs: files to write.
+        inputs: files that are read; of a directory, what is in it counts too.
+
+    Raises:
+        OutputError: an output has no folder, is one, is read, or is named twice.
+    """
+    read = [path for each in inputs for path in _files(Path(each))]
+    taken: dict[str, Path] = {}
+    for path in map(Path, outputs):
+        if not path.absolute().parent.is_dir():
+            raise OutputError(f"{path} cannot be written: there is no folder {path.parent}")
+        if path.is_dir():
+            raise OutputError(f"{path} cannot be written: it is a folder; name a file in it")
+        place = os.path.realpath(path)
+        if place in taken:
+            raise OutputError(f"{path} is to be written twice: give each output a name of its own")
+        taken[place] = path
+        if _is_one_of(path, read):
+            raise OutputError(f"{path} is one of the files that are read: write to another")
+
+
+@contextlib.contextmanager
+def replacing(path: Name) -> Iterator[Path]:
+    """A file to write beside `path`, that takes its place when the block is left without an error.
+
+    What was there stays until then. A device or a pipe is written to directly.
+
+    Raises:
+        OutputError: it cannot be written; names the file.
+    """
+    target = Path(path)
+    direct = target.exists() and not target.is_file()
+    # Through a link the file itself is replaced, not the link.
+    place = Path(os.path.realpath(target))
+    draft = target if direct else place.with_name(f".{place.name}.{os.getpid()}.part")
+    try:
+        yield draft
+        if not direct:
+            draft.replace(place)
+    except OSError as error:
+        why = error.strerror or error
+        raise OutputError(f"{target} cannot be written: {why}; name another file") from error
+    finally:
+        if not direct:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """A file, or all that lie in a directory: any of them may be read."""
+    if not path.is_dir():
+        yield path
+        return
+    for folder, _, names in os.walk(path):
+        for name in names:
+            yield Path(folder, name)
+
+
+def _is_one_of(path: Path, others: Iterable[Path]) -> bool:
+    if not path.exists():
+        return False
+    for other in others:
+        with contextlib.suppress(OSError):
+            if path.samefile(other) and path.is_file():
+                return True
+    return False
