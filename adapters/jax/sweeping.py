@@ -77,11 +77,13 @@ class JaxScan:
         """
         return reel.orders(*self.words(numbers, reel))
 
-    def words(self, numbers: tuple[np.ndarray, ...], reel: Reel) -> tuple[np.ndarray, np.ndarray]:
-        """The same as bits: uint32 (groups, variants), and int32 skips of each group."""
+    def words(
+        self, numbers: tuple[np.ndarray, ...], reel: Reel
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The same as bits: uint32 (groups, variants), and int32 skips and recoveries of each."""
         run = self._program(reel, len(numbers[0]))
-        words, skipped = run(numbers, reel.columns, reel.groups)
-        return np.asarray(words), np.asarray(skipped)
+        words, skipped, recovered = run(numbers, reel.columns, reel.groups)
+        return np.asarray(words), np.asarray(skipped), np.asarray(recovered)
 
     def _program(self, reel: Reel, variants: int) -> Callable[..., Any]:
         """The compiled scan, one for each shape."""
@@ -110,7 +112,7 @@ class JaxScan:
                 return lowered.compile()
 
     def _scan(self, feed: Feed, numbers: tuple[Any, ...], rows: Columns, groups: Groups) -> Any:
-        """One variant over all groups: the words of its orders, and its skips in each group."""
+        """One variant over all groups: the words of its orders, and its counts in each group."""
         config = configure(self._config, self._places, numbers)
         fresh = map_leaves(jnp.asarray, self._init(config))
 
@@ -119,7 +121,7 @@ class JaxScan:
             return self._step(config, state, signals, rows.resumed[i], xp=_Namespace())
 
         def row(i: Any, carry: Any) -> Any:
-            state, skipped, word = carry
+            state, skipped, recovered, word = carry
             cases = [functools.partial(one, i, names) for names in feed.combinations]
             if len(cases) == 1:
                 state, verdict = cases[0](state)
@@ -127,14 +129,16 @@ class JaxScan:
                 state, verdict = jax.lax.switch(rows.kind[i], cases, state)
             bit = verdict.order.astype(jnp.uint32) << (i % WORD).astype(jnp.uint32)
             skipped = skipped + (verdict.skip & rows.own[i]).astype(jnp.int32)
-            return state, skipped, word | bit
+            recovered = recovered + (verdict.first & rows.own[i]).astype(jnp.int32)
+            return state, skipped, recovered, word | bit
 
         def group(state: Any, part: Groups) -> Any:
             state = map_leaves(lambda new, old: jnp.where(part.fresh, new, old), fresh, state)
-            carry = (state, jnp.int32(0), jnp.uint32(0))
+            carry = (state, jnp.int32(0), jnp.int32(0), jnp.uint32(0))
             # As many turns as the group has rows: what only fills the reel costs nothing.
-            state, skipped, word = jax.lax.fori_loop(part.start, part.stop, row, carry)
-            return state, (word, skipped)
+            carry = jax.lax.fori_loop(part.start, part.stop, row, carry)
+            state, skipped, recovered, word = carry
+            return state, (word, skipped, recovered)
 
         return jax.lax.scan(group, fresh, groups)[1]
 

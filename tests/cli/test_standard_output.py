@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ def dead(tmp_path):
     return path
 
 
-def run(*args, stdout=subprocess.PIPE, **env):
+def run(*args, stdout: Any = subprocess.PIPE, **env):
     return subprocess.run(
         [*MAIN, *map(str, args)],
         check=False,

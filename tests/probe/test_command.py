@@ -14,8 +14,11 @@ import torch
 from typer.testing import CliRunner
 
 from healcore.tools.cli import app
+from healcore.torch.store import DCPStore
 from tests.probe.curves import falling, write
 from tests.probe.networks import saved, trained
+from tests.probe.test_checkpoint import filled
+from tests.store.worlds import DISKS
 
 
 def run(*arguments: object) -> Any:
@@ -126,6 +129,53 @@ def test_the_checkpoint_probe(tmp_path):
     assert run("checkpoint", tmp_path / "garbage.pt").exit_code == 3
     (tmp_path / "text.txt").write_text("hello")
     assert run("checkpoint", tmp_path / "text.txt").exit_code == 3
+
+
+def flat(text: str) -> str:
+    """Without the line breaks of a terminal."""
+    return "".join(text.split())
+
+
+def test_a_store_is_no_log(tmp_path):
+    store = tmp_path / "store"
+    filled(DISKS[0], store, "good", "good", "candidate")
+    result = run("loss", store)
+    assert result.exit_code == 3
+    told = flat(result.output)
+    assert told.count("isacheckpointstore") == 1
+    assert flat(f"healcore probe checkpoint {store}") in told
+    assert "state.json" not in told
+    (one,) = strict(run("loss", store, "--json").output)["results"]
+    assert one["verdict"] == "ERROR"
+    folder = sorted(store.iterdir())[0]
+    assert "isacheckpointstore" in flat(run("loss", folder).output)
+
+
+@pytest.mark.parametrize("probe", ["optimizer", "checkpoint"])
+def test_a_log_is_no_checkpoint(tmp_path, probe):
+    path = write(tmp_path, falling(50, 0.1))
+    for each in (path, tmp_path):
+        result = run(probe, each)
+        assert result.exit_code == 3
+        assert flat(f"is the log of a run, no checkpoint: healcore probe loss {each}") in flat(
+            result.output
+        )
+
+
+def test_every_checkpoint_of_a_store_is_counted(tmp_path):
+    store = DCPStore(tmp_path)
+    net, optimizer = trained()
+    state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    for step, status in enumerate(("good", "quarantined", "candidate"), 1):
+        store.save(step, state)
+        store.wait()
+        if status != "candidate":
+            store.mark(step, status)
+    store.save(2, state)  # again: the quarantined save of the same step stays beside it
+    store.wait()
+    folders = len(list(tmp_path.glob("step-*")))
+    told = flat(run("optimizer", tmp_path).output)
+    assert flat(f"of {folders} checkpoints in it (1 quarantined), that of step 1 (good)") in told
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,21 @@ def test_noise_around_a_level_learns_nothing(tmp_path):
     assert said(probe_values(tmp_path, values), "progress") == "WARN"
 
 
+@pytest.mark.parametrize("goal", ["down", "up"])
+def test_the_number_beside_the_bound_is_the_one_that_decided(tmp_path, goal):
+    """A step up at the very end: its ends are apart, its trend is not."""
+    values = 3 + 0.02 * RANDOM.normal(size=400)
+    values[-40:] += 2.0
+    result = probe_values(tmp_path, values if goal == "down" else 10 - values, goal=goal)
+    check = next(check for check in result.checks if check.name == "progress")
+    assert check.verdict.value == "FAIL"
+    assert abs(check.value) > check.bound == 3
+    assert "trend" in check.message
+    assert "end against start" in check.message
+    assert f"{check.value:+.1f} sigma" in check.message
+    assert (check.value > 0) == (goal == "down")  # as logged
+
+
 class TestSigned:
     """Losses of policy gradients: about 0, of both signs."""
 
@@ -201,7 +216,7 @@ def test_wrong_inputs_are_refused():
 
 def test_memory_does_not_grow_with_the_log(tmp_path):
     peaks = []
-    for steps in (20_000, 60_000):
+    for steps in (17_000, 34_000):
         path = write(tmp_path, falling(steps, 0.05))
         (trace,), _ = open_traces([str(path)])
         trace.survey()

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from healcore.tools.cli.columns import columns_of
-from healcore.tools.cli.probing import Command, Group, checked, each, finish, unusable
+from healcore.tools.cli.probing import Command, Group, checked, each, finish, no_traces, unusable
 
 app = typer.Typer(
     cls=Group,
@@ -105,7 +105,7 @@ def loss(
         opened, failed = open_traces(traces, columns=columns_of(column or []), join=join)
     except TraceError as error:
         unusable(str(error))
-    results = [unreadable("loss", bad.path, ProbeError(bad.problem)) for bad in failed]
+    results = no_traces(failed, traces)
     for trace in opened:
         try:
             results.append(probe_loss(trace, inputs))

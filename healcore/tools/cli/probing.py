@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ if TYPE_CHECKING:  # imported where they are used, so that the other commands st
     from pydantic import BaseModel
 
     from healcore.tools.probe.verdict import Result
+    from healcore.tools.traces import Unreadable
 
 CANNOT_SAY = 3
 
@@ -77,6 +79,32 @@ def each(
             told = ProbeError(f"{path} cannot be read: {error.strerror or error}")
             results.append(unreadable(probe, str(path), told))
     return results
+
+
+def no_traces(failed: Sequence[Unreadable], paths: Sequence[str]) -> list[Result]:
+    """What could not be read as a trace; of a checkpoint store that, and not each file in it."""
+    from healcore.tools.probe.verdict import ProbeError, unreadable
+
+    told: dict[tuple[str, str], Result] = {}
+    stores = {path for path in paths if failed and _is_store(path)}
+    for bad in failed:
+        at = Path(bad.path)
+        store = next((each for each in stores if Path(each) in (at, *at.parents)), None)
+        problem = bad.problem
+        if store is not None:
+            command = f"healcore probe checkpoint {shlex.quote(store)}"
+            problem = f"{store} is a checkpoint store and holds no log of a run: {command}"
+        where = store or bad.path
+        told.setdefault((where, problem), unreadable("loss", where, ProbeError(problem)))
+    return list(told.values())
+
+
+def _is_store(path: str) -> bool:
+    try:
+        from healcore.tools.probe.checkpoint.stored import is_store
+    except ImportError:  # without xxhash, which all stores need
+        return False
+    return is_store(Path(path))
 
 
 def checked(model: type[Inputs], given: Mapping[str, Any]) -> Inputs:

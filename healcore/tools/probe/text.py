@@ -38,7 +38,7 @@ def _shown(result: Result) -> RenderableType:
     checks = Table.grid(padding=(0, 2))
     checks.add_column(no_wrap=True)
     checks.add_column(no_wrap=True)
-    checks.add_column(ratio=1)
+    checks.add_column(ratio=1, overflow="fold")  # a path is to be copied
     for check in result.checks:
         verdict = _verdict(check.verdict) if check.decides else Text("-", "dim")
         checks.add_row(verdict, check.name.replace("_", " "), Text(check.message))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,8 @@ def _file(path: Path) -> Contents:
     if start == b"PK" or start[:1] == b"\x80":
         return _torch("probing").open_file(path)
     raise ProbeError(
-        f"{path} is neither a torch checkpoint nor a safetensors file: pass such a file, or the "
+        _log(path)
+        or f"{path} is neither a torch checkpoint nor a safetensors file: pass such a file, or the "
         "directory of a checkpoint"
     )
 
@@ -70,8 +72,19 @@ def _of_store(root: Path, step: int | None) -> Contents | None:
     found = saves[newest]
     contents = open_stored(found.folder, found.manifest.format)
     status = manifest.read_status(found.folder)
-    told = f"of {len(saves)} checkpoints in it, that of step {newest} ({status})"
-    return contents._replace(notes=(told, *contents.notes))
+    return contents._replace(notes=(_which(root, newest, status), *contents.notes))
+
+
+def _which(root: Path, step: int, status: str) -> str:
+    """Which checkpoint of a store was looked at. Those that the store itself passes over count."""
+    from healcore.runtime.store import listing, manifest
+
+    complete = [found for saves in listing.complete(root).values() for found in saves]
+    aside = sum(1 for each in complete if manifest.read_status(each.folder) == "quarantined")
+    broken = len(listing.incomplete(root))
+    several = [f"{aside} quarantined"] * bool(aside) + [f"{broken} not complete"] * bool(broken)
+    others = f" ({', '.join(several)})" if several else ""
+    return f"of {len(complete) + broken} checkpoints in it{others}, that of step {step} ({status})"
 
 
 def _folder(path: Path) -> Contents:
@@ -112,8 +125,9 @@ def _files_of(folder: Path) -> Contents:
         if notes:
             raise ProbeError("; ".join(notes))
         raise NothingToProbe(
-            f"{folder} holds no checkpoint that healcore knows: no torch or safetensors file, no "
-            "DCP or Orbax checkpoint, no store of healcore's"
+            _log(folder)
+            or f"{folder} holds no checkpoint that healcore knows: no torch or safetensors file, "
+            "no DCP or Orbax checkpoint, no store of healcore's"
         )
     return Contents(
         " and ".join(dict.fromkeys(part.format for part in parts)),
@@ -121,6 +135,17 @@ def _files_of(folder: Path) -> Contents:
         {keys: value for part in parts for keys, value in part.values.items()},
         (*notes, *(note for part in parts for note in part.notes)),
     )
+
+
+def _log(path: Path) -> str | None:
+    """What to do with the log of a run, or a directory of such; None if it is none."""
+    from healcore.tools.traces import open_traces
+
+    opened, _ = open_traces([str(path)])
+    if not opened:
+        return None
+    what = "the log of a run" if len(opened) == 1 else f"the logs of {len(opened)} runs"
+    return f"{path} is {what}, no checkpoint: healcore probe loss {shlex.quote(str(path))}"
 
 
 def _files(folder: Path) -> Iterator[Path]:

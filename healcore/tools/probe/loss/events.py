@@ -3,7 +3,8 @@
 A value is held against the median of the 16 before it. The unit is what values were above or below
 such medians lately: the larger of two robust deviations of the last 64, one by their median, one by
 their upper tail. The latter keeps curves quiet that are noisy to one side (two kinds of batches).
-One high value alone is a bad batch: that is a jump, and only told.
+One high value alone is a bad batch: that is a jump, and only told. `incidents.py` finds what these
+windows cannot.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _BACK = 3.0
 _LONGEST = 200
 """Values. What lasts longer is a new level: the event ends, and the baseline starts there."""
 _KEPT = 1000
+SIGMAS, POINTS = 5.0, 3
+"""Defaults: of height, and of values so high."""
 
 
 class Event(NamedTuple):
@@ -40,6 +43,8 @@ class Event(NamedTuple):
     """Highest value over the level before it, in units."""
     back: bool
     """Whether the curve came back to the level before it."""
+    last: float
+    """Step of the last of its values."""
 
 
 class Events:
@@ -57,6 +62,8 @@ class Events:
         self.jumps = 0
         self.unfinished: Event | None = None
         """The one that the curve ends in."""
+        self._jumps: list[float] = []
+        """Steps of the first 1000."""
         self._sigmas = sigmas
         self._points = points
         self._steps = np.empty(0)
@@ -78,6 +85,20 @@ class Events:
     def finish(self) -> None:
         """There are no more."""
         self._judge(len(self._values))
+
+    def include(self, others: list[Event]) -> None:
+        """Adds events found otherwise that are none of these; their high values are no jumps."""
+        new = [
+            each
+            for each in others
+            if not any(mine.step <= each.last and each.step <= mine.last for mine in self.found)
+        ]
+        within = [
+            step for step in self._jumps if any(each.step <= step <= each.last for each in new)
+        ]
+        self.jumps -= len(within)
+        self.count += len(new)
+        self.found = sorted([*self.found, *new], key=lambda event: event.step)[:_KEPT]
 
     def _judge(self, until: int) -> None:
         """Judges the values up to `until`; an event that begins before may reach beyond."""
@@ -105,6 +126,8 @@ class Events:
         needed = _SUSTAINED + 2 * int(np.count_nonzero(jumps))
         if np.count_nonzero(over[:needed] > self._sigmas) < self._points * needed / _SUSTAINED:
             self.jumps += 1
+            if len(self._jumps) < _KEPT:
+                self._jumps.append(float(self._steps[onset]))
             return onset + 1
         back = np.flatnonzero(over < _BACK)
         # One low value among the first five does not end what most of them have begun.
@@ -112,7 +135,11 @@ class Events:
         length = int(back[0]) if len(back) else len(over)
         self.count += 1
         event = Event(
-            float(self._steps[onset]), length, float(over[:length].max()), bool(len(back))
+            float(self._steps[onset]),
+            length,
+            float(over[:length].max()),
+            bool(len(back)),
+            float(self._steps[onset + length - 1]),
         )
         if len(self.found) < _KEPT:
             self.found.append(event)

@@ -28,38 +28,47 @@ def finite(found: Finiteness, inputs: LossInputs) -> Check:
         message = f"it ends in NaN or Inf: the last {last} not finite ({bad} of {of} in all)"
         return Check(name, FAIL, message, bad, bound)
     if bad > bound:
-        message = f"{bad} of {of} values are NaN or Inf, the first at step {found.first_step:g}"
+        message = f"{bad} of {of} values are NaN or Inf, the first at step {found.first_step:.15g}"
         return Check(name, WARN, message, bad, bound)
     message = f"all {of} values are finite" if not bad else f"{bad} of {of} values are NaN or Inf"
     return Check(name, PASS, message, bad, bound)
 
 
 def progress(seen: Shape, reduction: Reduction, inputs: LossInputs, told: Told) -> Check:
-    """Whether it went the right way at all."""
+    """Whether it went the right way at all: by its trend, or by its end against its start."""
     name, bound = "progress", inputs.trend_sigmas
     way = f"from {told(seen.start):.4g} to {told(seen.end):.4g}"
-    rise = seen.end - seen.start
-    beyond_noise = abs(rise) > inputs.trend_sigmas * math.sqrt(2) * seen.noise
+    rise, of_noise = seen.end - seen.start, math.sqrt(2) * seen.noise
+    apart = rise / of_noise if of_noise > 0 else math.copysign(math.inf, rise) if rise else 0.0
     wrong, right = ("rises", "falls") if inputs.goal == "down" else ("falls", "rises")
     if not reduction.level.variance > 0:
         message = f"it never changes: {told(seen.end):.4g} at every step"
-        return Check(name, WARN, message, seen.trend, bound)
-    if rise > 0 and (seen.trend > inputs.trend_sigmas or beyond_noise):
-        message = f"it {wrong}, {way} (trend {seen.trend:+.1f} sigma)"
-        return Check(name, FAIL, message, seen.trend, bound)
-    if rise < 0 and (seen.trend < -inputs.trend_sigmas or beyond_noise):
-        message = f"it {right}, {way} (trend {seen.trend:+.1f} sigma)"
-        return Check(name, PASS, message, seen.trend, bound)
-    if seen.drop > inputs.trend_sigmas:
-        message = f"it {right} within its first values and holds {told(seen.end):.4g}"
-        return Check(name, PASS, message, seen.trend, bound)
-    message = f"{way}: no more than its noise (trend {seen.trend:+.1f} sigma)"
+        return Check(name, WARN, message, told(seen.trend), bound)
+    measured = (
+        f"trend {told(seen.trend):+.1f} sigma, end against start {told(apart):+.1f} sigma; "
+        f"either counts from {bound:g} on"
+    )
+    if rise and max(seen.trend * math.copysign(1, rise), abs(apart)) > bound:
+        # The number that decided.
+        by_trend = seen.trend * math.copysign(1, rise) > bound
+        value = told(seen.trend if by_trend else apart)
+        verdict, goes = (FAIL, wrong) if rise > 0 else (PASS, right)
+        return Check(name, verdict, f"it {goes}, {way} ({measured})", value, bound)
+    if seen.drop > bound:
+        message = (
+            f"it {right} within its first values, the first is {seen.drop:.1f} sigma away, and "
+            f"holds {told(seen.end):.4g}"
+        )
+        return Check(name, PASS, message, seen.drop, bound)
+    value = told(max(seen.trend, apart, key=abs))
+    if abs(seen.trend) > bound:  # the other way than its ends
+        message = f"{way}, and a trend the other way ({measured})"
+    else:
+        message = f"{way}: no more than its noise ({measured})"
     if reduction.signed:
         # The loss of a policy gradient is about 0 by construction, and says nothing of progress.
-        return Check(
-            name, PASS, f"{message}; it takes both signs, so it need not", seen.trend, bound
-        )
-    return Check(name, WARN, f"{message}: nothing is learnt", seen.trend, bound)
+        return Check(name, PASS, f"{message}; it takes both signs, so it need not", value, bound)
+    return Check(name, WARN, f"{message}: nothing is learnt", value, bound)
 
 
 def ratio(seen: Shape, reduction: Reduction, inputs: LossInputs) -> Check:
@@ -115,11 +124,11 @@ def events(found: Events, inputs: LossInputs) -> Check:
     first = found.found[0]
     times = "1 time" if found.count == 1 else f"{found.count} times"
     message = (
-        f"{times} it was far above where it had been, first at step {first.step:g} for "
+        f"{times} it was far above where it had been, first at step {first.step:.15g} for "
         f"{first.values} values ({jumps})"
     )
     if found.unfinished is not None:
-        message += f"; it ends in the one that began at step {found.unfinished.step:g}"
+        message += f"; it ends in the one that began at step {found.unfinished.step:.15g}"
         return Check(name, FAIL, message, found.count, bound)
     return Check(name, WARN if found.count > bound else PASS, message, found.count, bound)
 

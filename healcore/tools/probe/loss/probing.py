@@ -8,6 +8,7 @@ import numpy as np
 
 from healcore.tools.probe.loss import judging
 from healcore.tools.probe.loss.events import Events
+from healcore.tools.probe.loss.incidents import Incidents
 from healcore.tools.probe.loss.logged import Logged, logged
 from healcore.tools.probe.loss.reduction import Reduction
 from healcore.tools.probe.loss.shape import shape
@@ -39,6 +40,9 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> Result:
     sign = 1.0 if inputs.goal == "down" else -1.0
     reduction = Reduction()
     events = Events(inputs.event_sigmas, inputs.event_points)
+    # Of losses: it was made for their noise, and finds much in the norms of healthy runs.
+    losses = inputs.signal in ("loss", "eval_loss")
+    incidents = Incidents(inputs.event_sigmas, inputs.event_points) if losses else None
     thinned = Envelope(inputs.curve_points)
     by_step = None
     for chunk in logged(trace, inputs.signal):
@@ -47,8 +51,13 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> Result:
         places = np.rint(chunk.step).astype(np.int64) if by_step else chunk.index
         thinned.add(places, {"value": chunk.value})
         values = reduction.add(Logged(chunk.index, chunk.step, sign * chunk.value))
-        events.add(chunk.step[np.isfinite(chunk.value)], values)
+        steps = chunk.step[np.isfinite(chunk.value)]
+        events.add(steps, values)
+        if incidents is not None:
+            incidents.add(steps, values)
     events.finish()
+    if incidents is not None:
+        events.include(incidents.finish())
     facts = {
         **_facts(reduction, events, sign),
         "curve": _curve(thinned, "step" if by_step else "row"),

@@ -14,31 +14,36 @@ class Blocks:
 
     While there are fewer values than that, each is its own block. Whenever there are 1024, each two
     neighbours become one, which is then their mean.
+
+    Args:
+        most: another number than 1024, even.
     """
 
-    def __init__(self) -> None:
-        self._size = 1
+    def __init__(self, most: int = BLOCKS) -> None:
+        self.size = 1
+        """Values in each."""
+        self._most = most
         self._medians: list[float] = []
         self._waiting = np.empty(0)
 
     def add(self, values: np.ndarray) -> None:
         """Takes the next finite values, float64 (n,)."""
         waiting = np.concatenate([self._waiting, values])
-        while len(waiting) >= self._size:
-            take = min(len(waiting) // self._size, BLOCKS - len(self._medians))
-            pieces = waiting[: take * self._size].reshape(take, self._size)
+        while len(waiting) >= self.size:
+            take = min(len(waiting) // self.size, self._most - len(self._medians))
+            pieces = waiting[: take * self.size].reshape(take, self.size)
             self._medians += np.median(pieces, axis=1).tolist()
-            waiting = waiting[take * self._size :]
-            if len(self._medians) == BLOCKS:
+            waiting = waiting[take * self.size :]
+            if len(self._medians) == self._most:
                 pairs = np.asarray(self._medians).reshape(-1, 2)
                 self._medians = (pairs[:, 0] + (pairs[:, 1] - pairs[:, 0]) / 2).tolist()
-                self._size *= 2
+                self.size *= 2
         self._waiting = waiting
 
     def medians(self) -> np.ndarray:
         """float64 (b,). A last block that is not full counts if at least half of it is there."""
         whole = np.asarray(self._medians, np.float64)
-        if 2 * len(self._waiting) >= self._size:
+        if 2 * len(self._waiting) >= self.size:
             return np.append(whole, np.median(self._waiting))
         return whole
 

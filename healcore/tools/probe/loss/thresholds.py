@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from healcore.tools.probe.loss.events import POINTS, SIGMAS
 from healcore.tools.probe.verdict import ProbeError
 
 
@@ -32,9 +33,9 @@ class LossInputs(BaseModel):
     warn_regret: float = Field(default=0.1, ge=0)
     """WARN if the end has lost this part of the way from the start to the best again."""
     fail_regret: float = Field(default=0.5, ge=0)
-    event_sigmas: float = Field(default=5.0, gt=0)
+    event_sigmas: float = Field(default=SIGMAS, gt=0)
     """Height of an instability event over the values before it."""
-    event_points: int = Field(default=3, ge=1)
+    event_points: int = Field(default=POINTS, ge=1)
     """Of five values in a row so many must be that high; fewer are a jump, which is only told."""
     max_events: int = Field(default=0, ge=0)
     """WARN if there are more."""
