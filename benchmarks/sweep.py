@@ -91,7 +91,7 @@ def detectors_step(
             # Exclusive or: no word can stand in for another.
             sustained, alarm = sustained ^ reading.sustained, alarm ^ reading.alarm
         memories.append(memory)
-    return tuple(memories), judging.Verdict(sustained, alarm)
+    return tuple(memories), judging.Verdict(sustained, sustained, alarm)
 
 
 def engine_step(
@@ -101,7 +101,9 @@ def engine_step(
     del resumed
     state, told = judged(Engine(config), state, signals, xp=xp)
     enforced = (told.grad_scale != 1) ^ (told.lr_scale != 1) ^ told.skip
-    return state, judging.Verdict(told.due, enforced ^ (told.action != 0) ^ (told.cause != 0))
+    return state, judging.Verdict(
+        told.due, told.due, enforced ^ (told.action != 0) ^ (told.cause != 0)
+    )
 
 
 def rounds(

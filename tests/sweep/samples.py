@@ -5,13 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from typer.testing import CliRunner, Result
 
 from healcore.core.engine import Engine, EngineConfig
 from healcore.core.signals import Signals
+from healcore.tools.cli import app
 from healcore.tools.replay.feeding import Chunk, Feed
 from healcore.tools.replay.runners import HostRunner
 from healcore.tools.sweep.orders import Orders
 from healcore.tools.sweep.series import Series
+
+DULL = "detect.loss_spike.evidence=1.5..14"
+"""Up to what no spike of the made-up runs reaches."""
 
 
 def series_of(trace: Signals, kinds: tuple[tuple[str, ...], ...], kind: np.ndarray) -> Series:
@@ -30,8 +35,10 @@ def series_of(trace: Signals, kinds: tuple[tuple[str, ...], ...], kind: np.ndarr
     )
 
 
-def alone(config: EngineConfig, series: Series) -> tuple[list[int], int]:
-    """Rows at which the whole engine of one setting has a recovery due, and steps skipped.
+def alone(config: EngineConfig, series: Series) -> tuple[list[int], int, int]:
+    """Rows at which the whole engine of one setting has a recovery due, steps skipped, recoveries.
+
+    A recovery is an incident with a row at which one was due.
 
     Where the series goes on from a checkpoint, the engine is told so, with the state of a run that
     was in trouble.
@@ -39,7 +46,7 @@ def alone(config: EngineConfig, series: Series) -> tuple[list[int], int]:
     engine = Engine(config)
     runner = HostRunner(engine, series.feed)
     state = runner.start()
-    rows, skips, start = [], 0, 0
+    rows, skips, recovered, start = [], 0, 0, 0
     for stop in (*np.flatnonzero(series.resumed).tolist(), series.length):
         if start:
             live, _ = runner.run(state, series.rows.part(slice(0, start)))
@@ -48,13 +55,15 @@ def alone(config: EngineConfig, series: Series) -> tuple[list[int], int]:
         own = np.arange(start, stop) >= series.own
         rows += (start + np.flatnonzero(told.due & own)).tolist()
         skips += int((told.skip & own).sum())
+        recovered += len(set(told.incident[told.due & own].tolist()))
         start = stop
-    return rows, skips
+    return rows, skips, recovered
 
 
-def of_variant(orders: Orders, variant: int) -> tuple[list[int], int]:
+def of_variant(orders: Orders, variant: int) -> tuple[list[int], int, int]:
     """The same of one variant of a sweep."""
-    return orders.row[orders.variant == variant].tolist(), int(orders.skipped[variant])
+    rows = orders.row[orders.variant == variant].tolist()
+    return rows, int(orders.skipped[variant]), int(orders.recovered[variant])
 
 
 def losses(rng: np.random.Generator, rows: int, spikes: tuple[int, ...] = ()) -> np.ndarray:
@@ -70,4 +79,21 @@ def write_csv(path: Path, loss: np.ndarray) -> str:
     """A log file."""
     lines = ["step,loss", *(f"{i},{x:.6g}" for i, x in enumerate(loss))]
     path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def run(*arguments: str) -> Result:
+    """`healcore sweep` with these arguments."""
+    return CliRunner().invoke(app, ["sweep", *arguments])
+
+
+def blunt(folder: Path) -> str:
+    """The default policy with so much evidence asked for that it finds nothing."""
+    path = folder / "blunt.toml"
+    # Without divergence, which would find a spike of forty rows too, in its own time.
+    text = (
+        'schema = 1\nname = "blunt"\n[detect.nonfinite]\n[detect.loss_spike]\nevidence = 14.0\n'
+        '[[respond]]\nto = ["loss_spike"]\ndo = ["rollback"]\nwhen = { sustained = true }\n'
+    )
+    path.write_text(text)
     return str(path)

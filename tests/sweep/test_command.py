@@ -5,51 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from healcore.policy import load
-from healcore.tools.cli import app
+from healcore.policy import load, preset_text
 from healcore.tools.sweep import Plan, SweepError, sweep
 from healcore.tools.sweep.search import PLAN
 from healcore.tools.traces import open_traces
 from tests.sweep import samples
-
-DULL = "detect.loss_spike.evidence=1.5..14"
-"""Up to what no spike of the made-up runs reaches."""
-
-
-@pytest.fixture(scope="module")
-def logs(tmp_path_factory) -> list[str]:
-    """Runs of four recipes, two seeds each; two of the recipes have spikes."""
-    folder = tmp_path_factory.mktemp("logs")
-    rng = np.random.default_rng(0)
-    paths = []
-    for recipe, spikes in (("wild", (150, 260)), ("mild", (200,)), ("calm", ()), ("even", ())):
-        (folder / recipe).mkdir()
-        for seed in range(2):
-            path = folder / recipe / f"seed_{seed}.csv"
-            paths.append(samples.write_csv(path, samples.losses(rng, 340, spikes)))
-    return paths
-
-
-def run(*arguments: str):
-    return CliRunner().invoke(app, ["sweep", *arguments])
-
-
-def blunt(folder: Path) -> str:
-    """The default policy with so much evidence asked for that it finds nothing."""
-    path = folder / "blunt.toml"
-    # Without divergence, which would find a spike of forty rows too, in its own time.
-    text = (
-        'schema = 1\nname = "blunt"\n[detect.nonfinite]\n[detect.loss_spike]\nevidence = 14.0\n'
-        '[[respond]]\nto = ["loss_spike"]\ndo = ["rollback"]\nwhen = { sustained = true }\n'
-    )
-    path.write_text(text)
-    return str(path)
+from tests.sweep.samples import DULL, blunt, run
 
 
 def test_a_better_setting_is_found_and_written(logs, tmp_path):
@@ -62,6 +27,8 @@ def test_a_better_setting_is_found_and_written(logs, tmp_path):
     assert told["base"]["recall"] == 0 < 0.9 < told["chosen"]["recall"]
     assert (told["runs"], told["events"], told["labelled_runs"]) == (8, 6, 0)
     assert told["held_out"]["by"] == "family"
+    assert told["held_out"]["events"] == [2 if n == 2 else 4 for n in told["held_out"]["events"]]
+    assert told["held_out"]["events_in_some_split"] == 6
     assert told["held_out"]["chosen"]["held_out"] > told["held_out"]["base"]["held_out"]
     written = load(str(out))
     assert written.name == "blunt-swept"
@@ -81,7 +48,7 @@ def test_the_table(logs, tmp_path):
     assert load(str(out))
     again = run(*logs, "--variants", "20", "-o", str(out))
     assert again.exit_code == 2
-    assert "there already" in again.stderr
+    assert "there already: add --overwrite, or name another file with -o" in again.stderr
     assert run(*logs, "--variants", "20", "-o", str(out), "--overwrite").exit_code == 0
 
 
@@ -89,7 +56,12 @@ def test_a_base_that_is_kept_is_what_is_written(logs, tmp_path):
     out = tmp_path / "mine.toml"
     done = run(*logs, "--vary", "max_skips=9,11", "-o", str(out), "--json")
     assert json.loads(done.output)["take"] == "base"
-    assert load(str(out)) == load("default")
+    assert out.read_text() == preset_text("default"), "comments and all"
+    own = tmp_path / "own.toml"
+    own.write_text("# kept for a reason\n" + preset_text("default"))
+    done = run(*logs, "-p", str(own), "--vary", "max_skips=9,11", "-o", str(out), "--overwrite")
+    assert done.exit_code == 0, done.output
+    assert out.read_text() == own.read_text()
 
 
 def test_labels_decide_what_is_an_event(logs, tmp_path):
@@ -105,6 +77,12 @@ def test_labels_decide_what_is_an_event(logs, tmp_path):
     told = json.loads(done.output)
     assert (told["events"], told["labelled_runs"]) == (0, 8)
     assert told["base"]["false"] > 0, "what was a spike is a false recovery now"
+    assert told["base"]["recall"] is told["base"]["found"] is told["base"]["latency_rows"] is None
+    assert "all settings score alike: nothing was learnt" in told["reason"]
+    table = run(
+        *logs, "--labels", str(labels), "--vary", "max_skips=9,11", "-o", out, "--overwrite"
+    )
+    assert "100.0%" not in table.output
     assert "no event" in " ".join(told["notes"])
 
 
@@ -171,3 +149,12 @@ def test_the_command_starts_without_jax():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_output_is_no_trace(tmp_path):
+    trace = tmp_path / "run.toml"
+    trace.write_text("step,loss\n" + "".join(f"{step},2.5\n" for step in range(300)))
+    found = run(str(trace), "-o", str(trace), "--overwrite")
+    assert found.exit_code == 2
+    assert "is one of the files that are read" in found.output
+    assert trace.read_text().startswith("step,loss")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import pytest
 from healcore.core.signals import Signals
 from healcore.core.verdict import Action
 from healcore.tools.replay.scoring import Evidence, Label, Zone
-from healcore.tools.sweep.objective import rates, score
+from healcore.tools.sweep.objective import latency, rates, score
 from healcore.tools.sweep.orders import Orders
 from healcore.tools.sweep.scoring import Costs, ground_of, tally
 from tests.parity import recorded
@@ -27,10 +28,14 @@ def series(bad: tuple[int, ...] = ()):
     return samples.series_of(Signals(loss=loss), (("loss",),), np.zeros(ROWS))
 
 
-def counted(rows: list[list[int]], label: Label, bad: tuple[int, ...] = (), **costs: int):
+def counted(
+    rows: list[list[int]], label: Label, bad: tuple[int, ...] = (), repeats=0, **costs: int
+):
     """The tally of variants that order at these rows."""
     variant = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
-    orders = Orders.of(variant, np.concatenate(rows).astype(int), np.zeros(len(rows), np.int32))
+    at, none = np.concatenate(rows).astype(int), np.zeros(len(rows), np.int32)
+    recovered = np.array([len(each) - repeats for each in rows], np.int32)
+    orders = Orders.of(variant, at, none, recovered)
     each = series(bad)
     return tally(each, ground_of(each, label), orders, Costs(**costs))
 
@@ -47,7 +52,7 @@ def test_by_hand():
     assert (got.events, got.rows) == (2, ROWS)
     assert got.in_time.tolist() == [2, 0, 0, 0]
     assert got.found.tolist() == [2, 1, 0, 0]
-    assert got.late.tolist() == [4, 11, 0, 0]
+    assert got.delay.tolist() == [[0, 4], [11, -1], [-1, -1], [-1, -1]]
     assert got.false.tolist() == [0, 1, 2, 0]
     # Recoveries at ten steps each, then the rows until the order, or all 31 and 11 of them.
     assert got.lost.tolist() == [20 + 0 + 4, 20 + 11 + 11, 50 + 42, 42]
@@ -72,7 +77,7 @@ def test_as_a_replay_of_each():
             assert told is not None
             assert got.found[i] == told.found
             assert got.in_time[i] == told.in_time
-            assert got.late[i] == sum(told.latencies)
+            assert tuple(delay for delay in got.delay[i].tolist() if delay >= 0) == told.latencies
             assert got.false[i] == told.false
         assert got.events == 4
 
@@ -91,7 +96,7 @@ def test_words_of_bits():
     words = np.zeros((3, 5), np.uint32)
     for row, variant in np.argwhere(due):
         words[row // 32, variant] |= np.uint32(1) << np.uint32(row % 32)
-    orders = Orders.from_bits(words, np.zeros(5, np.int32), own=40)
+    orders = Orders.from_bits(words, *np.zeros((2, 5), np.int32), own=40)
     expected = [(v, r) for v in range(5) for r in range(40, 96) if due[r, v]]
     assert list(zip(orders.variant.tolist(), orders.row.tolist(), strict=True)) == expected
 
@@ -101,14 +106,29 @@ def test_the_objectives():
     both = rates([counted([[205], [205, 500], []], label)])
     assert both.recall.tolist() == [1.0, 1.0, 0.0]
     assert both.false == pytest.approx([0.0, 10_000 / ROWS, 0.0])
-    assert np.isnan(both.latency[2])
+    assert math.isnan(latency([counted([[205], [205, 500], []], label)], 2))
     assert score(both, "balance", 0.1) == pytest.approx([1.0, 1.0 - 1000 / ROWS, 0.0])
     assert score(both, "recall", 0.1).argsort().tolist() == [2, 1, 0]
     assert score(both, "false", 0.1).argsort().tolist() == [1, 2, 0]
     assert score(both, "lost", 0.1).argsort().tolist() == [1, 0, 2], "a spike of 31 rows, let be"
     calm = rates([counted([[], [500]], Label("x", ROWS, (), ()))])
     assert calm.events == 0
-    assert calm.recall.tolist() == [1.0, 1.0]
+    assert np.isnan(calm.recall).all(), "nothing to find is not all of it found"
+    assert np.isfinite(score(calm, "balance", 0.1)).all()
+
+
+def test_latency_is_the_median_as_in_a_replay():
+    label = Label("x", ROWS, (Zone(200, 230), Zone(400, 430), Zone(600, 630)), ())
+    tallies = [counted([[200, 402, 630]], label), counted([[205]], label)]
+    assert latency(tallies[:1], 0) == 2
+    assert latency(tallies, 0) == 3.5, "of all events, not the mean of medians"
+
+
+def test_an_order_repeated_within_its_incident_costs_nothing():
+    label = Label("x", ROWS, (Zone(200, 230),), ())
+    once = counted([[210, 260]], label, repeats=1, recovery=10)
+    assert once.lost.tolist() == [10 + 10]
+    assert once.false.tolist() == counted([[210, 260]], label).false.tolist(), "as a replay has it"
 
 
 @recorded.needed
@@ -134,7 +154,7 @@ def test_as_the_shared_scorer(tmp_path):
         zones = {k: tuple(Zone(z["onset"], z["end"]) for z in entry[k]) for k in ("spikes",)}
         vague = tuple(Zone(z["onset"], z["end"]) for z in entry["ambiguous"])
         each = samples.series_of(Signals(loss=loss), (("loss",),), np.zeros(len(loss)))
-        orders = Orders.of(np.zeros(len(rows), int), rows, np.zeros(1, np.int32))
+        orders = Orders.of(np.zeros(len(rows), int), rows, *np.zeros((2, 1), np.int32))
         ground = ground_of(each, Label(entry["file"], len(loss), zones["spikes"], vague))
         got = tally(each, ground, orders, Costs())
         mine["events"] += got.events

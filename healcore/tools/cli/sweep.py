@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from healcore.tools.cli.columns import columns_of
+from healcore.tools.writing import OutputError, check_outputs, replacing
 
 if TYPE_CHECKING:  # imported where they are used, so that the other commands start fast
     from healcore.tools.sweep import Sweep
@@ -71,7 +72,13 @@ def _sweep(
         ),
     ] = 0.1,
     recovery: Annotated[
-        int, typer.Option("--recovery-steps", min=0, help="Steps that a recovery costs, for lost.")
+        int,
+        typer.Option(
+            "--recovery-steps",
+            min=0,
+            max=1_000_000_000,
+            help="Steps that a recovery costs, for lost.",
+        ),
     ] = 100,
     holdout: Annotated[
         float, typer.Option(min=0.0, max=0.9, help="Share of the families to hold out; 0 for none.")
@@ -102,7 +109,7 @@ def _sweep(
     from healcore.tools.traces import TraceError, open_traces
 
     try:
-        _check_output(output, overwrite)
+        _check_output(output, overwrite, [*traces, *([str(labels)] if labels else [])])
         known = read_labels(labels) if labels else None
         opened, unreadable = open_traces(traces, columns=columns_of(column or []), join=join)
         for each in unreadable:
@@ -126,7 +133,7 @@ def _sweep(
                 started=started,
                 advance=advance,
             )
-        _write(found, output)
+        _write(_text(found, policy), output)
     except (PolicyError, LabelError, MissingExtraError, SweepError, TraceError) as error:
         _fail(str(error))
     for each in found.failed:
@@ -138,34 +145,49 @@ def _sweep(
 def _show(found: Sweep, output: Path, *, as_json: bool) -> None:
     from rich.console import Console
 
-    from healcore.tools.sweep import telling
+    from healcore.tools.sweep.as_json import to_json
+    from healcore.tools.sweep.telling import shown
 
     if as_json:
-        told = telling.to_json(found) | {"written": str(output)}
+        told = to_json(found) | {"written": str(output)}
         typer.echo(json.dumps(told, indent=2, allow_nan=False))
         return
     console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
-    console.print(telling.shown(found))
+    console.print(shown(found))
     console.print(f"policy written: {output}", markup=False, soft_wrap=True)
 
 
-def _check_output(output: Path, overwrite: bool) -> None:
+def _check_output(output: Path, overwrite: bool, inputs: list[str]) -> None:
     """Before the work: a file that is there, or cannot be written."""
     if output.is_dir() or output.suffix != ".toml":
         _fail(f"--output {output}: must be a file that ends in .toml, as policies do")
-    if not output.absolute().parent.is_dir():
-        _fail(f"--output {output}: there is no folder {output.parent}")
-    if output.exists() and not overwrite:
-        _fail(f"--output {output} is there already: name another file, or add --overwrite")
-
-
-def _write(found: Sweep, output: Path) -> None:
-    from healcore.policy import dumps
-
     try:
-        output.write_text(dumps(found.policy), encoding="utf-8")
-    except OSError as error:
-        _fail(f"--output {output} cannot be written: {error.strerror or error}")
+        # The base policy may be replaced by what the sweep made of it, where that is asked for.
+        check_outputs([output], inputs)
+    except OutputError as error:
+        _fail(f"--output {error}")
+    if output.exists() and not overwrite:
+        _fail(f"--output {output} is there already: add --overwrite, or name another file with -o")
+
+
+def _text(found: Sweep, policy: str) -> str:
+    """The policy to write; one that is kept as it was, with its comments."""
+    from healcore.policy import dumps, loads, preset_names, preset_text, recipe_names
+
+    if found.verdict.take:
+        return dumps(found.policy)
+    preset = policy in (*preset_names(), *recipe_names())
+    text = preset_text(policy) if preset else Path(policy).read_text(encoding="utf-8")
+    # The sweep took a while: the file may be another one by now.
+    return text if loads(text) == found.policy else dumps(found.policy)
+
+
+def _write(text: str, output: Path) -> None:
+    try:
+        with replacing(output) as draft:
+            draft.write_text(text, encoding="utf-8")
+    except OutputError as error:
+        _fail(f"--output {error}")
 
 
 @contextlib.contextmanager

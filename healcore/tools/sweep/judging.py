@@ -42,6 +42,9 @@ class Verdict(NamedTuple):
 
     order: Any
     """A recovery is due, whether the budget still pays for it or not."""
+    first: Any
+    """It is the first of its incident. A recorded curve does not heal: on it the order is repeated
+    every `incident.patience` alarms, where a live run has gone back once."""
     skip: Any
 
 
@@ -110,10 +113,11 @@ def step(
     after, wanted = incident.update(
         config.incident, config.rollback, before, state.step, alarm, recovery, never, xp=xp
     )
+    first = wanted.recover & ((before.recovered < 0) | (alarm & ~before.open))
     # What nothing here reads stays as it was, and costs nothing in a compiled loop.
     after = before._replace(open=after.open, quiet=after.quiet, recovered=after.recovered)
     watch = Watch(state.step + 1, tuple(memories), tuple(remembered), skips, after)
-    return watch, Verdict(wanted.recover, skip)
+    return watch, Verdict(wanted.recover, first, skip)
 
 
 def _heard(readings: Mapping[str, Reading], causes: int, sustained: bool, never: Any) -> Any:

@@ -40,7 +40,7 @@ class NumpyScan:
         config = configure(self._config, self._places, numbers)
         state: Any = judging.init(config)
         count = len(numbers[0])
-        skipped = np.zeros(count, np.int32)
+        skipped, recovered = np.zeros(count, np.int32), np.zeros(count, np.int32)
         lanes, rows = [], []
         columns, kinds = series.rows.values, series.rows.kind
         with np.errstate(all="ignore"):
@@ -50,7 +50,8 @@ class NumpyScan:
                 state, verdict = judging.step(config, state, signals, series.resumed[row], xp=np)
                 if row >= series.own:
                     skipped += verdict.skip
+                    recovered += verdict.first
                     ordered = np.flatnonzero(np.broadcast_to(verdict.order, (count,)))
                     lanes.append(ordered)
                     rows.append(np.full(len(ordered), row))
-        return Orders.of(np.concatenate(lanes), np.concatenate(rows), skipped)
+        return Orders.of(np.concatenate(lanes), np.concatenate(rows), skipped, recovered)

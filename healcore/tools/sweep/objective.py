@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,6 +20,9 @@ OBJECTIVES = {
     "lost": "fewest steps lost: recoveries, skipped steps, and what a spike lasts until the order",
 }
 
+LOWER = ("false", "lost")
+"""Objectives that are a rate to keep low: the score is its negative."""
+
 _TIE = 1e-6  # what decides between equals weighs this much: less than one event in any sweep
 
 
@@ -28,11 +32,9 @@ class Rates(NamedTuple):
     events: int
     rows: int
     recall: np.ndarray
-    """Events found within N steps, of all; 1 where there was none to find."""
+    """Events found within N steps, of all; NaN where there was none to find."""
     found: np.ndarray
-    """Events found at all."""
-    latency: np.ndarray
-    """Mean steps from onset to order of those found; NaN without one."""
+    """Events found at all; NaN where there was none."""
     false: np.ndarray
     """False recoveries per 10,000 rows."""
     lost: np.ndarray
@@ -44,17 +46,32 @@ def rates(tallies: Sequence[Tally]) -> Rates:
     events, rows = sum(t.events for t in tallies), sum(t.rows for t in tallies)
     in_time = np.sum([t.in_time for t in tallies], axis=0)
     found = np.sum([t.found for t in tallies], axis=0)
-    late = np.sum([t.late for t in tallies], axis=0)
     share = PER / max(rows, 1)
     return Rates(
         events=events,
         rows=rows,
-        recall=in_time / events if events else np.ones(len(found)),
-        found=found / events if events else np.ones(len(found)),
-        latency=np.where(found > 0, late / np.maximum(found, 1), np.nan),
+        recall=in_time / events if events else np.full(len(found), np.nan),
+        found=found / events if events else np.full(len(found), np.nan),
         false=share * np.sum([t.false for t in tallies], axis=0),
         lost=share * np.sum([t.lost for t in tallies], axis=0),
     )
+
+
+def latency(tallies: Sequence[Tally], variant: int) -> float:
+    """Median rows from onset to order of the events that a variant found; NaN without one.
+
+    As in the table of `healcore replay --labels`.
+    """
+    delays = np.concatenate([t.delay[variant] for t in tallies])
+    found = delays[delays >= 0]
+    return float(np.median(found)) if len(found) else math.nan
+
+
+def rates_of(rates: Rates, tallies: Sequence[Tally], variant: int) -> dict[str, float | None]:
+    """One setting's rates and latency by name; None where there was nothing to have a rate of."""
+    told = {name: float(getattr(rates, name)[variant]) for name in Rates._fields[2:]}
+    told["latency_rows"] = latency(tallies, variant)
+    return {name: None if math.isnan(rate) else rate for name, rate in told.items()}
 
 
 def score(rates: Rates, objective: str, price: float) -> np.ndarray:
@@ -65,10 +82,12 @@ def score(rates: Rates, objective: str, price: float) -> np.ndarray:
         objective: one of `OBJECTIVES`.
         price: of one false recovery per 10,000 rows, in recall; for "balance".
     """
+    # Where there was nothing to find, nothing is to anybody's credit.
+    recall = rates.recall if rates.events else np.zeros_like(rates.false)
     if objective == "recall":
-        return rates.recall - _TIE * rates.false
+        return recall - _TIE * rates.false
     if objective == "false":
-        return -rates.false + _TIE * rates.recall
+        return -rates.false + _TIE * recall
     if objective == "lost":
         return -rates.lost
-    return rates.recall - price * rates.false
+    return recall - price * rates.false

@@ -16,20 +16,27 @@ class Orders(NamedTuple):
     """int64 (orders,): place in the series; increasing within one variant."""
     skipped: np.ndarray
     """int32 (variants,): steps skipped, of the series' own rows."""
+    recovered: np.ndarray
+    """int32 (variants,): orders that are the first of their incident, of the series' own rows."""
 
     @classmethod
-    def of(cls, variant: np.ndarray, row: np.ndarray, skipped: np.ndarray) -> Orders:
+    def of(
+        cls, variant: np.ndarray, row: np.ndarray, skipped: np.ndarray, recovered: np.ndarray
+    ) -> Orders:
         """Puts them in order."""
         order = np.lexsort((row, variant))
-        return cls(variant[order], row[order], skipped)
+        return cls(variant[order], row[order], skipped, recovered)
 
     @classmethod
-    def from_bits(cls, words: np.ndarray, skipped: np.ndarray, own: int) -> Orders:
+    def from_bits(
+        cls, words: np.ndarray, skipped: np.ndarray, recovered: np.ndarray, own: int
+    ) -> Orders:
         """Unpacks one bit per row.
 
         Args:
             words: uint32 (groups, variants): bit `j` of group `g` is row `32 g + j`.
             skipped: int32 (variants,).
+            recovered: int32 (variants,).
             own: rows before this one do not count.
         """
         group, variant = np.nonzero(words)
@@ -37,9 +44,11 @@ class Orders(NamedTuple):
         which, bit = np.nonzero(bits)
         row = group[which] * 32 + bit
         counts = row >= own
-        return cls.of(variant[which][counts], row[counts], skipped)
+        return cls.of(variant[which][counts], row[counts], skipped, recovered)
 
     def first(self, count: int) -> Orders:
         """The orders of the first `count` variants."""
         here = self.variant < count
-        return Orders(self.variant[here], self.row[here], self.skipped[:count])
+        return Orders(
+            self.variant[here], self.row[here], self.skipped[:count], self.recovered[:count]
+        )

@@ -56,17 +56,21 @@ class Reel(NamedTuple):
     first: tuple[int, ...]
     """The group in which each begins."""
 
-    def orders(self, words: np.ndarray, skipped: np.ndarray) -> list[Orders]:
+    def orders(self, words: np.ndarray, skipped: np.ndarray, recovered: np.ndarray) -> list[Orders]:
         """What came out, for each series.
 
         Args:
             words: uint32 (groups, variants): bit `j` is the order at the group's row `j`.
             skipped: (groups, variants): skips of the group's own rows.
+            recovered: (groups, variants): first orders of incidents, of the group's own rows.
         """
         ends = (*self.first[1:], len(words))
         return [
             Orders.from_bits(
-                words[first:end], skipped[first:end].sum(axis=0, dtype=np.int32), each.own
+                words[first:end],
+                skipped[first:end].sum(axis=0, dtype=np.int32),
+                recovered[first:end].sum(axis=0, dtype=np.int32),
+                each.own,
             )
             for each, first, end in zip(self.series, self.first, ends, strict=True)
         ]

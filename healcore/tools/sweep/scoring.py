@@ -36,7 +36,7 @@ class Ground(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """Counts of every variant on one series. int64 (variants,) but for the first two."""
+    """Counts of every variant on one series. int64 (variants,) where nothing else is said."""
 
     events: int
     rows: int
@@ -44,13 +44,13 @@ class Tally(NamedTuple):
     """Events found within `Costs.within` rows of their onset."""
     found: np.ndarray
     """Events found at all."""
-    late: np.ndarray
-    """Rows from onset to order, summed over the events that were found."""
+    delay: np.ndarray
+    """int32 (variants, events): rows from onset to order; -1 for an event that was not found."""
     false: np.ndarray
     """False recoveries."""
     lost: np.ndarray
-    """Steps lost: every recovery's cost, every skipped step, and of each event the rows until the
-    order, or all of them where there was none."""
+    """Steps lost: the cost of each incident's first recovery, every skipped step, and of each event
+    the rows until the order, or all of them where there was none."""
 
 
 def ground_of(series: Series, label: Label) -> Ground:
@@ -84,15 +84,16 @@ def tally(series: Series, ground: Ground, orders: Orders, costs: Costs) -> Tally
     variants = len(orders.skipped)
     at = series.index[orders.row]
     zero = np.zeros(variants, np.int64)
-    in_time, found, late = zero, zero.copy(), zero.copy()
+    in_time, found = zero, zero.copy()
+    delays = np.full((variants, len(ground.spikes)), -1, np.int32)
     lost = orders.skipped.astype(np.int64)
-    lost += costs.recovery * np.bincount(orders.variant, minlength=variants)
-    for onset, end, start, stop in ground.spikes:
+    lost += costs.recovery * orders.recovered.astype(np.int64)
+    for event, (onset, end, start, stop) in enumerate(ground.spikes):
         here = (at >= start) & (at < stop)
         who, first = np.unique(orders.variant[here], return_index=True)
         delay = np.maximum(at[here][first] - onset, 0)
         found[who] += 1
-        late[who] += delay
+        delays[who, event] = delay
         in_time[who] += delay <= costs.within
         length = end - onset + 1
         until = np.full(variants, length)
@@ -103,4 +104,4 @@ def tally(series: Series, ground: Ground, orders: Orders, costs: Costs) -> Tally
     first = np.ones(len(who), bool)
     first[1:] = (who[1:] != who[:-1]) | (where[1:] - where[:-1] > LATE)
     false = np.bincount(who[first], minlength=variants)
-    return Tally(len(ground.spikes), ground.rows, in_time, found, late, false, lost)
+    return Tally(len(ground.spikes), ground.rows, in_time, found, delays, false, lost)

@@ -11,6 +11,7 @@ import numpy as np
 from healcore.policy import Policy, PolicyLike, load
 from healcore.tools.replay.scoring import FEWEST, Label, Labels
 from healcore.tools.sweep import hindsight, outcome, running, scoring, space, splitting
+from healcore.tools.sweep.counting import counted
 from healcore.tools.sweep.keys import SweepError
 from healcore.tools.sweep.objective import OBJECTIVES
 from healcore.tools.sweep.series import Series, series_of
@@ -55,11 +56,16 @@ class Sweep(NamedTuple):
     seconds: float
     """Wall time of the scan, compiling included."""
     labelled: int
-    """Series whose events come from labels; the others' from hindsight."""
+    """Runs whose events come from labels; the others' from hindsight."""
     left_out: tuple[Unreadable, ...]
     """Traces, or attempts of them, that are too short or have nothing to judge, and why."""
     failed: tuple[Unreadable, ...]
     """Traces that could not be read."""
+
+    @property
+    def runs(self) -> int:
+        """Traces; a resumed one has a series for each attempt."""
+        return len({each.trace for each in self.series})
 
     @property
     def policy_steps(self) -> int:
@@ -120,12 +126,19 @@ def sweep(
     seconds = time.perf_counter() - began
 
     splits = splitting.split(
-        [splitting.family(each.trace) for each in series],
+        [each.trace for each in series],
         [len(ground.spikes) > 0 for ground in grounds],
         plan.holdout,
         plan.seed,
     )
-    verdict = outcome.judge(tallies, variants.units, splits, plan.objective, plan.price)
+    verdict = outcome.judge(
+        tallies,
+        variants.units,
+        splits,
+        plan.objective,
+        plan.price,
+        wanted=plan.holdout > 0,
+    )
     return Sweep(
         base=base,
         plan=plan,
@@ -134,10 +147,10 @@ def sweep(
         tallies=tuple(tallies),
         splits=splits,
         verdict=verdict,
-        policy=_taken(base, variants, verdict, len(series)),
+        policy=_taken(base, variants, verdict, len({each.trace for each in series})),
         backend=backend,
         seconds=seconds,
-        labelled=sum(known for _, known in seen),
+        labelled=len({s.trace for s, (_, known) in zip(series, seen, strict=True) if known}),
         left_out=tuple(left_out),
         failed=tuple(failed),
     )
@@ -201,7 +214,8 @@ def _taken(base: Policy, variants: space.Variants, verdict: outcome.Verdict, run
     if verdict.take == 0:
         return base
     keys = ", ".join(axis.key for axis in variants.axes)
-    told = f"Swept from {base.name} over {runs} runs and {len(variants.values)} settings of {keys}."
+    over = f"{counted(runs, 'run')} and {len(variants.values)} settings of {keys}"
+    told = f"Swept from {base.name} over {over}."
     return space.policy_with(
         base,
         variants.axes,
