@@ -52,7 +52,13 @@ def replacing(path: Name) -> Iterator[Path]:
     direct = target.exists() and not target.is_file()
     # Through a link the file itself is replaced, not the link.
     place = Path(os.path.realpath(target))
-    draft = target if direct else place.with_name(f".{place.name}.{os.getpid()}.part")
+    draft = (
+        target
+        if direct
+        else place.with_name(
+            f".{place.stem}.{os.getpid()}.part{place.suffix}"  # matplotlib asks the suffix
+        )
+    )
     try:
         yield draft
         if not direct:

@@ -14,9 +14,21 @@ from healcore.core.signals import Signals
 from healcore.core.verdict import Action, Cause
 from healcore.policy import load, loads
 from healcore.tools.replay import replay
+from healcore.tools.replay.telling import facts
 from tests.healer.loops import rules
 from tests.replay import logs
 from tests.replay.test_backends import OVERFIT
+
+STOPS = """
+schema = 1
+name = "stops"
+[clip]
+kind = "none"
+[detect.nonfinite]
+[[respond]]
+to = ["nonfinite"]
+do = ["stop"]
+"""
 
 
 def rows_of(path: Path):
@@ -110,8 +122,9 @@ def test_counts_are_those_of_the_lines(tmp_path):
     assert summary.rollbacks == summary.actions["ROLLBACK"]
     assert summary.lowest_lr == pytest.approx(min(float(line[4]) for line in decisions))
     assert summary.incidents == len(result.incidents) > 2
-    stops = [index for index, line in got if Action.STOP in line[1]]
-    assert summary.stopped_at == (stops[0] if stops else None)
+    ends = [each.index for each in result.incidents if "STOP" in each.action]
+    assert summary.stopped_at == ends[0]
+    assert Action.STOP in dict(got)[ends[0]][1]
 
 
 def test_a_resumed_run_goes_back_with_its_budget(tmp_path):
@@ -186,6 +199,47 @@ def test_an_incident_that_never_ends_is_unpaid_once(tmp_path):
     assert summary.spent == 1
     assert summary.rollbacks == rules().budget.recoveries + 1
     assert summary.actions["STOP"] > 10
+    # Had the first helped, there would have been no other, and no end.
+    assert summary.repeats == rules().budget.recoveries
+    assert summary.attempts[0].repeats == summary.repeats
+    assert summary.stopped_at is summary.stopped_step is None
+
+
+def test_the_first_rollback_of_an_incident_is_what_would_have_happened(tmp_path):
+    """The curve does not heal: `patience` alarms later the policy asks, and cuts, again."""
+    run = logs.noisy(900)
+    for onset in (200, 500):
+        run["loss"][onset : onset + 8] = ["nan"] * 8
+    policy = rules()
+    _, result = replayed(logs.trace(logs.write(tmp_path / "a.csv", run)), policy)
+    summary, budget = result.summary, policy.budget.recoveries
+    orders = [row for row in replay(result.trace, policy) if Action.ROLLBACK in row.action]
+    assert [row.index for row in orders] == [200, 206, 500, 506]
+    assert [row.spent for row in orders] == [place >= budget for place in range(4)]
+    assert budget == 3, "the last is unpaid, and is a repeat"
+    assert (summary.incidents, summary.rollbacks, summary.repeats) == (2, 4, 2)
+    assert (summary.spent, summary.stopped_at) == (1, None)
+    assert (summary.repeat_cuts, summary.actions["CUT_LR"]) == (2, 4)
+    assert summary.lowest_lr < summary.lowest_lr_first == orders[2].lr_scale
+    first, second = result.incidents
+    assert (first.lr_before, first.lr_after) == (1.0, 0.5)
+    assert "STOP" not in second.action
+    assert "would go back (once more had that not helped)" in first.outcome
+    assert "would go back (had that not helped, it would stop)" in second.outcome
+    told = facts(summary, "numpy")
+    assert told["rollbacks"] == "2, and 2 more had going back not helped, 1 beyond the budget"
+    assert told["cuts of the learning rate"] == "2, and 2 more had going back not helped"
+    assert told["smallest learning-rate multiplier"] == (
+        f"{summary.lowest_lr_first:g}, or {summary.lowest_lr:g} had going back not helped"
+    )
+
+
+def test_a_rule_that_stops_ends_the_run_wherever_it_does(tmp_path):
+    run = logs.noisy(300)
+    run["loss"][100] = "nan"
+    _, result = replayed(logs.trace(logs.write(tmp_path / "a.csv", run)), loads(STOPS))
+    assert (result.summary.stopped_at, result.summary.rollbacks) == (100, 0)
+    assert result.incidents[0].outcome == "would stop"
 
 
 def test_one_rollback_for_each_of_several_lone_alarms(tmp_path):

@@ -127,7 +127,43 @@ def test_labels(spiked, tmp_path):
     assert cells(done.output, "spiked.csv")[-4:] == ["1", "of", "1", "-"]
     assert cells(done.output, "other.csv")[-2:] == ["-", "1"]
     row = cells(done.output, ".")
-    assert row == [".", "default", "2", "600", "1", "of", "1", "1", row[8], "1", "16.67"]
+    assert row[:8] == [".", "default", "rollbacks", "2", "600", "1", "of", "1"]
+    assert (row[8], *row[10:]) == ("1", "1", "16.67")
+
+
+def test_a_policy_is_scored_by_its_severest_answer(spiked, tmp_path):
+    labels = tmp_path / "labels.json"
+    known = [{"file": "spiked.csv", "points": 300, "spikes": [{"onset": 150, "end": 174}]}]
+    labels.write_text(json.dumps(known))
+    alerts = tmp_path / "alerts.toml"
+    alerts.write_text(
+        'schema = 1\nname = "alerts"\n[clip]\nkind = "none"\n[detect.loss_spike]\n'
+        '[[respond]]\nto = ["loss_spike"]\ndo = ["alert"]\n'
+    )
+    scored = {
+        "default": "rollbacks",
+        "axolotl-watchdog": "stops",
+        "olmo2-skip-step": "skips",
+        str(alerts): "alarms",
+    }
+    chosen = [part for name in scored for part in ("-p", name)]
+    done = healcore_replay(spiked, "--labels", labels, *chosen)
+    assert done.exit_code == 0, done.output
+    told = [line.split() for line in done.output.splitlines() if line.strip().startswith(". ")]
+    assert {line[1]: line[2] for line in told} == scored
+    for name in ("olmo2-skip-step", str(alerts), "default"):
+        assert ["1", "of", "1"] in [line[5:8] for line in told if line[1] == name]
+    assert "1 of 1 by skips" in done.output
+    assert "1 of 1 by alarms" in done.output
+    assert "of 1 by stops" in done.output
+    assert "by rollbacks" not in done.output
+
+
+def test_damage_is_told_before_the_legend(spiked):
+    with spiked.open("a") as file:
+        file.write("300,wrong,0.5\n")
+    said = healcore_replay(spiked).output
+    assert 0 < said.index("wrong") < said.index("Judged with")
 
 
 def test_page_and_picture(spiked, tmp_path):
@@ -174,7 +210,7 @@ def test_a_policy_that_has_nothing_to_judge_in_one(spiked, tmp_path):
         (["RUN", "--backend", "cuda"], "one of numpy, jax, torch, got 'cuda'"),
         (["RUN", "--column", "loss"], "SIGNAL=NAME, as in loss=train/ce, got 'loss'"),
         (["RUN", "--column", "los=b"], "no signal 'los'"),
-        (["RUN", "--jsonl", "RUN"], "is a trace: write to another file"),
+        (["RUN", "--jsonl", "RUN"], "is one of the files that are read: write to another"),
         (["RUN", "--report", "no/such/r.html"], "there is no folder no/such"),
         (["RUN", "--png", "."], "it is a folder"),
         (["RUN", "--labels", "no.json"], "no.json cannot be read"),
@@ -188,3 +224,14 @@ def test_what_cannot_be_done(run, arguments, said):
     assert done.exit_code == 2
     assert said in done.output
     assert run.read_bytes() == before
+
+
+def test_a_replay_of_nothing_leaves_the_last_one(run, tmp_path):
+    out = tmp_path / "out.jsonl"
+    assert healcore_replay(str(run), "--jsonl", str(out)).exit_code == 0
+    before = out.read_bytes()
+    empty = tmp_path / "empty.csv"
+    empty.write_text("step,loss\n")
+    assert healcore_replay(str(empty), "--jsonl", str(out)).exit_code == 2
+    assert out.read_bytes() == before
+    assert not list(tmp_path.glob(".*"))

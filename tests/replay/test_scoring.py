@@ -38,7 +38,9 @@ def evidence_of(orders, loss, chunk=64):
         part = slice(start, start + chunk)
         rows = Rows(start, index[part], step[part], {"loss": loss[part]}, {"loss": given[part]}, 0)
         some = type(verdict)(*(column[part] for column in verdict))
-        found.add(rows, Judged(index[part], step[part], 0, {"loss": given[part]}, some))
+        never = np.zeros(len(index[part]), bool)
+        judged = Judged(index[part], step[part], 0, {"loss": given[part]}, some, never, never)
+        found.add(rows, judged)
     return found
 
 

@@ -6,8 +6,10 @@ import pytest
 from rich.console import Console
 
 from healcore.policy import load
+from healcore.tools.replay.remarks import legend, notes
+from healcore.tools.replay.runners import chosen
 from healcore.tools.replay.running import Named, Result, Wanted, replay_all
-from healcore.tools.replay.table import LEAVES_OUT, notes, summary_table
+from healcore.tools.replay.table import LEAVES_OUT, summary_table
 from tests.replay import logs
 
 
@@ -42,6 +44,14 @@ def results(tmp_path_factory):
     return found
 
 
+def troubled(result):
+    """With a curve that does not heal."""
+    summary = result.summary._replace(
+        rollbacks=31, repeats=15, spent=3, stopped_step=209_408.0, lowest_lr_first=0.5
+    )
+    return result._replace(summary=summary)
+
+
 def shown(results, width):
     console = Console(width=width, color_system=None)
     with console.capture() as capture:
@@ -51,7 +61,7 @@ def shown(results, width):
 
 @pytest.mark.parametrize("width", range(72, 180, 4))
 def test_numbers_are_never_cut(results, width):
-    text = shown(results, width)
+    text = shown([troubled(results[0]), *results[1:]], width)
     for line in text.splitlines():
         name = line.rpartition("…")[0]
         assert "  " not in name.strip(), f"only names are cut: {line}"
@@ -59,8 +69,7 @@ def test_numbers_are_never_cut(results, width):
     gone = [name for name in LEAVES_OUT if name not in heads]
     assert gone == list(LEAVES_OUT[: len(gone)])
     assert ("A wider terminal also shows" in text) == bool(gone)
-    rollbacks = str(results[0].summary.rollbacks)
-    assert rollbacks in text
+    assert " 16 +15 again (3 unpaid) " in text
 
 
 def test_wide_enough_for_everything(results):
@@ -72,7 +81,8 @@ def test_wide_enough_for_everything(results):
 def test_attempts_are_told_one_by_one(results):
     told = [line for line in notes(results) if "attempts" in line]
     assert len(told) == 2
-    counts = [f"{a.incidents} / {a.rollbacks}" for a in results[0].summary.attempts]
+    attempts = results[0].summary.attempts
+    counts = [f"{a.incidents} / {a.rollbacks - a.repeats}" for a in attempts]
     assert (
         ", ".join(
             f"{count} from step {step} on"
@@ -87,3 +97,58 @@ def test_rows_that_were_not_judged_count_once(results):
     count = results[0].summary.unjudged
     assert count > 1
     assert f"{count} rows without a loss and a gradient norm: not judged" in notes(results)
+
+
+def test_what_rests_is_told_once_for_all_policies(tmp_path):
+    calm = logs.noisy(60)
+    del calm["grad_norm"]
+    traces = [
+        logs.trace(logs.write(tmp_path / "loss.csv", calm)),
+        logs.trace(logs.write(tmp_path / "both.csv", logs.noisy(60))),
+    ]
+
+    def told(*names, traces=traces):
+        policies = [Named(name, load(name)) for name in names]
+        done = replay_all(
+            traces, policies, backend="numpy", wanted=Wanted(), advance=lambda *_: None
+        )
+        return notes([each for each in done if isinstance(each, Result)])
+
+    assert told("default", "observe", "olmo2-skip-step") == [
+        "no grad_norm logged in 1 of 2 traces: clip (3 policies), grad_spike (2 policies), "
+        "vanishing (2 policies) and grad_window (olmo2-skip-step) rest"
+    ]
+    assert told("olmo2-skip-step", traces=traces[:1]) == [
+        "no grad_norm logged: clip and grad_window rest"
+    ]
+    assert told("default", traces=traces[1:]) == []
+
+
+def test_the_legend_tells_of_what_is_there(results):
+    summary = results[0].summary
+    whole = legend([troubled(results[0]), *results[1:]])
+    assert len(whole) < 2 * 150, "two lines"
+    for word in ("incidents:", "again:", "unpaid:", "lowest LR:", "ends at:"):
+        assert word in whole
+    calm = [each for each in results if not each.summary.incidents]
+    assert calm
+    assert legend(calm) == "Judged with numpy."
+    once = results[0]._replace(
+        summary=summary._replace(repeats=0, spent=0, stopped_step=None, lowest_lr_first=1.0)
+    )
+    assert legend([once]) == (
+        "incidents: runs of alarms that the policy acts on. "
+        "rollbacks: the first of each incident. Judged with numpy."
+    )
+
+
+def test_the_backend_is_that_which_is_done_first():
+    """From measurements: benchmarks, and `runners.A_LOOP`."""
+    pytest.importorskip("jax")
+    assert chosen([(7_912, 1)], 4) == "numpy"
+    assert chosen([(35_136, 1)]) == "jax"
+    assert chosen([(12_000, 1)]) == "numpy"
+    assert chosen([(12_000, 1)], 4) == "jax", "JAX starts once"
+    assert chosen([(15_000, 3)], 4) == "numpy", "three combinations take longer to compile"
+    assert chosen([(40_000, 1), (500, 1)]) == "jax"
+    assert chosen([(1_000, 1)] * 100) == "numpy"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from healcore.tools.cli.columns import columns_of
+from healcore.tools.writing import OutputError
 
 if TYPE_CHECKING:  # imported where they are used, so that the other commands start fast
     from rich.progress import Progress
@@ -62,7 +63,7 @@ def _replay(
     png: Annotated[Path | None, typer.Option(metavar="OUT.png", help="A picture.")] = None,
     labels: Annotated[
         Path | None,
-        typer.Option(metavar="LABELS.json", help="Known events; scores the rollbacks by them."),
+        typer.Option(metavar="LABELS.json", help="Known events; scores each policy by them."),
     ] = None,
     column: Annotated[
         list[str] | None,
@@ -84,7 +85,7 @@ def _replay(
         policies = _policies(policy or ["default"])
         known = read_labels(labels) if labels else None
         _check_backend(backend)
-        outputs.check(traces)
+        outputs.check([*traces, *(policy or []), *([str(labels)] if labels else [])])
         opened, unreadable = open_traces(traces, columns=columns_of(column or []), join=join)
     except (PolicyError, LabelError, MissingExtraError, TraceError, ValueError) as error:
         _fail(str(error))
@@ -94,7 +95,7 @@ def _replay(
         # Whoever read --jsonl - has seen enough. Python would complain once more when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(OK) from None
-    except (OSError, MissingExtraError) as error:
+    except (OSError, OutputError, MissingExtraError) as error:
         _fail(str(error))
     for each in (*unreadable, *more):
         typer.echo(f"{each.path}: {each.problem}", err=True)

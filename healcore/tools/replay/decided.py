@@ -46,6 +46,10 @@ class Judged(NamedTuple):
     given: dict[str, np.ndarray]
     """bool by signal: logged in this row."""
     verdict: Verdict
+    again: np.ndarray
+    """bool: a rollback was due earlier in the row's incident; see `repeats`."""
+    ends: np.ndarray
+    """bool: a live run ends here, even if every rollback before had helped."""
 
     @property
     def spent(self) -> np.ndarray:

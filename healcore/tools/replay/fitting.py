@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import Engine
 from healcore.tools.replay.feeding import Feed
@@ -15,7 +17,7 @@ class ReplayError(ValueError):
         self.problem = problem
 
 
-def resting(engine: Engine, feed: Feed, *, trace: str, policy: str) -> tuple[str, ...]:
+def resting(engine: Engine, feed: Feed, *, trace: str, policy: str) -> dict[str, tuple[str, ...]]:
     """What of the policy rests because the trace does not log what it reads.
 
     Args:
@@ -25,7 +27,7 @@ def resting(engine: Engine, feed: Feed, *, trace: str, policy: str) -> tuple[str
         policy: its name, for messages.
 
     Returns:
-        One sentence for each signal that is missing.
+        The parts that rest, by the signal that is missing.
 
     Raises:
         ReplayError: no row can be judged, or nothing of the policy is left.
@@ -60,10 +62,11 @@ def resting(engine: Engine, feed: Feed, *, trace: str, policy: str) -> tuple[str
             f"{', '.join(sorted(logged))}: there is nothing to judge; take a log that has what the "
             "policy reads, or another policy",
         )
-    return tuple(_sentence(signal, parts) for signal, parts in sorted(missing.items()))
+    return {signal: tuple(parts) for signal, parts in sorted(missing.items())}
 
 
-def _sentence(signal: str, parts: list[str]) -> str:
+def sentence(signal: str, parts: Sequence[str]) -> str:
+    """What rests for want of one signal, in words."""
     verb = "rests" if len(parts) == 1 else "rest"
     if signal == "group_norms":
         return (

@@ -24,7 +24,8 @@ class _Open:
         self.index, self.step = self.onset, self.onset_step
         self.cause, self.action = Cause(0), Action(0)
         self.skipped = self.clipped = 0
-        self.spent = False
+        self.spent = self.spent_again = False
+        self.repeats = 0
         self.lr_before = self.lr_after = lr_before
 
     def add(self, judged: Judged, row: int, action: int, spent: bool) -> None:
@@ -33,11 +34,18 @@ class _Open:
         ordered = Action.ROLLBACK | Action.STOP
         if not self.action & ordered:  # the first such order is where the incident is placed
             self.index, self.step = int(judged.index[row]), float(judged.step[row])
+        again = bool(judged.again[row])
+        if not judged.ends[row]:
+            action &= ~int(Action.STOP)
         self.action |= Action(action)
         self.skipped += bool(judged.verdict.skip[row])
         self.clipped += bool(judged.clipped[row])
-        self.spent |= spent
-        self.lr_after = shortest(judged.verdict.lr_scale[row])
+        if again:  # what follows had going back not helped, and there it does not
+            self.repeats += bool(action & Action.ROLLBACK) and not spent
+            self.spent_again |= spent
+        else:
+            self.spent |= spent
+            self.lr_after = shortest(judged.verdict.lr_scale[row])
 
 
 class Casebook:
@@ -112,13 +120,20 @@ class Casebook:
         )
 
 
+def _had_it_not_helped(case: _Open) -> str:
+    more = "once more" if case.repeats == 1 else f"{case.repeats} times more"
+    if not case.spent_again:
+        return f" ({more} had that not helped)" if case.repeats else ""
+    return f" (had that not helped, {f'{more}, and then ' if case.repeats else ''}it would stop)"
+
+
 def _outcome(case: _Open) -> str:
     """What would have been done, in words."""
     told: list[str] = []
     if case.spent:
         told.append("a rollback was due and none was left: the run would stop")
     elif case.action & Action.ROLLBACK:
-        told.append("would go back")
+        told.append(f"would go back{_had_it_not_helped(case)}")
     if case.action & Action.STOP and not case.spent:
         told.append("would stop")
     counts: list[tuple[int, Callable[[int], str]]] = [

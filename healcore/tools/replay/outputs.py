@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.text import Text
 
 from healcore.extras import require
-from healcore.tools.replay import table
+from healcore.tools.replay import remarks, table
 from healcore.tools.replay.running import Result
 from healcore.tools.traces import Trace
+from healcore.tools.writing import check_outputs, replacing
 
 MOST_TOLD = 20
 """Problems of traces that are printed one by one."""
@@ -27,8 +28,8 @@ _PIPE_WIDTH = 160
 """Columns of the table where nothing says how wide the output is."""
 
 
-class OutputError(ValueError):
-    """An output that cannot be written; the message says why."""
+class _NothingWrittenError(Exception):
+    """Nothing was replayed: what an earlier replay wrote there stays."""
 
 
 class Outputs(NamedTuple):
@@ -44,39 +45,35 @@ class Outputs(NamedTuple):
         """Whether curves have to be kept."""
         return bool(self.report or self.png)
 
-    def check(self, traces: Sequence[str]) -> None:
+    def check(self, inputs: Sequence[str]) -> None:
         """Before the work.
 
         Args:
-            traces: paths that nothing may be written over.
+            inputs: paths that nothing may be written over.
 
         Raises:
-            OutputError: there is no such folder, or the file is one of the traces.
+            OutputError: there is no such folder, or a file is read, or named twice.
             healcore.extras.MissingExtraError: what draws is not installed.
         """
         if self.report:
             require("report", "plotly")
         if self.png:
             require("report", "matplotlib")
-        for name in (self.jsonl, self.report, self.png):
-            if name is None or name == "-":
-                continue
-            path = Path(name)
-            if not path.absolute().parent.is_dir():
-                raise OutputError(f"{path} cannot be written: there is no folder {path.parent}")
-            if path.is_dir():
-                raise OutputError(f"{path} cannot be written: it is a folder; name a file in it")
-            for trace in traces:
-                if path.exists() and os.path.exists(trace) and path.samefile(trace):
-                    raise OutputError(f"{path} is a trace: write to another file")
+        names = (None if self.jsonl == "-" else self.jsonl, self.report, self.png)
+        check_outputs([name for name in names if name is not None], inputs)
 
-    def lines(self) -> contextlib.AbstractContextManager[Any]:
-        """The open file for lines of JSON, or None."""
-        if self.jsonl is None:
-            return contextlib.nullcontext()
-        if self.jsonl == "-":
-            return contextlib.nullcontext(sys.stdout)
-        return open(self.jsonl, "w", encoding="ascii", newline="\n")
+    @contextlib.contextmanager
+    def lines(self) -> Iterator[Any]:
+        """The open file for lines of JSON, or None. The file is there when all of it is."""
+        if self.jsonl is None or self.jsonl == "-":
+            yield None if self.jsonl is None else sys.stdout
+            return
+        with contextlib.suppress(_NothingWrittenError), replacing(self.jsonl) as draft:
+            with open(draft, "w", encoding="ascii", newline="\n") as file:
+                yield file
+                nothing = file.seekable() and not file.tell()
+            if nothing:
+                raise _NothingWrittenError
 
     def console(self) -> Console:
         """Where the table goes."""
@@ -93,13 +90,10 @@ class _Piped(Console):
 
 def show(console: Console, results: Sequence[Result], traces: Sequence[Trace]) -> None:
     """The tables, what they mean, and what a reader should know of the traces."""
+    scored = any(result.score is not None for result in results)
     console.print(table.summary_table(results, width=console.width))
-    if any(result.score is not None for result in results):
+    if scored:
         console.print(table.score_table(results))
-        console.print(Text(table.SCORED, "dim"))
-    console.print(Text(f"{table.LEGEND} Judged with {results[0].backend}.", "dim"))
-    for line in table.notes(results):
-        console.print(Text(line))
     surveys = [trace.survey() for trace in traces]
     _some(
         console,
@@ -107,12 +101,17 @@ def show(console: Console, results: Sequence[Result], traces: Sequence[Trace]) -
         sum(one.problem_count for one in surveys),
         "yellow",
     )
+    for line in remarks.notes(results):
+        console.print(Text(line))
     _some(
         console,
         [str(each) for one in surveys for each in one.notes],
         sum(one.note_count for one in surveys),
         "dim",
     )
+    console.print(Text(remarks.legend(results), "dim"))
+    if scored:
+        console.print(Text(remarks.SCORED, "dim"))
 
 
 def draw(outputs: Outputs, results: Sequence[Result]) -> list[str]:
@@ -122,7 +121,7 @@ def draw(outputs: Outputs, results: Sequence[Result]) -> list[str]:
         A line to print for each.
 
     Raises:
-        OSError: a file cannot be written.
+        OutputError: a file cannot be written.
     """
     told = []
     ranked = sorted(results, key=lambda each: (-each.summary.rollbacks, -each.summary.incidents))
@@ -131,14 +130,16 @@ def draw(outputs: Outputs, results: Sequence[Result]) -> list[str]:
 
         chosen = {id(each) for each in ranked[:MOST_ON_A_PAGE]}
         stories = [each.story for each in results if each.story and id(each) in chosen]
-        outputs.report.write_text(render(stories), encoding="utf-8")
+        with replacing(outputs.report) as draft:
+            draft.write_text(render(stories), encoding="utf-8")
         told.append(_written("page", outputs.report, len(stories), len(results)))
     if outputs.png:
         from healcore.tools.report.picture import STORIES
         from healcore.tools.report.picture import draw as picture
 
         stories = [each.story for each in ranked if each.story]
-        picture(stories, outputs.png)
+        with replacing(outputs.png) as draft:
+            picture(stories, draft)
         shown = min(STORIES, len(stories))
         told.append(_written("picture", outputs.png, shown, len(results)))
     return told

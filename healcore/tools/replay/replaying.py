@@ -11,17 +11,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 from healcore.core.engine import Engine
 from healcore.core.verdict import Action, Cause
 from healcore.runtime.terms import terms_of
 from healcore.tools.replay import runners
 from healcore.tools.replay.decided import Decided, Judged, decided
 from healcore.tools.replay.feeding import chunk_of, feed_of
-from healcore.tools.replay.fitting import resting
+from healcore.tools.replay.fitting import resting, sentence
 from healcore.tools.replay.incidents import Casebook
 from healcore.tools.replay.lineage import Lineage
+from healcore.tools.replay.repeats import Repeats
 from healcore.tools.replay.summary import AttemptSummary, Summary, Tally, in_order
-from healcore.tools.replay.unpaid import Unpaid
 from healcore.tools.report.story import Incident
 from healcore.tools.traces import Rows, Trace
 
@@ -79,14 +81,19 @@ class Replay:
         self.engine: Engine = terms.engine
         self._survey = trace.survey()
         self._feed = feed_of(self.engine, self._survey.combinations)
-        self.resting = resting(self.engine, self._feed, trace=trace.name, policy=self.policy)
+        self.missing = resting(self.engine, self._feed, trace=trace.name, policy=self.policy)
+        """Parts of the policy that rest, by the signal that the trace does not log."""
+        self.resting = tuple(sentence(*each) for each in self.missing.items())
         """What of the policy rests on this trace, in words."""
-        self.backend = backend or runners.chosen(self._survey.rows)
+        self.backend = backend or runners.chosen(
+            [(self._survey.rows, len(self._feed.combinations))]
+        )
         self._runner = runners.runner(self.engine, self._feed, self.backend)
         self._on_chunk = on_chunk
         self._tally, self._cases = Tally(), Casebook()
         self._rows: Counter[int] = Counter()
         self._rollbacks: Counter[int] = Counter()
+        self._repeats: Counter[int] = Counter()
         self._judged = 0
         self._begun = self._finished = False
 
@@ -136,6 +143,7 @@ class Replay:
                     self._rows[each.number],
                     self._cases.by_attempt[each.number],
                     self._rollbacks[each.number],
+                    self._repeats[each.number],
                 )
                 for each in survey.attempts
             ),
@@ -146,12 +154,15 @@ class Replay:
             clips=tally.clips,
             incidents=self._cases.count,
             rollbacks=tally.rollbacks,
+            repeats=tally.repeats,
             spent=tally.spent,
             first_incident=self._cases.first,
             last_incident=self._cases.last,
             first_rollback=tally.first_rollback,
             last_rollback=tally.last_rollback,
+            repeat_cuts=tally.repeat_cuts,
             lowest_lr=tally.lowest_lr,
+            lowest_lr_first=tally.lowest_lr_first,
             stopped_at=tally.stopped_at,
             stopped_step=tally.stopped_step,
             resting=self.resting,
@@ -166,17 +177,19 @@ class Replay:
         if self._begun:
             raise RuntimeError("a replay runs once: call replay() again")
         self._begun = True
-        lineage, unpaid = Lineage(self._runner, self._survey.attempts), Unpaid()
+        lineage, marker = Lineage(self._runner, self._survey.attempts), Repeats()
         attempt = -1
         for rows in self.trace.rows():
             if rows.attempt != attempt:
                 attempt = rows.attempt
                 self._cases.begin_attempt(goes_on=lineage.enter(attempt))
-            judged = unpaid.once(self._judge(rows, lineage))
+            judged = marker.mark(self._judge(rows, lineage))
             self._rows[attempt] += len(rows.index)
             if len(judged.index):
                 self._judged += len(judged.index)
-                self._rollbacks[attempt] += self._tally.add(judged)
+                rollbacks, repeats = self._tally.add(judged)
+                self._rollbacks[attempt] += rollbacks
+                self._repeats[attempt] += repeats
                 self._cases.add(judged)
             if self._on_chunk is not None:
                 self._on_chunk(rows, judged)
@@ -193,4 +206,6 @@ class Replay:
             attempt=rows.attempt,
             given={name: rows.given[name][places] for name in self._feed.signals},
             verdict=lineage.run(index, chunk, rows.start),
+            again=np.zeros(len(index), bool),
+            ends=np.zeros(len(index), bool),
         )

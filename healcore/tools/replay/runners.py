@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,8 +20,11 @@ from healcore.tools.replay.judging import Verdict, judged
 
 BACKENDS = ("numpy", "jax", "torch")
 
-WORTH_COMPILING = 30_000
-"""Rows from which JAX is the default: below, compiling takes longer than NumPy takes for all."""
+JAX_STARTS, A_LOOP, A_COMBINATION = 4_000, 5_000, 4_500
+"""What JAX takes before it judges, in rows that NumPy would have judged meanwhile: to be imported,
+and to compile the loop of one policy, with a branch for each combination of signals. In CPU time,
+one combination took 7,000 to 13,000 rows, of policies quick and slow alike (what is quick to judge
+is quick to compile), and three took 21,000."""
 
 MOST_ROWS = 4096
 """Rows of a chunk at most."""
@@ -61,9 +65,16 @@ def blank(rows: int) -> Verdict:
     )
 
 
-def chosen(rows: int) -> str:
-    """The backend for so many rows of one feed where the user names none."""
-    worth = rows >= WORTH_COMPILING and importlib.util.find_spec("jax") is not None
+def chosen(loops: Iterable[tuple[int, int]], policies: int = 1) -> str:
+    """The backend where the user names none.
+
+    Args:
+        loops: for each compiled loop of one policy, the rows of all traces that it would judge, and
+            how many combinations of signals they have.
+        policies: each has its own loops.
+    """
+    saved = sum(rows - A_LOOP - A_COMBINATION * combinations for rows, combinations in loops)
+    worth = saved * policies >= JAX_STARTS and importlib.util.find_spec("jax") is not None
     return "jax" if worth else "numpy"
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TextIO
 
 from healcore.policy import Policy
@@ -11,7 +12,7 @@ from healcore.tools.replay.decided import Judged
 from healcore.tools.replay.fitting import ReplayError
 from healcore.tools.replay.jsonl import decided_line, summary_line
 from healcore.tools.replay.replaying import replay
-from healcore.tools.replay.scoring import Evidence, Label, Labels, Score
+from healcore.tools.replay.scoring import Evidence, Label, Labels, Score, answer_of
 from healcore.tools.replay.summary import Summary
 from healcore.tools.replay.telling import Storyteller, survey_notes
 from healcore.tools.report.story import Story
@@ -38,6 +39,10 @@ class Result(NamedTuple):
 
     summary: Summary
     backend: str
+    missing: Mapping[str, tuple[str, ...]]
+    """Parts of the policy that rest, by the signal that the trace does not log."""
+    answer: str
+    """What of the policy is scored: rollbacks, stops, skips or alarms."""
     label: Label | None
     score: Score | None
     story: Story | None
@@ -87,7 +92,7 @@ def replay_all(
     Yields:
         A result, or why there is none, for each trace and policy.
     """
-    backend = backend or _backend(traces)
+    backend = backend or _backend(traces, len(policies))
     for trace in traces:
         for named in policies:
             try:
@@ -98,11 +103,13 @@ def replay_all(
                 yield Unreadable(trace.name, str(error))
 
 
-def _backend(traces: Sequence[Trace]) -> str:
-    """One loop is compiled for each policy and each set of combinations of signals."""
-    surveys = [trace.survey() for trace in traces]
-    loops = len({survey.combinations for survey in surveys})
-    return runners.chosen(sum(survey.rows for survey in surveys) // max(1, loops))
+def _backend(traces: Sequence[Trace], policies: int) -> str:
+    """Traces whose rows have the same combinations of signals share a policy's compiled loop."""
+    rows: Counter[frozenset[frozenset[str]]] = Counter()
+    for trace in traces:
+        survey = trace.survey()
+        rows[frozenset(each for each in survey.combinations if each)] += survey.rows
+    return runners.chosen([(count, len(loop)) for loop, count in rows.items()], policies)
 
 
 def _one(
@@ -113,7 +120,8 @@ def _one(
     advance: Callable[[str, int], None],
 ) -> Result:
     label = wanted.labels.of(trace.name) if wanted.labels else None
-    evidence = Evidence() if label else None
+    answer = answer_of(named.policy.engine().config)
+    evidence = Evidence(answer) if label else None
     teller = Storyteller() if wanted.stories else None
 
     def on_chunk(rows: Rows, judged: Judged) -> None:
@@ -134,6 +142,8 @@ def _one(
     return Result(
         summary=summary,
         backend=backend,
+        missing=result.missing,
+        answer=answer,
         label=label,
         score=evidence.score(label) if evidence and label else None,
         story=teller.story(result, named.policy, survey_notes(trace)) if teller else None,

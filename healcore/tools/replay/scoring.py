@@ -1,4 +1,6 @@
-"""Recovery orders of replays against labelled events: recall, latency, false alarms.
+"""Orders of replays against labelled events: recall, latency, false alarms.
+
+A policy is scored by its severest answer: one that never goes back finds nothing by rollbacks.
 
 The rule: an order at row i belongs to the event if onset - 5 <= i <= end + 40. Orders within an
 ambiguous zone (same margins), among the first 64 rows, or within 40 rows after a loss that is not
@@ -15,11 +17,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from healcore.core.engine import EngineConfig
 from healcore.core.verdict import Action
 from healcore.tools.replay.decided import Judged
 from healcore.tools.traces import Rows
 
 EARLY, LATE, START, FEWEST, IN_TIME = 5, 40, 64, 200, 10
+
+
+ROLLBACKS, STOPS, SKIPS, ALARMS = "rollbacks", "stops", "skips", "alarms"
 
 
 class LabelError(ValueError):
@@ -86,7 +92,13 @@ class Score(NamedTuple):
 class Evidence:
     """Collects, chunk by chunk, what the score of one replay needs."""
 
-    def __init__(self) -> None:
+    def __init__(self, answer: str = ROLLBACKS) -> None:
+        """Starts before the first row.
+
+        Args:
+            answer: what of the policy is scored, from `answer_of`.
+        """
+        self._answer = answer
         self._orders: list[np.ndarray] = []
         self._bad: list[np.ndarray] = []
         self.rows = 0
@@ -94,7 +106,7 @@ class Evidence:
     def add(self, rows: Rows, judged: Judged) -> None:
         """Takes one chunk."""
         self.rows = int(rows.index[-1]) + 1
-        self._orders.append(judged.index[judged.action & int(Action.ROLLBACK) != 0])
+        self._orders.append(judged.index[_answers(judged, self._answer)])
         if "loss" in rows.values:
             # A row without a loss is a hole in the curve, like a NaN in it.
             self._bad.append(rows.index[~np.isfinite(rows.values["loss"])])
@@ -120,6 +132,23 @@ class Evidence:
                 latencies.append(max(0, int(met[0]) - spike.onset))
         incidents = int(false.size > 0) + int(np.count_nonzero(np.diff(false) > LATE))
         return Score(1, self.rows, len(label.spikes), tuple(latencies), incidents)
+
+
+def answer_of(config: EngineConfig) -> str:
+    """The severest that the policy's rules can order: rollbacks, stops, skips, or alarms."""
+    for answer, action in ((ROLLBACKS, Action.ROLLBACK), (STOPS, Action.STOP)):
+        if any(rule.action & int(action) for rule in config.rules):
+            return answer
+    return SKIPS if any(rule.skip for rule in config.rules) else ALARMS
+
+
+def _answers(judged: Judged, answer: str) -> np.ndarray:
+    """Bool (n,): rows with such an order."""
+    if answer == SKIPS:
+        return judged.verdict.skip
+    if answer == ALARMS:
+        return judged.verdict.cause != 0
+    return judged.action & int(Action.ROLLBACK if answer == ROLLBACKS else Action.STOP) != 0
 
 
 class Labels:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import PurePath
 
@@ -14,28 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 from healcore.tools.replay.running import Result
-from healcore.tools.replay.scoring import IN_TIME, Score
+from healcore.tools.replay.scoring import ROLLBACKS, Score
 from healcore.tools.replay.summary import Summary
-
-LEGEND = (
-    "incidents: runs of alarms that the policy acts on. rollbacks: where one was due, and how many "
-    "of these the budget did not pay for. clips, skips: steps. lowest LR: smallest multiplier of "
-    "the learning rate, and how often it was cut. first, last: steps at which incidents begin. "
-    "ends at: step at which a live run would have stopped; a replay goes on along the recorded "
-    "curve, on which going back mends nothing."
-)
-SCORED = (
-    "found: labelled events in which a rollback was due. false: rollbacks outside of events, those "
-    f"within 40 rows as one. in time: up to {IN_TIME} rows after the onset. latency: rows, median."
-)
-
 
 LEAVES_OUT = ("clips", "last", "first", "skips", "lowest LR", "rows")
 """Columns that a narrow terminal does not show, the first to go first."""
 
 _SHORTEST_NAME = 16
 
-_MOST_ATTEMPTS, _MANY = 8, 5
+_MANY = 5
 
 
 def summary_table(results: Sequence[Result], *, width: int) -> Table:
@@ -72,12 +58,12 @@ def summary_table(results: Sequence[Result], *, width: int) -> Table:
         *("ends at", *(("found", "false") if labelled else ())),
     ]
     shown, room = _fitting(heads, [*rows, *sums], width)
-    who = _and(policies) if len(policies) < _MANY else f"{len(policies)} policies"
+    who = listed(policies) if len(policies) < _MANY else f"{len(policies)} policies"
     table = _blank(f"What {who} would have done" + (f", in {home}" if home else ""))
     table.add_column("trace", no_wrap=True)
     missing = [heads[place] for place in range(len(heads)) if place not in shown]
     if missing:
-        table.caption = f"A wider terminal also shows {_and(missing)}."
+        table.caption = f"A wider terminal also shows {listed(missing)}."
         table.caption_justify = "left"
     for name in (heads[place] for place in shown):
         table.add_column(
@@ -98,20 +84,21 @@ def summary_table(results: Sequence[Result], *, width: int) -> Table:
 
 def score_table(results: Sequence[Result]) -> Table:
     """The scores by folder and policy; only traces that are long enough count."""
-    table = _blank("Rollbacks against the labels")
-    for name in ("folder", "policy"):
+    table = _blank("Orders against the labels")
+    for name in ("folder", "policy", "by"):
         table.add_column(name, no_wrap=True)
     for name in ("traces", "rows", "found", "in time", "latency", "false", "per 10,000 rows"):
         table.add_column(name, justify="right", no_wrap=True)
-    scores: dict[tuple[str, str], Score] = {}
+    scores: dict[tuple[str, str, str], Score] = {}
     for result in results:
         if result.score is not None and result.label is not None:
-            key = (str(PurePath(result.label.file).parent), result.summary.policy)
+            key = (str(PurePath(result.label.file).parent), result.summary.policy, result.answer)
             scores[key] = scores.get(key, Score()).plus(result.score)
-    for (folder, policy), score in sorted(scores.items()):
+    for (folder, policy, answer), score in sorted(scores.items()):
         table.add_row(
             Text(folder),
             Text(policy),
+            answer,
             f"{score.traces:,}",
             f"{score.rows:,}",
             f"{score.found} of {score.events}" if score.events else "-",
@@ -123,48 +110,15 @@ def score_table(results: Sequence[Result]) -> Table:
     return table
 
 
-def notes(results: Sequence[Result]) -> list[str]:
-    """What rests, for how many traces; one line each."""
-    counts = Counter(
-        (result.summary.policy, sentence)
-        for result in results
-        for sentence in result.summary.resting
-    )
-    all_ = Counter(result.summary.policy for result in results)
-    told = []
-    for (policy, sentence), count in counts.items():
-        where = "" if count == all_[policy] else f" ({count} of {all_[policy]} traces)"
-        told.append(f"{policy}: {sentence}{where}")
-    told += [_by_attempt(each.summary) for each in results if len(each.summary.attempts) > 1]
-    unjudged = sum({each.summary.trace: each.summary.unjudged for each in results}.values())
-    if unjudged:
-        rows = "1 row" if unjudged == 1 else f"{unjudged:,} rows"
-        told.append(f"{rows} without a loss and a gradient norm: not judged")
-    return told
-
-
-def _by_attempt(summary: Summary) -> str:
-    """What happened in each attempt of a run that was resumed."""
-    parts = [
-        f"{each.incidents} / {each.rollbacks} from step {_step(each.first_step)} on"
-        for each in summary.attempts[:_MOST_ATTEMPTS]
-    ]
-    more = len(summary.attempts) - len(parts)
-    return (
-        f"{summary.trace}, {summary.policy}: incidents / rollbacks of its {len(summary.attempts)} "
-        f"attempts: {', '.join(parts)}{f', and {more} more' if more else ''}"
-    )
-
-
 def _cells(result: Result, *, labelled: bool) -> list[str | Text]:
     summary, score = result.summary, result.score
-    cuts = summary.actions.get("CUT_LR", 0)
+    cuts = _cuts(summary)
     cells: list[str | Text] = [
         _count(summary.incidents, "yellow"),
-        _rollbacks(summary.rollbacks, summary.spent),
+        _rollbacks([summary]),
         _count(summary.skips),
         _count(summary.clips),
-        f"{summary.lowest_lr:.3g} ({cuts})" if cuts else "-",
+        f"{summary.lowest_lr_first:.3g} ({cuts})" if cuts else "-",
         _step(summary.first_incident),
         _step(summary.last_incident if summary.incidents > 1 else None),
         _step(summary.stopped_step),
@@ -172,7 +126,7 @@ def _cells(result: Result, *, labelled: bool) -> list[str | Text]:
     if labelled and score is None:
         cells += ["", ""]
     elif labelled and score is not None:
-        found = f"{score.found} of {score.events}" if score.events else "-"
+        found = _found(score, result.answer) if score.events else "-"
         missed = score.found < score.events
         cells += [Text(found, "red" if missed else ""), _count(score.false, "red")]
     return cells
@@ -180,15 +134,15 @@ def _cells(result: Result, *, labelled: bool) -> list[str | Text]:
 
 def _sums(results: Sequence[Result], *, labelled: bool) -> list[str | Text]:
     all_ = [result.summary for result in results]
-    cuts = sum(each.actions.get("CUT_LR", 0) for each in all_)
+    cuts = sum(_cuts(each) for each in all_)
     ended = sum(each.stopped_step is not None for each in all_)
     cells: list[str | Text] = [
         f"{sum(each.rows for each in all_):,}",
         _count(sum(each.incidents for each in all_)),
-        _rollbacks(sum(each.rollbacks for each in all_), sum(each.spent for each in all_)),
+        _rollbacks(all_),
         _count(sum(each.skips for each in all_)),
         _count(sum(each.clips for each in all_)),
-        f"{min(each.lowest_lr for each in all_):.3g} ({cuts})" if cuts else "-",
+        f"{min(each.lowest_lr_first for each in all_):.3g} ({cuts})" if cuts else "-",
         "",
         "",
         f"{ended} end" if ended else "-",
@@ -197,7 +151,7 @@ def _sums(results: Sequence[Result], *, labelled: bool) -> list[str | Text]:
         score = Score()
         for result in results:
             score = score.plus(result.score or Score())
-        cells += [f"{score.found} of {score.events}", _count(score.false)]
+        cells += [_found(score, results[0].answer), _count(score.false)]
     return cells
 
 
@@ -233,19 +187,36 @@ def _count(count: int, style: str = "") -> Text:
     return Text(f"{count:,}", style) if count else Text("-", "dim")
 
 
-def _rollbacks(due: int, spent: int) -> Text:
+def _rollbacks(all_: Sequence[Summary]) -> Text:
+    """The first ones of incidents, those that would follow, and how many of all are unpaid."""
+    due, repeats, spent = (
+        sum(getattr(each, name) for each in all_) for name in ("rollbacks", "repeats", "spent")
+    )
     if not due:
         return Text("-", "dim")
-    if not spent:
-        return Text(f"{due:,}", "yellow")
-    return Text.assemble((f"{due:,}", "yellow"), (f" ({spent:,} unpaid)", "red"))
+    told = Text(f"{due - repeats:,}", "yellow")
+    if repeats:
+        told.append(f" +{repeats:,} again", "dim")
+    if spent:
+        told.append(f" ({spent:,} unpaid)", "red")
+    return told
+
+
+def _cuts(summary: Summary) -> int:
+    return summary.actions.get("CUT_LR", 0) - summary.repeat_cuts
+
+
+def _found(score: Score, answer: str) -> str:
+    by = "" if answer == ROLLBACKS else f" by {answer}"
+    return f"{score.found} of {score.events}{by}"
 
 
 def _step(step: float | None) -> str:
     return "-" if step is None else f"{step:.15g}"
 
 
-def _and(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """One, two and three."""
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 

@@ -13,6 +13,7 @@ from healcore.tools.traces import Envelope, Rows, Trace
 
 _CURVES = ("loss", "grad_norm")
 _MOST_HELD = 50_000
+_UNHELPED = "had going back not helped"
 
 
 class Storyteller:
@@ -90,16 +91,21 @@ class Storyteller:
 
 def facts(summary: Summary, backend: str) -> dict[str, str]:
     """What was counted, in words."""
+    firsts = summary.rollbacks - summary.repeats
+    cuts = summary.actions.get("CUT_LR", 0)
+    lowest = f"{summary.lowest_lr_first:g}"
+    if summary.lowest_lr < summary.lowest_lr_first:
+        lowest += f", or {summary.lowest_lr:g} {_UNHELPED}"
     told = {
         "rows": f"{summary.rows:,}",
         "steps": f"{summary.first_step:.15g} to {summary.last_step:.15g}",
         "incidents": str(summary.incidents),
-        "rollbacks": str(summary.rollbacks)
-        + (f", {summary.spent} of them beyond the budget" if summary.spent else ""),
+        "rollbacks": _and_repeats(firsts, summary.repeats)
+        + (f", {summary.spent} beyond the budget" if summary.spent else ""),
         "steps skipped": f"{summary.skips:,}",
         "steps clipped": f"{summary.clips:,}",
-        "cuts of the learning rate": str(summary.actions.get("CUT_LR", 0)),
-        "smallest learning-rate multiplier": f"{summary.lowest_lr:g}",
+        "cuts of the learning rate": _and_repeats(cuts - summary.repeat_cuts, summary.repeat_cuts),
+        "smallest learning-rate multiplier": lowest,
         "judged with": backend,
     }
     if summary.unjudged:
@@ -107,6 +113,10 @@ def facts(summary: Summary, backend: str) -> dict[str, str]:
     if summary.problems:
         told["lines that could not be read"] = f"{summary.problems:,}"
     return told
+
+
+def _and_repeats(firsts: int, repeats: int) -> str:
+    return f"{firsts}, and {repeats} more {_UNHELPED}" if repeats else str(firsts)
 
 
 def survey_notes(trace: Trace) -> tuple[str, ...]:
