@@ -73,13 +73,12 @@ def replacing(path: Name) -> Iterator[Path]:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """A file, or all that lie in a directory: any of them may be read."""
+    """A file, or all that lie in a directory and may be logs: not pages and pictures of before."""
     if not path.is_dir():
         yield path
         return
     for folder, _, names in os.walk(path):
-        for name in names:
-            yield Path(folder, name)
+        yield from (Path(folder, name) for name in names if not name.endswith((".html", ".png")))
 
 
 def _is_one_of(path: Path, others: Iterable[Path]) -> bool:

@@ -114,6 +114,7 @@ class History(RuleBasedStateMachine):
         with contextlib.suppress(Killed):
             self.goes_well(steps)
         self.store.life = -1
+        self.the_way_down_stays_open()  # before the count of steps goes back
         self.start(None)
 
     # -- the oracle -----------------------------------------------------------------------------
@@ -195,8 +196,13 @@ class History(RuleBasedStateMachine):
 
     @invariant()
     def the_way_down_stays_open(self) -> None:
-        if getattr(self, "stays", None) and len(self.healthy) < self.back[-1].onset + REGION:
+        """As long as the run is in the region; what was let go beyond it stays gone."""
+        if not getattr(self, "stays", None):
+            return
+        if len(self.healthy) < self.back[-1].onset + REGION:
             assert self.stays <= self.store.saves.keys()
+        else:
+            self.stays = set()
 
     @invariant()
     def not_too_much(self) -> None:

@@ -150,3 +150,25 @@ def test_odd_curves_draw(tmp_path):
     opened = open_page(page_of([*stories, empty()], tmp_path, script), tmp_path)
     assert opened.console == []
     assert opened.told("drawn") == str(len(odd))
+
+
+def test_a_gap_is_a_break_and_a_stop_has_its_mark(tmp_path):
+    step = np.r_[0.0:100.0, 200.0:300.0]
+    case = hostile().incidents[0]._replace(action=("ROLLBACK", "STOP"), stop_step=40.0, stop=40)
+    series = Series(step, np.linspace(2, 1, 200), index=np.arange(200))
+    story = hostile()._replace(series=series, incidents=(case,), facts={"Mode": "observe"})
+    script = """
+    const data = document.querySelector(".plot").data;
+    const loss = data.find((each) => each.name === "loss");
+    const at = loss.x.indexOf(200);
+    document.body.dataset.told = JSON.stringify([
+      loss.x.slice(at - 2, at + 1), loss.y[at - 1],
+      data.filter((each) => each.name && each.name.startsWith("would have"))
+        .map((each) => [each.name, each.x[0]]),
+    ]);
+    """
+    opened = open_page(page_of([story], tmp_path, script), tmp_path)
+    assert opened.console == []
+    around, value, marks = json.loads(opened.told("told").replace("&quot;", '"'))
+    assert (around, value) == ([99, None, 200], None)
+    assert marks == [["would have gone back", 20], ["would have stopped", 40]]

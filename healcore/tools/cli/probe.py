@@ -80,7 +80,7 @@ def loss(
 ) -> None:
     """The loss curve: does it fall, does it hold, does it end well?"""
     from healcore.tools.probe.loss import LossInputs, probe_loss
-    from healcore.tools.probe.verdict import ProbeError, unreadable
+    from healcore.tools.probe.verdict import ProbeError, unforeseen, unreadable
     from healcore.tools.traces import TraceError, open_traces
 
     given = {
@@ -111,6 +111,8 @@ def loss(
             results.append(probe_loss(trace, inputs))
         except (ProbeError, TraceError, OSError) as error:
             results.append(unreadable("loss", trace.name, error))
+        except Exception as error:
+            results.append(unforeseen("loss", trace.name, error))
     finish(results, inputs, as_json)
 
 

@@ -67,7 +67,7 @@ def each(
 ) -> list[Result]:
     """Probes paths one by one; what cannot be read is a result too."""
     from healcore.extras import MissingExtraError
-    from healcore.tools.probe.verdict import ProbeError, unreadable
+    from healcore.tools.probe.verdict import ProbeError, unforeseen, unreadable
 
     results = []
     for path in paths:
@@ -78,6 +78,8 @@ def each(
         except OSError as error:
             told = ProbeError(f"{path} cannot be read: {error.strerror or error}")
             results.append(unreadable(probe, str(path), told))
+        except Exception as error:
+            results.append(unforeseen(probe, str(path), error))
     return results
 
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from healcore.tools.writing import OutputError, check_outputs, replacing
+
 if TYPE_CHECKING:  # imported where it is used, so that the other commands start fast
     from healcore.policy import Policy
     from healcore.tools.report.story import Story
@@ -70,6 +72,7 @@ def _report(
     except (MissingExtraError, PolicyError) as error:
         _fail(str(error))
     stories: list[Story] = []
+    inputs: list[Path] = list(events)
     first: Path | None = None
     failed = False
     for path in events:
@@ -82,6 +85,8 @@ def _report(
             failed = True
             continue
         first = first or found
+        # Its metrics and postmortems lie beside it.
+        inputs += [found, *found.parent.glob("*.json"), *found.parent.glob("*.jsonl")]
         stories += told.stories
         failed |= bool(told.unreadable)
         for problem in told.problems[:_TOLD]:
@@ -91,8 +96,7 @@ def _report(
     if first is None:
         raise typer.Exit(UNUSABLE)
     page = out or first.with_name(f"{stem(first)}.report.html")
-    inputs = [each for each in (*events, metrics) if each is not None]
-    _write(page, png, stories, inputs)
+    _write(page, png, stories, [*inputs, *(each for each in (metrics, policy) if each)])
     raise typer.Exit(SOME if failed else OK)
 
 
@@ -107,27 +111,24 @@ def _reading(path: Path) -> contextlib.AbstractContextManager[object]:
     return console.status(Text(f"reading {path.name}"))
 
 
-def _write(page: Path, png: Path | None, stories: Sequence[Story], inputs: Sequence[Path]) -> None:
+def _write(
+    page: Path, png: Path | None, stories: Sequence[Story], inputs: Sequence[str | Path]
+) -> None:
     from healcore.tools.report.page import render
 
-    for path in (page, png):
-        if (
-            path is not None
-            and path.exists()
-            and any(path.samefile(each) for each in inputs if each.exists())
-        ):
-            _fail(f"{path} is one of the files that were read: write to another")
     try:
-        page.write_text(render(stories), encoding="utf-8")
+        check_outputs([page, *([png] if png else [])], inputs)
+        with replacing(page) as draft:
+            draft.write_text(render(stories), encoding="utf-8")
         typer.echo(f"page: {page}")
         if png is not None:
             from healcore.tools.report.picture import draw
 
-            draw(stories, png)
+            with replacing(png) as draft:
+                draw(stories, draft)
             typer.echo(f"picture: {png}")
-    except OSError as error:
-        name = error.filename or page
-        _fail(f"{name} cannot be written: {error.strerror or error}; name another with --out")
+    except OutputError as error:
+        _fail(str(error))
 
 
 def _fail(why: str) -> NoReturn:

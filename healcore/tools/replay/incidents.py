@@ -22,6 +22,9 @@ class _Open:
         self.attempt = judged.attempt
         self.onset, self.onset_step = int(judged.index[row]), float(judged.step[row])
         self.index, self.step = self.onset, self.onset_step
+        self.last, self.last_step = self.onset, self.onset_step
+        self.stop = -1
+        self.stop_step: float | None = None
         self.cause, self.action = Cause(0), Action(0)
         self.skipped = self.clipped = 0
         self.spent = self.spent_again = False
@@ -30,6 +33,7 @@ class _Open:
 
     def add(self, judged: Judged, row: int, action: int, spent: bool) -> None:
         """One more alarm."""
+        self.last, self.last_step = int(judged.index[row]), float(judged.step[row])
         self.cause |= Cause(int(judged.verdict.cause[row]))
         ordered = Action.ROLLBACK | Action.STOP
         if not self.action & ordered:  # the first such order is where the incident is placed
@@ -37,6 +41,8 @@ class _Open:
         again = bool(judged.again[row])
         if not judged.ends[row]:
             action &= ~int(Action.STOP)
+        elif action & Action.STOP and self.stop < 0:
+            self.stop, self.stop_step = self.last, self.last_step
         self.action |= Action(action)
         self.skipped += bool(judged.verdict.skip[row])
         self.clipped += bool(judged.clipped[row])
@@ -116,6 +122,10 @@ class Casebook:
                 outcome=_outcome(case),
                 lr_before=case.lr_before if cut else None,
                 lr_after=case.lr_after if cut else None,
+                stop=case.stop,
+                stop_step=case.stop_step,
+                last=case.last,
+                last_step=case.last_step,
             )
         )
 

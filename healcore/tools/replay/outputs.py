@@ -131,16 +131,16 @@ def draw(outputs: Outputs, results: Sequence[Result]) -> list[str]:
         chosen = {id(each) for each in ranked[:MOST_ON_A_PAGE]}
         stories = [each.story for each in results if each.story and id(each) in chosen]
         with replacing(outputs.report) as draft:
-            draft.write_text(render(stories), encoding="utf-8")
+            page = render(stories, left_out=len(results) - len(stories))
+            draft.write_text(page, encoding="utf-8")
         told.append(_written("page", outputs.report, len(stories), len(results)))
     if outputs.png:
-        from healcore.tools.report.picture import STORIES
-        from healcore.tools.report.picture import draw as picture
+        from healcore.tools.report import picture
 
         stories = [each.story for each in ranked if each.story]
         with replacing(outputs.png) as draft:
-            picture(stories, draft)
-        shown = min(STORIES, len(stories))
+            picture.draw(stories, draft)
+        shown = len(picture.chosen(stories))
         told.append(_written("picture", outputs.png, shown, len(results)))
     return told
 

@@ -25,6 +25,10 @@ class Casebook(NamedTuple):
     marks: tuple[Mark, ...]
     alarms: tuple[tuple[int, Event], ...]
     """Attempt and event of every alarm."""
+    capped: dict[int, Case]
+    """By place in `incidents`: those that may have had alarms without an event."""
+    repeats: int
+    """Rollbacks after the first one of their incident."""
 
 
 class _Teller:
@@ -71,7 +75,8 @@ class _Teller:
             case.came.append(f"taken again from step {target}, to see whether it happens again")
         else:
             case.checkpoint = target
-            case.before, case.after = number(event, "lr_scale_before"), number(event, "lr_scale")
+            case.rollbacks += 1
+            case.cut(number(event, "lr_scale_before"), number(event, "lr_scale"))
             what = f"from step {step:g} back to the checkpoint of step {target}"
             if event.get("outcome") == "finished after a crash":
                 what += ", finished by the next process"
@@ -101,6 +106,7 @@ class _Teller:
             return
         case = self._case(event)
         case.step = max(case.step, step)
+        case.alarms += 1
         case.skipped += event.get("skip", False)
         case.observed |= event.get("observed", False)
         _add(case.cause, event.get("cause", ()))
@@ -116,11 +122,14 @@ class _Teller:
             told = f"{words(event.get('action', ()))} ordered: {words(event.get('cause', ()))}"
             self.marks.append(Mark(step, "order", told))
             return
-        case = self._case(event)
+        case, action = self._case(event), event.get("action", ())
         case.step = max(case.step, step)
         case.observed |= event.get("observed", False)
+        case.rollbacks += case.observed and "ROLLBACK" in action
+        if "STOP" in action and case.stop_step is None:
+            case.stop_step = step
         _add(case.cause, event.get("cause", ()))
-        _add(case.action, event.get("action", ()))
+        _add(case.action, action)
 
     def _hook(self, event: Event, step: float) -> None:
         if "problem" in event:
@@ -141,10 +150,13 @@ class _Teller:
         before, after = number(event, "lr_scale_before"), number(event, "lr_scale")
         if before is None or after is None:
             return
-        if after < before and self._is_of_last(step):
-            self.cases[-1].before, self.cases[-1].after = before, after
+        last = self.cases[-1] if self.cases else None
+        # What cuts is an incident's order, also where its alarms have no events any more.
+        if after < before and last is not None and last.attempt == len(self.parts) - 1:
+            last.cut(before, after)
         else:
-            told = f"learning rate from {before:.3g} to {after:.3g} of its schedule"
+            would = "would go " if event.get("observed") else ""
+            told = f"learning rate {would}from {before:.3g} to {after:.3g} of its schedule"
             self.marks.append(Mark(step, "lr", told))
 
     def _verdict(self, event: Event, step: float) -> None:
@@ -158,6 +170,7 @@ class _Teller:
             case = self.cases[-1]
             case.came.append(f"stopped the run: {why}")
             _add(case.action, ("STOP",))
+            case.stop_step = step if case.stop_step is None else case.stop_step
 
     def _end(self, event: Event, step: float) -> None:
         self.marks.append(Mark(step, "end", f"end: {event.get('ending', 'not told')}"))
@@ -203,6 +216,8 @@ def open_casebook(events: Sequence[Event]) -> Casebook:
         ids=tuple(teller.ids),
         marks=tuple(teller.marks),
         alarms=tuple(teller.alarms),
+        capped={place: case for place, case in enumerate(teller.cases) if case.capped},
+        repeats=sum(max(case.rollbacks - 1, 0) for case in teller.cases),
     )
 
 

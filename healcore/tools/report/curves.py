@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
+from healcore.tools.report.case import Case
 from healcore.tools.report.metric_lines import CURVES, Chunk
 from healcore.tools.report.story import Incident, Series
+from healcore.tools.report.tally import Tally
 from healcore.tools.traces.envelope import Envelope
 
 ROWS = 9000
@@ -17,19 +21,30 @@ _WHOLE = 2.0**24
 """Float32, in which an envelope keeps its columns, has all whole numbers up to here."""
 
 
+class Gathered(NamedTuple):
+    """What the rows have told."""
+
+    series: Series
+    incidents: tuple[Incident, ...]
+    """With their `onset` and `index`."""
+    tally: Tally | None
+    """None: the rows do not tell what the policy made of them."""
+
+
 def gather(
-    chunks: Iterable[Chunk], incidents: Sequence[Incident]
-) -> tuple[Series, tuple[Incident, ...]]:
-    """Thins the curves, and finds the rows of the incidents.
+    chunks: Iterable[Chunk],
+    incidents: Sequence[Incident],
+    capped: Mapping[int, Case] = MappingProxyType({}),
+) -> Gathered:
+    """Thins the curves, finds the rows of the incidents, and counts.
 
     Args:
         chunks: of one run, in order.
         incidents: by attempt and step.
-
-    Returns:
-        The curves, and the incidents with their `onset` and `index`.
+        capped: by place in `incidents`: those of which the rows may know more alarms.
     """
     envelope = Envelope(limit=ROWS)
+    tally = Tally(incidents)
     wanted = {(case.attempt, at) for case in incidents for at in (case.onset_step, case.step)}
     attempts = {attempt for attempt, _ in wanted}
     found: dict[tuple[int, float], int] = {}
@@ -38,6 +53,7 @@ def gather(
     for chunk in chunks:
         index = np.arange(rows, rows + len(chunk.step))
         rows += len(index)
+        tally.add(chunk, index)
         seen |= {name for name, values in chunk.values.items() if np.any(~np.isnan(values))}
         marked = np.where(chunk.nonfinite, np.float32(1), np.float32(0))
         high, low = np.divmod(chunk.step, _WHOLE)
@@ -49,14 +65,15 @@ def gather(
                 pair: i for pair, i in zip(pairs, index.tolist(), strict=True) if pair in wanted
             }
     series = _series(envelope, seen, rows)
-    placed = tuple(
-        case._replace(
-            onset=found.get((case.attempt, case.onset_step), -1),
-            index=found.get((case.attempt, case.step), -1),
-        )
-        for case in incidents
-    )
-    return series, placed
+    placed = []
+    for place, case in enumerate(incidents):
+        if tally.told and place in capped:
+            case = tally.completed(place, capped[place])
+        step, index = tally.ends.get(place, (-1.0, -1))
+        index = index if step == case.step else found.get((case.attempt, case.step), -1)
+        onset = found.get((case.attempt, case.onset_step), -1)
+        placed.append(case._replace(onset=onset, index=index))
+    return Gathered(series, tuple(placed), tally if tally.told else None)
 
 
 def _series(envelope: Envelope, seen: set[str], rows: int) -> Series:

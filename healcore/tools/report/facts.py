@@ -44,10 +44,9 @@ def policy_of(events: Sequence[Event], given: Policy | None) -> Policies:
     """
     start: Event = next((e for e in reversed(events) if e["kind"] == "start"), {})
     name, ran = start.get("policy", ""), start.get("fingerprint", "")
-    if given is None and name in policies.preset_names():
-        preset = policies.load(name)
-        if policies.fingerprint(preset) == ran:
-            return Policies(name, policies.preset_text(name), ran, "")
+    text = "" if given is not None else text_of(name, ran)
+    if text:
+        return Policies(name, text, ran, "")
     if given is None and start.get("policy_toml"):
         return Policies(name, str(start["policy_toml"]), ran, "")
     if given is None:
@@ -61,6 +60,19 @@ def policy_of(events: Sequence[Event], given: Policy | None) -> Policies:
             f"had ({name}, {ran}): it has been edited since, or is another."
         )
     return Policies(name or given.name, policies.dumps(given), ran or print_, note)
+
+
+def text_of(name: str, print_: str) -> str:
+    """The text of a preset or recipe, comments and all; empty: it is no such policy.
+
+    Args:
+        name: of the policy.
+        print_: its fingerprint, without which it might be an edited one of that name.
+    """
+    if name not in (*policies.preset_names(), *policies.recipe_names()):
+        return ""
+    same = policies.fingerprint(policies.load(name)) == print_
+    return policies.preset_text(name) if same else ""
 
 
 def ending_of(events: Sequence[Event], died: dict[str, Any] | None) -> str:
@@ -144,7 +156,13 @@ def _duration(events: Sequence[Event]) -> str | None:
             spans.setdefault(event["run"], []).append(float(event["mono"]))
     if not spans:
         return None
-    seconds = sum(max(times) - min(times) for times in spans.values())
+    each = [max(times) - min(times) for times in spans.values()]
+    if len(each) == 1:
+        return _time(each[0])
+    return f"{_time(sum(each))} in {len(each)} processes together; of the last {_time(each[-1])}"
+
+
+def _time(seconds: float) -> str:
     if not 60 <= seconds < 1e9:
         return f"{seconds:.1f} s"
     return str(timedelta(seconds=round(seconds)))

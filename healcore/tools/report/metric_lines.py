@@ -29,6 +29,18 @@ class Chunk(NamedTuple):
     """By names of CURVES, float32 (n,); NaN where nothing was logged, or where it was NaN."""
     nonfinite: np.ndarray
     """bool (n,): a loss or norm was logged and is not finite."""
+    flags: np.ndarray | None = None
+    """bool (n, 3): an alarm, skipped, clipped; None: not told."""
+
+
+class Row(NamedTuple):
+    """One line."""
+
+    step: float
+    attempt: int
+    values: dict[str, float]
+    """By names of CURVES."""
+    flags: tuple[bool, bool, bool] | None = None
 
 
 class Lines:
@@ -64,7 +76,7 @@ class Lines:
         Raises:
             OSError: it cannot be read.
         """
-        rows: list[tuple[float, int, dict[str, float]]] = []
+        rows: list[Row] = []
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
@@ -78,7 +90,7 @@ class Lines:
         if rows:
             yield chunk(rows)
 
-    def _row(self, number: int, line: bytes) -> tuple[float, int, dict[str, float]] | None:
+    def _row(self, number: int, line: bytes) -> Row | None:
         found = parse(line)
         if isinstance(found, str):
             self.damaged += 1
@@ -96,7 +108,10 @@ class Lines:
             self.left_out.add(str(engine))
             return None
         step = float(found["step"])
-        return step, self._attempt(run, step), numbers(found)
+        scale = found.get("grad_scale")
+        clipped = isinstance(scale, int | float) and scale < 1
+        flags = bool(found.get("cause")), found.get("skip") is True, clipped
+        return Row(step, self._attempt(run, step), numbers(found), flags)
 
     def _attempt(self, run: str, step: float) -> int:
         ordinal = self._ordinal.get(run, 0)
@@ -136,20 +151,28 @@ def numbers(line: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def chunk(rows: Sequence[tuple[float, int, dict[str, float]]]) -> Chunk:
-    """Rows of step, attempt and values by name, as a chunk."""
+def chunk(rows: Sequence[Row]) -> Chunk:
+    """Rows as a chunk; they all have flags, or none has."""
 
     def column(name: str) -> np.ndarray:
         with np.errstate(over="ignore"):  # a float64 of 1e300 is Inf in the report
-            return np.array([row[2].get(name, np.nan) for row in rows]).astype(np.float32)
+            return np.array([row.values.get(name, np.nan) for row in rows]).astype(np.float32)
 
     values = {name: column(name) for name in CURVES}
     nonfinite = np.array(
         [
-            any(name in row[2] and not np.isfinite(row[2][name]) for name in ("loss", "grad_norm"))
+            any(
+                name in row.values and not np.isfinite(row.values[name])
+                for name in ("loss", "grad_norm")
+            )
             for row in rows
         ]
     )
+    told = bool(rows) and rows[0].flags is not None
     return Chunk(
-        np.array([row[0] for row in rows]), np.array([row[1] for row in rows]), values, nonfinite
+        np.array([row.step for row in rows]),
+        np.array([row.attempt for row in rows]),
+        values,
+        nonfinite,
+        np.array([row.flags for row in rows]) if told else None,
     )

@@ -11,20 +11,23 @@ from importlib import resources
 import healcore
 from healcore.extras import require
 from healcore.tools.report import plotdata
-from healcore.tools.report.section import contents, section, title_of
+from healcore.tools.report.counts import weight
+from healcore.tools.report.overview import contents, title_of
+from healcore.tools.report.section import section
 from healcore.tools.report.story import Story
 
 _SCRIPT = ("data", "lines", "marks", "figure", "story", "page")
 
 
-def render(stories: Sequence[Story]) -> str:
+def render(stories: Sequence[Story], *, left_out: int = 0) -> str:
     """A report as HTML, self-contained: it asks the network for nothing, and may not.
 
     Scripts are allowed by their digest only, so that a text out of a log cannot run as one even
     if it were not escaped.
 
     Args:
-        stories: what is told, one section each, in this order.
+        stories: what is told, one section each; the one in which most happened comes first.
+        left_out: how many more there are, in which less happened.
 
     Raises:
         MissingExtraError: plotly, which draws the curves, is not installed.
@@ -33,6 +36,7 @@ def render(stories: Sequence[Story]) -> str:
     if not stories:
         raise ValueError("a report needs at least one story")
     require("report", "plotly")
+    stories = sorted(stories, key=weight)
     from plotly.offline import get_plotlyjs
 
     library, own = get_plotlyjs(), _script()
@@ -59,7 +63,7 @@ def render(stories: Sequence[Story]) -> str:
             '<meta name="color-scheme" content="light dark">',
             f"<title>{escape(title_of(stories))}</title>",
             f"<style>{_part('page.css')}</style>\n</head>\n<body>",
-            f"<header><h1>{escape(title_of(stories))}</h1>{contents(stories)}</header>",
+            f"<header><h1>{escape(title_of(stories))}</h1>{contents(stories, left_out)}</header>",
             f"<main>\n{sections}\n</main>",
             f"<footer>Made by healcore {escape(healcore.__version__)}.</footer>",
             f'<script type="application/json" id="data">{data}</script>',

@@ -9,12 +9,19 @@ from typing import Any
 import numpy as np
 
 from healcore.extras import require
-from healcore.tools.report.marking import SIGNS, is_wide, kind_of, levels
+from healcore.tools.report import gaps
+from healcore.tools.report.counts import by_kind, counts, weight
+from healcore.tools.report.marking import SIGNS, is_wide, kind_of, labels, levels, stop_of
+from healcore.tools.report.overview import short_names
 from healcore.tools.report.story import Series, Story
 
 STORIES = 12
 """Stories that a picture holds; a page holds any number."""
 
+_FEW = 4
+"""Stories up to which those without an incident are drawn too."""
+_NAME = 50
+"""Letters of a name in a title."""
 _LANE = 4
 _LABELLED = 60
 _LOSS, _NORM, _THRESHOLD, _RATE = "#0072B2", "#007A5A", "#B3520C", "#6A4FB3"
@@ -23,11 +30,20 @@ _KEPT = {"lw": 1.0, "solid_joinstyle": "round"}
 _SIZE = 5.2
 
 
+def chosen(stories: Sequence[Story]) -> list[Story]:
+    """The stories that a picture of all of them shows, the one in which most happened first."""
+    shown = sorted(stories, key=weight)
+    if len(shown) > _FEW:
+        shown = [story for story in shown if story.incidents] or shown
+    return shown[:STORIES]
+
+
 def draw(stories: Sequence[Story], path: str | os.PathLike[str]) -> None:
     """Draws the stories, one below the other.
 
     Args:
-        stories: what is told; of more than `STORIES` the first ones, and how many are missing.
+        stories: what is told. The ones in which most happened come first, of many those without
+            an incident are left out, and there are at most `STORIES`.
         path: the PNG to write.
 
     Raises:
@@ -41,40 +57,44 @@ def draw(stories: Sequence[Story], path: str | os.PathLike[str]) -> None:
     # No window, whatever the user's backend.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    shown = stories[:STORIES]
-    figure = Figure(figsize=(12, _SIZE * len(shown) + 0.4), layout="constrained")
+    shown = chosen(stories)
+    # Its usual hspace is a share of the figure's height: a wide band in a high one.
+    layout = ConstrainedLayoutEngine(hspace=0.0)
+    figure = Figure(figsize=(12, _SIZE * len(shown) + 0.4), layout=layout)
     FigureCanvasAgg(figure)
     blocks = figure.subfigures(len(shown), 1, squeeze=False)[:, 0]
-    for block, story in zip(blocks, shown, strict=True):
-        _story(block, story)
-    if len(stories) > STORIES:
-        told = f"The first {STORIES} of {len(stories)}; the page (HTML) has all of them."
+    for block, story, name in zip(blocks, shown, short_names(shown), strict=True):
+        _story(block, story, name)
+    if len(stories) > len(shown):
+        told = f"The {len(shown)} of {len(stories)} in which most happened; the page has the others"
         figure.text(0.995, 0.002, told, ha="right", fontsize=8, color=_QUIET)
     figure.savefig(path, dpi=120, format="png")
 
 
-def _story(block: Any, story: Story) -> None:
+def _story(block: Any, story: Story, name: str) -> None:
     series = story.series
     curves = [("loss", series.loss, _LOSS, 5.0)]
-    if series.grad_norm is not None:
+    if series.grad_norm is not None and np.isfinite(series.grad_norm).any():
         curves.append(("gradient norm", series.grad_norm, _NORM, 3.0))
     if series.lr_scale is not None:
         curves.append(("LR ×", series.lr_scale, _RATE, 1.3))
-    heights = (1.3 if story.incidents else 0.1, *(share for *_, share in curves))
+    rows = _rows(story)
+    heights = (0.4 + 0.3 * max(rows) if rows else 0.1, *(share for *_, share in curves))
     lane, *axes = block.subplots(len(heights), 1, sharex=True, height_ratios=heights)
-    for axis, (name, values, colour, _) in zip(axes, curves, strict=True):
-        _curve(axis, series, values, colour, stepped=name == "LR ×")
-        axis.set_ylabel(name, fontsize=9, labelpad=3)
-        if name != "LR ×" and is_wide(values):
+    for axis, (curve, values, colour, _) in zip(axes, curves, strict=True):
+        _curve(axis, series, values, colour, stepped=curve == "LR ×")
+        axis.set_ylabel(curve, fontsize=9, labelpad=3)
+        if curve != "LR ×" and is_wide(values):
             _logarithmic(axis, values)
-        if name == "LR ×":
+        if curve == "LR ×":
             axis.set_ylim(0, 1.1)
-    if series.grad_norm is not None and series.threshold is not None:
+    if series.threshold is not None and "gradient norm" in (curve for curve, *_ in curves):
         style = {"color": _THRESHOLD, "ls": "--", "lw": 0.9, "label": "threshold"}
         _line(axes[1], series, series.threshold, ~series.undone(), **style)
     _bad(axes[0], series)
-    _incidents(lane, axes, story)
+    _incidents(lane, axes, story, rows)
     for axis in axes:
         axis.grid(color=_GRID, lw=0.7)
         axis.set_axisbelow(True)
@@ -83,7 +103,7 @@ def _story(block: Any, story: Story) -> None:
     axes[-1].set_xlabel("step", fontsize=9)
     if not len(series.step):
         axes[0].text(0.5, 0.5, "no row to draw", transform=axes[0].transAxes, ha="center")
-    _words(block, story)
+    _words(block, story, name)
     found: dict[str, Any] = {}
     for axis in (lane, *axes[:2]):
         handles, labels = axis.get_legend_handles_labels()
@@ -121,7 +141,14 @@ def _line(axis: Any, series: Series, values: np.ndarray, where: np.ndarray, **st
     rows = np.flatnonzero(where & (np.isfinite(values) | bad))
     if series.lonely:
         style = {**style, "ls": "none", "marker": ".", "ms": 4}
-    axis.plot(series.step[rows], np.where(np.isfinite(values[rows]), values[rows], np.nan), **style)
+    step = series.step[rows]
+    kept = np.where(np.isfinite(values[rows]), values[rows], np.nan)
+    for gap in gaps.gaps(series):
+        at = int(np.searchsorted(step, gap.high))
+        if 0 < at < len(step) and step[at - 1] <= gap.low and rows[at - 1] < gap.row <= rows[at]:
+            step, kept = np.insert(step, at, step[at]), np.insert(kept, at, np.nan)
+            rows = np.insert(rows, at, rows[at])
+    axis.plot(step, kept, **style)
 
 
 def _bad(axis: Any, series: Series) -> None:
@@ -132,39 +159,52 @@ def _bad(axis: Any, series: Series) -> None:
     axis.plot(at, np.full(len(at), 0.97), "x", ms=4, mew=1.0, label="NaN or Inf", **marks)
 
 
-def _incidents(lane: Any, axes: Sequence[Any], story: Story) -> None:
-    lane.set_ylim(-0.8, _LANE)
-    lane.axis("off")
+def _rows(story: Story) -> list[int]:
+    """Of the marks in their lane."""
+    return levels([case.onset_step for case in story.incidents], _room(story), _LANE)
+
+
+def _room(story: Story) -> float:
+    """Steps that a mark with its number takes."""
     step = story.series.step
-    width = max(float(np.ptp(step)) if len(step) else 1.0, 1.0)
+    return 0.03 * max(float(np.ptp(step)) if len(step) else 1.0, 1.0)
+
+
+def _incidents(lane: Any, axes: Sequence[Any], story: Story, rows: Sequence[int]) -> None:
+    lane.set_ylim(-0.8, max(rows, default=0) + 0.8)
+    lane.axis("off")
     cases = story.incidents
-    rows = levels([case.onset_step for case in cases], width * 0.03, _LANE)
+    free = labels([case.onset_step for case in cases], rows, _room(story))
     drawn: set[tuple[float, float]] = set()  # bands that lie on one another would darken
     used: set[str] = set()
-    for case, row in zip(cases, rows, strict=True):
-        sign, at = SIGNS[kind_of(case)], (case.onset_step, case.step)
+    for place, (case, row) in enumerate(zip(cases, rows, strict=True)):
+        sign, at = SIGNS[kind_of(case)], (case.onset_step, case.end[0])
         for axis in axes if at not in drawn else ():
             axis.axvspan(*at, color=sign.colour, alpha=0.13, lw=0)
-            axis.axvline(at[0], color=sign.colour, lw=0.8, alpha=0.7)
+            axis.axvline(at[0], color=sign.colour, lw=1.0, alpha=0.8)
         drawn.add(at)
-        label = None if sign.name in used else sign.words
-        used.add(sign.name)
-        lane.plot(at[0], row, sign.matplotlib, color=sign.colour, ms=6, label=label, ls="none")
-        if len(cases) <= _LABELLED:
+        stop = stop_of(story, place)
+        marks = [(sign, at[0], float(row))]
+        if stop is not None:  # a little lower, so that neither hides the other
+            marks.append((SIGNS["stop"], stop[0], row - 0.45))
+        for mark, step, y in marks:
+            label = None if mark.name in used else mark.told(story.would)
+            used.add(mark.name)
+            lane.plot(step, y, mark.matplotlib, color=mark.colour, ms=6, label=label, ls="none")
+        if len(cases) <= _LABELLED and free[place]:
             place = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
             lane.annotate(f"#{case.number}", (at[0], row), color=sign.colour, fontsize=7.5, **place)
         if case.checkpoint is not None:
             lane.plot([case.checkpoint, at[0]], [row, row], ":", color=sign.colour, lw=1)
 
 
-def _words(block: Any, story: Story) -> None:
-    ending = "replay" if story.kind == "replay" else story.facts.get("Ending", "")
-    told = [f"policy {story.policy_name} {story.fingerprint}".strip(), ending]
-    counts = {name: sum(kind_of(case) == name for case in story.incidents) for name in SIGNS}
-    told += [f"{counts[name]} × {SIGNS[name].words}" for name in SIGNS if counts[name]]
+def _words(block: Any, story: Story, name: str) -> None:
+    what = "replay, nothing was done" if story.kind == "replay" else ""
+    what = what or ("observed, nothing was done" if story.would else "")
+    told = [what, counts(story).ends, *by_kind(story), story.fingerprint, *gaps.told(story)[:2]]
     # Dollars in a name are not mathematics.
-    title = story.title.replace("$", r"\$")
-    block.suptitle(title, x=0.01, ha="left", fontsize=12, weight="bold")
+    title = f"{_short(name)} · {_short(story.policy_name)}".replace("$", r"\$")
+    block.suptitle(title, x=0.01, ha="left", fontsize=11, weight="bold")
     block.supxlabel(
         " · ".join(each for each in told if each).replace("$", r"\$"),
         x=0.01,
@@ -172,3 +212,9 @@ def _words(block: Any, story: Story) -> None:
         fontsize=8.5,
         color=_QUIET,
     )
+
+
+def _short(name: str) -> str:
+    """Both ends of a name that would run into the legend beside it."""
+    half = _NAME // 2
+    return name if len(name) <= _NAME else f"{name[:half]}…{name[-half:]}"

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from healcore.tools.report.marking import SIGNS, is_wide, kind_of, levels
+from healcore.tools.report.gaps import gaps
+from healcore.tools.report.marking import SIGNS, is_wide, kind_of, labels, levels, stop_of
 from healcore.tools.report.sound import words
 from healcore.tools.report.story import Incident, Story
 from healcore.tools.report.table import span
@@ -25,7 +26,9 @@ def plot_data(story: Story) -> dict[str, Any]:
     step = series.step
     width = float(step.max() - step.min()) if len(step) else 1.0
     places = [case.onset_step for case in story.incidents]
-    rows = levels(places, max(width, 1.0) * 0.035, LANE)
+    room = max(width, 1.0) * 0.035
+    rows = levels(places, room, LANE)
+    free = labels(places, rows, room)
     return {
         "step": _numbers(step),
         "index": None if series.index is None else series.index.tolist(),
@@ -38,12 +41,15 @@ def plot_data(story: Story) -> dict[str, Any]:
         "bad": []
         if series.nonfinite is None
         else [int(i) for i in np.flatnonzero(series.nonfinite)],
+        "gaps": [{"row": gap.row, "low": gap.low, "high": gap.high} for gap in gaps(series)],
         "lonely": series.lonely,
+        "would": story.would,
         "logLoss": is_wide(series.loss),
         "logNorm": is_wide(series.grad_norm),
         "labelled": len(story.incidents) <= _LABELLED,
         "incidents": [
-            _incident(case, row) for case, row in zip(story.incidents, rows, strict=True)
+            {**_incident(case, rows[place], stop_of(story, place)), "label": free[place]}
+            for place, case in enumerate(story.incidents)
         ],
         "marks": [
             {"x": mark.step, "kind": mark.kind, "text": _html(mark.text)}
@@ -55,7 +61,10 @@ def plot_data(story: Story) -> dict[str, Any]:
 
 def signs() -> dict[str, dict[str, str]]:
     """The kinds of incidents, for the script."""
-    return {sign.name: {"words": sign.words, "symbol": sign.plotly} for sign in SIGNS.values()}
+    return {
+        sign.name: {"words": sign.words, "would": sign.would, "symbol": sign.plotly}
+        for sign in SIGNS.values()
+    }
 
 
 def embedded(value: Any) -> str:
@@ -64,15 +73,17 @@ def embedded(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _incident(case: Incident, row: int) -> dict[str, Any]:
+def _incident(case: Incident, row: int, stop: tuple[float, int] | None) -> dict[str, Any]:
+    step, index = case.end
     return {
         "n": case.number,
         "kind": kind_of(case),
-        "x": [case.onset_step, case.step],
-        "i": None if case.onset < 0 or case.index < 0 else [case.onset, case.index],
+        "x": [case.onset_step, step],
+        "i": None if case.onset < 0 or index < 0 else [case.onset, index],
+        "stop": None if stop is None else [stop[0], None if stop[1] < 0 else stop[1]],
         "to": case.checkpoint,
         "row": row,
-        "text": f"<b>#{case.number}</b> step {span(case.onset_step, case.step)}: "
+        "text": f"<b>#{case.number}</b> step {span(case.onset_step, step)}: "
         f"{_html(words(case.cause))}<br>{_html(case.outcome)}",
     }
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from html import escape
 
 import numpy as np
 
-from healcore.tools.report.marking import kind_of
+from healcore.tools.report import gaps
+from healcore.tools.report.counts import counts
+from healcore.tools.report.facts import text_of
+from healcore.tools.report.overview import rows_of
 from healcore.tools.report.story import Part, Story
 from healcore.tools.report.table import incident_table
 
@@ -20,40 +23,17 @@ _CAPTION = {
         "to its checkpoint. Drag to zoom, double-click for everything, click a mark or a row of "
         "the table to find the other."
     ),
+    "observed": (
+        "The policy only observed: nothing was done to this run. Marks are what it would have "
+        "ordered; faint are steps that a restart has undone. Drag to zoom, double-click for "
+        "everything, click a mark or a row of the table to find the other."
+    ),
     "replay": (
         "A replay: nothing was done to this run. Marks are what the policy would have ordered; "
         "faint are steps that the run itself repeated. Drag to zoom, double-click for everything, "
         "click a mark or a row of the table to find the other."
     ),
 }
-
-
-def title_of(stories: Sequence[Story]) -> str:
-    """The title of a page."""
-    if len(stories) == 1:
-        return stories[0].title
-    return f"{len(stories)} {'replays' if stories[0].kind == 'replay' else 'runs'}"
-
-
-def contents(stories: Sequence[Story]) -> str:
-    """The table of contents, where there is more than one story."""
-    if len(stories) == 1:
-        return ""
-    ended = any("Ending" in story.facts for story in stories)
-    names = ("Run", "Policy", "Rows", "Incidents", "Rollbacks", *(["Ending"] if ended else []))
-    head = "".join(f'<th scope="col">{name}</th>' for name in names)
-    rows = []
-    for number, story in enumerate(stories):
-        link = f'<a href="#s{number}">{escape(story.title)}</a>'
-        policy, rows_told = escape(story.policy_name), escape(_rows(story))
-        ending = escape(story.facts.get("Ending", "–"))
-        counts = (len(story.incidents), _of_kind(story, "rollback"))
-        cells = (link, policy, rows_told, *counts, *([ending] if ended else []))
-        told = (
-            f'<td data-label="{name}">{cell}</td>' for name, cell in zip(names, cells, strict=True)
-        )
-        rows.append(f"<tr>{''.join(told)}</tr>")
-    return f"<nav><table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></nav>"
 
 
 def section(story: Story, number: int, *, alone: bool) -> str:
@@ -73,7 +53,7 @@ def section(story: Story, number: int, *, alone: bool) -> str:
         _notes(story),
         _diagnosis(story),
         _plot(story),
-        f"<h3>Incidents</h3>{incident_table(story.incidents, number)}",
+        f"<h3>Incidents</h3>{incident_table(story.incidents, number, would=story.would)}",
         _policy(story),
         _facts(story),
         "</section>",
@@ -93,26 +73,47 @@ def _badge(story: Story) -> str:
 
 
 def _tiles(story: Story) -> str:
-    loss = story.series.loss[np.isfinite(story.series.loss) & ~story.series.undone()]
-    rollbacks = "rollbacks ordered" if story.kind == "replay" else "rollbacks"
+    counted = counts(story)
+    would = "would be " if story.would else ""
+    back = "would go back" if story.would else "rollbacks"
     told = [
-        (str(len(story.incidents)), "incidents"),
-        (str(_of_kind(story, "rollback")), rollbacks),
-        (str(sum(case.skipped for case in story.incidents)), "steps skipped"),
-        *([(str(story.alarms), "steps with an alarm")] if story.alarms is not None else []),
-        (_rows(story), "rows"),
+        (str(counted.incidents), "incident" if counted.incidents == 1 else "incidents"),
+        (str(counted.rollbacks), ", ".join(each for each in (back, counted.again) if each)),
+        (f"{counted.skips:,}", f"steps {would}skipped"),
+        *([(f"{counted.clips:,}", f"steps {would}clipped")] if counted.clips is not None else []),
+        *([(f"{story.alarms:,}", "steps with an alarm")] if story.alarms is not None else []),
+        (rows_of(story), "rows"),
+        *_losses(story),
     ]
-    if len(loss):
-        last = "last loss known" if story.series.lonely else "last loss"
-        told += [(f"{loss[-1]:.4g}", last), (f"{loss.min():.4g}", "least loss")]
-    items = "".join(f"<li><b>{escape(value)}</b><span>{name}</span></li>" for value, name in told)
+    items = "".join(
+        f"<li><b>{escape(value)}</b><span>{escape(name)}</span></li>" for value, name in told
+    )
     return f'<ul class="tiles">{items}</ul>'
 
 
+def _losses(story: Story) -> list[tuple[str, str]]:
+    """The last one, which need not be finite, and the least."""
+    series = story.series
+    counts_ = ~series.undone()
+    loss = series.loss[np.isfinite(series.loss) & counts_]
+    if not len(loss):
+        return []
+    if series.lonely:
+        last = [(f"{loss[-1]:.4g}", "last loss known")]
+    else:
+        bad = np.zeros(len(counts_), bool) if series.nonfinite is None else series.nonfinite
+        known = series.loss[counts_ & (np.isfinite(series.loss) | bad)]
+        last = [(f"{known[-1]:.4g}", "last loss")]
+        if not np.isfinite(known[-1]):
+            last.append((f"{loss[-1]:.4g}", "last finite loss"))
+    return [*last, (f"{loss.min():.4g}", "least loss")]
+
+
 def _notes(story: Story) -> str:
-    if not story.notes:
+    notes = (*story.notes, *gaps.told(story))
+    if not notes:
         return ""
-    items = "".join(f"<li>{escape(note)}</li>" for note in story.notes)
+    items = "".join(f"<li>{escape(note)}</li>" for note in notes)
     return f'<div class="notes"><b>To know when reading this</b><ul>{items}</ul></div>'
 
 
@@ -147,22 +148,24 @@ def _reflowed(story: Story) -> Iterator[tuple[str, bool]]:
 def _plot(story: Story) -> str:
     if not len(story.series.step):
         return "<h3>Curves</h3><p>No row with a loss or a gradient norm: nothing to draw.</p>"
+    observed = story.kind == "run" and story.would
     return (
         '<h3>Curves</h3><div class="tools"></div>'
         '<div class="plot" role="img" aria-label="Loss, gradient norm and learning-rate multiplier '
         'over the steps, with the incidents marked; the table below has the same incidents."></div>'
         "<noscript><p>The curves are drawn by a script in this file, and scripts are off.</p>"
-        f'</noscript><p class="caption">{_CAPTION[story.kind]}</p>'
+        f'</noscript><p class="caption">{_CAPTION["observed" if observed else story.kind]}</p>'
     )
 
 
 def _policy(story: Story) -> str:
-    if not story.policy_toml:
+    text = text_of(story.policy_name, story.fingerprint) or story.policy_toml
+    if not text:
         return ""
     print_ = f" <code>{escape(story.fingerprint)}</code>" if story.fingerprint else ""
     return (
         f"<h3>Policy</h3><details><summary>{escape(story.policy_name)}{print_}</summary>"
-        f"<pre>{escape(story.policy_toml)}</pre></details>"
+        f"<pre>{escape(text)}</pre></details>"
     )
 
 
@@ -184,12 +187,3 @@ def _attempt(story: Story, part: Part) -> str:
     count = sum(case.attempt == part.number for case in story.incidents)
     incidents = f"{count or 'no'} incident{'s' * (count > 1)}"
     return f"from step {part.first_step:.0f} ({part.name or part.number}): {incidents}"
-
-
-def _rows(story: Story) -> str:
-    rows = story.series.rows
-    return f"{len(story.series.step) if rows is None else rows:,}"
-
-
-def _of_kind(story: Story, kind: str) -> int:
-    return sum(kind_of(case) == kind for case in story.incidents)

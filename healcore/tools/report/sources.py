@@ -13,6 +13,7 @@ from healcore.tools.report.casebook import Casebook
 from healcore.tools.report.curves import gather
 from healcore.tools.report.metric_lines import CURVES, Chunk, Lines
 from healcore.tools.report.story import Incident, Part, Series
+from healcore.tools.report.tally import Tally
 from healcore.tools.traces import TraceError, open_traces
 
 _TOLD = 20
@@ -32,6 +33,8 @@ class Drawn(NamedTuple):
     parts: tuple[Part, ...]
     notes: tuple[str, ...]
     """What is missing or damaged."""
+    tally: Tally | None = None
+    """What the metrics have counted; None: they have not, or not of all optimizers."""
 
 
 def curves_of(book: Casebook, metrics: Path | None) -> Drawn:
@@ -80,7 +83,7 @@ def _is_ours(path: Path) -> bool:
 
 def _from_lines(book: Casebook, path: Path) -> Drawn:
     lines = Lines(path, book.ids)
-    series, incidents = gather(lines.chunks(), book.incidents)
+    series, incidents, tally = gather(lines.chunks(), book.incidents, book.capped)
     notes = listed(f"{path.name}: damaged", lines.problems, lines.damaged)
     if not series.rows:
         what = f"{path.name} has no line of this run ({lines.others} are of others): the points are"
@@ -91,7 +94,8 @@ def _from_lines(book: Casebook, path: Path) -> Drawn:
         notes.append(f"The curves are those of the optimizer {lines.engine}; not of {others}.")
     more = range(len(book.ids), len(lines.ids))
     parts = (Part(number, 0.0, "not told by an event") for number in more)
-    return Drawn(series, incidents, (*book.parts, *parts), tuple(notes))
+    counted = None if lines.left_out else tally
+    return Drawn(series, incidents, (*book.parts, *parts), tuple(notes), counted)
 
 
 def _from_trace(book: Casebook, path: Path) -> Drawn:
@@ -106,8 +110,12 @@ def _from_trace(book: Casebook, path: Path) -> Drawn:
     told = [str(problem) for problem in survey.problems]
     notes = listed(f"{path.name}: damaged", told, survey.problem_count)
 
+    begins = np.array([case.onset_step for case in book.incidents])
+    steps: set[float] = set()
+
     def chunks() -> Iterator[Chunk]:
         for rows in traces[0].rows():
+            steps.update(rows.step[np.isin(rows.step, begins)].tolist())
             nothing = np.full(len(rows.index), np.nan, np.float32)
             values = {name: rows.values.get(name, nothing) for name in CURVES}
             bad = np.zeros(len(rows.index), bool)
@@ -115,7 +123,14 @@ def _from_trace(book: Casebook, path: Path) -> Drawn:
                 bad |= rows.given[name] & ~np.isfinite(rows.values[name])
             yield Chunk(rows.step, np.full(len(rows.index), rows.attempt), values, bad)
 
-    return Drawn(*gather(chunks(), book.incidents), book.parts, tuple(notes))
+    series, incidents, _ = gather(chunks(), book.incidents)
+    wanted = {case.onset_step for case in incidents}
+    if wanted and not wanted & steps:
+        notes.append(
+            f"{path.name} has none of the steps at which an incident begins: it may be the log of "
+            "another run."
+        )
+    return Drawn(series, incidents, book.parts, tuple(notes))
 
 
 def _from_alarms(book: Casebook, why: str) -> Drawn:
@@ -124,8 +139,9 @@ def _from_alarms(book: Casebook, why: str) -> Drawn:
     for attempt, event in book.alarms:
         if event["step"] is not None and "readings" in event:
             told = {**event["readings"], "lr_scale": event.get("lr_scale", "nan")}
-            rows.append((float(event["step"]), attempt, metric_lines.numbers(told)))
+            row = float(event["step"]), attempt, metric_lines.numbers(told)
+            rows.append(metric_lines.Row(*row))
             bad.append("NONFINITE" in " ".join(event.get("cause", ())))
     chunks = [metric_lines.chunk(rows)._replace(nonfinite=np.array(bad))] if rows else []
-    series, incidents = gather(chunks, book.incidents)
+    series, incidents, _ = gather(chunks, book.incidents)
     return Drawn(series._replace(lonely=True), incidents, book.parts, (why,))

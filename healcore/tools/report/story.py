@@ -37,6 +37,23 @@ class Incident(NamedTuple):
     """Whether `batches` were left out."""
     evidence: tuple[str, ...] = ()
     """What stood out, the worst first, in words."""
+    lr_path: tuple[float, ...] = ()
+    """Every multiplier from `lr_before` to `lr_after`; empty: there is none between them."""
+    stop: int = -1
+    """Index of the row at which the stop was ordered; -1: not known."""
+    stop_step: float | None = None
+    """Step at which the stop was ordered; None: none was, or it is not known where."""
+    last: int = -1
+    """Index of the row of its last alarm; -1: it is `index`."""
+    last_step: float | None = None
+    """Step of its last alarm; None: it is `step`."""
+
+    @property
+    def end(self) -> tuple[float, int]:
+        """Step and index of the last that is known of it."""
+        if self.last_step is None:
+            return self.step, self.index
+        return self.last_step, self.last
 
 
 class Part(NamedTuple):
@@ -114,3 +131,14 @@ class Story(NamedTuple):
     """Of the postmortem; may have several lines."""
     alarms: int | None = None
     """How many steps had a cause, where that is not told by the incidents."""
+    skips: int | None = None
+    """How many steps were skipped, where that is not told by the incidents or the facts."""
+    clips: int | None = None
+    """How many steps had their gradients clipped; None: not known, or told by the facts."""
+    repeats: int = 0
+    """Rollbacks after the first one of their incident."""
+
+    @property
+    def would(self) -> bool:
+        """Whether nothing was done: it tells what a policy would have done."""
+        return self.kind == "replay" or self.facts.get("Mode") == "observe"

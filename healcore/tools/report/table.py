@@ -25,23 +25,28 @@ _COLUMNS = {
     "Evidence": "evidence",
 }
 """Name -> class, which says how wide it is."""
+_WOULD = {"Ordered": "Would order", "Skipped": "Would skip"}
 _NOTHING = "–"
+_RATES = 6
+"""Multipliers of one incident that are named."""
 _BATCHES = 6
 """Stretches of batches that are named."""
 
 
-def incident_table(incidents: Sequence[Incident], section: int) -> str:
+def incident_table(incidents: Sequence[Incident], section: int, *, would: bool = False) -> str:
     """All incidents of a story; a row is linked to the plot by its number in `incidents`.
 
     Args:
         incidents: in the order of the story.
         section: number of the story on its page.
+        would: nothing was done, it is what a policy would have done.
     """
     if not incidents:
         return "<p>No incident.</p>"
-    rows = [_cells(case) for case in incidents[:ROWS]]
+    rows = [_cells(case, would) for case in incidents[:ROWS]]
     shown = [i for i in range(len(_COLUMNS)) if any(row[i] != _NOTHING for row in rows)]
-    names = [(name, kind) for i, (name, kind) in enumerate(_COLUMNS.items()) if i in shown]
+    columns = {_WOULD.get(name, name) if would else name: kind for name, kind in _COLUMNS.items()}
+    names = [(name, kind) for i, (name, kind) in enumerate(columns.items()) if i in shown]
     head = "".join(f'<th scope="col" class="{kind}">{name}</th>' for name, kind in names)
     body = "".join(
         _row([(name, row[i]) for i, (name, _) in zip(shown, names, strict=True)], section, place)
@@ -58,17 +63,20 @@ def _row(cells: Sequence[tuple[str, str]], section: int, place: int) -> str:
     return f'<tr id="s{section}-i{place}" data-incident="{place}">{told}</tr>'
 
 
-def _cells(case: Incident) -> tuple[str, ...]:
+def _cells(case: Incident, would: bool) -> tuple[str, ...]:
     """As HTML, in the order of the columns."""
     kind = kind_of(case)
+    told = SIGNS[kind].told(would)
+    if kind == "rollback" and "STOP" in case.action:
+        told += ", then stopped" if would else f", then {SIGNS['stop'].words}"
     button = (
         f'<button type="button" title="Show in the plot">'
         f'<span class="sign {kind}" aria-hidden="true"></span>#{case.number}</button>'
-        f'<span class="kind">{SIGNS[kind].words}</span>'
+        f'<span class="kind">{told}</span>'
     )
     return (
         button,
-        escape(span(case.onset_step, case.step)),
+        escape(span(case.onset_step, case.end[0])),
         escape(words(case.cause)) or _NOTHING,
         escape(", ".join(words([name]) for name in case.action)) or _NOTHING,
         escape(case.outcome) or _NOTHING,
@@ -88,6 +96,11 @@ def span(first: float, last: float) -> str:
 def _rate(case: Incident) -> str:
     if case.lr_after is None or case.lr_after == case.lr_before:
         return _NOTHING
+    if len(case.lr_path) > 2:
+        path = [f"{rate:.4g}" for rate in case.lr_path]
+        if len(path) > _RATES:
+            path[_RATES - 2 : -1] = ["…"]
+        return " → ".join(path)
     return f"{1.0 if case.lr_before is None else case.lr_before:.4g} → {case.lr_after:.4g}"
 
 

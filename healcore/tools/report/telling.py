@@ -139,7 +139,9 @@ def _story(path: Path, lineage: Lineage, metrics: Path | None, policy: Policy | 
     drawn = curves_of(book, metrics)
     ran = facts.policy_of(events, policy)
     notes += [*drawn.notes, *([ran.note] if ran.note else [])]
-    notes += _gaps(events)
+    notes += _gaps(events, counted=drawn.tally is not None)
+    alarms = [event for _, event in book.alarms]
+    skips = sum(event.get("skip", False) for event in alarms)
     return Story(
         title="/".join(path.absolute().parts[-2:]),  # run.events.jsonl alone names no run
         kind="run",
@@ -153,7 +155,10 @@ def _story(path: Path, lineage: Lineage, metrics: Path | None, policy: Policy | 
         parts=drawn.parts,
         marks=book.marks,
         diagnosis=_diagnosis(events, died),
-        alarms=len(book.alarms),
+        alarms=max(len(alarms), drawn.tally.alarms if drawn.tally else 0),
+        skips=max(skips, drawn.tally.skips if drawn.tally else 0),
+        clips=drawn.tally.clips if drawn.tally else None,
+        repeats=book.repeats,
     )
 
 
@@ -165,7 +170,7 @@ def _diagnosis(events: Sequence[Event], died: dict[str, Any] | None) -> str:
     return next(said, "")
 
 
-def _gaps(events: Sequence[Event]) -> list[str]:
+def _gaps(events: Sequence[Event], *, counted: bool) -> list[str]:
     """What the run itself could not write, or not in full."""
     told = []
     lost = sum(event.get("lost", 0) for event in events)
@@ -173,7 +178,8 @@ def _gaps(events: Sequence[Event]) -> list[str]:
         told.append(f"{lost} events could not be written by the run (a disk that failed).")
     untold = sum(event.get("untold_alarms", 0) for event in events)
     if untold:
-        told.append(f"{untold} alarms got no event of their own: they count in no column here.")
+        where = "the metrics have them" if counted else "they count in no column here"
+        told.append(f"{untold} alarms got no event of their own: {where}.")
     problems = [
         f"step {event['step']}: {event['problem']}"
         for event in events

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from typing import NamedTuple
 
 from healcore import policy as policies
@@ -11,6 +11,7 @@ from healcore.runtime.events import reading
 from healcore.runtime.events.process import Process
 from healcore.runtime.events.reading import Event
 from healcore.tools.report import metric_lines
+from healcore.tools.report.case import MOST_ALARMS
 from healcore.tools.report.sound import number, sound
 
 _TIMED = 200
@@ -31,6 +32,9 @@ class Budget(NamedTuple):
 class Standing:
     """The last run that has begun in an events file; the first process of several.
 
+    What is counted is of the whole run: a process that goes on from the checkpoints of the one
+    before goes on counting.
+
     Args:
         policy: of the run, for its budget; None: the preset of that name, if it is just that.
 
@@ -45,19 +49,31 @@ class Standing:
         self._begin({})
 
     def _begin(self, start: Event) -> None:
+        self.incidents = self.rollbacks = self.cuts = self.skipped = self.stops = 0
+        self.latest: int | None = None
+        """Onset of the last incident."""
+        self.capped = False
+        """Some alarms may have no event of their own: `skipped` is the least."""
+        self._alarms: Counter[tuple[str, int]] = Counter()
+        self._good: set[int] = set()
+        self._go_on(start)
+
+    def _go_on(self, start: Event) -> None:
+        """Another process of the run, or its first."""
         self.start = start
         self.run: str | None = start.get("run")
         self.step: int | None = None
-        self.incidents = self.rollbacks = self.cuts = self.skipped = 0
-        self.latest: int | None = None
-        """Onset of the last incident."""
         self.lr_scale: float | None = None
         self.ending: str | None = None
         self.budget = self._budget()
         self.metrics: dict[str, float] = {}
         """Of the last line of the metrics."""
-        self._good: set[int] = set()
         self._timed: deque[tuple[float, int]] = deque(maxlen=_TIMED)
+
+    @property
+    def observes(self) -> bool:
+        """Whether nothing is done: what is counted would have been."""
+        return self.start.get("mode") == "observe"
 
     # -- events ---------------------------------------------------------------------------------
 
@@ -72,9 +88,10 @@ class Standing:
             return None
         event, _ = sound(found)
         if event["kind"] == "start" and not event.get("rank"):
-            good = self._good if event.get("resumes") else set()
-            self._begin(event)
-            self._good = good
+            if event.get("resumes"):
+                self._go_on(event)
+            else:
+                self._begin(event)
         if self.run is None:  # the file's beginning was rotated away
             self.run = event["run"]
         if event["run"] != self.run:  # another rank's
@@ -91,14 +108,23 @@ class Standing:
             self.latest = event.get("onset", step)
         elif kind == "rollback":
             self.step = event.get("checkpoint", step)
-            self.rollbacks += event.get("outcome") != "trial"
+            if event.get("outcome") != "trial":  # its number tells of those before a rotation
+                self.rollbacks = max(self.rollbacks + 1, event.get("number", 0))
+        elif kind == "order" and event.get("observed"):
+            self.rollbacks += "ROLLBACK" in event.get("action", ())
+            self.stops += "STOP" in event.get("action", ())
         elif kind == "alarm":
             self.skipped += event.get("skip", False)
+            which = event["run"], event.get("incident", 0)
+            self._alarms[which] += 1
+            self.capped |= self._alarms[which] >= MOST_ALARMS
         elif kind == "lr":
             before, after = number(event, "lr_scale_before"), number(event, "lr_scale")
             self.cuts += before is not None and after is not None and after < before
         elif kind == "end":
             self.ending = event.get("ending", "not told")
+            self.rollbacks = max(self.rollbacks, event.get("rollbacks", 0))
+            self.incidents = max(self.incidents, event.get("incidents", 0))
         if "lr_scale" in event:
             self.lr_scale = number(event, "lr_scale")
         self._note_checkpoint(kind, event.get("checkpoint", step))

@@ -19,16 +19,20 @@ def lines(standing: Standing) -> list[str]:
         f"step {standing.step:,}" if standing.step is not None else "",
         f"{standing.speed:.3g} steps/s" if standing.speed and ending is None else "",
         f"policy {start['policy']}" if "policy" in start else "",
-        "it only observes" if start.get("mode") == "observe" else "",
+        "it only observes: nothing is done" if standing.observes else "",
         start.get("framework", ""),
     ]
-    counts = [
-        _incidents(standing),
-        f"{standing.skipped} steps skipped" if standing.skipped else "",
-        _spent("rollback", standing.rollbacks, standing.budget and standing.budget.recoveries),
-        _spent("LR cut", standing.cuts, standing.budget and standing.budget.lr_cuts),
-        f"last known-good: {_or_none(standing.last_good)}",
+    budget = standing.budget
+    skipped = f"{standing.skipped}{' or more' if standing.capped else ''} steps"
+    done = [
+        f"{skipped} skipped" if standing.skipped else "",
+        _spent("rollback", standing.rollbacks, budget and budget.recoveries),
+        _spent("LR cut", standing.cuts, budget and budget.lr_cuts),
     ]
+    if standing.observes:
+        done = [_would(standing, skipped)]
+    good = f"last known-good: {_or_none(standing.last_good)}"
+    counts = [_incidents(standing), *done, good]
     told = [" · ".join(each for each in row if each) for row in (head, _numbers(standing), counts)]
     return [plain(row) for row in told if row]
 
@@ -40,8 +44,26 @@ def _numbers(standing: Standing) -> list[str]:
     return [
         f"loss {found['loss']:.5g}" if "loss" in found else "",
         f"gradient norm {found['grad_norm']:.4g}{limit}" if "grad_norm" in found else "",
-        f"learning rate × {scale:.3g}" if scale is not None else "",
+        f"learning rate {'would be ' * standing.observes}× {scale:.3g}"
+        if scale is not None
+        else "",
     ]
+
+
+def _would(standing: Standing, skipped: str) -> str:
+    """What a policy that acts would have done."""
+    back, cuts = standing.rollbacks, standing.cuts
+    told = [
+        f"skipped {skipped}" if standing.skipped else "",
+        f"gone back {_times(back)}" if back else "",
+        f"cut the learning rate {_times(cuts)}" if cuts else "",
+        "stopped" if standing.stops else "",
+    ]
+    return f"it would have {', '.join(each for each in told if each)}" if any(told) else ""
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _incidents(standing: Standing) -> str:

@@ -57,7 +57,10 @@ def _rollback(event: Event) -> str:
 
 def _lr(event: Event) -> str:
     before, after = number(event, "lr_scale_before"), number(event, "lr_scale")
-    return f"learning rate × {after:.3g}, was {before:.3g}" if before and after else "learning rate"
+    if not before or not after:
+        return "learning rate"
+    would = "would be " if event.get("observed") else ""
+    return f"learning rate {would}× {after:.3g}, was {before:.3g}"
 
 
 def _hook(event: Event) -> str:

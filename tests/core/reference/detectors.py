@@ -131,6 +131,7 @@ class Plateau:
         self.config, self.ties = config, ties
         self.losses: list[float] = []
         self.best: float | None = None
+        self.best_of = 0.0  # the largest loss of its window, by which its mean is rounded
         self.stale, self.at_chance = 0, False
         self.last, self.change = 0.0, 0.0
 
@@ -158,9 +159,13 @@ class Plateau:
         sizes = [abs(x) for x in self.losses]
         self.losses = []
         if self.best is None or self.ties.above(
-            self.best - mean, c.min_improvement * self.change, self.best, max(sizes)
+            self.best - mean,
+            c.min_improvement * self.change,
+            self.best,
+            self.best_of,
+            max(sizes),
         ):
-            self.best, self.stale = mean, 0
+            self.best, self.best_of, self.stale = mean, max(sizes), 0
         else:
             self.stale += 1
         if c.chance_level is not None:

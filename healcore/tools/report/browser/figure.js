@@ -106,6 +106,6 @@ function traces(story, state) {
     ...curve(story, "norm", "gradient norm", "y2", "norm", state),
     ...curve(story, "threshold", "threshold", "y2", "threshold", state, { dash: "dash", width: 1.2 }),
     ...curve(story, "lr", "LR multiplier", "y3", "lr", state, { shape: "hv" }),
-    ...otherTraces(story, state), ...incidentTraces(story, state),
+    ...otherTraces(story, state), ...incidentTraces(story, state), ...stopTraces(story, state),
   ];
 }

@@ -6,17 +6,23 @@ function line(story, values, undone, recorded) {
   const x = [], y = [];
   const place = recorded ? story.index : story.step;
   const bad = story.badRows;
+  const gaps = new Map(story.gaps.map((gap) => [gap.row, gap]));
   let last = -1; // the row before, whichever line it is on
+  let own = -1, gap = null; // the row before on this line, and a gap since then
   for (let row = 0; row < values.length; row++) {
+    gap = gaps.get(row) || gap;
     if (values[row] === null && !bad.has(row)) continue;
     const mine = story.undone[row] === undone;
     const broken = last >= 0 && story.attempt && story.attempt[last] !== story.attempt[row];
     if (mine) {
-      if (broken && (undone || recorded)) { x.push(null); y.push(null); }
+      const apart = gap && own >= 0 && (recorded || (story.step[own] <= gap.low && story.step[row] >= gap.high));
+      if (apart) { x.push(null); y.push(null); }
+      else if (broken && (undone || recorded)) { x.push(null); y.push(null); }
       else if (undone && last >= 0 && story.undone[last] !== undone && !broken) {
         x.push(null, place[last]); y.push(null, values[last]);
       }
       x.push(place[row]); y.push(values[row]);
+      own = row; gap = null;
     }
     last = row;
   }

@@ -4,6 +4,25 @@ const SHAPES = 600; // lines and bands that a browser draws without waiting for 
 
 const span = (incident, recorded) => (recorded ? incident.i : incident.x);
 
+const words = (sign, story) => (story.would ? sign.would : sign.words);
+
+// Where a run that had gone back was stopped in the same incident.
+function stopTraces(story, state) {
+  const place = state.recorded ? 1 : 0;
+  const of = story.incidents.map((incident, number) => ({ ...incident, number }))
+    .filter((incident) => incident.stop && incident.stop[place] !== null);
+  if (!of.length) return [];
+  const alone = !story.incidents.some((incident) => incident.kind === "stop");
+  return [{
+    type: "scatter", mode: "markers", yaxis: "y5", name: words(all.signs.stop, story), legendgroup: "stop",
+    showlegend: alone, x: of.map((incident) => incident.stop[place]), y: of.map((incident) => incident.row - 0.45),
+    customdata: of.map((incident) => incident.number),
+    marker: { symbol: all.signs.stop.symbol, size: 10, color: colour("stop"), line: { width: 0 } },
+    hovertext: of.map((incident) => words(all.signs.stop, story) + ", #" + incident.n),
+    hovertemplate: "%{hovertext}<extra></extra>",
+  }];
+}
+
 function incidentTraces(story, state) {
   const traces = [];
   for (const [kind, sign] of Object.entries(all.signs)) {
@@ -21,8 +40,8 @@ function incidentTraces(story, state) {
     traces.push({
       type: "scatter", mode: story.labelled ? "markers+text" : "markers", yaxis: "y5",
       x: of.map((incident) => span(incident, state.recorded)[0]), y: of.map((incident) => incident.row),
-      customdata: of.map((incident) => incident.place), name: sign.words, legendgroup: kind,
-      text: of.map((incident) => (story.labelled ? "#" + incident.n : "")), textposition: "middle right",
+      customdata: of.map((incident) => incident.place), name: words(sign, story), legendgroup: kind,
+      text: of.map((incident) => (story.labelled && incident.label ? "#" + incident.n : "")), textposition: "middle right",
       textfont: { size: 11, color: ink }, marker: { symbol: sign.symbol, size: 10, color: ink, line: { width: 0 } },
       hovertext: of.map((incident) => incident.text), hovertemplate: "%{hovertext}<extra></extra>",
     });
@@ -42,7 +61,8 @@ function bands(story, state, top) {
       drawn.add(String(at));
       const shape = { xref: "x", yref: "paper", y0: 0, y1: top, x0: at[0], x1: at[1], layer: "below" };
       if (at[1] > at[0]) shapes.push({ ...shape, type: "rect", fillcolor: ink, opacity: 0.13, line: { width: 0 } });
-      shapes.push({ ...shape, type: "line", x1: at[0], opacity: 0.7, line: { color: ink, width: 1, dash: kind === "alert" ? "dot" : "solid" } });
+      // Above the curves: below them it would be under the grid, where that has a line at its step.
+      shapes.push({ ...shape, layer: "above", type: "line", x1: at[0], opacity: 0.55, line: { color: ink, width: 1, dash: kind === "alert" ? "dot" : "solid" } });
     }
   }
   return shapes;

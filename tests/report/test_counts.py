@@ -1,0 +1,216 @@
+"""Counts are the same everywhere, also of what a policy would only have done."""
+
+from __future__ import annotations
+
+import re
+from html import escape
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from healcore.policy import dumps, fingerprint, load, preset_text
+from healcore.tools.cli import app
+from healcore.tools.report.counts import by_kind, counts
+from healcore.tools.report.marking import kind_of, labels, levels, stop_of
+from healcore.tools.report.page import render
+from healcore.tools.report.picture import chosen, draw
+from healcore.tools.report.plotdata import plot_data
+from healcore.tools.report.story import Incident, Mark, Series, Story
+from healcore.tools.report.telling import tell
+from tests.report.runs import Loop, lines_of, train
+from tests.report.test_page import EVIL
+
+
+def words_of(page: str) -> str:
+    """What a page says, without its markup and its script."""
+    body = page[page.index("<header>") : page.index("<footer>")]
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", body))
+
+
+def case(number: int, at: float, *action: str, skipped: int = 0) -> Incident:
+    index = int(at)
+    cause = ("LOSS_SPIKE",)
+    return Incident(number, 0, index, index, at, at, cause, action, skipped, "told")
+
+
+def replay(*cases: Incident, title: str = "runs/a.csv", **facts: str) -> Story:
+    policy = load("default")
+    named = {name.replace("_", " "): value for name, value in facts.items()}
+    step = np.arange(100.0)
+    return Story(
+        title=title,
+        kind="replay",
+        policy_name="default",
+        policy_toml=dumps(policy),
+        fingerprint=fingerprint(policy),
+        series=Series(step, np.exp(-step / 50), index=np.arange(100)),
+        incidents=cases,
+        facts=named,
+        marks=(Mark(40.0, "stop", "a live run would have ended here"),),
+    )
+
+
+MIXED = (
+    case(1, 10, "ROLLBACK", "CUT_LR"),
+    case(2, 30, "ROLLBACK", "STOP"),
+    case(3, 60, "STOP"),
+    case(4, 80, skipped=3),
+)
+
+
+def test_an_incident_with_a_rollback_and_a_stop_counts_as_both():
+    story = replay(*MIXED, rollbacks="2, and 2 more had going back not helped", steps_clipped="7")
+    counted = counts(story)
+    assert (counted.rollbacks, counted.stops) == (2, 2)
+    assert counted.again == "and 2 more had going back not helped"
+    assert by_kind(story) == [
+        "2 × would have stopped",
+        "2 × would have gone back (and 2 more had going back not helped)",
+        "1 × would have skipped",
+    ]
+    assert [kind_of(each) for each in MIXED] == ["rollback", "rollback", "stop", "skip"]
+    page = words_of(render([story, story]))
+    assert page.count("2, and 2 more had going back not helped") == 4  # overview and facts
+    assert page.count("2 would go back, and 2 more had going back not helped") == 2
+    assert "would stop" not in page.split("Ends at")[0]
+    assert "step 40" in page
+
+
+def test_rows_beyond_one_for_each_incident_are_told_apart():
+    """Facts that count every row with a rollback say the same."""
+    assert counts(replay(*MIXED, rollbacks="5, 1 of them beyond the budget")) == counts(
+        replay(
+            *MIXED, rollbacks="2, and 3 more had going back not helped, 1 of them beyond the budget"
+        )
+    )
+
+
+def test_a_stop_is_marked_where_it_happens():
+    story = replay(*MIXED)
+    assert [stop_of(story, place) for place in range(4)] == [None, (40.0, -1), None, None]
+    exact = MIXED[1]._replace(stop_step=33.0, stop=33)
+    story = replay(MIXED[0], exact)
+    assert stop_of(story, 1) == (33.0, 33)
+    assert [each["stop"] for each in plot_data(story)["incidents"]] == [None, [33.0, 33]]
+
+
+def test_a_number_does_not_stand_on_another():
+    places = [10.0, 11.0, 12.0, 13.0, 14.0, 50.0]
+    rows = levels(places, 3, 2)
+    assert labels(places, rows, 3) == [True, False, False, True, True, True]
+    assert labels([], [], 3) == []
+
+
+def test_incidents_that_were_not_kept_count():
+    assert counts(replay(*MIXED, incidents="1,400", rollbacks="900")).incidents == 1400
+    assert counts(replay(*MIXED, incidents="1,400", rollbacks="900")).rollbacks == 900
+
+
+def test_a_band_ends_at_the_last_alarm():
+    later = MIXED[0]._replace(last_step=25.0, last=25)
+    told = plot_data(replay(later))["incidents"][0]
+    assert (told["x"], told["i"]) == ([10.0, 25.0], [10, 25])
+    assert "10–25" in render([replay(later)])
+
+
+def test_the_overview_has_the_most_first_and_what_is_left_out():
+    quiet, loud = replay(title="/data/runs/quiet.csv"), replay(*MIXED, title="/data/runs/loud.csv")
+    page = words_of(render([quiet, loud], left_out=3))
+    assert page.index("runs/loud.csv") < page.index("runs/quiet.csv")
+    assert "/data/" not in page.split("Facts")[0].split("Ends at")[1].split("3 more")[0]
+    assert "3 more, in which least happened, are left out" in page
+
+
+def test_a_picture_of_many_has_those_in_which_something_happened():
+    quiet, loud = replay(title="quiet"), replay(*MIXED, title="loud")
+    assert [story.title for story in chosen([quiet, loud])] == ["loud", "quiet"]
+    assert [story.title for story in chosen([quiet] * 9 + [loud])] == ["loud"]
+    assert len(chosen([quiet] * 20)) == len(chosen([loud] * 20)) == 12
+
+
+def test_names_that_would_be_alike_stay_whole(tmp_path):
+    a, b = replay(title="/one/runs/a.csv"), replay(title="/two/runs/a.csv")
+    assert "/one/runs/a.csv" in words_of(render([a, b]))
+    draw([a, b, *[replay(*MIXED, title=EVIL)] * 5], tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_a_preset_has_its_comments_in_a_replay():
+    page = render([replay(*MIXED)])
+    comment = next(line for line in preset_text("default").splitlines() if line.startswith("# "))
+    assert escape(comment) in page
+    edited = replay(*MIXED)._replace(fingerprint="0" * 16)
+    assert escape(comment) not in render([edited])
+
+
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory):
+    """NaN from batch 300 on, and a policy that observes: 600 alarms, 100 of them with an event."""
+    folder = tmp_path_factory.mktemp("observed")
+    policy = folder / "policy.toml"
+    policy.write_text(dumps(load("default")).replace('mode = "heal"', 'mode = "observe"'))
+    return train(folder, Loop(nan=range(300, 900)), policy=policy, batches=900)
+
+
+def test_an_observed_run_is_counted_from_its_metrics(observed):
+    (story,) = tell(observed).stories
+    rows = lines_of(observed.with_name("run.metrics.jsonl"))
+    (told,) = story.incidents
+    assert told.skipped == story.skips == sum(row["skip"] for row in rows) == 600
+    assert story.alarms == 600
+    assert (told.onset_step, told.end) == (300.0, (899.0, 899))
+    assert told.lr_path[:4] == (1.0, 0.5, 0.25, 0.125)
+    assert (told.lr_before, told.lr_after) == (1.0, told.lr_path[-1])
+    orders = [e for e in lines_of(observed) if e["kind"] == "order"]
+    back = sum("ROLLBACK" in order["action"] for order in orders)
+    assert (counts(story).rollbacks, story.repeats) == (1, back - 1)
+    assert told.stop_step == next(o["step"] for o in orders if "STOP" in o["action"])
+
+
+def test_an_observed_run_is_told_as_what_would_have_been(observed, tmp_path):
+    (story,) = tell(observed).stories
+    page = words_of(render([story]))
+    would = "gone back (2 times more had that not helped), stopped the run at step"
+    assert f"would have skipped 600 steps, {would}" in page
+    assert "600 steps would be skipped" in page
+    assert "nan last loss" in page
+    assert "last finite loss" in page
+    assert "1 → 0.5 → 0.25 → 0.125 → 0.1" in page
+    assert "stopped the run" not in page.replace("helped), stopped the run", "")
+    assert all("would have" in each for each in by_kind(story))
+    alone = tmp_path / "run.events.jsonl"
+    alone.write_bytes(observed.read_bytes())
+    (bare,) = tell(alone).stories
+    assert "skipped 100 steps or more" in bare.incidents[0].outcome
+
+
+def test_watching_an_observed_run(observed):
+    told = CliRunner().invoke(app, ["watch", str(observed), "--once"])
+    assert told.exit_code == 0
+    last = told.output.splitlines()[-3:]
+    assert "it only observes" in last[0]
+    assert "learning rate would be × 0.1" in last[1]
+    would = "it would have skipped 100 or more steps, gone back 3 times, cut the learning rate"
+    assert would in last[2]
+    assert "rollbacks" not in last[2]
+
+
+def test_watching_counts_all_processes(resumed):
+    told = CliRunner().invoke(app, ["watch", str(resumed), "--once"]).output.splitlines()[-1]
+    events = lines_of(resumed)
+    back = sum(event["kind"] == "rollback" for event in events)
+    cuts = [e for e in events if e["kind"] == "lr" and e["lr_scale"] < e["lr_scale_before"]]
+    skips = sum(event.get("skip", False) for event in events if event["kind"] == "alarm")
+    incidents = sum(event["kind"] == "incident" for event in events)
+    assert back > 1
+    assert f"{incidents} incidents" in told
+    assert f"{skips} steps skipped · {back} rollbacks" in told
+    assert f"{len(cuts)} LR cuts" in told
+
+
+def test_the_duration_says_whose_it_is(resumed):
+    (story,) = tell(resumed).stories
+    assert re.fullmatch(
+        r"[\d.]+ s in 2 processes together; of the last [\d.]+ s", story.facts["Duration"]
+    )
