@@ -7,8 +7,10 @@ import tracemalloc
 
 import pytest
 
+from healcore.tools.traces import load
+from healcore.tools.traces.header import LONGEST
 from healcore.tools.traces.trace import CHUNK
-from tests.traces.reading import one, write
+from tests.traces.reading import one, told, write
 
 
 def csv(step):
@@ -48,3 +50,11 @@ def test_memory_does_not_grow_with_the_file(tmp_path, written):
         assert last == count - 1
     assert peaks[1] < 1.1 * peaks[0]
     assert peaks[1] < 8 << 20
+
+
+def test_a_line_without_an_end_is_left_out(tmp_path):
+    path = tmp_path / "run.csv"
+    path.write_text("step,loss\n0,1\n1," + "9" * (LONGEST + 5) + "\n2,3\n")
+    trace = one(path)
+    assert load(trace).step.tolist() == [0, 2]
+    assert told(trace) == [(3, "the line is longer than 1 MB: left out")]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 from collections import deque
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from typing import NamedTuple, TextIO
 
 import numpy as np
@@ -61,7 +60,7 @@ class TableReader:
             while not broken:
                 lines: list[str] = []
                 try:
-                    lines.extend(islice(file, CHUNK))
+                    lines.extend(self._bounded(file, line, findings))
                 except BROKEN as error:
                     findings.problem(self.path, line + len(lines) + 1, why_broken(error))
                     broken = True
@@ -75,6 +74,20 @@ class TableReader:
                     block, line, row = self._block(lines, file, line, row, findings)
                     batch = self._parsed(block, row, findings)
                 yield batch
+
+    def _bounded(self, file: TextIO, line: int, findings: Findings) -> Iterator[str]:
+        """The next `CHUNK` lines; one that has no end is told and comes as a blank one."""
+        for number in range(line + 1, line + CHUNK + 1):
+            text = file.readline(LONGEST)
+            if not text:
+                return
+            if len(text) == LONGEST and not text.endswith("\n"):
+                why = f"the line is longer than {LONGEST >> 20} MB: left out"
+                findings.problem(self.path, number, why)
+                while text and not text.endswith("\n"):
+                    text = file.readline(LONGEST)
+                text = "\n"
+            yield text
 
     def _has_steps(self, numbers: np.ndarray) -> bool:
         return STEP not in self._picks or bool(np.isfinite(numbers[:, self._picks[STEP]]).all())
@@ -114,7 +127,7 @@ class TableReader:
             # A quoted cell may go on in the lines after these.
             while cells is None and len(record) < _TALLEST:
                 try:
-                    more = pending.popleft() if pending else file.readline()
+                    more = pending.popleft() if pending else file.readline(LONGEST)
                 except BROKEN as error:
                     findings.problem(self.path, here, why_broken(error))
                     more = ""
