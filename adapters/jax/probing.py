@@ -85,7 +85,7 @@ class _Tree:
             self.context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 64 << 20}})
         except OSError as error:
             raise ProbeError(f"{item / '_METADATA'} cannot be read: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ProbeError(f"{item / '_METADATA'} is damaged") from None
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from healcore.tools.probe.contents.contents import PIECE, Array, Contents, flattened
+from healcore.tools.probe.contents.records import check_records
 from healcore.tools.probe.verdict import ProbeError
 
 _SCALARS = (bool, int, float, str, type(None))
@@ -25,10 +26,16 @@ def open_file(path: Path) -> Contents:
     Files of torch before 1.6 (no zip) cannot be mapped, and are read as a whole.
 
     Raises:
+        Damaged: a record is shorter than its tensor.
         ProbeError: it is none, it is damaged, or it holds more than tensors and plain values.
     """
     try:
-        loaded = load(path, mmap=zipfile.is_zipfile(path))
+        mapped = zipfile.is_zipfile(path)
+        loaded = load(path, mmap=mapped)
+        if mapped:
+            check_records(path)
+    except ProbeError:
+        raise
     except pickle.UnpicklingError as error:
         raise ProbeError(refused(path, error)) from None
     except OSError as error:
@@ -37,7 +44,12 @@ def open_file(path: Path) -> Contents:
         raise ProbeError(
             f"{path} is no torch checkpoint, or is damaged: {first_line(error)}"
         ) from None
-    return contents_of("torch file", flattened(plain(loaded)))
+    try:
+        return contents_of("torch file", flattened(plain(loaded)))
+    except RecursionError:
+        raise ProbeError(
+            f"{path} holds itself, or is nested too deeply: there is no end to it"
+        ) from None
 
 
 def load(source: Any, *, mmap: bool = False) -> Any:
@@ -64,8 +76,14 @@ def contents_of(format: str, leaves: Iterable[tuple[tuple[str, ...], Any]]) -> C
     arrays, values, notes = [], {}, []
     for keys, leaf in leaves:
         path = tuple(part for key in keys for part in key.split("."))  # "layers.0.weight"
+        path = path or ("tensor",)  # the whole file is one
         if isinstance(leaf, Tensor):
-            if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_meta:
+            if (
+                leaf.layout is not torch.strided
+                or leaf.is_quantized
+                or leaf.is_meta
+                or leaf.is_nested
+            ):
                 notes.append(f"{'.'.join(path)} was not looked at: a tensor of {leaf.layout}")
                 continue
             arrays.append(_array(path, leaf))
@@ -89,13 +107,23 @@ def _array(path: tuple[str, ...], tensor: Tensor) -> Array:
 
 def pieces(tensor: Tensor) -> Iterator[np.ndarray]:
     """A tensor's elements as NumPy arrays; no copy of more than a piece."""
-    flat = tensor.detach()
+    flat = _distinct(tensor.detach())
     flat = flat.view(-1) if flat.is_contiguous() else flat.reshape(-1)
     for at in range(0, flat.numel(), PIECE):
         piece = flat[at : at + PIECE]
         if piece.is_floating_point() and piece.dtype not in (torch.float32, torch.float64):
             piece = piece.float()
         yield piece.resolve_conj().resolve_neg().numpy()
+
+
+def _distinct(tensor: Tensor) -> Tensor:
+    """What lies behind a view that shows some elements many times: of `expand`, each one once."""
+    for axis, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[axis] > 1:
+            tensor = tensor.narrow(axis, 0, 1)
+    axes = zip(tensor.shape, tensor.stride(), strict=True)
+    span = 1 + sum((size - 1) * stride for size, stride in axes)
+    return tensor.as_strided((span,), (1,)) if tensor.numel() > span else tensor
 
 
 def plain(value: Any) -> Any:

@@ -34,11 +34,13 @@ def open_dcp(folder: Path) -> Contents:
             continue
         for place in entry.places[:1]:
             try:
-                found = flattened(plain(_loaded(folder, place)), entry.path)
+                part = contents_of("", flattened(plain(_loaded(folder, place)), entry.path))
             except ProbeError as error:
                 notes.append(f"{name} was not looked at: {error}")
                 continue
-            part = contents_of("", found)
+            except RecursionError:
+                notes.append(f"{name} was not looked at: it holds itself, or is nested too deeply")
+                continue
             arrays += part.arrays
             values |= part.values
     return Contents("DCP directory", arrays, values, tuple(notes))

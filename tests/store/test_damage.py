@@ -171,3 +171,12 @@ def test_a_copied_store_is_the_same_store(world, tmp_path):
     store = world.make(tmp_path / "b")
     assert [saved.status for saved in store.steps()] == ["good", "good"]
     store.verify(2)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"arrays":NaN,"digest":"0"}', '{"digest":"0","a":Infinity}', "[]"]
+)
+def test_what_json_cannot_hold_is_damage_and_no_crash(text):
+    """One such manifest must not take the others with it."""
+    with pytest.raises(sealed.Unsealed, match="is not what was written"):
+        sealed.unseal(text.encode())

@@ -52,7 +52,9 @@ def document(results: Sequence[Result], inputs: BaseModel) -> dict[str, Any]:
 
 def dumps(results: Sequence[Result], inputs: BaseModel) -> str:
     """The document as text."""
-    return json.dumps(document(results, inputs), indent=2, allow_nan=False, ensure_ascii=False)
+    text = json.dumps(document(results, inputs), indent=2, allow_nan=False, ensure_ascii=False)
+    # Halves of surrogate pairs in a name cannot be written; \udc80 is JSON for one.
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def plain(value: Any) -> Any:

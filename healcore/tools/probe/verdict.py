@@ -67,6 +67,10 @@ class ProbeError(ValueError):
     """Something cannot be probed: the message names it and says what to pass instead."""
 
 
+class Damaged(ProbeError):
+    """It can be read, and is not what any writer writes."""
+
+
 class NothingToProbe(ProbeError):
     """It can be read, and holds nothing that this probe could judge."""
 
@@ -78,5 +82,19 @@ def worst(verdicts: Iterable[Verdict]) -> Verdict:
 
 def unreadable(probe: str, subject: str, error: Exception) -> Result:
     """The result for something that could not be probed."""
-    verdict = Verdict.SKIP if isinstance(error, NothingToProbe) else Verdict.ERROR
+    verdict = Verdict.ERROR
+    if isinstance(error, NothingToProbe):
+        verdict = Verdict.SKIP
+    elif isinstance(error, Damaged):
+        verdict = Verdict.FAIL
     return Result(probe, subject, (Check("readable", verdict, str(error)),))
+
+
+def unforeseen(probe: str, subject: str, error: Exception) -> Result:
+    """The result for a path whose reading raised what nobody had thought of.
+
+    Damaged bytes raise anything, and a traceback has exit status 1, which is that of WARN.
+    """
+    lines = str(error).strip().splitlines()
+    told = f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+    return unreadable(probe, subject, ProbeError(f"{subject} could not be judged: {told}"))

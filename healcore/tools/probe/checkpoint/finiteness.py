@@ -31,14 +31,14 @@ def look(contents: Contents) -> Looked:
         if array.storage is not None and array.storage in seen:
             continue
         seen.add(array.storage)
-        if not array.dtype.startswith(("float", "bfloat", "complex")):
+        if array.dtype.startswith(("int", "uint", "bool")):
             continue
         bad = 0
         try:
             for piece in array.read():
                 floats += piece.nbytes
                 bad += len(piece) - int(np.count_nonzero(np.isfinite(piece)))
-        except (ProbeError, ValueError) as error:
+        except (ProbeError, ValueError, TypeError, RuntimeError) as error:
             unreadable.append(str(error))
             continue
         if bad:

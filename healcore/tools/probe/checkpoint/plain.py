@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 
 from healcore.runtime.store.inspection import unmeant
+from healcore.tools.probe.checkpoint.archive import examined
 from healcore.tools.probe.checkpoint.finiteness import look
 from healcore.tools.probe.checkpoint.thresholds import CheckpointInputs
 from healcore.tools.probe.contents import open_contents
+from healcore.tools.probe.contents.opening import archives
 from healcore.tools.probe.verdict import Check, NothingToProbe, Result, Verdict
 
 PASS, FAIL, SKIP, ERROR = Verdict.PASS, Verdict.FAIL, Verdict.SKIP, Verdict.ERROR
@@ -51,15 +52,16 @@ def probe_plain(path: Path, inputs: CheckpointInputs) -> Result:
 
 def _digests(path: Path, format: str) -> Check:
     """Torch's files are zip archives, and those have a CRC-32 of every record."""
-    if not path.is_file() or not zipfile.is_zipfile(path):
+    files = archives(path)
+    if not files:
         told = f"cannot say: a {format} carries none"
         return Check("digests", SKIP, told, decides=False)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged, records = archive.testzip(), len(archive.namelist())
-    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError) as error:
-        return Check("digests", FAIL, f"the archive is damaged: {error}", 1, 0)
-    if damaged is not None:
-        message = f"{damaged} is not what was written: its CRC-32 differs"
-        return Check("digests", FAIL, message, 1, 0)
+    bad, records = [], 0
+    for file in files:
+        found = examined(file)
+        records += found.records
+        if found.damage is not None:
+            bad.append(found.damage if file == path else f"{file.name}: {found.damage}")
+    if bad:
+        return Check("digests", FAIL, "; ".join(bad[:3]), len(bad), 0)
     return Check("digests", PASS, f"the CRC-32 of all {records} records hold", 0, 0)

@@ -23,6 +23,10 @@ def widened(raw: np.ndarray, dtype: str) -> np.ndarray:
         return (raw.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
     if dtype == "float8_e4m3fn":
         return _e4m3fn()[raw]
+    if dtype == "float8_e8m0fnu":  # a power of two; 255 is NaN
+        return np.where(raw == 255, np.nan, np.exp2(raw.astype(np.float64) - 127)).astype(
+            np.float32
+        )
     if dtype in _NUMPY or dtype.startswith(("int", "uint")):
         return raw.view(np.dtype(dtype).newbyteorder("<"))
     raise ValueError(f"arrays of {dtype} cannot be read here")

@@ -12,9 +12,9 @@ from healcore.extras import require
 from healcore.tools.probe.contents.contents import Contents
 from healcore.tools.probe.contents.safetensors import is_safetensors, read_safetensors
 from healcore.tools.probe.contents.stored import open_stored
-from healcore.tools.probe.verdict import NothingToProbe, ProbeError
+from healcore.tools.probe.verdict import Damaged, NothingToProbe, ProbeError
 
-_TORCH = {".pt", ".pth", ".bin", ".ckpt", ".tar", ".distcp"}
+_TORCH = {".pt", ".pth", ".bin", ".ckpt", ".tar"}
 
 
 def open_contents(path: Path, step: int | None = None) -> Contents:
@@ -97,6 +97,11 @@ def _folder(path: Path) -> Contents:
             raise ProbeError(f"{path}: {error}") from None
     if (path / ".metadata").is_file():
         return _torch("probing_dcp").open_dcp(path)
+    if any(path.glob("*.distcp")):
+        raise ProbeError(
+            f"{path} has shards of torch.distributed.checkpoint and no .metadata, which says what "
+            "is in them: it was not written to its end, or not copied whole"
+        )
     if (path / "_METADATA").is_file() or any(path.glob("*/_METADATA")):
         require("jax", "tensorstore")
         return importlib.import_module("healcore.jax.probing").open_orbax(path)
@@ -114,6 +119,8 @@ def _files_of(folder: Path) -> Contents:
     for path in _files(folder):
         try:
             part = _file(path)
+        except Damaged:
+            raise
         except ProbeError as error:
             notes.append(str(error))
             continue
@@ -152,6 +159,16 @@ def _files(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.iterdir()):
         if path.is_file() and (path.suffix in _TORCH or path.suffix == ".safetensors"):
             yield path
+
+
+def archives(path: Path) -> list[Path]:
+    """The zip archives of `torch.save` in what is probed: a file, or a directory of files."""
+    found = []
+    for each in [path] if path.is_file() else _files(path):
+        with each.open("rb") as file:
+            if each.suffix != ".distcp" and file.read(2) == b"PK":
+                found.append(each)
+    return found
 
 
 def _torch(module: str) -> Any:

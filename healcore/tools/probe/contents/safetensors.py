@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from healcore.tools.probe.contents.contents import PIECE, Array, Contents
 from healcore.tools.probe.contents.floats import widened
-from healcore.tools.probe.verdict import ProbeError
+from healcore.tools.probe.verdict import Damaged, ProbeError
 
 _MOST_HEADER = 100_000_000
 """Bytes, as in the format's own description."""
@@ -19,9 +20,10 @@ _DTYPES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16",
     "U32": "uint32", "I32": "int32", "U64": "uint64", "I64": "int64",
     "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
-    "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn", "C64": "complex64",
+    "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu",
+    "C64": "complex64",
 }  # fmt: skip
-_BYTES = {"bfloat16": 2, "float8_e5m2": 1, "float8_e4m3fn": 1}
+_BYTES = {"bfloat16": 2, "float8_e5m2": 1, "float8_e4m3fn": 1, "float8_e8m0fnu": 1}
 
 
 def read_safetensors(path: Path, prefix: tuple[str, ...] = ()) -> Contents:
@@ -32,18 +34,22 @@ def read_safetensors(path: Path, prefix: tuple[str, ...] = ()) -> Contents:
         prefix: put before the name of every array.
 
     Raises:
-        ProbeError: it is not what the format says.
+        Damaged: its arrays overlap, leave gaps, or are named twice.
+        ProbeError: it is not what the format says, or cut short.
     """
     header, begin = _header(path)
-    arrays, ends = [], [0]
+    arrays, places = [], []
     room = path.stat().st_size - begin
     for name, entry in header.items():
         if name == "__metadata__":
+            if not isinstance(entry, dict) or any(type(text) is not str for text in entry.values()):
+                raise Damaged(f"{path}: the __metadata__ in its header is not of strings alone")
             continue
         try:
             dtype, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
-            known, shape = _DTYPES.get(dtype), tuple(int(size) for size in shape)
-            first, last = int(first), int(last)
+            if any(type(number) is not int for number in (*shape, first, last)):
+                raise TypeError
+            known, shape = _DTYPES.get(dtype), tuple(shape)
         except (TypeError, KeyError, ValueError):
             raise ProbeError(f"{path}: the header's entry of {name} is not one") from None
         if not 0 <= first <= last <= room or any(size < 0 for size in shape):
@@ -53,7 +59,7 @@ def read_safetensors(path: Path, prefix: tuple[str, ...] = ()) -> Contents:
             )
         if known is not None:
             width = _BYTES.get(known) or np.dtype(known).itemsize
-            if width * int(np.prod(shape, dtype=np.int64)) != last - first:
+            if width * math.prod(shape) != last - first:
                 raise ProbeError(
                     f"{path}: {name} is {dtype}{list(shape)}, not {last - first} bytes"
                 )
@@ -63,9 +69,8 @@ def read_safetensors(path: Path, prefix: tuple[str, ...] = ()) -> Contents:
         path_in = (*prefix, *name.split("."))
         # Writers sort by size and name.
         arrays.append(Array(path_in, known or dtype, shape, reader, in_order=False))
-        ends.append(last)
-    if max(ends) != room:
-        raise ProbeError(f"{path}: {room} bytes of arrays are there, its header has {max(ends)}")
+        places.append((first, last, name))
+    _check_places(path, places, room)
     return Contents("safetensors", arrays, {})
 
 
@@ -76,6 +81,30 @@ def is_safetensors(path: Path) -> bool:
     return len(start) == 9 and start[8:] == b"{" and int.from_bytes(start[:8], "little") >= 2
 
 
+def _check_places(path: Path, places: list[tuple[int, int, str]], room: int) -> None:
+    """The arrays must lie one behind the other, without a gap, as the format asks."""
+    end = 0
+    for first, last, name in sorted(places):
+        if first != end:
+            how = (
+                "overlaps another array" if first < end else f"leaves a gap of {first - end} bytes"
+            )
+            raise Damaged(f"{path}: {name} {how}: its header is damaged or forged")
+        end = last
+    if end != room:
+        raise Damaged(f"{path}: {room} bytes of arrays are there, its header has {end}")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys differ: of two that do not, readers take one or the other."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise Damaged(f"{twice} is there twice")
+    return found
+
+
 def _header(path: Path) -> tuple[dict[str, Any], int]:
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -83,7 +112,9 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
         if not 2 <= length <= min(_MOST_HEADER, size - 8):
             raise ProbeError(f"{path} is no safetensors file: its header would have {length} bytes")
         try:
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(length), object_pairs_hook=_once)
+        except Damaged as error:
+            raise Damaged(f"{path}: in its header {error}") from None
         except (ValueError, RecursionError):
             raise ProbeError(f"{path}: its header is no JSON: the file is damaged") from None
     if not isinstance(header, dict):

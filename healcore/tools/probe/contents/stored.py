@@ -64,7 +64,9 @@ def _leaves(folder: Path) -> Iterator[tuple[tuple[str, ...], str, Any]]:
                     yield from _walk(entry["tree"], (name,))
                 for keys, node in entry.get("leaves", ()):
                     yield from _walk(node, (name, *parsed(keys)))
-        except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+        except (
+            OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError
+        ) as error:  # fmt: skip
             raise ProbeError(f"{file} is damaged: {error}") from None
 
 

@@ -34,6 +34,10 @@ def step(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
     if not known:
         message = "the state does not say at which step it is: pass --global-step"
         return Check("step", SKIP, message, None, inputs.min_step)
+    odd = next((number for number in known if not math.isfinite(number)), None)
+    if odd is not None:
+        message = f"step is {odd:g}, which counts no updates"
+        return Check("step", FAIL, message, odd, inputs.min_step)
     latest = max(known)
     if not latest >= inputs.min_step:
         message = (

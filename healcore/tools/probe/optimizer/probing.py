@@ -12,7 +12,7 @@ from healcore.tools.probe.optimizer.kinds import reason
 from healcore.tools.probe.optimizer.layers import layer
 from healcore.tools.probe.optimizer.naming import Names
 from healcore.tools.probe.optimizer.outliers import Deviation, deviations, rounding
-from healcore.tools.probe.optimizer.slots import Tree, slots
+from healcore.tools.probe.optimizer.slots import Slot, Tree, slots
 from healcore.tools.probe.optimizer.statistics import measured
 from healcore.tools.probe.optimizer.thresholds import OptimizerInputs
 from healcore.tools.probe.verdict import NothingToProbe, Result, Verdict
@@ -32,10 +32,11 @@ def probe_optimizer(path: Path, inputs: OptimizerInputs | None = None) -> Result
     inputs = inputs or OptimizerInputs()
     contents = open_contents(path, inputs.step)
     tree = Tree(contents)
-    found = slots(tree)
+    everything = slots(tree)
+    found = [slot for slot in everything if slot.second.size and not _whole(slot)]
     why_not = reason(tree, [array for slot in found for array in (slot.second, *slot.beside)])
     if not found:
-        why = why_not or "it holds no optimizer state that healcore knows"
+        why = _unjudged(everything) or why_not or "it holds no optimizer state that healcore knows"
         raise NothingToProbe(f"{path} has no second moments to judge: {why}")
     names = Names(tree, found)
     moments = [
@@ -77,6 +78,21 @@ def probe_optimizer(path: Path, inputs: OptimizerInputs | None = None) -> Result
     if names.missing:
         notes.append("torch numbers parameters: those whose name is not certain have a number")
     return Result("optimizer", str(path), tuple(checks), facts, tuple(notes))
+
+
+def _whole(slot: Slot) -> bool:
+    """Whether the moments are whole numbers."""
+    return slot.second.dtype.startswith(("int", "uint", "bool"))
+
+
+def _unjudged(left_out: Sequence[Slot]) -> str | None:
+    """Why nothing can be said of moments that are there."""
+    if not left_out:
+        return None
+    kinds = sorted({slot.second.dtype for slot in left_out if _whole(slot)})
+    if not kinds:
+        return "none of them has an element"
+    return f"they are whole numbers ({', '.join(kinds)}): quantized, or no moments"
 
 
 def _step(inputs: OptimizerInputs) -> float | None:

@@ -35,7 +35,9 @@ class Tree:
     """Contents by path."""
 
     def __init__(self, contents: Contents) -> None:
-        self.arrays: dict[Path, Array] = {_bare(array.path): array for array in contents.arrays}
+        self.arrays: dict[Path, Array] = {
+            _bare(array.path): array for array in contents.arrays if array.path
+        }
         self.values: Mapping[Path, Any] = contents.values
 
     def number(self, path: Path) -> float | None:

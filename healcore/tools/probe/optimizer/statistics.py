@@ -40,8 +40,8 @@ class Moments(NamedTuple):
         if not self.mean > 0 or not math.isfinite(self.mean):
             return None
         correction = 1.0
-        if self.step is not None and self.step > 0:
-            correction = -math.expm1(self.step * math.log(self.beta2)) if self.beta2 > 0 else 1.0
+        if self.step is not None and self.step > 0 and 0 < self.beta2 < 1:
+            correction = -math.expm1(self.step * math.log(self.beta2))
         return math.log(self.mean) - math.log(correction)
 
 
@@ -55,11 +55,14 @@ def measured(slot: Slot, name: str, like: str, beta2: float, step: float | None)
         beta2: where the slot does not say.
         step: where the slot does not say.
     """
-    nonfinite = negative = zeros = finite = 0
+    size = nonfinite = negative = zeros = finite = 0
     total = 0.0
-    for piece in slot.second.read():
+    for read in slot.second.read():
+        # Of complex parameters torch averages the squares of both parts, each for itself.
+        piece = read.view(np.real(read).dtype) if np.iscomplexobj(read) else read
         good = np.isfinite(piece)
         values = piece if good.all() else piece[good]
+        size += len(piece)
         nonfinite += len(piece) - len(values)
         negative += int(np.count_nonzero(values < 0))
         zeros += int(np.count_nonzero(values == 0))
@@ -68,7 +71,7 @@ def measured(slot: Slot, name: str, like: str, beta2: float, step: float | None)
     return Moments(
         name=name,
         like=like,
-        size=slot.second.size,
+        size=size,
         nonfinite=nonfinite + sum(map(_nonfinite, slot.beside)),
         negative=negative,
         zeros=zeros,
