@@ -5,6 +5,7 @@ Each has `see(step: Step) -> tuple[bool, bool, cause]`: alarm, sustained, flags.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from healcore.core.verdict import Cause
@@ -132,6 +133,7 @@ class Plateau:
         self.losses: list[float] = []
         self.best: float | None = None
         self.best_of = 0.0  # the largest loss of its window, by which its mean is rounded
+        self.doubt = math.inf  # the closest comparison that the count of stale windows rests on
         self.stale, self.at_chance = 0, False
         self.last, self.change = 0.0, 0.0
 
@@ -148,6 +150,7 @@ class Plateau:
             if len(self.losses) >= c.window:
                 self._close()
             alarm = self.stale >= c.patience or self.at_chance
+            self.ties.recall(self.doubt)
         if step.restart:
             self.losses, self.best, self.stale, self.at_chance = [], None, 0, False
             alarm = False
@@ -158,16 +161,17 @@ class Plateau:
         mean = sum(self.losses) / len(self.losses)
         sizes = [abs(x) for x in self.losses]
         self.losses = []
-        if self.best is None or self.ties.above(
-            self.best - mean,
-            c.min_improvement * self.change,
-            self.best,
-            self.best_of,
-            max(sizes),
+        gain = None if self.best is None else self.best - mean
+        here = Ties()
+        if gain is None or here.above(
+            gain, c.min_improvement * self.change, mean, self.best_of, max(sizes)
         ):
             self.best, self.best_of, self.stale = mean, max(sizes), 0
+            self.doubt = here.closest if here.close else math.inf
         else:
             self.stale += 1
+            self.doubt = min(self.doubt, here.closest)
+        self.ties.recall(here.closest)
         if c.chance_level is not None:
             far = self.ties.above(abs(mean - c.chance_level), c.chance_margin, *sizes)
             self.at_chance = not far

@@ -28,6 +28,10 @@ class Ties:
         """Some comparison of this step was too close to call."""
         return self.closest < TOLERANCE
 
+    def recall(self, closest: float) -> None:
+        """An earlier comparison of this closeness bears on this step too."""
+        self.closest = min(self.closest, closest)
+
     def above(self, a: float, b: float, *also: float) -> bool:
         """`a > b`; `also` holds the magnitudes that a or b are differences of."""
         size = max(abs(a), abs(b), *(abs(each) for each in also))
