@@ -102,10 +102,8 @@ def no_traces(failed: Sequence[Unreadable], paths: Sequence[str]) -> list[Result
 
 
 def _is_store(path: str) -> bool:
-    try:
-        from healcore.tools.probe.checkpoint.stored import is_store
-    except ImportError:  # without xxhash, which all stores need
-        return False
+    from healcore.tools.probe.checkpoint.stored import is_store
+
     return is_store(Path(path))
 
 

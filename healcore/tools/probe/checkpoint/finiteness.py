@@ -14,7 +14,6 @@ class Looked(NamedTuple):
     """What was found."""
 
     arrays: int
-    bytes_of_floats: int
     nonfinite: dict[str, int]
     """Name of array -> how many of its elements."""
     unreadable: tuple[str, ...]
@@ -26,7 +25,6 @@ def look(contents: Contents) -> Looked:
     nonfinite: dict[str, int] = {}
     unreadable = []
     seen = set()
-    floats = 0
     for array in contents.arrays:
         if array.storage is not None and array.storage in seen:
             continue
@@ -36,11 +34,10 @@ def look(contents: Contents) -> Looked:
         bad = 0
         try:
             for piece in array.read():
-                floats += piece.nbytes
                 bad += len(piece) - int(np.count_nonzero(np.isfinite(piece)))
         except (ProbeError, ValueError, TypeError, RuntimeError) as error:
             unreadable.append(str(error))
             continue
         if bad:
             nonfinite[dotted(array.path)] = bad
-    return Looked(len(contents.arrays), floats, nonfinite, tuple(unreadable))
+    return Looked(len(contents.arrays), nonfinite, tuple(unreadable))

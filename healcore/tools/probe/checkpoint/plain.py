@@ -10,7 +10,7 @@ from healcore.tools.probe.checkpoint.finiteness import look
 from healcore.tools.probe.checkpoint.thresholds import CheckpointInputs
 from healcore.tools.probe.contents import open_contents
 from healcore.tools.probe.contents.opening import archives
-from healcore.tools.probe.verdict import Check, NothingToProbe, Result, Verdict
+from healcore.tools.probe.verdict import Check, NothingToProbe, ProbeError, Result, Verdict
 
 PASS, FAIL, SKIP, ERROR = Verdict.PASS, Verdict.FAIL, Verdict.SKIP, Verdict.ERROR
 
@@ -21,7 +21,14 @@ def probe_plain(path: Path, inputs: CheckpointInputs) -> Result:
     Raises:
         ProbeError: it cannot be read.
     """
-    contents = open_contents(path)
+    # First: of a damaged archive torch may read what was never in it, or nothing.
+    archive, records = _archive(path) if path.exists() else (None, 0)
+    try:
+        contents = open_contents(path)
+    except ProbeError as error:
+        if archive is None or archive.verdict is not FAIL or not records:
+            raise  # what is no archive at all may be anything
+        return Result("checkpoint", str(path), (Check("readable", ERROR, str(error)), archive))
     if not contents.arrays:
         raise NothingToProbe(f"{path} is a {contents.format} without arrays: nothing to look at")
     looked = look(contents)
@@ -38,7 +45,8 @@ def probe_plain(path: Path, inputs: CheckpointInputs) -> Result:
     else:
         message = f"no NaN and no Inf in {looked.arrays - len(looked.unreadable)} arrays"
         checks.append(Check("finite", PASS, message, 0, 0))
-    checks.append(_digests(path, contents.format))
+    none = f"cannot say: a {contents.format} carries none"
+    checks.append(archive or Check("digests", SKIP, none, decides=False))
     good = "cannot say: only a store of healcore's knows what followed a checkpoint"
     checks.append(Check("known_good", SKIP, good, decides=inputs.require_good))
     facts = {
@@ -50,12 +58,11 @@ def probe_plain(path: Path, inputs: CheckpointInputs) -> Result:
     return Result("checkpoint", str(path), tuple(checks), facts, contents.notes)
 
 
-def _digests(path: Path, format: str) -> Check:
-    """Torch's files are zip archives, and those have a CRC-32 of every record."""
+def _archive(path: Path) -> tuple[Check | None, int]:
+    """Torch's files are zip archives, with a CRC-32 of every record; and how many records."""
     files = archives(path)
     if not files:
-        told = f"cannot say: a {format} carries none"
-        return Check("digests", SKIP, told, decides=False)
+        return None, 0
     bad, records = [], 0
     for file in files:
         found = examined(file)
@@ -63,5 +70,5 @@ def _digests(path: Path, format: str) -> Check:
         if found.damage is not None:
             bad.append(found.damage if file == path else f"{file.name}: {found.damage}")
     if bad:
-        return Check("digests", FAIL, "; ".join(bad[:3]), len(bad), 0)
-    return Check("digests", PASS, f"the CRC-32 of all {records} records hold", 0, 0)
+        return Check("digests", FAIL, "; ".join(bad[:3]), len(bad), 0), records
+    return Check("digests", PASS, f"the CRC-32 of all {records} records hold", 0, 0), records

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from healcore.extras import require
+from healcore.runtime.store import listing, manifest
 from healcore.tools.probe.contents.contents import Contents
 from healcore.tools.probe.contents.safetensors import is_safetensors, read_safetensors
 from healcore.tools.probe.contents.stored import open_stored
@@ -57,9 +58,6 @@ def _file(path: Path) -> Contents:
 
 def _of_store(root: Path, step: int | None) -> Contents | None:
     """One checkpoint of a store; None if the directory is none."""
-    # Here, because a torch file can be probed where xxhash is not installed.
-    from healcore.runtime.store import listing, manifest
-
     if not any(listing.step_of(each) is not None for each in root.iterdir()):
         return None
     saves = listing.counting(root)

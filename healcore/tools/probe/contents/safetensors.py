@@ -142,6 +142,5 @@ def _reader(
 def _unknown(name: str, dtype: str) -> Callable[[], Iterator[np.ndarray]]:
     def read() -> Iterator[np.ndarray]:
         raise ProbeError(f"{name} is of dtype {dtype}, which healcore does not know")
-        yield
 
     return read
