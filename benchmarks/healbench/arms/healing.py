@@ -1,0 +1,163 @@
+"""healcore itself: a policy attached to each optimizer, and the Healer around the whole loop."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+
+import healcore
+from benchmarks.healbench.arms.common import silent
+from benchmarks.healbench.problem import MAIN, Problem
+from benchmarks.healbench.training import Stopped, Training
+from healcore.core.verdict import Cause
+from healcore.torch import Healing, attach
+
+_NONFINITE = Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
+
+
+class _Counting(Training):
+    """Counts what the handles of the optimizers did.
+
+    What a GradScaler leaves out by itself never reaches an optimizer and is not counted.
+    """
+
+    heals: Mapping[str, Healing]
+    """The handle of each optimizer, by the problem's names."""
+
+    def update(self, loss: Tensor, optimizer: str = MAIN) -> None:
+        """As it is; then looks at what was decided."""
+        heal = self.heals[optimizer]
+        before = heal.decision
+        super().update(loss, optimizer)
+        if heal.decision is None or heal.decision is before or not bool(heal.decision.skip):
+            return
+        if int(heal.decision.cause) & _NONFINITE:
+            self.counts.nonfinite_skips += 1
+        else:
+            self.counts.finite_skips += 1
+
+    def count(self) -> None:
+        """Takes over what the handles have counted themselves."""
+        told = [heal.metrics() for heal in self.heals.values()]
+        self.counts.clips = sum(int(each["heal/clips"]) for each in told)
+        self.counts.lr_cuts = sum(int(each["heal/lr_cuts"]) for each in told)
+
+
+class _Rows(Sequence):
+    """Something indexable as the Sequence that it is: the Healer rewinds what calls itself one."""
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._rows[index]
+
+
+class Attached(_Counting):
+    """`heal = attach(optimizer, policy)` for each optimizer, and `heal.observe(loss)`.
+
+    Args:
+        problem: the program.
+        policy: a preset's name, or whatever else `attach` takes.
+    """
+
+    def __init__(self, problem: Problem, policy: Any) -> None:
+        super().__init__(problem)
+        self._policy = policy
+
+    def __enter__(self) -> Attached:
+        self.heals = {
+            name: attach(each, self._policy, scaler=self.problem.scaler)
+            for name, each in self.problem.optimizers.items()
+        }
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.count()
+        for heal in self.heals.values():
+            heal.detach()
+
+    def before_backward(self, loss: Tensor, optimizer: str) -> None:
+        """Reports the loss."""
+        self.heals[optimizer].observe(loss)
+
+
+class Healed(_Counting):
+    """The loop of the README, with everything in `state` that the program has.
+
+    Checkpoints stay in host memory (`store=None`), where they are gone back to first anyway.
+
+    Args:
+        problem: the program.
+        policy: a preset's name, or whatever else `Healer` takes.
+        ask: pass the program's `loss_fn` on, where it has one.
+    """
+
+    def __init__(self, problem: Problem, policy: Any = "default", *, ask: bool = False) -> None:
+        super().__init__(problem)
+        state = {
+            **{f"module_{name}": each for name, each in problem.modules.items()},
+            **{f"optimizer_{name}": each for name, each in problem.optimizers.items()},
+            **{f"scheduler_{name}": each for name, each in problem.schedulers.items()},
+            **{f"state_{name}": each for name, each in problem.state.items()},
+        }
+        if problem.scaler is not None:
+            state["scaler"] = problem.scaler
+        options: dict[str, Any] = {}
+        if ask and problem.loss_fn is not None:
+            options["loss_fn"] = problem.loss_fn
+        self._healer = healcore.Healer(policy, state=state, store=None, **options)
+        self._ended: healcore.RunStopped | None = None
+        self._silence = contextlib.ExitStack()
+
+    def __enter__(self) -> Healed:
+        self._silence.enter_context(silent("healcore"))
+        try:
+            self._healer.__enter__()
+        except BaseException:
+            self._silence.close()
+            raise
+        driver: Any = self._healer.driver
+        self.heals = {
+            name: driver.healings[f"optimizer_{name}"] for name in self.problem.optimizers
+        }
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None and self._ended is not None:
+            kind, error, trace = type(self._ended), self._ended, self._ended.__traceback__
+        try:
+            self._healer.__exit__(kind, error, trace)
+        finally:
+            self._silence.close()
+        self.count()
+        self.counts.rollbacks = self._healer.rollbacks
+
+    def batches(self) -> Iterator[Any]:
+        """Through the Healer, which goes back in them."""
+        try:
+            yield from self._healer.batches(_Rows(self.problem.batches))
+        except healcore.RunStopped as error:
+            self._ended = error
+            raise Stopped(error.why) from error
+
+    def before_backward(self, loss: Tensor, optimizer: str) -> None:
+        """Reports the loss."""
+        self._healer.observe(loss, f"optimizer_{optimizer}")

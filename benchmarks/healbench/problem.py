@@ -1,0 +1,67 @@
+"""One seeded training program before its first step: what a user's own script would have built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+MAIN = "main"
+
+
+class Update(Protocol):
+    """What a program calls where it would write `zero_grad`, `backward`, clip and `step`."""
+
+    def __call__(self, loss: Tensor, optimizer: str = MAIN) -> None:
+        """Backward of `loss` and one step of the named optimizer, as the arm takes it."""
+        ...
+
+
+@dataclass
+class Problem:
+    """Model, data and loop of one run.
+
+    Everything that differs from step to step comes from `batches[i]` or from objects in `state`,
+    so that an arm that goes back replays exactly what it has left.
+    """
+
+    modules: dict[str, nn.Module]
+    optimizers: dict[str, Optimizer]
+    batches: Sequence[Any]
+    """One entry per step. Deterministic, indexable; it may be lazy."""
+    step: Callable[[Any, Update], None]
+    """One iteration of the user's loop: forward passes and calls of `update(loss, name)`."""
+    evaluate: Callable[[], float]
+    """Held-out metric, lower is better; called once at the end, may be infinite or NaN."""
+    schedulers: dict[str, LRScheduler] = field(default_factory=dict)
+    """By optimizer; `update` steps it after that optimizer's step."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """Further objects with `state_dict` and `load_state_dict`: environment, replay buffer."""
+    loss_fn: Callable[[Any], Tensor] | None = None
+    """Loss of one batch with the present weights, without side effects; None where the loss is no
+    function of the batch (reinforcement learning, adversarial training)."""
+    scaler: Any = None
+    """A `torch.amp.GradScaler`, where the program trains with loss scaling."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A name in the results table."""
+
+    name: str
+    kind: Literal["healthy", "sick"]
+    metric: str
+    """What `evaluate` returns: "held-out loss", "error rate", ..."""
+    build: Callable[[int], Problem]
+    """The problem of one seed; seeds everything it uses."""
+    about: str
+    """One sentence for the docs: the model, the data, what is special about it."""
+    reference: str = ""
+    """Of a sick task: the task that is the same run without the fault; its result under the fixed
+    clip is what a perfect cure would reach."""
+    quick: bool = False
+    """Part of `--quick`."""

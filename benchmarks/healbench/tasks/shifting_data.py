@@ -1,0 +1,306 @@
+"""Healthy runs whose data change on the way, at once or in turns."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
+
+from benchmarks.healbench.problem import MAIN, Problem, Task, Update
+from benchmarks.healbench.tasks.mixed_data import (
+    HELD_OUT,
+    INPUTS,
+    ROWS,
+    Batch,
+    Clusters,
+    Teacher,
+    batches,
+    seeded,
+    supervised,
+)
+from benchmarks.healbench.tasks.models import (
+    ByteModel,
+    byte_corpus,
+    held_out_windows,
+    mlp,
+    text_windows,
+    warmup_cosine,
+)
+
+
+class _Online:
+    """Loss of each batch before its update: every batch is new, so this is a held-out loss."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+
+    def state_dict(self) -> dict[str, dict[int, float]]:
+        return {"losses": dict(self.losses)}
+
+    def load_state_dict(self, state: dict[str, dict[int, float]]) -> None:
+        self.losses = dict(state["losses"])
+
+
+def _task_every_300(seed: int) -> Problem:
+    generator, length, tasks = seeded(seed), 300, 4
+    model = mlp(INPUTS, 64, 64, 1)
+    pairs = [
+        pair
+        for _ in range(tasks)
+        for pair in batches(Teacher(generator, 1.0).sample(length * ROWS, noise=0.2))
+    ]
+    data = [(i, *pair) for i, pair in enumerate(pairs)]
+    online = _Online()
+
+    def loss_fn(batch: tuple[int, Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(model(batch[1]), batch[2])
+
+    def step(batch: tuple[int, Tensor, Tensor], update: Update) -> None:
+        loss = loss_fn(batch)
+        online.losses[batch[0]] = loss.item()
+        update(loss)
+
+    @torch.no_grad()
+    def evaluate() -> float:
+        """Tasks that a stopped run never reached are judged with the weights it ended on."""
+        means = []
+        for end in range(length, tasks * length + 1, length):
+            last = range(end - 100, end)
+            seen = [online.losses[i] for i in last if i in online.losses]
+            seen = seen or [float(loss_fn(data[i])) for i in last]
+            means.append(sum(seen) / len(seen))
+        return sum(means) / tasks
+
+    return Problem(
+        modules={"model": model},
+        optimizers={MAIN: Adam(model.parameters(), lr=3e-3)},
+        batches=data,
+        step=step,
+        evaluate=evaluate,
+        state={"online": online},
+        loss_fn=loss_fn,
+    )
+
+
+def _domain_change(seed: int) -> Problem:
+    generator, steps = seeded(seed), 1000
+    model = mlp(INPUTS, 64, 64, 10)
+    before = Clusters(10, generator, 1.2)
+    first, second = Clusters(10, generator), Clusters(10, generator, 1.2)
+    first.centres = before.centres + 0.5 * first.centres
+    pretraining = Adam(model.parameters(), lr=3e-3)
+    for inputs, labels in batches(before.sample(300 * ROWS)):
+        pretraining.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        pretraining.step()
+    optimizer = AdamW(model.parameters(), lr=5e-3)
+    return supervised(
+        model,
+        optimizer,
+        batches(first.sample(500 * ROWS)) + batches(second.sample(500 * ROWS)),
+        [second.sample(HELD_OUT)],
+        scheduler=warmup_cosine(optimizer, steps, warmup=50),
+    )
+
+
+def _curriculum(seed: int) -> Problem:
+    generator, steps = seeded(seed), 1200
+    model = mlp(INPUTS, 96, 96, 1)
+    parts = [Teacher(generator, frequency) for frequency in (0.4, 0.6, 0.8, 1.0)]
+
+    def stage(level: int, rows: int) -> Batch:
+        inputs = torch.randn(rows, INPUTS, generator=generator)
+        return inputs, sum((parts[i](inputs) * (1.0 + i) for i in range(level + 1)), torch.zeros(1))
+
+    optimizer = Adam(model.parameters(), lr=8e-3)
+    return supervised(
+        model,
+        optimizer,
+        [pair for level in range(4) for pair in batches(stage(level, 300 * ROWS))],
+        [stage(3, HELD_OUT)],
+        F.mse_loss,
+        warmup_cosine(optimizer, steps),
+    )
+
+
+def _sorted(seed: int, classes: int, block: tuple[int, int], steps: int, lr: float) -> Problem:
+    """Blocks of one class, in turn, of `block[0]` to `block[1]` batches."""
+    generator = seeded(seed)
+    clusters = Clusters(classes, generator, 1.3)
+    labels: list[int] = []
+    while len(labels) < steps:
+        length = int(torch.randint(block[0], block[1] + 1, (), generator=generator))
+        labels += [(labels[-1] + 1) % classes if labels else 0] * length
+    of_rows = torch.tensor(labels[:steps]).repeat_interleave(ROWS)
+    model = mlp(INPUTS, 64, 64, classes)
+    optimizer = SGD(model.parameters(), lr=lr, momentum=0.9)
+    return supervised(
+        model,
+        optimizer,
+        batches((clusters.inputs(of_rows), of_rows)),
+        [clusters.sample(HELD_OUT)],
+        scheduler=warmup_cosine(optimizer, steps),
+    )
+
+
+def _two_domains(seed: int) -> Problem:
+    generator, steps = seeded(seed), 1200
+    domains = [Clusters(10, generator) for _ in range(2)]
+    model = mlp(INPUTS, 64, 64, 10)
+    optimizer = AdamW(model.parameters(), lr=8e-3)
+    return supervised(
+        model,
+        optimizer,
+        [pair for i in range(12) for pair in batches(domains[i % 2].sample(100 * ROWS))],
+        [domain.sample(HELD_OUT) for domain in domains],
+        scheduler=warmup_cosine(optimizer, steps),
+    )
+
+
+def _lr_restarts(seed: int) -> Problem:
+    clusters = Clusters(10, seeded(seed))
+    model = mlp(INPUTS, 64, 64, 10)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return supervised(
+        model,
+        optimizer,
+        batches(clusters.sample(1400 * ROWS)),
+        [clusters.sample(HELD_OUT)],
+        scheduler=CosineAnnealingWarmRestarts(optimizer, T_0=200, T_mult=2),
+    )
+
+
+def _sequence_growth(seed: int) -> Problem:
+    generator, text, tokens = seeded(seed), byte_corpus()[0], 512
+    model = ByteModel(width=32, layers=1, context=64)
+    data = [
+        text_windows(text, tokens // length, length, generator)
+        for length in (8, 16, 32, 64)
+        for _ in range(150)
+    ]
+    optimizer = AdamW(model.parameters(), lr=5e-3)
+
+    @torch.no_grad()
+    def evaluate() -> float:
+        return float(model.loss(held_out_windows(256, 64)))
+
+    return Problem(
+        modules={"model": model},
+        optimizers={MAIN: optimizer},
+        batches=data,
+        step=lambda batch, update: update(model.loss(batch)),
+        evaluate=evaluate,
+        schedulers={MAIN: warmup_cosine(optimizer, len(data), warmup=20)},
+        loss_fn=model.loss,
+    )
+
+
+def _label_permutation(seed: int) -> Problem:
+    generator, steps = seeded(seed), 1000
+    clusters = Clusters(10, generator)
+    renamed = torch.randperm(10, generator=generator)
+    model = mlp(INPUTS, 64, 64, 10)
+    optimizer = AdamW(model.parameters(), lr=8e-3)
+    before, after, held_out = (clusters.sample(n) for n in (400 * ROWS, 600 * ROWS, HELD_OUT))
+    return supervised(
+        model,
+        optimizer,
+        batches(before) + batches((after[0], renamed[after[1]])),
+        [(held_out[0], renamed[held_out[1]])],
+        scheduler=warmup_cosine(optimizer, steps),
+    )
+
+
+def _harder_noise(seed: int) -> Problem:
+    generator, steps = seeded(seed), 1200
+    teacher = Teacher(generator, 1.5)
+    model = mlp(INPUTS, 64, 64, 1)
+    optimizer = Adam(model.parameters(), lr=8e-3)
+    return supervised(
+        model,
+        optimizer,
+        batches(teacher.sample(400 * 256, 0.3), 256) + batches(teacher.sample(800 * 256, 1.0), 256),
+        [teacher.sample(HELD_OUT)],
+        F.mse_loss,
+        warmup_cosine(optimizer, steps),
+    )
+
+
+TASKS: tuple[Task, ...] = (
+    Task(
+        "task_every_300",
+        "healthy",
+        "mean loss on new batches in the last 100 steps of each task",
+        _task_every_300,
+        "An MLP, Adam at a constant rate; every 300 steps a new target function, unannounced.",
+        quick=True,
+    ),
+    Task(
+        "domain_change",
+        "healthy",
+        "held-out loss on the new domain",
+        _domain_change,
+        "Fine-tuning of a pre-trained MLP classifier; the domain changes for good at step 500.",
+        quick=True,
+    ),
+    Task(
+        "curriculum",
+        "healthy",
+        "held-out loss on the last stage",
+        _curriculum,
+        "Regression by an MLP; every 300 steps the targets gain a larger and rougher part.",
+        quick=True,
+    ),
+    Task(
+        "sorted_stream",
+        "healthy",
+        "held-out loss, all classes",
+        lambda seed: _sorted(seed, 5, (20, 40), 1200, 0.02),
+        "An MLP classifier, SGD, data sorted by class: 20 to 40 batches of one class in turn.",
+        quick=True,
+    ),
+    Task(
+        "sorted_stream_long",
+        "healthy",
+        "held-out loss, all classes",
+        lambda seed: _sorted(seed, 4, (150, 150), 2400, 0.01),
+        "An MLP classifier, SGD, four classes in turn in blocks of 150 batches.",
+    ),
+    Task(
+        "two_domains_alternating",
+        "healthy",
+        "held-out loss, mean of both domains",
+        _two_domains,
+        "An MLP classifier, 100 steps on one domain and 100 on another, in turn.",
+    ),
+    Task(
+        "lr_restarts",
+        "healthy",
+        "held-out loss",
+        _lr_restarts,
+        "An MLP classifier, SGD, cosine schedule with warm restarts at steps 200 and 600 (SGDR).",
+    ),
+    Task(
+        "sequence_growth",
+        "healthy",
+        "held-out loss, nats per byte",
+        _sequence_growth,
+        "A byte-level transformer; windows of 8, 16, 32, then 64 bytes, 150 steps each.",
+    ),
+    Task(
+        "label_permutation_forever",
+        "healthy",
+        "held-out loss under the new labels",
+        _label_permutation,
+        "An MLP classifier; at step 400 the labels are renamed for good.",
+    ),
+    Task(
+        "harder_noise",
+        "healthy",
+        "held-out loss against noise-free targets",
+        _harder_noise,
+        "Regression by an MLP; at step 400 target noise grows from 0.3 to 1.0 for good.",
+    ),
+)

@@ -1,0 +1,94 @@
+"""The loop around a problem, and what an arm may do in it. The base class does nothing at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from benchmarks.healbench.problem import MAIN, Problem
+
+
+@dataclass
+class Counts:
+    """What an arm did to a run."""
+
+    clips: int = 0
+    finite_skips: int = 0
+    nonfinite_skips: int = 0
+    lr_cuts: int = 0
+    rollbacks: int = 0
+    stopped: str = ""
+    """Why the arm ended the run before its data was used up; empty: it did not."""
+
+
+class Stopped(Exception):
+    """The arm ends the run."""
+
+
+class Training:
+    """One run of a problem under one arm: `with Arm(problem) as run: run.train()`.
+
+    The base class is the arm `nothing`. Others override `batches`, `before_backward` or `admit`.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.counts = Counts()
+        self.steps = 0
+        """Iterations of the loop, those that were undone included."""
+
+    def __enter__(self) -> Training:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        return None
+
+    def train(self) -> None:
+        """The loop, to the end of the data or until the arm stops it."""
+        try:
+            for batch in self.batches():
+                self.problem.step(batch, self.update)
+                self.steps += 1
+        except Stopped as why:
+            self.counts.stopped = str(why)
+
+    def update(self, loss: Tensor, optimizer: str = MAIN) -> None:
+        """Backward and step; see `Update`."""
+        problem, scaler = self.problem, self.problem.scaler
+        inner = problem.optimizers[optimizer]
+        inner.zero_grad()
+        self.before_backward(loss, optimizer)
+        if scaler is None:
+            loss.backward()
+        else:
+            scaler.scale(loss).backward()
+            scaler.unscale_(inner)
+        if self.admit(inner, loss):
+            inner.step() if scaler is None else scaler.step(inner)
+        if scaler is not None:
+            scaler.update()
+        if optimizer in problem.schedulers:
+            problem.schedulers[optimizer].step()
+
+    # -- what arms override ---------------------------------------------------------------------
+
+    def batches(self) -> Iterable[Any]:
+        """The data, in order."""
+        return iter(self.problem.batches)
+
+    def before_backward(self, loss: Tensor, optimizer: str) -> None:
+        """Sees the loss before its backward pass."""
+
+    def admit(self, optimizer: Optimizer, loss: Tensor) -> bool:
+        """Sees (and may clip) the unscaled gradients; False skips the step."""
+        return True
