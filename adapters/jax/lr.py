@@ -95,5 +95,19 @@ def set_lr_scale(opt_state: Any, scale: chex.Numeric) -> Any:
     return new
 
 
+def injected_rate(tree: Any) -> Any:
+    """The learning rate that `optax.inject_hyperparams` holds in a state; None without exactly one.
+
+    Args:
+        tree: an optimizer state, or a train state with one in it; traced or not.
+    """
+    found = [
+        leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if jax.tree_util.keystr(path).endswith(".hyperparams['learning_rate']")
+    ]
+    return found[0] if len(found) == 1 else None
+
+
 def _is_lr(node: Any) -> bool:
     return isinstance(node, ScaleByHealLrState)

@@ -9,6 +9,7 @@ import optax
 
 from healcore.jax import state as heal_state
 from healcore.jax import updates as on_updates
+from healcore.jax.lr import injected_rate
 from healcore.jax.norms import global_norm
 from healcore.jax.policy import engine_of
 from healcore.jax.select_at_definition import step_or_keep
@@ -84,8 +85,11 @@ def protect(
         update_norm: Any = None,
         announced: Any = None,
         void: Any = None,
+        learning_rate: Any = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, ProtectState]:
+        if learning_rate is None and engine.limits_lr:
+            learning_rate = injected_rate(state.inner_state)
         given = {
             "value": value,
             "eval_value": eval_value,
@@ -93,6 +97,7 @@ def protect(
             "update_norm": update_norm,
             "announced": announced,
             "void": void,
+            "learning_rate": learning_rate,
         }
         given = {name: signal for name, signal in given.items() if signal is not None}
         known = {"update_norm": state.heal_update_norm, **given}

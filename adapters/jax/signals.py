@@ -22,6 +22,7 @@ def gather(
     update_norm: Any = None,
     announced: Any = None,
     void: Any = None,
+    learning_rate: Any = None,
 ) -> tuple[Signals, chex.Array | None]:
     """Makes one step's `Signals`.
 
@@ -35,6 +36,7 @@ def gather(
         update_norm: global norm of the last applied update.
         announced: bool, the host announces a change of LR, batch, data or weights.
         void: bool, this step is skipped by somebody else already.
+        learning_rate: the schedule's rate at this step, for a limit in absolute terms.
 
     Returns:
         Signals of float32 and bool 0-d arrays, None for what is absent; and the norm of each
@@ -58,6 +60,7 @@ def gather(
         group_norms=leaf_norms if per_tensor else None,
         announced=_flag("announced", announced),
         void=_flag("void", void),
+        learning_rate=_number("learning_rate", learning_rate),
     )
     return signals, leaf_norms
 

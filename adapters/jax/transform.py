@@ -152,6 +152,7 @@ def _transformation(engine: Engine, on_skip: OnSkip) -> optax.GradientTransforma
         update_norm: Any = None,
         announced: Any = None,
         void: Any = None,
+        learning_rate: Any = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, HealState]:
         del params, extra_args
@@ -164,6 +165,7 @@ def _transformation(engine: Engine, on_skip: OnSkip) -> optax.GradientTransforma
             update_norm=update_norm,
             announced=announced,
             void=void,
+            learning_rate=learning_rate,
         )
         state, decision = heal_state.step(engine, state, signals, norms)
         if engine.mode == "observe":

@@ -90,6 +90,7 @@ class DeviceSeat:
             eval_loss=seen.eval_loss,
             update_norm=seen.update_norm,
             void=void,
+            learning_rate=seen.learning_rate,
         )
         new, decision = self.engine.step(self.state, signals, xp=self._xp)
         _write(self.state, new)
@@ -114,6 +115,10 @@ class DeviceSeat:
     def announce(self) -> None:
         """Opens the grace window at the next step."""
         _write(self.state, self.engine.announce(self.state, xp=self._xp))
+
+    def decline(self) -> None:
+        """Gives back the rollback that was ordered last."""
+        _write(self.state, self.engine.decline(self.state, xp=self._xp))
 
     def grow(self, groups: int) -> None:
         """Begins a history for parameters that were added after the others.

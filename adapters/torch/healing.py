@@ -112,6 +112,10 @@ class Healing:
         """
         self.seat.announce()
 
+    def decline(self) -> None:
+        """Says that the rollback ordered last is not carried out: `Engine.decline`."""
+        self.seat.decline()
+
     def discard(self) -> None:
         """Forgets the losses since the last step: call it after throwing a step away yourself."""
         self._measurer.clear()

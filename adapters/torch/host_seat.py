@@ -39,7 +39,7 @@ class HostSeat:
 
     def order(self, seen: Measurement) -> Order:
         """Judges one step."""
-        loss, norm, groups, evaluation, update, divisor, found = read(
+        loss, norm, groups, evaluation, update, divisor, found, rate = read(
             [
                 seen.loss,
                 seen.grad_norm,
@@ -48,6 +48,7 @@ class HostSeat:
                 seen.update_norm,
                 seen.grad_divisor,
                 seen.found_inf,
+                seen.learning_rate,
             ]
         )
         assert norm is not None
@@ -65,6 +66,7 @@ class HostSeat:
                 eval_loss=evaluation,
                 update_norm=update,
                 void=np.True_ if void else None,
+                learning_rate=rate,
             )
             signals = Signals(*(None if value is None else _scalar(value) for value in signals))
             self.state, decision = self.engine.step(self.state, signals, xp=host)
@@ -80,6 +82,10 @@ class HostSeat:
     def announce(self) -> None:
         """Opens the grace window at the next step."""
         self.state = self.engine.announce(self.state, xp=host)
+
+    def decline(self) -> None:
+        """Gives back the rollback that was ordered last."""
+        self.state = self.engine.decline(self.state, xp=host)
 
     def grow(self, groups: int) -> None:
         """Begins a history for parameters that were added after the others."""

@@ -29,6 +29,8 @@ class Measurement(NamedTuple):
     """0-d float32: what the gradients are still multiplied by (a GradScaler's scale)."""
     found_inf: Tensor | None = None
     """0-d float32, above 0 when a GradScaler has found an overflow and skips this step."""
+    learning_rate: Tensor | None = None
+    """0-d float32: the largest rate of any group, as the user's schedule has it."""
     rehearsal: bool = False
     """A fresh optimizer is stepped at learning rate 0, as torch.distributed.checkpoint does."""
 
@@ -85,6 +87,10 @@ class Seat(Protocol):
 
     def announce(self) -> None:
         """Opens the grace window at the next step."""
+        ...
+
+    def decline(self) -> None:
+        """Gives back the rollback that was ordered last."""
         ...
 
     def grow(self, groups: int) -> None:

@@ -92,6 +92,7 @@ class Measurer:
             update_norm=self._side_signal("update_norm"),
             grad_divisor=self._at_home(grad_divisor),
             found_inf=self._at_home(found_inf),
+            learning_rate=self._learning_rate(optimizer),
             rehearsal=is_rehearsal(optimizer),
         )
         if measured.loss is not None:
@@ -112,6 +113,17 @@ class Measurer:
         if isinstance(value, Tensor):
             return value.to(self.home, torch.float32, non_blocking=True)
         return torch.full((), value, dtype=torch.float32, device=self.home)
+
+    def _learning_rate(self, optimizer: Optimizer) -> Tensor | None:
+        """The schedule's rate, where the policy may limit it in absolute terms."""
+        rates = [group["lr"] for group in optimizer.param_groups if group.get("lr") is not None]
+        if not rates or not self.engine.limits_lr:
+            return None
+        if any(isinstance(rate, Tensor) for rate in rates):
+            # Stays on the device: a sync would cost more than the limit is worth.
+            first = next(rate for rate in rates if isinstance(rate, Tensor))
+            return first.detach().to(self.home, torch.float32).reshape(())
+        return torch.full((), max(rates), dtype=torch.float32, device=self.home)
 
     def _at_home(self, value: Tensor | None) -> Tensor | None:
         if value is None:

@@ -34,6 +34,9 @@ class Signals(NamedTuple):
     """bool: the host announces a change (LR, batch, data, weights): open the grace window."""
     void: Any = None
     """bool: somebody else skips this step (a GradScaler's overflow): learn and count nothing."""
+    learning_rate: Any = None
+    """float32: the rate of this step's update, as the user's schedule has it. With it the limit on
+    the learning rate is in absolute terms; without, the schedule is taken to be constant."""
 
 
 class Observed(NamedTuple):
@@ -56,6 +59,8 @@ class Observed(NamedTuple):
     """bool or None: this step carries an evaluation."""
     restart: Any
     """bool: a change was announced: baselines begin their warm-up again."""
+    learning_rate: Any = None
+    """float32 or None: the schedule's rate; 0 where it is not finite."""
 
 
 def observe(signals: Signals, restart: Any, *, xp: Any) -> Observed:
@@ -88,6 +93,9 @@ def observe(signals: Signals, restart: Any, *, xp: Any) -> Observed:
         fine = _is_norm(signals.update_norm)
         bad_update, sound = ~fine, sound & fine
         update = numerics.bounded(signals.update_norm, fine, xp=xp)
+    rate = signals.learning_rate
+    if rate is not None:
+        rate = numerics.bounded(rate, xp.isfinite(rate), xp=xp)
     if signals.eval_loss is not None:
         has_eval = xp.isfinite(signals.eval_loss)
         evaluation = numerics.bounded(signals.eval_loss, has_eval, xp=xp)
@@ -103,6 +111,7 @@ def observe(signals: Signals, restart: Any, *, xp: Any) -> Observed:
         sound=sound,
         has_eval=has_eval,
         restart=restart,
+        learning_rate=rate,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Cause(enum.IntFlag):
-    """Why something is wrong. The first nine are decided on the device, the rest on the host."""
+    """Why something is wrong. The first ten are decided on the device, the rest on the host."""
 
     NONFINITE_LOSS = 1
     NONFINITE_GRAD = 2
@@ -18,6 +18,7 @@ class Cause(enum.IntFlag):
     PLATEAU = 64
     OVERFIT = 128
     UPDATE_SPIKE = 256
+    INSTABILITY = 512
     OOM = 1 << 16
     DATA = 1 << 17
     NETWORK = 1 << 18

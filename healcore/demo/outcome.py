@@ -102,7 +102,5 @@ def _third_act(plain: History, healed: History, scenario: Scenario) -> Iterator[
             yield f"{where}, where it had started: no checkpoint was known to be good"
         if not back.lr_scale < back.lr_scale_before:
             yield f"{where} and went on with the same learning rate"
-        if not back.batches:
-            yield f"{where} and left no batch out"
     if healed.ending not in ("completed", "stopped"):  # of the stopped one `_verdicts` tells
         yield f"has no completed ending in its events: {healed.ending}"

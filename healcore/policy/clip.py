@@ -49,6 +49,7 @@ class ZClip(Table):
     warmup_steps: Steps = _zclip.warmup_steps
     target: Target = "reciprocal"
     max_norm: Limit = _zclip.max_norm
+    lone_ratio: NotNegative = _zclip.lone_ratio
     min_rel_std: NotNegative = _zclip.min_rel_std
     shift: Shift = Shift()
 

@@ -11,6 +11,7 @@ from healcore.core.detectors import (
     grad_ema,
     grad_spike,
     grad_window,
+    instability,
     loss_ceiling,
     loss_ratio,
     loss_spike,
@@ -39,6 +40,7 @@ from healcore.policy.values import (
 _loss, _norm, _trend = loss_spike.Config(), grad_spike.Config(), divergence.Config()
 _gone, _flat, _gap = vanishing.Config(), plateau.Config(), overfit.Config()
 _ratio, _ceiling = loss_ratio.Config(), loss_ceiling.Config()
+_growing = instability.Config()
 _window, _ema, _limit = loss_window.Config(), grad_ema.Config(), grad_ceiling.Config()
 
 
@@ -98,6 +100,18 @@ class Divergence(Table):
     given_back: Annotated[float, Number(least=0, most=1)] = _trend.given_back
     patience: Steps = _trend.patience
     warmup_steps: Steps = _trend.warmup_steps
+
+
+class Instability(Table):
+    """Loss and gradient norm grow together from update to update."""
+
+    core = instability.Config
+
+    growth: Annotated[float, Number(above=1)] = _growing.growth
+    records: Annotated[int, Whole(least=2, most=1000)] = _growing.records
+    norm_ratio: Annotated[float, Number(least=1)] = _growing.norm_ratio
+    patience: Steps = _growing.patience
+    warmup_steps: Steps = _growing.warmup_steps
 
 
 class Vanishing(Table):
@@ -279,6 +293,7 @@ class Detect(Table):
     loss_spike: LossSpike | None = None
     grad_spike: NormSpike | None = None
     divergence: Divergence | None = None
+    instability: Instability | None = None
     vanishing: Vanishing | None = None
     plateau: Plateau | None = None
     overfit: Overfit | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import resources
 
-PRESETS = ("default", "aggressive", "conservative", "observe", "zclip")
+PRESETS = ("default", "pretraining", "aggressive", "conservative", "observe", "zclip")
 """healcore's own policies. All others are recipes: what somebody published, as a policy."""
 
 _SUFFIX = ".toml"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from healcore.core.engine import BudgetConfig, IncidentConfig, LrConfig, RollbackConfig
 from healcore.policy.table import Conflict, Table
-from healcore.policy.values import Fraction, Number, Steps, StepsOrZero, Whole
+from healcore.policy.values import Fraction, Number, OnOff, Steps, StepsOrZero, Whole
 
 _incident, _rollback, _lr, _budget = IncidentConfig(), RollbackConfig(), LrConfig(), BudgetConfig()
 _Few = Annotated[int, Whole(least=0, most=1000)]
@@ -26,17 +26,18 @@ class Rollback(Table):
     """How far back."""
 
     core = RollbackConfig
-    host_only = frozenset({"probation", "skip_batches"})
+    host_only = frozenset({"probation", "skip_batches", "confirm"})
 
     depth: Annotated[int, Whole(least=1, most=1000)] = _rollback.depth
     deepen: _Few = _rollback.deepen
     region: StepsOrZero = _rollback.region
     probation: Steps = 100
     skip_batches: StepsOrZero = 0
+    confirm: OnOff = False
 
 
 class Lr(Table):
-    """The cut of the learning rate, and its way back to exactly 1."""
+    """The cut of the learning rate, and its way back to exactly 1, or to the ceiling."""
 
     core = LrConfig
 
@@ -44,6 +45,7 @@ class Lr(Table):
     floor: Annotated[float, Number(above=0, most=1)] = _lr.floor
     hold_steps: StepsOrZero = _lr.hold_steps
     ramp_steps: StepsOrZero = _lr.ramp_steps
+    ceiling: Annotated[float, Number(least=0, most=1)] = _lr.ceiling
 
     def conflicts(self) -> Iterator[Conflict]:
         """The first cut has to be possible."""
@@ -57,7 +59,7 @@ class Lr(Table):
 
 
 class Budget(Table):
-    """How often. An exhausted budget stops the run; it waves nothing through."""
+    """How often. With no recovery left a run that gets worse is stopped, any other goes on."""
 
     core = BudgetConfig
     host_only = frozenset({"shrinks"})

@@ -6,7 +6,7 @@ what to keep of budgets and learning rate, when to save, all of that is the Heal
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from healcore.core.verdict import Decision
@@ -113,12 +113,29 @@ class Driver(Protocol):
         """False in the middle of an accumulation, whose half a checkpoint would not hold."""
         ...
 
+    def finite(self) -> bool:
+        """Whether all parameters are finite now. A sync."""
+        ...
+
+    def loss_of(self, loss_fn: Callable[..., Any], batch: Any) -> float:
+        """The loss of one batch with the present weights; nothing of the run changes by it.
+
+        Args:
+            loss_fn: takes the batch, and before it the state where that is a value (JAX).
+            batch: one that the loop was given.
+        """
+        ...
+
     def learning_rate(self) -> float | None:
         """The user's own learning rate now, without the multiplier; None where it is not known."""
         ...
 
     def announce(self) -> None:
         """Opens every engine's grace window."""
+        ...
+
+    def decline(self) -> None:
+        """Tells every engine that the rollback it ordered is not carried out, `Engine.decline`."""
         ...
 
     def state_bytes(self) -> int:

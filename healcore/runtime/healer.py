@@ -53,6 +53,10 @@ class Healer:
         save_every: steps between two checkpoints; None: the policy's `rollback.probation`.
         lag: steps after which a decision is read on the host; the same on every rank.
         keep: how many checkpoints of each kind stay.
+        loss_fn: the loss of one batch: `loss_fn(batch)` in torch and with nnx objects,
+            `loss_fn(state, batch)` where the state is a pytree. Called without gradients, in
+            evaluation mode, only when the policy would go back: on a few batches from before the
+            trouble, to tell a damaged model from different data. None: without that evidence.
         on_incident: functions that see an incident and may override what is done.
         rerun: go back once with nothing changed before going back for good, to tell a transient
             fault from one that happens again. Only where the data can be rewound.
@@ -76,6 +80,7 @@ class Healer:
         save_every: int | None = None,
         lag: int = 1,
         keep: Keep | None = None,
+        loss_fn: Callable[..., Any] | None = None,
         on_incident: Hook | Iterable[Hook] = (),
         rerun: bool = False,
         resume: bool | Literal["auto"] = "auto",
@@ -102,6 +107,7 @@ class Healer:
             framework=framework,
             attach=dict(attach or {}),
             driver=driver,
+            loss_fn=loss_fn,
         ).checked()
         self._run: Run | None = None
         self._ended = False

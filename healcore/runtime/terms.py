@@ -28,6 +28,8 @@ class Terms(NamedTuple):
     recoveries: int
     refund_after: int
     """Rollbacks that are allowed, within so many steps of the run."""
+    confirm: bool
+    """Going back needs evidence that the model is worse."""
 
     @property
     def observes(self) -> bool:
@@ -60,6 +62,7 @@ def terms_of(policy: Any) -> Terms:
             host.region,
             int(budget.recoveries),
             int(budget.refund_after),
+            host.confirm,
         )
     loaded: Policy = policies.load(policy)
     return Terms(
@@ -72,4 +75,5 @@ def terms_of(policy: Any) -> Terms:
         loaded.rollback.region,
         loaded.budget.recoveries,
         loaded.budget.refund_after,
+        loaded.rollback.confirm,
     )

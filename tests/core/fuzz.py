@@ -33,11 +33,13 @@ def signals(
 
     Returns:
         float32 (steps, lanes) for loss, grad_norm, update_norm and eval_loss (NaN at most steps),
-        bool (steps, lanes) for announced and void, float32 (steps, lanes, groups) or None.
+        bool (steps, lanes) for announced and void, float32 (steps, lanes, groups) or None,
+        float32 (steps, lanes) for learning_rate.
     """
     shape = (steps, lanes)
     norm = _norms(rng, shape, wild=wild)
     loss = _losses(rng, shape, wild=wild)
+    loss, norm = _grown(rng, loss, norm)
     update = _norms(rng, shape, wild=wild) * np.float32(1e-3)
     evaluation = np.where(rng.random(shape) < 0.03, loss + rng.normal(1.0, 2.0, shape), np.nan)
     per_group = None
@@ -57,6 +59,7 @@ def signals(
         group_norms=per_group,
         announced=rng.random(shape) < rare,
         void=rng.random(shape) < 2 * rare,
+        learning_rate=_rates(rng, shape, wild=wild),
     )
 
 
@@ -105,6 +108,43 @@ def _losses(rng: np.random.Generator, shape: tuple[int, int], *, wild: bool) -> 
     loss = start + fall + noise + climb + raised
     logged = np.round(loss, 2)  # as a log with two digits has it
     return (scale * np.where(rng.random(lanes) < 0.2, logged, loss)).astype(np.float32)
+
+
+def _grown(
+    rng: np.random.Generator, loss: np.ndarray, norm: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """In some lanes loss and norm grow together for a while, from step to step."""
+    steps, lanes = loss.shape
+    some = rng.random(lanes) < 0.4
+    t = np.arange(steps)[:, None]
+    for _ in range(2):
+        start, length = rng.integers(0, steps + 1, lanes), rng.integers(2, 25, lanes)
+        rate = some * np.log(rng.choice([1.0, 1.2, 1.5, 2.0, 3.0], lanes))
+        stays = rng.random(lanes) < 0.3
+        grown = np.clip(t - start + 1, 0, length)
+        grown = np.where((t - start >= length) & ~stays, 0, grown) * rate
+        size = np.maximum(np.abs(loss).max(0), 1e-3) * rng.choice([0.1, 0.5, 1.0], lanes)
+        quicker = rng.choice([1.0, 2.0], lanes)
+        with np.errstate(over="ignore"):
+            loss = (loss + size * np.expm1(grown)).astype(np.float32)
+            norm = (norm * np.exp(np.clip(quicker * grown, 0, 60))).astype(np.float32)
+    return loss, norm
+
+
+def _rates(rng: np.random.Generator, shape: tuple[int, int], *, wild: bool) -> np.ndarray:
+    """Schedules: constant, warm-up and decay, steps down; some are no rates at all."""
+    steps, lanes = shape
+    t = np.arange(steps)[:, None] / max(steps, 1)
+    warm = np.minimum(1, t / rng.uniform(0.01, 0.3, lanes))
+    decay = 0.5 * (1 + np.cos(np.pi * t))
+    stairs = 10.0 ** -np.floor(3 * t)
+    kind = rng.integers(0, 4, lanes)
+    curve = np.select([kind == 0, kind == 1, kind == 2], [1.0, warm, warm * decay], stairs)
+    rates = curve * 10.0 ** rng.uniform(-6, 1, lanes)
+    if wild:
+        odd = rng.random(shape) < rng.choice([0.0, 0.0, 0.01, 1.0], lanes)
+        rates = np.where(odd, rng.choice(ODDITIES, shape), rates)
+    return rates.astype(np.float32)
 
 
 def _shifts(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,7 +45,13 @@ def lanes_of(trace: Signals) -> tuple[int, int]:
     return next(part.shape[:2] for part in trace if part is not None)
 
 
-def reference_run(config: EngineConfig, trace: Signals, *, groups: int = 0) -> Expected:
+Host = Callable[[reference.Engine, reference.Verdict, int, int], None]
+"""What the host does after a step: takes the machine, its verdict, the step and the lane."""
+
+
+def reference_run(
+    config: EngineConfig, trace: Signals, *, groups: int = 0, host: Host | None = None
+) -> Expected:
     """Runs the reference on each lane."""
     steps, lanes = lanes_of(trace)
     columns = [None if part is None else part.tolist() for part in trace]
@@ -57,6 +64,8 @@ def reference_run(config: EngineConfig, trace: Signals, *, groups: int = 0) -> E
             verdict = machine.see(*seen)
             rows[i][lane] = (*verdict, *machine.report)
             close[i, lane] = machine.ties.close
+            if host is not None:
+                host(machine, verdict, i, lane)
     told = {}
     for k, name in enumerate((*reference.Verdict._fields, *reference.Report._fields)):
         if rows[0][0][k] is not None:

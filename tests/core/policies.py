@@ -35,6 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "overfit": {"max_gap": 1.0},
     "loss_spike": {"warmup_steps": 20, "escape": 20},
     "divergence": {"warmup_steps": 20, "patience": 12},
+    "instability": {"growth": 1.3, "norm_ratio": 3.0, "patience": 6, "warmup_steps": 3},
     "vanishing": {"threshold": 1e-6, "patience": 6},
     "loss_ratio": {"window": 24, "warmup_steps": 5, "sustain": 3, "escape": 9},
     "loss_ceiling": {"ceiling": 11.0, "first_steps": 20, "first_ratio": 1.5},
@@ -67,12 +68,16 @@ RULES_OF_ALL_KINDS = (
     RuleConfig(int(Cause.UPDATE_SPIKE), action=int(Action.CUT_LR), count=2, within=7),
     RuleConfig(int(Cause.PLATEAU | Cause.OVERFIT | Cause.GRAD_VANISHING), action=int(Action.ALERT)),
     RuleConfig(int(Cause.GRAD_VANISHING), action=int(Action.STOP), consecutive=9),
+    RuleConfig(int(Cause.INSTABILITY), action=int(Action.ROLLBACK | Action.CUT_LR)),
 )
 """Skips, rollbacks, cuts, alerts and stops; at once, in a row, in a window, when sustained."""
 
 
 def full(clip: str | None = "zclip", *, mode: str = "heal", **changes: Any) -> EngineConfig:
-    """All of healcore's own detectors, all kinds of rules, one clipping rule (a key of `CLIPS`)."""
+    """All of healcore's own detectors, all kinds of rules, one clipping rule (a key of `CLIPS`).
+
+    With "zclip" or no clipping the learning rate comes back in full, with the others to a ceiling.
+    """
     published = {name for names in PUBLISHED.values() for name in names}
     return EngineConfig(
         mode=mode,
@@ -81,7 +86,13 @@ def full(clip: str | None = "zclip", *, mode: str = "heal", **changes: Any) -> E
         rules=RULES_OF_ALL_KINDS,
         incident=IncidentConfig(quiet_steps=8, patience=12),
         rollback=RollbackConfig(depth=1, deepen=2, region=60),
-        lr=LrConfig(factor=0.5, floor=0.2, hold_steps=7, ramp_steps=13),
+        lr=LrConfig(
+            factor=0.5,
+            floor=0.2,
+            hold_steps=7,
+            ramp_steps=13,
+            ceiling=0.0 if clip in (None, "zclip") else 0.625,
+        ),
         budget=BudgetConfig(recoveries=4, lr_cuts=5, refund_after=40),
         max_skips=4,
         grace_steps=10,
@@ -95,6 +106,16 @@ def published(which: str, **changes: Any) -> EngineConfig:
         None,
         detectors=_watching(("nonfinite", *PUBLISHED[which])),
         rules=(*RULES_OF_ALL_KINDS, lasting),
+        **changes,
+    )
+
+
+def growing(**changes: Any) -> EngineConfig:
+    """Instability alone, which the other loss detectors would hide from the oracle."""
+    return full(
+        None,
+        detectors=_watching(("nonfinite", "instability")),
+        rules=RULES_OF_ALL_KINDS,
         **changes,
     )
 

@@ -93,6 +93,13 @@ SETTINGS: dict[str, dict[str, st.SearchStrategy]] = {
         "patience": st.integers(1, 60),
         "warmup_steps": counts,
     },
+    "instability": {
+        "growth": number(1.0625, 3.0),
+        "records": st.integers(2, 6),
+        "norm_ratio": number(1.0, 12.0),
+        "patience": st.integers(1, 30),
+        "warmup_steps": counts,
+    },
     "vanishing": {"threshold": number(0.0009765625, 2.0), "patience": st.integers(1, 20)},
     "plateau": {
         "window": st.integers(1, 50),
@@ -152,7 +159,7 @@ def detector(name: str) -> st.SearchStrategy:
 
 rules = st.builds(
     RuleConfig,
-    causes=st.integers(1, 511),
+    causes=st.integers(1, 1023),
     skip=st.booleans(),
     action=st.integers(0, 31),
     sustained=st.booleans(),
@@ -176,7 +183,11 @@ def engine_configs(draw: Any, clips: tuple[str | None, ...] = (*CLIPS, None)) ->
         incident=IncidentConfig(draw(st.integers(1, 30)), draw(st.integers(1, 30))),
         rollback=RollbackConfig(draw(counts), draw(small), draw(st.integers(0, 200))),
         lr=LrConfig(
-            draw(number(0.125, 0.9375)), draw(number(0.0625, 1.0)), draw(small), draw(small)
+            draw(number(0.125, 0.9375)),
+            draw(number(0.0625, 1.0)),
+            draw(small),
+            draw(small),
+            draw(st.just(0.0) | number(0.0625, 1.0)),
         ),
         budget=BudgetConfig(draw(small), draw(small), draw(st.integers(1, 100))),
         max_skips=draw(small),

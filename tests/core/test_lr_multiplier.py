@@ -1,13 +1,20 @@
-"""The learning rate's multiplier: cut, floor, hold, and a ramp that ends at exactly 1.0."""
+"""The learning rate's multiplier: cut, floor, hold, and a ramp that ends at exactly 1.0.
+
+Or, with a ceiling, below the rate that broke the run, unless the schedule is below it by itself.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from healcore.core.engine import BudgetConfig, IncidentConfig, LrConfig, RuleConfig
+from healcore.core.tree import leaves
 from healcore.core.verdict import Action, Cause
-from tests.core.stepping import Runner, watching
+from tests.core.random_policies import BOUNDED
+from tests.core.stepping import Runner, ordered, watching
 
 CONFIG = watching(
     "nonfinite", RuleConfig(int(Cause.NONFINITE_LOSS), action=int(Action.CUT_LR))
@@ -76,3 +83,135 @@ def test_an_incident_stops_the_way_back():
     )
     assert (scales(30, 2, config=quiet_rule) == 1).all()
     assert troubled[12] < calm[12]
+
+
+# -- a ceiling ------------------------------------------------------------------------------------
+
+LIMITED = CONFIG._replace(lr=LrConfig(0.25, 0.05, hold_steps=4, ramp_steps=5, ceiling=0.5))
+
+
+def under(schedule: np.ndarray, *at: int, config=LIMITED) -> np.ndarray:
+    """Multipliers along a schedule, with cuts at some steps."""
+    losses = np.ones(len(schedule))
+    losses[list(at)] = np.nan
+    decisions = Runner(config).feed(loss=losses, learning_rate=schedule)
+    return np.array([d.lr_scale for d in decisions])
+
+
+def test_the_way_back_ends_at_the_ceiling():
+    expected = [1, 1, 0.25, 0.25, 0.25, 0.25, 0.25, 0.25, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.5]
+    got = scales(15, 2, config=LIMITED)
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+    assert got[13] == np.float32(0.5)
+    # Without a rate the schedule is taken to be constant: any constant is the same.
+    np.testing.assert_allclose(under(np.full(15, 3e-4), 2), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("oddity", [np.nan, np.inf, -np.inf, 0.0, -1.0, 1e-40, 1e13, 3e38])
+def test_what_is_no_rate_is_taken_as_one(oddity):
+    np.testing.assert_array_equal(under(np.full(40, oddity), 2, 30), under(np.ones(40), 2, 30))
+
+
+def test_the_second_breakage_halves_the_ceiling_again():
+    got = under(np.full(60, 1e-3), 2, 30)
+    np.testing.assert_allclose(got[[29, 30, 59]], [0.5, 0.125, 0.25], rtol=1e-6)
+
+
+def test_a_schedule_that_decays_below_the_ceiling_is_untouched():
+    schedule = 0.5 * (1 + np.cos(np.pi * np.arange(200) / 200))
+    schedule[150:] = schedule[150]
+    got = under(schedule, 2)
+    low = schedule <= 0.5 * schedule[2]
+    assert low.any()
+    assert (got[low] == 1).all(), "exactly"
+    assert (got[13:][~low[13:]] < 1).all()
+
+
+def test_a_decay_while_it_is_held_keeps_the_rate_not_the_factor():
+    """Cut to a quarter, and the schedule falls to a quarter by itself: nothing is left to cut."""
+    schedule = np.where(np.arange(12) < 6, 1.0, 0.25)
+    got = under(schedule, 2)
+    np.testing.assert_allclose(got[2:6], 0.25, rtol=1e-6)
+    assert (got[6:] == 1).all()
+
+
+@settings(max_examples=60, **BOUNDED)
+@given(
+    seed=st.integers(0, 1 << 20),
+    factor=st.floats(0.125, 0.875, width=32),
+    ceiling=st.floats(0.0625, 1.0, width=32),
+    kind=st.sampled_from(["constant", "warm-up", "decay", "steps", "walk"]),
+)
+def test_it_never_ramps_into_the_rate_that_broke_it(seed, factor, ceiling, kind):
+    rng, steps = np.random.default_rng(seed), 120
+    t = np.arange(steps) / steps
+    schedule = 10.0 ** rng.uniform(-6, 0) * {
+        "constant": np.ones(steps),
+        "warm-up": 0.01 + t,
+        "decay": 1.01 - t,
+        "steps": np.where(t < 0.5, 0.1, 1.0),
+        "walk": np.exp(np.cumsum(0.3 * rng.normal(size=steps))),
+    }[kind].astype(np.float32)
+    config = LIMITED._replace(
+        lr=LrConfig(factor, 0.05, hold_steps=3, ramp_steps=6, ceiling=ceiling),
+        incident=IncidentConfig(quiet_steps=1, patience=1),
+    )
+    losses = np.where(rng.random(steps) < 0.05, np.nan, 1.0)
+    decisions = Runner(config).feed(loss=losses, learning_rate=schedule)
+    cut = ordered(decisions, Action.CUT_LR)
+    used = np.array([d.lr_scale for d in decisions], np.float64) * schedule
+    broke = np.inf
+    before = 1.0
+    for i in range(steps):
+        scale = float(decisions[i].lr_scale)
+        assert 0 < scale <= 1
+        if cut[i]:
+            broke = before * float(schedule[i])
+            assert scale <= before, "a cut raises nothing"
+        elif np.isfinite(losses[i]):
+            assert used[i] <= ceiling * broke * (1 + 1e-5)
+        before = scale
+
+
+def test_long_health_raises_it_until_the_schedule_is_back():
+    budget = BudgetConfig(lr_cuts=100, refund_after=20)
+    got = scales(120, 2, config=LIMITED._replace(budget=budget))
+    # Calm from 5 on: after 20 steps of health the ceiling is 0.5 / 0.25, which is above 1.
+    assert got[23] == np.float32(0.5)
+    assert (got[25:] == 1).all()
+    lower = LIMITED._replace(budget=budget, lr=LIMITED.lr._replace(factor=0.75, ceiling=0.5))
+    got = scales(120, 2, config=lower)
+    np.testing.assert_allclose(got[[23, 43, 63]], [0.5, 2 / 3, 8 / 9], rtol=1e-6)
+    assert got[-1] == 1
+
+
+def test_health_without_end_overflows_nothing():
+    config = LIMITED._replace(
+        budget=BudgetConfig(lr_cuts=100, refund_after=1),
+        lr=LrConfig(0.125, 0.0625, hold_steps=0, ramp_steps=0, ceiling=0.0625),
+    )
+    runner = Runner(config)
+    losses = np.where(np.arange(300) == 2, np.nan, 1.0)
+    decisions = runner.feed(loss=losses, learning_rate=np.full(300, 9e11))
+    assert decisions[-1].lr_scale > 0
+    floats = [leaf for leaf in leaves(runner.state) if leaf.dtype == np.float32]
+    assert all(np.isfinite(leaf) for leaf in floats)
+
+
+def test_the_engine_says_whether_it_wants_the_rate():
+    assert Runner(LIMITED).engine.limits_lr
+    assert not Runner(CONFIG).engine.limits_lr, "no ceiling"
+    assert not Runner(LIMITED._replace(rules=())).engine.limits_lr, "no cut"
+
+
+def test_before_the_first_cut_no_ceiling_is_in_force():
+    schedule = np.geomspace(1e-9, 1e9, 50)
+    assert (under(schedule) == 1).all()
+
+
+def test_while_the_incident_is_open_the_multiplier_stays():
+    schedule = np.geomspace(1.0, 0.1, 12)
+    config = LIMITED._replace(incident=IncidentConfig(quiet_steps=6, patience=50))
+    got = under(schedule, 2, config=config)
+    assert (got[2:7] == got[2]).all()
+    assert got[8] > got[2]

@@ -20,6 +20,7 @@ from healcore.core.detectors import (
     divergence,
     grad_ceiling,
     grad_ema,
+    instability,
     loss_ceiling,
     loss_level,
     loss_ratio,
@@ -34,7 +35,7 @@ from healcore.core.detectors import (
 from healcore.core.engine import budget, incident, judge, lr, rules, skipping
 from tests.core import fuzz, mutants, oracle, policies
 
-CLIPS = ("zclip", "adagc", "autoclip", "zclip-max", "fixed", *policies.PUBLISHED)
+CLIPS = ("zclip", "adagc", "autoclip", "zclip-max", "fixed", "growing", *policies.PUBLISHED)
 PARTS: dict[ModuleType, tuple[str, ...]] = {
     zclip: ("zclip", "zclip-max"),
     adagc: ("adagc",),
@@ -46,6 +47,7 @@ PARTS: dict[ModuleType, tuple[str, ...]] = {
         [loss_spike, loss_level, divergence, norm_spike, vanishing, plateau, overfit, nonfinite],
         ("fixed",),
     ),
+    instability: ("growing",),
     **dict.fromkeys([loss_ratio, loss_ceiling, window], ("limits",)),
     window_outlier: ("windows",),
     grad_ema: ("averages",),
@@ -62,8 +64,12 @@ Not engine.enforce: an error in its count of axes makes arrays of 24 GB before a
 def trial(clip: str):
     """A policy, its trace, and what the reference says of it."""
     groups = policies.GROUPS if clip == "adagc" else 0
-    published = clip in policies.PUBLISHED
-    config = policies.published(clip) if published else policies.full(clip)
+    if clip == "growing":
+        config = policies.growing()
+    elif clip in policies.PUBLISHED:
+        config = policies.published(clip)
+    else:
+        config = policies.full(clip)
     config = oracle.known_to_reference(config)
     trace = fuzz.signals(np.random.default_rng(3), 250, 60, groups=groups)
     return config, trace, groups, oracle.reference_run(config, trace, groups=groups)

@@ -36,6 +36,15 @@ def test_the_detectors_of_the_catalogue(which, wild):
     assert outcome.steps >= 0.9 * STEPS * LANES
 
 
+@pytest.mark.parametrize("wild", [False, True], ids=["plain", "wild"])
+def test_instability_alone(wild):
+    trace = fuzz.signals(np.random.default_rng(50 + wild), STEPS, LANES, wild=wild)
+    outcome = oracle.agree(policies.growing(), trace)
+    assert outcome.wrong is None, outcome.wrong
+    assert outcome.ties <= LANES // 10
+    assert outcome.steps >= 0.9 * STEPS * LANES
+
+
 @pytest.mark.parametrize("present", ["loss", "grad_norm", "loss grad_norm", "grad_norm eval_loss"])
 def test_a_detector_without_its_signal_rests(present):
     trace = fuzz.signals(np.random.default_rng(5), STEPS, 20)
@@ -63,9 +72,10 @@ def test_the_traces_reach_everything():
     """An oracle is worth what its traces provoke."""
     trace = fuzz.signals(np.random.default_rng(105), STEPS, LANES)
     got = oracle.core_run(policies.full("zclip"), trace)
-    assert np.bitwise_or.reduce(got["cause"], axis=None) == 511  # all nine causes
+    assert np.bitwise_or.reduce(got["cause"], axis=None) == 1023  # all ten causes
     assert np.bitwise_or.reduce(got["action"], axis=None) == 31  # all five actions
     assert got["skip"].any()
     assert got["rollback_depth"].max() >= 3
+    got = oracle.core_run(policies.full("zclip"), trace._replace(learning_rate=None))
     assert got["lr_scale"].min() == np.float32(0.2)
     assert ((got["grad_scale"] > 0) & (got["grad_scale"] < 1)).any()

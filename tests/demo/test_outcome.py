@@ -79,7 +79,6 @@ def test_a_healed_run_that_does_not_train_breaks_the_claim(scenario):
         (1e9, 2.0, BACK._replace(onset=20), "did not go back when the learning rate was wrong"),
         (1e9, 2.0, BACK._replace(known_good=False), "no checkpoint was known to be good"),
         (1e9, 2.0, BACK._replace(lr_scale=1.0), "went on with the same learning rate"),
-        (1e9, 2.0, BACK._replace(batches=()), "left no batch out"),
     ],
 )
 def test_a_third_act_that_fails_breaks_the_claim(scenario, plain, healed, back, complaint):

@@ -74,4 +74,5 @@ def widened(trace: Signals) -> Signals:
     )
     none = np.zeros((steps, LANES), bool)
     nan = np.full((steps, LANES), np.nan, np.float32)
-    return Signals(loss, norm, np.ones_like(loss), nan, None, none, void)
+    one = np.ones_like(loss)
+    return Signals(loss, norm, one, nan, None, none, void, learning_rate=one)

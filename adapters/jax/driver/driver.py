@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from healcore.jax.driver import engines as in_state
 from healcore.jax.driver.branching import Branch
 from healcore.jax.driver.checkpointed import Layout
-from healcore.jax.driver.places import place_of, value
+from healcore.jax.driver.places import Tree, place_of, value
 from healcore.jax.driver.ranks import this_run
 from healcore.jax.driver.told import Arriving, Numbers
+from healcore.jax.lr import injected_rate
 from healcore.jax.policy import engine_of
 from healcore.jax.state import HealState, HealStateError
 from healcore.runtime.store.protocol import CheckpointStore
@@ -121,14 +123,26 @@ class JaxDriver:
         """Opens every engine's grace window."""
         self._place.write(in_state.announced(self._place.read()))
 
+    def decline(self) -> None:
+        """Tells every engine that the rollback it ordered is not carried out."""
+        self._place.write(in_state.declined(self._engine, self._place.read()))
+
+    def finite(self) -> bool:
+        """Whether all parameters are finite. Reads the device."""
+        leaves = [each for each in jax.tree.leaves(self._place.read()) if hasattr(each, "dtype")]
+        floats = [each for each in leaves if jnp.issubdtype(each.dtype, jnp.floating)]
+        return all(bool(jnp.isfinite(each).all()) for each in floats)
+
+    def loss_of(self, loss_fn: Callable[..., Any], batch: Any) -> float:
+        """`loss_fn(state, batch)`, or `loss_fn(batch)` where nnx objects are changed in place."""
+        if isinstance(self._place, Tree):
+            return float(loss_fn(self._place.state, batch))
+        return float(loss_fn(batch))
+
     def learning_rate(self) -> float | None:
         """The one in optax.inject_hyperparams, from the device; others are in no state: None."""
-        found = {
-            float(leaf)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(self._place.read())
-            if jax.tree_util.keystr(path).endswith(".hyperparams['learning_rate']")
-        }
-        return found.pop() if len(found) == 1 else None
+        rate = injected_rate(self._place.read())
+        return None if rate is None else float(rate)
 
     # -- the run ----------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from healcore.core.engine import Engine, StateError, neutral
@@ -124,6 +125,20 @@ def announced(tree: Any) -> Any:
             return node
         flag = as_live(np.ones((), bool), node.heal_state["heal_announced"])
         return node._replace(heal_state={**node.heal_state, "heal_announced": flag})
+
+    return jax.tree.map(one, tree, is_leaf=_is_heal)
+
+
+def declined(engine: Engine, tree: Any) -> Any:
+    """The tree with the rollback ordered last given back, in every engine."""
+
+    def one(node: Any) -> Any:
+        if not _is_heal(node):
+            return node
+        state = engine.decline(heal_state.engine_state(engine, node), xp=jnp)
+        return node._replace(
+            heal_state=jax.tree.map(as_live, heal_state.pack(state), node.heal_state)
+        )
 
     return jax.tree.map(one, tree, is_leaf=_is_heal)
 

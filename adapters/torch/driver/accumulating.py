@@ -27,6 +27,8 @@ class Accumulation:
     def __init__(self, healing: Healing) -> None:
         self._healing = healing
         self._reached = False
+        self.stepped = False
+        """Whether the optimizer has stepped; whoever reads it sets it back."""
         # Disabled as Healing's own hooks are: not to be traced into somebody's compiled step.
         stepped: Any = torch.compiler.disable(self._stepped)
         self._hook: Any = torch.compiler.disable(self._backward)
@@ -75,5 +77,5 @@ class Accumulation:
         self._reached = True
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._reached = False
+        self._reached, self.stepped = False, True
         self._watch()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from healcore.core.engine import StateError
 from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
+from healcore.torch import gradients
 from healcore.torch.attaching import attach as attach_to
 from healcore.torch.attaching import engine_of, healing_of
 from healcore.torch.driver import live
@@ -22,6 +24,7 @@ from healcore.torch.driver.strangers import Strangers
 from healcore.torch.driver.told import Entry, Recorder, Step
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
+from healcore.torch.norms import per_tensor, total
 from healcore.torch.porting import restored as readable
 from healcore.torch.store import DCPStore, MemoryStore, TieredStore, apply
 from healcore.torch.store.flattening import flatten
@@ -66,6 +69,7 @@ class TorchDriver:
             Recorder(name, healing, names, self._entries) for name, healing in self.healings.items()
         ]
         self._accumulations = [Accumulation(healing) for healing in self.healings.values()]
+        self._all_stepped = False
         self._statistics = Statistics(self._state, self.healings)
         self._ranks: Ranks | None = None
         self._taken = 0
@@ -133,6 +137,9 @@ class TorchDriver:
 
     def took(self) -> Step | None:
         """What was judged since the last call; reads nothing."""
+        self._all_stepped = all(each.stepped for each in self._accumulations)
+        for each in self._accumulations:
+            each.stepped = False
         if not self._entries:
             return None
         step = Step(self._entries.copy())
@@ -143,7 +150,14 @@ class TorchDriver:
         return step
 
     def may_save(self) -> bool:
-        """Whether no optimizer has gradients that it has not stepped with."""
+        """Whether no optimizer has gradients that it has not stepped with.
+
+        Of several that have all stepped, what still lies in `.grad` is what the backward pass of
+        one has left in the parameters of another (a GAN's generator in the discriminator's): the
+        next `zero_grad` throws it away.
+        """
+        if self._all_stepped and len(self._accumulations) > 1:
+            return True
         return not any(accumulation.under_way for accumulation in self._accumulations)
 
     def learning_rate(self) -> float | None:
@@ -158,6 +172,31 @@ class TorchDriver:
         for healing in self.healings.values():
             healing.announce()
         self._statistics.take()  # whoever has loaded weights has loaded these too
+
+    def decline(self) -> None:
+        """Tells every engine that the rollback it ordered is not carried out."""
+        for healing in self.healings.values():
+            healing.decline()
+
+    def finite(self) -> bool:
+        """Whether all parameters are finite. One sync for each device."""
+        params = [p for h in self.healings.values() for p in gradients.parameters(h.optimizer)]
+        return bool(torch.isfinite(total(per_tensor(params), params[0].device)))
+
+    def loss_of(self, loss_fn: Callable[..., Any], batch: Any) -> float:
+        """In evaluation mode, without gradients; modes and random generators are put back."""
+        modules = [m for each in self._state.values() for m in live.modules(each)]
+        modes, generators = [module.training for module in modules], self.generators()
+        before = generators.state_dict()
+        try:
+            for module in modules:
+                module.training = False
+            with torch.no_grad():
+                return float(loss_fn(batch))
+        finally:
+            for module, mode in zip(modules, modes, strict=True):
+                module.training = mode
+            generators.load_state_dict(before)
 
     def state_bytes(self) -> int:
         """Of the arrays in the state. An optimizer without moments yet is taken to be Adam."""

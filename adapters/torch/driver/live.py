@@ -59,6 +59,12 @@ def optimizers(state: Mapping[str, Any]) -> dict[str, Optimizer]:
     return {name: unwrapped(v) for name, v in state.items() if isinstance(v, Optimizer)}
 
 
+def modules(value: Any) -> Iterator[nn.Module]:
+    """The modules of one value of the state, those within them included."""
+    if isinstance(value, nn.Module):
+        yield from value.modules()
+
+
 def scaler(state: Mapping[str, Any]) -> torch.amp.GradScaler | None:
     """The GradScaler, if there is exactly one."""
     found = [value for value in state.values() if isinstance(value, torch.amp.GradScaler)]

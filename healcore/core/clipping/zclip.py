@@ -13,6 +13,10 @@ What differs from the paper, and why:
 * NaN, Inf and zero norms teach nothing. One NaN makes the published rule blind for good, a run of
   zeros would make it clip everything to zero.
 * sigma is at least `min_rel_std` of mu: after constant norms, +0.01 % is not a spike.
+* A spike that stands alone (`lone_ratio` above 0) may be as large as earlier ones have been: a rare
+  class or language comes in single batches, whose gradient is all that the model ever sees of it.
+  Brought down to the mean each time, they are hardly learnt. Spikes in a row are a reaction to each
+  other (an optimizer's moments lag behind), and are brought down as published.
 * Warm-up is robust (`warmup`): one spike there would hide later ones for hundreds of steps.
 """
 
@@ -25,6 +29,8 @@ import numpy as np
 from healcore.core import level_shift, numerics, warmup
 from healcore.core.clipping.verdict import Clip, scale_to
 from healcore.core.signals import Observed
+
+_FORGET = 1.0 / 1024.0  # of the largest norm per step; a power of two, so that the product is exact
 
 
 class ZClipConfig(NamedTuple):
@@ -40,6 +46,9 @@ class ZClipConfig(NamedTuple):
     """What a spike is brought down to: reciprocal, mean or max. Static."""
     max_norm: Any | None = 1.0
     """Absolute limit besides, in warm-up too; None for none."""
+    lone_ratio: Any = 0.0
+    """A spike right after a step without one may reach this multiple of the largest norm that has
+    passed lately (half of it is forgotten in 710 steps); 0: it is treated like any other."""
     min_rel_std: Any = 0.01
     """Floor of sigma as a fraction of the mean."""
     shift: level_shift.ShiftConfig = level_shift.ShiftConfig()
@@ -55,6 +64,10 @@ class ZClipState(NamedTuple):
     """float32."""
     var: Any
     """float32: population variance in warm-up, then its moving average."""
+    peak: Any
+    """float32: largest norm that has passed, slowly forgotten."""
+    spiked: Any
+    """bool: the last norm was a spike."""
     shift: level_shift.ShiftState
 
 
@@ -62,7 +75,14 @@ def init(config: ZClipConfig, *, groups: int = 0) -> ZClipState:
     """A rule at the start of its warm-up."""
     del config, groups
     zero = np.zeros((), np.float32)
-    return ZClipState(np.zeros((), np.int32), zero, zero.copy(), level_shift.init())
+    return ZClipState(
+        count=np.zeros((), np.int32),
+        mean=zero,
+        var=zero.copy(),
+        peak=zero.copy(),
+        spiked=np.zeros((), bool),
+        shift=level_shift.init(),
+    )
 
 
 def update(
@@ -103,7 +123,10 @@ def update(
     else:
         target = state.mean + xp.where(spike, numerics.product(k, sigma, xp=xp), 0.0)
 
-    effective = xp.where(spike, target, norm)
+    peak = xp.where(count == 0, 0.0, state.peak)
+    largest = numerics.smaller(numerics.product(config.lone_ratio, peak, xp=xp), norm, xp=xp)
+    alone = spike & ~state.spiked & (largest > target)
+    effective = xp.where(spike, xp.where(alone, largest, target), norm)
     threshold = xp.where(warm, 0.0, state.mean + numerics.product(k, sigma, xp=xp))
     if config.max_norm is not None:
         effective = numerics.smaller(effective, config.max_norm, xp=xp)
@@ -115,6 +138,8 @@ def update(
     z = xp.where(known, numerics.quotient(gap, xp.where(known, sigma, 1.0), xp=xp), 0.0)
 
     learn = learn & seen.sound & (norm > 0)
+    faded = peak - _FORGET * peak
+    peak = numerics.larger(faded, xp.where(over, effective, norm), xp=xp)
     learnt = _learn(config, state, count, norm, xp.where(spike, target, norm), learn, xp=xp)
     watch, shift = level_shift.update(
         config.shift, state.shift, norm, spike, learn & ~warm, seen.restart, xp=xp
@@ -123,6 +148,8 @@ def update(
         count=learnt.count,
         mean=xp.where(shift.escaped, shift.level, learnt.mean),
         var=xp.where(shift.escaped, shift.spread, learnt.var),
+        peak=numerics.settle(xp.where(learn, peak, state.peak), xp=xp),
+        spiked=xp.where(learn, spike, state.spiked),
         shift=watch,
     ), Clip(scale, threshold, z, over)
 
@@ -159,4 +186,5 @@ def _learn(
     var = xp.where(var > 0, var, 0.0)
     # Skipped before anything was learnt: the old baseline is still what an announcement left.
     mean, var = xp.where(learn, mean, state.mean), xp.where(learn, var, state.var)
-    return ZClipState(seen, numerics.settle(mean, xp=xp), numerics.settle(var, xp=xp), state.shift)
+    mean, var = numerics.settle(mean, xp=xp), numerics.settle(var, xp=xp)
+    return state._replace(count=seen, mean=mean, var=var)

@@ -132,7 +132,7 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
     run = xp.where(back, 0, run)
     latched = (state.latched | (run >= config.patience)) & ~back
 
-    alarm = learn & latched
+    alarm = learn & latched & ~recovering
     known = ~warm & (scale > 0)
     z = numerics.quotient(excess, xp.where(known, scale, 1.0), xp=xp)
     z = xp.where(known & learn, z, 0.0)

@@ -105,17 +105,20 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
     votes = numerics.product(_FADE, votes, xp=xp) + numerics.larger(vote, slow, xp=xp) - against
     votes = numerics.smaller(votes, config.evidence + _SPARE, xp=xp)
     votes = xp.where(votes > 0, votes, 0.0)
-    sustained = learn & ((votes > config.evidence) | (was & (votes >= _OVER)))
+    lasts = learn & ((votes > config.evidence) | (was & (votes >= _OVER)))
     alarm = learn & (vote >= 1.0)
+    # Within an incident a step that is itself at the level has nothing to order: an order after
+    # the loss has come back is worse than none.
+    sustained = lasts & ((vote > 0) | (slow > 0))
 
-    incident = xp.where(sustained, incident + 1, 0)
+    incident = xp.where(lasts, incident + 1, 0)
     escaped = incident >= config.escape
-    over = learn & (escaped | (was & ~sustained))
-    level = loss_level.learn(level, loss, unit, judged, warm, blank, sustained, over, learn, xp=xp)
+    over = learn & (escaped | (was & ~lasts))
+    level = loss_level.learn(level, loss, unit, judged, warm, blank, lasts, over, learn, xp=xp)
     factor = _LEARN * (vote - _OUTLIERS)
     learnt = tail + numerics.product(tail, factor, xp=xp)
     learnt = numerics.smaller(numerics.larger(learnt, 1.0, xp=xp), _LARGEST_TAIL, xp=xp)
-    tail = xp.where(warm | sustained, tail, learnt)
+    tail = xp.where(warm | lasts, tail, learnt)
     new = State(
         level=level,
         tail=xp.where(learn | first, tail, state.tail),

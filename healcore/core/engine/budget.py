@@ -1,4 +1,9 @@
-"""How often the engine may act. An exhausted budget stops the run; it waves nothing through."""
+"""How often the engine may act.
+
+With the budget of recoveries spent nothing more is done to a run: it is stopped where going on is
+worse than standing still (nothing finite to step with, or weights that get worse with each step),
+and goes on, clipped, with an alert, where its numbers are finite and do not grow.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +26,22 @@ class BudgetState(NamedTuple):
 
 
 class Granted(NamedTuple):
-    """What of the ordered is paid for."""
+    """What of the ordered is granted."""
 
     recover: Any
     """bool: go back."""
     cut: Any
     """bool: cut."""
     stop: Any
-    """bool: a recovery was wanted and none is left."""
+    """bool: a recovery was wanted, none is left, and going on would do harm."""
+    alert: Any
+    """bool: a recovery was wanted, none is left, and the run goes on."""
+    refund: Any
+    """bool: long health gives one of each back."""
 
 
 def init(config: BudgetConfig) -> BudgetState:
-    """A full purse; with array budgets the state takes their shape."""
+    """Nothing spent; with array budgets the state takes their shape."""
     return BudgetState(
         np.asarray(config.recoveries, np.int32),
         np.asarray(config.lr_cuts, np.int32),
@@ -41,7 +50,14 @@ def init(config: BudgetConfig) -> BudgetState:
 
 
 def update(
-    config: BudgetConfig, state: BudgetState, recover: Any, cut: Any, calm: Any, *, xp: Any
+    config: BudgetConfig,
+    state: BudgetState,
+    recover: Any,
+    cut: Any,
+    calm: Any,
+    harmful: Any,
+    *,
+    xp: Any,
 ) -> tuple[BudgetState, Granted]:
     """Pays for what is ordered; refunds one of each after long health.
 
@@ -51,12 +67,20 @@ def update(
         recover: bool, a rollback is ordered.
         cut: bool, a cut is ordered.
         calm: bool, no incident is open.
+        harmful: bool, this step is not finite, or the weights are getting worse.
         xp: the array namespace.
     """
     can_recover, can_cut = state.recoveries > 0, state.lr_cuts > 0
-    granted = Granted(recover & can_recover, cut & can_cut, recover & ~can_recover)
+    spent = recover & ~can_recover
     healthy = xp.where(calm, state.healthy + 1, 0)
     refund = healthy >= config.refund_after
+    granted = Granted(
+        recover=recover & can_recover,
+        cut=cut & can_cut,
+        stop=spent & harmful,
+        alert=spent & ~harmful,
+        refund=refund,
+    )
     left = xp.where(granted.recover, state.recoveries - 1, state.recoveries)
     cuts = xp.where(granted.cut, state.lr_cuts - 1, state.lr_cuts)
     return BudgetState(

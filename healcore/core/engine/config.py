@@ -58,14 +58,18 @@ class LrConfig(NamedTuple):
     hold_steps: Any = 100
     """Healthy steps at the cut rate."""
     ramp_steps: Any = 200
-    """Steps of the linear way back, which ends at exactly 1.0."""
+    """Steps of the linear way back, which ends at exactly 1.0, or at the ceiling."""
+    ceiling: Any = 0.0
+    """Where the way back ends, as a share of the rate that was in force when the run broke; long
+    health raises it. 0 = none: back to the schedule, also where that is what broke the run."""
 
 
 class BudgetConfig(NamedTuple):
     """How often."""
 
     recoveries: Any = 3
-    """Rollbacks before the run is stopped."""
+    """Rollbacks. With none left a run that gets worse is stopped; any other goes on, clipped, with an
+    alert."""
     lr_cuts: Any = 4
     """Cuts of the learning rate."""
     refund_after: Any = 1000

@@ -71,6 +71,11 @@ class Engine:
         return any(rule.action & int(Action.CUT_LR) for rule in self.config.rules)
 
     @property
+    def limits_lr(self) -> bool:
+        """Whether a cut limits the learning rate in absolute terms: `Signals.learning_rate`."""
+        return self.cuts_lr and bool(np.any(np.asarray(self.config.lr.ceiling) > 0))
+
+    @property
     def per_tensor(self) -> bool:
         """Whether clipping works per tensor and wants `Signals.group_norms`."""
         return self.config.clip is not None and self.config.clip[0] == "adagc"
@@ -148,8 +153,32 @@ class Engine:
             open=xp.where(live.step >= 0, False, live.incident.open),
             quiet=xp.where(live.step >= 0, 0, live.incident.quiet),
         )
+        tally = live.tally._replace(rollbacks=live.tally.rollbacks + 1)
         return restored._replace(
-            incident=closed, budget=live.budget, lr=live.lr, tally=live.tally, last=live.last
+            incident=closed, budget=live.budget, lr=live.lr, tally=tally, last=live.last
+        )
+
+    def decline(self, state: EngineState, *, xp: Any) -> EngineState:
+        """The state after a rollback that was ordered and not carried out: its attempt is back.
+
+        The host has asked, and the model is not worse: the data are different. The incident is
+        over; what the detectors know stays.
+
+        Args:
+            state: the live state.
+            xp: the array namespace.
+        """
+        always = state.step >= 0
+        left = state.budget.recoveries
+        room = left < self.config.budget.recoveries
+        closed = state.incident._replace(
+            open=xp.where(always, False, state.incident.open),
+            quiet=xp.where(always, 0, state.incident.quiet),
+            last_onset=xp.where(always, -1, state.incident.last_onset),
+        )
+        return state._replace(
+            incident=closed,
+            budget=state.budget._replace(recoveries=xp.where(room, left + 1, left)),
         )
 
     # -- reading and carrying -------------------------------------------------------------------

@@ -62,15 +62,24 @@ def judge(
         xp=xp,
     )
     calm = ~incident_state.open
-    purse, granted = budget.update(
-        config.budget, state.budget, wanted.recover, wanted.cut, calm, xp=xp
+    budget_state, granted = budget.update(
+        config.budget,
+        state.budget,
+        wanted.recover,
+        wanted.cut,
+        calm,
+        _harmful(config, state, cause),
+        xp=xp,
     )
-    lr_state = lr.update(config.lr, state.lr, granted.cut, calm, xp=xp)
+    lr_state = lr.update(
+        config.lr, state.lr, granted.cut, calm, granted.refund, seen.learning_rate, xp=xp
+    )
 
     action = (
         flag(granted.recover, Action.ROLLBACK, xp=xp)
         | flag(granted.cut, Action.CUT_LR, xp=xp)
         | flag(granted.stop, Action.STOP, xp=xp)
+        | flag(granted.alert, Action.ALERT, xp=xp)
     )
     for rule, firing in fired:
         if rule.action & _ONCE:
@@ -86,7 +95,8 @@ def judge(
         rollback_depth=xp.where(granted.recover, wanted.depth, 0),
         group_scale=group_scale,
     )
-    counted = (clipped, skip, cause != 0, granted.recover, granted.cut)
+    # A rollback is counted where it is carried out, see `Engine.on_rollback`.
+    counted = (clipped, skip, cause != 0, never, granted.cut)
     tally = Tally(
         *(
             xp.where(happened, count + 1, count)
@@ -102,7 +112,7 @@ def judge(
         rules=memories,
         skips=skips,
         incident=incident_state,
-        budget=purse,
+        budget=budget_state,
         lr=lr_state,
         tally=tally,
         last=_telemetry(state.last, ordered, seen, clip, readings, xp=xp),
@@ -152,6 +162,14 @@ def _fire(
         memories.append(memory)
         fired.append((rule, firing))
     return tuple(memories), fired
+
+
+def _harmful(config: EngineConfig, state: EngineState, cause: Any) -> Any:
+    """Going on is worse than standing still: nothing finite, or growth that no cut answers."""
+    grows = (cause & int(Cause.INSTABILITY)) != 0
+    if any(rule.action & Action.CUT_LR for rule in config.rules):
+        grows = grows & (state.budget.lr_cuts == 0)
+    return grows | ((cause & _NONFINITE) != 0)
 
 
 def _trouble(config: EngineConfig) -> int:

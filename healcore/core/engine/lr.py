@@ -1,4 +1,10 @@
-"""The learning-rate multiplier: cut, hold, and a ramp that ends at exactly 1.0."""
+"""The learning-rate multiplier: a cut, a hold, and a ramp back towards the schedule.
+
+With `LrConfig.ceiling` above 0 the ramp ends below the rate that broke the run instead of going
+through it again: at `ceiling` times that rate, in absolute terms where the schedule's rate is
+known. Only long health raises it (additive increase, multiplicative decrease: Chiu and Jain, 1989).
+A schedule that decays below the ceiling is untouched by it: the multiplier is then exactly 1.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +15,8 @@ import numpy as np
 from healcore.core import numerics
 from healcore.core.engine.config import LrConfig
 
+_MOST = 1e12  # health cannot raise a broken rate beyond this: no schedule has such a rate
+
 
 class LrState(NamedTuple):
     """Where the multiplier is on its way."""
@@ -16,7 +24,9 @@ class LrState(NamedTuple):
     scale: Any
     """float32: the multiplier in force."""
     low: Any
-    """float32: what the last cut left; where the ramp begins."""
+    """float32: the rate that the last cut left, where the ramp begins; 0 = never cut."""
+    broken: Any
+    """float32: the rate that was in force at the last cut, raised by health; 0 = never cut."""
     hold: Any
     """int32: steps still to hold."""
     ramp: Any
@@ -25,24 +35,35 @@ class LrState(NamedTuple):
 
 def init() -> LrState:
     """The user's own schedule, untouched."""
-    one, none = np.ones((), np.float32), np.zeros((), np.int32)
-    return LrState(one, one.copy(), none, none.copy())
+    zero, none = np.zeros((), np.float32), np.zeros((), np.int32)
+    return LrState(np.ones((), np.float32), zero, zero.copy(), none, none.copy())
 
 
-def update(config: LrConfig, state: LrState, cut: Any, calm: Any, *, xp: Any) -> LrState:
+def update(
+    config: LrConfig, state: LrState, cut: Any, calm: Any, refund: Any, rate: Any, *, xp: Any
+) -> LrState:
     """One step: a cut multiplies what is in force; hold and ramp run only while it is calm.
 
     Args:
-        config: factor, floor, hold and ramp.
+        config: factor, floor, ceiling, hold and ramp.
         state: the multiplier.
         cut: bool, cut now.
         calm: bool, no incident is open.
+        refund: bool, long health: the rate that broke the run is trusted a little further.
+        rate: float32, the schedule's learning rate at this step, or None: taken as constantly 1.
         xp: the array namespace.
     """
+    one = state.scale - state.scale + 1.0
+    rate = one if rate is None else xp.where((rate > 0) & (rate < _MOST), rate, one)
     lower = numerics.larger(config.factor * state.scale, config.floor, xp=xp)
     # A floor above the multiplier in force may not raise it.
     lower = numerics.smaller(lower, state.scale, xp=xp)
-    low = xp.where(cut, lower, state.low)
+    low = xp.where(cut, numerics.product(lower, rate, xp=xp), state.low)
+    broken = xp.where(
+        refund, numerics.quotient(state.broken, config.factor * one, xp=xp), state.broken
+    )
+    broken = numerics.smaller(broken, _MOST, xp=xp)
+    broken = xp.where(cut, numerics.product(state.scale, rate, xp=xp), broken)
     hold = xp.where(cut, config.hold_steps, state.hold)
     ramp = xp.where(cut, config.ramp_steps, state.ramp)
 
@@ -50,13 +71,17 @@ def update(config: LrConfig, state: LrState, cut: Any, calm: Any, *, xp: Any) ->
     moves = calm & ~cut
     ramp = xp.where(moves & ~holding, numerics.sub_one(ramp, xp=xp), ramp)
     hold = xp.where(moves & holding, hold - 1, hold)
+    limited = (broken > 0) & (config.ceiling * one > 0)
+    top = numerics.quotient(numerics.product(config.ceiling, broken, xp=xp), rate, xp=xp)
+    top = xp.where(limited & (top < 1), top, 1.0)
+    bottom = numerics.smaller(numerics.quotient(low, rate, xp=xp), top, xp=xp)
     # Not done / ramp_steps: dividing by a constant is not exact in XLA (numerics). 1 / n rounds to
     # the same float32 from Python's double and from an array.
     share = 1.0 / (config.ramp_steps + (config.ramp_steps == 0))
     climbed = numerics.as_float(config.ramp_steps - ramp, xp=xp) * share
-    ramped = low + numerics.product(1.0 - low, climbed, xp=xp)
+    ramped = bottom + numerics.product(top - bottom, climbed, xp=xp)
     done = ~holding & (ramp == 0)
-    scale = xp.where(done, 1.0, xp.where(holding, low, ramped))
+    scale = xp.where(done, top, xp.where(holding, bottom, ramped))
     # While an incident is open the multiplier stays where it is.
-    scale = xp.where(cut, low, xp.where(calm, scale, state.scale))
-    return LrState(scale, low, hold, ramp)
+    scale = xp.where(cut, lower, xp.where(calm, scale, state.scale))
+    return LrState(numerics.settle(scale, xp=xp), low, broken, hold, ramp)

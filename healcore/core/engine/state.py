@@ -24,7 +24,7 @@ class Tally(NamedTuple):
     alarms: Any
     """int32: steps with a cause."""
     rollbacks: Any
-    """int32: rollbacks ordered."""
+    """int32: rollbacks carried out."""
     lr_cuts: Any
     """int32: cuts of the learning rate."""
 

@@ -57,6 +57,17 @@ FIELDS: dict[str, Field] = {
     "outcome": Field(shapes.TEXT, "What came of it, in words."),
     "why": Field(shapes.TEXT, "The reason, in words."),
     "problem": Field(shapes.TEXT, "What went wrong, in words."),
+    "verdict": Field(
+        shapes.one_of("damage", "data", "unknown"), "Whether the model was found to be worse."
+    ),
+    "by": Field(
+        shapes.one_of("instability", "weights", "remembered_batches", "budget", "nothing"),
+        "What the verdict rests on.",
+    ),
+    "rise": Field(shapes.NUMBER, "Of the step's loss above that of the remembered batches."),
+    "rise_remembered": Field(
+        shapes.NUMBER, "Of the loss of the remembered batches with the present weights."
+    ),
     "hook": Field(shapes.TEXT, "Name of the hook."),
     "seconds": Field(shapes.SECONDS, "How long it took."),
     "diagnosis": Field(shapes.TEXT, "For a person, in plain words."),

@@ -28,6 +28,10 @@ KINDS: dict[str, Kind] = {
         "The policy orders something of the host. `step` is the step that was judged.",
         ("action", "cause"),
     ),
+    "assessment": Kind(
+        "Whether the model is worse or the data are different; only `damage` goes back.",
+        ("verdict", "cause"),
+    ),
     "save": Kind("A checkpoint's copy was taken. `step` is the checkpoint's."),
     "save_failed": Kind(
         "A checkpoint could not be written; training goes on. `step` is the checkpoint's.",

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from healcore.core.verdict import Action, Cause, names
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import Evidence, Told
+from healcore.runtime.incidents.excursion import Stretch
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.incident import Facts, Incident, Readings, readings
 from healcore.runtime.incidents.lagging import Seen
@@ -39,6 +40,8 @@ class Order(NamedTuple):
     """Data of the steps since then."""
     overridden: bool
     """A hook has had its way."""
+    loss: float
+    """Of the step that brought the order; the last finite one."""
 
 
 class Worst(NamedTuple):
@@ -111,6 +114,27 @@ class Judge:
             if int(told.decision.action):
                 order = _worse(order, self._order(seen, told, cause, episode))
         return order
+
+    def order_for(self, stretch: Stretch, index: int, loss: float) -> Order:
+        """A rollback to before a stretch of bad data that is over.
+
+        Args:
+            stretch: its steps.
+            index: of the step that has shown it.
+            loss: of that step.
+        """
+        steps = range(stretch.onset, stretch.end + 1)
+        return Order(
+            action=Action.ROLLBACK,
+            depth=1,
+            onset=stretch.onset,
+            since=stretch.onset,
+            index=index,
+            cause=Cause.LOSS_SPIKE,
+            bad=tuple(each for step in steps for each in self._data.get(step, ())),
+            overridden=False,
+            loss=loss,
+        )
 
     @staticmethod
     def also_bad(later: list[Seen]) -> tuple[BatchId, ...]:
@@ -203,6 +227,7 @@ class Judge:
             cause=cause,
             bad=tuple(each for ids in bad for each in ids),
             overridden=action != ordered,
+            loss=told.loss,
         )
 
     def _alarm(self, seen: Seen, told: Told, cause: Cause, episode: Episode | None) -> None:
@@ -258,4 +283,5 @@ def _worse(one: Order | None, other: Order | None) -> Order | None:
         bad=max(one.bad, other.bad, key=len),
         cause=one.cause | other.cause,
         overridden=one.overridden or other.overridden,
+        loss=max(one.loss, other.loss),
     )

@@ -41,6 +41,8 @@ class Wanted(NamedTuple):
     """Steps done at the moment."""
     bad: tuple[BatchId, ...]
     """The bad window's data."""
+    more: int = 0
+    """Batches after it to leave out besides those of the policy."""
     trial: int | None = None
     """Only to see whether it happens again: same learning rate, same data, no attempt spent. The
     index of the step that brought the order."""
@@ -114,7 +116,11 @@ class Recovery:
             region=self.terms.region,
             initial=self.initial,
         )
-        bad, more = ((), 0) if wanted.trial is not None else (wanted.bad, self.terms.skip_batches)
+        bad, more = (
+            ((), 0)
+            if wanted.trial is not None
+            else (wanted.bad, self.terms.skip_batches + wanted.more)
+        )
         aside = {*tainted(saves, onset=wanted.onset), *_newer(saves, choice.order[0])}
         plan = Plan(
             number=self.journal.page.rollbacks + 1,

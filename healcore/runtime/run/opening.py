@@ -63,6 +63,7 @@ class Options(NamedTuple):
     framework: str | None
     attach: dict[str, Any]
     driver: Driver | None
+    loss_fn: Callable[..., Any] | None
 
     def checked(self) -> Options:
         """Itself.
@@ -78,6 +79,11 @@ class Options(NamedTuple):
             isinstance(every, bool) or not isinstance(every, int) or every < 1
         ):
             raise ValueError(f"save_every is a whole number of steps >= 1, or None, not {every!r}")
+        if self.loss_fn is not None and not callable(self.loss_fn):
+            raise ValueError(
+                f"loss_fn is a function that gives the loss of a batch, or None, not "
+                f"{type(self.loss_fn).__name__}"
+            )
         if self.resume not in (True, False, "auto"):
             raise ValueError(f'resume is "auto", True or False, not {self.resume!r}')
         return self
@@ -178,6 +184,7 @@ def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None)
         metrics=Metrics(None if ranks.rank else options.metrics, run=log.run),
         narrator=narrator,
         rerun=options.rerun,
+        loss_fn=options.loss_fn,
     )
     journal.read()
     saves = recovery.saves()

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
-from healcore.core.verdict import Action, names
+from healcore.core.verdict import Action, Cause, names
+from healcore.runtime.data import BatchId
+from healcore.runtime.incidents.evidence import Evidence, Finding, Verdict
 from healcore.runtime.incidents.judging import Judge, Order
 from healcore.runtime.incidents.lagging import Lagging
 from healcore.runtime.postmortem.diagnosis import Case, Tried, explain
@@ -36,6 +38,7 @@ class Orders:
         tell: takes events.
         narrator: talks to a person.
         case: what is known of a run that is stopped for a reason, for the diagnosis.
+        evidence: tells a damaged model from different data.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Orders:
         tell: Callable[..., object],
         narrator: Narrator,
         case: Callable[[str], Case],
+        evidence: Evidence,
     ) -> None:
         self._recovery = recovery
         self._judge = judge
@@ -56,44 +60,111 @@ class Orders:
         self._tell = tell
         self._narrator = narrator
         self._case = case
+        self._evidence = evidence
         self.tried: list[Tried] = []
         """Rollbacks of this process."""
 
-    def carry_out(self, order: Order, step: int) -> Carried:
+    def carry_out(self, order: Order, step: int, finding: Finding | None = None) -> Carried:
         """Does what is ordered.
 
         Args:
             order: it.
             step: steps done.
+            finding: what is known of the model already; None: it is asked first.
 
         Raises:
             RunStopped: stopping was ordered, or is all that is left.
         """
+        save = bool(order.action & Action.SAVE)
+        if self._needs_evidence(order):
+            finding = self._assess(order, step, finding)
+            if finding.verdict is not Verdict.DAMAGE:
+                self._decline(order, finding)
+                return Carried(save=save)
         if order.action & Action.STOP:
             self._stop(step, self._why_stop(order))
         if order.action & Action.ROLLBACK:
-            self._check_progress(order, step)
-            return Carried(target=self._go_back(order, step))
-        return Carried(save=bool(order.action & Action.SAVE))
+            exhausted = self._exhausted(order)
+            if not exhausted:
+                return Carried(target=self._go_back(order, step))
+            if not self._needs_evidence(order) or not self._recovery.driver.finite():
+                self._stop(step, exhausted)
+            self._decline(order, Finding(Verdict.DAMAGE, "budget"))
+        return Carried(save=save)
 
-    def _check_progress(self, order: Order, step: int) -> None:
-        """Stops a run that goes back again and again without getting further.
+    def _needs_evidence(self, order: Order) -> bool:
+        """Whether it is asked first: not for what a hook says, nor for a rule that says stop."""
+        terms = self._recovery.terms
+        if not terms.confirm or order.overridden:
+            return False
+        stops = any(
+            rule.action & Action.STOP and rule.causes & order.cause
+            for rule in terms.engine.config.rules
+        )
+        return bool(order.action & (Action.ROLLBACK | Action.STOP)) and not stops
+
+    def _assess(self, order: Order, step: int, finding: Finding | None) -> Finding:
+        """Whether the model is worse, on any rank; an event says what was found."""
+        finding = finding or self._evidence.ask(order)
+        verdicts = self._recovery.ranks.gather(finding.verdict.value)
+        if Verdict.DAMAGE.value in verdicts:
+            finding = finding._replace(verdict=Verdict.DAMAGE)
+        self._tell(
+            "assessment",
+            step=step,
+            onset=order.onset,
+            cause=names(order.cause),
+            verdict=finding.verdict.value,
+            by=finding.by,
+            **{
+                name: value
+                for name, value in (
+                    ("rise", finding.rise),
+                    ("rise_remembered", finding.rise_remembered),
+                )
+                if value is not None
+            },
+        )
+        return finding
+
+    def _decline(self, order: Order, finding: Finding) -> None:
+        """The run goes on, clipped; the attempt is not spent."""
+        self._recovery.driver.decline()
+        if finding.verdict is Verdict.DATA:
+            self._evidence.forget()
+        cause = " and ".join(names(order.cause)).lower().replace("_", " ")
+        why = {
+            Verdict.DATA: "the model is what it was, the data are different",
+            Verdict.UNKNOWN: "nothing shows that the model is worse",
+            Verdict.DAMAGE: "the rollbacks that the policy allows are spent",
+        }
+        self._narrator.say(f"step {order.index}: {cause}: {why[finding.verdict]}; the run goes on")
+
+    def _exhausted(self, order: Order) -> str:
+        """Why the run may not go back once more; empty: it may.
 
         The engine's budget is refunded by health, and steps that are taken again are healthy too;
         hooks are paid by nobody. What counts here is where in the run the trouble was.
         """
-        terms, earlier = self._recovery.terms, self._recovery.ledger.earlier
+        terms = self._recovery.terms
         reach = max(terms.refund_after, 1)
-        near = [past for past in earlier if abs(order.onset - past.onset) < reach]
-        if len(near) >= max(terms.recoveries, 1):
-            self._stop(step, f"it has gone back {len(near)} times within {reach} steps of the run")
+        near = self._near(order, reach)
+        if near < max(terms.recoveries, 1):
+            return ""
+        return f"it has gone back {near} times within {reach} steps of the run"
+
+    def _near(self, order: Order, reach: int) -> int:
+        """Rollbacks so far whose onset was less than `reach` steps away."""
+        earlier = self._recovery.ledger.earlier
+        return sum(abs(order.onset - past.onset) < reach for past in earlier)
 
     def _go_back(self, order: Order, step: int) -> int:
         trial, driver = self._trials.wants(order), self._recovery.driver
         rate = driver.learning_rate()
         # Steps that are still on their way belong to the window if they are bad too.
         bad = order.bad + self._judge.also_bad(list(self._lagging.due(all=True)))
-        wanted = Wanted(order.onset, order.depth, step, bad, order.index if trial else None)
+        bad, more = self._left_out(order, bad)
+        wanted = Wanted(order.onset, order.depth, step, bad, more, order.index if trial else None)
         try:
             arrival = self._recovery.go_back(wanted)
         except StoreError as error:
@@ -108,6 +179,18 @@ class Orders:
             self.tried.append(self._tried(order, arrival, step, rate, len(bad)))
         self._tell_arrival(order._replace(bad=bad), arrival, step, trial)
         return arrival.target
+
+    def _left_out(self, order: Order, bad: tuple[BatchId, ...]) -> tuple[tuple[BatchId, ...], int]:
+        """Which batches are not taken again: the bad window, and how many after it.
+
+        What a learning rate has broken is no fault of the data: the first time they are taken
+        again. Where the trouble comes back although they were left out it is wider than what was
+        seen of it, and the window doubles each time.
+        """
+        again = self._near(order, max(self._recovery.terms.region, 1))
+        if order.cause & Cause.INSTABILITY and order.action & Action.CUT_LR and not again:
+            return (), 0
+        return bad, len(bad) * (2**again - 1) if self._recovery.terms.confirm else 0
 
     def _tried(
         self, order: Order, arrival: Arrival, step: int, rate: float | None, left_out: int

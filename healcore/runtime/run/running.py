@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from healcore.core.verdict import names
 from healcore.runtime.data import BatchId
 from healcore.runtime.events import Log
 from healcore.runtime.events.metrics import Metrics
+from healcore.runtime.incidents.evidence import Evidence
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.incident import Facts
 from healcore.runtime.incidents.judging import Judge
@@ -43,6 +44,7 @@ class Run:
         metrics: Metrics,
         narrator: Narrator,
         rerun: bool,
+        loss_fn: Callable[..., Any] | None,
     ) -> None:
         self.recovery = recovery
         self.terms = recovery.terms
@@ -78,6 +80,13 @@ class Run:
             say=narrator.say,
         )
         self._lagging = lagging
+        self._evidence = Evidence(recovery.driver, loss_fn)
+        self._batch: Any = None
+        """The batch that the loop is at."""
+        self._batches: dict[int, Any] = {}
+        """By step, of those that were not judged yet; only with a `loss_fn`."""
+        # Ranks see different losses, and would not find the same.
+        self._asks = loss_fn is not None and recovery.terms.confirm and recovery.ranks.world == 1
         self._orders = Orders(
             recovery=recovery,
             judge=self.judge,
@@ -86,6 +95,7 @@ class Run:
             tell=self.tell,
             narrator=narrator,
             case=lambda why: self.case("stopped", why),
+            evidence=self._evidence,
         )
         self._ids: dict[int, list[BatchId]] = {}
         """Of each loader the batches since its last step."""
@@ -113,6 +123,8 @@ class Run:
         """What this process goes on from."""
         self.recovery.initial = self._saved = step
         self._resumed_at = step if resumed else None
+        if resumed:
+            self._evidence.resumed()
 
     def note_rates(self) -> None:
         """The multipliers in force are nothing new."""
@@ -143,6 +155,7 @@ class Run:
             self._yielded = number
             self._ids.setdefault(number, []).append(name)
             self._generators = None
+            self._batch = batch
             yield batch
             self.after_step()
             if number == self.feeds.current and self._unheard == _UNHEARD:
@@ -185,6 +198,8 @@ class Run:
         ids = self._ids.pop(self._yielded, [])
         self.feeds.stepped(self._yielded, ids[-1] if ids else None)
         self._lagging.push(Taken(self.step, handle, tuple(ids)))
+        if self._asks and ids:
+            self._batches[self.step] = self._batch
         self.step += 1
 
     def _read(self, *, all: bool = False) -> bool:
@@ -192,10 +207,17 @@ class Run:
         for seen in self._lagging.due(all=all):
             self._note_metrics(seen)
             order = self.judge.judge(seen)
+            found = None
+            if seen.index in self._batches:
+                found = self._evidence.see(seen.index, self._batches.pop(seen.index), seen.told)
             self.trials.watch(seen.index, order)
+            finding = None
+            if found is not None:
+                stretch, finding = found
+                order = self.judge.order_for(stretch, seen.index, seen.told[0].loss)
             if order is None:
                 continue
-            carried = self._orders.carry_out(order, self.step)
+            carried = self._orders.carry_out(order, self.step, finding)
             if carried.target is not None:
                 self._go_on_from(carried.target)
                 return True
@@ -210,6 +232,8 @@ class Run:
     def _go_on_from(self, target: int) -> None:
         self.step = self._saved = target
         self._lagging.clear()
+        self._batches.clear()
+        self._evidence.went_back(target)
         self.metrics.went_back()
         self._ids.clear()
         self._overdue = 0

@@ -32,13 +32,17 @@ class ZClip:
     def __init__(self, config: Any, ties: Ties) -> None:
         self.config, self.ties = config, ties
         self.history: list[float] = []
-        self.mean = self.var = 0.0
+        self.mean = self.var = self.peak = 0.0
+        self.after_spike = False
         self.watch = Watch(config.shift, ties)
 
     def see(self, norm: float, groups: Any, learn: bool, restart: bool) -> Clipped:
         c = self.config
         if restart:
             self.history = []
+        if not self.history:
+            self.peak = 0.0
+        if restart:
             self.watch.clear()
         warm = len(self.history) < c.warmup_steps
         sigma = max(math.sqrt(self.var), c.min_rel_std * self.mean)
@@ -54,11 +58,15 @@ class ZClip:
                     "max": threshold,
                 }[c.target]
         accepted, effective = target, target
+        if spike and not self.after_spike:
+            effective = max(target, min(norm, c.lone_ratio * self.peak))
         if c.max_norm is not None:
-            effective = min(target, c.max_norm)
+            effective = min(effective, c.max_norm)
             threshold = min(threshold or c.max_norm, c.max_norm)
         over = self.ties.above(norm, effective) if effective != norm else False
         if learn and norm > 0:
+            self.peak = max(self.peak * (1 - 1 / 1024), effective)
+            self.after_spike = spike
             self._learn(norm, accepted, warm, spike)
         return Clipped(factor(effective, norm) if over else 1.0, over, threshold, z)
 

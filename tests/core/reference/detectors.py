@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from healcore.core.verdict import Cause
 from tests.core.reference.loss_limits import LossCeiling, LossRatio
-from tests.core.reference.losses import Divergence, LossSpike
+from tests.core.reference.losses import Divergence, Instability, LossSpike
 from tests.core.reference.outliers import GradCeiling, GradEma, GradWindow, LossWindow
 from tests.core.reference.ties import Ties
 from tests.core.reference.watch import Watch, warmup
@@ -205,6 +205,7 @@ DETECTORS: dict[str, tuple[Any, frozenset[str]]] = {
     "nonfinite": (Nonfinite, frozenset()),
     "loss_spike": (LossSpike, frozenset({"loss"})),
     "divergence": (Divergence, frozenset({"loss"})),
+    "instability": (Instability, frozenset({"loss", "norm"})),
     "grad_spike": (NormSpike, frozenset({"norm"})),
     "vanishing": (Vanishing, frozenset({"norm"})),
     "plateau": (Plateau, frozenset({"loss"})),

@@ -14,6 +14,8 @@ from tests.core.reference import clips, detectors
 from tests.core.reference.detectors import Step
 from tests.core.reference.ties import Ties
 
+HUGE = 999999986991104.0
+"""1e15 as a float32 has it."""
 BAD = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
 
 
@@ -105,26 +107,37 @@ class Incident:
 
 
 class Multiplier:
-    """The learning rate's: cut, hold, ramp."""
+    """The learning rate's: cut, hold, ramp. Rates are absolute where the schedule's is known."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
-        self.scale = self.low = 1.0
+        self.scale = 1.0
+        self.low: float | None = None
+        """The rate that the last cut left; None before the first."""
+        self.broken = 0.0
+        """The rate that was in force at the last cut, and what health has raised it to."""
         self.hold = self.ramp = 0
 
-    def see(self, cut: bool, calm: bool) -> float:
+    def see(self, cut: bool, calm: bool, refund: bool, schedule: float | None) -> float:
         c = self.config
+        rate = schedule if schedule is not None and 0 < schedule < 1e12 else 1.0
+        if refund:
+            self.broken = min(self.broken / c.factor, 1e12)
         if cut:
-            self.low = min(self.scale, max(c.factor * self.scale, c.floor))
-            self.scale, self.hold, self.ramp = self.low, c.hold_steps, c.ramp_steps
-        elif calm:
+            self.broken = self.scale * rate
+            self.scale = min(self.scale, max(c.factor * self.scale, c.floor))
+            self.low = self.scale * rate
+            self.hold, self.ramp = c.hold_steps, c.ramp_steps
+        elif calm and self.low is not None:
+            top = min(1.0, c.ceiling * self.broken / rate) if c.ceiling > 0 else 1.0
+            bottom = min(top, self.low / rate)
             if self.hold > 0:
                 self.hold -= 1
-                self.scale = self.low
+                self.scale = bottom
             else:
                 self.ramp = max(0, self.ramp - 1)
                 gone = 1.0 if not self.ramp else (c.ramp_steps - self.ramp) / c.ramp_steps
-                self.scale = 1.0 if gone == 1.0 else self.low + (1 - self.low) * gone
+                self.scale = top if gone == 1.0 else bottom + (top - bottom) * gone
         return self.scale
 
 
@@ -172,6 +185,7 @@ class Engine:
         group_norms: list[float] | None = None,
         announced: bool = False,
         void: bool = False,
+        learning_rate: float | None = None,
     ) -> Verdict:
         """One step."""
         self.ties.forget()
@@ -202,7 +216,7 @@ class Engine:
                 group_scale = clipped.scale
             elif not skip:
                 scale = clipped.scale
-        action, depth = self._ladder(bool(cause & self.trouble), fired)
+        action, depth = self._ladder(cause, fired, _bounded(learning_rate))
         self.step += 1
         old = self.report
         self.report = Report(
@@ -211,7 +225,7 @@ class Engine:
             clips=old.clips + (clipped.clipped and not skip),
             skips=old.skips + skip,
             alarms=old.alarms + (cause != 0),
-            rollbacks=old.rollbacks + bool(action & Action.ROLLBACK),
+            rollbacks=old.rollbacks,  # counted where it is carried out
             lr_cuts=old.lr_cuts + bool(action & Action.CUT_LR),
             incidents=self.incident.number,
         )
@@ -241,7 +255,13 @@ class Engine:
         self.skips += 1
         return True
 
-    def _ladder(self, alarm: bool, fired: list[Any]) -> tuple[int, int]:
+    def decline(self) -> None:
+        """The rollback ordered last is not carried out."""
+        self.incident.open, self.incident.quiet, self.incident.last_onset = False, 0, None
+        self.recoveries = min(self.recoveries + 1, self.config.budget.recoveries)
+
+    def _ladder(self, cause: int, fired: list[Any], rate: float | None) -> tuple[int, int]:
+        alarm = bool(cause & self.trouble)
         self.incident.see(self.step, alarm)
 
         def wish(what: Action) -> bool:
@@ -249,23 +269,34 @@ class Engine:
 
         recover = self.incident.wants("rollback", wish(Action.ROLLBACK), alarm)
         depth = self.incident.depth() if recover else 0
+        spent = recover and self.recoveries == 0
+        harmful = self._harmful(cause)
         cut = self.incident.wants("cut", wish(Action.CUT_LR), alarm) and self.cuts > 0
-        stop = recover and self.recoveries == 0
-        recover = recover and not stop
+        recover = recover and not spent
         self.recoveries -= recover
         self.cuts -= cut
         calm = not self.incident.open
         self.healthy = self.healthy + 1 if calm else 0
-        if self.healthy >= self.config.budget.refund_after:
+        refund = self.healthy >= self.config.budget.refund_after
+        if refund:
             self.healthy = 0
             self.recoveries = min(self.recoveries + 1, self.config.budget.recoveries)
             self.cuts = min(self.cuts + 1, self.config.budget.lr_cuts)
-        self.lr.see(cut, calm)
-        action = int(Action.ROLLBACK * recover | Action.CUT_LR * cut | Action.STOP * stop)
+        self.lr.see(cut, calm, refund, rate)
+        action = int(Action.ROLLBACK * recover | Action.CUT_LR * cut)
+        if spent:
+            action |= int(Action.STOP if harmful else Action.ALERT)
         for rule, _, fresh in fired:
             if fresh:
                 action |= rule.action & int(Action.ALERT | Action.SAVE | Action.STOP)
         return action, depth if recover else 0
+
+    def _harmful(self, cause: int) -> bool:
+        """Asked before this step's cut: nothing finite, or growth that no cut can answer."""
+        if cause & BAD:
+            return True
+        can_cut = self.cuts > 0 and any(rule.action & Action.CUT_LR for rule in self.config.rules)
+        return bool(cause & Cause.INSTABILITY) and not can_cut
 
 
 def _observed(
@@ -310,4 +341,4 @@ def _bounded(x: float | None) -> float | None:
         return None
     if not math.isfinite(x) or abs(x) < 1e-12:
         return 0.0
-    return max(-1e15, min(1e15, x))
+    return max(-HUGE, min(HUGE, x))

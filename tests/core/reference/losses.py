@@ -115,12 +115,16 @@ class LossSpike:
         alarm = not warm and not self.ties.above(1.5, score)
         slow_vote = 0.0
         if not warm and unit > 0 and self.lasted == 0 and level.count > 3 * c.warmup_steps:
-            slow_vote = 0.4 * clamp(level.elevation(unit) / 5 - 1, 0, 1)
+            height = level.elevation(unit) / 5
+            if self.ties.above(height, 1.0):
+                slow_vote = 0.4 * clamp(height - 1, 0, 1)
         votes = 0.95 * self.votes + max(vote, slow_vote) - against
         self.votes = clamp(votes, 0, c.evidence + 0.5)
         enough = self.ties.above(self.votes, c.evidence)
         fading = self.lasted > 0 and not self.ties.above(0.5, self.votes)
         lasting = enough or fading
+        # Within an incident only a step that casts a vote says so.
+        voting = self.ties.above(score, 1.0) or slow_vote > 0
         ended = (self.lasted > 0 and not lasting) or (lasting and self.lasted + 1 >= c.escape)
         level.learn(x, unit, constant, warm=warm, lasting=lasting, over=ended)
         if not warm and not lasting:
@@ -129,8 +133,8 @@ class LossSpike:
             self.votes, self.lasted = 0.0, 0
         else:
             self.lasted = self.lasted + 1 if lasting else 0
-        flags = int(Cause.LOSS_SPIKE) if alarm or lasting else 0
-        return alarm, lasting, flags
+        sustained = lasting and voting
+        return alarm, sustained, int(Cause.LOSS_SPIKE) if alarm or sustained else 0
 
 
 class Divergence:
@@ -187,4 +191,84 @@ class Divergence:
         elif self.run >= c.patience:
             self.latched = True
         self.count += 1
-        return self.latched, self.latched, int(Cause.DIVERGENCE) if self.latched else 0
+        alarm = self.latched and not falling  # a trend that comes back needs nothing done
+        return alarm, alarm, int(Cause.DIVERGENCE) if alarm else 0
+
+
+class Instability:
+    """Records of the loss, each far above the last, while the norm is many times its usual size."""
+
+    def __init__(self, config: Any, ties: Ties) -> None:
+        self.config, self.ties = config, ties
+        self.learnt = 0
+        self.row: list[float] = []
+        """The records of the growth in progress, one that counts twice two times."""
+        self.since = 0
+        """Steps since the last record, or of a loss that is high without one."""
+        self.level = self.best = self.top = self.noise = self.usual = 0.0
+        self.last = (0.0, 0.0)
+
+    def see(self, step: Any) -> Word:
+        c, x = self.config, step.loss
+        if step.restart:
+            self.learnt = 0
+        if not step.sound:
+            return False, False, 0
+        if not self.learnt:
+            self.row, self.noise = [], 0.0
+            self.level = self.best = self.top = x
+            self.usual, self.last = step.norm, (x, 0.0)
+        height = min(x, self.last[0]) - self.best  # of two steps: one bad batch is none
+        sizes = (x, self.last[0], self.best, self.top)
+        least = max(self.top - self.best, abs(self.best) / 2, 4 * self.noise)
+        high = self.ties.above(height, least, *sizes)
+        new = self._records(height, high, step.norm, sizes)
+        if new:
+            self.row += new
+        elif self.row:
+            # Back at a quarter of the last record, or nothing new for long: other growth begins.
+            back = self.ties.above(self.row[-1] / 4, height, *sizes)
+            if back or self.since >= c.patience:
+                self.row = []
+        alarm = bool(new) and len(self.row) >= c.records
+        settled = high and not new and self.since >= 4 * c.patience
+        if not (high or self.row):
+            self._learn(x, step.norm)
+        self._forget(calm=not (high or self.row))
+        self.last = x, step.norm
+        self.learnt = 0 if settled else self.learnt + 1
+        if alarm:
+            self.row = self.row[-1:]  # what has led to an alarm is spent
+        self.since = self.since + 1 if (high or self.row) and not new and not settled else 0
+        return alarm, alarm, int(Cause.INSTABILITY) if alarm else 0
+
+    def _records(self, height: float, high: bool, norm: float, sizes: Any) -> list[float]:
+        """What this step adds to the row: nothing, itself, or itself twice."""
+        c, above = self.config, self.ties.above
+        large = c.norm_ratio * self.usual
+        norms = above(norm, large) and above(self.last[1], large)
+        if self.learnt < c.warmup_steps or not norms:
+            return []
+        if not self.row:
+            return [height] if high else []
+        if not above(height, c.growth * self.row[-1], *sizes):
+            return []
+        return [height] * (1 + above(height, c.growth**2 * self.row[-1], *sizes))
+
+    def _learn(self, x: float, norm: float) -> None:
+        """Of a calm step: a fall in full, of a rise what the noise allows."""
+        weight = max(1 / (self.learnt + 1), 1 / 8)
+        off = x - self.level
+        size = min(abs(off), 3 * self.noise) if self.noise > 0 else abs(off)
+        self.level += weight * (size if off > 0 else off)
+        self.noise += weight * (size - self.noise)
+        weight = max(1 / (self.learnt + 1), 1 / 32)
+        usual = min(norm, 3 * self.usual) if self.usual > 0 else norm
+        self.usual += weight * (usual - self.usual)
+
+    def _forget(self, *, calm: bool) -> None:
+        """Best and highest level drift towards the level."""
+        self.best = min(self.level, self.best + (self.level - self.best) / 512)
+        self.top += (self.level - self.top) / 512
+        if calm:
+            self.top = max(self.top, self.level)

@@ -1,0 +1,155 @@
+"""Instability: loss and gradient norm grow together from update to update.
+
+What other detectors see, a loss far above its level, has two explanations: the model has been
+damaged, or the data are different. This one sees only the first. Different data (another domain,
+a rare class, a harder stage of a curriculum, wrong labels) are there at once, and from their first
+step on the loss falls as they are learnt. A model that is being damaged by its own updates makes
+each step worse than the one before it: the loss sets *record after record*, and the gradient norm
+is many times its usual size meanwhile.
+
+A record is a loss of two steps in a row (one bad batch is none) that is above the largest one
+since the growth began by `growth`, both measured from the run's best level; the first record has
+to stand above that level by as much as the whole run has improved so far, by half of the level's
+size and by four times the noise. One that is above the last by the square of `growth` counts
+twice. `records` of them, none more than `patience` steps after the one before, are an alarm, at
+the step of the record itself: there is none while the loss comes back. Once it has come back to a
+quarter of a record, that growth is over. Without a gradient norm the detector rests.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from healcore.core import numerics
+from healcore.core.signals import Observed
+from healcore.core.verdict import Cause, Reading, flag
+
+NEEDS = frozenset({"loss", "grad_norm"})
+
+_LEVEL = 0.125  # weight of a loss in its level and in the noise: about the last 15 steps count
+_NORM = 0.03125  # weight of a norm in its usual size
+_WINSOR = 3.0  # a norm counts at most this many times the usual, a residual so many times the noise
+_NOISE = 4.0  # a rise below this many times the noise is none
+_SHARE = 0.5  # nor one below this share of the level's size: a smooth loss has no noise
+_SETTLED = 4  # times the patience: a loss that has stayed high so long is the level
+_BACK = 0.25  # of the last record: below it the loss has come back, and other growth begins anew
+_FORGET = 1.0 / 512.0  # rate at which best and highest level are forgotten: a level shift is learnt
+_COUNTED = 1 << 22  # exact as a float32, and far beyond where any weight still changes
+
+
+class Config(NamedTuple):
+    """Thresholds; numbers may be arrays."""
+
+    growth: Any = 1.4
+    """Factor from one record to the next, above 1."""
+    records: Any = 3
+    """Records that make the alarm, the first one included."""
+    norm_ratio: Any = 8.0
+    """Multiple of its usual size that the gradient norm has at a record."""
+    patience: Any = 16
+    """Steps without a record after which the growth is over."""
+    warmup_steps: Any = 4
+    """Steps learnt before a record counts."""
+
+
+class State(NamedTuple):
+    """O(1) memory."""
+
+    count: Any
+    """int32: steps learnt."""
+    level: Any
+    """float32: smoothed loss."""
+    best: Any
+    """float32: lowest level."""
+    top: Any
+    """float32: highest level before the growth began."""
+    noise: Any
+    """float32: mean absolute residual."""
+    last: Any
+    """float32: the last loss."""
+    norm: Any
+    """float32: usual size of the gradient norm."""
+    last_norm: Any
+    """float32: the last gradient norm."""
+    record: Any
+    """float32: the last record, measured from `best`."""
+    records: Any
+    """int32: records of the growth in progress."""
+    since: Any
+    """int32: steps since the last record."""
+
+
+def init(config: Config) -> State:
+    """No step seen."""
+    del config
+    zero, none = np.zeros((), np.float32), np.zeros((), np.int32)
+    floats = (zero.copy() for _ in range(8))
+    return State(none, *floats, records=none.copy(), since=none.copy())
+
+
+def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
+    """Judges loss and norm against the run so far, then learns them."""
+    learn, loss, norm = seen.sound, seen.loss, seen.grad_norm
+    count = xp.where(seen.restart, 0, state.count)
+    first = count == 0
+    level, best, top = (
+        xp.where(first, loss, each) for each in (state.level, state.best, state.top)
+    )
+    usual = xp.where(first, norm, state.norm)
+    noise = xp.where(first, 0.0, state.noise)
+    records = xp.where(first, 0, state.records)
+
+    lower = xp.where(first | (loss < state.last), loss, state.last)
+    height = lower - best
+    least = numerics.larger(top - best, _SHARE * xp.abs(best), xp=xp)
+    least = numerics.larger(least, _NOISE * noise, xp=xp)
+    large = config.norm_ratio * usual
+    grows = (norm > large) & (state.last_norm > large) & ~first
+    higher = xp.where(records > 0, numerics.product(config.growth, state.record, xp=xp), least)
+    record = learn & (count >= config.warmup_steps) & grows & (height > higher)
+    back = height < numerics.product(_BACK, state.record, xp=xp)
+    over = ~record & (back | (state.since >= config.patience))
+    high = height > least
+    twice = record & (records > 0) & (height > numerics.product(config.growth, higher, xp=xp))
+    counted = xp.where(twice, records + 2, records + 1)
+    records = xp.where(record, counted, xp.where(over, 0, records))
+    alarm = record & (records >= config.records)
+    z = numerics.quotient(height, xp.where(least > 0, least, 1.0), xp=xp)
+
+    one = loss - loss + 1.0
+    share = numerics.quotient(one, numerics.as_float(count + 1, xp=xp), xp=xp)
+    # What is high teaches nothing; what stays high for long without growing is the level.
+    settled = high & ~record & (state.since >= _SETTLED * config.patience)
+    calm = (records == 0) & ~high
+    weight = numerics.larger(share, _LEVEL, xp=xp)
+    residual = loss - level
+    size = xp.abs(residual)
+    size = numerics.smaller(size, xp.where(noise > 0, _WINSOR * noise, size), xp=xp)
+    # A fall is believed in full, of a rise what the noise allows: one outlier is no level.
+    residual = xp.where(residual > 0, size, residual)
+    step = numerics.product(weight, residual, xp=xp)
+    level = level + xp.where(calm, step, 0.0)
+    step = numerics.product(weight, size - noise, xp=xp)
+    noise = noise + xp.where(calm, step, 0.0)
+    size = numerics.smaller(norm, xp.where(usual > 0, _WINSOR * usual, norm), xp=xp)
+    step = numerics.product(numerics.larger(share, _NORM, xp=xp), size - usual, xp=xp)
+    usual = usual + xp.where(calm, step, 0.0)
+    best = best + numerics.product(_FORGET, level - best, xp=xp)
+    best = xp.where(level < best, level, best)
+    top = top + numerics.product(_FORGET, level - top, xp=xp)
+    top = xp.where(calm & (level > top), level, top)
+
+    floats = (level, best, top, noise, loss, usual, norm, xp.where(record, height, state.record))
+    after = State(
+        xp.where(settled, 0, xp.where(count < _COUNTED, count + 1, count)),
+        *(numerics.settle(each, xp=xp) for each in floats),
+        # What has led to an alarm is spent: another needs records beyond this one.
+        records=xp.where(alarm, 1, records),
+        since=xp.where(record | settled, 0, xp.where(high | (records > 0), state.since + 1, 0)),
+    )
+    kept = state._replace(count=count)
+    new = State(*(xp.where(learn, a, b) for a, b in zip(after, kept, strict=True)))
+    reading_z = xp.where(learn & (count >= config.warmup_steps), z, 0.0)
+    return new, Reading(alarm, alarm, flag(alarm, Cause.INSTABILITY, xp=xp), reading_z)

@@ -1,0 +1,126 @@
+"""A rollback that the host declines: the incident is over, the attempt is given back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from healcore.core.engine import BudgetConfig, Engine
+from healcore.core.engine.enforce import pick
+from healcore.core.tree import leaves, map_leaves
+from healcore.core.verdict import Action
+from tests.core import fuzz, oracle, policies
+from tests.core.stepping import Runner, ordered
+from tests.core.test_ladder import CONFIG as LADDER
+from tests.core.test_ladder import bad, depths
+
+
+def same(a, b) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(leaves(a), leaves(b), strict=True))
+
+
+def declining(runner: Runner, losses: np.ndarray) -> list:
+    """Feeds losses, and declines every rollback."""
+    decisions = []
+    for loss in losses:
+        decisions.append(runner.step(loss=loss))
+        if decisions[-1].action & int(Action.ROLLBACK):
+            runner.state = runner.engine.decline(runner.state, xp=np)
+    return decisions
+
+
+def test_the_incident_is_over_and_the_attempt_is_back_and_nothing_else_is_touched():
+    trace = fuzz.signals(np.random.default_rng(7), 150, 60)
+    engine = Engine(policies.full("fixed"))
+    state = engine.init(batch=(60,))
+    declined = 0
+    for i in range(150):
+        state, decision = engine.step(state, fuzz.at(trace, i), xp=np)
+        after = engine.decline(state, xp=np)
+        left = np.minimum(state.budget.recoveries + 1, 4)
+        assert np.array_equal(after.budget.recoveries, left)
+        assert not after.incident.open.any()
+        assert not after.incident.quiet.any()
+        assert (after.incident.last_onset == -1).all()
+        back = after._replace(
+            incident=after.incident._replace(
+                open=state.incident.open,
+                quiet=state.incident.quiet,
+                last_onset=state.incident.last_onset,
+            ),
+            budget=after.budget._replace(recoveries=state.budget.recoveries),
+        )
+        assert same(back, state)
+        assert [leaf.dtype for leaf in leaves(after)] == [leaf.dtype for leaf in leaves(state)]
+        declined += int((decision.action & int(Action.ROLLBACK) != 0).sum())
+    assert declined > 20
+
+
+def test_the_next_trouble_is_another_incident_at_the_first_depth():
+    runner = Runner(LADDER)
+    decisions = declining(runner, bad(60, 10, 20, 30, 40))
+    assert depths(decisions) == {10: 1, 20: 1, 30: 1, 40: 1}, "never deeper: nothing was tried"
+    assert depths(Runner(LADDER).feed(loss=bad(60, 10, 20, 30, 40))) == {10: 1, 20: 3, 30: 5}
+    assert runner.state.incident.number == 4
+    assert runner.state.budget.recoveries == 3
+    assert runner.state.tally.rollbacks == 0
+
+
+def test_what_is_declined_never_uses_up_the_budget():
+    config = LADDER._replace(budget=BudgetConfig(recoveries=1, lr_cuts=0, refund_after=1 << 20))
+    runner = Runner(config)
+    decisions = declining(runner, bad(400, *range(10, 400, 3)))
+    assert len(depths(decisions)) == len(range(10, 400, 3))
+    assert not ordered(decisions, Action.STOP).any()
+    assert runner.state.budget.recoveries == 1
+
+
+def test_two_declines_give_nothing_more_than_the_budget():
+    runner = Runner(LADDER)
+    runner.feed(loss=bad(12, 10))
+    for _ in range(5):
+        runner.state = runner.engine.decline(runner.state, xp=np)
+    assert runner.state.budget.recoveries == 3
+
+
+def test_a_cut_that_was_ordered_with_it_stays():
+    runner = Runner(LADDER)
+    decisions = declining(runner, bad(12, 10))
+    assert ordered(decisions, Action.CUT_LR)[10]
+    assert runner.state.lr.scale == np.float32(0.5)
+    assert runner.state.budget.lr_cuts == 1
+
+
+@pytest.mark.parametrize("often", [1.0, 0.5])
+def test_the_core_goes_on_as_the_reference_does(often):
+    """Every lane in which a rollback is ordered declines it, or half of the time."""
+    steps, lanes = 250, 40
+    rng = np.random.default_rng(8)
+    trace = fuzz.signals(rng, steps, lanes)
+    coin = rng.random((steps, lanes)) < often
+    config = policies.full("fixed", budget=BudgetConfig(2, 3, refund_after=50))
+
+    engine = Engine(config)
+    state, rows, asked = engine.init(batch=(lanes,)), [], []
+    for i in range(steps):
+        state, decision = engine.step(state, fuzz.at(trace, i), xp=np)
+        rows.append(oracle.told(state, decision))
+        asked.append((decision.action & int(Action.ROLLBACK) != 0) & coin[i])
+        state = map_leaves(
+            lambda old, new, where=asked[-1]: pick(where, new, old, xp=np),
+            state,
+            engine.decline(state, xp=np),
+        )
+    got = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    assert np.sum(asked) > lanes
+
+    def host(machine: Any, verdict: Any, i: int, lane: int) -> None:
+        if verdict.action & Action.ROLLBACK and coin[i, lane]:
+            machine.decline()
+
+    expected = oracle.reference_run(config, trace, host=host)
+    outcome = oracle.compare(expected, got)
+    assert outcome.wrong is None, outcome.wrong
+    assert outcome.steps >= 0.9 * steps * lanes

@@ -1,0 +1,284 @@
+"""Instability: loss and norm that grow from step to step, and nothing that is there at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from healcore.core.verdict import Cause
+from tests.core.random_policies import BOUNDED
+from tests.core.stepping import Runner, alarms, watching
+
+CONFIG = watching("instability")
+LANES = 40
+
+
+def noise(steps: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(steps, LANES))
+
+
+def run(losses: np.ndarray, norms: np.ndarray, *, config=CONFIG, **more) -> np.ndarray:
+    """At which steps it alarms, (steps, lanes)."""
+    losses, norms = np.broadcast_arrays(losses, norms)
+    lanes = losses.shape[1] if losses.ndim == 2 else 0
+    signals = {"loss": losses.astype(np.float32), "grad_norm": norms.astype(np.float32), **more}
+    return alarms(Runner(config, lanes=lanes).feed(**signals), Cause.INSTABILITY)
+
+
+def growth(steps: int, start: int, factor: float, length: int = 1 << 20) -> np.ndarray:
+    """0 before `start`, then 1, factor, factor**2, ..., and what it was at its end from there."""
+    power = np.clip(np.arange(steps) - start, -1, length - 1)
+    return np.where(power < 0, 0.0, float(factor) ** np.clip(power, 0, 60))
+
+
+LOSSES = {
+    "flat": lambda t: 2.0 + 0 * t,
+    "falling": lambda t: 2.0 + 3 * np.exp(-t / 80),
+    "near zero": lambda t: 0.01 + 0 * t,
+    "negative": lambda t: -5.0 - t / 100,
+}
+
+
+# -- what it is for -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [1.3, 1.6, 2.0, 4.0])
+@pytest.mark.parametrize("kind", LOSSES)
+def test_growth_alarms_within_a_few_steps_of_standing_out(kind, factor):
+    steps, start = 200, 120
+    base = LOSSES[kind](np.arange(steps))
+    spread = np.ptp(base[:start]) + abs(base[start])
+    grown = growth(steps, start, factor)
+    losses = base + 0.1 * spread * grown
+    losses = losses[:, None] + 0.01 * spread * noise(steps)
+    norms = (1 + 5 * grown)[:, None] * np.exp(0.2 * noise(steps, 2))
+    found = run(losses, norms)
+    assert not found[:start].any()
+    first = found.argmax(0)
+    assert found.any(0).all()
+    # From the step on at which it is twice all that the run has improved, two more records, each
+    # of two steps.
+    stands_out = start + np.log(20) / np.log(factor)
+    assert (first <= stands_out + 2 * np.log(1.4) / np.log(factor) + 4).all()
+
+
+def test_a_rate_that_is_too_high_from_the_first_step_on():
+    losses, norms = 2.3 * 1.5 ** np.arange(20), 3.0 ** np.arange(20)
+    assert run(losses, norms)[:12].any()
+
+
+def test_each_further_alarm_needs_two_more_records():
+    found = run(2 + growth(60, 30, 1.45), 1 + 20 * growth(60, 30, 1.45))
+    where = np.flatnonzero(found)
+    assert len(where) > 3
+    assert np.diff(where).min() == 2
+
+
+def test_steep_growth_counts_twice():
+    """Three records of which one is the square of growth: one step earlier than three."""
+    slow = run(2 + 2 * growth(60, 30, 1.5), 1 + 20 * growth(60, 30, 1.5))
+    steep = run(2 + 2 * growth(60, 30, 2.1), 1 + 20 * growth(60, 30, 2.1))
+    assert steep.argmax() == slow.argmax() - 1
+
+
+# -- what it is not for ---------------------------------------------------------------------------
+
+
+@settings(max_examples=50, **BOUNDED)
+@given(
+    seed=st.integers(0, 1 << 20),
+    kind=st.sampled_from(list(LOSSES)),
+    size=st.floats(-2, 4),
+    jump=st.floats(0, 4),
+    relative=st.floats(0, 0.3),
+    learnt=st.sampled_from([0.0, 0.01, 0.1]),
+)
+def test_data_that_are_different_at_once_never_alarm(seed, kind, size, jump, relative, learnt):
+    """Of any height, with any norms, with a noise of up to 30 % of the height, learnt or not."""
+    rng, steps = np.random.default_rng(seed), 300
+    at, t = int(rng.integers(250)), np.arange(steps)
+    base = LOSSES[kind](t)
+    high = t >= at
+    height = 10.0**size * np.exp(-learnt * (t - at) * high)
+    losses = base + high * height * (1 + relative * rng.uniform(-1, 1, steps))
+    norms = np.exp(0.3 * rng.normal(size=steps)) * np.where(high, 10.0**jump, 1.0)
+    assert not run(losses, norms).any()
+
+
+@settings(max_examples=40, **BOUNDED)
+@given(
+    seed=st.integers(0, 1 << 20),
+    kind=st.sampled_from(list(LOSSES)),
+    often=st.floats(0, 1),
+    size=st.floats(0, 8),
+)
+def test_single_outliers_never_alarm(seed, kind, often, size):
+    """However large, however many, as long as no two are in a row."""
+    rng, steps = np.random.default_rng(seed), 300
+    wild = rng.random(steps) < often
+    for i in range(1, steps):
+        wild[i] &= not wild[i - 1]
+    base = LOSSES[kind](np.arange(steps)) + 0.01 * rng.normal(size=steps)
+    factor = np.where(wild, np.exp(rng.uniform(0, size, steps) * np.log(10)), 0.0)
+    assert not run(base + factor, 1 + 100 * factor).any()
+
+
+@settings(max_examples=40, **BOUNDED)
+@given(seed=st.integers(0, 1 << 20), pace=st.floats(0.001, 0.5), rough=st.floats(0, 1))
+def test_no_alarm_while_the_loss_comes_back(seed, pace, rough):
+    """Whatever was before: from the second falling step on there is none."""
+    rng, steps, top = np.random.default_rng(seed), 200, 100
+    losses = 2 + 0.05 * rng.normal(size=steps)
+    norms = np.exp(0.3 * rng.normal(size=steps))
+    start = int(rng.integers(5, top))
+    grown = growth(steps, start, float(rng.uniform(1.05, 2.5)), top - start)
+    losses[:top] += grown[:top] * np.exp(rough * rng.normal(size=top))
+    norms += 30 * grown
+    after = np.exp(-pace * np.cumsum(rng.exponential(size=steps - top)))
+    losses[top:] = losses[top - 1] * after
+    found = run(losses, norms)
+    assert not found[top + 1 :].any()
+
+
+def test_loss_alone_or_norm_alone_is_none():
+    t = 100
+    grown = growth(t, 50, 1.5)
+    assert run(2 + grown, 1 + 20 * grown).any()
+    assert not run(2 + grown, np.ones(t)).any()
+    assert not run(np.full(t, 2.0), 1 + 20 * grown).any()
+
+
+def test_without_a_norm_it_rests():
+    grown = growth(100, 50, 1.5).astype(np.float32)
+    decisions = Runner(CONFIG).feed(loss=2 + grown)
+    assert not any(d.cause for d in decisions)
+    assert not any(d.cause for d in Runner(CONFIG).feed(grad_norm=1 + 20 * grown))
+
+
+@pytest.mark.parametrize("zeros", [1, 3, 30])
+def test_a_run_that_begins_with_norms_of_zero_has_a_usual_norm_afterwards(zeros):
+    """Otherwise every norm would be many times the usual one, and a loss alone would alarm."""
+    norms = np.where(np.arange(100) < zeros, 0.0, 1.0)
+    assert not run(2 + growth(100, 60, 1.5), norms).any()
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -1.0])
+def test_a_constant_loss(value):
+    losses = np.full(300, value)
+    losses[150:] *= 1.0001
+    assert not run(losses, np.geomspace(1, 1e6, 300)).any()
+
+
+@pytest.mark.parametrize("spread", [1e-4, 0.1, 1.0])
+@pytest.mark.parametrize("offset", [2.0, 0.0, -3.0])
+def test_noise(spread, offset):
+    norms = np.exp(noise(2000, 2))
+    assert not run(offset + spread * noise(2000), norms).any()
+
+
+def test_growth_that_comes_back_in_between_is_no_growth():
+    """Spikes of two steps, each higher than the last."""
+    losses, norms = np.full(200, 2.0), np.ones(200)
+    for k, at in enumerate(range(50, 130, 8)):
+        losses[at : at + 2] += 2 * 1.5**k
+        norms[at : at + 2] *= 30 * 1.5**k
+    assert not run(losses, norms).any()
+
+
+def test_growth_slower_than_its_patience_is_no_growth():
+    """A staircase whose steps are further apart than `patience`."""
+    stairs = 2 * 1.5 ** np.clip((np.arange(300) - 80) // 40, 0, 5) * (np.arange(300) >= 80)
+    assert not run(2 + stairs, 1 + 20 * stairs).any()
+    quick = 2 * 1.5 ** np.clip((np.arange(300) - 80) // 10, 0, 5) * (np.arange(300) >= 80)
+    assert run(2 + quick, 1 + 20 * quick).any()
+
+
+def test_an_unfinished_growth_is_forgotten_where_the_loss_stays_between():
+    """Two records, then below what stands out but not back; the third is much later."""
+    losses, norms = np.full(400, 2.0), np.ones(400)
+    losses[100:105] += [2.2, 2.2, 3.2, 3.2, 3.2]
+    losses[105:300] += 0.9
+    losses[300:303] += 5.0
+    norms[100:303] = 100.0
+    norms[105:298] = 1.0
+    assert not run(losses, norms).any()
+
+
+# -- what may not change it -----------------------------------------------------------------------
+
+
+def scenario(steps: int = 160) -> tuple[np.ndarray, np.ndarray]:
+    grown = growth(steps, 100, 1.5, 12)[:, None]
+    losses = 2 + np.exp(-np.arange(steps) / 30)[:, None] + 0.05 * noise(steps) + 0.5 * grown
+    return losses.astype(np.float32), ((1 + 10 * grown) * np.exp(0.2 * noise(steps, 2)))
+
+
+@settings(max_examples=20, **BOUNDED)
+@given(loss=st.integers(-20, 20), norm=st.integers(-20, 20))
+def test_a_power_of_two_as_unit_changes_nothing(loss, norm):
+    """Scale-free to the bit, in the loss and in the norm on their own."""
+    losses, norms = scenario()
+    norms = norms.astype(np.float32)
+    found = run(losses, norms)
+    assert found.any(0).all()
+    scaled = run(losses * np.float32(2.0**loss), norms * np.float32(2.0**norm))
+    np.testing.assert_array_equal(found, scaled)
+
+
+def test_nan_and_inf_teach_nothing():
+    losses, norms = scenario()
+    clean = run(losses, norms)
+    for wrong in (np.nan, np.inf, -np.inf):
+        for which in (0, 1):
+            places = [0, 3, 50, 101, 103, 103, 130]
+            parts = [np.insert(part, places, 1.0, axis=0) for part in (losses, norms)]
+            bad = np.insert(np.zeros(len(losses), bool), places, True)
+            parts[which][bad] = wrong
+            found = run(*parts)
+            np.testing.assert_array_equal(found[~bad], clean)
+            assert not found[bad].any()
+
+
+@settings(max_examples=30, **BOUNDED)
+@given(at=st.integers(0, 159))
+def test_an_announced_change_begins_anew(at):
+    """From there on it says what it would of a run that begins there."""
+    losses, norms = scenario()
+    announced = np.arange(160) == at
+    flags = np.broadcast_to(announced[:, None], losses.shape)
+    found = run(losses, norms, announced=flags)
+    np.testing.assert_array_equal(found[:at], run(losses, norms)[:at])
+    np.testing.assert_array_equal(found[at:], run(losses[at:], norms[at:]))
+
+
+def test_a_change_announced_at_a_nan_step_begins_anew_too():
+    losses, norms = scenario()
+    losses[104] = np.nan
+    announced = np.broadcast_to((np.arange(160) == 104)[:, None], losses.shape)
+    found = run(losses, norms, announced=announced)
+    np.testing.assert_array_equal(found[105:], run(losses[105:], norms[105:]))
+
+
+def test_there_is_none_in_warm_up():
+    grown = growth(40, 2, 1.5)
+    late = watching("instability", warmup_steps=20)
+    assert run(1 + grown, 1 + 20 * grown)[:20].any()
+    assert not run(1 + grown, 1 + 20 * grown, config=late)[:22].any()
+
+
+# -- after a shift --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("jump", [1.0, 4.0, 100.0])
+def test_a_level_that_stays_is_the_level_and_growth_from_there_is_seen(jump):
+    steps, at, start = 600, 150, 400
+    losses = np.full(steps, 2.0) + (np.arange(steps) >= at) * 6.0
+    norms = np.where(np.arange(steps) >= at, jump, 1.0)
+    grown = growth(steps, start, 1.5)
+    losses = (losses + 0.5 * grown)[:, None] + 0.05 * noise(steps)
+    norms = (norms * (1 + 5 * grown))[:, None] * np.exp(0.1 * noise(steps, 2))
+    found = run(losses, norms)
+    assert not found[:start].any()
+    assert found[start : start + 20].any(0).all()
