@@ -55,8 +55,8 @@ class Healer:
         keep: how many checkpoints of each kind stay.
         loss_fn: the loss of one batch: `loss_fn(batch)` in torch and with nnx objects,
             `loss_fn(state, batch)` where the state is a pytree. Called without gradients, in
-            evaluation mode, only when the policy would go back: on a few batches from before the
-            trouble, to tell a damaged model from different data. None: without that evidence.
+            evaluation mode, at alarms: on a few batches from before the trouble, to tell a
+            damaged model from different data. None: without that evidence.
         on_incident: functions that see an incident and may override what is done.
         rerun: go back once with nothing changed before going back for good, to tell a transient
             fault from one that happens again. Only where the data can be rewound.

@@ -19,7 +19,9 @@ from healcore.core.verdict import Action, Cause
 
 CLIPS: dict[str, Any] = {
     "zclip": RULES["zclip"].ZClipConfig(warmup_steps=20),
-    "zclip-mean": RULES["zclip"].ZClipConfig(target="mean", max_norm=None, warmup_steps=11),
+    "zclip-mean": RULES["zclip"].ZClipConfig(
+        target="mean", max_norm=None, warmup_steps=11, lone_ratio=1.1
+    ),
     "zclip-max": RULES["zclip"].ZClipConfig(target="max", z_threshold=3.0, max_norm=100.0),
     "fixed": RULES["fixed"].FixedConfig(max_norm=0.7),
     "autoclip": RULES["autoclip"].AutoClipConfig(percentile=40.0, window=30),
@@ -35,7 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "overfit": {"max_gap": 1.0},
     "loss_spike": {"warmup_steps": 20, "escape": 20},
     "divergence": {"warmup_steps": 20, "patience": 12},
-    "instability": {"growth": 1.3, "norm_ratio": 3.0, "patience": 6, "warmup_steps": 3},
+    "instability": {"growth": 1.3, "norm_ratio": 2.75, "patience": 6, "warmup_steps": 3},
     "vanishing": {"threshold": 1e-6, "patience": 6},
     "loss_ratio": {"window": 24, "warmup_steps": 5, "sustain": 3, "escape": 9},
     "loss_ceiling": {"ceiling": 11.0, "first_steps": 20, "first_ratio": 1.5},

@@ -52,6 +52,7 @@ CLIPS: dict[str, st.SearchStrategy] = {
         warmup_steps=counts,
         target=st.sampled_from(["reciprocal", "mean", "max"]),
         max_norm=limits,
+        lone_ratio=st.just(0.0) | number(0.25, 4.0),
         min_rel_std=number(0.001953125, 0.25),
         shift=shifts,
     ),

@@ -1,4 +1,4 @@
-"""A rollback that the host declines: the incident is over, the attempt is given back."""
+"""A rollback that the host declines: the attempt is given back, the incident goes on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def declining(runner: Runner, losses: np.ndarray) -> list:
     return decisions
 
 
-def test_the_incident_is_over_and_the_attempt_is_back_and_nothing_else_is_touched():
+def test_the_attempt_is_back_and_nothing_else_is_touched():
     trace = fuzz.signals(np.random.default_rng(7), 150, 60)
     engine = Engine(policies.full("fixed"))
     state = engine.init(batch=(60,))
@@ -41,15 +41,9 @@ def test_the_incident_is_over_and_the_attempt_is_back_and_nothing_else_is_touche
         after = engine.decline(state, xp=np)
         left = np.minimum(state.budget.recoveries + 1, 4)
         assert np.array_equal(after.budget.recoveries, left)
-        assert not after.incident.open.any()
-        assert not after.incident.quiet.any()
         assert (after.incident.last_onset == -1).all()
         back = after._replace(
-            incident=after.incident._replace(
-                open=state.incident.open,
-                quiet=state.incident.quiet,
-                last_onset=state.incident.last_onset,
-            ),
+            incident=after.incident._replace(last_onset=state.incident.last_onset),
             budget=after.budget._replace(recoveries=state.budget.recoveries),
         )
         assert same(back, state)
@@ -72,7 +66,8 @@ def test_what_is_declined_never_uses_up_the_budget():
     config = LADDER._replace(budget=BudgetConfig(recoveries=1, lr_cuts=0, refund_after=1 << 20))
     runner = Runner(config)
     decisions = declining(runner, bad(400, *range(10, 400, 3)))
-    assert len(depths(decisions)) == len(range(10, 400, 3))
+    asked = len(range(10, 400, 3)) / LADDER.incident.patience
+    assert asked / 2 < len(depths(decisions)) <= asked + 1, "once in `patience` alarms"
     assert not ordered(decisions, Action.STOP).any()
     assert runner.state.budget.recoveries == 1
 

@@ -68,6 +68,18 @@ def test_the_alarm_is_latched_and_ends():
     assert flips.max() <= 2, "on once, off once: no flutter"
 
 
+def test_there_is_no_alarm_while_the_trend_comes_back():
+    """And it is not over either: when the fall has ended on high, the alarm is there again."""
+    losses = 2 + 0.05 * noise(1200)
+    losses[300:500] += np.linspace(0, 40, 200)[:, None]
+    losses[500:700] += np.linspace(40, 25, 200)[:, None]
+    losses[700:] += 25
+    found = run(losses)
+    assert found[400:500].all()
+    assert not found[630:700].any()
+    assert found[1000:1100].all()
+
+
 def test_nan_steps_neither_raise_nor_end_the_alarm():
     losses = 2 + 0.1 * noise(900)
     losses[200:] += np.linspace(0, 20, 700)[:, None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from healcore.core.engine import IncidentConfig
 from healcore.core.verdict import Action, Cause
 from tests.core.stepping import Runner, alarms, ordered, sustained, watching
 
@@ -116,6 +117,28 @@ def test_a_climb_of_thirty_steps_soon_after_the_first_descent_is_found():
     excess[140:250] = 1.5 * np.minimum(np.arange(1, 111) / 30, 1)
     _, lasting = run(losses + excess[:, None] * (1 + 0.2 * noise(300, seed=2)))
     assert lasting[140:200].any(0).all()
+
+
+def lasts(losses: np.ndarray) -> np.ndarray:
+    """At which steps it is said to last, with a rule that fires at each of them."""
+    losses = np.asarray(losses, np.float32)
+    runner = Runner(CONFIG._replace(incident=IncidentConfig(quiet_steps=1, patience=1)), lanes=LANES)
+    said = []
+    for loss in losses:
+        runner.step(loss=loss)
+        said.append(runner.state.rules[0].age == 0)
+    return np.array(said)
+
+
+def test_a_step_that_is_at_the_level_orders_nothing_within_an_incident():
+    losses = 2.5 + 0.05 * noise(600)
+    losses[400:430] += 1.0
+    losses[[412, 413, 420]] -= 1.0
+    said = lasts(losses)
+    assert said[408:412].all()
+    assert not said[[412, 413, 420]].any(), "the loss has come back"
+    assert said[[414, 415, 416, 421, 422]].all(), "the incident goes on: no new evidence is needed"
+    assert not said[430:].any()
 
 
 def test_nan_and_inf_teach_nothing():

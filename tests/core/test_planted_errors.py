@@ -35,9 +35,9 @@ from healcore.core.detectors import (
 from healcore.core.engine import budget, incident, judge, lr, rules, skipping
 from tests.core import fuzz, mutants, oracle, policies
 
-CLIPS = ("zclip", "adagc", "autoclip", "zclip-max", "fixed", "growing", *policies.PUBLISHED)
+CLIPS = ("zclip", "adagc", "autoclip", "zclip-max", "zclip-mean", "fixed", "growing", *policies.PUBLISHED)
 PARTS: dict[ModuleType, tuple[str, ...]] = {
-    zclip: ("zclip", "zclip-max"),
+    zclip: ("zclip", "zclip-max", "zclip-mean"),
     adagc: ("adagc",),
     autoclip: ("autoclip",),
     fixed: ("fixed",),

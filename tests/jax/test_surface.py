@@ -10,6 +10,7 @@ import pytest
 
 import healcore.jax as hj
 from healcore.jax import decision_of, heal, protect
+from healcore.policy import preset_names
 from tests.jax import policies
 
 PUBLIC = [
@@ -80,7 +81,7 @@ def test_importing_needs_neither_flax_nor_pydantic():
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["default", "aggressive", "conservative", "observe", "zclip"])
+@pytest.mark.parametrize("name", preset_names())
 def test_every_preset_builds(name):
     import jax
     import jax.numpy as jnp

@@ -25,6 +25,7 @@ def zclip_variants(rng: np.random.Generator) -> dict[str, np.ndarray]:
         "ema_decay": rng.uniform(0.8, 0.999, VARIANTS),
         "max_norm": rng.uniform(0.1, 100.0, VARIANTS),
         "min_rel_std": rng.uniform(0.001, 0.1, VARIANTS),
+        "lone_ratio": rng.uniform(0.0, 3.0, VARIANTS),
     }
     numbers: dict[str, np.ndarray] = {k: v.astype(np.float32) for k, v in draw.items()}
     return numbers | {"warmup_steps": rng.integers(1, 60, VARIANTS).astype(np.int32)}
@@ -168,7 +169,7 @@ def test_vmap_over_thresholds_of_the_catalogue():
         "loss_ceiling.first_ratio": rng.uniform(1, 3, many).astype(np.float32),
         "loss_ceiling.sustain": rng.integers(1, 6, many).astype(np.int32),
     }
-    trace = lockstep.scalar(fuzz.signals(rng, STEPS, 8), 3)
+    trace = lockstep.scalar(fuzz.signals(rng, STEPS, 8), 2)
 
     def run(numbers: Any) -> Any:
         engine = Engine(limits(numbers))
@@ -182,6 +183,64 @@ def test_vmap_over_thresholds_of_the_catalogue():
     for i in rng.choice(many, 15, replace=False):
         plain = {k: v[i].item() for k, v in numbers.items()}
         engine = Engine(limits(plain))
+        host = backends.runner("host", engine)
+        _, states, alone = host(backends.start("host", engine.init()), trace)
+        mine = map_leaves(lambda leaf, i=i: leaf[i : i + 1], last)
+        theirs = map_leaves(lambda leaf: leaf[-1:], states)
+        assert compare.first_difference(mine, theirs) is None, plain
+        mine = map_leaves(lambda leaf, i=i: leaf[i], decisions)
+        assert compare.first_difference(mine, alone) is None, plain
+
+
+def limited(numbers: dict[str, Any]) -> EngineConfig:
+    """Instability and the way of the learning rate; keys are "table.threshold"."""
+
+    def of(table: str) -> dict[str, Any]:
+        return {k.partition(".")[2]: v for k, v in numbers.items() if k.startswith(table)}
+
+    config = policies.growing()
+    settings = {name: each._replace(**of(name)) for name, each in config.detectors}
+    return config._replace(detectors=tuple(settings.items()), lr=config.lr._replace(**of("lr")))
+
+
+def test_vmap_over_instability_and_the_ceiling_of_the_learning_rate():
+    rng = np.random.default_rng(73)
+    many = 500
+    numbers: dict[str, np.ndarray] = {
+        "instability.growth": rng.uniform(1.05, 2.0, many).astype(np.float32),
+        "instability.records": rng.integers(2, 5, many).astype(np.int32),
+        "instability.norm_ratio": rng.uniform(1, 6, many).astype(np.float32),
+        "instability.patience": rng.integers(1, 20, many).astype(np.int32),
+        "instability.warmup_steps": rng.integers(1, 12, many).astype(np.int32),
+        "lr.factor": rng.uniform(0.1, 0.9, many).astype(np.float32),
+        "lr.floor": rng.uniform(0.01, 0.1, many).astype(np.float32),
+        "lr.ceiling": np.maximum(rng.uniform(-0.3, 1.0, many), 0).astype(np.float32),
+        "lr.hold_steps": rng.integers(0, 10, many).astype(np.int32),
+        "lr.ramp_steps": rng.integers(0, 20, many).astype(np.int32),
+    }
+    t = np.arange(STEPS)
+    grown = np.where((t >= 40) & (t < 55), 1.5 ** np.clip(t - 40, 0, 15), 0.0)
+    one = fuzz.signals(rng, STEPS, 1, wild=False)
+    trace = lockstep.scalar(one, 0)._replace(
+        loss=(2 + 0.05 * rng.normal(size=STEPS) + grown).astype(np.float32),
+        grad_norm=((1 + 10 * grown) * np.exp(0.2 * rng.normal(size=STEPS))).astype(np.float32),
+        update_norm=np.ones(STEPS, np.float32),
+        learning_rate=(1e-3 * (1.01 - t / STEPS)).astype(np.float32),
+        announced=np.zeros(STEPS, bool),
+    )
+
+    def run(numbers: Any) -> Any:
+        engine = Engine(limited(numbers))
+        state = map_leaves(jnp.asarray, engine.init())
+        body = lambda s, x: engine.step(s, x, xp=jnp)  # noqa: E731
+        return jax.lax.scan(body, state, map_leaves(jnp.asarray, trace))
+
+    told = jax.jit(jax.vmap(run))({k: jnp.asarray(v) for k, v in numbers.items()})
+    last, decisions = map_leaves(np.asarray, told)
+    assert len({tuple(each) for each in decisions.lr_scale}) > many // 2, "the variants do differ"
+    for i in rng.choice(many, 25, replace=False):
+        plain = {k: v[i].item() for k, v in numbers.items()}
+        engine = Engine(limited(plain))
         host = backends.runner("host", engine)
         _, states, alone = host(backends.start("host", engine.init()), trace)
         mine = map_leaves(lambda leaf, i=i: leaf[i : i + 1], last)

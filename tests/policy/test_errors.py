@@ -149,6 +149,21 @@ WRONG = {
         HEAD + "[detect.grad_spike]\nsustain = 26\n", "detect.grad_spike.sustain", "26",
         "at most shift.patience", "sustain = 25",
     ),
+    "a ceiling above the rate that broke the run": (
+        HEAD + "[lr]\nceiling = 1.5\n", "lr.ceiling", "1.5", "at most 1", "ceiling = 0.0",
+    ),
+    "growth that is none": (
+        HEAD + "[detect.instability]\ngrowth = 1.0\n", "detect.instability.growth", "1.0",
+        "above 1", "= 1.4",
+    ),
+    "one record is no growth": (
+        HEAD + "[detect.instability]\nrecords = 1\n", "detect.instability.records", "1",
+        "from 2", "records = 3",
+    ),
+    "a number for a question": (
+        HEAD + "[rollback]\nconfirm = 1\n", "rollback.confirm", "1", "true or false",
+        "confirm = false",
+    ),
     "loss ratio of 1": (
         HEAD + "[detect.loss_ratio]\nratio = 1.0\n", "detect.loss_ratio.ratio", "1.0",
         "above 1", "= 2.0",
@@ -235,7 +250,7 @@ def test_all_problems_are_told_at_once():
     ("wanted", "said"),
     [
         ("agressive", "did you mean 'aggressive'"),
-        ("something", "default, aggressive, conservative, observe, zclip"),
+        ("something", "default, pretraining, aggressive, conservative, observe, zclip"),
         ("no/such.toml", "No such file or directory"),
         ("nul\0.toml", "null byte"),
         ("/", "Is a directory"),

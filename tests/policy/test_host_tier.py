@@ -43,6 +43,7 @@ depth = 1
 deepen = 1
 probation = 50
 skip_batches = 20
+confirm = true
 [lr]
 factor = 0.5
 floor = 0.1
@@ -64,6 +65,7 @@ jitter = 0.1
 def test_a_whole_file_loads_and_round_trips():
     policy = loads(WHOLE)
     assert policy.rollback.probation == 50
+    assert policy.rollback.confirm
     assert policy.retry.max_delay_s == 600
     assert loads(dumps(policy)) == policy
 
@@ -95,5 +97,5 @@ def test_retry_cannot_end_before_it_begins():
 
 
 def test_presets_still_load():
-    for name in ("default", "aggressive", "conservative", "observe", "zclip"):
+    for name in ("default", "pretraining", "aggressive", "conservative", "observe", "zclip"):
         assert load(name).engine()

@@ -11,7 +11,7 @@ from healcore.core.signals import Signals
 from healcore.core.verdict import Action, Cause
 from healcore.policy import diff, fingerprint, load, preset_names, preset_text
 
-PRESETS = ("default", "aggressive", "conservative", "observe", "zclip")
+PRESETS = ("default", "pretraining", "aggressive", "conservative", "observe", "zclip")
 
 
 def run(policy, losses, norms):
@@ -64,29 +64,104 @@ def test_a_healthy_run_is_left_alone(name):
     assert all(d.lr_scale == 1 for d in decisions)
 
 
-@pytest.mark.parametrize("name", ["default", "aggressive", "conservative"])
-def test_nans_that_go_on_are_a_rollback_and_a_cut(name):
+@pytest.mark.parametrize(
+    ("name", "cuts"), [("default", 0), ("pretraining", 1), ("aggressive", 1), ("conservative", 1)]
+)
+def test_nans_that_go_on_are_a_rollback_and_a_cut_where_the_policy_cuts(name, cuts):
     losses, norms = calm(200)
     losses[100:120] = np.nan
-    actions = [int(d.action) for d in run(load(name), losses, norms)]
-    assert sum(bool(a & Action.ROLLBACK) for a in actions) == 1
-    assert sum(bool(a & Action.CUT_LR) for a in actions) == 1
+    orders = actions(load(name), losses, norms)
+    assert ordered(orders, Action.ROLLBACK) == 1
+    assert ordered(orders, Action.CUT_LR) == cuts
 
 
-def test_every_other_step_nan_is_seen():
+@pytest.mark.parametrize("name", ["default", "pretraining"])
+def test_every_other_step_nan_is_seen(name):
     losses, norms = calm(200)
     norms[100:200:2] = np.nan
-    assert any(int(d.action) & Action.ROLLBACK for d in run(load("default"), losses, norms))
+    assert ordered(actions(load(name), losses, norms), Action.ROLLBACK)
+
+
+# -- what default does with finite numbers, and pretraining ---------------------------------------
+
+
+def actions(policy, losses, norms) -> list[int]:
+    return [int(d.action) for d in run(policy, losses, norms)]
+
+
+def ordered(orders: list[int], action: Action) -> int:
+    return sum(bool(each & action) for each in orders)
+
+
+def bad_batches(steps=300):
+    """A healthy run with single losses and norms far above the level."""
+    losses, norms = calm(steps)
+    losses[150:280:13] += 5.0
+    norms[150:280:13] *= 50.0
+    return losses, norms
+
+
+def other_data(steps=400):
+    """From one step on a loss and a norm that are four times as high, and slowly learnt."""
+    losses, norms = calm(steps)
+    high = np.exp(-np.arange(steps - 200) / 300)
+    losses[200:] += 6.0 * high
+    norms[200:] *= 1 + 3 * high
+    return losses, norms
+
+
+def blow_up(steps=240):
+    """Each step makes the next one worse."""
+    losses, norms = calm(steps)
+    grown = 1.5 ** np.arange(20)
+    losses[200:220] += grown
+    norms[200:220] *= 1 + 10 * grown
+    return losses[:220], norms[:220]
+
+
+def test_default_skips_no_finite_batch_and_pretraining_does():
+    skipped = [sum(bool(d.skip) for d in run(load(name), *bad_batches())) for name in PRESETS[:2]]
+    assert skipped[0] == 0
+    assert skipped[1] >= 8
+
+
+def test_default_asks_about_other_data_and_cuts_nothing_and_pretraining_cuts():
+    """The order to go back is a question: `confirm`."""
+    assert load("default").rollback.confirm
+    assert not load("pretraining").rollback.confirm
+    orders = {name: actions(load(name), *other_data()) for name in PRESETS[:2]}
+    cuts = {name: ordered(each, Action.CUT_LR) for name, each in orders.items()}
+    assert cuts["default"] == 0
+    assert cuts["pretraining"] >= 1
+    assert all(ordered(each, Action.ROLLBACK) for each in orders.values())
+    assert not any(ordered(each, Action.STOP) for each in orders.values())
+
+
+def test_default_goes_back_and_cuts_where_each_step_makes_it_worse():
+    decisions = run(load("default"), *blow_up())
+    first = next(i for i, d in enumerate(decisions) if int(d.cause) & Cause.INSTABILITY)
+    assert 200 < first < 212
+    assert int(decisions[first].action) & Action.CUT_LR
+    orders = [int(d.action) for d in decisions]
+    assert ordered(orders[: first + 1], Action.ROLLBACK) == 1
+    assert decisions[-1].lr_scale == np.float32(0.25)
+
+
+def test_pretraining_comes_back_to_the_schedule_and_default_to_a_ceiling():
+    assert load("pretraining").lr.ceiling == 0
+    assert not load("pretraining").engine().limits_lr
+    assert 0 < load("default").lr.ceiling < 1
+    assert load("default").engine().limits_lr
 
 
 def test_aggressive_acts_before_default_before_conservative():
     losses, norms = calm(400)
     losses[200:] = np.nan
     first = {}
-    for name in ("aggressive", "default", "conservative"):
+    for name in ("aggressive", "default", "pretraining", "conservative"):
         decisions = run(load(name), losses, norms)
         first[name] = next(i for i, d in enumerate(decisions) if int(d.action) & Action.ROLLBACK)
-    assert first["aggressive"] < first["default"] < first["conservative"]
+    assert first["aggressive"] < first["default"] == first["pretraining"] < first["conservative"]
 
 
 def test_observe_is_default_in_another_mode():

@@ -89,8 +89,8 @@ def _gan(seed: int) -> Problem:
     generator, discriminator = _mlp(_LATENT, _SIZE), _mlp(_SIZE, 1)
     mean = deepcopy(generator).requires_grad_(False)
     optimizers: dict[str, torch.optim.Optimizer] = {
-        "generator": torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.99)),
-        "discriminator": torch.optim.Adam(discriminator.parameters(), lr=1e-3, betas=(0.5, 0.99)),
+        "generator": torch.optim.Adam(generator.parameters(), lr=7e-4, betas=(0.5, 0.99)),
+        "discriminator": torch.optim.Adam(discriminator.parameters(), lr=7e-4, betas=(0.5, 0.99)),
     }
 
     def step(batch: tuple[Tensor, Tensor], update: Update) -> None:

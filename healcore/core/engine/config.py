@@ -68,8 +68,7 @@ class BudgetConfig(NamedTuple):
     """How often."""
 
     recoveries: Any = 3
-    """Rollbacks. With none left a run that gets worse is stopped; any other goes on, clipped, with an
-    alert."""
+    """Rollbacks. With none left a run that gets worse is stopped; any other goes on."""
     lr_cuts: Any = 4
     """Cuts of the learning rate."""
     refund_after: Any = 1000

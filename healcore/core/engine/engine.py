@@ -161,8 +161,8 @@ class Engine:
     def decline(self, state: EngineState, *, xp: Any) -> EngineState:
         """The state after a rollback that was ordered and not carried out: its attempt is back.
 
-        The host has asked, and the model is not worse: the data are different. The incident is
-        over; what the detectors know stays.
+        The host has asked, and the model is not worse: the data are different. The incident goes
+        on, so that the next order comes after its `patience`; what the detectors know stays.
 
         Args:
             state: the live state.
@@ -171,13 +171,9 @@ class Engine:
         always = state.step >= 0
         left = state.budget.recoveries
         room = left < self.config.budget.recoveries
-        closed = state.incident._replace(
-            open=xp.where(always, False, state.incident.open),
-            quiet=xp.where(always, 0, state.incident.quiet),
-            last_onset=xp.where(always, -1, state.incident.last_onset),
-        )
+        last_onset = xp.where(always, -1, state.incident.last_onset)
         return state._replace(
-            incident=closed,
+            incident=state.incident._replace(last_onset=last_onset),
             budget=state.budget._replace(recoveries=xp.where(room, left + 1, left)),
         )
 

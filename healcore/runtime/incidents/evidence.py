@@ -8,9 +8,9 @@ healthy one its progress, so it needs evidence of damage:
 * *Weights that are not finite.* Steps that are not finite are skipped and change nothing; as long
   as the weights are finite there is nothing to go back from.
 * *Batches from before the trouble*, evaluated with the present weights, where the user has given a
-  `loss_fn`: a damaged model has become worse on them, different data have not changed them. Of the
-  rise of the loss at least half has to be found on them. They also find the damage that a stretch
-  of bad data has left behind, once it is over (`excursion`).
+  `loss_fn`: a damaged model has become worse on each of them, on average as much as on the step in
+  alarm, give or take a factor of two; different data have not changed them. They are asked at the
+  first alarm, before different data can make a model forget.
 """
 
 from __future__ import annotations
@@ -18,20 +18,23 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from healcore.core.verdict import Cause
 from healcore.runtime.driver import Driver, Told
-from healcore.runtime.incidents.excursion import Excursions, Stretch
 from healcore.runtime.incidents.judging import Order
 
+_HIGH = int(Cause.LOSS_SPIKE | Cause.DIVERGENCE)
 _NONFINITE = Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
 _BATCHES = 4
 _APART = 16  # steps from one remembered batch to the next
-_SHARE = 0.5  # of the rise of the loss that is found on remembered batches, to be damage
-_FEWEST = 3  # batches that have to speak for damage after a stretch of bad data
-_LEAST = 0.02  # of the rise of the loss that is left on each of them
+_SHARE = 0.5  # damage: batches from before have risen by at least this share of the step's own rise
+# ... and the step by this share of theirs: what is worse on them alone is forgotten, not broken.
+_EACH = (
+    0.25  # of the step's rise that every single one of them has risen by: some alone are another
+)
+# domain that is being forgotten
 _PATIENCE = 3  # orders for non-finite steps in one stretch with finite weights; then it is damage
 _STRETCH = 64  # steps without such an order that end the stretch
 
@@ -54,7 +57,7 @@ class Finding(NamedTuple):
     by: str
     """What it rests on: instability, weights, remembered_batches, budget or nothing."""
     rise: float | None = None
-    """How far the loss of the step that was judged is above the remembered ones."""
+    """How far the loss of the step in alarm is above the remembered ones."""
     rise_remembered: float | None = None
     """How far the remembered batches are above what they were, with the present weights."""
 
@@ -80,38 +83,26 @@ class Evidence:
         self._driver = driver
         self._loss_fn = loss_fn
         self._batches: deque[Remembered] = deque(maxlen=_BATCHES)
-        self._before: list[Remembered] = []
-        """The batches from before the excursion of the loss that is under way."""
-        self._excursions = Excursions()
+        self._asked: Finding | None = None
+        """What the remembered batches said at the first alarm of the incident under way."""
         self._nonfinite = 0
         self._nonfinite_at = -_STRETCH
 
-    def see(self, index: int, batch: Any, told: list[Told]) -> tuple[Stretch, Finding] | None:
-        """Takes a step that was judged, and its batch; references to a few batches are kept.
-
-        Returns:
-            A stretch of bad data that is over and has damaged the model.
-        """
+    def see(self, index: int, batch: Any, told: list[Told]) -> None:
+        """Takes a step that was judged, and its batch; references to a few batches are kept."""
         loss = told[0].loss
-        calm = not self._excursions.under_way
-        stretch = self._excursions.see(index, loss)
-        if calm and self._excursions.under_way:
-            self._before = list(self._batches)
-        healthy = not any(each.incident_open or int(each.decision.cause) for each in told)
-        far = not self._batches or index - self._batches[-1].index >= _APART
-        if healthy and far and not self._excursions.under_way:
-            self._batches.append(Remembered(index, batch, loss))
-        return None if stretch is None else self._of_stretch(stretch)
+        if not any(each.incident_open or int(each.decision.cause) for each in told):
+            self._asked = None
+            if not self._batches or index - self._batches[-1].index >= _APART:
+                self._batches.append(Remembered(index, batch, loss))
+        elif self._asked is None and any(int(each.decision.cause) & _HIGH for each in told):
+            self._asked = self._of_batches(loss)
 
     def went_back(self, target: int) -> None:
         """Steps from `target` on are taken again."""
         kept = [each for each in self._batches if each.index < target]
         self._batches = deque(kept, maxlen=_BATCHES)
-        self._excursions.restart()
-
-    def resumed(self) -> None:
-        """The run goes on from an earlier process."""
-        self._excursions.resumed()
+        self._asked = None
 
     def forget(self) -> None:
         """The data are different from now on: older batches say nothing about them."""
@@ -127,46 +118,37 @@ class Evidence:
             return Finding(Verdict.DAMAGE, "instability")
         if not self._driver.finite():
             return Finding(Verdict.DAMAGE, "weights")
-        now = self._evaluate(self._batches)
         if order.cause & _NONFINITE:
-            return self._of_nonfinite(order, now)
-        if now is None:
-            return Finding(Verdict.UNKNOWN, "nothing")
-        then = sum(each.loss for each in self._batches) / len(self._batches)
-        rise, risen = order.loss - then, now - then
-        damaged = not math.isfinite(risen) or (rise > 0 and risen >= _SHARE * rise)
-        verdict = Verdict.DAMAGE if damaged else Verdict.DATA
-        return Finding(verdict, "remembered_batches", rise, risen)
+            return self._of_nonfinite(order)
+        return self._asked or self._of_batches(order.loss)
 
     # -- within ---------------------------------------------------------------------------------
 
-    def _evaluate(self, batches: Sequence[Remembered]) -> float | None:
-        """Mean loss of remembered batches with the present weights."""
-        losses = self._losses(batches)
-        return sum(losses) / len(losses) if losses else None
-
-    def _losses(self, batches: Sequence[Remembered]) -> list[float]:
+    def _rises(self) -> list[float]:
+        """How far each remembered batch is above what it was, with the present weights."""
         if self._loss_fn is None:
             return []
-        return [self._driver.loss_of(self._loss_fn, each.batch) for each in batches]
-
-    def _of_stretch(self, stretch: Stretch) -> tuple[Stretch, Finding] | None:
-        """Whether every batch from before has become worse, and how far."""
-        rises = [
-            now - each.loss
-            for now, each in zip(self._losses(self._before), self._before, strict=True)
+        return [
+            self._driver.loss_of(self._loss_fn, each.batch) - each.loss for each in self._batches
         ]
-        if len(rises) < _FEWEST or not min(rises) > 0:
-            return None
-        mean = sum(rises) / len(rises)
-        if mean < _LEAST * stretch.rise:
-            return None
-        return stretch, Finding(Verdict.DAMAGE, "remembered_batches", stretch.rise, mean)
 
-    def _of_nonfinite(self, order: Order, now: float | None) -> Finding:
-        if now is not None:
-            verdict = Verdict.DATA if math.isfinite(now) else Verdict.DAMAGE
-            return Finding(verdict, "remembered_batches", None, now)
+    def _of_batches(self, loss: float) -> Finding:
+        """What the remembered batches say of a step with this loss."""
+        rises = self._rises()
+        if not rises:
+            return Finding(Verdict.UNKNOWN, "nothing")
+        rise = loss - sum(each.loss for each in self._batches) / len(rises)
+        mean = sum(rises) / len(rises)
+        alike = _SHARE * rise <= mean <= rise / _SHARE and min(rises) >= _EACH * rise > 0
+        verdict = Verdict.DAMAGE if alike or not math.isfinite(mean) else Verdict.DATA
+        return Finding(verdict, "remembered_batches", rise, mean)
+
+    def _of_nonfinite(self, order: Order) -> Finding:
+        rises = self._rises()
+        if rises:
+            finite = math.isfinite(sum(rises))
+            verdict = Verdict.DATA if finite else Verdict.DAMAGE
+            return Finding(verdict, "remembered_batches")
         again = order.index - self._nonfinite_at < _STRETCH
         self._nonfinite = self._nonfinite + 1 if again else 1
         self._nonfinite_at = order.index

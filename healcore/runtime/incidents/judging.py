@@ -8,7 +8,6 @@ from typing import NamedTuple
 from healcore.core.verdict import Action, Cause, names
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import Evidence, Told
-from healcore.runtime.incidents.excursion import Stretch
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.incident import Facts, Incident, Readings, readings
 from healcore.runtime.incidents.lagging import Seen
@@ -114,27 +113,6 @@ class Judge:
             if int(told.decision.action):
                 order = _worse(order, self._order(seen, told, cause, episode))
         return order
-
-    def order_for(self, stretch: Stretch, index: int, loss: float) -> Order:
-        """A rollback to before a stretch of bad data that is over.
-
-        Args:
-            stretch: its steps.
-            index: of the step that has shown it.
-            loss: of that step.
-        """
-        steps = range(stretch.onset, stretch.end + 1)
-        return Order(
-            action=Action.ROLLBACK,
-            depth=1,
-            onset=stretch.onset,
-            since=stretch.onset,
-            index=index,
-            cause=Cause.LOSS_SPIKE,
-            bad=tuple(each for step in steps for each in self._data.get(step, ())),
-            overridden=False,
-            loss=loss,
-        )
 
     @staticmethod
     def also_bad(later: list[Seen]) -> tuple[BatchId, ...]:

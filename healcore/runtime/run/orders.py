@@ -64,20 +64,19 @@ class Orders:
         self.tried: list[Tried] = []
         """Rollbacks of this process."""
 
-    def carry_out(self, order: Order, step: int, finding: Finding | None = None) -> Carried:
+    def carry_out(self, order: Order, step: int) -> Carried:
         """Does what is ordered.
 
         Args:
             order: it.
             step: steps done.
-            finding: what is known of the model already; None: it is asked first.
 
         Raises:
             RunStopped: stopping was ordered, or is all that is left.
         """
         save = bool(order.action & Action.SAVE)
         if self._needs_evidence(order):
-            finding = self._assess(order, step, finding)
+            finding = self._assess(order, step)
             if finding.verdict is not Verdict.DAMAGE:
                 self._decline(order, finding)
                 return Carried(save=save)
@@ -103,9 +102,9 @@ class Orders:
         )
         return bool(order.action & (Action.ROLLBACK | Action.STOP)) and not stops
 
-    def _assess(self, order: Order, step: int, finding: Finding | None) -> Finding:
+    def _assess(self, order: Order, step: int) -> Finding:
         """Whether the model is worse, on any rank; an event says what was found."""
-        finding = finding or self._evidence.ask(order)
+        finding = self._evidence.ask(order)
         verdicts = self._recovery.ranks.gather(finding.verdict.value)
         if Verdict.DAMAGE.value in verdicts:
             finding = finding._replace(verdict=Verdict.DAMAGE)

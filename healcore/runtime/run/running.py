@@ -123,8 +123,6 @@ class Run:
         """What this process goes on from."""
         self.recovery.initial = self._saved = step
         self._resumed_at = step if resumed else None
-        if resumed:
-            self._evidence.resumed()
 
     def note_rates(self) -> None:
         """The multipliers in force are nothing new."""
@@ -207,17 +205,12 @@ class Run:
         for seen in self._lagging.due(all=all):
             self._note_metrics(seen)
             order = self.judge.judge(seen)
-            found = None
             if seen.index in self._batches:
-                found = self._evidence.see(seen.index, self._batches.pop(seen.index), seen.told)
+                self._evidence.see(seen.index, self._batches.pop(seen.index), seen.told)
             self.trials.watch(seen.index, order)
-            finding = None
-            if found is not None:
-                stretch, finding = found
-                order = self.judge.order_for(stretch, seen.index, seen.told[0].loss)
             if order is None:
                 continue
-            carried = self._orders.carry_out(order, self.step, finding)
+            carried = self._orders.carry_out(order, self.step)
             if carried.target is not None:
                 self._go_on_from(carried.target)
                 return True

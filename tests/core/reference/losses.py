@@ -199,7 +199,8 @@ class Instability:
     """Records of the loss, each far above the last, while the norm is many times its usual size."""
 
     def __init__(self, config: Any, ties: Ties) -> None:
-        self.config, self.ties = config, ties
+        self.config, self.said, self.ties = config, ties, Ties()
+        """A comparison too close to call, here in `ties`, bears on all that comes after it."""
         self.learnt = 0
         self.row: list[float] = []
         """The records of the growth in progress, one that counts twice two times."""
@@ -218,8 +219,9 @@ class Instability:
             self.row, self.noise = [], 0.0
             self.level = self.best = self.top = x
             self.usual, self.last = step.norm, (x, 0.0)
-        height = min(x, self.last[0]) - self.best  # of two steps: one bad batch is none
-        sizes = (x, self.last[0], self.best, self.top)
+            self.ties.forget()
+        lower = min(x, self.last[0])  # of two steps: one bad batch is none
+        height, sizes = lower - self.best, (lower, self.best, self.top)
         least = max(self.top - self.best, abs(self.best) / 2, 4 * self.noise)
         high = self.ties.above(height, least, *sizes)
         new = self._records(height, high, step.norm, sizes)
@@ -230,6 +232,8 @@ class Instability:
             back = self.ties.above(self.row[-1] / 4, height, *sizes)
             if back or self.since >= c.patience:
                 self.row = []
+        if self.ties.close:
+            self.said.recall(self.ties.closest)
         alarm = bool(new) and len(self.row) >= c.records
         settled = high and not new and self.since >= 4 * c.patience
         if not (high or self.row):
