@@ -28,7 +28,7 @@ from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves
 
 TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
-POLICIES = ("default", "aggressive", "conservative")
+POLICIES = ("default", "pretraining", "aggressive", "conservative")
 Alarms = dict[str, np.ndarray]
 
 

@@ -122,7 +122,9 @@ def test_a_climb_of_thirty_steps_soon_after_the_first_descent_is_found():
 def lasts(losses: np.ndarray) -> np.ndarray:
     """At which steps it is said to last, with a rule that fires at each of them."""
     losses = np.asarray(losses, np.float32)
-    runner = Runner(CONFIG._replace(incident=IncidentConfig(quiet_steps=1, patience=1)), lanes=LANES)
+    runner = Runner(
+        CONFIG._replace(incident=IncidentConfig(quiet_steps=1, patience=1)), lanes=LANES
+    )
     said = []
     for loss in losses:
         runner.step(loss=loss)

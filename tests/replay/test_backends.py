@@ -62,7 +62,7 @@ def check(trace, policy, backends=("jax", "torch")):
 
 
 def test_rows_that_lack_signals_and_nan(tmp_path):
-    told = check(logs.trace(logs.write(tmp_path / "a.csv", logs.eventful(ROWS))), "default")
+    told = check(logs.trace(logs.write(tmp_path / "a.csv", logs.eventful(ROWS))), "pretraining")
     text = "".join(told)
     for word in ("NONFINITE_LOSS", "NONFINITE_GRAD", "LOSS_SPIKE", "ROLLBACK", "CUT_LR"):
         assert word in text
@@ -74,7 +74,7 @@ def test_one_combination_only(tmp_path):
     run = logs.eventful(ROWS)
     run["loss"] = [x or 3.5 for x in run["loss"]]
     del run["grad_norm"]
-    told = check(logs.trace(logs.write(tmp_path / "a.csv", run)), "default")
+    told = check(logs.trace(logs.write(tmp_path / "a.csv", run)), "pretraining")
     assert '"ROLLBACK"' in "".join(told)
 
 
@@ -84,14 +84,14 @@ def test_a_resumed_run(tmp_path):
     first = logs.write(tmp_path / "1.csv", logs.part(run, 0, 220))
     second = logs.write(tmp_path / "2.csv", logs.part(run, 140, 330), range(140, 330))
     third = logs.write(tmp_path / "3.csv", logs.part(run, 250, ROWS), range(250, ROWS))
-    told = check(logs.trace(first, second, third), "default")
+    told = check(logs.trace(first, second, third), "pretraining")
     assert [f'"attempt": {n}' in "".join(told[:-1]) for n in range(3)] == [True] * 3
 
 
 def test_observing_orders_the_same(tmp_path):
     """What observe mode would have done is what the same policy in heal mode does."""
     trace = logs.trace(logs.write(tmp_path / "a.csv", logs.eventful(ROWS)))
-    healing = load("default").model_copy(update={"mode": "heal", "name": "same"})
+    healing = load("pretraining").model_copy(update={"mode": "heal", "name": "same"})
     watching = healing.model_copy(update={"mode": "observe"})
     watched = check(trace, watching)
     assert watched[:-1] == lines(trace, healing, "numpy")[:-1]
@@ -123,7 +123,7 @@ def test_longer_than_a_chunk(tmp_path):
     run["grad_norm"][4090:4102] = [5.0] * 12
     first = logs.write(tmp_path / "1.csv", logs.part(run, 0, 8500))
     second = logs.write(tmp_path / "2.csv", logs.part(run, 4200, 9000), range(4200, 9000))
-    told = check(logs.trace(first, second), "default", backends=("jax",))
+    told = check(logs.trace(first, second), "pretraining", backends=("jax",))
     assert all(f'"index": {index},' in "".join(told) for index in (4095, 4096, 4097))
 
 
@@ -132,6 +132,6 @@ def test_cutting_it_elsewhere_changes_nothing(tmp_path, monkeypatch, backend):
     from healcore.tools.replay import lineage
 
     trace = logs.trace(logs.write(tmp_path / "a.csv", logs.eventful(ROWS)))
-    whole = lines(trace, "default", backend)
+    whole = lines(trace, "pretraining", backend)
     monkeypatch.setattr(lineage, "MOST_ROWS", 33)
-    assert lines(trace, "default", backend) == whole
+    assert lines(trace, "pretraining", backend) == whole

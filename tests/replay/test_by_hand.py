@@ -98,9 +98,9 @@ def replayed(trace, policy, backend="numpy"):
 
 def test_one_attempt(tmp_path):
     path = logs.write(tmp_path / "a.csv", logs.eventful(900))
-    engine = load("default").engine()
+    engine = load("pretraining").engine()
     wanted, _ = by_hand(engine, engine.init(), rows_of(path), range(900))
-    got, result = replayed(logs.trace(path), "default")
+    got, result = replayed(logs.trace(path), "pretraining")
     assert got == wanted
     summary = result.summary
     assert summary.rows == 900
@@ -108,9 +108,10 @@ def test_one_attempt(tmp_path):
 
 
 def test_counts_are_those_of_the_lines(tmp_path):
-    got, result = replayed(
-        logs.trace(logs.write(tmp_path / "a.csv", logs.eventful(900))), "default"
-    )
+    run = logs.eventful(900)
+    for onset in (300, 450, 600, 750):
+        run["loss"][onset : onset + 12] = ["nan"] * 12
+    got, result = replayed(logs.trace(logs.write(tmp_path / "a.csv", run)), "pretraining")
     summary, decisions = result.summary, [line for _, line in got]
     assert summary.skips == sum(line[2] for line in decisions)
     assert summary.clips == sum(line[3] < 1 for line in decisions)
@@ -132,12 +133,12 @@ def test_a_resumed_run_goes_back_with_its_budget(tmp_path):
     run = logs.eventful(700)
     first = logs.write(tmp_path / "1.csv", logs.part(run, 0, 450))
     second = logs.write(tmp_path / "2.csv", logs.part(run, 300, 700), range(300, 700))
-    engine = load("default").engine()
+    engine = load("pretraining").engine()
     before, states = by_hand(engine, engine.init(), rows_of(first), range(450))
     state = engine.on_rollback(states[-1], states[299], xp=np)
     assert int(states[-1].budget.recoveries) < int(states[100].budget.recoveries)
     after, _ = by_hand(engine, state, rows_of(second), range(450, 850))
-    got, result = replayed(logs.trace(first, second), "default")
+    got, result = replayed(logs.trace(first, second), "pretraining")
     assert got == before + after
     attempts = result.summary.attempts
     assert [each.rows for each in attempts] == [450, 400]
@@ -149,9 +150,9 @@ def test_a_resumed_run_goes_back_with_its_budget(tmp_path):
 def test_another_file_from_the_start_is_another_run(tmp_path):
     run = logs.eventful(300)
     first, second = (logs.write(tmp_path / f"{n}.csv", run) for n in range(2))
-    engine = load("default").engine()
+    engine = load("pretraining").engine()
     once, _ = by_hand(engine, engine.init(), rows_of(first), range(300))
-    got, _ = replayed(logs.trace(first, second), "default")
+    got, _ = replayed(logs.trace(first, second), "pretraining")
     assert got == once + [(300 + index, line) for index, line in once]
 
 
@@ -160,28 +161,40 @@ def test_a_restart_within_one_file_keeps_the_budget(tmp_path):
     run = logs.eventful(300)
     twice = {name: cells * 2 for name, cells in run.items()}
     path = logs.write(tmp_path / "a.csv", twice, [*range(300), *range(300)])
-    engine = load("default").engine()
+    engine = load("pretraining").engine()
     rows = rows_of(path)
     before, states = by_hand(engine, engine.init(), rows[:300], range(300))
     state = engine.on_rollback(states[-1], engine.init(), xp=np)
     after, _ = by_hand(engine, state, rows[300:], range(300, 600))
-    got, _ = replayed(logs.trace(path), "default")
+    got, _ = replayed(logs.trace(path), "pretraining")
     assert got == before + after
+
+
+def test_a_spent_budget_does_not_stop_what_is_finite_and_does_not_grow(tmp_path):
+    run = logs.noisy(900)
+    for onset in range(100, 900, 150):
+        run["loss"][onset : onset + 20] = [9.0] * 20
+    path = logs.write(tmp_path / "a.csv", run)
+    summary = replayed(logs.trace(path), "pretraining")[1].summary
+    assert summary.spent >= 2
+    assert summary.stopped_at is None
+    again = [row for row in replay(logs.trace(path), "pretraining") if row.spent]
+    assert all(Action.ALERT | Action.ROLLBACK in row.action for row in again)
 
 
 def test_a_spent_budget_is_told_and_the_replay_goes_on(tmp_path):
     run = logs.noisy(900)
     for onset in range(100, 900, 150):
-        run["loss"][onset : onset + 20] = [9.0] * 20
+        run["loss"][onset : onset + 20] = ["nan"] * 20
     first = logs.write(tmp_path / "1.csv", run)
     second = logs.write(tmp_path / "2.csv", logs.part(run, 680, 900), range(680, 900))
-    _, result = replayed(logs.trace(first, second), "default")
+    _, result = replayed(logs.trace(first, second), "pretraining")
     summary = result.summary
-    recoveries = load("default").budget.recoveries
+    recoveries = load("pretraining").budget.recoveries
     assert summary.rollbacks - summary.spent == recoveries
     assert summary.spent >= 2
     assert summary.stopped_at is not None
-    again = [row for row in replay(result.trace, "default") if row.spent]
+    again = [row for row in replay(result.trace, "pretraining") if row.spent]
     assert again[0].index == summary.stopped_at < 680
     assert again[0].step == summary.stopped_step
     assert again[-1].attempt == 1
@@ -271,7 +284,7 @@ def test_scores_belong_to_the_signals_of_the_row(tmp_path):
     path = logs.write(tmp_path / "a.csv", logs.eventful(700))
     rows = rows_of(path)
     seen = set()
-    for row in replay(logs.trace(path), "default"):
+    for row in replay(logs.trace(path), "pretraining"):
         logged = rows[row.index]
         assert set(row.z) == {name for name in ("loss", "grad_norm") if logged[name] != ""}
         assert (row.threshold is None) == (logged["grad_norm"] == "")
@@ -284,7 +297,7 @@ def test_incidents_have_their_rows_and_steps(tmp_path):
     run = logs.noisy(500)
     run["loss"][200:230] = [7.0] * 30
     path = logs.write(tmp_path / "a.csv", run, range(1000, 6000, 10))
-    _, result = replayed(logs.trace(path), "default")
+    _, result = replayed(logs.trace(path), "pretraining")
     (incident,) = (each for each in result.incidents if "ROLLBACK" in each.action)
     assert (incident.onset, incident.onset_step) == (200, 3000)
     assert 200 < incident.index < 210
@@ -296,7 +309,7 @@ def test_incidents_have_their_rows_and_steps(tmp_path):
 
 
 def test_before_its_end_there_is_no_summary(tmp_path):
-    result = replay(logs.trace(logs.write(tmp_path / "a.csv", logs.noisy(50))), "default")
+    result = replay(logs.trace(logs.write(tmp_path / "a.csv", logs.noisy(50))), "pretraining")
     with pytest.raises(RuntimeError, match="not come to its end"):
         _ = result.summary
     assert result.finish().rows == 50

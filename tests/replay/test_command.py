@@ -41,11 +41,11 @@ def cells(output: str, name: str) -> list[str]:
 
 
 def test_the_table(run, spiked):
-    done = healcore_replay(spiked)
+    done = healcore_replay(spiked, "-p", "pretraining")
     assert done.exit_code == 0, done.output
     assert cells(done.output, "spiked.csv")[:4] == ["spiked.csv", "300", "1", "1"]
     assert "0.5 (1)" in done.output
-    assert "Judged with numpy" in done.output
+    assert "Judged with numpy" in " ".join(done.output.split())
     both = healcore_replay(spiked, run)
     assert cells(both.output, "all 2")[2] == "600"
 
@@ -101,12 +101,12 @@ def test_a_reader_that_has_seen_enough(run, lines):
 
 def test_comparing_policies(spiked, tmp_path):
     mine = tmp_path / "mine.toml"
-    mine.write_text(preset_text("default").replace('"rollback", "cut_lr"', '"rollback"'))
+    mine.write_text(preset_text("pretraining").replace('"rollback", "cut_lr"', '"rollback"'))
     out = tmp_path / "out.jsonl"
-    done = healcore_replay(spiked, "-p", "default", "-p", mine, "-p", "zclip", "--jsonl", out)
+    done = healcore_replay(spiked, "-p", "pretraining", "-p", mine, "-p", "zclip", "--jsonl", out)
     assert done.exit_code == 0, done.output
     summaries = [each for each in map(json.loads, out.open()) if each.get("summary")]
-    assert [each["policy"] for each in summaries] == ["default", str(mine), "zclip"]
+    assert [each["policy"] for each in summaries] == ["pretraining", str(mine), "zclip"]
     assert [each["rollbacks"] for each in summaries] == [1, 1, 0]
     assert [each["lowest_lr"] for each in summaries] == [0.5, 1, 1]
     assert len({each["fingerprint"] for each in summaries}) == 3
@@ -163,7 +163,7 @@ def test_a_policy_is_scored_by_its_severest_answer(spiked, tmp_path, monkeypatch
 def test_damage_is_told_before_the_legend(spiked):
     with spiked.open("a") as file:
         file.write("300,wrong,0.5\n")
-    said = healcore_replay(spiked).output
+    said = " ".join(healcore_replay(spiked).output.split())
     assert 0 < said.index("wrong") < said.index("Judged with")
 
 

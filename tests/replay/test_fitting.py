@@ -30,7 +30,7 @@ def without(tmp_path, *names):
 
 def test_what_rests_is_told(tmp_path):
     (told,) = replay(without(tmp_path, "grad_norm"), "default").resting
-    assert told == "clip zclip, grad_spike and vanishing rest: no grad_norm was logged"
+    assert told == "clip zclip, grad_spike, instability and vanishing rest: no grad_norm was logged"
     assert replay(without(tmp_path), "default").resting == ()
 
 

@@ -67,14 +67,14 @@ def test_with_rollbacks(framework, bad, tmp_path):
     assert [each.rollbacks for each in summary.attempts] == [1] * len(bad) + [0]
 
 
-def test_with_the_default_policy(tmp_path):
+def test_with_a_preset(tmp_path):
     """Clipping from the first step on, a batch whose loss is NaN, nothing that goes back."""
     path = tmp_path / "run.metrics.jsonl"
-    loop = loop_of("torch", Faults(always=[50]), load("default"))
-    train(loop, load("default"), range(90), metrics=path)
+    loop = loop_of("torch", Faults(always=[50]), load("pretraining"))
+    train(loop, load("pretraining"), range(90), metrics=path)
     live = list(lived(path))
     assert sum(line[3] < 1 for line in live) > 0
-    found, summary = replayed(path, "default", len(live))
+    found, summary = replayed(path, "pretraining", len(live))
     assert found == live
     assert summary.causes["NONFINITE_LOSS"] == 1
 

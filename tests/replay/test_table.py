@@ -116,7 +116,7 @@ def test_what_rests_is_told_once_for_all_policies(tmp_path):
 
     assert told("default", "observe", "olmo2-skip-step") == [
         "no grad_norm logged in 1 of 2 traces: clip (3 policies), grad_spike (2 policies), "
-        "vanishing (2 policies) and grad_window (olmo2-skip-step) rest"
+        "instability (2 policies), vanishing (2 policies) and grad_window (olmo2-skip-step) rest"
     ]
     assert told("olmo2-skip-step", traces=traces[:1]) == [
         "no grad_norm logged: clip and grad_window rest"

@@ -36,7 +36,7 @@ def train(
     folder: Path,
     loop: Loop,
     *,
-    policy: Any = "default",
+    policy: Any = "pretraining",
     batches: int = 600,
     disk: bool = False,
     before: Callable[[Healer, int], None] | None = None,

@@ -35,13 +35,13 @@ def case(number: int, at: float, *action: str, skipped: int = 0) -> Incident:
 
 
 def replay(*cases: Incident, title: str = "runs/a.csv", **facts: str) -> Story:
-    policy = load("default")
+    policy = load("pretraining")
     named = {name.replace("_", " "): value for name, value in facts.items()}
     step = np.arange(100.0)
     return Story(
         title=title,
         kind="replay",
-        policy_name="default",
+        policy_name="pretraining",
         policy_toml=dumps(policy),
         fingerprint=fingerprint(policy),
         series=Series(step, np.exp(-step / 50), index=np.arange(100)),
@@ -138,7 +138,9 @@ def test_names_that_would_be_alike_stay_whole(tmp_path):
 
 def test_a_preset_has_its_comments_in_a_replay():
     page = render([replay(*MIXED)])
-    comment = next(line for line in preset_text("default").splitlines() if line.startswith("# "))
+    comment = next(
+        line for line in preset_text("pretraining").splitlines() if line.startswith("# ")
+    )
     assert escape(comment) in page
     edited = replay(*MIXED)._replace(fingerprint="0" * 16)
     assert escape(comment) not in render([edited])
@@ -149,7 +151,7 @@ def observed(tmp_path_factory):
     """NaN from batch 300 on, and a policy that observes: 600 alarms, 100 of them with an event."""
     folder = tmp_path_factory.mktemp("observed")
     policy = folder / "policy.toml"
-    policy.write_text(dumps(load("default")).replace('mode = "heal"', 'mode = "observe"'))
+    policy.write_text(dumps(load("pretraining")).replace('mode = "heal"', 'mode = "observe"'))
     return train(folder, Loop(nan=range(300, 900)), policy=policy, batches=900)
 
 

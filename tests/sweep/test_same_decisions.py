@@ -144,8 +144,13 @@ def test_what_is_trimmed_has_no_say():
     config = load("default").config()
     trimmed = judging.trimmed(config)
     assert trimmed.clip is None
-    assert [name for name, _ in trimmed.detectors] == ["nonfinite", "loss_spike", "divergence"]
-    assert len(trimmed.rules) == len(config.rules) - 1, "only the alert on grad_spike goes"
+    assert [name for name, _ in trimmed.detectors] == [
+        "nonfinite",
+        "loss_spike",
+        "divergence",
+        "instability",
+    ]
+    assert len(trimmed.rules) == len(config.rules) - 2, "only what alerts and no more goes"
 
 
 def test_an_own_policy_for_every_preset():

@@ -64,9 +64,12 @@ FIELDS: dict[str, Field] = {
         shapes.one_of("instability", "weights", "remembered_batches", "budget", "nothing"),
         "What the verdict rests on.",
     ),
-    "rise": Field(shapes.NUMBER, "Of the step's loss above that of the remembered batches."),
+    "rise": Field(
+        shapes.or_null(shapes.NUMBER), "Of the step's loss above that of the remembered batches."
+    ),
     "rise_remembered": Field(
-        shapes.NUMBER, "Of the loss of the remembered batches with the present weights."
+        shapes.or_null(shapes.NUMBER),
+        "Of the loss of the remembered batches with the present weights.",
     ),
     "hook": Field(shapes.TEXT, "Name of the hook."),
     "seconds": Field(shapes.SECONDS, "How long it took."),

@@ -25,6 +25,10 @@ _BY_CAUSE: dict[Cause, tuple[str, ...]] = {
         "The loss was climbing without one bad step: the learning rate is too high for this phase "
         "of the training, or the data has changed.",
     ),
+    Cause.INSTABILITY: (
+        "Each update made the model worse: the learning rate is too high for this phase of the "
+        "training. The run goes on below the rate that broke it; lower your own schedule to that.",
+    ),
     Cause.GRAD_VANISHING: (
         "Gradients were next to nothing: a detached graph, frozen parameters, dead activations, a "
         "learning rate or a loss scale of 0.",

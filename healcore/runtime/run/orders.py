@@ -115,14 +115,8 @@ class Orders:
             cause=names(order.cause),
             verdict=finding.verdict.value,
             by=finding.by,
-            **{
-                name: value
-                for name, value in (
-                    ("rise", finding.rise),
-                    ("rise_remembered", finding.rise_remembered),
-                )
-                if value is not None
-            },
+            rise=finding.rise,
+            rise_remembered=finding.rise_remembered,
         )
         return finding
 

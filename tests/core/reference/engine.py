@@ -256,8 +256,8 @@ class Engine:
         return True
 
     def decline(self) -> None:
-        """The rollback ordered last is not carried out."""
-        self.incident.open, self.incident.quiet, self.incident.last_onset = False, 0, None
+        """The rollback ordered last is not carried out; the incident goes on."""
+        self.incident.last_onset = None
         self.recoveries = min(self.recoveries + 1, self.config.budget.recoveries)
 
     def _ladder(self, cause: int, fired: list[Any], rate: float | None) -> tuple[int, int]:

@@ -1,0 +1,169 @@
+"""Before the Healer goes back: is the model worse, or are the data different?."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from healcore import Healer
+from healcore.runtime.events.reading import read
+
+STEPS = 400
+CHANGE = 250
+
+
+class Run:
+    """Classification of points by a fixed rule; a small net, Adam."""
+
+    def __init__(self, seed: int = 0, lr: float = 1e-2, dropout: float = 0.0) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(6, 32),
+            torch.nn.BatchNorm1d(32),
+            torch.nn.Tanh(),
+            torch.nn.Dropout(dropout),
+            torch.nn.Linear(32, 4),
+        )
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=lr)
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        self.relabelled_from = STEPS
+
+    def batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(number)
+        x = torch.randn(64, 6, generator=generator)
+        y = (x[:, 0] > 0).long() * 2 + (x[:, 1] > 0).long()
+        return x, y if number < self.relabelled_from else (y + 1) % 4
+
+    def loss(self, number: int) -> torch.Tensor:
+        x, y = self.batch(number)
+        return torch.nn.functional.cross_entropy(self.model(x), y)
+
+    def train(self, folder: Path, *, at: Any = None, **options: Any) -> Healer:
+        with (
+            contextlib.suppress(SystemExit),
+            Healer("default", state=self.state, events=folder / "e.jsonl", **options) as healer,
+        ):
+            for number in healer.batches(range(STEPS)):
+                if at is not None:
+                    at(healer)
+                loss = self.loss(number)
+                healer.observe(loss)
+                self.optimizer.zero_grad()
+                loss.backward()
+                self.optimizer.step()
+        return healer
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read(folder / "e.jsonl").events if event["kind"] == kind]
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_other_data_are_left_alone(tmp_path, asks):
+    run = Run()
+    run.relabelled_from = CHANGE
+    healer = run.train(tmp_path, loss_fn=run.loss if asks else None)
+    verdicts = {event["verdict"] for event in events(tmp_path, "assessment")}
+    assert verdicts == ({"data"} if asks else {"unknown"})
+    assert healer.rollbacks == 0
+    assert not events(tmp_path, "lr")
+    assert events(tmp_path, "end")[0]["ending"] == "completed"
+    assert float(run.loss(STEPS)) < 0.5, "the new labels were learnt"
+
+
+def test_a_damaged_model_goes_back(tmp_path):
+    run, done = Run(), []
+
+    def damage(healer: Healer) -> None:
+        if healer.step == CHANGE and not done:
+            done.append(True)
+            with torch.no_grad():
+                for p in run.model[4].parameters():
+                    p.mul_(-4.0)  # finite, at once, and every batch is worse from now on
+
+    healer = run.train(tmp_path, at=damage, loss_fn=run.loss)
+    (found,) = [e for e in events(tmp_path, "assessment") if e["verdict"] == "damage"]
+    assert found["by"] == "remembered_batches"
+    assert 0.5 * found["rise"] <= found["rise_remembered"] <= 2 * found["rise"]
+    assert healer.rollbacks == 1
+    assert not events(tmp_path, "lr"), "no rate has broken it"
+
+
+def test_weights_that_are_not_finite_go_back(tmp_path):
+    run, done = Run(), []
+
+    def damage(healer: Healer) -> None:
+        if healer.step == CHANGE and not done:
+            done.append(True)
+            with torch.no_grad():
+                run.model[0].weight[0, 0] = torch.nan
+
+    healer = run.train(tmp_path, at=damage)
+    assert {e["by"] for e in events(tmp_path, "assessment")} == {"weights"}
+    assert healer.rollbacks == 1
+    assert all(p.isfinite().all() for p in run.model.parameters())
+
+
+def test_a_rate_that_is_too_high_is_cut_and_not_met_again(tmp_path):
+    """Gradient descent on a quadratic: above 2 / curvature each update makes it worse."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.ones(8))
+    curvature = torch.linspace(0.1, 1.0, 8)
+    optimizer = torch.optim.SGD([weight], lr=3.0)
+    state = {"weight": weight, "optimizer": optimizer}
+    with Healer("default", state=state, events=tmp_path / "e.jsonl") as healer:
+        for _ in healer.batches(range(300)):
+            loss = (curvature * weight.square()).sum() / 2 + 1.0
+            healer.observe(loss)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert {e["by"] for e in events(tmp_path, "assessment")} <= {"instability"}
+    assert 1 <= healer.rollbacks <= 2
+    assert float(loss) == pytest.approx(1.0, abs=1e-3)
+    scale = float(healer.driver.healings["optimizer"].metrics()["heal/lr_scale"])
+    assert 3.0 * scale < 2.0, "below what broke it, to the end"
+
+
+def test_asking_changes_nothing_of_the_run(tmp_path):
+    """Dropout draws, running statistics and modes are those of a run that is not asked."""
+    ended = []
+    for asks in (False, True):
+        run = Run(dropout=0.2)
+        run.relabelled_from = CHANGE
+        folder = tmp_path / str(asks)
+        folder.mkdir()
+        run.train(folder, loss_fn=run.loss if asks else None)
+        assert run.model.training
+        ended.append(copy.deepcopy(run.model.state_dict()))
+    assert events(tmp_path / "True", "assessment")
+    for name, value in ended[0].items():
+        assert torch.equal(value, ended[1][name]), name
+
+
+def test_several_optimizers_that_leave_gradients_in_each_other_can_be_saved(tmp_path):
+    """A GAN's loop: the generator's backward reaches the discriminator."""
+    torch.manual_seed(0)
+    maker, judge = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+    makes = torch.optim.Adam(maker.parameters(), lr=1e-3)
+    judges = torch.optim.Adam(judge.parameters(), lr=1e-3)
+    state = {"maker": maker, "judge": judge, "makes": makes, "judges": judges}
+    with Healer("default", state=state, events=tmp_path / "e.jsonl", save_every=10) as healer:
+        for _ in healer.batches(range(35)):
+            fake = maker(torch.randn(8, 2))
+            judges.zero_grad()
+            loss = torch.nn.functional.softplus(judge(fake.detach())).mean()
+            healer.observe(loss, "judges")
+            loss.backward()
+            judges.step()
+            makes.zero_grad()
+            loss = torch.nn.functional.softplus(-judge(fake)).mean()
+            healer.observe(loss, "makes")
+            loss.backward()
+            makes.step()
+    assert [e["step"] for e in events(tmp_path, "save")][:4] == [0, 10, 20, 30]
