@@ -91,8 +91,10 @@ def update(
 
     recovered = xp.where(opened, -1, state.recovered)
     cut = xp.where(opened, -1, state.cut)
-    recover = wants_recovery & ((recovered < 0) | (recovered >= config.patience))
     cuts = wants_cut & ((cut < 0) | (cut >= config.patience))
+    # A cut that is due takes the rollback along: one that was ordered a moment ago without the
+    # evidence that has come with the cut may have been declined.
+    recover = wants_recovery & ((recovered < 0) | (recovered >= config.patience) | cuts)
     recovered = xp.where(recover, 0, _one_more(recovered, alarm, xp=xp))
     cut = xp.where(cuts, 0, _one_more(cut, alarm, xp=xp))
 

@@ -88,10 +88,10 @@ class Incident:
         if self.quiet >= self.config.quiet_steps:
             self.open = False
 
-    def wants(self, what: str, wish: bool, alarm: bool) -> bool:
+    def wants(self, what: str, wish: bool, alarm: bool, along: bool = False) -> bool:
         """Whether a wish becomes an order: the first, or after `patience` more alarms."""
         since = self.since[what]
-        if wish and (since is None or since >= self.config.patience):
+        if wish and (along or since is None or since >= self.config.patience):
             self.since[what] = 0
             return True
         if since is not None and alarm:
@@ -267,11 +267,12 @@ class Engine:
         def wish(what: Action) -> bool:
             return any(f for rule, f, _ in fired if rule.action & what)
 
-        recover = self.incident.wants("rollback", wish(Action.ROLLBACK), alarm)
+        cuts = self.incident.wants("cut", wish(Action.CUT_LR), alarm)
+        recover = self.incident.wants("rollback", wish(Action.ROLLBACK), alarm, cuts)
         depth = self.incident.depth() if recover else 0
         spent = recover and self.recoveries == 0
         harmful = self._harmful(cause)
-        cut = self.incident.wants("cut", wish(Action.CUT_LR), alarm) and self.cuts > 0
+        cut = cuts and self.cuts > 0
         recover = recover and not spent
         self.recoveries -= recover
         self.cuts -= cut

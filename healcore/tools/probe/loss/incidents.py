@@ -93,7 +93,8 @@ class Incidents:
             for at, loss in enumerate(losses):
                 seen = Observed(loss, None, None, None, None, _NO, None, None, _YES, None, _NO)
                 state, reading = loss_spike.update(self._config, state, seen, xp=host)
-                votes[at], sustained[at] = state.votes, reading.sustained
+                # The incident, with the steps in it that are back at the level.
+                votes[at], sustained[at] = state.votes, reading.sustained or state.incident > 0
                 heights[at] = reading.z / _SIGMA
         return votes, heights, sustained
 
