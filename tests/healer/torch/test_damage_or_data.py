@@ -101,7 +101,7 @@ def test_weights_that_are_not_finite_go_back(tmp_path):
         if healer.step == CHANGE and not done:
             done.append(True)
             with torch.no_grad():
-                run.model[0].weight[0, 0] = torch.nan
+                next(run.model.parameters())[0, 0] = torch.nan
 
     healer = run.train(tmp_path, at=damage)
     assert {e["by"] for e in events(tmp_path, "assessment")} == {"weights"}
@@ -126,7 +126,8 @@ def test_a_rate_that_is_too_high_is_cut_and_not_met_again(tmp_path):
     assert {e["by"] for e in events(tmp_path, "assessment")} <= {"instability"}
     assert 1 <= healer.rollbacks <= 2
     assert float(loss) == pytest.approx(1.0, abs=1e-3)
-    scale = float(healer.driver.healings["optimizer"].metrics()["heal/lr_scale"])
+    driver: Any = healer.driver
+    scale = float(driver.healings["optimizer"].metrics()["heal/lr_scale"])
     assert 3.0 * scale < 2.0, "below what broke it, to the end"
 
 
