@@ -46,6 +46,7 @@ class HealTrainState(train_state.TrainState):
         update_norm: Any = None,
         announced: Any = None,
         void: Any = None,
+        learning_rate: Any = None,
         **kwargs: Any,
     ) -> Self:
         """One optimizer step.
@@ -58,6 +59,7 @@ class HealTrainState(train_state.TrainState):
             update_norm: norm of the last update; `protect` knows it itself.
             announced: bool, a change of LR, batch, data or weights.
             void: bool, somebody else already skips this step.
+            learning_rate: the schedule's rate at this step, for a limit in absolute terms.
             **kwargs: fields to replace, for example ``batch_stats``; kept as they are on a skip.
 
         Returns:
@@ -75,6 +77,7 @@ class HealTrainState(train_state.TrainState):
             "update_norm": update_norm,
             "announced": announced,
             "void": void,
+            "learning_rate": learning_rate,
         }
         signals = {name: signal for name, signal in given.items() if signal is not None}
         tx = optax.with_extra_args_support(self.tx)

@@ -95,18 +95,19 @@ def set_lr_scale(opt_state: Any, scale: chex.Numeric) -> Any:
     return new
 
 
-def injected_rate(tree: Any) -> Any:
-    """The learning rate that `optax.inject_hyperparams` holds in a state; None without exactly one.
+def injected_rates(tree: Any) -> list[chex.Array]:
+    """The learning rates that `optax.inject_hyperparams` holds in a state: floating, 0-d.
 
     Args:
         tree: an optimizer state, or a train state with one in it; traced or not.
     """
-    found = [
+    return [
         leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         if jax.tree_util.keystr(path).endswith(".hyperparams['learning_rate']")
+        and jnp.shape(leaf) == ()
+        and jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
     ]
-    return found[0] if len(found) == 1 else None
 
 
 def _is_lr(node: Any) -> bool:

@@ -9,7 +9,7 @@ import optax
 
 from healcore.jax import state as heal_state
 from healcore.jax import updates as on_updates
-from healcore.jax.lr import injected_rate
+from healcore.jax.lr import injected_rates
 from healcore.jax.norms import global_norm
 from healcore.jax.policy import engine_of
 from healcore.jax.select_at_definition import step_or_keep
@@ -88,8 +88,6 @@ def protect(
         learning_rate: Any = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, ProtectState]:
-        if learning_rate is None and engine.limits_lr:
-            learning_rate = injected_rate(state.inner_state)
         given = {
             "value": value,
             "eval_value": eval_value,
@@ -101,6 +99,9 @@ def protect(
         }
         given = {name: signal for name, signal in given.items() if signal is not None}
         known = {"update_norm": state.heal_update_norm, **given}
+        rates = injected_rates(state.inner_state) if engine.limits_lr else []
+        if len(rates) == 1:
+            known.setdefault("learning_rate", rates[0])
         signals, norms = gather(visible(engine, updates), per_tensor=engine.per_tensor, **known)
         heal, decision = heal_state.step(engine, state.heal, signals, norms)
 

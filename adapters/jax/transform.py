@@ -45,7 +45,8 @@ def heal(
     Returns:
         A transformation whose `update` takes, all optional and by keyword: `value` (loss, one
         floating number), `eval_value` (NaN at steps without evaluation), `grad_norm` (when it has
-        to be reduced over a mesh first), `update_norm`, `announced` and `void` (bools). Without
+        to be reduced over a mesh first), `update_norm`, `announced` and `void` (bools), and
+        `learning_rate` (the schedule's, so that a limit on it is absolute). Without
         `value` the detectors of the loss rest. Unknown keywords are ignored. `update` raises
         SignalError, while tracing, for a signal that is not one number of the right kind.
 

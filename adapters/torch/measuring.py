@@ -119,11 +119,11 @@ class Measurer:
         rates = [group["lr"] for group in optimizer.param_groups if group.get("lr") is not None]
         if not rates or not self.engine.limits_lr:
             return None
-        if any(isinstance(rate, Tensor) for rate in rates):
-            # Stays on the device: a sync would cost more than the limit is worth.
-            first = next(rate for rate in rates if isinstance(rate, Tensor))
-            return first.detach().to(self.home, torch.float32).reshape(())
-        return torch.full((), max(rates), dtype=torch.float32, device=self.home)
+        if not any(isinstance(rate, Tensor) for rate in rates):
+            return torch.full((), max(rates), dtype=torch.float32, device=self.home)
+        # Stays on the device: reading it would be a sync.
+        each = [torch.as_tensor(r, dtype=torch.float32).detach().to(self.home) for r in rates]
+        return torch.stack([rate.reshape(()) for rate in each]).amax()
 
     def _at_home(self, value: Tensor | None) -> Tensor | None:
         if value is None:

@@ -14,7 +14,7 @@ from healcore.jax.driver.checkpointed import Layout
 from healcore.jax.driver.places import Tree, place_of, value
 from healcore.jax.driver.ranks import this_run
 from healcore.jax.driver.told import Arriving, Numbers
-from healcore.jax.lr import injected_rate
+from healcore.jax.lr import injected_rates
 from healcore.jax.policy import engine_of
 from healcore.jax.state import HealState, HealStateError
 from healcore.runtime.store.protocol import CheckpointStore
@@ -42,6 +42,7 @@ class JaxDriver:
         tree = self._place.read()
         self._engines = in_state.find(tree, self._place.trained(), self._engine)
         self._layout = Layout(tree, named=self._place.named)
+        self._not_finite = _not_finite(tree)
         self._branch: Branch | None = None
         self._step: Arriving | None = None
         self._see()
@@ -128,10 +129,11 @@ class JaxDriver:
         self._place.write(in_state.declined(self._engine, self._place.read()))
 
     def finite(self) -> bool:
-        """Whether all parameters are finite. Reads the device."""
-        leaves = [each for each in jax.tree.leaves(self._place.read()) if hasattr(each, "dtype")]
-        floats = [each for each in leaves if jnp.issubdtype(each.dtype, jnp.floating)]
-        return all(bool(jnp.isfinite(each).all()) for each in floats)
+        """Whether the state is finite, but for arrays that were not at the start (masks of -inf).
+
+        The whole of it: which part are parameters a pytree does not say. Reads the device.
+        """
+        return _not_finite(self._place.read()) <= self._not_finite
 
     def loss_of(self, loss_fn: Callable[..., Any], batch: Any) -> float:
         """`loss_fn(state, batch)`, or `loss_fn(batch)` where nnx objects are changed in place."""
@@ -141,8 +143,8 @@ class JaxDriver:
 
     def learning_rate(self) -> float | None:
         """The one in optax.inject_hyperparams, from the device; others are in no state: None."""
-        rate = injected_rate(self._place.read())
-        return None if rate is None else float(rate)
+        found = {float(rate) for rate in injected_rates(self._place.read())}
+        return found.pop() if len(found) == 1 else None
 
     # -- the run ----------------------------------------------------------------------------------
 
@@ -193,6 +195,17 @@ class JaxDriver:
         """Remembers which step's state is there."""
         states = self._states()
         self._seen, self._numbers = _steps(states), Numbers(self._engines, states)
+
+
+def _not_finite(tree: Any) -> set[str]:
+    """Paths of the floating arrays with a NaN or an Inf in them."""
+    floats = [
+        (jax.tree_util.keystr(path), jnp.isfinite(leaf).all())
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
+    finite = jax.device_get([flag for _, flag in floats])
+    return {name for (name, _), fine in zip(floats, finite, strict=True) if not fine}
 
 
 def _steps(states: list[HealState]) -> list[Any]:

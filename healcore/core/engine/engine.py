@@ -70,7 +70,7 @@ class Engine:
         """Whether some rule can cut the learning rate."""
         return any(rule.action & int(Action.CUT_LR) for rule in self.config.rules)
 
-    @property
+    @cached_property
     def limits_lr(self) -> bool:
         """Whether a cut limits the learning rate in absolute terms: `Signals.learning_rate`."""
         return self.cuts_lr and bool(np.any(np.asarray(self.config.lr.ceiling) > 0))

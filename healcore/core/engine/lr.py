@@ -2,7 +2,7 @@
 
 With `LrConfig.ceiling` above 0 the ramp ends below the rate that broke the run instead of going
 through it again: at `ceiling` times that rate, in absolute terms where the schedule's rate is
-known. Only long health raises it (additive increase, multiplicative decrease: Chiu and Jain, 1989).
+known. Only long health raises it, by the factor of one cut at a time.
 A schedule that decays below the ceiling is untouched by it: the multiplier is then exactly 1.
 """
 

@@ -29,12 +29,11 @@ _HIGH = int(Cause.LOSS_SPIKE | Cause.DIVERGENCE)
 _NONFINITE = Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
 _BATCHES = 4
 _APART = 16  # steps from one remembered batch to the next
-_SHARE = 0.5  # damage: batches from before have risen by at least this share of the step's own rise
-# ... and the step by this share of theirs: what is worse on them alone is forgotten, not broken.
-_EACH = (
-    0.25  # of the step's rise that every single one of them has risen by: some alone are another
-)
-# domain that is being forgotten
+# Damage: the remembered batches have risen by this share of the step's own rise or more, and the
+# step by this share of theirs (what is worse on them alone is forgotten, not broken) ...
+_SHARE = 0.5
+# ... and each of them by this share of the step's: some alone are another domain being forgotten.
+_EACH = 0.25
 _PATIENCE = 3  # orders for non-finite steps in one stretch with finite weights; then it is damage
 _STRETCH = 64  # steps without such an order that end the stretch
 
@@ -76,12 +75,20 @@ class Evidence:
 
     Args:
         driver: of the run.
-        loss_fn: the loss of one batch, see `Healer`; None: batches cannot be evaluated.
+        loss_fn: the loss of one batch, see `Healer`; None: batches cannot be evaluated. One that
+            raises is not called again: it must not end the run that it is to protect.
+        warn: takes a line for a person.
     """
 
-    def __init__(self, driver: Driver, loss_fn: Callable[..., Any] | None) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        loss_fn: Callable[..., Any] | None,
+        warn: Callable[[str], object],
+    ) -> None:
         self._driver = driver
         self._loss_fn = loss_fn
+        self._warn = warn
         self._batches: deque[Remembered] = deque(maxlen=_BATCHES)
         self._asked: Finding | None = None
         """What the remembered batches said at the first alarm of the incident under way."""
@@ -128,9 +135,13 @@ class Evidence:
         """How far each remembered batch is above what it was, with the present weights."""
         if self._loss_fn is None:
             return []
-        return [
-            self._driver.loss_of(self._loss_fn, each.batch) - each.loss for each in self._batches
-        ]
+        evaluate, fn = self._driver.loss_of, self._loss_fn
+        try:
+            return [evaluate(fn, each.batch) - each.loss for each in self._batches]
+        except Exception as error:
+            self._loss_fn = None
+            self._warn(f"loss_fn raised {type(error).__name__}: {error}; it is not asked again")
+            return []
 
     def _of_batches(self, loss: float) -> Finding:
         """What the remembered batches say of a step with this loss."""

@@ -86,9 +86,12 @@ class Orders:
             exhausted = self._exhausted(order)
             if not exhausted:
                 return Carried(target=self._go_back(order, step))
-            if not self._needs_evidence(order) or not self._recovery.driver.finite():
+            finite = self._recovery.ranks.gather(self._recovery.driver.finite())
+            if not self._needs_evidence(order) or not all(finite):
                 self._stop(step, exhausted)
-            self._decline(order, Finding(Verdict.DAMAGE, "budget"))
+            finding = Finding(Verdict.DAMAGE, "budget")
+            self._tell_finding(order, step, finding)
+            self._decline(order, finding)
         return Carried(save=save)
 
     def _needs_evidence(self, order: Order) -> bool:
@@ -108,6 +111,10 @@ class Orders:
         verdicts = self._recovery.ranks.gather(finding.verdict.value)
         if Verdict.DAMAGE.value in verdicts:
             finding = finding._replace(verdict=Verdict.DAMAGE)
+        self._tell_finding(order, step, finding)
+        return finding
+
+    def _tell_finding(self, order: Order, step: int, finding: Finding) -> None:
         self._tell(
             "assessment",
             step=step,
@@ -118,11 +125,11 @@ class Orders:
             rise=finding.rise,
             rise_remembered=finding.rise_remembered,
         )
-        return finding
 
     def _decline(self, order: Order, finding: Finding) -> None:
         """The run goes on, clipped; the attempt is not spent."""
-        self._recovery.driver.decline()
+        if order.action & Action.ROLLBACK:  # a stop that was due has spent nothing
+            self._recovery.driver.decline()
         if finding.verdict is Verdict.DATA:
             self._evidence.forget()
         cause = " and ".join(names(order.cause)).lower().replace("_", " ")

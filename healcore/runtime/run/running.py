@@ -80,7 +80,7 @@ class Run:
             say=narrator.say,
         )
         self._lagging = lagging
-        self._evidence = Evidence(recovery.driver, loss_fn)
+        self._evidence = Evidence(recovery.driver, loss_fn, self.warn)
         self._batch: Any = None
         """The batch that the loop is at."""
         self._batches: dict[int, Any] = {}

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from healcore import Healer
-from healcore.jax import protect
+from healcore.jax import metrics, protect
 from healcore.runtime.events.reading import read
 
 
@@ -20,7 +20,9 @@ def data(number: int, relabelled: bool) -> tuple[Any, Any]:
     return x, (y + 1) % 4 if relabelled else y
 
 
-def run(folder: Any, *, change: int = 10**9, damage: int = -1) -> tuple[Healer, list[Any]]:
+def run(
+    folder: Any, *, change: int = 10**9, damage: int = -1, mask: bool = False
+) -> tuple[Healer, list[Any]]:
     keys = jax.random.split(jax.random.key(0))
     params = {
         "a": jax.random.normal(keys[0], (6, 32)) / 2.5,
@@ -36,16 +38,16 @@ def run(folder: Any, *, change: int = 10**9, damage: int = -1) -> tuple[Healer, 
 
     @jax.jit
     def step(state: Any, batch: Any) -> Any:
-        params, opt = state
+        params, opt, *rest = state
         loss, grads = jax.value_and_grad(loss_of)(params, batch)
         updates, opt = tx.update(grads, opt, params, value=loss)
-        return optax.apply_updates(params, updates), opt
+        return optax.apply_updates(params, updates), opt, *rest
 
     batches = [data(number, number >= change) for number in range(350)]
     done = False
     with Healer(
         "default",
-        state=(params, tx.init(params)),
+        state=(params, tx.init(params), *([jnp.full((3,), -jnp.inf)] if mask else [])),
         events=folder / "e.jsonl",
         loss_fn=lambda state, batch: loss_of(state[0], batch),
     ) as healer:
@@ -53,7 +55,7 @@ def run(folder: Any, *, change: int = 10**9, damage: int = -1) -> tuple[Healer, 
             state = healer.state
             if healer.step == damage and not done:
                 done = True
-                state = ({**state[0], "b": -4.0 * state[0]["b"]}, state[1])
+                state = ({**state[0], "b": -4.0 * state[0]["b"]}, *state[1:])
             healer.update(step(state, batch))
     return healer, read(folder / "e.jsonl").events
 
@@ -70,3 +72,30 @@ def test_a_damaged_model_goes_back(tmp_path):
     found = [e for e in events if e["kind"] == "assessment" and e["verdict"] == "damage"]
     assert [e["by"] for e in found] == ["remembered_batches"]
     assert healer.rollbacks == 1
+
+
+def test_a_mask_that_is_meant_to_be_infinite_is_no_damage(tmp_path):
+    healer, events = run(tmp_path, change=250, mask=True)
+    assert {e["verdict"] for e in events if e["kind"] == "assessment"} == {"data"}
+    assert healer.rollbacks == 0
+
+
+def test_the_limit_on_an_injected_rate_is_absolute():
+    """After a cut the multiplier is 1 where the schedule has decayed below the limit."""
+    tx = protect(optax.inject_hyperparams(optax.sgd)(learning_rate=3.0), "default")
+    curvature = jnp.linspace(0.1, 1.0, 8)
+
+    @jax.jit
+    def step(params: Any, state: Any, rate: Any) -> Any:
+        state = optax.tree.set(state, learning_rate=rate)
+        loss, grads = jax.value_and_grad(lambda w: (curvature * w**2).sum() / 2 + 1.0)(params)
+        updates, state = tx.update(grads, state, params, value=loss)
+        return optax.apply_updates(params, updates), state
+
+    params = jnp.ones(8)
+    state, scales = tx.init(params), []
+    for number in range(200):
+        params, state = step(params, state, jnp.float32(3.0 if number < 100 else 0.3))
+        scales.append(float(metrics(state)["heal/lr_scale"]))
+    assert 3.0 * scales[99] < 2.0
+    assert scales[-1] == 1.0

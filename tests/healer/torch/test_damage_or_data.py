@@ -168,3 +168,37 @@ def test_several_optimizers_that_leave_gradients_in_each_other_can_be_saved(tmp_
             loss.backward()
             makes.step()
     assert [e["step"] for e in events(tmp_path, "save")][:4] == [0, 10, 20, 30]
+
+
+def test_a_loss_fn_that_raises_does_not_end_the_run(tmp_path):
+    calls = []
+
+    def raises(number: int) -> torch.Tensor:
+        calls.append(number)
+        raise KeyError("labels")
+
+    run = Run()
+    run.relabelled_from = CHANGE
+    healer = run.train(tmp_path, loss_fn=raises)
+    assert len(calls) == 1, "it is not asked again"
+    assert any("loss_fn raised KeyError" in e["problem"] for e in events(tmp_path, "problem"))
+    assert events(tmp_path, "end")[0]["ending"] == "completed"
+    assert run.model.training
+    assert healer.rollbacks == 0
+
+
+def test_without_a_rollback_left_a_finite_run_goes_on(tmp_path):
+    """The model is damaged again and again: three rollbacks, and then the run goes on."""
+    run, done = Run(), set()
+
+    def damage(healer: Healer) -> None:
+        if healer.step >= CHANGE and healer.step % 20 == 0 and len(done) < 6:
+            done.add((healer.step, healer.rollbacks))
+            with torch.no_grad():
+                for p in run.model[4].parameters():
+                    p.mul_(-4.0)
+
+    healer = run.train(tmp_path, at=damage, loss_fn=run.loss)
+    assert healer.rollbacks == 3
+    assert len(done) > 3, "damaged once more"
+    assert events(tmp_path, "end")[0]["ending"] == "completed"
