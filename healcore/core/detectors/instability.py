@@ -122,7 +122,7 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
     share = numerics.quotient(one, numerics.as_float(count + 1, xp=xp), xp=xp)
     # What is high teaches nothing; what stays high for long without growing is the level.
     settled = high & ~record & (state.since >= _SETTLED * config.patience)
-    calm = (records == 0) & ~high
+    learns = (records == 0) & ~high
     weight = numerics.larger(share, _LEVEL, xp=xp)
     residual = loss - level
     size = xp.abs(residual)
@@ -130,16 +130,16 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
     # A fall is believed in full, of a rise what the noise allows: one outlier is no level.
     residual = xp.where(residual > 0, size, residual)
     step = numerics.product(weight, residual, xp=xp)
-    level = level + xp.where(calm, step, 0.0)
+    level = level + xp.where(learns, step, 0.0)
     step = numerics.product(weight, size - noise, xp=xp)
-    noise = noise + xp.where(calm, step, 0.0)
+    noise = noise + xp.where(learns, step, 0.0)
     size = numerics.smaller(norm, xp.where(usual > 0, _WINSOR * usual, norm), xp=xp)
     step = numerics.product(numerics.larger(share, _NORM, xp=xp), size - usual, xp=xp)
-    usual = usual + xp.where(calm, step, 0.0)
+    usual = usual + xp.where(learns, step, 0.0)
     best = best + numerics.product(_FORGET, level - best, xp=xp)
     best = xp.where(level < best, level, best)
     top = top + numerics.product(_FORGET, level - top, xp=xp)
-    top = xp.where(calm & (level > top), level, top)
+    top = xp.where(learns & (level > top), level, top)
 
     floats = (level, best, top, noise, loss, usual, norm, xp.where(record, height, state.record))
     after = State(

@@ -7,7 +7,7 @@ from typing import NamedTuple, NoReturn
 
 from healcore.core.verdict import Action, Cause, names
 from healcore.runtime.data import BatchId
-from healcore.runtime.incidents.evidence import Evidence, Finding, Verdict
+from healcore.runtime.incidents.assessment import Assessor, Finding, Verdict
 from healcore.runtime.incidents.judging import Judge, Order
 from healcore.runtime.incidents.lagging import Lagging
 from healcore.runtime.postmortem.diagnosis import Case, Tried, explain
@@ -38,7 +38,7 @@ class Orders:
         tell: takes events.
         narrator: talks to a person.
         case: what is known of a run that is stopped for a reason, for the diagnosis.
-        evidence: tells a damaged model from different data.
+        assessor: tells a damaged model from different data.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Orders:
         tell: Callable[..., object],
         narrator: Narrator,
         case: Callable[[str], Case],
-        evidence: Evidence,
+        assessor: Assessor,
     ) -> None:
         self._recovery = recovery
         self._judge = judge
@@ -60,7 +60,7 @@ class Orders:
         self._tell = tell
         self._narrator = narrator
         self._case = case
-        self._evidence = evidence
+        self._assessor = assessor
         self.tried: list[Tried] = []
         """Rollbacks of this process."""
 
@@ -107,7 +107,7 @@ class Orders:
 
     def _assess(self, order: Order, step: int) -> Finding:
         """Whether the model is worse, on any rank; an event says what was found."""
-        finding = self._evidence.ask(order)
+        finding = self._assessor.ask(order)
         verdicts = self._recovery.ranks.gather(finding.verdict.value)
         if Verdict.DAMAGE.value in verdicts:
             finding = finding._replace(verdict=Verdict.DAMAGE)
@@ -131,7 +131,7 @@ class Orders:
         if order.action & Action.ROLLBACK:  # a stop that was due has spent nothing
             self._recovery.driver.decline()
         if finding.verdict is Verdict.DATA:
-            self._evidence.forget()
+            self._assessor.forget()
         cause = " and ".join(names(order.cause)).lower().replace("_", " ")
         why = {
             Verdict.DATA: "the model is what it was, the data are different",

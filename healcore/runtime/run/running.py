@@ -10,7 +10,7 @@ from healcore.core.verdict import names
 from healcore.runtime.data import BatchId
 from healcore.runtime.events import Log
 from healcore.runtime.events.metrics import Metrics
-from healcore.runtime.incidents.evidence import Evidence
+from healcore.runtime.incidents.assessment import Assessor
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.incident import Facts
 from healcore.runtime.incidents.judging import Judge
@@ -80,7 +80,7 @@ class Run:
             say=narrator.say,
         )
         self._lagging = lagging
-        self._evidence = Evidence(recovery.driver, loss_fn, self.warn)
+        self._assessor = Assessor(recovery.driver, loss_fn, self.warn)
         self._batch: Any = None
         """The batch that the loop is at."""
         self._batches: dict[int, Any] = {}
@@ -95,7 +95,7 @@ class Run:
             tell=self.tell,
             narrator=narrator,
             case=lambda why: self.case("stopped", why),
-            evidence=self._evidence,
+            assessor=self._assessor,
         )
         self._ids: dict[int, list[BatchId]] = {}
         """Of each loader the batches since its last step."""
@@ -206,7 +206,7 @@ class Run:
             self._note_metrics(seen)
             order = self.judge.judge(seen)
             if seen.index in self._batches:
-                self._evidence.see(seen.index, self._batches.pop(seen.index), seen.told)
+                self._assessor.see(seen.index, self._batches.pop(seen.index), seen.told)
             self.trials.watch(seen.index, order)
             if order is None:
                 continue
@@ -226,7 +226,7 @@ class Run:
         self.step = self._saved = target
         self._lagging.clear()
         self._batches.clear()
-        self._evidence.went_back(target)
+        self._assessor.went_back(target)
         self.metrics.went_back()
         self._ids.clear()
         self._overdue = 0

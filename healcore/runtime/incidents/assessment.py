@@ -70,7 +70,7 @@ class Remembered(NamedTuple):
     """When it was trained on."""
 
 
-class Evidence:
+class Assessor:
     """Remembers a few batches, and answers.
 
     Args:
