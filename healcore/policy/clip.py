@@ -50,6 +50,8 @@ class ZClip(Table):
     target: Target = "reciprocal"
     max_norm: Limit = _zclip.max_norm
     lone_ratio: NotNegative = _zclip.lone_ratio
+    lone_share: NotNegative = _zclip.lone_share
+    lone_limit: Positive = _zclip.lone_limit
     min_rel_std: NotNegative = _zclip.min_rel_std
     shift: Shift = Shift()
 

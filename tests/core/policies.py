@@ -20,7 +20,7 @@ from healcore.core.verdict import Action, Cause
 CLIPS: dict[str, Any] = {
     "zclip": RULES["zclip"].ZClipConfig(warmup_steps=20),
     "zclip-mean": RULES["zclip"].ZClipConfig(
-        target="mean", max_norm=None, warmup_steps=11, lone_ratio=1.1
+        target="mean", max_norm=None, warmup_steps=11, lone_ratio=1.1, lone_share=0.25
     ),
     "zclip-max": RULES["zclip"].ZClipConfig(target="max", z_threshold=3.0, max_norm=100.0),
     "fixed": RULES["fixed"].FixedConfig(max_norm=0.7),

@@ -53,6 +53,8 @@ CLIPS: dict[str, st.SearchStrategy] = {
         target=st.sampled_from(["reciprocal", "mean", "max"]),
         max_norm=limits,
         lone_ratio=st.just(0.0) | number(0.25, 4.0),
+        lone_share=st.just(0.0) | number(0.03125, 2.0),
+        lone_limit=number(0.5, 64.0),
         min_rel_std=number(0.001953125, 0.25),
         shift=shifts,
     ),

@@ -26,6 +26,8 @@ def zclip_variants(rng: np.random.Generator) -> dict[str, np.ndarray]:
         "max_norm": rng.uniform(0.1, 100.0, VARIANTS),
         "min_rel_std": rng.uniform(0.001, 0.1, VARIANTS),
         "lone_ratio": rng.uniform(0.0, 3.0, VARIANTS),
+        "lone_share": rng.uniform(0.0, 1.0, VARIANTS),
+        "lone_limit": rng.uniform(1.0, 40.0, VARIANTS),
     }
     numbers: dict[str, np.ndarray] = {k: v.astype(np.float32) for k, v in draw.items()}
     return numbers | {"warmup_steps": rng.integers(1, 60, VARIANTS).astype(np.int32)}

@@ -142,8 +142,9 @@ def test_default_goes_back_and_cuts_where_each_step_makes_it_worse():
     first = next(i for i, d in enumerate(decisions) if int(d.cause) & Cause.INSTABILITY)
     assert 200 < first < 212
     assert int(decisions[first].action) & Action.CUT_LR
-    orders = [int(d.action) for d in decisions]
-    assert ordered(orders[: first + 1], Action.ROLLBACK) == 1
+    # A spike a few steps earlier may have asked the question already: the cut comes with an order
+    # to go back all the same.
+    assert int(decisions[first].action) & Action.ROLLBACK
     assert decisions[-1].lr_scale == np.float32(0.25)
 
 

@@ -50,10 +50,10 @@ def judged(
         xp: the array namespace.
     """
     new, _ = engine.step(state, signals, xp=xp)
-    ordered, before, after = new.last.decision, state.incident, new.incident
-    # The incident counts alarms since its last order of a rollback, from 0. Without a budget left
-    # the engine orders STOP instead and counts all the same.
-    due = (after.recovered == 0) & ((before.recovered != 0) | (before.number != after.number))
+    ordered, after = new.last.decision, new.incident
+    # The incident counts alarms since its last order of a rollback, from 0, whether or not the
+    # budget still paid for it. At a step in alarm (quiet is 0) that is 0 only for a new order.
+    due = after.open & (after.quiet == 0) & (after.recovered == 0)
     return new, Verdict(
         cause=ordered.cause,
         action=ordered.action,

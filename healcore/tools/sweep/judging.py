@@ -1,7 +1,7 @@
 """What of the engine a recorded curve can judge: which steps are skipped, where it goes back.
 
 What a policy clips, how far it cuts the learning rate and what its budget pays for change nothing
-in a curve that is already recorded. What is left are the detectors that some rule acts on, those
+in a curve that is already recorded; that a cut is due does: it takes a rollback along. What is left are the detectors that some rule acts on, those
 rules and the incident: the same functions of the core in the same order as in
 `healcore.core.engine.judge`, less the rest, so that thousands of variants cost little. Each rule
 reads only the detectors that it listens to: what does not depend on the varied numbers (the window
@@ -93,7 +93,7 @@ def step(
         memories.append(memory)
 
     never = resumed != resumed
-    wished = recovery = never
+    wished = recovery = cuts = never
     remembered = []
     for rule, memory in zip(config.rules, state.rules, strict=True):
         hit = _heard(readings, rule.causes, rule.sustained, never)
@@ -104,6 +104,8 @@ def step(
             wished = wished | firing.fired
         if rule.action & Action.ROLLBACK:
             recovery = recovery | firing.fired
+        if rule.action & Action.CUT_LR:
+            cuts = cuts | firing.fired
 
     skips, skip = skipping.update(config.max_skips, state.skips, wished, seen, xp=xp)
     trouble = _trouble(config)
@@ -111,11 +113,16 @@ def step(
     before = state.incident
     before = before._replace(open=before.open & ~resumed, quiet=xp.where(resumed, 0, before.quiet))
     after, wanted = incident.update(
-        config.incident, config.rollback, before, state.step, alarm, recovery, never, xp=xp
+        config.incident, config.rollback, before, state.step, alarm, recovery, cuts, xp=xp
     )
     first = wanted.recover & ((before.recovered < 0) | (alarm & ~before.open))
     # What nothing here reads stays as it was, and costs nothing in a compiled loop.
-    after = before._replace(open=after.open, quiet=after.quiet, recovered=after.recovered)
+    after = after._replace(
+        number=before.number,
+        onset=before.onset,
+        last_onset=before.last_onset,
+        rung=before.rung,
+    )
     watch = Watch(state.step + 1, tuple(memories), tuple(remembered), skips, after)
     return watch, Verdict(wanted.recover, first, skip)
 

@@ -32,7 +32,7 @@ class ZClip:
     def __init__(self, config: Any, ties: Ties) -> None:
         self.config, self.ties = config, ties
         self.history: list[float] = []
-        self.mean = self.var = self.peak = 0.0
+        self.mean = self.var = self.peak = self.saved = 0.0
         self.after_spike = False
         self.watch = Watch(config.shift, ties)
 
@@ -58,15 +58,21 @@ class ZClip:
                     "max": threshold,
                 }[c.target]
         accepted, effective = target, target
+        saved = 0.0 if warm else min(self.saved + c.lone_share, c.lone_limit)
         if spike and not self.after_spike:
-            effective = max(target, min(norm, c.lone_ratio * self.peak))
+            allowed = c.lone_ratio * self.peak
+            if not self.ties.above(norm, c.lone_limit * self.mean):
+                allowed = max(allowed, saved * self.mean)
+            if self.ties.above(min(norm, allowed), target):
+                effective = min(norm, allowed)
+                saved = max(saved - effective / self.mean, 0.0)
         if c.max_norm is not None:
             effective = min(effective, c.max_norm)
             threshold = min(threshold or c.max_norm, c.max_norm)
         over = self.ties.above(norm, effective) if effective != norm else False
         if learn and norm > 0:
             self.peak = max(self.peak * (1 - 1 / 1024), effective)
-            self.after_spike = spike
+            self.after_spike, self.saved = spike, saved
             self._learn(norm, accepted, warm, spike)
         return Clipped(factor(effective, norm) if over else 1.0, over, threshold, z)
 
