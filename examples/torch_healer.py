@@ -1,7 +1,8 @@
 """A torch loop that goes back by itself: the lines that healcore adds are marked.
 
-Twelve batches in a row are ruined. The first ones are skipped; at the tenth the run goes back to a
-checkpoint that is known to be good, halves its learning rate, and leaves the bad batches out.
+The learning rate warms up to one that is far too high. The loss and the gradient norm begin to grow
+from step to step; the run goes back to a checkpoint that is known to be good, and goes on with a
+quarter of the rate, below the one that broke it. Without healcore it ends as NaN.
 
 python examples/torch_healer.py [DIRECTORY]
 """
@@ -12,29 +13,31 @@ import sys
 import tempfile
 
 import torch
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch import nn
+from torch.optim.lr_scheduler import LinearLR
 
 import healcore  # <- healcore
 
 STEPS, BATCH = 400, 64
-RUINED = range(250, 262)
 
 
-def batch(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
     inputs = torch.randn(BATCH, 8)
     targets = inputs.sum(dim=1, keepdim=True).sin()
-    return inputs, targets * float("nan") if index in RUINED else targets
+    return inputs, targets + 0.1 * torch.randn(BATCH, 1)
 
 
 def main(directory: str) -> None:
     """Train a small regression, and print how it went."""
     torch.manual_seed(0)
     # A list can be put back to any batch, and so can torchdata's StatefulDataLoader. A plain
-    # DataLoader cannot: it goes on forward, which leaves the bad batches behind as well.
-    loader = [batch(index) for index in range(STEPS)]
-    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    scheduler = CosineAnnealingLR(optimizer, STEPS)
+    # DataLoader cannot: it goes on forward with new batches.
+    loader = [batch() for _ in range(STEPS)]
+    model = nn.Sequential(
+        nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=3.0, momentum=0.9)
+    scheduler = LinearLR(optimizer, start_factor=0.01, total_iters=300)
     loss = torch.zeros(())
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}  # <- healcore
     with healcore.Healer("default", state=state, store=directory) as healer:  # <- healcore

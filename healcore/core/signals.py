@@ -61,6 +61,8 @@ class Observed(NamedTuple):
     """bool: a change was announced: baselines begin their warm-up again."""
     learning_rate: Any = None
     """float32 or None: the schedule's rate; 0 where it is not finite."""
+    loss_outlier: Any = None
+    """bool or None: the loss stands out too; None: there is no loss, or no detector watches it."""
 
 
 def observe(signals: Signals, restart: Any, *, xp: Any) -> Observed:

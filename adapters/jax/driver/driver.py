@@ -17,6 +17,7 @@ from healcore.jax.driver.told import Arriving, Numbers
 from healcore.jax.lr import injected_rates
 from healcore.jax.policy import engine_of
 from healcore.jax.state import HealState, HealStateError
+from healcore.jax.stripping import strip
 from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Ranks
 
@@ -131,7 +132,8 @@ class JaxDriver:
     def finite(self) -> bool:
         """Whether the state is finite, but for arrays that were not at the start (masks of -inf).
 
-        The whole of it: which part are parameters a pytree does not say. Reads the device.
+        The whole of it: which part are parameters a pytree does not say. Less the healing part: the
+        norms in it are those of a gradient that was not applied. Reads the device.
         """
         return _not_finite(self._place.read()) <= self._not_finite
 
@@ -201,7 +203,7 @@ def _not_finite(tree: Any) -> set[str]:
     """Paths of the floating arrays with a NaN or an Inf in them."""
     floats = [
         (jax.tree_util.keystr(path), jnp.isfinite(leaf).all())
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(strip(tree))
         if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
     ]
     finite = jax.device_get([flag for _, flag in floats])

@@ -15,9 +15,10 @@ What differs from the paper, and why:
 * sigma is at least `min_rel_std` of mu: after constant norms, +0.01 % is not a spike.
 * A spike that stands alone may keep more of its norm: a rare class or language comes in single
   batches, whose gradient is all that the model ever sees of it, and brought down to the mean each
-  time it is hardly learnt. It may be as large as earlier spikes (`lone_ratio`), and lone spikes
-  together may add `lone_share` of what all other steps add. Spikes in a row are a reaction to each
-  other (an optimizer's moments lag behind), and are brought down as published.
+  time it is hardly learnt. It may be as large as earlier norms (`lone_ratio`). Where the loss
+  stands out too it is another kind of data, and may be larger: such spikes together may add
+  `lone_share` of what all other steps add. A spike under an ordinary loss is the model's own (a
+  learning rate that is too high shows so first), and spikes in a row are a reaction to each other.
 * Warm-up is robust (`warmup`): one spike there would hide later ones for hundreds of steps.
 """
 
@@ -32,6 +33,7 @@ from healcore.core.clipping.verdict import Clip, scale_to
 from healcore.core.signals import Observed
 
 _FORGET = 1.0 / 1024.0  # of the largest norm per step; a power of two, so that the product is exact
+_DOUBLE = 2.0  # of the largest norm: what is saved up is not spent on one spike of unknown effect
 
 
 class ZClipConfig(NamedTuple):
@@ -51,7 +53,8 @@ class ZClipConfig(NamedTuple):
     """A spike right after a step without one may reach this multiple of the largest norm that has
     passed lately (half of it is forgotten in 710 steps); 0: it is treated like any other."""
     lone_share: Any = 0.0
-    """Each step allows lone spikes this many times the mean, saved up for the next one."""
+    """Each step allows lone spikes this many times the mean, saved up for the next one whose loss
+    stands out too. It may then be twice the largest norm that has passed lately."""
     lone_limit: Any = 32.0
     """Most that is saved up, in means; a norm further out than this gets nothing of it. Batches of
     rare classes and languages were seen at 3 to 25 means, garbage at 12 to 140."""
@@ -135,9 +138,13 @@ def update(
     peak = xp.where(count == 0, 0.0, state.peak)
     saved = xp.where(warm, 0.0, state.saved + config.lone_share)
     saved = numerics.smaller(saved, config.lone_limit, xp=xp)
-    near = norm <= numerics.product(config.lone_limit, state.mean, xp=xp)
-    allowed = xp.where(near, numerics.product(saved, state.mean, xp=xp), 0.0)
-    allowed = numerics.larger(numerics.product(config.lone_ratio, peak, xp=xp), allowed, xp=xp)
+    allowed = numerics.product(config.lone_ratio, peak, xp=xp)
+    if seen.loss_outlier is not None:
+        near = norm <= numerics.product(config.lone_limit, state.mean, xp=xp)
+        near = near & seen.loss_outlier
+        doubled = numerics.product(_DOUBLE, peak, xp=xp)
+        more = numerics.smaller(numerics.product(saved, state.mean, xp=xp), doubled, xp=xp)
+        allowed = numerics.larger(allowed, xp.where(near, more, 0.0), xp=xp)
     largest = numerics.smaller(allowed, norm, xp=xp)
     alone = spike & ~state.spiked & (largest > target)
     effective = xp.where(spike, xp.where(alone, largest, target), norm)

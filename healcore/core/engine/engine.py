@@ -10,7 +10,7 @@ import numpy as np
 
 from healcore.core.clipping import RULES
 from healcore.core.detectors import DETECTORS
-from healcore.core.engine import porting, readout
+from healcore.core.engine import lr, porting, readout
 from healcore.core.engine.config import EngineConfig
 from healcore.core.engine.enforce import observed_only, pick, voided
 from healcore.core.engine.judge import judge
@@ -175,6 +175,24 @@ class Engine:
         return state._replace(
             incident=state.incident._replace(last_onset=last_onset),
             budget=state.budget._replace(recoveries=xp.where(room, left + 1, left)),
+        )
+
+    def cut_lr(self, state: EngineState, rate: Any, *, xp: Any) -> EngineState:
+        """The state after a cut of the learning rate that the host asks for; none: none is left.
+
+        Args:
+            state: the live state.
+            rate: the schedule's learning rate now, float32 array, or None: taken as constantly 1.
+            xp: the array namespace.
+        """
+        left = state.budget.lr_cuts
+        cut, never = left > 0, left != left
+        lr_state = lr.update(self.config.lr, state.lr, cut, never, never, rate, xp=xp)
+        counted = xp.where(cut, state.tally.lr_cuts + 1, state.tally.lr_cuts)
+        return state._replace(
+            lr=lr_state,
+            budget=state.budget._replace(lr_cuts=xp.where(cut, left - 1, left)),
+            tally=state.tally._replace(lr_cuts=counted),
         )
 
     # -- reading and carrying -------------------------------------------------------------------

@@ -42,6 +42,8 @@ def judge(
     seen = observe(signals, announced, xp=xp)
 
     detectors, readings = _read(config, state, seen, grace > 0, xp=xp)
+    if "loss_spike" in readings:
+        seen = seen._replace(loss_outlier=readings["loss_spike"].alarm)
     alarmed, sustained = _causes(readings, seen, xp=xp)
     cause = alarmed | sustained
     memories, fired = _fire(config, state, alarmed, sustained, xp=xp)

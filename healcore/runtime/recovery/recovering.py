@@ -19,7 +19,7 @@ from healcore.runtime.recovery.choice import choose, common, tainted
 from healcore.runtime.recovery.host_state import ITEM, HostState, position_in
 from healcore.runtime.recovery.journal import Branch, Journal, Plan
 from healcore.runtime.recovery.keeping import Keeper
-from healcore.runtime.recovery.returning import gone_back, readable, tried_again
+from healcore.runtime.recovery.returning import cut_lr, gone_back, readable, tried_again
 from healcore.runtime.store import (
     Landed,
     NoGoodCheckpoint,
@@ -43,6 +43,8 @@ class Wanted(NamedTuple):
     """The bad window's data."""
     more: int = 0
     """Batches after it to leave out besides those of the policy."""
+    cut: bool = False
+    """Cut the learning rate too, though no rule of the policy has."""
     trial: int | None = None
     """Only to see whether it happens again: same learning rate, same data, no attempt spent. The
     index of the step that brought the order."""
@@ -128,7 +130,7 @@ class Recovery:
             onset=wanted.onset,
             order=list(choice.order),
             aside=sorted(aside - {*choice.order}),
-            engines=self.driver.healing(),
+            engines=self._live(wanted),
             left_out=self.feeds.left_out(bad, more),
             forward=self.feeds.forward(),
             trial=None if wanted.trial is None else [wanted.onset, wanted.trial],
@@ -148,6 +150,13 @@ class Recovery:
             self.host.load_state_dict(outcome.own)  # after the loaders, which draw random numbers
         self._strike_off(plan, outcome)
         return Arrival(outcome.target, moved, choice.repeated, choice.initial)
+
+    def _live(self, wanted: Wanted) -> dict[str, dict[str, Any]]:
+        """The engines' states, with the cut that is wanted."""
+        live = self.driver.healing()
+        if not wanted.cut:
+            return live
+        return cut_lr(self.terms.engine, live, self.driver.learning_rate())
 
     def _carry_out(self, plan: Plan, *, now: int) -> Outcome:
         """The plan. Doing it twice does the same."""

@@ -32,6 +32,21 @@ def gone_back(engine: Engine, live: Engines, saved: Engines | None) -> dict[str,
     return {name: _merged(engine, now, (saved or {}).get(name)) for name, now in live.items()}
 
 
+def cut_lr(engine: Engine, live: Engines, rate: float | None) -> dict[str, dict[str, Any]]:
+    """Engine states after a cut of the learning rate, where the policy has one left.
+
+    Args:
+        engine: the policy's.
+        live: the states now.
+        rate: the schedule's learning rate; None: it is not known.
+    """
+    at = None if rate is None else np.float32(rate)
+    return {
+        name: engine.to_dict(engine.cut_lr(engine.from_dict(now), at, xp=np))
+        for name, now in live.items()
+    }
+
+
 def tried_again(engine: Engine, live: Engines, saved: Engines) -> dict[str, dict[str, Any]]:
     """Engine states for seeing whether the same happens again: all as it was then.
 

@@ -17,6 +17,8 @@ from healcore.runtime.run.narrating import Narrator
 from healcore.runtime.run.trials import Trials
 from healcore.runtime.store import StoreError
 
+_OTHER_DATA = 2  # rollbacks in the same region, each past more of the data; then the rate is cut
+
 
 class Carried(NamedTuple):
     """What was done."""
@@ -164,7 +166,15 @@ class Orders:
         # Steps that are still on their way belong to the window if they are bad too.
         bad = order.bad + self._judge.also_bad(list(self._lagging.due(all=True)))
         bad, more = self._left_out(order, bad)
-        wanted = Wanted(order.onset, order.depth, step, bad, more, order.index if trial else None)
+        wanted = Wanted(
+            onset=order.onset,
+            depth=order.depth,
+            step=step,
+            bad=bad,
+            more=more,
+            cut=self._cuts(order, trial),
+            trial=order.index if trial else None,
+        )
         try:
             arrival = self._recovery.go_back(wanted)
         except StoreError as error:
@@ -180,14 +190,21 @@ class Orders:
         self._tell_arrival(order._replace(bad=bad), arrival, step, trial)
         return arrival.target
 
+    def _cuts(self, order: Order, trial: bool) -> bool:
+        """Whether the rate is cut, though no rule has: other data have not helped."""
+        terms = self._recovery.terms
+        cuts = terms.engine.cuts_lr and not order.action & Action.CUT_LR
+        again = self._near(order, max(terms.region, 1))
+        return terms.confirm and cuts and not trial and again >= _OTHER_DATA
+
     def _left_out(self, order: Order, bad: tuple[BatchId, ...]) -> tuple[tuple[BatchId, ...], int]:
         """Which batches are not taken again: the bad window, and how many after it.
 
         What a learning rate has broken is no fault of the data: the first time they are taken
-        again. Where the trouble comes back although they were left out it is wider than what was
-        seen of it, and the window doubles each time.
+        again. Where the trouble comes back at the same step although they were left out it is wider
+        than what was seen of it, and the window doubles each time.
         """
-        again = self._near(order, max(self._recovery.terms.region, 1))
+        again = self._near(order, self._recovery.terms.engine.config.incident.quiet_steps)
         if order.cause & Cause.INSTABILITY and order.action & Action.CUT_LR and not again:
             return (), 0
         return bad, len(bad) * (2**again - 1) if self._recovery.terms.confirm else 0
@@ -201,12 +218,17 @@ class Orders:
             onset=order.onset,
             target=arrival.target,
             lr_before=None if rate is None else rate * self._judge.lr_scale_before,
-            lr_after=None if now is None else now * self._judge.lr_scale,
+            lr_after=None if now is None else now * self._multiplier(),
             left_out=left_out,
         )
 
+    def _multiplier(self) -> float:
+        """The learning rate's multiplier in force, the smallest of all engines."""
+        engines = self._recovery.driver.healing().values()
+        return min((each["state"]["lr"]["scale"] for each in engines), default=1.0)
+
     def _tell_arrival(self, order: Order, arrival: Arrival, step: int, trial: bool) -> None:
-        before, after = self._judge.lr_scale_before, self._judge.lr_scale
+        before, after = self._judge.lr_scale_before, self._multiplier()
         moved = arrival.moved
         self._tell(
             "rollback",

@@ -1,12 +1,12 @@
 """What of the engine a recorded curve can judge: which steps are skipped, where it goes back.
 
 What a policy clips, how far it cuts the learning rate and what its budget pays for change nothing
-in a curve that is already recorded; that a cut is due does: it takes a rollback along. What is left are the detectors that some rule acts on, those
-rules and the incident: the same functions of the core in the same order as in
-`healcore.core.engine.judge`, less the rest, so that thousands of variants cost little. Each rule
-reads only the detectors that it listens to: what does not depend on the varied numbers (the window
-of the non-finite rule, say) stays one value for all variants. tests/sweep holds every order and
-every skip equal to those of the whole engine.
+in a curve that is already recorded. What is left are the detectors that some rule acts on, those
+rules and the incident (a cut that is due takes a rollback along): the same functions of the core in
+the same order as in `healcore.core.engine.judge`, less the rest, so that thousands of variants cost
+little. Each rule reads only the detectors that it listens to: what does not depend on the varied
+numbers (the window of the non-finite rule, say) stays one value for all variants. tests/sweep holds
+every order and every skip equal to those of the whole engine.
 """
 
 from __future__ import annotations

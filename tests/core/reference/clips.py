@@ -1,6 +1,7 @@
 """The reference's clipping rules, from their docstrings: Python floats, lists, ifs.
 
-Each has `see(norm, groups, learn, restart) -> Clipped`. `norm` and `groups` are finite.
+Each has `see(norm, groups, learn, restart, outlier) -> Clipped`. `norm` and `groups` are finite;
+`outlier` says whether the loss stands out, None that nobody watches it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class ZClip:
         self.after_spike = False
         self.watch = Watch(config.shift, ties)
 
-    def see(self, norm: float, groups: Any, learn: bool, restart: bool) -> Clipped:
+    def see(
+        self, norm: float, groups: Any, learn: bool, restart: bool, outlier: bool | None = None
+    ) -> Clipped:
         c = self.config
         if restart:
             self.history = []
@@ -61,8 +64,8 @@ class ZClip:
         saved = 0.0 if warm else min(self.saved + c.lone_share, c.lone_limit)
         if spike and not self.after_spike:
             allowed = c.lone_ratio * self.peak
-            if not self.ties.above(norm, c.lone_limit * self.mean):
-                allowed = max(allowed, saved * self.mean)
+            if outlier and not self.ties.above(norm, c.lone_limit * self.mean):
+                allowed = max(allowed, min(saved * self.mean, 2 * self.peak))
             if self.ties.above(min(norm, allowed), target):
                 effective = min(norm, allowed)
                 saved = max(saved - effective / self.mean, 0.0)
@@ -100,7 +103,9 @@ class Fixed:
     def __init__(self, config: Any, ties: Ties) -> None:
         self.limit, self.ties = config.max_norm, ties
 
-    def see(self, norm: float, groups: Any, learn: bool, restart: bool) -> Clipped:
+    def see(
+        self, norm: float, groups: Any, learn: bool, restart: bool, outlier: bool | None = None
+    ) -> Clipped:
         over = self.ties.above(norm, self.limit)
         return Clipped(factor(self.limit, norm) if over else 1.0, over, self.limit)
 
@@ -112,7 +117,9 @@ class AutoClip:
         self.config, self.ties = config, ties
         self.bins: dict[int, int] = {}
 
-    def see(self, norm: float, groups: Any, learn: bool, restart: bool) -> Clipped:
+    def see(
+        self, norm: float, groups: Any, learn: bool, restart: bool, outlier: bool | None = None
+    ) -> Clipped:
         c = self.config
         if restart:
             self.bins = {}
@@ -150,7 +157,9 @@ class AdaGC:
         self.gamma: list[float] = [0.0] * groups
         self.watches = [Watch(config.shift, ties) for _ in range(groups)]
 
-    def see(self, norm: float, groups: Any, learn: bool, restart: bool) -> Clipped:
+    def see(
+        self, norm: float, groups: Any, learn: bool, restart: bool, outlier: bool | None = None
+    ) -> Clipped:
         c = self.config
         if restart:
             self.count = 0

@@ -165,6 +165,8 @@ class Engine:
         self.healthy = 0
         self.lr = Multiplier(config.lr)
         self.report = Report()
+        self.outlier: bool | None = None
+        """Whether the loss of this step stands out; None: nobody watches it."""
         acting = int(Action.ROLLBACK | Action.CUT_LR | Action.STOP)
         self.trouble = BAD
         for rule in config.rules:
@@ -201,6 +203,7 @@ class Engine:
             "update": update_norm is None,
             "eval_loss": eval_loss is None,
         }
+        self.outlier = None
         alarmed, sustained = self._causes(step, absent)
         cause = alarmed | sustained
         fired = [
@@ -211,7 +214,8 @@ class Engine:
         scale, group_scale = 1.0, [1.0] * self.groups if self.per_tensor else None
         clipped = clips.Clipped(1.0, False, self.report.threshold, self.report.z)
         if self.clip is not None and grad_norm is not None:
-            clipped = self.clip.see(step.norm or 0.0, groups, step.sound and not skip, restart)
+            learn = step.sound and not skip
+            clipped = self.clip.see(step.norm or 0.0, groups, learn, restart, self.outlier)
             if not skip and self.per_tensor:
                 group_scale = clipped.scale
             elif not skip:
@@ -239,6 +243,8 @@ class Engine:
             if any(absent[each] for each in needs):
                 continue
             alarm, lasting, flags = detector.see(step)
+            if isinstance(detector, detectors.LossSpike):
+                self.outlier = alarm and self.grace == 0
             if always or self.grace == 0:
                 alarmed |= flags if alarm else 0
                 sustained |= flags if lasting else 0

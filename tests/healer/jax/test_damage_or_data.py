@@ -8,20 +8,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from healcore import Healer
 from healcore.jax import metrics, protect
 from healcore.runtime.events.reading import read
 
 
-def data(number: int, relabelled: bool) -> tuple[Any, Any]:
+def data(number: int, relabelled: bool, bad: bool = False) -> tuple[Any, Any]:
     x = np.random.default_rng(number).standard_normal((64, 6)).astype(np.float32)
     y = (x[:, 0] > 0) * 2 + (x[:, 1] > 0)
+    if bad:
+        x[0] = np.nan
     return x, (y + 1) % 4 if relabelled else y
 
 
 def run(
-    folder: Any, *, change: int = 10**9, damage: int = -1, mask: bool = False
+    folder: Any,
+    *,
+    change: int = 10**9,
+    damage: int = -1,
+    mask: bool = False,
+    bad: range = range(0),
+    asks: bool = True,
 ) -> tuple[Healer, list[Any]]:
     keys = jax.random.split(jax.random.key(0))
     params = {
@@ -43,13 +52,13 @@ def run(
         updates, opt = tx.update(grads, opt, params, value=loss)
         return optax.apply_updates(params, updates), opt, *rest
 
-    batches = [data(number, number >= change) for number in range(350)]
+    batches = [data(number, number >= change, number in bad) for number in range(350)]
     done = False
     with Healer(
         "default",
         state=(params, tx.init(params), *([jnp.full((3,), -jnp.inf)] if mask else [])),
         events=folder / "e.jsonl",
-        loss_fn=lambda state, batch: loss_of(state[0], batch),
+        loss_fn=(lambda state, batch: loss_of(state[0], batch)) if asks else None,
     ) as healer:
         for batch in healer.batches(batches):
             state = healer.state
@@ -78,6 +87,15 @@ def test_a_mask_that_is_meant_to_be_infinite_is_no_damage(tmp_path):
     healer, events = run(tmp_path, change=250, mask=True)
     assert {e["verdict"] for e in events if e["kind"] == "assessment"} == {"data"}
     assert healer.rollbacks == 0
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_steps_that_are_not_finite_have_changed_nothing(tmp_path, asks):
+    """The gradient's norms of such a step are in the state, for the diagnosis."""
+    healer, events = run(tmp_path, bad=range(250, 264), asks=asks)
+    assert {e["verdict"] for e in events if e["kind"] == "assessment"} == {"data"}
+    assert healer.rollbacks == 0
+    assert all(np.isfinite(each).all() for each in jax.tree.leaves(healer.state[0]))
 
 
 def test_the_limit_on_an_injected_rate_is_absolute():

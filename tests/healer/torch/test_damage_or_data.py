@@ -187,8 +187,8 @@ def test_a_loss_fn_that_raises_does_not_end_the_run(tmp_path):
     assert healer.rollbacks == 0
 
 
-def test_without_a_rollback_left_a_finite_run_goes_on(tmp_path):
-    """The model is damaged again and again: three rollbacks, and then the run goes on."""
+def test_damaged_again_and_again(tmp_path):
+    """Three rollbacks, the last of them with a cut of the rate, and then the run goes on."""
     run, done = Run(), set()
 
     def damage(healer: Healer) -> None:
@@ -200,5 +200,6 @@ def test_without_a_rollback_left_a_finite_run_goes_on(tmp_path):
 
     healer = run.train(tmp_path, at=damage, loss_fn=run.loss)
     assert healer.rollbacks == 3
+    assert [e["lr_scale"] for e in events(tmp_path, "rollback")] == [1.0, 1.0, 0.25]
     assert len(done) > 3, "damaged once more"
     assert events(tmp_path, "end")[0]["ending"] == "completed"

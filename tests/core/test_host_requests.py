@@ -1,4 +1,4 @@
-"""A rollback that the host declines: the attempt is given back, the incident goes on."""
+"""What the host says: a rollback that it declines, a cut of the rate that it asks for."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from healcore.core.engine import BudgetConfig, Engine
+from healcore.core.engine import BudgetConfig, Engine, LrConfig, RuleConfig
 from healcore.core.engine.enforce import pick
 from healcore.core.tree import leaves, map_leaves
-from healcore.core.verdict import Action
+from healcore.core.verdict import Action, Cause
 from tests.core import fuzz, oracle, policies
 from tests.core.stepping import Runner, ordered
 from tests.core.test_ladder import CONFIG as LADDER
@@ -119,3 +119,32 @@ def test_the_core_goes_on_as_the_reference_does(often):
     outcome = oracle.compare(expected, got)
     assert outcome.wrong is None, outcome.wrong
     assert outcome.steps >= 0.9 * steps * lanes
+
+
+@pytest.mark.parametrize("rate", [None, 0.5])
+def test_a_cut_that_the_host_asks_for_is_one_of_the_engines_own(rate):
+    """The same multiplier, budget and tally as when a rule cuts at that step."""
+    lr = LrConfig(factor=0.25, floor=0.01, hold_steps=3, ramp_steps=8, ceiling=0.5)
+    budget = BudgetConfig(recoveries=3, lr_cuts=1, refund_after=1 << 20)
+    plain = LADDER._replace(lr=lr, budget=budget, rules=())
+    cutting = plain._replace(
+        rules=(RuleConfig(int(Cause.NONFINITE_LOSS), action=int(Action.CUT_LR)),)
+    )
+    asked, own = Runner(plain), Runner(cutting)
+
+    def feed(runner: Runner, losses: np.ndarray) -> list:
+        known = {} if rate is None else {"learning_rate": [rate] * len(losses)}
+        return runner.feed(loss=losses, **known)
+
+    feed(asked, bad(10))
+    feed(own, bad(11, 10))
+    array = None if rate is None else np.float32(rate)
+    asked.state = asked.engine.cut_lr(asked.state, array, xp=np)
+    assert same(asked.state.lr, own.state.lr)
+    assert asked.state.budget.lr_cuts == own.state.budget.lr_cuts == 0
+    assert asked.state.tally.lr_cuts == own.state.tally.lr_cuts == 1
+    again = asked.engine.cut_lr(asked.state, array, xp=np)
+    assert same(again, asked.state), "the policy has no cut left"
+    scales = [d.lr_scale for d in feed(asked, bad(60))]
+    assert scales[0] == np.float32(0.25)
+    assert scales[-1] == np.float32(0.5), "the ceiling"
