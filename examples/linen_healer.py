@@ -1,8 +1,10 @@
 """A Flax linen loop that goes back by itself: the lines that healcore adds are marked.
 
-Twelve batches in a row are ruined. The first ones are skipped; at the tenth the run goes back to a
-checkpoint that is known to be good, dropout key and all, halves its learning rate, and leaves the
-bad batches out.
+The learning rate warms up to one that is far too high. The loss and the gradient norm begin to
+grow from step to step; the run goes back to a checkpoint that is known to be good, dropout key
+and all, and
+goes on with a quarter of the rate, below the one that broke it. (`inject_hyperparams` lets healcore
+see the schedule's rate.) Without healcore it ends as NaN.
 
 python examples/linen_healer.py [DIRECTORY]
 """
@@ -19,34 +21,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax.training.train_state import TrainState
 
 import healcore  # <- healcore
+from healcore.jax.flax_linen import HealTrainState  # <- healcore
 
 STEPS, BATCH = 400, 64
-RUINED = range(250, 262)
 
 
 def batch(index: int) -> tuple[np.ndarray, np.ndarray]:
-    inputs = np.random.default_rng(index).standard_normal((BATCH, 8), np.float32)
+    rng = np.random.default_rng(index)
+    inputs = rng.standard_normal((BATCH, 8), np.float32)
     targets = np.sin(inputs.sum(axis=1, keepdims=True))
-    return inputs, targets * np.float32("nan") if index in RUINED else targets
+    return inputs, targets + 0.1 * rng.standard_normal((BATCH, 1), np.float32)
 
 
 class Model(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
-        x = nn.tanh(nn.Dense(32)(x))
+        x = nn.relu(nn.Dense(64)(nn.relu(nn.Dense(64)(x))))
         return nn.Dense(1)(nn.Dropout(0.1, deterministic=not train)(x))
 
 
-class State(TrainState):
+class State(HealTrainState):  # <- healcore
     key: jax.Array
 
 
-# With BatchNorm, or to have the loss judged too and not the gradients alone, derive State from
-# healcore.jax.flax_linen.HealTrainState: its apply_gradients takes value=loss, and a skipped step
-# leaves the running statistics as they were.
 @functools.partial(jax.jit, donate_argnums=0)
 def train_step(state: State, inputs: Any, targets: Any) -> State:
     key, dropout = jax.random.split(state.key)
@@ -55,7 +54,8 @@ def train_step(state: State, inputs: Any, targets: Any) -> State:
         outputs = state.apply_fn({"params": params}, inputs, train=True, rngs={"dropout": dropout})
         return jnp.mean((outputs - targets) ** 2)
 
-    return state.apply_gradients(grads=jax.grad(loss_fn)(state.params), key=key)
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    return state.apply_gradients(grads=grads, value=loss, key=key)  # <- healcore
 
 
 def main(directory: str) -> None:
@@ -64,7 +64,8 @@ def main(directory: str) -> None:
     loader = [batch(index) for index in range(STEPS)]
     model = Model()
     params = model.init(jax.random.key(0), loader[0][0], train=False)["params"]
-    tx = optax.adamw(optax.cosine_decay_schedule(1e-2, STEPS))
+    rate = optax.linear_schedule(0.01, 2.0, 300)
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=rate, momentum=0.9)
     tx = healcore.jax.protect(tx, "default")  # <- healcore
     state = State.create(apply_fn=model.apply, tx=tx, params=params, key=jax.random.key(1))
     with healcore.Healer("default", state=state, store=directory) as healer:  # <- healcore

@@ -1,8 +1,11 @@
 """A Flax nnx loop that goes back by itself: the lines that healcore adds are marked.
 
-Twelve batches in a row are ruined. The first ones are skipped; at the tenth the run goes back to a
-checkpoint that is known to be good, dropout keys and all, halves its learning rate, and leaves the
-bad batches out. Model and optimizer stay the same objects.
+The learning rate warms up to one that is far too high. The loss and the gradient norm begin to
+grow from step to step; the run goes back to a checkpoint that is known to be good, dropout keys
+and all, and
+goes on with a quarter of the rate, below the one that broke it. (`inject_hyperparams` lets healcore
+see the schedule's rate.) Without healcore it ends as NaN. Model and optimizer stay the same
+objects.
 
 python examples/nnx_healer.py [DIRECTORY]
 """
@@ -22,23 +25,24 @@ from flax import nnx
 import healcore  # <- healcore
 
 STEPS, BATCH = 400, 64
-RUINED = range(250, 262)
 
 
 def batch(index: int) -> tuple[np.ndarray, np.ndarray]:
-    inputs = np.random.default_rng(index).standard_normal((BATCH, 8), np.float32)
+    rng = np.random.default_rng(index)
+    inputs = rng.standard_normal((BATCH, 8), np.float32)
     targets = np.sin(inputs.sum(axis=1, keepdims=True))
-    return inputs, targets * np.float32("nan") if index in RUINED else targets
+    return inputs, targets + 0.1 * rng.standard_normal((BATCH, 1), np.float32)
 
 
 class Model(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.first = nnx.Linear(8, 32, rngs=rngs)
+        self.first = nnx.Linear(8, 64, rngs=rngs)
+        self.second = nnx.Linear(64, 64, rngs=rngs)
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
-        self.second = nnx.Linear(32, 1, rngs=rngs)
+        self.third = nnx.Linear(64, 1, rngs=rngs)
 
     def __call__(self, x: Any) -> jax.Array:
-        return self.second(self.dropout(jnp.tanh(self.first(x))))
+        return self.third(self.dropout(nnx.relu(self.second(nnx.relu(self.first(x))))))
 
 
 def loss_fn(model: Model, inputs: Any, targets: Any) -> jax.Array:
@@ -56,7 +60,9 @@ def main(directory: str) -> None:
     # A list can be put back to any batch, and so can a Grain iterator.
     loader = [batch(index) for index in range(STEPS)]
     model = Model(nnx.Rngs(0))
-    tx = healcore.jax.protect(optax.adamw(1e-2), "default")  # <- healcore
+    rate = optax.linear_schedule(0.01, 2.0, 300)
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=rate, momentum=0.9)
+    tx = healcore.jax.protect(tx, "default")  # <- healcore
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     state = {"model": model, "optimizer": optimizer}
     with healcore.Healer("default", state=state, store=directory) as healer:  # <- healcore

@@ -1,7 +1,9 @@
 """A plain optax loop that goes back by itself: the lines that healcore adds are marked.
 
-Twelve batches in a row are ruined. The first ones are skipped; at the tenth the run goes back to a
-checkpoint that is known to be good, halves its learning rate, and leaves the bad batches out.
+The learning rate warms up to one that is far too high. The loss and the gradient norm begin to
+grow from step to step; the run goes back to a checkpoint that is known to be good, and
+goes on with a quarter of the rate, below the one that broke it. (`inject_hyperparams` lets healcore
+see the schedule's rate.) Without healcore it ends as NaN.
 
 python examples/optax_healer.py [DIRECTORY]
 """
@@ -17,37 +19,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from optax import contrib
 
 import healcore  # <- healcore
 
 STEPS, BATCH = 400, 64
-RUINED = range(250, 262)
 
 
 def batch(index: int) -> tuple[np.ndarray, np.ndarray]:
-    inputs = np.random.default_rng(index).standard_normal((BATCH, 8), np.float32)
+    rng = np.random.default_rng(index)
+    inputs = rng.standard_normal((BATCH, 8), np.float32)
     targets = np.sin(inputs.sum(axis=1, keepdims=True))
-    return inputs, targets * np.float32("nan") if index in RUINED else targets
+    return inputs, targets + 0.1 * rng.standard_normal((BATCH, 1), np.float32)
 
 
 def loss_fn(params: dict[str, Any], inputs: Any, targets: Any) -> jax.Array:
-    hidden = jnp.tanh(inputs @ params["w1"] + params["b1"])
-    return jnp.mean((hidden @ params["w2"] + params["b2"] - targets) ** 2)
+    hidden = jax.nn.relu(inputs @ params["w1"] + params["b1"])
+    hidden = jax.nn.relu(hidden @ params["w2"] + params["b2"])
+    return jnp.mean((hidden @ params["w3"] + params["b3"] - targets) ** 2)
 
 
 def main(directory: str) -> None:
     """Train a small regression, and print how it went."""
     # A list can be put back to any batch, and so can a Grain iterator.
     loader = [batch(index) for index in range(STEPS)]
-    first, second = jax.random.split(jax.random.key(0))
-    params = {
-        "w1": jax.random.normal(first, (8, 32)) / 8**0.5,
-        "b1": jnp.zeros(32),
-        "w2": jax.random.normal(second, (32, 1)) / 32**0.5,
-        "b2": jnp.zeros(1),
-    }
-    tx = optax.chain(optax.adamw(1e-2), contrib.reduce_on_plateau(patience=50))
+    params = {}
+    for layer, (rows, columns) in enumerate([(8, 64), (64, 64), (64, 1)], start=1):
+        normal = jax.random.normal(jax.random.key(layer), (rows, columns))
+        params |= {f"w{layer}": normal / rows**0.5, f"b{layer}": jnp.zeros(columns)}
+    rate = optax.linear_schedule(0.01, 2.0, 300)
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=rate, momentum=0.9)
     tx = healcore.jax.protect(tx, "default")  # <- healcore
 
     @functools.partial(jax.jit, donate_argnums=0)
