@@ -58,7 +58,7 @@ class HealTrainState(train_state.TrainState):
             grad_norm: global norm, where the caller has to reduce it over a mesh.
             update_norm: norm of the last update; `protect` knows it itself.
             announced: bool, a change of LR, batch, data or weights.
-            void: bool, somebody else already skips this step.
+            void: bool, skip this step, which is neither learnt nor counted.
             learning_rate: the schedule's rate at this step, for a limit in absolute terms.
             **kwargs: fields to replace, for example ``batch_stats``; kept as they are on a skip.
 

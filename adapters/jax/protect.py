@@ -38,7 +38,8 @@ def protect(
     under ``optax.apply_updates``. The policy's LR multiplier is applied to the updates, weight
     decay included, in the same step. State outside the optimizer (BatchNorm) goes with `commit`.
 
-    In observe mode everything is judged, recorded in the state, and nothing is changed.
+    In observe mode everything is judged, recorded in the state, and nothing is changed. A step with
+    ``void=True`` (an fp16 overflow, say) is skipped in every mode, and neither learnt nor counted.
 
     Args:
         inner: any optax transformation that keeps the structure, shapes and dtypes of its state.
@@ -108,7 +109,7 @@ def protect(
         def inner_step(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
             return inner.update(updates, inner_state, params, **given, **extra_args)
 
-        if engine.mode == "observe":
+        if engine.mode == "observe" and void is None:
             updates, inner_state = inner_step(updates, state.inner_state, params)
         else:
             # Zeros instead of the bad gradients: a loop in the optimizer (line search, Newton-

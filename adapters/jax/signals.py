@@ -35,7 +35,7 @@ def gather(
             shard_map it has to be reduced over the mesh first).
         update_norm: global norm of the last applied update.
         announced: bool, the host announces a change of LR, batch, data or weights.
-        void: bool, this step is skipped by somebody else already.
+        void: bool, skip this step, which is neither learnt nor counted.
         learning_rate: the schedule's rate at this step, for a limit in absolute terms.
 
     Returns:

@@ -55,9 +55,15 @@ def init(engine: Engine, leaves: int) -> HealState:
 def step(
     engine: Engine, state: HealState, signals: Signals, leaf_norms: chex.Array | None
 ) -> tuple[HealState, Decision]:
-    """One step of the core, with the dtypes of the state kept (weak types would recompile)."""
+    """One step of the core, with the dtypes of the state kept (weak types would recompile).
+
+    A voided step is skipped, in observe mode too, and neither learnt nor counted.
+    """
     old = engine_state(engine, state)
     new, decision = engine.step(old, signals, xp=jnp)
+    if signals.void is not None:
+        # The engine leaves a voided step to whoever voids it; here that has to be this step.
+        decision = decision._replace(skip=decision.skip | signals.void)
     template = neutral(groups=None if decision.group_scale is None else 1)
     new = tree.map_leaves(_own, old, new)
     decision = tree.map_leaves(_own, template, decision)

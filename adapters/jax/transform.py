@@ -169,7 +169,7 @@ def _transformation(engine: Engine, on_skip: OnSkip) -> optax.GradientTransforma
             learning_rate=learning_rate,
         )
         state, decision = heal_state.step(engine, state, signals, norms)
-        if engine.mode == "observe":
+        if engine.mode == "observe" and void is None:
             return updates, state
         return replace(decision.skip, enforce(engine, decision, updates)), state
 

@@ -106,14 +106,14 @@ FRAMEWORKS = {
     "torch": ("benchmarks.healbench.tasks", "benchmarks.healbench.arms"),
     "jax": ("benchmarks.healbench.jax_tasks", "benchmarks.healbench.jax_tasks"),
 }
-"""Where the `TASKS` and the `ARMS` of a framework are; one whose module is not there has none."""
+"""Where the `TASKS` and the `ARMS` of a framework are; one that is not installed has none."""
 
 
 @functools.cache
 def suite(framework: str) -> Suite:
     """Imports the tasks and arms of a framework."""
     tasks, arms = FRAMEWORKS[framework]
-    if importlib.util.find_spec(tasks) is None:
+    if importlib.util.find_spec(framework) is None:
         return Suite({}, {})
     return Suite(importlib.import_module(tasks).TASKS, importlib.import_module(arms).ARMS)
 
@@ -145,8 +145,10 @@ def _files_of(*things: Any) -> set[Path]:
     """The modules in which functions and classes, or those under a `partial`, are defined."""
     found = set()
     for thing in things:
-        while isinstance(thing, functools.partial):
-            thing = thing.func
+        if isinstance(thing, functools.partial):
+            given = (*thing.args, *thing.keywords.values())
+            found |= _files_of(thing.func, *(each for each in given if callable(each)))
+            continue
         module = sys.modules.get(getattr(thing, "__module__", type(thing).__module__))
         if module is not None and getattr(module, "__file__", None):
             found.add(Path(str(module.__file__)))
@@ -368,6 +370,7 @@ class _Worker:
 ENVIRONMENT = {
     **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
     "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
 }
 """Of the workers: they share the cores among them."""
 

@@ -5,6 +5,7 @@ import optax
 import pytest
 
 from healcore.jax import SignalError, decision_of, heal, heal_zclip, metrics, protect
+from healcore.jax.stripping import strip
 from tests.jax import policies
 from tests.jax.bits import assert_same_bits
 
@@ -87,13 +88,52 @@ def test_a_given_norm_replaces_the_own_one_with_norms_per_tensor_too():
 
 
 @every_transformation
-def test_a_void_step_is_neither_learnt_nor_counted(name):
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 7.0])
+def test_a_void_step_is_not_applied_and_neither_learnt_nor_counted(name, bad):
+    """`void=~finite` is what an fp16 user writes."""
     tx = TRANSFORMATIONS[name]()
-    state = tx.init(PARAMS)
-    _, new = jax.jit(tx.update)({"w": jnp.full(3, jnp.inf)}, state, PARAMS, void=jnp.bool_(True))
-    assert not bool(decision_of(new).skip)
+    update = jax.jit(tx.update)
+    _, state = update({"w": jnp.ones(3)}, tx.init(PARAMS), PARAMS, value=jnp.float32(1.0))
+    updates, new = update({"w": jnp.full(3, bad)}, state, PARAMS, void=jnp.bool_(True))
+    assert not jnp.any(updates["w"])
+    assert bool(decision_of(new).skip)
     assert int(metrics(new)["heal/skips"]) == 0
-    assert int(metrics(new)["heal/steps"]) == 0
+    assert int(metrics(new)["heal/steps"]) == 1
+    for before, after in zip(
+        jax.tree.leaves(strip(state)), jax.tree.leaves(strip(new)), strict=True
+    ):
+        np.testing.assert_array_equal(before, after)
+
+
+@pytest.mark.parametrize("policy", ["default", "observe"])
+def test_an_overflow_of_a_dynamic_loss_scale_costs_one_step(policy):
+    """A loop with loss scaling: the scale is halved after an overflow, nothing else happens."""
+    tx = protect(optax.adam(1e-2), policy)
+
+    @jax.jit
+    def step(params, state, scale):
+        def scaled(w):
+            half = w.astype(jnp.float16)
+            loss = jnp.mean(half * half)
+            return loss * scale.astype(jnp.float16), loss
+
+        grads, loss = jax.grad(scaled, has_aux=True)(params)
+        grads = jax.tree.map(lambda g: g / scale, grads)
+        finite = jnp.isfinite(optax.tree.norm(grads))
+        updates, state = tx.update(grads, state, params, value=loss, void=~finite)
+        scale = jnp.where(finite, scale, scale / 2)
+        return optax.apply_updates(params, updates), state, scale, finite
+
+    params, scale, overflows = jnp.ones(4), jnp.float32(2.0**20), 0
+    state = tx.init(params)
+    for _ in range(60):
+        params, state, scale, finite = step(params, state, scale)
+        overflows += not finite
+    assert 2 <= overflows < 10
+    assert jnp.isfinite(params).all()
+    assert jnp.sum(params**2) < 3.0, "it has learnt"
+    assert int(optax.tree.get(state, "count")) == 60 - overflows
+    assert int(metrics(state)["heal/skips"]) == int(metrics(state)["heal/incidents"]) == 0
 
 
 @pytest.mark.parametrize("name", ["heal_zclip", "protect"])

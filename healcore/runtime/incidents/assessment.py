@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from healcore.core.verdict import Cause
@@ -103,7 +103,7 @@ class Assessor:
             if not self._batches or index - self._batches[-1].index >= _APART:
                 self._batches.append(Remembered(index, batch, loss))
         elif self._asked is None and any(int(each.decision.cause) & _HIGH for each in told):
-            self._asked = self._of_batches(loss)
+            self._asked = self._of_batches(loss, batch)
 
     def went_back(self, target: int) -> None:
         """Steps from `target` on are taken again."""
@@ -131,23 +131,36 @@ class Assessor:
 
     # -- within ---------------------------------------------------------------------------------
 
-    def _rises(self) -> list[float]:
-        """How far each remembered batch is above what it was, with the present weights."""
+    def _losses(self, batches: Iterable[Any]) -> list[float]:
+        """Of each batch with the present weights; empty: they cannot be evaluated."""
         if self._loss_fn is None:
             return []
-        evaluate, fn = self._driver.loss_of, self._loss_fn
         try:
-            return [evaluate(fn, each.batch) - each.loss for each in self._batches]
+            return [self._driver.loss_of(self._loss_fn, batch) for batch in batches]
         except Exception as error:
             self._loss_fn = None
             self._warn(f"loss_fn raised {type(error).__name__}: {error}; it is not asked again")
             return []
 
-    def _of_batches(self, loss: float) -> Finding:
-        """What the remembered batches say of a step with this loss."""
+    def _rises(self) -> list[float]:
+        """How far each remembered batch is above what it was, with the present weights."""
+        now = self._losses(each.batch for each in self._batches)
+        return [loss - each.loss for loss, each in zip(now, self._batches, strict=False)]
+
+    def _of_batches(self, loss: float, batch: Any = None) -> Finding:
+        """What the remembered batches say of a step.
+
+        Args:
+            loss: its own, when it was taken.
+            batch: its own, to be evaluated with the same weights as the remembered ones: where a
+                model breaks, its loss changes by orders of magnitude within the steps that are
+                still on their way to the host.
+        """
         rises = self._rises()
         if not rises:
             return Finding(Verdict.UNKNOWN, "nothing")
+        if batch is not None:
+            loss = next(iter(self._losses([batch])), loss)
         rise = loss - sum(each.loss for each in self._batches) / len(rises)
         mean = sum(rises) / len(rises)
         alike = _SHARE * rise <= mean <= rise / _SHARE and min(rises) >= _EACH * rise > 0

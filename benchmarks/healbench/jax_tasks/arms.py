@@ -1,0 +1,229 @@
+"""What a JAX run is trained with: the arms of the torch side that differ in the optimizer alone.
+
+An arm wraps the program's optax optimizer; the Healer's has another loop as well. What is counted
+leaves each step as a small output and is read at the end, so that no step waits for the host.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import healcore
+from benchmarks.healbench.arms import PRESETS
+from benchmarks.healbench.arms.common import silent
+from benchmarks.healbench.jax_tasks.models import Arrays
+from benchmarks.healbench.jax_tasks.problem import Problem, State, running
+from benchmarks.healbench.training import Counts
+from healcore.core.verdict import Cause
+from healcore.jax import commit, decision_of, metrics, protect
+
+_NONFINITE = Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
+_FOR_EVER = 2**31 - 1
+
+
+class Training:
+    """One run of a problem under one arm: `with Arm(problem) as run: run.train()`.
+
+    The base class is the arm `nothing`. Others override `wrap`, `tell`, `keep`, `loop` or `count`.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.counts = Counts()
+        self.steps = 0
+        """Iterations of the loop, those that were undone included."""
+        self.tx = optax.with_extra_args_support(self.wrap(problem.optimizer))
+        self._step = jax.jit(self._take)
+        self._told: list[Any] = []
+
+    def __enter__(self) -> Training:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        return None
+
+    def train(self) -> None:
+        """The loop, to the end of the data or until the arm stops it."""
+        self.problem.final = state = self.loop(self.problem.start(self.tx))
+        self.count(jax.device_get(self._told), state.opt_state)
+
+    def step(self, state: State, batch: Any) -> State:
+        """One iteration; the problem's damage comes before it, if this is when it does."""
+        damage = self.problem.damage
+        if damage is not None and self.steps == damage.before:
+            state = damage.change(state)
+        state, told = self._step(state, batch)
+        self._told.append(told)
+        self.steps += 1
+        return state
+
+    def _take(self, state: State, batch: Any) -> tuple[State, Any]:
+        gradient = jax.value_and_grad(self.problem.loss, has_aux=True)
+        (loss, seen), grads = gradient(state.params, batch)
+        updates, opt_state = self.tx.update(grads, state.opt_state, state.params, value=loss)
+        params: Any = optax.apply_updates(state.params, updates)
+        stats = self.keep(opt_state, state.stats, running(state.stats, seen))
+        online = state.online
+        if online is not None:
+            online = online.at[batch[0]].set(loss)
+        return State(params, opt_state, stats, online), self.tell(grads, opt_state)
+
+    # -- what arms override ---------------------------------------------------------------------
+
+    def wrap(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+        """The optimizer that the run is trained with."""
+        return optimizer
+
+    def tell(self, grads: Arrays, opt_state: Any) -> Any:
+        """Within the compiled step: what `count` needs to know of it."""
+
+    def keep(self, opt_state: Any, old: Arrays, new: Arrays) -> Arrays:
+        """Within the compiled step: the statistics of BatchNorm to go on with."""
+        return new
+
+    def loop(self, state: State) -> State:
+        """Every batch in order; returns the state at the end."""
+        for batch in self.problem.batches:
+            state = self.step(state, batch)
+        return state
+
+    def count(self, told: list[Any], opt_state: Any) -> None:
+        """Fills in `counts`.
+
+        Args:
+            told: of each step, what `tell` has returned.
+            opt_state: at the end.
+        """
+
+
+class FixedClip(Training):
+    """`optax.clip_by_global_norm(1.0)` before the optimizer."""
+
+    max_norm = 1.0
+
+    def wrap(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+        """Clips; takes every step."""
+        return optax.chain(optax.clip_by_global_norm(self.max_norm), optimizer)
+
+    def tell(self, grads: Arrays, opt_state: Any) -> Any:
+        """Whether this step was clipped."""
+        norm = optax.tree.norm(grads)
+        return (norm > self.max_norm) & (norm < jnp.inf)
+
+    def count(self, told: list[Any], opt_state: Any) -> None:
+        """Clipped steps."""
+        self.counts.clips = sum(map(int, told))
+
+
+class ClipSkipNan(FixedClip):
+    """The same within `optax.apply_if_finite`, which is shown the loss and the norm as well."""
+
+    def wrap(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+        """Leaves out a step whose loss or gradient norm is not finite."""
+        clipped = optax.apply_if_finite(super().wrap(optimizer), _FOR_EVER)
+        return optax.chain(_nan_unless_finite(), clipped)
+
+    def count(self, told: list[Any], opt_state: Any) -> None:
+        """Clipped steps, and those left out."""
+        super().count(told, opt_state)
+        self.counts.nonfinite_skips = int(optax.tree.get(opt_state, "total_notfinite"))
+
+
+def _nan_unless_finite() -> optax.GradientTransformationExtraArgs:
+    """Gradients of NaN where the loss or their norm is not finite.
+
+    `optax.apply_if_finite` looks at the gradients alone, number by number.
+    """
+
+    def update(updates: Any, state: Any, params: Any = None, **given: Any) -> tuple[Any, Any]:
+        sound = jnp.isfinite(given["value"]) & jnp.isfinite(optax.tree.norm(updates))
+        return jax.tree.map(lambda each: jnp.where(sound, each, jnp.nan), updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+class Attached(Training):
+    """`protect(optimizer, policy)` with the loss as `value`.
+
+    Args:
+        problem: the program.
+        policy: a preset's name, or whatever else `protect` takes.
+    """
+
+    def __init__(self, problem: Problem, policy: Any) -> None:
+        self._policy = policy
+        super().__init__(problem)
+
+    def wrap(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+        """The protected optimizer."""
+        return protect(optimizer, self._policy)
+
+    def tell(self, grads: Arrays, opt_state: Any) -> Any:
+        """Whether the step was skipped, and what was wrong."""
+        decision = decision_of(opt_state)
+        return decision.skip, decision.cause
+
+    def keep(self, opt_state: Any, old: Arrays, new: Arrays) -> Arrays:
+        """A skipped step leaves no statistics behind."""
+        return commit(decision_of(opt_state).skip, old, new)
+
+    def count(self, told: list[Any], opt_state: Any) -> None:
+        """Skipped steps, undone ones included, and what the healing state has counted itself."""
+        nonfinite = [bool(int(cause) & _NONFINITE) for skip, cause in told if skip]
+        self.counts.nonfinite_skips = sum(nonfinite)
+        self.counts.finite_skips = len(nonfinite) - sum(nonfinite)
+        numbers = metrics(opt_state)
+        self.counts.clips = int(numbers["heal/clips"])
+        self.counts.lr_cuts = int(numbers["heal/lr_cuts"])
+
+
+class Healed(Attached):
+    """The same optimizer in the Healer's loop; checkpoints stay in host memory (`store=None`).
+
+    Args:
+        problem: the program.
+        policy: a preset's name, or whatever else `Healer` takes.
+        ask: pass the program's loss on as `loss_fn`.
+    """
+
+    def __init__(self, problem: Problem, policy: Any = "default", *, ask: bool = False) -> None:
+        super().__init__(problem, policy)
+        self._ask = ask
+
+    def loop(self, state: State) -> State:
+        """Through the Healer, which goes back in the batches."""
+        loss = jax.jit(lambda state, batch: self.problem.loss(state.params, batch)[0])
+        options: dict[str, Any] = {"loss_fn": loss} if self._ask else {}
+        healer = healcore.Healer(self._policy, state=state, store=None, **options)
+        with silent("healcore"):
+            try:
+                with healer:
+                    for batch in healer.batches(self.problem.batches):
+                        healer.update(self.step(healer.state, batch))
+            except healcore.RunStopped as error:
+                self.counts.stopped = error.why
+        self.counts.rollbacks = healer.rollbacks
+        return healer.state
+
+
+ARMS: dict[str, Callable[[Problem], Training]] = {
+    "nothing": Training,
+    "fixed_clip": FixedClip,
+    "clip_skip_nan": ClipSkipNan,
+    **{f"attach_{name}": functools.partial(Attached, policy=name) for name in PRESETS},
+    "healer": Healed,
+    "healer_ask": functools.partial(Healed, ask=True),
+}
+"""An arm of a problem, by the names of the torch side, in the order of the table."""

@@ -1,0 +1,204 @@
+"""A torch problem as a JAX program: its data, initial weights, optimizer and metric, taken over."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from benchmarks.healbench import problem as torch_side
+from benchmarks.healbench.jax_tasks.models import Arrays
+from benchmarks.healbench.problem import MAIN, Task
+from benchmarks.healbench.tasks import TASKS
+
+Loss = Callable[[Arrays, Any], tuple[jax.Array, Arrays]]
+"""Of parameters and a batch: the loss, and the BatchNorm statistics of this batch, if any."""
+
+_MOMENTUM = 0.1  # of BatchNorm's running statistics, torch's default
+
+
+class State(NamedTuple):
+    """What a training step takes and returns, and what a checkpoint holds."""
+
+    params: Arrays
+    """By the torch names."""
+    opt_state: Any
+    stats: Arrays
+    """Running statistics of BatchNorm, by the torch names."""
+    online: jax.Array | None
+    """Loss of each batch before its update, by the number that the batch begins with, -inf where
+    there was none; None where the metric needs no such losses."""
+
+
+class Damage(NamedTuple):
+    """A fault that changes the state once, between two steps."""
+
+    before: int
+    """Which iteration of the loop comes right after it, counted as executed."""
+    change: Callable[[State], State]
+
+
+@dataclass
+class Problem:
+    """Model, data and optimizer of one run."""
+
+    source: torch_side.Problem
+    """The torch problem. It evaluates, and is never trained."""
+    loss: Loss
+    optimizer: optax.GradientTransformation
+    batches: Sequence[Any]
+    """One entry per step, of NumPy arrays."""
+    params: Arrays
+    stats: Arrays
+    damage: Damage | None = None
+    final: State | None = None
+    """Set by the arm at the end of the training."""
+
+    def start(self, tx: optax.GradientTransformation) -> State:
+        """The state before the first step, with the optimizer that the arm has made of its own."""
+        online = jnp.full(len(self.batches), -jnp.inf) if "online" in self.source.state else None
+        return State(self.params, tx.init(self.params), self.stats, online)
+
+    def evaluate(self) -> float:
+        """The torch problem's metric of the final state."""
+        assert self.final is not None, "train first"
+        arrays = {**self.final.params, **self.final.stats}
+        weights = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+        # What is not there is BatchNorm's count of batches, which nothing reads.
+        self.source.modules["model"].load_state_dict(weights, strict=False)
+        if self.final.online is not None:
+            losses = enumerate(self.final.online.tolist())
+            seen = {i: loss for i, loss in losses if loss != -np.inf}
+            self.source.state["online"].load_state_dict({"losses": seen})
+        return self.source.evaluate()
+
+
+class Batches(Sequence[Any]):
+    """A torch problem's batches as NumPy arrays, each converted when it is asked for.
+
+    Args:
+        source: the batches.
+        prepare: what is done to each before.
+    """
+
+    def __init__(
+        self, source: Sequence[Any], prepare: Callable[[Any], Any] = lambda batch: batch
+    ) -> None:
+        self.source = source
+        self.prepare = prepare
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @overload
+    def __getitem__(self, i: int) -> Any: ...
+
+    @overload
+    def __getitem__(self, i: slice) -> Sequence[Any]: ...
+
+    def __getitem__(self, i: int | slice) -> Any:
+        if isinstance(i, slice):
+            return [self[k] for k in range(*i.indices(len(self)))]
+        return jax.tree.map(_as_numpy, self.prepare(self.source[i]))
+
+
+def task(name: str, loss: Loss, *, damage: Damage | None = None, quick: bool = False) -> Task:
+    """The torch task of this name with another `build`.
+
+    Args:
+        name: of both.
+        loss: of its model.
+        damage: what the torch task does to weights or optimizer, if it does.
+        quick: part of `--quick`.
+    """
+    build: Any = partial(_build, TASKS[name].build, loss, damage)
+    return dataclasses.replace(TASKS[name], build=build, quick=quick)
+
+
+def _build(
+    source: Callable[[int], torch_side.Problem], loss: Loss, damage: Damage | None, seed: int
+) -> Problem:
+    return port(source(seed), loss, damage=damage)
+
+
+def port(
+    source: torch_side.Problem,
+    loss: Loss,
+    *,
+    batches: Sequence[Any] | None = None,
+    damage: Damage | None = None,
+) -> Problem:
+    """The same program in JAX, before its first step.
+
+    Args:
+        source: a torch problem with one optimizer, `main`, and one module, `model`.
+        loss: the same loss as that of `source`, of the same parameters by name.
+        batches: instead of those of `source`.
+        damage: see `Problem`.
+    """
+    model = source.modules["model"]
+    return Problem(
+        source=source,
+        loss=loss,
+        optimizer=_optimizer(source),
+        batches=Batches(source.batches) if batches is None else batches,
+        params={name: _as_jax(weight) for name, weight in model.named_parameters()},
+        stats={
+            name: _as_jax(buffer)
+            for name, buffer in model.named_buffers()
+            if name.endswith(("running_mean", "running_var"))
+        },
+        damage=damage,
+    )
+
+
+def running(stats: Arrays, seen: Arrays) -> Arrays:
+    """Running statistics after a batch with the statistics `seen`."""
+    return {name: old + _MOMENTUM * (seen[name] - old) for name, old in stats.items()}
+
+
+def _optimizer(source: torch_side.Problem) -> optax.GradientTransformation:
+    """The optax optimizer with the numbers of the torch one.
+
+    A rate that follows a schedule is put into the state by `optax.inject_hyperparams`, where
+    healcore finds it.
+    """
+    torch_optimizer = source.optimizers[MAIN]
+    (group,) = torch_optimizer.param_groups
+    options: dict[str, Any]
+    match torch_optimizer:
+        case torch.optim.AdamW():  # a subclass of Adam
+            make, options = optax.adamw, {"weight_decay": group["weight_decay"]}
+        case torch.optim.Adam():
+            make, options = optax.adam, {}
+        case torch.optim.SGD():
+            make, options = optax.sgd, {"momentum": group["momentum"] or None}
+        case _:
+            raise TypeError(f"no optax optimizer for {type(torch_optimizer).__name__}")
+    if "betas" in group:
+        options.update(zip(("b1", "b2"), group["betas"], strict=True), eps=group["eps"])
+    scheduler = source.schedulers.get(MAIN)
+    if scheduler is None:
+        return make(group["lr"], **options)
+    assert isinstance(scheduler, LambdaLR)
+    factor = scheduler.lr_lambdas[0]
+    rates = [scheduler.base_lrs[0] * factor(step) for step in range(len(source.batches))]
+    table = jnp.asarray(rates, jnp.float32)
+    return optax.inject_hyperparams(make)(learning_rate=lambda count: table[count], **options)
+
+
+def _as_jax(tensor: torch.Tensor) -> jax.Array:
+    return jnp.array(tensor.detach().numpy())  # a copy: torch may write to its own
+
+
+def _as_numpy(leaf: Any) -> Any:
+    return leaf.numpy() if isinstance(leaf, torch.Tensor) else leaf

@@ -1,0 +1,183 @@
+"""healbench in JAX: the same programs as on the torch side, and what the arms do to them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+from benchmarks.healbench import running, training
+from benchmarks.healbench.jax_tasks import ARMS, TASKS
+from benchmarks.healbench.jax_tasks.arms import Attached, Training
+from benchmarks.healbench.jax_tasks.problem import Problem
+from benchmarks.healbench.jax_tasks.problem import running as running_stats
+from benchmarks.healbench.tasks import TASKS as TORCH
+from benchmarks.healbench.tasks import sick_state
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """As in the workers: with more, small models wait for each other's threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def build(task: str) -> Problem:
+    problem: Any = TASKS[task].build(0)
+    return problem
+
+
+def run(arm: str, task: str, steps: slice) -> Training:
+    """A run on a part of the batches."""
+    problem = build(task)
+    problem.batches = problem.batches[steps]
+    with ARMS[arm](problem) as run:
+        run.train()
+    return run
+
+
+def final(run: Training) -> dict[str, jax.Array]:
+    assert run.problem.final is not None
+    return run.problem.final.params
+
+
+def close(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float) -> None:
+    for name, array in ours.items():
+        wanted = np.asarray(theirs[name])
+        np.testing.assert_allclose(array, wanted, atol=tolerance * abs(wanted).max(), err_msg=name)
+
+
+# -- tasks -----------------------------------------------------------------------------------------
+
+
+def test_the_suite_is_part_of_the_one_in_torch():
+    there = running.suite("jax")
+    assert there.tasks == TASKS
+    assert list(there.tasks) == [task.name for task in there.tasks.values()]
+    assert there.arms.keys() <= running.suite("torch").arms.keys()
+    for arm in there.arms:
+        assert running.policy_of("jax", arm) == running.policy_of("torch", arm)
+    for name, task in TASKS.items():
+        twin = TORCH[name]
+        assert (task.kind, task.metric, task.reference) == (twin.kind, twin.metric, twin.reference)
+        assert not task.reference or task.reference in TASKS
+    kinds = [task.kind for task in TASKS.values()]
+    assert (kinds.count("healthy"), kinds.count("sick")) >= (15, 8)
+
+
+@functools.cache
+def graded(loss: Any) -> Any:
+    """Compiled once for all tasks with the same loss and shapes."""
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_gradients_and_optimizer_are_those_of_the_torch_task(name):
+    problem, source = build(name), TORCH[name].build(0)
+    assert len(problem.batches) == len(source.batches)
+    (loss, seen), grads = graded(problem.loss)(problem.params, problem.batches[0])
+    assert jnp.isfinite(loss)
+    weights = dict(source.modules["model"].named_parameters())
+    # Optimizers work element by element: one tensor of its own is enough.
+    one = min((name for name in weights if name.endswith("bias")), key=lambda n: len(weights[n]))
+    ours: Any = {one: problem.params[one]}
+    opt_state = problem.optimizer.init(ours)
+    loop = training.Training(source)
+    for i in range(3):
+        source.step(source.batches[i], loop.update)
+        theirs = {key: each.grad for key, each in weights.items()}
+        if i == 0:
+            close(grads, theirs, 1e-4)
+            buffers = dict(source.modules["model"].named_buffers())
+            close(running_stats(problem.stats, seen), buffers, 1e-5)
+        given = {one: jnp.asarray(np.asarray(theirs[one]))}
+        updates, opt_state = problem.optimizer.update(given, opt_state, ours)
+        ours = optax.apply_updates(ours, updates)
+    close(ours, {one: weights[one].detach()}, 1e-5)
+
+
+def test_damage_is_that_of_the_torch_task():
+    problem, source = build("bit_flip_weight"), TORCH["bit_flip_weight"].build(0)
+    assert problem.damage is not None
+    state = problem.damage.change(problem.start(problem.optimizer))
+    sick_state._flip_weight(source)
+    weights = source.modules["model"].state_dict()
+    close(state.params, weights, 0.0)
+
+
+@pytest.mark.parametrize("arm", ["nothing", "clip_skip_nan", "attach_default"])
+def test_damage_reaches_the_moments_under_any_arm(arm):
+    problem = build("bit_flip_moment")
+    state = problem.start(ARMS[arm](problem).tx)
+    ones = jax.tree.map(jnp.ones_like, optax.tree.get(state.opt_state, "nu"))
+    state = state._replace(opt_state=optax.tree.set(state.opt_state, nu=ones))
+    assert problem.damage is not None
+    flipped = optax.tree.get(problem.damage.change(state).opt_state, "nu")
+    zero = {name for name, each in flipped.items() if not each.any()}
+    assert zero == {"blocks.1.mlp.0.weight"}
+    forget = build("poisoned_resume").damage
+    assert forget is not None
+    left = optax.tree.get(forget.change(state).opt_state, "nu")
+    assert all(float(each.max()) == pytest.approx(1e-12) for each in left.values())
+
+
+# -- arms ------------------------------------------------------------------------------------------
+
+
+def test_healcore_changes_nothing_where_it_does_nothing():
+    few = slice(0, 9)  # before the clip has a baseline
+    plain = run("nothing", "sick_base_mlp", few)
+    for arm in ("attach_default", "healer_ask"):
+        healed = run(arm, "sick_base_mlp", few)
+        assert healed.counts == training.Counts()
+        assert healed.steps == 9
+        close(final(healed), final(plain), 1e-6)
+
+
+@pytest.mark.parametrize("arm", ["nothing", "fixed_clip", "clip_skip_nan", "attach_default"])
+def test_nan_batches(arm):
+    burst = slice(740, 770)  # 12 of them
+    found = run(arm, "nan_burst", burst)
+    cured = arm in ("clip_skip_nan", "attach_default")
+    assert math.isfinite(found.problem.evaluate()) == cured
+    assert found.counts.nonfinite_skips == (12 if cured else 0)
+    assert found.counts.finite_skips == 0
+    assert found.steps == 30
+
+
+def test_a_skipped_batch_leaves_no_statistics_behind():
+    problem = build("contrastive")
+    first, second = problem.batches[0]
+    problem.batches = [(first, second * np.float32("nan"))]
+    with Attached(problem, "default") as arm:
+        arm.train()
+    assert problem.final is not None
+    assert arm.counts.nonfinite_skips == 1
+    close({**problem.final.params, **problem.final.stats}, {**problem.params, **problem.stats}, 0.0)
+
+
+def test_losses_before_each_update_are_kept_where_the_metric_is_made_of_them():
+    found = run("nothing", "task_every_300", slice(0, 301))
+    losses = found.problem.source.state["online"].losses
+    assert losses == {}
+    assert math.isfinite(found.problem.evaluate())
+    losses = found.problem.source.state["online"].losses
+    assert list(losses) == list(range(301))
+    assert losses[300] > 2 * losses[299]  # the first of another task
+
+
+def test_a_run_by_name():
+    result = running.run_one(running.Job("jax", "sorted_stream", "fixed_clip", 0))
+    assert result.status == running.DONE
+    assert 0 < result.value < 1
+    assert result.clips > 0
+    assert (result.steps, result.steps_lost) == (1200, 0)
