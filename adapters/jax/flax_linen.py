@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Self
 
+import jax
+import jax.numpy as jnp
 import optax
 from flax.training import train_state
 
@@ -12,13 +14,17 @@ from healcore.core.verdict import Decision
 from healcore.jax.commit import commit
 from healcore.jax.decision import decision_of
 
+_RAW_KEYS = ((2,), (4,))  # threefry; rbg and unsafe_rbg
+
 
 class HealTrainState(train_state.TrainState):
     """`flax.training.train_state.TrainState` for an optimizer with a healing state in it.
 
     Flax's own ``apply_gradients(grads=, value=)`` raises TypeError: its keywords are fields to
     replace. Here the healing signals go to the optimizer, every other keyword is a field, as
-    before. On a skip the step counter, the parameters and those fields are what they were.
+    before. On a skip the step counter, the parameters and those fields are what they were, but for
+    PRNG keys, typed or raw: they go on, since a bad draw (of dropout, of noise) would come again at
+    the next step, and for ever.
 
     Example:
         class State(HealTrainState):
@@ -60,7 +66,7 @@ class HealTrainState(train_state.TrainState):
             announced: bool, a change of LR, batch, data or weights.
             void: bool, skip this step, which is neither learnt nor counted.
             learning_rate: the schedule's rate at this step, for a limit in absolute terms.
-            **kwargs: fields to replace, for example ``batch_stats``; kept as they are on a skip.
+            **kwargs: fields to replace, for example ``batch_stats``; on a skip only PRNG keys are.
 
         Returns:
             The new state.
@@ -90,17 +96,24 @@ class HealTrainState(train_state.TrainState):
         bound = self.replace(tx=optax.GradientTransformation(tx.init, update))
         new: Any = train_state.TrainState.apply_gradients(bound, grads=grads, **kwargs)
         names = ["step", "params", *(name for name in kwargs if name in _array_fields(self))]
-        kept = commit(
-            decision_of(new.opt_state).skip,
-            {name: getattr(self, name) for name in names},
-            {name: getattr(new, name) for name in names},
-        )
+        after = {name: getattr(new, name) for name in names}
+        before = {name: getattr(self, name) for name in names}
+        kept = commit(decision_of(new.opt_state).skip, before, after)
+        kept = jax.tree.map(lambda old, now: now if _is_key(now) else old, kept, after)
         return new.replace(tx=self.tx, **kept)
 
     @property
     def decision(self) -> Decision:
         """The decision of the last step; return it beside the state, which may be donated."""
         return decision_of(self.opt_state)
+
+
+def _is_key(leaf: Any) -> bool:
+    """A typed key, or what has a raw one's dtype and last axis."""
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None or jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return dtype is not None
+    return dtype == jnp.uint32 and jnp.shape(leaf)[-1:] in _RAW_KEYS
 
 
 def _array_fields(state: Any) -> set[str]:

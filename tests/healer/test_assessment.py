@@ -24,7 +24,7 @@ class Weights:
         return loss_fn(self.now[batch])
 
 
-def told(loss: float, cause: Cause = Cause(0)) -> list[Told]:
+def told(loss: float, cause: int = 0) -> list[Told]:
     decision = neutral()._replace(cause=np.int32(cause))
     return [Told("model", 0, decision, 0, 0, bool(cause), loss, 1.0, 0.0, 0.0, 0.0)]
 

@@ -99,3 +99,45 @@ def test_an_optimizer_that_does_not_heal_is_an_error():
     state = create(optax.sgd(0.1))
     with pytest.raises(HealStateError, match="no healing state"):
         state.apply_gradients(grads=state.params)
+
+
+class WithKey(HealTrainState):
+    key: Any
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        jax.random.key,
+        jax.random.PRNGKey,
+        lambda seed: jax.random.key(seed, impl="rbg"),
+        lambda seed: jax.random.PRNGKey(seed, impl="rbg"),
+        lambda seed: {"noise": jax.random.split(jax.random.key(seed), 3)},
+    ],
+    ids=["typed", "raw", "typed rbg", "raw rbg", "several"],
+)
+def test_random_keys_go_on_over_a_skip(make):
+    """Or a bad draw comes again at every step."""
+    tx = protect(optax.sgd(0.1), policies.ZCLIP)
+    state: Any = WithKey.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx, key=make(0))
+    bad = {"w": jnp.full(2, jnp.nan)}
+    new = jax.jit(lambda s, k: s.apply_gradients(grads=bad, value=jnp.float32(1.0), key=k))(
+        state, make(1)
+    )
+    assert bool(new.decision.skip)
+    assert int(new.step) == 0
+    data = lambda key: jax.tree.map(_bits, key)  # noqa: E731
+    chex.assert_trees_all_equal(data(new.key), data(make(1)))
+
+
+def test_counters_that_are_no_keys_stay_over_a_skip():
+    tx = protect(optax.sgd(0.1), policies.ZCLIP)
+    counts = jnp.zeros((3,), jnp.uint32)
+    state: Any = WithKey.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx, key=counts)
+    new = state.apply_gradients(grads={"w": jnp.full(2, jnp.nan)}, key=counts + 1)
+    assert not jnp.any(new.key)
+
+
+def _bits(key):
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(key) if typed else key
