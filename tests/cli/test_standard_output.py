@@ -32,7 +32,7 @@ def run(*args, stdout: Any = subprocess.PIPE, **env):
         stdout=stdout,
         stderr=subprocess.PIPE,
         env={**os.environ, **env},
-        timeout=60,
+        timeout=600,
     )
 
 

@@ -26,7 +26,7 @@ from healcore.torch.store import MemoryStore as TorchMemoryStore
 from tests.healer.loops import Faults, rules
 
 BAD = 23
-SECONDS = 60
+SECONDS = 600
 """After which a rank that waits for the other one shows where, and ends."""
 
 

@@ -132,7 +132,7 @@ def test_the_run_that_was_killed_gets_its_postmortem(tmp_path):
 
     program = Path(__file__).with_name("killed_run.py")
     done = subprocess.run(
-        [sys.executable, program, tmp_path, "25"], capture_output=True, text=True, timeout=120
+        [sys.executable, program, tmp_path, "25"], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == -9, done.stderr
     assert postmortems(tmp_path) == []

@@ -223,4 +223,4 @@ TestHistory.settings = settings(
 
 @pytest.mark.stress
 class TestLongHistory(TestHistory):
-    settings = settings(max_examples=3000, stateful_step_count=80, deadline=None)
+    settings = settings(max_examples=3000, stateful_step_count=80)

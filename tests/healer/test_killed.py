@@ -34,7 +34,7 @@ def test_killed_again_and_again(framework, kills, root):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60 * kills,
+        timeout=600 * kills,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

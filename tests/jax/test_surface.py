@@ -57,7 +57,7 @@ def test_the_examples_in_the_docstrings_run(module):
 
 def python(code):
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600
     )
 
 

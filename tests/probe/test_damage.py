@@ -95,7 +95,7 @@ def test_a_flipped_bit_of_a_tensor_in_a_torch_file_is_found(tmp_path):
     assert "CRC-32" in next(check for check in result.checks if check.name == "digests").message
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.floats(width=32), max_size=120), st.sampled_from(["down", "up"]))
 def test_any_curve_has_an_answer(tmp_path_factory, values, goal):
     if not values:

@@ -88,7 +88,7 @@ def test_every_value_is_judged_however_the_chunks_are_cut():
             assert [event.step for event in events(values, cut).found] == [onset]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 10**6), st.integers(1, 700), st.integers(1, 1500))
 def test_chunks_do_not_matter(seed, cut, steps):
     random = np.random.default_rng(seed)

@@ -43,7 +43,7 @@ def test_all_256_small_floats():
         np.testing.assert_array_equal(widened(raw, str(dtype).removeprefix("torch.")), expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_a_damaged_file_is_an_error_and_never_a_traceback(tmp_path_factory, data):
     path: Path = tmp_path_factory.mktemp("damaged") / "f.safetensors"

@@ -79,7 +79,7 @@ def test_lines_on_standard_output(run, spiked, tmp_path):
     """Nothing else is there: the table goes to standard error."""
     command = [sys.executable, "-c", "from healcore.tools.cli import main; main()"]
     command += ["replay", str(run), str(spiked), "--jsonl"]
-    done = subprocess.run([*command, "-"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*command, "-"], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "would have done" in done.stderr
     out = tmp_path / "out.jsonl"
@@ -93,7 +93,7 @@ def test_a_reader_that_has_seen_enough(run, lines):
     command = f"{sys.executable} -c 'from healcore.tools.cli import main; main()' replay "
     command += f"{run} -p zclip -p default {lines} | head -c 9; echo ${{PIPESTATUS[0]}}"
     bash = ["bash", "-c", command]
-    done = subprocess.run(bash, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(bash, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.stdout == ('{"trace":0\n' if lines else "What zcli0\n")
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr

@@ -153,7 +153,7 @@ def test_the_official_scorer_agrees(tmp_path):
         mine = mine.plus(evidence_of(orders, loss).score(known) or Score())
     (tmp_path / "labels.json").write_text(json.dumps(labels))
     command = [sys.executable, str(SCORER), str(tmp_path), "json", str(tmp_path / "alarms")]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
     words = said.split()
     assert int(words[words.index("files") + 1]) == mine.traces > 30
     assert int(words[words.index("pts") + 1]) == mine.rows

@@ -82,4 +82,4 @@ def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     rules = "--host-resolver-rules=MAP * ~NOTFOUND"
     own = f"--user-data-dir={folder / 'browser'}"
     command = [FOUND, *_ARGUMENTS, rules, own, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)

@@ -183,7 +183,7 @@ def test_a_live_run_to_its_end(loop, status, words, tmp_path):
     assert process.stdout is not None
     assert process.stdout.readline().startswith("waiting for")
     train(tmp_path, loop, batches=300)
-    out, errors = process.communicate(timeout=60)
+    out, errors = process.communicate(timeout=600)
     assert (process.returncode, errors) == (status, "")
     assert "incident 1: nonfinite loss and nonfinite grad" in out
     assert "back to the checkpoint of step" in out
@@ -198,7 +198,7 @@ def test_ctrl_c_ends_it_without_a_word(tmp_path):
     assert process.stdout is not None
     assert "begins" in process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=600)
     assert (process.returncode, errors) == (130, "")
 
 

@@ -245,7 +245,7 @@ def start(code: str, *arguments: str) -> subprocess.Popen:
 
 def run(code: str) -> subprocess.CompletedProcess:
     process = start(code)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     return subprocess.CompletedProcess([], process.returncode, out, err)
 
 

@@ -237,7 +237,7 @@ def start(code: str, *arguments: object, **environment: str) -> subprocess.Popen
 
 
 def finish(*processes: subprocess.Popen) -> None:
-    ends = [process.communicate(timeout=300) for process in processes]
+    ends = [process.communicate(timeout=600) for process in processes]
     for process, (out, err) in zip(processes, ends, strict=True):
         assert process.returncode == 0, err[-4000:]
         assert out.splitlines()[-1] == "fine"

@@ -27,7 +27,7 @@ def test_nothing_in_nothing_out():
     assert (len(index), values) == (0, {})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     length=st.integers(1, 40_000),
     limit=st.integers(20, 400),

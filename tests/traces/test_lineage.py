@@ -163,7 +163,7 @@ def test_many_writers_in_one_file_are_refused(tmp_path):
         trace.survey()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     steps=st.lists(st.integers(0, 12), min_size=1, max_size=40), cuts=st.sets(st.integers(0, 40))
 )

@@ -148,7 +148,7 @@ CELLS = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(cells=st.lists(CELLS, min_size=1, max_size=12), quoting=st.integers(0, 1))
 def test_any_cells_keep_the_numbers_that_pandas_gives(tmp_path_factory, cells, quoting):
     """Every row that is read has pandas' row number, and the float of its cell."""

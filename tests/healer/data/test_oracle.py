@@ -73,7 +73,7 @@ def test_random_walks(kind):
     row = take(Cursor(kind.make(), epochs=EPOCHS))
     assert len(row) == EPOCHS * BATCHES
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(st.lists(STEPS, max_size=25))
     def walks(steps):
         walk(kind, row, steps)
@@ -89,7 +89,7 @@ def test_random_walks_over_every_loader(kind):
     row = take(Cursor(kind.make(), epochs=EPOCHS))
 
     # Grain starts threads with every pass.
-    @settings(max_examples=20 if kind.needs == "grain" else 100, deadline=None)
+    @settings(max_examples=20 if kind.needs == "grain" else 100)
     @given(st.lists(STEPS, max_size=40))
     def walks(steps):
         walk(kind, row, steps)

@@ -29,7 +29,7 @@ def test_two_processes():
         for rank in ("0", "1")
     ]
     try:
-        outputs = [each.communicate(timeout=150)[0] for each in both]
+        outputs = [each.communicate(timeout=600)[0] for each in both]
     finally:
         for each in both:
             each.kill()

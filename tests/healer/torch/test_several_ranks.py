@@ -25,7 +25,7 @@ def test_two_ranks_go_back_together(tmp_path):
         for rank in (0, 1)
     ]
     try:
-        outcomes = [process.communicate(timeout=120) for process in running]
+        outcomes = [process.communicate(timeout=600) for process in running]
     finally:
         for process in running:
             process.kill()
