@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from healcore.core.engine import neutral
-from healcore.core.verdict import Cause
+from healcore.core.verdict import Action, Cause
 from healcore.runtime.driver import Told
 from healcore.runtime.incidents.assessment import Assessor, Finding
+from healcore.runtime.incidents.judging import Order
 
 
 class Weights:
@@ -20,25 +21,35 @@ class Weights:
     def __init__(self) -> None:
         self.now: dict[Any, float] = {}
 
+    def finite(self) -> bool:
+        return True
+
     def loss_of(self, loss_fn: Any, batch: Any) -> float:
         return loss_fn(self.now[batch])
 
 
-def told(loss: float, cause: int = 0) -> list[Told]:
+def told(loss: float, cause: int = 0, z: float = 0.0) -> list[Told]:
     decision = neutral()._replace(cause=np.int32(cause))
-    return [Told("model", 0, decision, 0, 0, bool(cause), loss, 1.0, 0.0, 0.0, 0.0)]
+    return [Told("model", 0, decision, 0, 0, bool(cause), loss, 1.0, 0.0, 0.0, z)]
 
 
-def asked(now: dict[str, float], loss: float) -> Finding:
+def alarmed(now: dict[str, float], loss: float, z: float) -> tuple[Weights, Assessor]:
     """Two remembered batches, `a` of loss 1 and `b` of 3; then an alarm at `new`."""
     weights = Weights()
     assessor = Assessor(weights, lambda loss: loss, print)  # type: ignore[arg-type]
     for index, (batch, before) in enumerate((("a", 1.0), ("b", 3.0))):
         assessor.see(16 * index, batch, told(before))
     weights.now = now
-    assessor.see(40, "new", told(loss, Cause.LOSS_SPIKE))
-    assert assessor._asked is not None
-    return assessor._asked
+    assessor.see(40, "new", told(loss, Cause.LOSS_SPIKE, z))
+    return weights, assessor
+
+
+def order(index: int) -> Order:
+    return Order(Action.ROLLBACK, 1, 40, 40, index, Cause.LOSS_SPIKE, (), False, 12.0)
+
+
+def asked(now: dict[str, float], loss: float, z: float = 100.0) -> Finding:
+    return alarmed(now, loss, z)[1].ask(order(41))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +71,26 @@ def test_the_parts_of_the_rise(now, verdict):
 
 def test_all_losses_are_those_of_the_present_weights():
     """Where a model breaks they change by orders of magnitude until the alarm has arrived."""
-    found = asked({"a": 20_000.0, "b": 24_000.0, "new": 25_000.0}, loss=150_000.0)
+    found = asked({"a": 20_000.0, "b": 24_000.0, "new": 25_000.0}, loss=150_000.0, z=1e5)
     assert found.verdict.value == "damage"
     assert found.rise == 25_000.0 - 2.0
     assert found.rise_remembered == 22_000.0 - 2.0
+
+
+@pytest.mark.parametrize(("now", "verdict"), [(7.1, "damage"), (6.9, "data")])
+def test_a_loss_that_comes_back_by_itself_is_no_damage(now, verdict):
+    """The step was 10 above the usual when it was taken; all batches are `now - 2` above it now."""
+    losses = {"a": now - 1, "b": now + 1, "new": now}
+    _, assessor = alarmed(losses, loss=12.0, z=10.0)
+    assert assessor.ask(order(60)).verdict.value == verdict
+
+
+@pytest.mark.parametrize(("later", "verdict"), [(5.1, "damage"), (4.9, "data")])
+def test_what_is_not_far_beyond_the_noise_has_to_last(later, verdict):
+    """As swings at the edge of stability do not: asked once more with the weights of then."""
+    weights, assessor = alarmed({"a": 9.0, "b": 11.0, "new": 12.0}, loss=12.0, z=10.0)
+    assert assessor.ask(order(41)).verdict.value == "open"
+    weights.now = {"a": 1.0 + later - 1.0, "b": 3.0 + later - 1.0, "new": 12.0}
+    found = assessor.ask(order(56))
+    assert found.verdict.value == verdict
+    assert found.rise_remembered == pytest.approx(later - 1.0)

@@ -58,7 +58,8 @@ FIELDS: dict[str, Field] = {
     "why": Field(shapes.TEXT, "The reason, in words."),
     "problem": Field(shapes.TEXT, "What went wrong, in words."),
     "verdict": Field(
-        shapes.one_of("damage", "data", "unknown"), "Whether the model was found to be worse."
+        shapes.one_of("damage", "data", "open", "unknown"),
+        "Whether the model was found to be worse; open: it may come back by itself.",
     ),
     "by": Field(
         shapes.one_of("instability", "weights", "remembered_batches", "budget", "nothing"),

@@ -10,7 +10,8 @@ healthy one its progress, so it needs evidence of damage:
 * *Batches from before the trouble*, evaluated with the present weights, where the user has given a
   `loss_fn`: a damaged model has become worse on each of them, on average as much as on the step in
   alarm, give or take a factor of two; different data have not changed them. They are asked at the
-  first alarm, before different data can make a model forget.
+  first alarm, before different data can make a model forget, and once more where the model may
+  come back by itself.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ _APART = 16  # steps from one remembered batch to the next
 _SHARE = 0.5
 # ... and each of them by this share of the step's: some alone are another domain being forgotten.
 _EACH = 0.25
+_FAR = 32.0  # noise units above the level that no loss comes back from unharmed
+_WAIT = 16  # steps after the first alarm; a swing at the edge of stability takes fewer
 _PATIENCE = 3  # orders for non-finite steps in one stretch with finite weights; then it is damage
 _STRETCH = 64  # steps without such an order that end the stretch
 
@@ -45,6 +48,8 @@ class Verdict(enum.Enum):
     """The model is worse: go back."""
     DATA = "data"
     """The model is what it was: the data are different, or the step's arithmetic overflowed."""
+    OPEN = "open"
+    """The model is worse, by so little that it may come back by itself: asked again if it lasts."""
     UNKNOWN = "unknown"
     """Nothing speaks for damage, and there was nothing to ask."""
 
@@ -70,6 +75,14 @@ class Remembered(NamedTuple):
     """When it was trained on."""
 
 
+class Alarm(NamedTuple):
+    """The first one of an incident."""
+
+    batch: Any
+    z: float
+    """How far its loss is above the level, in units of the loss's noise."""
+
+
 class Assessor:
     """Remembers a few batches, and answers.
 
@@ -92,6 +105,8 @@ class Assessor:
         self._batches: deque[Remembered] = deque(maxlen=_BATCHES)
         self._asked: Finding | None = None
         """What the remembered batches said at the first alarm of the incident under way."""
+        self._far = False
+        """The loss was far beyond its noise then."""
         self._nonfinite = 0
         self._nonfinite_at = -_STRETCH
 
@@ -103,7 +118,7 @@ class Assessor:
             if not self._batches or index - self._batches[-1].index >= _APART:
                 self._batches.append(Remembered(index, batch, loss))
         elif self._asked is None and any(int(each.decision.cause) & _HIGH for each in told):
-            self._asked = self._of_batches(loss, batch)
+            self._asked = self._of_batches(loss, Alarm(batch, told[0].z_loss))
 
     def went_back(self, target: int) -> None:
         """Steps from `target` on are taken again."""
@@ -127,7 +142,7 @@ class Assessor:
             return Finding(Verdict.DAMAGE, "weights")
         if order.cause & _NONFINITE:
             return self._of_nonfinite(order)
-        return self._asked or self._of_batches(order.loss)
+        return self._if_it_lasts(order, self._asked or self._of_batches(order.loss))
 
     # -- within ---------------------------------------------------------------------------------
 
@@ -147,25 +162,42 @@ class Assessor:
         now = self._losses(each.batch for each in self._batches)
         return [loss - each.loss for loss, each in zip(now, self._batches, strict=False)]
 
-    def _of_batches(self, loss: float, batch: Any = None) -> Finding:
+    def _of_batches(self, loss: float, alarm: Alarm | None = None) -> Finding:
         """What the remembered batches say of a step.
 
         Args:
             loss: its own, when it was taken.
-            batch: its own, to be evaluated with the same weights as the remembered ones: where a
+            alarm: its batch is evaluated with the same weights as the remembered ones. Where a
                 model breaks, its loss changes by orders of magnitude within the steps that are
                 still on their way to the host.
         """
         rises = self._rises()
         if not rises:
             return Finding(Verdict.UNKNOWN, "nothing")
-        if batch is not None:
-            loss = next(iter(self._losses([batch])), loss)
-        rise = loss - sum(each.loss for each in self._batches) / len(rises)
+        usual = sum(each.loss for each in self._batches) / len(rises)
+        rise = then = loss - usual
+        if alarm is not None:
+            rise = next(iter(self._losses([alarm.batch])), loss) - usual
         mean = sum(rises) / len(rises)
         alike = _SHARE * rise <= mean <= rise / _SHARE and min(rises) >= _EACH * rise > 0
-        verdict = Verdict.DAMAGE if alike or not math.isfinite(mean) else Verdict.DATA
+        # A loss that is on its way back by itself, as in swings at the edge of stability, is none.
+        broken = not math.isfinite(mean)
+        self._far = broken or (alarm is not None and alarm.z * rise >= _FAR * then)
+        worse = alike and (self._far or rise >= _SHARE * then)
+        verdict = Verdict.DAMAGE if worse or broken else Verdict.DATA
         return Finding(verdict, "remembered_batches", rise, mean)
+
+    def _if_it_lasts(self, order: Order, found: Finding) -> Finding:
+        """Damage that is not far beyond the noise has to be there still some steps later."""
+        then = found.rise_remembered
+        if found.verdict is not Verdict.DAMAGE or then is None or self._far:
+            return found
+        if order.index - order.onset < _WAIT:
+            return found._replace(verdict=Verdict.OPEN)
+        rises = self._rises()
+        now = sum(rises) / len(rises) if rises else then
+        verdict = Verdict.DATA if now < _SHARE * then else Verdict.DAMAGE
+        return found._replace(verdict=verdict, rise_remembered=now)
 
     def _of_nonfinite(self, order: Order) -> Finding:
         rises = self._rises()

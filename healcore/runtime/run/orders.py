@@ -137,6 +137,7 @@ class Orders:
         cause = " and ".join(names(order.cause)).lower().replace("_", " ")
         why = {
             Verdict.DATA: "the model is what it was, the data are different",
+            Verdict.OPEN: "the model is worse, and may come back by itself",
             Verdict.UNKNOWN: "nothing shows that the model is worse",
             Verdict.DAMAGE: "the rollbacks that the policy allows are spent",
         }
