@@ -36,7 +36,7 @@ def main(directory: str) -> None:
     model = nn.Sequential(
         nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=3.0, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0, momentum=0.9)
     scheduler = LinearLR(optimizer, start_factor=0.01, total_iters=300)
     loss = torch.zeros(())
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}  # <- healcore
