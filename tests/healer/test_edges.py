@@ -82,6 +82,15 @@ def test_sigterm_in_an_accumulation_goes_on_to_its_end(tmp_path):
     assert events(tmp_path, "save")[-1]["step"] == 3, "the third step ends with batch 11"
 
 
+@pytest.fixture
+def _ctrl_c():
+    """As in a terminal: a shell's background jobs ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_ctrl_c")
 def test_ctrl_c_finishes_the_step_and_saves(tmp_path, capfd):
     def press(healer, number):
         if number == 7:
