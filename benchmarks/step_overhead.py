@@ -32,7 +32,7 @@ def shapes(params: int, tensors: int) -> list[tuple[int, ...]]:
 
 def bench_torch(params: int, tensors: int, rounds: int, warmup: int) -> dict[str, Any]:
     """Times the torch contenders and counts their syncs."""
-    import smartclip
+    import smartclip  # pyright: ignore[reportMissingImports]
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from zclip import ZClip
