@@ -80,7 +80,7 @@ def as_markdown(cells: Sequence[Cell], rules: Sequence[Rule], tasks: Tasks, figu
     parts = [f"{_extent(cells)} {machine()}.", "### What has to hold\n\n" + _of_rules(rules)]
     parts += [by_chance(cells)]
     parts += ["### Arms\n\n" + markdown(_overview(cells))]
-    parts += [f"![Differences of the arms from their references, by task]({figure})", LEGEND]
+    parts += [f"![Differences of the main arms from their references, by task]({figure})", LEGEND]
     for kind, about in KINDS.items():
         some = [cell for cell in cells if cell.kind == kind]
         if some:
