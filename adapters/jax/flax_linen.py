@@ -66,7 +66,7 @@ class HealTrainState(train_state.TrainState):
             announced: bool, a change of LR, batch, data or weights.
             void: bool, skip this step, which is neither learnt nor counted.
             learning_rate: the schedule's rate at this step, for a limit in absolute terms.
-            **kwargs: fields to replace, for example ``batch_stats``; on a skip only PRNG keys are.
+            **kwargs: fields to replace, for example ``batch_stats``; on a skip only keys are.
 
         Returns:
             The new state.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -30,19 +30,20 @@ class Stopped(Exception):
     """The arm ends the run."""
 
 
-class Training:
+class Run:
     """One run of a problem under one arm: `with Arm(problem) as run: run.train()`.
 
-    The base class is the arm `nothing`. Others override `batches`, `before_backward` or `admit`.
+    Args:
+        problem: the program before its first step, of either framework.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Any) -> None:
         self.problem = problem
         self.counts = Counts()
         self.steps = 0
         """Iterations of the loop, those that were undone included."""
 
-    def __enter__(self) -> Training:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -52,6 +53,15 @@ class Training:
         trace: TracebackType | None,
     ) -> None:
         return None
+
+
+class Training(Run):
+    """A run in torch.
+
+    The base class is the arm `nothing`. Others override `batches`, `before_backward` or `admit`.
+    """
+
+    problem: Problem
 
     def train(self) -> None:
         """The loop, to the end of the data or until the arm stops it."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ from benchmarks.healbench.arms import PRESETS
 from benchmarks.healbench.arms.common import silent
 from benchmarks.healbench.jax_tasks.models import Arrays
 from benchmarks.healbench.jax_tasks.problem import Problem, State, running
-from benchmarks.healbench.training import Counts
+from benchmarks.healbench.training import Run
 from healcore.core.verdict import Cause
 from healcore.jax import commit, decision_of, metrics, protect
 
@@ -28,44 +27,33 @@ _NONFINITE = Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
 _FOR_EVER = 2**31 - 1
 
 
-class Training:
-    """One run of a problem under one arm: `with Arm(problem) as run: run.train()`.
+class Training(Run):
+    """A run in JAX.
 
-    The base class is the arm `nothing`. Others override `wrap`, `tell`, `keep`, `loop` or `count`.
+    The base class is the arm `nothing`. Others override `wrap`, `record`, `keep`, `loop` or
+    `count`.
     """
 
+    problem: Problem
+
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.counts = Counts()
-        self.steps = 0
-        """Iterations of the loop, those that were undone included."""
+        super().__init__(problem)
         self.tx = optax.with_extra_args_support(self.wrap(problem.optimizer))
         self._step = jax.jit(self._take)
-        self._told: list[Any] = []
-
-    def __enter__(self) -> Training:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        return None
+        self._records: list[Any] = []
 
     def train(self) -> None:
         """The loop, to the end of the data or until the arm stops it."""
         self.problem.final = state = self.loop(self.problem.start(self.tx))
-        self.count(jax.device_get(self._told), state.opt_state)
+        self.count(jax.device_get(self._records), state.opt_state)
 
     def step(self, state: State, batch: Any) -> State:
         """One iteration; the problem's damage comes before it, if this is when it does."""
         damage = self.problem.damage
         if damage is not None and self.steps == damage.before:
             state = damage.change(state)
-        state, told = self._step(state, batch)
-        self._told.append(told)
+        state, record = self._step(state, batch)
+        self._records.append(record)
         self.steps += 1
         return state
 
@@ -78,7 +66,7 @@ class Training:
         online = state.online
         if online is not None:
             online = online.at[batch[0]].set(loss)
-        return State(params, opt_state, stats, online), self.tell(grads, opt_state)
+        return State(params, opt_state, stats, online), self.record(grads, opt_state)
 
     # -- what arms override ---------------------------------------------------------------------
 
@@ -86,7 +74,7 @@ class Training:
         """The optimizer that the run is trained with."""
         return optimizer
 
-    def tell(self, grads: Arrays, opt_state: Any) -> Any:
+    def record(self, grads: Arrays, opt_state: Any) -> Any:
         """Within the compiled step: what `count` needs to know of it."""
 
     def keep(self, opt_state: Any, old: Arrays, new: Arrays) -> Arrays:
@@ -99,11 +87,11 @@ class Training:
             state = self.step(state, batch)
         return state
 
-    def count(self, told: list[Any], opt_state: Any) -> None:
+    def count(self, records: list[Any], opt_state: Any) -> None:
         """Fills in `counts`.
 
         Args:
-            told: of each step, what `tell` has returned.
+            records: of each step, what `record` has returned.
             opt_state: at the end.
         """
 
@@ -117,14 +105,14 @@ class FixedClip(Training):
         """Clips; takes every step."""
         return optax.chain(optax.clip_by_global_norm(self.max_norm), optimizer)
 
-    def tell(self, grads: Arrays, opt_state: Any) -> Any:
+    def record(self, grads: Arrays, opt_state: Any) -> Any:
         """Whether this step was clipped."""
         norm = optax.tree.norm(grads)
         return (norm > self.max_norm) & (norm < jnp.inf)
 
-    def count(self, told: list[Any], opt_state: Any) -> None:
+    def count(self, records: list[Any], opt_state: Any) -> None:
         """Clipped steps."""
-        self.counts.clips = sum(map(int, told))
+        self.counts.clips = sum(map(int, records))
 
 
 class ClipSkipNan(FixedClip):
@@ -135,9 +123,9 @@ class ClipSkipNan(FixedClip):
         clipped = optax.apply_if_finite(super().wrap(optimizer), _FOR_EVER)
         return optax.chain(_nan_unless_finite(), clipped)
 
-    def count(self, told: list[Any], opt_state: Any) -> None:
+    def count(self, records: list[Any], opt_state: Any) -> None:
         """Clipped steps, and those left out."""
-        super().count(told, opt_state)
+        super().count(records, opt_state)
         self.counts.nonfinite_skips = int(optax.tree.get(opt_state, "total_notfinite"))
 
 
@@ -170,7 +158,7 @@ class Attached(Training):
         """The protected optimizer."""
         return protect(optimizer, self._policy)
 
-    def tell(self, grads: Arrays, opt_state: Any) -> Any:
+    def record(self, grads: Arrays, opt_state: Any) -> Any:
         """Whether the step was skipped, and what was wrong."""
         decision = decision_of(opt_state)
         return decision.skip, decision.cause
@@ -179,9 +167,9 @@ class Attached(Training):
         """A skipped step leaves no statistics behind."""
         return commit(decision_of(opt_state).skip, old, new)
 
-    def count(self, told: list[Any], opt_state: Any) -> None:
+    def count(self, records: list[Any], opt_state: Any) -> None:
         """Skipped steps, undone ones included, and what the healing state has counted itself."""
-        nonfinite = [bool(int(cause) & _NONFINITE) for skip, cause in told if skip]
+        nonfinite = [bool(int(cause) & _NONFINITE) for skip, cause in records if skip]
         self.counts.nonfinite_skips = sum(nonfinite)
         self.counts.finite_skips = len(nonfinite) - sum(nonfinite)
         numbers = metrics(opt_state)

@@ -64,6 +64,8 @@ class Finding(NamedTuple):
     """How far the loss of the step in alarm is above the remembered ones."""
     rise_remembered: float | None = None
     """How far the remembered batches are above what they were, with the present weights."""
+    far: bool = False
+    """The rise was so far beyond the loss's noise that it need not last to be damage."""
 
 
 class Remembered(NamedTuple):
@@ -105,8 +107,6 @@ class Assessor:
         self._batches: deque[Remembered] = deque(maxlen=_BATCHES)
         self._asked: Finding | None = None
         """What the remembered batches said at the first alarm of the incident under way."""
-        self._far = False
-        """The loss was far beyond its noise then."""
         self._nonfinite = 0
         self._nonfinite_at = -_STRETCH
 
@@ -180,23 +180,26 @@ class Assessor:
             rise = next(iter(self._losses([alarm.batch])), loss) - usual
         mean = sum(rises) / len(rises)
         alike = _SHARE * rise <= mean <= rise / _SHARE and min(rises) >= _EACH * rise > 0
-        # A loss that is on its way back by itself, as in swings at the edge of stability, is none.
         broken = not math.isfinite(mean)
-        self._far = broken or (alarm is not None and alarm.z * rise >= _FAR * then)
-        worse = alike and (self._far or rise >= _SHARE * then)
+        far = broken or (alarm is not None and alarm.z * rise >= _FAR * then)
+        # A loss that is on its way back by itself, as in swings at the edge of stability, is none.
+        worse = alike and (far or rise >= _SHARE * then)
         verdict = Verdict.DAMAGE if worse or broken else Verdict.DATA
-        return Finding(verdict, "remembered_batches", rise, mean)
+        return Finding(verdict, "remembered_batches", rise, mean, far)
 
     def _if_it_lasts(self, order: Order, found: Finding) -> Finding:
         """Damage that is not far beyond the noise has to be there still some steps later."""
         then = found.rise_remembered
-        if found.verdict is not Verdict.DAMAGE or then is None or self._far:
+        if found.verdict is not Verdict.DAMAGE or then is None or found.far:
             return found
         if order.index - order.onset < _WAIT:
             return found._replace(verdict=Verdict.OPEN)
         rises = self._rises()
-        now = sum(rises) / len(rises) if rises else then
-        verdict = Verdict.DATA if now < _SHARE * then else Verdict.DAMAGE
+        if not rises:
+            return found._replace(verdict=Verdict.UNKNOWN)
+        now = sum(rises) / len(rises)
+        lasts = not now < _SHARE * then  # NaN lasts
+        verdict = Verdict.DAMAGE if lasts else Verdict.OPEN
         return found._replace(verdict=verdict, rise_remembered=now)
 
     def _of_nonfinite(self, order: Order) -> Finding:

@@ -92,7 +92,7 @@ class Orders:
             if not self._needs_evidence(order) or not all(finite):
                 self._stop(step, exhausted)
             finding = Finding(Verdict.DAMAGE, "budget")
-            self._tell_finding(order, step, finding)
+            self._report(order, step, finding)
             self._decline(order, finding)
         return Carried(save=save)
 
@@ -113,10 +113,10 @@ class Orders:
         verdicts = self._recovery.ranks.gather(finding.verdict.value)
         if Verdict.DAMAGE.value in verdicts:
             finding = finding._replace(verdict=Verdict.DAMAGE)
-        self._tell_finding(order, step, finding)
+        self._report(order, step, finding)
         return finding
 
-    def _tell_finding(self, order: Order, step: int, finding: Finding) -> None:
+    def _report(self, order: Order, step: int, finding: Finding) -> None:
         self._tell(
             "assessment",
             step=step,
