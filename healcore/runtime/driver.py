@@ -6,7 +6,7 @@ what to keep of budgets and learning rate, when to save, all of that is the Heal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from healcore.core.verdict import Decision
@@ -117,12 +117,22 @@ class Driver(Protocol):
         """Whether all parameters are finite now. A sync."""
         ...
 
-    def loss_of(self, loss_fn: Callable[..., Any], batch: Any) -> float:
-        """The loss of one batch with the present weights; nothing of the run changes by it.
+    def losses_of(
+        self,
+        loss_fn: Callable[..., Any],
+        batches: Iterable[Any],
+        state: Mapping[str, Any] | None = None,
+    ) -> list[float]:
+        """The loss of each batch; nothing of the run changes by it.
 
         Args:
             loss_fn: takes the batch, and before it the state where that is a value (JAX).
-            batch: one that the loop was given.
+            batches: that the loop was given.
+            state: `Restored.state` whose weights are used; None: the present ones. Those are copied
+                meanwhile where they are changed in place.
+
+        Raises:
+            StateMismatch: the state does not fit.
         """
         ...
 

@@ -24,8 +24,8 @@ class Weights:
     def finite(self) -> bool:
         return True
 
-    def loss_of(self, loss_fn: Any, batch: Any) -> float:
-        return loss_fn(self.now[batch])
+    def losses_of(self, loss_fn: Any, batches: Any, state: Any = None) -> list[float]:
+        return [loss_fn((self.now if state is None else state)[batch]) for batch in batches]
 
 
 def step(loss: float, cause: int = 0, z: float = 0.0) -> list[Told]:
@@ -110,3 +110,54 @@ def test_what_cannot_be_asked_again_is_not_known():
     weights, assessor = alarmed({"a": 9.0, "b": 11.0, "new": 12.0}, loss=12.0, z=10.0)
     weights.now = {}
     assert assessor.ask(order(60)).verdict.value == "unknown"
+
+
+def looked_back(now: dict[str, float], then: dict[str, float]) -> Finding:
+    """Four remembered batches, an alarm, high losses; the latest four batches are `x` of loss 6."""
+    weights = Weights()
+    assessor = Assessor(weights, lambda loss: loss, print)  # type: ignore[arg-type]
+    for index, loss in enumerate((1.0, 1.2, 0.9, 1.1)):
+        assessor.see(16 * index, f"b{index}", step(loss))
+    weights.now = {f"b{index}": 1.0 for index in range(4)} | {"new": 9.0}
+    assessor.see(64, "new", step(9.0, Cause.LOSS_SPIKE, 100.0))
+    for index in range(65, 80):
+        assert assessor.to_look_back_at() is None
+        assessor.see(index, f"x{index % 4}", step(6.0))
+    stretch = assessor.to_look_back_at()
+    assert stretch is not None
+    assert stretch.onset == 64
+    assert [each.index for each in stretch.latest] == [76, 77, 78, 79]
+    weights.now = now
+    return assessor.look_back(stretch, then)
+
+
+BEFORE, LATEST = [f"b{i}" for i in range(4)], [f"x{i}" for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("before", "latest", "one", "verdict"),
+    [
+        (2.0, 6.0, 6.0, "damage"),  # the earlier weights: 1 everywhere
+        (1.0, 6.0, 6.0, "data"),  # as good as they were on what came before
+        (0.5, 0.5, 0.5, "data"),  # better
+        (2.0, 6.0, 0.9, "data"),  # one of the latest batches has been learnt
+        (2.0, 1.0, 1.0, "data"),
+        (2.0, math.nan, 6.0, "data"),
+    ],
+)
+def test_earlier_weights_have_to_be_better_on_every_batch(before, latest, one, verdict):
+    now = dict.fromkeys(BEFORE, before) | dict.fromkeys(LATEST, latest) | {"x3": one}
+    then = dict.fromkeys(BEFORE + LATEST, 1.0)
+    assert looked_back(now, then).verdict.value == verdict
+
+
+def test_a_loss_that_is_back_is_not_looked_at():
+    weights = Weights()
+    assessor = Assessor(weights, lambda loss: loss, print)  # type: ignore[arg-type]
+    for index in range(4):
+        assessor.see(16 * index, index, step(1.0 + 0.1 * index))
+    weights.now = dict.fromkeys(range(4), 1.0) | {"new": 9.0}
+    assessor.see(64, "new", step(9.0, Cause.LOSS_SPIKE, 100.0))
+    for index in range(65, 200):
+        assessor.see(index, "new", step(1.5))  # within the spread of the four above the highest
+        assert assessor.to_look_back_at() is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -137,11 +137,22 @@ class JaxDriver:
         """
         return _not_finite(self._place.read()) <= self._not_finite
 
-    def loss_of(self, loss_fn: Callable[..., Any], batch: Any) -> float:
+    def losses_of(
+        self,
+        loss_fn: Callable[..., Any],
+        batches: Iterable[Any],
+        state: Mapping[str, Any] | None = None,
+    ) -> list[float]:
         """`loss_fn(state, batch)`, or `loss_fn(batch)` where nnx objects are changed in place."""
-        if isinstance(self._place, Tree):
-            return float(loss_fn(self._place.state, batch))
-        return float(loss_fn(batch))
+        live = self._place.read()
+        if state is not None:
+            self._place.write(self._layout.restored(state, live))
+        given = (self._place.state,) if isinstance(self._place, Tree) else ()
+        try:
+            return [float(loss_fn(*given, batch)) for batch in batches]
+        finally:
+            if state is not None:
+                self._place.write(live)
 
     def learning_rate(self) -> float | None:
         """The one in optax.inject_hyperparams, from the device; others are in no state: None."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from healcore.core.engine import StateError
@@ -183,17 +183,30 @@ class TorchDriver:
         params = [p for h in self.healings.values() for p in gradients.parameters(h.optimizer)]
         return bool(torch.isfinite(total(per_tensor(params), params[0].device)))
 
-    def loss_of(self, loss_fn: Callable[..., Any], batch: Any) -> float:
-        """In evaluation mode, without gradients; modes and random generators are put back."""
+    def losses_of(
+        self,
+        loss_fn: Callable[..., Any],
+        batches: Iterable[Any],
+        state: Mapping[str, Any] | None = None,
+    ) -> list[float]:
+        """In evaluation mode, without gradients; modes and random generators are put back.
+
+        Of a state only the modules are used. Their present tensors wait on the host.
+        """
         modules = [m for each in self._state.values() for m in live.modules(each)]
         modes, generators = [module.training for module in modules], self.generators()
-        before = generators.state_dict()
+        before, weights = generators.state_dict(), {}
+        if state is not None:
+            named = {n: m for n, m in self._state.items() if isinstance(m, nn.Module)}
+            weights = {n: _on_host(m.state_dict()) for n, m in named.items()}
+            apply(self._state, {name: state[name] for name in named})
         try:
             for module in modules:
                 module.training = False
             with torch.no_grad():
-                return float(loss_fn(batch))
+                return [float(loss_fn(batch)) for batch in batches]
         finally:
+            apply(self._state, weights)
             for module, mode in zip(modules, modes, strict=True):
                 module.training = mode
             generators.load_state_dict(before)
@@ -286,3 +299,11 @@ class TorchDriver:
             f"there is no optimizer {optimizer!r:.60} in the state: pass one of "
             f"{', '.join(self.healings)}, by name or as the object"
         )
+
+
+def _on_host(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a module's state; what is no tensor is its own copy already."""
+    return {
+        name: each.detach().to("cpu", copy=True) if isinstance(each, Tensor) else each
+        for name, each in state.items()
+    }

@@ -62,7 +62,9 @@ FIELDS: dict[str, Field] = {
         "Whether the model was found to be worse; open: it may come back by itself.",
     ),
     "by": Field(
-        shapes.one_of("instability", "weights", "remembered_batches", "budget", "nothing"),
+        shapes.one_of(
+            "instability", "weights", "remembered_batches", "earlier_weights", "budget", "nothing"
+        ),
         "What the verdict rests on.",
     ),
     "rise": Field(

@@ -12,6 +12,9 @@ healthy one its progress, so it needs evidence of damage:
   alarm, give or take a factor of two; different data have not changed them. They are asked at the
   first alarm, before different data can make a model forget, and once more where the model may
   come back by itself.
+* *The weights from before the trouble*, where it was taken for different data and the loss is not
+  back (`stretch`): if they are better than the present ones on each batch from before it and on
+  each of the latest ones, what came between has only done damage. On a new task they are worse.
 """
 
 from __future__ import annotations
@@ -19,12 +22,15 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from healcore.core.verdict import Cause
 from healcore.runtime.driver import Driver, Told
 from healcore.runtime.incidents.judging import Order
+from healcore.runtime.incidents.stretch import Remembered, Stretch
 
 _HIGH = int(Cause.LOSS_SPIKE | Cause.DIVERGENCE)
 _NONFINITE = Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
@@ -39,6 +45,7 @@ _FAR = 32.0  # noise units above the level that no loss comes back from unharmed
 _WAIT = 16  # steps after the first alarm; a swing at the edge of stability takes fewer
 _PATIENCE = 3  # orders for non-finite steps in one stretch with finite weights; then it is damage
 _STRETCH = 64  # steps without such an order that end the stretch
+_CLEAR = 2.0  # standard errors of the mean difference between present and earlier weights
 
 
 class Verdict(enum.Enum):
@@ -59,22 +66,15 @@ class Finding(NamedTuple):
 
     verdict: Verdict
     by: str
-    """What it rests on: instability, weights, remembered_batches, budget or nothing."""
+    """What it rests on: instability, weights, remembered_batches, earlier_weights, budget or
+    nothing."""
     rise: float | None = None
-    """How far the loss of the step in alarm is above the remembered ones."""
+    """How far the loss of the step in alarm is above the remembered ones; with `earlier_weights`
+    how far the latest batches are above what they are with those."""
     rise_remembered: float | None = None
     """How far the remembered batches are above what they were, with the present weights."""
     far: bool = False
     """The rise was so far beyond the loss's noise that it need not last to be damage."""
-
-
-class Remembered(NamedTuple):
-    """One batch from a healthy step."""
-
-    index: int
-    batch: Any
-    loss: float
-    """When it was trained on."""
 
 
 class Alarm(NamedTuple):
@@ -107,6 +107,8 @@ class Assessor:
         self._batches: deque[Remembered] = deque(maxlen=_BATCHES)
         self._asked: Finding | None = None
         """What the remembered batches said at the first alarm of the incident under way."""
+        self._stretch: Stretch | None = None
+        """High losses that different data may explain, until they end."""
         self._nonfinite = 0
         self._nonfinite_at = -_STRETCH
 
@@ -119,12 +121,46 @@ class Assessor:
                 self._batches.append(Remembered(index, batch, loss))
         elif self._asked is None and any(int(each.decision.cause) & _HIGH for each in told):
             self._asked = self._of_batches(loss, Alarm(batch, told[0].z_loss))
+            known = len(self._batches) == _BATCHES  # fewer show too little of the noise
+            if self._stretch is None and known and self._asked.verdict is Verdict.DATA:
+                self._stretch = Stretch(index, tuple(self._batches))
+        if self._stretch is not None:
+            self._stretch.see(index, batch, loss)
+
+    def to_look_back_at(self) -> Stretch | None:
+        """High losses that were taken for different data, when it is time to look at them again."""
+        stretch = self._stretch
+        if stretch is not None and stretch.over:
+            stretch = self._stretch = None
+        return stretch if stretch is not None and stretch.due else None
+
+    def look_back(self, stretch: Stretch, earlier: Mapping[str, Any]) -> Finding:
+        """Whether high losses have made the model worse for the data that come now.
+
+        Args:
+            stretch: of `to_look_back_at`.
+            earlier: the state of a checkpoint from before it.
+        """
+        before, latest = stretch.before, stretch.latest
+        batches = [each.batch for each in (*before, *latest)]
+        now, then = self._losses(batches), self._losses(batches, earlier)
+        if not now or not then:
+            return Finding(Verdict.UNKNOWN, "nothing")
+        rises = np.subtract(now, then)
+        parts = rises[: len(before)], rises[len(before) :]
+        worse = all(
+            part.min() > 0 and part.mean() > _CLEAR * part.std(ddof=1) / math.sqrt(len(part))
+            for part in parts
+        )
+        remembered, rise = (float(part.mean()) for part in parts)
+        verdict = Verdict.DAMAGE if worse else Verdict.DATA
+        return Finding(verdict, "earlier_weights", rise, remembered)
 
     def went_back(self, target: int) -> None:
         """Steps from `target` on are taken again."""
         kept = [each for each in self._batches if each.index < target]
         self._batches = deque(kept, maxlen=_BATCHES)
-        self._asked = None
+        self._asked = self._stretch = None
 
     def forget(self) -> None:
         """The data are different from now on: older batches say nothing about them."""
@@ -146,12 +182,14 @@ class Assessor:
 
     # -- within ---------------------------------------------------------------------------------
 
-    def _losses(self, batches: Iterable[Any]) -> list[float]:
-        """Of each batch with the present weights; empty: they cannot be evaluated."""
+    def _losses(
+        self, batches: Iterable[Any], state: Mapping[str, Any] | None = None
+    ) -> list[float]:
+        """Of each batch, with the present weights or a state's; empty: cannot be evaluated."""
         if self._loss_fn is None:
             return []
         try:
-            return [self._driver.loss_of(self._loss_fn, batch) for batch in batches]
+            return self._driver.losses_of(self._loss_fn, batches, state)
         except Exception as error:
             self._loss_fn = None
             self._warn(f"loss_fn raised {type(error).__name__}: {error}; it is not asked again")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ class Order(NamedTuple):
     bad: tuple[BatchId, ...]
     """Data of the steps since then."""
     overridden: bool
-    """A hook has had its way."""
+    """It is not the engine's: a hook has had its way, or earlier weights were better."""
     loss: float
     """Of the step that brought the order; the last finite one."""
 
@@ -113,6 +114,12 @@ class Judge:
             if int(told.decision.action):
                 order = _worse(order, self._order(seen, told, cause, episode))
         return order
+
+    def order_for(self, onset: int, last: int) -> Order:
+        """To go back to before `onset` and leave out the data up to step `last`, for their loss."""
+        ids = [each for index, each in sorted(self._data.items()) if onset <= index <= last]
+        bad = tuple(each for step in ids for each in step)
+        return Order(Action.ROLLBACK, 1, onset, onset, last, Cause.LOSS_SPIKE, bad, True, math.nan)
 
     @staticmethod
     def also_bad(later: list[Seen]) -> tuple[BatchId, ...]:

@@ -6,7 +6,7 @@ every step on disk can be done twice, so that a start after a crash just carries
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -150,6 +150,18 @@ class Recovery:
             self.host.load_state_dict(outcome.own)  # after the loaders, which draw random numbers
         self._strike_off(plan, outcome)
         return Arrival(outcome.target, moved, choice.repeated, choice.initial)
+
+    def before(self, onset: int) -> Mapping[str, Any] | None:
+        """The state of the checkpoint that a rollback would go to; None: there is none.
+
+        Nothing is changed. The copy is as large as the state.
+        """
+        try:
+            choice = choose(self.saves(), onset=onset, initial=self.initial)
+            like = {**self.driver.items(), ITEM: self.host}
+            return self.keeper.store.restore(choice.order[0], like).state
+        except StoreError:
+            return None
 
     def _live(self, wanted: Wanted) -> dict[str, dict[str, Any]]:
         """The engines' states, with the cut that is wanted."""

@@ -96,6 +96,23 @@ class Orders:
             self._decline(order, finding)
         return Carried(save=save)
 
+    def look_back(self, step: int) -> Carried:
+        """Goes back to before high losses that were taken for different data, and only did damage.
+
+        Args:
+            step: steps done.
+        """
+        stretch = self._assessor.to_look_back_at()
+        earlier = None if stretch is None else self._recovery.before(stretch.onset)
+        if stretch is None or earlier is None:
+            return Carried()
+        order = self._judge.order_for(stretch.onset, stretch.latest[0].index - 1)
+        finding = self._assessor.look_back(stretch, earlier)
+        self._report(order, step, finding)
+        if finding.verdict is not Verdict.DAMAGE or self._exhausted(order):
+            return Carried()
+        return Carried(target=self._go_back(order, step))
+
     def _needs_evidence(self, order: Order) -> bool:
         """Whether it is asked first: not for what a hook says, nor for a rule that says stop."""
         terms = self._recovery.terms

@@ -208,9 +208,12 @@ class Run:
             if seen.index in self._batches:
                 self._assessor.see(seen.index, self._batches.pop(seen.index), seen.told)
             self.trials.watch(seen.index, order)
-            if order is None:
+            if order is None and not self._asks:
                 continue
-            carried = self._orders.carry_out(order, self.step)
+            orders = self._orders
+            carried = (
+                orders.look_back(self.step) if order is None else orders.carry_out(order, self.step)
+            )
             if carried.target is not None:
                 self._go_on_from(carried.target)
                 return True

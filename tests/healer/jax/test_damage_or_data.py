@@ -15,9 +15,12 @@ from healcore.jax import metrics, protect
 from healcore.runtime.events.reading import read
 
 
-def data(number: int, relabelled: bool, bad: bool = False) -> tuple[Any, Any]:
-    x = np.random.default_rng(number).standard_normal((64, 6)).astype(np.float32)
+def data(number: int, relabelled: bool, bad: bool = False, shuffled: bool = False) -> Any:
+    random = np.random.default_rng(number)
+    x = random.standard_normal((64, 6)).astype(np.float32)
     y = (x[:, 0] > 0) * 2 + (x[:, 1] > 0)
+    if shuffled:
+        y = random.permutation(y)
     if bad:
         x[0] = np.nan
     return x, (y + 1) % 4 if relabelled else y
@@ -30,6 +33,8 @@ def run(
     damage: int = -1,
     mask: bool = False,
     bad: range = range(0),
+    shuffled: range = range(0),
+    rate: float = 1e-2,
     asks: bool = True,
 ) -> tuple[Healer, list[Any]]:
     keys = jax.random.split(jax.random.key(0))
@@ -43,7 +48,7 @@ def run(
         logits = jnp.tanh(x @ params["a"]) @ params["b"]
         return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
-    tx = protect(optax.adam(1e-2), "default")
+    tx = protect(optax.adam(rate), "default")
 
     @jax.jit
     def step(state: Any, batch: Any) -> Any:
@@ -52,7 +57,9 @@ def run(
         updates, opt = tx.update(grads, opt, params, value=loss)
         return optax.apply_updates(params, updates), opt, *rest
 
-    batches = [data(number, number >= change, number in bad) for number in range(350)]
+    batches = [
+        data(number, number >= change, number in bad, number in shuffled) for number in range(400)
+    ]
     done = False
     with Healer(
         "default",
@@ -81,6 +88,24 @@ def test_a_damaged_model_goes_back(tmp_path):
     found = [e for e in events if e["kind"] == "assessment" and e["verdict"] == "damage"]
     assert [e["by"] for e in found] == ["remembered_batches"]
     assert healer.rollbacks == 1
+
+
+def test_a_bad_part_of_the_data_is_left_out_when_it_has_ended(tmp_path):
+    """While it lasts it looks like a new task; then the weights from before it are better."""
+    healer, events = run(tmp_path, shuffled=range(250, 310), rate=0.1)
+    looks = [e for e in events if e["kind"] == "assessment" and e["by"] == "earlier_weights"]
+    assert [e["verdict"] for e in looks][-1] == "damage"
+    assert healer.rollbacks == 1
+    (back,) = [e for e in events if e["kind"] == "rollback"]
+    assert {index for _, index in back["batches"]} >= {*range(251, 310)}
+
+
+def test_looking_at_earlier_weights_changes_nothing(tmp_path):
+    asked, events = run(tmp_path, change=250)
+    assert "earlier_weights" in {e["by"] for e in events if e["kind"] == "assessment"}
+    plain, _ = run(tmp_path / "plain", change=250, asks=False)
+    for a, b in zip(jax.tree.leaves(asked.state), jax.tree.leaves(plain.state), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_a_mask_that_is_meant_to_be_infinite_is_no_damage(tmp_path):

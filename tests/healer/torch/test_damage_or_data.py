@@ -32,11 +32,14 @@ class Run:
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=lr)
         self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
         self.relabelled_from = STEPS
+        self.shuffled = range(0)
 
     def batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(number)
         x = torch.randn(64, 6, generator=generator)
         y = (x[:, 0] > 0).long() * 2 + (x[:, 1] > 0).long()
+        if number in self.shuffled:
+            y = y[torch.randperm(64, generator=generator)]
         return x, y if number < self.relabelled_from else (y + 1) % 4
 
     def loss(self, number: int) -> torch.Tensor:
@@ -92,6 +95,43 @@ def test_a_damaged_model_goes_back(tmp_path):
     assert 0.5 * found["rise"] <= found["rise_remembered"] <= 2 * found["rise"]
     assert healer.rollbacks == 1
     assert not events(tmp_path, "lr"), "no rate has broken it"
+
+
+def test_a_bad_part_of_the_data_is_left_out_when_it_has_ended(tmp_path):
+    """While it lasts it looks like a new task; then the weights from before it are better."""
+    run = Run(lr=0.03)
+    run.shuffled = range(CHANGE, CHANGE + 60)
+    healer = run.train(tmp_path, loss_fn=run.loss)
+    found = [e for e in events(tmp_path, "assessment") if e["by"] == "earlier_weights"]
+    assert [e["verdict"] for e in found][-1] == "damage"
+    assert min(found[-1]["rise"], found[-1]["rise_remembered"]) > 0
+    assert healer.rollbacks == 1
+    (back,) = events(tmp_path, "rollback")
+    left_out = {index for _, index in back["batches"]}
+    assert left_out >= {*run.shuffled} - {CHANGE}, "the alarm may be a step late"
+    sound = Run(lr=0.03)
+    sound.train(tmp_path / "sound", loss_fn=sound.loss)
+    with torch.no_grad():
+        for each in (run, sound):
+            each.model.eval()
+        losses = [float(each.loss(STEPS + 1)) for each in (run, sound)]
+    assert losses[0] < 1.1 * losses[1]
+
+
+def test_looking_at_earlier_weights_changes_nothing(tmp_path):
+    """A run that is looked at again and again ends with the same bits as one that is not."""
+    runs = []
+    for asks in (False, True):
+        run = Run(dropout=0.3)
+        run.relabelled_from = CHANGE
+        folder = tmp_path / str(asks)
+        healer = run.train(folder, loss_fn=run.loss if asks else None)
+        looks = [e for e in events(folder, "assessment") if e["by"] == "earlier_weights"]
+        assert bool(looks) is asks
+        assert healer.rollbacks == 0
+        runs.append(run)
+    plain, asked = (run.model.state_dict() for run in runs)
+    assert all(torch.equal(plain[name], asked[name]) for name in plain)
 
 
 def test_weights_that_are_not_finite_go_back(tmp_path):
