@@ -48,8 +48,9 @@ class Healer:
         store: a directory for checkpoints (host memory is used before it), a store, or None: host
             memory only, which is gone with the process.
         events: the events file; None: `healcore.events.jsonl` in the store's directory, if any.
-        metrics: a file that gets one line per step (loss, norm, threshold, decision), for `healcore
-            replay`, `report` and `watch`; None: none. It grows by some 300 bytes a step.
+        metrics: a file that gets one line per step (loss, norm, threshold, decision), some 300
+            bytes, for `healcore replay`, `report` and `watch`; "auto": beside the events, if those
+            go to a file, and thinned when the run gets long; None: none.
         save_every: steps between two checkpoints; None: the policy's `rollback.probation`.
         lag: steps after which a decision is read on the host; the same on every rank.
         keep: how many checkpoints of each kind stay.
@@ -76,7 +77,7 @@ class Healer:
         state: Any,
         store: str | os.PathLike[str] | CheckpointStore | None = None,
         events: str | os.PathLike[str] | None = None,
-        metrics: str | os.PathLike[str] | None = None,
+        metrics: str | os.PathLike[str] | None = "auto",
         save_every: int | None = None,
         lag: int = 1,
         keep: Keep | None = None,

@@ -8,9 +8,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from healcore.core.engine import neutral
+from healcore.core.verdict import Cause
+from healcore.runtime.driver import Told
 from healcore.runtime.events.metrics import Metrics
 from healcore.runtime.healer import Healer
 from tests.healer.loops import Faults, loop_of, rules, same, train
@@ -138,3 +142,42 @@ def test_a_forked_child_does_not_write_the_parents_lines(tmp_path):
     os.waitpid(child, 0)
     metrics.close()
     assert len(lines(path)) == 1
+
+
+def test_by_default_they_lie_beside_the_events(tmp_path):
+    train(loop_of("torch", Faults(), rules()), rules(), range(12), store=tmp_path / "checkpoints")
+    assert len(lines(tmp_path / "checkpoints" / "healcore.metrics.jsonl")) == 12
+    loop = loop_of("torch", Faults(), rules())
+    train(loop, rules(), range(12), events=tmp_path / "run.events.jsonl")
+    assert len(lines(tmp_path / "run.metrics.jsonl")) == 12
+    loop = loop_of("torch", Faults(), rules())
+    train(loop, rules(), range(12), events=tmp_path / "none.events.jsonl", metrics=None)
+    assert not (tmp_path / "none.metrics.jsonl").exists()
+
+
+def test_a_long_run_is_thinned_and_says_so(tmp_path, monkeypatch):
+    """Steps with and without an alarm, each by itself; a restart goes on from the file's size."""
+    monkeypatch.setattr("healcore.runtime.events.metrics._WHOLE", 100)
+    path = tmp_path / "m.jsonl"
+
+    def written(steps: range) -> list[dict[str, Any]]:
+        before = len(lines(path)) if path.exists() else 0
+        metrics = Metrics(path, run="r", thinned=True)
+        for step in steps:
+            cause = int(Cause.LOSS_SPIKE) if step % 10 == 0 else 0
+            decision = neutral()._replace(cause=np.int32(cause), grad_scale=np.float32(0.5))
+            told = Told("model", step + 1, decision, 0, 0, False, 1.0, 1.0, 0.0, 0.0, 0.0)
+            metrics.write(step, told, several=False)
+        metrics.close()
+        return lines(path)[before:]
+
+    found = written(range(1000))
+    assert [each["step"] for each in found if each["cause"]] == list(range(0, 1000, 10))
+    plain = [each for each in found if not each["cause"]]
+    assert [each["step"] for each in plain[:100]] == [s for s in range(112) if s % 10][:100]
+    assert all("every" not in each for each in plain[:100])
+    assert {each["every"] for each in plain[100:200]} == {2}
+    assert {each["every"] for each in plain[200:300]} == {4}
+    assert 765 <= sum(each.get("every", 1) for each in plain) <= 900
+    again = written(range(1000, 1032))  # as many lines as there were, by the file's size
+    assert {each["every"] for each in again if not each["cause"]} <= {4, 8, 16}

@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,19 @@ KIND = "step"
 _SECONDS = 0.5
 """Lines wait this long for company: a write per step would be a system call per step."""
 _LINES = 1000
+_WHOLE = 50_000
+"""Lines before a thinned file gets every second step only, then every fourth, and so on."""
+_LINE_BYTES = 300
+
+
+def stem(path: Path) -> str:
+    """The name of a run's files without what each is: `run` of `run.events.jsonl`."""
+    return re.sub(r"(\.events|\.metrics)?\.jsonl?$", "", path.name)
+
+
+def path_beside(events: Path) -> Path:
+    """Where the metrics are that belong to an events file."""
+    return events.with_name(f"{stem(events)}.metrics.jsonl")
 
 
 class Metrics:
@@ -38,15 +52,23 @@ class Metrics:
     Args:
         path: the file; None: nothing is written.
         run: id of the run, as in its events.
+        thinned: keep the file small, 15 MB more each time the run gets twice as long: after 50,000
+            lines only every second step is written, after 100,000 every fourth, and so on; of the
+            steps with an alarm the same. A line that stands for several steps has `"every"`.
 
     Attributes:
         lost: lines that could not be written.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None, *, run: str) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str] | None, *, run: str, thinned: bool = False
+    ) -> None:
         self.run = run
         self.lost = 0
         self._out = None if path is None else Appender(Path(path))
+        self._thinned = thinned
+        self._counts = [_lines_in(path) if path is not None and thinned else 0, 0]
+        """Lines without and with an alarm."""
         self._lines: list[str] = []
         self._flushed = time.monotonic()
         self._judged: dict[str, int] = {}
@@ -63,8 +85,13 @@ class Metrics:
         """
         if self._out is None or not told.judged:
             return
+        alarmed = int(told.decision.cause) != 0
+        every = 1 << (self._counts[alarmed] // _WHOLE) if self._thinned else 1
+        if step % every:
+            return
+        self._counts[alarmed] += 1
         try:
-            self._lines.append(self._line(step, told, several))
+            self._lines.append(self._line(step, told, several, every))
         except Exception:  # a driver's own values; the training does not end for a log line
             self.lost += 1
         if len(self._lines) >= _LINES or time.monotonic() - self._flushed >= _SECONDS:
@@ -100,7 +127,7 @@ class Metrics:
         """In a child: what is waiting is the parent's to write."""
         self._lines = []
 
-    def _line(self, step: int, told: Told, several: bool) -> str:
+    def _line(self, step: int, told: Told, several: bool, every: int) -> str:
         decision = told.decision
         cause = Cause(int(decision.cause))
         line: dict[str, Any] = {
@@ -112,6 +139,8 @@ class Metrics:
         }
         if several:
             line["engine"] = told.engine
+        if every > 1:
+            line["every"] = every
         # Somebody else skipped the step (a GradScaler's overflow): the engine has not seen it.
         if self._judged.get(told.engine) != told.engine_step:
             line |= self._signals(told, cause)
@@ -144,6 +173,14 @@ class Metrics:
             if name in logged:
                 found[name] = "nan" if cause & bad else _number(value)
         return found
+
+
+def _lines_in(path: str | os.PathLike[str]) -> int:
+    """About how many there are already, of an earlier process."""
+    try:
+        return os.stat(path).st_size // _LINE_BYTES
+    except OSError:
+        return 0
 
 
 def _number(value: Any) -> float | str:

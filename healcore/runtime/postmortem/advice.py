@@ -59,19 +59,38 @@ _REPRODUCIBLE = (
     "A fault that comes again on the same data and weights is the program's or the data's: run "
     "that one batch from the last known-good checkpoint under a debugger."
 )
-_AGAIN = (
-    "Going back did not help, with other data and a lower learning rate: the trouble is in the "
-    "model, its precision or its optimizer's settings, or older than the checkpoints."
-)
+_AGAIN = {
+    (True, True): "Going back did not help, with other data and a lower learning rate: the trouble "
+    "is in the model, its precision or its optimizer's settings, or older than the checkpoints.",
+    (True, False): "Going back without those batches did not help, at the same learning rate: more "
+    "of the data than was left out is like them, or the learning rate is too high.",
+    (False, True): "Going back with a lower learning rate did not help, on the same data: the data "
+    "of those steps, then the model's precision and its optimizer's settings.",
+    (
+        False,
+        False,
+    ): "Going back did not help, on the same data and at the same learning rate: leave "
+    "the data of those steps out, or lower the learning rate.",
+}
+"""After rollbacks that left batches out or not, and lowered the learning rate or not."""
 
 
-def advice(cause: Cause, *, verdict: str = "", rollbacks: int = 0) -> list[str]:
+def advice(
+    cause: Cause,
+    *,
+    verdict: str = "",
+    rollbacks: int = 0,
+    left_out: bool = False,
+    lr_lowered: bool = False,
+) -> list[str]:
     """Sentences for a person.
 
     Args:
         cause: flags of the incident; 0: there is nothing to say.
         verdict: `transient` or `reproducible`, if a re-run has told; else "".
         rollbacks: how many were carried out.
+        left_out: one of them left batches out.
+        lr_lowered: one of them lowered the learning rate.
     """
     hints = []
     if verdict == "transient":
@@ -82,5 +101,5 @@ def advice(cause: Cause, *, verdict: str = "", rollbacks: int = 0) -> list[str]:
         if flag in cause:
             hints += sentences
     if cause and rollbacks > 1:
-        hints.append(_AGAIN)
+        hints.append(_AGAIN[left_out, lr_lowered])
     return hints

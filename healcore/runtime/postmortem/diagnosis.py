@@ -163,7 +163,13 @@ def _unsaved(case: Case) -> Iterator[str]:
 def _look_at(case: Case) -> Iterator[str]:
     if case.ending == "completed" and case.open is False:
         return
-    hints = advice(case.cause, verdict=case.verdict, rollbacks=len(case.tried))
+    hints = advice(
+        case.cause,
+        verdict=case.verdict,
+        rollbacks=len(case.tried),
+        left_out=any(each.left_out for each in case.tried),
+        lr_lowered=case.lr_scale < 1 or any(map(_lowered, case.tried)),
+    )
     if hints:
         yield "Look at:"
     for hint in hints:
@@ -199,13 +205,17 @@ def _batches(batches: Sequence[Batch]) -> str:
 
 def _rollback(tried: Tried) -> str:
     words = f"went back from step {tried.step} to {tried.target}"
-    before, after = tried.lr_before, tried.lr_after
-    # Going back sets the user's own schedule back too: the rate of then may be the higher one.
-    if before is not None and after is not None and after < before:
-        words += f" with the learning rate {before:.3g} -> {after:.3g}"
+    if _lowered(tried):
+        words += f" with the learning rate {tried.lr_before:.3g} -> {tried.lr_after:.3g}"
     if tried.left_out:
         words += f" and without {_count(tried.left_out, 'batch', 'batches')}"
     return words
+
+
+def _lowered(tried: Tried) -> bool:
+    """Going back sets the user's own schedule back too: the rate of then may be the higher one."""
+    before, after = tried.lr_before, tried.lr_after
+    return before is not None and after is not None and after < before
 
 
 def _count(number: int, one: str, many: str | None = None) -> str:

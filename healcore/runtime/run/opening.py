@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from healcore.runtime.data.feeds import Feeds
 from healcore.runtime.driver import Driver
 from healcore.runtime.events import Log
-from healcore.runtime.events.metrics import Metrics
+from healcore.runtime.events.metrics import Metrics, path_beside
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.lagging import Lagging
 from healcore.runtime.incidents.ledger import Ledger
@@ -180,8 +180,7 @@ def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None)
         lagging=Lagging(options.lag),
         hooks=options.hooks,
         log=log,
-        # Every rank has the same numbers.
-        metrics=Metrics(None if ranks.rank else options.metrics, run=log.run),
+        metrics=_metrics(options.metrics, log, ranks),
         narrator=narrator,
         rerun=options.rerun,
         loss_fn=options.loss_fn,
@@ -282,6 +281,16 @@ def _log(events: Any, folder: Path | None, ranks: Ranks) -> Log:
         # Every rank has its own: two writers can share a file, but not one network disk.
         path = path.with_name(f"{path.stem}.rank{ranks.rank}{path.suffix}")
     return Log(path)
+
+
+def _metrics(given: Any, log: Log, ranks: Ranks) -> Metrics:
+    if ranks.rank:  # every rank has the same numbers
+        return Metrics(None, run=log.run)
+    if given != "auto":
+        return Metrics(given, run=log.run)
+    to_file = log.path is not None and (log.path.is_file() or not log.path.exists())
+    path = path_beside(log.path) if log.path is not None and to_file else None
+    return Metrics(path, run=log.run, thinned=True)
 
 
 def _check(resume: Any, ended: str | None, saves: list[Saved], store: CheckpointStore) -> None:

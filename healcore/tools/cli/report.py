@@ -62,7 +62,8 @@ def _report(
     """One HTML page of a run: curves to zoom into, incidents, policy. It needs no network."""
     from healcore.extras import MissingExtraError, require
     from healcore.policy import PolicyError, load
-    from healcore.tools.report.telling import ReportError, find_events, stem, tell
+    from healcore.runtime.events.metrics import stem
+    from healcore.tools.report.telling import ReportError, find_events, tell
 
     if metrics is not None and len(events) > 1:
         _fail("--metrics goes with one events file: leave it out, or name one run")

@@ -31,6 +31,8 @@ class Chunk(NamedTuple):
     """bool (n,): a loss or norm was logged and is not finite."""
     flags: np.ndarray | None = None
     """bool (n, 3): an alarm, skipped, clipped; None: not told."""
+    every: np.ndarray | None = None
+    """int64 (n,): steps that a row stands for, in metrics that were thinned; None: one each."""
 
 
 class Row(NamedTuple):
@@ -41,6 +43,7 @@ class Row(NamedTuple):
     values: dict[str, float]
     """By names of CURVES."""
     flags: tuple[bool, bool, bool] | None = None
+    every: int = 1
 
 
 class Lines:
@@ -111,7 +114,9 @@ class Lines:
         scale = found.get("grad_scale")
         clipped = isinstance(scale, int | float) and scale < 1
         flags = bool(found.get("cause")), found.get("skip") is True, clipped
-        return Row(step, self._attempt(run, step), numbers(found), flags)
+        every = found.get("every", 1)
+        every = every if type(every) is int and 1 <= every < 1 << 32 else 1
+        return Row(step, self._attempt(run, step), numbers(found), flags, every)
 
     def _attempt(self, run: str, step: float) -> int:
         ordinal = self._ordinal.get(run, 0)
@@ -175,4 +180,5 @@ def chunk(rows: Sequence[Row]) -> Chunk:
         values,
         nonfinite,
         np.array([row.flags for row in rows]) if told else None,
+        np.array([row.every for row in rows]),
     )

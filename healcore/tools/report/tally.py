@@ -13,7 +13,7 @@ from healcore.tools.report.story import Incident
 
 
 class Tally:
-    """Counts, chunk by chunk.
+    """Counts, chunk by chunk; of metrics that were thinned, estimates.
 
     Args:
         incidents: by attempt and step.
@@ -43,9 +43,10 @@ class Tally:
             return
         self.told = True
         alarm, skip, clip = chunk.flags.T
-        self.alarms += int(alarm.sum())
-        self.skips += int(skip.sum())
-        self.clips += int((clip & ~skip).sum())
+        every = 1 if chunk.every is None else chunk.every
+        self.alarms += int((alarm * every).sum())
+        self.skips += int((skip * every).sum())
+        self.clips += int(((clip & ~skip) * every).sum())
         for attempt in np.unique(chunk.attempt[alarm]).tolist():
             begins = self._begins.get(attempt)
             if begins:

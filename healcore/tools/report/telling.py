@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from healcore.policy import Policy
 from healcore.runtime.events import read
+from healcore.runtime.events.metrics import path_beside, stem
 from healcore.runtime.events.reading import Event, History
 from healcore.tools.report import facts, metric_lines
 from healcore.tools.report.casebook import open_casebook
@@ -54,7 +54,7 @@ def tell(
     path = find_events(Path(events))
     history = _read(path)
     found = lineages(history.runs())
-    source = metrics_path(path) if metrics is None else Path(metrics)
+    source = path_beside(path) if metrics is None else Path(metrics)
     if metrics is None and not source.is_file():
         source = None
     damage = [f"line {each.line}: {each.problem}" for each in history.problems]
@@ -72,11 +72,6 @@ def tell(
         stories.append(story._replace(title=title, notes=(*notes, *story.notes)))
     problems = list(dict.fromkeys(note for story in stories for note in story.notes))
     return Told(stories, problems, unreadable)
-
-
-def metrics_path(events: Path) -> Path:
-    """Where the metrics are that belong to an events file, if there are any."""
-    return events.with_name(f"{stem(events)}.metrics.jsonl")
 
 
 def find_events(path: Path) -> Path:
@@ -186,8 +181,3 @@ def _gaps(events: Sequence[Event], *, counted: bool) -> list[str]:
         if event["kind"] in ("problem", "save_failed", "damaged") and "problem" in event
     ]
     return told + listed("told by the run", problems)
-
-
-def stem(path: Path) -> str:
-    """The name of a run's files without what each is: `run` of `run.events.jsonl`."""
-    return re.sub(r"(\.events|\.metrics)?\.jsonl?$", "", path.name)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from healcore.policy import Policy
+from healcore.runtime.events.metrics import path_beside
 from healcore.runtime.events.reading import Event
-from healcore.tools.report.telling import metrics_path
 from healcore.tools.watch import status, wording
 from healcore.tools.watch.state import Standing
 from healcore.tools.watch.tail import Tail
@@ -50,7 +50,7 @@ class Watch:
         self.standing = Standing(policy)
         self._say = say
         self._events = Tail(path)
-        self._metrics = Tail(metrics_path(path), last=_METRICS_END)
+        self._metrics = Tail(path_beside(path), last=_METRICS_END)
         self._quiet_since = time.monotonic()
 
     @property

@@ -92,6 +92,17 @@ def test_a_verdict_comes_first():
     assert "debugger" in advice(Cause.NONFINITE_LOSS, verdict="reproducible")[0]
 
 
+@pytest.mark.parametrize("left_out", [0, 3])
+@pytest.mark.parametrize("lr_after", [1e-3, 5e-4])
+def test_the_advice_follows_from_what_was_tried(left_out, lr_after):
+    tried = tuple(Tried(at, at - 2, 0, 1e-3, lr_after, left_out) for at in (10, 20))
+    text = explain(Case("stopped", 30, cause=Cause.LOSS_SPIKE, tried=tried))
+    hint = " ".join(text[text.index("Going back") :].split())
+    assert ("same data" in hint) is not bool(left_out)
+    assert ("same learning rate" in hint) is (lr_after == 1e-3)
+    assert ("the trouble is in the model" in hint) is (bool(left_out) and lr_after < 1e-3)
+
+
 def test_a_completed_run_gets_no_lecture():
     text = explain(STOPPED._replace(ending="completed", open=False, why=""))
     assert text.startswith("The run is complete at step 4121.\n")
