@@ -121,7 +121,7 @@ class Run:
 
     def begins_at(self, step: int, *, resumed: bool) -> None:
         """What this process goes on from."""
-        self.recovery.initial = self._saved = step
+        self.recovery.began_at = self._saved = step
         self._resumed_at = step if resumed else None
 
     def note_rates(self) -> None:
@@ -264,6 +264,7 @@ class Run:
         self._overdue, self._saved = 0, self.step
         healing = {
             "schema": 1,
+            "lineage": self.journal.page.lineage,
             "step": self.step,
             "engines": self.driver.healing(),
             "ledger": self.ledger.to_dict(),

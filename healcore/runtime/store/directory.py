@@ -190,6 +190,17 @@ class DirectoryStore(ABC):
 
     # -- beyond it ------------------------------------------------------------------------------
 
+    def damaged(self) -> list[CheckpointDamaged]:
+        """Checkpoints that `steps` does not list any more, and why. The content is not read.
+
+        A crash leaves none: a save gets its name when it is complete, and loses it first.
+        """
+        return [
+            CheckpointDamaged(step, str(folder), wrong.file, wrong.difference)
+            for folder, wrong in listing.incomplete(self.root)
+            if (step := listing.step_of(folder)) is not None
+        ]
+
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the arrays in a state that hold NaN or Inf, meant or not; saves nothing.
 
@@ -281,10 +292,8 @@ class DirectoryStore(ABC):
             found = listing.counting(self.root)
             if step in found:
                 return found[step]
-            for folder, wrong in listing.incomplete(self.root):
-                if listing.step_of(folder) == step:
-                    return CheckpointDamaged(step, str(folder), wrong.file, wrong.difference)
-            return NotThere(step, list(found), str(self.root))
+            damaged = [error for error in self.damaged() if error.step == step]
+            return damaged[0] if damaged else NotThere(step, list(found), str(self.root))
 
         looked = ranks.on_first(self._ranks, look)
         if isinstance(looked, StoreError):
