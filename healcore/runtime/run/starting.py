@@ -105,6 +105,8 @@ def _resume(run: Run) -> None:
         newest_first = sorted(usable, reverse=True)
         # One with a damaged status may have been quarantined: only if there is no other.
         order = sorted(newest_first, key=unknown.__contains__)
+        if run.journal.page.first is None:  # the journal was deleted, or is of an earlier healcore
+            run.journal.page.first = min(usable)
         step, generators = run.recovery.resume(order)
     except NoGoodCheckpoint as error:
         raise nothing_left(run.journal, saves, run.recovery.damage) from error
