@@ -1,4 +1,4 @@
-"""A start that finds damaged checkpoints: an older one, or an error; never step 0 without a word."""
+"""A start that finds damaged checkpoints: an older one or an error, and never step 0 unsaid."""
 
 from __future__ import annotations
 
