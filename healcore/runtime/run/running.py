@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -60,6 +61,8 @@ class Run:
         self.terminating = Terminating()
         self.claim: Claim | None = None
         """On the store's directory."""
+        self.abandoned: weakref.finalize[..., Run] | None = None
+        """Clears up where the block of its Healer is never left."""
         self.step = 0
         self.began = time.monotonic()
         self.judge = Judge(
@@ -320,7 +323,9 @@ class Run:
         )
 
     def release(self) -> None:
-        """Gives the store's directory back."""
+        """Gives the store's directory back. The run has ended and leaves nothing to clear up."""
+        if self.abandoned is not None:
+            self.abandoned.detach()
         if self.claim is not None:
             self.claim.release()
 

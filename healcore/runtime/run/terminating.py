@@ -105,7 +105,8 @@ class _Handler:
     def remove(self, run: Terminating) -> None:
         with suppress(ValueError):
             self._runs.remove(run)
-        if not self._runs:
+        if not self._runs and threading.current_thread() is threading.main_thread():
+            # Elsewhere (the garbage collector runs in any thread) the next signal finds no run.
             self._give_back()
             if self._children is not None:
                 signal.signal(signal.SIGCHLD, self._children)
@@ -125,8 +126,9 @@ class _Handler:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         before = self._before.get(number) or signal.SIG_DFL
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid or not self._runs:
             # A forked child (a data loader's worker) has no run of its own: as if we were not here.
+            self._give_back()
             signal.signal(number, before)
             os.kill(os.getpid(), number)
             return
@@ -148,8 +150,8 @@ class _Handler:
     def _at_once(self, number: int, frame: FrameType | None) -> None:
         """A second Ctrl-C. Whatever is on disk is whole, as after a kill."""
         before, self._interrupts = self._interrupts, None
-        if os.getpid() != self._pid or hasattr(sys, "ps1"):
-            # A forked child, or an interactive session, which is to live on.
+        if os.getpid() != self._pid or not self._runs or hasattr(sys, "ps1"):
+            # A forked child, no run any more, or an interactive session, which is to live on.
             signal.signal(number, before)
             os.kill(os.getpid(), number)
             return

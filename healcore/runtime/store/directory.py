@@ -35,6 +35,7 @@ from healcore.runtime.store import (
     sweeping,
 )
 from healcore.runtime.store.background import Background
+from healcore.runtime.store.claim import held_by_another
 from healcore.runtime.store.committing import Item, Written
 from healcore.runtime.store.errors import (
     CheckpointDamaged,
@@ -86,7 +87,9 @@ class DirectoryStore(ABC):
                 f"{self.root} cannot be used for checkpoints: {error.strerror}; "
                 "pass a directory that can be made and written"
             ) from error
-        self.swept = sweeping.sweep(self.root) if self._ranks.rank == 0 else []
+        # In another container a living process looks like one that has gone.
+        sweeps = self._ranks.rank == 0 and not held_by_another(self.root)
+        self.swept = sweeping.sweep(self.root) if sweeps else []
         """Own leavings of killed processes, removed just now."""
 
     # -- the framework's part -------------------------------------------------------------------
