@@ -29,6 +29,7 @@ from healcore.runtime.store import (
     StoreError,
     restore_first,
 )
+from healcore.runtime.store.directory import DirectoryStore
 from healcore.runtime.store.ranks import Ranks, agreed
 from healcore.runtime.terms import Terms
 
@@ -247,10 +248,10 @@ class Recovery:
 
     def look_for_damage(self) -> None:
         """Tells of the checkpoints that are not even listed any more."""
-        store: Any = getattr(self.keeper.store, "disk", self.keeper.store)
-        find = getattr(store, "damaged", list)
+        store = getattr(self.keeper.store, "disk", self.keeper.store)
+        found = store.damaged() if isinstance(store, DirectoryStore) else []
         known = {(error.path, error.file) for error in self.damage}
-        for error in agreed(self.ranks, find()):
+        for error in agreed(self.ranks, found):
             if (error.path, error.file) not in known:
                 self._note_damage(error)
 

@@ -264,8 +264,8 @@ def _store(options: Options, driver: Driver, ranks: Ranks) -> CheckpointStore:
 
 
 def _keep(every: int, terms: Terms) -> Keep:
-    """By default as many on probation as it lasts, within bounds."""
-    return Keep(candidates=min(max(2, -(-terms.probation // every) + 1), 8))
+    """By default as many on probation as it lasts, within bounds, and some older ones."""
+    return Keep(candidates=min(max(2, -(-terms.probation // every) + 1), 8), older=True)
 
 
 def _with_room(store: Any, driver: Driver, ranks: Ranks) -> CheckpointStore:
