@@ -53,7 +53,8 @@ class Healer:
             go to a file, and thinned when the run gets long; None: none.
         save_every: steps between two checkpoints; None: the policy's `rollback.probation`.
         lag: steps after which a decision is read on the host; the same on every rank.
-        keep: how many checkpoints of each kind stay.
+        keep: how many checkpoints of each kind stay; None: the newest few, and of the older
+            known-good ones one at each doubling of the distance (`Keep(older=True)`).
         loss_fn: the loss of one batch: `loss_fn(batch)` in torch and with nnx objects,
             `loss_fn(state, batch)` where the state is a pytree. Called without gradients, in
             evaluation mode, at alarms: on a few batches from before the trouble, to tell a

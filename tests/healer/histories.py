@@ -168,8 +168,10 @@ class Process:
             self.step, _ = self.recovery.finish(self.journal.page.begun)
         elif usable:
             self.step, _ = self.recovery.resume(usable[::-1])
+        else:
+            self.journal.page.first = self.step
         self.recovery.write_journal(self.step)
-        self.recovery.initial = self.step
+        self.recovery.began_at = self.step
         self.keeper.take_stock()
         if not self.store.saves:
             self.save("first")

@@ -124,20 +124,19 @@ class History(RuleBasedStateMachine):
         assert self.onset is not None
         usable = [s for s in self.store.steps() if s.finite and s.step <= self.onset]
         good = [s.step for s in usable if s.status == "good"]
-        first = [
-            s.step
-            for s in usable
-            if s.step == self.process.recovery.initial and s.status != "quarantined"
-        ]
+        # The run's first snapshot before what this process has gone on from.
+        begun = self.process.journal.page.first, self.process.recovery.began_at
+        unproven = {s.step for s in usable if s.status == "candidate"}
+        last = [step for step in begun if step in unproven]
         tried = [past.target for past in self.back if abs(past.onset - self.onset) < REGION]
-        there = sorted({*good, *first})
+        there = sorted({*good, *last})
         if not there:
             return None
-        wanted = (good or first)[-min(depth, len(good or first))]
+        wanted = good[-min(depth, len(good))] if good else last[0]
         if tried and wanted >= min(tried):
-            deeper = [step for step in good if step < min(tried)]
-            deeper = deeper or [step for step in first if step < min(tried)]
-            wanted = deeper[-1] if deeper else there[0]
+            deeper = [step for step in good if step < min(tried)][-1:]
+            deeper = deeper or [step for step in last if step < min(tried)]
+            wanted = deeper[0] if deeper else there[0]
         return wanted
 
     def went(self, target: int | None) -> None:

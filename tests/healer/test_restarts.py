@@ -227,7 +227,7 @@ def test_the_step_a_life_began_at_is_not_deeper_than_what_was_tried(tmp_path):
         Saved(15, "good", True, 1, 0.0, True, None),
         Saved(20, "candidate", True, 1, 0.0, True, None),
     ]
-    found = choose(saves, onset=23, earlier=[Earlier(22, 15)], region=30, initial=20)
+    found = choose(saves, onset=23, earlier=[Earlier(22, 15)], region=30, initial=[20])
     assert found.order[0] == 15
     assert found.repeated
 

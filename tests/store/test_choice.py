@@ -48,29 +48,29 @@ def test_when_there_is_nothing_deeper_it_says_so():
     past = [Earlier(150, 100)]
     found = choose(GOOD, onset=160, earlier=past, region=100)
     assert found == Choice((100,), initial=False, repeated=True)
-    found = choose(GOOD, onset=160, earlier=past, region=100, initial=0)
+    found = choose(GOOD, onset=160, earlier=past, region=100, initial=[0])
     assert found == Choice((0,), initial=True, repeated=False)
     past.append(Earlier(160, 0))
-    found = choose(GOOD, onset=160, earlier=past, region=100, initial=0)
+    found = choose(GOOD, onset=160, earlier=past, region=100, initial=[0])
     assert found == Choice((0,), initial=True, repeated=True)
 
 
 def test_the_initial_snapshot_is_the_last_resort():
-    assert choose(GOOD, onset=350, initial=0).order == (300, 200, 100, 0)
-    assert choose(GOOD[:1], onset=5, initial=0) == Choice((0,), True, False)
+    assert choose(GOOD, onset=350, initial=[0]).order == (300, 200, 100, 0)
+    assert choose(GOOD[:1], onset=5, initial=[0]) == Choice((0,), True, False)
     with pytest.raises(NoGoodCheckpoint, match=r"onset at step 5.*there: 0 \(candidate\)"):
         choose(GOOD[:1], onset=5)
     with pytest.raises(NoGoodCheckpoint):
-        choose([saved(0, "quarantined")], onset=5, initial=0)
+        choose([saved(0, "quarantined")], onset=5, initial=[0])
     with pytest.raises(NoGoodCheckpoint, match="not finite"):
-        choose([saved(0, "candidate", finite=False)], onset=5, initial=0)
+        choose([saved(0, "candidate", finite=False)], onset=5, initial=[0])
     with pytest.raises(NoGoodCheckpoint, match="there: none"):
-        choose([], onset=5, initial=0)
+        choose([], onset=5, initial=[0])
 
 
 def test_never_one_that_is_not_finite_or_set_aside():
     bad = [saved(0), saved(100, "quarantined"), saved(200, "good", finite=False)]
-    assert choose(bad, onset=300, initial=100).order == (0,)
+    assert choose(bad, onset=300, initial=[100]).order == (0,)
 
 
 def test_proven():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -14,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from healcore.runtime.events.process import here
-from healcore.runtime.store import StoreError
+from healcore.runtime.store import StoreError, names
 from healcore.runtime.store.claim import LOCK, StoreInUse, claim
 from healcore.runtime.store.listing import problems
 from healcore.runtime.store.sealed import seal
+from healcore.torch.store import DCPStore
 
 HOLDS = """
 import sys, time
@@ -134,13 +136,19 @@ assert os.listdir(sys.argv[1]) == []
 
 
 def test_what_cannot_be_seen_is_told(tmp_path):
-    there = here()._replace(host=socket.gethostname() + "-other", pid=17)
+    there = here()._replace(host=socket.gethostname() + "-other", pid=17, boot="another")
     (tmp_path / LOCK).write_bytes(seal({"schema": 1, "token": "x", **there._asdict()}))
     held = claim(tmp_path)
     assert held.warning is not None
     assert f"process 17 on {there.host}" in held.warning
     # The other one, should it be alive, does not take away what is ours now.
     assert json.loads((tmp_path / LOCK).read_bytes())["pid"] == os.getpid()
+    held.release()
+    # A container of this machine: the kernel would have known of its lock.
+    there = there._replace(boot=here().boot)
+    (tmp_path / LOCK).write_bytes(seal({"schema": 1, "token": "x", **there._asdict()}))
+    held = claim(tmp_path)
+    assert held.warning is None
     held.release()
 
 
@@ -158,6 +166,109 @@ def test_another_boot_and_another_life_of_the_number_are_gone(tmp_path):
         held = claim(tmp_path)
         assert held.warning is None
         held.release()
+
+
+def in_another_container(root: Path) -> None:
+    """The holder's name as a container sees it that has the same host name: a number it lacks."""
+    named = json.loads((root / LOCK).read_bytes())
+    named = {**named, "pid": 2**22 + 1}
+    named.pop("digest")
+    (root / LOCK).write_bytes(seal(named))
+
+
+def test_a_run_in_another_container_is_seen_by_its_lock(tmp_path):
+    holder = start(tmp_path)
+    assert said(holder) == "held"
+    in_another_container(tmp_path)
+    with pytest.raises(StoreInUse, match=f"process {2**22 + 1} on"):
+        claim(tmp_path)
+    end(holder)
+    held = claim(tmp_path)
+    assert held.warning is None
+    held.release()
+
+
+def test_its_saves_are_not_swept(tmp_path):
+    """By a store that was made before a Healer could ask for the directory."""
+    work = tmp_path / f".tmp-healcore-{2**22 + 1}-{names.place()}-0a1b2c3d"
+    work.mkdir()
+    holder = start(tmp_path)
+    assert said(holder) == "held"
+    assert DCPStore(tmp_path).swept == []
+    assert work.exists()
+    end(holder)
+    held = claim(tmp_path)  # one's own lock is not in the way
+    assert DCPStore(tmp_path).swept == [work.name]
+    held.release()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_child_that_outlives_the_run_does_not_keep_it(tmp_path):
+    """A data loader's worker, which notices only after seconds that its parent was killed."""
+    code = """
+import os, signal, sys
+from healcore.runtime.store.claim import claim
+held = claim(sys.argv[1])
+reader, writer = os.pipe()
+if not os.fork():
+    os.write(writer, b"x")
+    signal.pause()
+os.read(reader, 1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        start_new_session=True,
+    )
+    process.wait()
+    try:
+        assert (tmp_path / LOCK).exists()
+        held = claim(tmp_path)
+        assert held.warning is None
+        held.release()
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("what", ["a pipe", "a link", "a dangling link", "a directory"])
+def test_what_is_no_file_is_refused(what, tmp_path):
+    root, other = tmp_path / "root", tmp_path / "other"
+    root.mkdir()
+    if what == "a pipe":
+        os.mkfifo(root / LOCK)
+    elif what == "a directory":
+        (root / LOCK).mkdir()
+    else:
+        if what == "a link":
+            other.write_text("somebody's")
+        (root / LOCK).symlink_to(other)
+    with pytest.raises(StoreError, match=r"healcore\.lock is no regular file .*remove it"):
+        claim(root)
+    assert os.path.lexists(root / LOCK)
+    assert what != "a link" or other.read_text() == "somebody's"
+    DCPStore(root)  # looks at the lock too
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    """What is left is the name: a living process of this machine is refused, others are not."""
+    import fcntl
+
+    def refuse(handle: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    holder = start(tmp_path)
+    assert said(holder) == "held"
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(StoreInUse, match=f"process {holder.pid} on"):
+        claim(tmp_path)
+    end(holder)
+    held = claim(tmp_path)
+    assert "cannot be locked (No locks available)" in str(held.warning)
+    with pytest.raises(StoreInUse, match="this process"):
+        claim(tmp_path)
+    held.release()
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_disk_that_takes_no_file_is_told(tmp_path):

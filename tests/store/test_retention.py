@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from healcore.runtime.recovery.choice import choose
 from healcore.runtime.store import Keep, Saved, StoreError, prune, superfluous
 from tests.store.worlds import ALL, over
 
@@ -41,6 +45,43 @@ def saves(text: str) -> list[Saved]:
 def test_table(text, keep, dropped):
     assert superfluous(saves(text), keep) == dropped
     assert superfluous(list(reversed(saves(text))), keep) == dropped
+
+
+def run_with(keep: Keep, steps: range) -> list[int]:
+    """What stays of a run that saves regularly and whose checkpoints all become known-good."""
+    kept: list[Saved] = []
+    for step in steps:
+        kept.append(Saved(step, "good", True, 1, 0.0, True, None))
+        gone = superfluous(kept, keep)
+        kept = [save for save in kept if save.step not in gone]
+        assert superfluous(kept, keep) == []
+    return [save.step for save in kept]
+
+
+@pytest.mark.parametrize("every", [1, 100, 730])
+def test_older_ones_stay_at_distances_that_grow_geometrically(every):
+    left = run_with(Keep(good=3, older=True), range(0, 3000 * every, every))
+    newest = left[-1]
+    assert left[-3:] == [newest - 2 * every, newest - every, newest]
+    assert left[0] == 0, "the run's first is the way out of any drift"
+    distances = [newest - step for step in left[-2::-1]]
+    assert all(b <= 4 * a for a, b in itertools.pairwise(distances))
+    assert len(left) <= 3 + math.log2(newest / every) + 1
+
+
+def test_without_older_the_newest_stay_and_no_other():
+    assert run_with(Keep(good=3), range(0, 1000, 10)) == [970, 980, 990]
+    assert run_with(Keep(good=1), range(0, 1000, 10)) == [990]
+
+
+def test_a_deep_rollback_finds_an_old_one():
+    left = run_with(Keep(good=3, older=True), range(0, 10000, 10))
+    saves = [Saved(step, "good", True, 1, 0.0, True, None) for step in left]
+    targets = [choose(saves, onset=9995, depth=depth).order[0] for depth in (1, 3, 5, 8)]
+    distances = [9995 - target for target in targets]
+    assert distances[:2] == [5, 25]
+    assert distances[2] >= 50
+    assert distances[3] >= 400
 
 
 @given(st.text("gcqn", max_size=12), st.integers(1, 4), st.integers(2, 4), st.integers(0, 3))

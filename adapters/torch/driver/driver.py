@@ -261,7 +261,10 @@ class TorchDriver:
                 healing = attach_to(optimizer, engine, **options)
                 self._own.append(healing)
             elif healing.on_judged is not None:
-                raise AttachError(f'"{name}" is in a Healer that was not closed: close that first')
+                raise AttachError(
+                    f'"{name}" is in a Healer that has not ended: leave its `with` block, or '
+                    "delete the object"
+                )
             elif repr(healing.engine.config) != repr(engine.config):  # == fails on array configs
                 raise AttachError(
                     f'"{name}" is healed already, under another policy: detach() that handle, or '

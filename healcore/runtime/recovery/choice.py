@@ -45,7 +45,7 @@ def choose(
     depth: int = 1,
     earlier: Sequence[Earlier] = (),
     region: int = 0,
-    initial: int | None = None,
+    initial: Sequence[int] = (),
 ) -> Choice:
     """The checkpoint to restore.
 
@@ -58,17 +58,16 @@ def choose(
         region: onsets fewer steps apart than this are in the same region. A second rollback there
             goes to an older checkpoint than the first, even if others have become good since: they
             lie on the same way into the same trouble.
-        initial: step of the snapshot that the run started from, the last resort.
+        initial: the last resort, in this order: step of the snapshot that the run began with, and
+            of the checkpoint that this process went on from, which nothing has proven.
 
     Raises:
         NoGoodCheckpoint: there is nothing to go back to.
     """
     usable = [save for save in saves if save.finite and save.step <= onset]
     good = sorted((save.step for save in usable if save.status == "good"), reverse=True)
-    fallback = [
-        save.step for save in usable if save.step == initial and save.status != "quarantined"
-    ]
-    chain = good + [step for step in fallback if step not in good]
+    unproven = {save.step for save in usable if save.status == "candidate"}
+    chain = good + [step for step in dict.fromkeys(initial) if step in unproven]
     if not chain:
         raise NoGoodCheckpoint(_nothing(saves, onset))
 

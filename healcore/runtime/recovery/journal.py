@@ -19,7 +19,9 @@ from healcore.runtime.store.sealed import Unsealed, seal, unseal
 NAME = "healcore.json"
 """Its name in the directory of a store."""
 
-SCHEMA = 1
+SCHEMA = 2
+_READABLE = (1, 2)
+"""1: of healcore before a journal knew which run it belongs to."""
 
 
 class JournalError(RuntimeError):
@@ -74,6 +76,15 @@ class Page:
     """The ledger at the last rollback; of one that has begun, from before it."""
     trials: list[int] = field(default_factory=list)
     """Onsets that a re-run was made for."""
+    lineage: str | None = None
+    """Id of the run that the checkpoints belong to: that of its first process. Every checkpoint
+    holds it too."""
+    first: int | None = None
+    """Step of the snapshot that this run began with."""
+    saved: int | None = None
+    """Newest step on disk when this was written."""
+    quarantined: list[str] = field(default_factory=list)
+    """Directories of checkpoints that were set aside: their status files may be damaged."""
 
 
 class Journal:
@@ -101,11 +112,14 @@ class Journal:
             found = unseal(self.path.read_bytes())
         except (OSError, Unsealed) as error:
             raise JournalError(
-                f"{self.path} {error}: it says what the last rollback has cost. To go on without "
-                "knowing that, delete it"
+                f"{self.path} {error}: it says what the last rollback has cost, and which "
+                "checkpoints were set aside. To go on without knowing that, delete it"
             ) from error
-        if found.pop("schema", None) != SCHEMA:
-            raise JournalError(f"{self.path} was written by another healcore: use that one")
+        if found.pop("schema", None) not in _READABLE:
+            raise JournalError(
+                f"{self.path} was written by a newer healcore: use that one. To go on without "
+                "what it says of the last rollback, delete it"
+            )
         begun, branch = found.pop("begun"), found.pop("branch")
         self.page = Page(
             **found,

@@ -15,19 +15,22 @@ from healcore.runtime.data import BatchId
 from healcore.runtime.data.feeds import Feeds, Moved
 from healcore.runtime.driver import Driver
 from healcore.runtime.incidents.ledger import Ledger
+from healcore.runtime.recovery import lineage
 from healcore.runtime.recovery.choice import choose, common, tainted
 from healcore.runtime.recovery.host_state import ITEM, HostState, position_in
 from healcore.runtime.recovery.journal import Branch, Journal, Plan
 from healcore.runtime.recovery.keeping import Keeper
 from healcore.runtime.recovery.returning import cut_lr, gone_back, readable, tried_again
 from healcore.runtime.store import (
+    CheckpointDamaged,
     Landed,
     NoGoodCheckpoint,
     Saved,
     StoreError,
     restore_first,
 )
-from healcore.runtime.store.ranks import Ranks
+from healcore.runtime.store.directory import DirectoryStore
+from healcore.runtime.store.ranks import Ranks, agreed
 from healcore.runtime.terms import Terms
 
 
@@ -95,8 +98,10 @@ class Recovery:
         self.host = host
         self.ranks = ranks
         self.tell = tell
-        self.initial: int | None = None
-        """Step of the snapshot that this process started from."""
+        self.began_at: int | None = None
+        """Step of the snapshot or checkpoint that this process started from."""
+        self.damage: list[CheckpointDamaged] = []
+        """What was found damaged by this process."""
 
     # -- back -----------------------------------------------------------------------------------
 
@@ -109,6 +114,7 @@ class Recovery:
         """
         self.keeper.settle()
         self.keeper.catch_up(self.ledger, before=wanted.onset)
+        self.look_for_damage()
         saves = self.saves()
         choice = choose(
             saves,
@@ -116,7 +122,7 @@ class Recovery:
             depth=wanted.depth,
             earlier=self.ledger.earlier,
             region=self.terms.region,
-            initial=self.initial,
+            initial=[s for s in (self.journal.page.first, self.began_at) if s is not None],
         )
         bad, more = (
             ((), 0)
@@ -136,6 +142,7 @@ class Recovery:
             trial=None if wanted.trial is None else [wanted.onset, wanted.trial],
         )
         self.journal.page.begun, self.journal.page.ledger = plan, self.ledger.to_dict()
+        self.journal.page.quarantined += lineage.directories(saves, plan.aside)
         self.write_journal(wanted.step)
         self.tell(
             "rollback_begin",
@@ -174,6 +181,7 @@ class Recovery:
         """The plan. Doing it twice does the same."""
         self.keeper.set_aside(plan.aside, now=now)
         landed = self._restore(plan.order, now)
+        lineage.check(self.journal, landed)
         self.keeper.set_aside(_newer(self.saves(), landed.step), now=now)
         merge = gone_back if plan.trial is None else tried_again
         engines = merge(self.terms.engine, plan.engines, self._engines(landed, now))
@@ -223,6 +231,7 @@ class Recovery:
             StateMismatch: they are of another state.
         """
         landed = self._restore(order, order[0])
+        lineage.check(self.journal, landed)
         engines = self._engines(landed, landed.step)
         healing = landed.restored.healing or {}
         remembered = healing.get("ledger")
@@ -249,10 +258,23 @@ class Recovery:
         mine = self.keeper.store.steps()
         return mine if self.ranks.world == 1 else common(self.ranks.gather(mine))
 
+    def look_for_damage(self) -> None:
+        """Tells of the checkpoints that are not even listed any more."""
+        store = getattr(self.keeper.store, "disk", self.keeper.store)
+        found = store.damaged() if isinstance(store, DirectoryStore) else []
+        known = {(error.path, error.file) for error in self.damage}
+        for error in agreed(self.ranks, found):
+            if (error.path, error.file) not in known:
+                self._note_damage(error)
+
+    def _note_damage(self, error: CheckpointDamaged) -> None:
+        self.damage.append(error)
+        self.keeper.note_damage(error)
+
     def _restore(self, order: Sequence[int], now: int) -> Landed:
         """The first that is intact on every rank: in memory each rank has a copy of its own."""
         like = {**self.driver.items(), ITEM: self.host}
-        store, note = self.keeper.store, self.keeper.note_damage
+        store, note = self.keeper.store, self._note_damage
         if self.ranks.world == 1:
             return restore_first(store, order, like, note)
         for step in order:
@@ -287,6 +309,7 @@ class Recovery:
     def write_journal(self, now: int) -> None:
         """Puts the journal on disk, or tells that it could not."""
         try:
+            lineage.note_disk(self.journal, self.keeper.store.steps())
             self.journal.write()
         except (OSError, StoreError) as error:
             # Training goes on; only a crash within the next steps would miss the note.

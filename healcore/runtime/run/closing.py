@@ -65,6 +65,11 @@ def close(run: Run, error: BaseException | None) -> None:
     if together:
         attempt("checkpoints on probation", lambda: run.keeper.look_after(run.ledger, run.step))
     attempt("the journal", lambda: run.note_ending(ending))
+    if ending in ("interrupted", "signal"):
+        saved = run.journal.page.saved if run.journal.path is not None else None
+        there = "nothing is on disk" if saved is None else f"checkpoint {saved} is on disk"
+        ended = "interrupted" if ending == "interrupted" else "ended by a signal"
+        run.narrator.say(f"{ended} after step {run.step}: {there}")
     for problem in trouble:
         run.tell("problem", step=run.step, problem=problem)
         run.narrator.warn(problem)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import os
 import traceback
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +29,7 @@ from healcore.runtime.run.frameworks import driver_for
 from healcore.runtime.run.narrating import Narrator
 from healcore.runtime.run.running import Run
 from healcore.runtime.run.starting import begin
+from healcore.runtime.run.terminating import Terminating
 from healcore.runtime.store import CheckpointStore, Keep, Saved, StoreError
 from healcore.runtime.store.claim import Claim, claim
 from healcore.runtime.store.memory import MemoryStore
@@ -34,6 +38,9 @@ from healcore.runtime.store.room import fits
 from healcore.runtime.terms import Terms
 
 _logger = logging.getLogger("healcore")
+
+_under_way: weakref.WeakSet[Run] = weakref.WeakSet()
+"""Runs of this process, ended ones too as long as somebody has them."""
 
 
 class StoreNotEmpty(StoreError):
@@ -97,6 +104,8 @@ def open_run(options: Options) -> Run:
         StoreError: the store cannot be used, or nothing in it is intact.
     """
     terms = options.terms
+    if any(run.abandoned is not None and run.abandoned.alive for run in _under_way):
+        gc.collect()  # one that nobody has any more may only wait for that
     driver = options.driver or driver_for(options.state, terms, options.framework, options.attach)
     held: Claim | None = None
     try:
@@ -104,12 +113,25 @@ def open_run(options: Options) -> Run:
         held, warning = _claimed(options.store, ranks)
         run = _opened(options, driver, ranks, warning)
         run.claim = held
+        run.abandoned = weakref.finalize(run, _clear, driver, run.terminating, run.narrator)
+        run.abandoned.atexit = False
+        _under_way.add(run)
     except BaseException:
         if held is not None:
             held.release()
         driver.close()
         raise
     return run
+
+
+def _clear(driver: Driver, terminating: Terminating, narrator: Narrator) -> None:
+    """A Healer was forgotten within its block: hooks, handlers and the claim must not outlive it.
+
+    The claim clears itself.
+    """
+    for end in (terminating.release, driver.close, narrator.end):
+        with contextlib.suppress(Exception):
+            end()
 
 
 def _claimed(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
@@ -241,8 +263,8 @@ def _store(options: Options, driver: Driver, ranks: Ranks) -> CheckpointStore:
 
 
 def _keep(every: int, terms: Terms) -> Keep:
-    """By default as many on probation as it lasts, within bounds."""
-    return Keep(candidates=min(max(2, -(-terms.probation // every) + 1), 8))
+    """By default as many on probation as it lasts, within bounds, and some older ones."""
+    return Keep(candidates=min(max(2, -(-terms.probation // every) + 1), 8), older=True)
 
 
 def _with_room(store: Any, driver: Driver, ranks: Ranks) -> CheckpointStore:

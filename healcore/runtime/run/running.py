@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -60,6 +61,8 @@ class Run:
         self.terminating = Terminating()
         self.claim: Claim | None = None
         """On the store's directory."""
+        self.abandoned: weakref.finalize[..., Run] | None = None
+        """Clears up where the block of its Healer is never left."""
         self.step = 0
         self.began = time.monotonic()
         self.judge = Judge(
@@ -121,7 +124,7 @@ class Run:
 
     def begins_at(self, step: int, *, resumed: bool) -> None:
         """What this process goes on from."""
-        self.recovery.initial = self._saved = step
+        self.recovery.began_at = self._saved = step
         self._resumed_at = step if resumed else None
 
     def note_rates(self) -> None:
@@ -267,6 +270,7 @@ class Run:
         self._overdue, self._saved = 0, self.step
         healing = {
             "schema": 1,
+            "lineage": self.journal.page.lineage,
             "step": self.step,
             "engines": self.driver.healing(),
             "ledger": self.ledger.to_dict(),
@@ -322,7 +326,9 @@ class Run:
         )
 
     def release(self) -> None:
-        """Gives the store's directory back."""
+        """Gives the store's directory back. The run has ended and leaves nothing to clear up."""
+        if self.abandoned is not None:
+            self.abandoned.detach()
         if self.claim is not None:
             self.claim.release()
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from healcore.runtime.events import reading
-from healcore.runtime.recovery.journal import Plan
+from healcore.runtime.recovery.journal import Page, Plan
+from healcore.runtime.recovery.lineage import nothing_left, refuse_if_lost, unstated
 from healcore.runtime.run.running import Run
 from healcore.runtime.store import NoGoodCheckpoint, Saved
+from healcore.runtime.store.ranks import agreed
 
 
 def begin(run: Run, *, resume: bool, died: Any | None) -> None:
@@ -23,8 +25,12 @@ def begin(run: Run, *, resume: bool, died: Any | None) -> None:
         StateMismatch: they are of another state.
     """
     run.narrator.begin()
+    run.recovery.look_for_damage()
+    if not resume:
+        _begin_lineage(run)
     page = run.journal.page
     run.keeper.accept(page.meant or [])
+    _set_aside_again(run)
     if died is not None:
         run.narrator.warn("the run before this one was killed; its postmortem was written")
     if page.begun is not None:
@@ -48,6 +54,38 @@ def begin(run: Run, *, resume: bool, died: Any | None) -> None:
     run.narrator.say(f"{mode} by policy {run.terms.name}, from step {run.step}; {store}")
 
 
+def _begin_lineage(run: Run) -> None:
+    """There is no checkpoint: a new run, to which nothing of an earlier one belongs.
+
+    Raises:
+        NoGoodCheckpoint: there had been checkpoints.
+    """
+    journal = run.journal
+    refuse_if_lost(journal, run.recovery.damage)
+    if journal.page != Page():
+        run.warn(
+            f"{journal.path} is of a process that ended before a checkpoint was on disk: the run "
+            "begins anew, and the file with it"
+        )
+    journal.page = Page(lineage=agreed(run.recovery.ranks, run.log.run), first=run.step)
+
+
+def _set_aside_again(run: Run) -> None:
+    """What the journal knows to be quarantined, where the status file does not say so any more."""
+    journal, done = run.journal, set[int]()
+    while True:  # behind a save that is set aside an older one of the same step may come to light
+        found = agreed(run.recovery.ranks, unstated(run.recovery.saves(), journal).quarantined)
+        steps = [step for step in found if step not in done]
+        if not steps:
+            return
+        done.update(steps)
+        run.warn(
+            f"the status of checkpoint {', '.join(map(str, steps))} is damaged or gone; by "
+            f"{journal.path} it was quarantined, and stays so"
+        )
+        run.keeper.set_aside(steps, now=run.step)
+
+
 def _accept(run: Run) -> None:
     """What is not finite before the first step is meant to be so."""
     meant = run.keeper.accept_first(run.driver.items())
@@ -60,20 +98,35 @@ def _accept(run: Run) -> None:
 def _resume(run: Run) -> None:
     saves = run.recovery.saves()
     usable = [s.step for s in saves if s.finite and s.status != "quarantined"]
-    if not usable:
-        raise NoGoodCheckpoint(
-            f"there are checkpoints ({', '.join(str(s.step) for s in saves)}), and all are "
-            "quarantined or not finite: pass an empty directory to begin anew"
-        )
-    step, generators = run.recovery.resume(usable[::-1])
+    unknown = set(agreed(run.recovery.ranks, unstated(saves, run.journal).unknown))
+    try:
+        if not usable:
+            raise nothing_left(run.journal, saves, run.recovery.damage)
+        newest_first = sorted(usable, reverse=True)
+        # One with a damaged status may have been quarantined: only if there is no other.
+        order = sorted(newest_first, key=unknown.__contains__)
+        if run.journal.page.first is None:  # the journal was deleted, or is of an earlier healcore
+            run.journal.page.first = min(usable)
+        step, generators = run.recovery.resume(order)
+    except NoGoodCheckpoint as error:
+        raise nothing_left(run.journal, saves, run.recovery.damage) from error
     run.land(step, generators)
+    # Or the run would take it for proven once it has come by its step.
+    run.keeper.set_aside([at for at in unknown if at > step], now=step)
     branch = run.journal.page.branch
     if branch is not None and not _told(run, branch.plan.number):
         _tell_late(run, branch.plan, branch.target)
     run.tell("resume", step=step, checkpoint=step)
-    over = ", ".join(_passed(saved) for saved in saves if saved.step > step)
+    damaged = {error.step: error for error in run.recovery.damage if error.step > step}
+    over = [saved for saved in saves if saved.step > step and saved.step not in damaged]
     told = f"goes on from the checkpoint of step {step}"
-    run.narrator.say(f"{told}; newer ones were passed over: {over}" if over else told)
+    if over:
+        told += f"; newer ones were passed over: {', '.join(_passed(saved) for saved in over)}"
+    if not damaged:
+        run.narrator.say(told)
+        return
+    which = "; ".join(f"{at} ({e.file} {e.difference})" for at, e in sorted(damaged.items()))
+    run.narrator.warn(f"newer checkpoints are damaged: {which}. The run {told}")
 
 
 def _passed(saved: Saved) -> str:
@@ -82,7 +135,11 @@ def _passed(saved: Saved) -> str:
 
 def _finish_rollback(run: Run, plan: Plan) -> None:
     """The process before was killed in the middle of one."""
-    run.land(*run.recovery.finish(plan))
+    try:
+        run.land(*run.recovery.finish(plan))
+    except NoGoodCheckpoint as error:
+        damage = run.recovery.damage
+        raise nothing_left(run.journal, run.recovery.saves(), damage) from error
     _tell_late(run, plan, run.step)
     run.narrator.warn(f"finished a rollback that was cut short: back at step {run.step}")
 

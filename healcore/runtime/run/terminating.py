@@ -1,14 +1,16 @@
 """SIGTERM and Ctrl-C: the step under way is finished first, and the run saved.
 
 One handler for all Healers of a process. It goes on to the handler that was there before, and takes
-itself off when the first signal has come: a second one has its usual effect. Where Python has no
-signals (outside the main thread) nothing is done.
+itself off when the first signal has come: a second SIGTERM has its usual effect. A second Ctrl-C
+ends the process at once, like a kill: its usual effect, KeyboardInterrupt, would still wait for
+checkpoints being written. Where Python has no signals (outside the main thread) nothing is done.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,8 +26,16 @@ class Terminated(SystemExit):
         self.number = number
 
 
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, raised between two steps instead of within one."""
+class Interrupted(KeyboardInterrupt, SystemExit):
+    """Ctrl-C, raised between two steps instead of within one.
+
+    Uncaught it ends the process with status 130 and no traceback, as SystemExit does. Python does
+    not end by the signal for a subclass of KeyboardInterrupt: that would be status 1.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = 128 + signal.SIGINT
 
 
 class Terminating:
@@ -79,6 +89,8 @@ class _Handler:
         self._before: dict[int, Any] = {}
         self._pid = 0
         self._children: Any = None
+        self._interrupts: Any = None
+        """What Ctrl-C did before, once a first one has come."""
 
     def add(self, run: Terminating) -> None:
         self._runs.append(run)
@@ -93,11 +105,15 @@ class _Handler:
     def remove(self, run: Terminating) -> None:
         with suppress(ValueError):
             self._runs.remove(run)
-        if not self._runs:
+        if not self._runs and threading.current_thread() is threading.main_thread():
+            # Elsewhere (the garbage collector runs in any thread) the next signal finds no run.
             self._give_back()
             if self._children is not None:
                 signal.signal(signal.SIGCHLD, self._children)
                 self._children = None
+            if self._interrupts is not None:
+                signal.signal(signal.SIGINT, self._interrupts)
+                self._interrupts = None
 
     def _take(self, number: int) -> None:
         self._before[number] = signal.signal(number, self._note)
@@ -110,8 +126,9 @@ class _Handler:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         before = self._before.get(number) or signal.SIG_DFL
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid or not self._runs:
             # A forked child (a data loader's worker) has no run of its own: as if we were not here.
+            self._give_back()
             signal.signal(number, before)
             os.kill(os.getpid(), number)
             return
@@ -123,11 +140,26 @@ class _Handler:
         # All of them are told, whichever can end at once.
         idle = [run for run in list(self._runs) if run.note(number)]
         if number == signal.SIGINT:
+            self._interrupts = signal.signal(number, self._at_once)
             os.write(2, b"\nhealcore: finishing the step; Ctrl-C again stops at once\n")
         elif callable(before):
             before(number, frame)
         if idle:
             raise ending(number)
+
+    def _at_once(self, number: int, frame: FrameType | None) -> None:
+        """A second Ctrl-C. Whatever is on disk is whole, as after a kill."""
+        before, self._interrupts = self._interrupts, None
+        if os.getpid() != self._pid or not self._runs or hasattr(sys, "ps1"):
+            # A forked child, no run any more, or an interactive session, which is to live on.
+            signal.signal(number, before)
+            os.kill(os.getpid(), number)
+            return
+        os.write(2, b"\nhealcore: stopped at once; what was on disk before is whole\n")
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(128 + number)
 
 
 _handler = _Handler()

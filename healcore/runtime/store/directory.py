@@ -35,6 +35,7 @@ from healcore.runtime.store import (
     sweeping,
 )
 from healcore.runtime.store.background import Background
+from healcore.runtime.store.claim import held_by_another
 from healcore.runtime.store.committing import Item, Written
 from healcore.runtime.store.errors import (
     CheckpointDamaged,
@@ -86,7 +87,9 @@ class DirectoryStore(ABC):
                 f"{self.root} cannot be used for checkpoints: {error.strerror}; "
                 "pass a directory that can be made and written"
             ) from error
-        self.swept = sweeping.sweep(self.root) if self._ranks.rank == 0 else []
+        # In another container a living process looks like one that has gone.
+        sweeps = self._ranks.rank == 0 and not held_by_another(self.root)
+        self.swept = sweeping.sweep(self.root) if sweeps else []
         """Own leavings of killed processes, removed just now."""
 
     # -- the framework's part -------------------------------------------------------------------
@@ -190,6 +193,17 @@ class DirectoryStore(ABC):
 
     # -- beyond it ------------------------------------------------------------------------------
 
+    def damaged(self) -> list[CheckpointDamaged]:
+        """Checkpoints that `steps` does not list any more, and why. The content is not read.
+
+        A crash leaves none: a save gets its name when it is complete, and loses it first.
+        """
+        return [
+            CheckpointDamaged(step, str(folder), wrong.file, wrong.difference)
+            for folder, wrong in listing.incomplete(self.root)
+            if (step := listing.step_of(folder)) is not None
+        ]
+
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the arrays in a state that hold NaN or Inf, meant or not; saves nothing.
 
@@ -281,10 +295,8 @@ class DirectoryStore(ABC):
             found = listing.counting(self.root)
             if step in found:
                 return found[step]
-            for folder, wrong in listing.incomplete(self.root):
-                if listing.step_of(folder) == step:
-                    return CheckpointDamaged(step, str(folder), wrong.file, wrong.difference)
-            return NotThere(step, list(found), str(self.root))
+            damaged = [error for error in self.damaged() if error.step == step]
+            return damaged[0] if damaged else NotThere(step, list(found), str(self.root))
 
         looked = ranks.on_first(self._ranks, look)
         if isinstance(looked, StoreError):

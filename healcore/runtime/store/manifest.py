@@ -156,8 +156,13 @@ def write_status(folder: Path, status: Status) -> None:
 
 def read_status(folder: Path) -> Status:
     """The status. What is missing or damaged says nothing: the checkpoint is not proven."""
+    return stated(folder) or "candidate"
+
+
+def stated(folder: Path) -> Status | None:
+    """The status, None if its file is missing or damaged."""
     try:
         status = unseal((folder / STATUS).read_bytes()).get("status")
     except (OSError, Unsealed):
-        return "candidate"
-    return status if status in STATUSES else "candidate"
+        return None
+    return status if status in STATUSES else None

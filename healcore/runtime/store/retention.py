@@ -23,10 +23,14 @@ class Keep(NamedTuple):
     next to be good, the newest has the least to lose."""
     quarantined: int = 2
     """Quarantined and non-finite ones, the newest, for a person to look at."""
+    older: bool = False
+    """Besides: known-good ones older than those, one at each doubling of the distance in steps, so
+    that a deep rollback leaves a slow drift behind. At most log2(steps / steps between two saves)
+    of them; the first of the run is among them."""
 
     @property
     def most(self) -> int:
-        """The most that ever stay."""
+        """The most that ever stay, `older` ones aside."""
         return self.good + self.candidates + self.quarantined
 
     def checked(self) -> Keep:
@@ -39,6 +43,8 @@ class Keep(NamedTuple):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise StoreError(f"keep.{field} is a whole number >= {least}, not {value!r}")
+        if not isinstance(self.older, bool):
+            raise StoreError(f"keep.older is True or False, not {self.older!r}")
         return self
 
 
@@ -59,7 +65,7 @@ def superfluous(saves: Sequence[Saved], keep: Keep) -> list[int]:
     overtaken = [step for step in open_ if step < newest_good]
     waiting = [step for step in open_ if step >= newest_good]
     dropped = {
-        *good[: -keep.good],
+        *({*good[: -keep.good]} - (_spaced(good, keep.good) if keep.older else set())),
         *(bad[: -keep.quarantined] if keep.quarantined else bad),
         *overtaken,
         *_thinned(waiting, keep.candidates),
@@ -85,6 +91,15 @@ def is_last_good(saves: Sequence[Saved], step: int) -> bool:
 
 def _set_aside(save: Saved) -> bool:
     return save.status == "quarantined"
+
+
+def _spaced(good: Sequence[int], newest: int) -> set[int]:
+    """Of all but the `newest` of `good` one at each doubling of the distance from the last.
+
+    Of several the oldest: with the newest no step would ever get as far as the next doubling.
+    """
+    by_doubling = {(good[-1] - step).bit_length(): step for step in reversed(good[:-newest])}
+    return set(by_doubling.values())
 
 
 def _thinned(steps: Sequence[int], most: int) -> list[int]:

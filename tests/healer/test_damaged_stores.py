@@ -1,0 +1,136 @@
+"""A start that finds damaged checkpoints: an older one or an error, and never step 0 unsaid."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from healcore.runtime.store import NoGoodCheckpoint
+from tests.healer.loops import loop_of, rules, train
+from tests.healer.reading import events
+from tests.store.test_damage import flip
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run leaves that was killed at step 22: checkpoints up to step 20."""
+    folder = tmp_path_factory.mktemp("killed")
+    program = Path(__file__).with_name("killed_run.py")
+    done = subprocess.run(
+        [sys.executable, program, folder, "22"], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == -9, done.stderr
+    return folder
+
+
+def flip_manifest(folder: Path) -> None:
+    flip(folder / "manifest.json", 400)
+
+
+def shorten_data(folder: Path) -> None:
+    path = max((folder / "data").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip_data(folder: Path) -> None:
+    path = max((folder / "data").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+    flip(path, 4 * path.stat().st_size)
+
+
+def remove_state(folder: Path) -> None:
+    (folder / "state.json").unlink()
+
+
+def remove_all(folder: Path) -> None:
+    for path in list(folder.iterdir()):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+WAYS = [flip_manifest, shorten_data, flip_data, remove_state, remove_all]
+
+
+def copy_of(killed: Path, folder: Path) -> list[Path]:
+    """The checkpoints of a copy, oldest first."""
+    shutil.copytree(killed, folder, dirs_exist_ok=True)
+    return sorted(folder.glob("step-*"))
+
+
+@pytest.mark.parametrize("resume", ["auto", True, False])
+@pytest.mark.parametrize("damage", WAYS)
+def test_every_checkpoint_damaged_is_refused(damage, resume, killed, tmp_path):
+    for each in copy_of(killed, tmp_path):
+        damage(each)
+    loop = loop_of("torch")
+    before = sorted(path.name for path in tmp_path.glob("step-*"))
+    # A store that still lists checkpoints is refused by resume=False as ever.
+    match = "earlier run" if damage is flip_data and resume is False else r"step 20.*damaged"
+    with pytest.raises(Exception, match=match) as raised:
+        train(loop, rules(), range(40), store=tmp_path, resume=resume)
+    if not (damage is flip_data and resume is False):
+        assert isinstance(raised.value, NoGoodCheckpoint)
+        assert str(tmp_path) in str(raised.value)
+        assert "empty directory" in str(raised.value)
+        assert "end" in [event["kind"] for event in events(tmp_path)]
+    assert loop.faults.order == []
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == before, "nothing is deleted"
+
+
+@pytest.mark.parametrize("damage", WAYS)
+def test_the_newest_damaged_are_named_and_the_newest_sound_one_is_used(
+    damage, killed, tmp_path, caplog
+):
+    *_, second, newest = copy_of(killed, tmp_path)
+    damage(second)
+    damage(newest)
+    loop = loop_of("torch")
+    with caplog.at_level(logging.INFO, "healcore"):
+        facts = train(loop, rules(), range(40), store=tmp_path)
+    assert facts["step"] == 40
+    assert loop.faults.order[0] == 10
+    told = [event["step"] for event in events(tmp_path, "damaged")]
+    assert sorted(told) == [15, 20]
+    (line,) = [r.getMessage() for r in caplog.records if "damaged" in r.getMessage()]
+    assert "15" in line
+    assert "20" in line
+    assert "step 10" in line
+
+
+def test_checkpoints_that_have_gone_are_missed(killed, tmp_path):
+    """The journal of a run that could say how it ended knows that it had saved."""
+    train(loop_of("torch"), rules(), range(12), store=tmp_path)
+    for each in tmp_path.glob("step-*"):
+        shutil.rmtree(each)
+    with pytest.raises(NoGoodCheckpoint, match=r"healcore\.json.*step 12.*delete it"):
+        train(loop_of("torch"), rules(), range(12), store=tmp_path)
+    (tmp_path / "healcore.json").unlink()
+    assert train(loop_of("torch"), rules(), range(12), store=tmp_path)["step"] == 12
+
+
+def test_a_rollback_names_what_it_passes_over(tmp_path, caplog):
+    """Damage that came while the run was under way: the listing alone would be silent about it."""
+    from healcore.torch.store import DCPStore
+    from tests.healer.loops import Faults
+
+    def damage(healer: Any, number: int) -> None:
+        if number == 23:
+            healer.store.wait()
+            (folder,) = tmp_path.glob("step-0000000015.*")
+            remove_state(folder)
+
+    with caplog.at_level(logging.INFO, "healcore"):
+        train(
+            loop_of("torch", Faults(always=[23])),
+            rules(),
+            range(40),
+            store=DCPStore(tmp_path),
+            before=damage,
+        )
+    (told,) = events(tmp_path, "rollback")
+    assert told["checkpoint"] == 10
+    assert [event["step"] for event in events(tmp_path, "damaged")] == [15]

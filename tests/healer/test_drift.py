@@ -1,0 +1,56 @@
+"""A drift that no detector sees for a long time: checkpoints from before it are still there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from healcore import policy as policies
+from healcore.runtime.store import Keep
+from tests.healer.loops import RULES, loop_of, train
+from tests.healer.reading import events
+from tests.healer.test_lineage import big, poison
+
+BROKEN, SEEN = 70, 100
+
+
+def deep() -> Any:
+    """Goes back one checkpoint, then three, then five, ..."""
+    text = RULES.format(cut="", skip_batches=0, recoveries=8)
+    return policies.loads(text.replace("[rollback]", "[rollback]\ndeepen = 2"))
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_it_is_left_behind(framework, tmp_path):
+    loop = loop_of(framework, policy=deep())
+    broken = False
+
+    def drift(healer: Any, number: int) -> None:
+        nonlocal broken
+        loop.state = healer.state
+        if number == BROKEN and not broken:
+            broken = True
+            poison(loop)
+            healer.update(loop.state) if framework == "jax" else None
+        loop.faults.always = frozenset([number] if number >= SEEN and big(loop) else [])
+
+    facts = train(loop, deep(), range(115), store=tmp_path, save_every=2, before=drift)
+    targets = [event["checkpoint"] for event in events(tmp_path, "rollback")]
+    assert len(targets) >= 2
+    assert min(targets[:-1]) > BROKEN >= targets[-1], "only the last one was deep enough"
+    assert len(events(tmp_path, "good")) > 20, "and the newest three had left it behind long since"
+    assert not big(loop)
+    assert facts["step"] > SEEN
+
+
+def test_with_keep_given_as_before_only_the_newest_stay(tmp_path):
+    def look(healer: Any, number: int) -> None:
+        if number == 59:
+            good = [s.step for s in healer.store.steps() if s.status == "good"]
+            assert len(good) <= 2
+            assert min(good) >= 40
+
+    loop = loop_of("torch")
+    keep = Keep(good=2, candidates=4)
+    train(loop, deep(), range(60), store=tmp_path, save_every=2, before=look, keep=keep)

@@ -1,0 +1,103 @@
+"""A checkpoint that was set aside stays so, whatever becomes of its status file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from healcore.torch.store import DCPStore
+from tests.healer.loops import Faults, loop_of, rules, train
+from tests.healer.reading import events
+from tests.store.test_damage import flip
+
+BAD = [23]
+
+
+def main(folder: str) -> None:
+    """A run that goes back from step 25 to step 15, and is killed at its next step."""
+
+    def die(healer: Any, number: int) -> None:
+        if healer.rollbacks:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train(loop_of("torch", Faults(always=BAD)), rules(), range(40), store=Path(folder), before=die)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("killed")
+    program = "import sys; from tests.healer import test_quarantine_holds as t; t.main(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", program, folder],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == -9, done.stderr
+    aside = [s.step for s in DCPStore(folder).steps() if s.status == "quarantined"]
+    assert aside == [20]
+    return folder
+
+
+def status_of(folder: Path, step: int) -> Path:
+    (found,) = folder.glob(f"step-{step:010d}.*")
+    return found / "status.json"
+
+
+def go_on(folder: Path) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+
+    def look(healer: Any, number: int) -> None:
+        engine = healer.driver.healing()["optimizer"]["state"]
+        seen.setdefault("at", healer.step)
+        seen.setdefault("lr", engine["lr"]["scale"])
+        seen.setdefault("left", engine["budget"]["recoveries"])
+
+    train(loop_of("torch", Faults(always=BAD)), rules(), range(40), store=folder, before=look)
+    return seen
+
+
+@pytest.mark.parametrize("how", ["a flipped bit", "empty", "gone"])
+def test_a_damaged_status_does_not_take_a_quarantine_back(how, killed, tmp_path):
+    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
+    status = status_of(tmp_path, 20)
+    if how == "a flipped bit":
+        flip(status, 100)
+    elif how == "empty":
+        status.write_bytes(b"")
+    else:
+        status.unlink()
+    assert go_on(tmp_path) == {"at": 15, "lr": 0.5, "left": 2}
+    assert 20 in [event["checkpoint"] for event in events(tmp_path, "quarantine")[1:]]
+
+
+def test_what_a_person_has_marked_counts(killed, tmp_path):
+    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
+    DCPStore(tmp_path).mark(20, "good")
+    assert go_on(tmp_path)["at"] == 20
+
+
+def test_a_status_that_nothing_explains_is_passed_over_while_there_is_another(killed, tmp_path):
+    """Quarantined by a person, or known-good: the file was there, so it was one of the two."""
+    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
+    flip(status_of(tmp_path, 15), 100)
+    assert go_on(tmp_path)["at"] == 10
+    assert 15 in [event["checkpoint"] for event in events(tmp_path, "quarantine")]
+
+
+def test_it_is_used_when_there_is_no_other(killed, tmp_path):
+    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
+    flip(status_of(tmp_path, 15), 100)
+    for each in tmp_path.glob("step-*"):
+        if "0015" not in each.name:
+            shutil.rmtree(each)
+    assert go_on(tmp_path) == {"at": 15, "lr": 0.5, "left": 2}
