@@ -111,7 +111,7 @@ def _asks_first(kind: type[Optimizer]) -> bool:
 
 def _cell(wrapper: Any) -> CellType | None:
     """Where a wrapper made by `Optimizer.profile_hook_step` keeps the function that it calls."""
-    code = getattr(wrapper, "__code__", None)
-    if code is not Optimizer.profile_hook_step(_cell).__code__ or "func" not in code.co_freevars:
+    code = Optimizer.profile_hook_step(_cell).__code__
+    if getattr(wrapper, "__code__", None) is not code or "func" not in code.co_freevars:
         return None
     return wrapper.__closure__[code.co_freevars.index("func")]
