@@ -61,8 +61,9 @@ class OwnStep:
 
     def close(self, optimizer: Optimizer) -> None:
         """After the step; harmless when there is none."""
-        self._left_out = False
-        vars(optimizer).pop(_NAME, None)
+        if self.stoppable:
+            self._left_out = False
+            vars(optimizer).pop(_NAME, None)
 
     def run(self, body: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What the optimizer's class calls in place of its own `step()`."""

@@ -98,7 +98,7 @@ class _Flattening:
         """The node of what JSON does not have."""
         if isinstance(value, Tensor):
             value = value.detach()
-            if is_traceable_wrapper_subclass(value) and not hasattr(value, "to_local"):
+            if _is_made_of_others(value):
                 return {"subclass": self._subclass(path, value)}
             return {"array": self._tensor(path, value)}
         if isinstance(value, (np.ndarray, np.generic)) and _by_name(value.dtype):
@@ -161,6 +161,11 @@ class _Flattening:
             "dtype": value.dtype.str,
             "shape": list(value.shape),
         }
+
+
+def _is_made_of_others(tensor: Any) -> bool:
+    """Whether a tensor keeps its numbers in other tensors; a DTensor is known by itself."""
+    return is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "to_local")
 
 
 def _pickled(path: tuple[Any, ...], value: Any) -> str:
