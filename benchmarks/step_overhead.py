@@ -170,6 +170,61 @@ def bench_torch(params: int, tensors: int, rounds: int, warmup: int) -> dict[str
     }
 
 
+def bench_tiny_torch(rounds: int, warmup: int) -> list[dict[str, Any]]:
+    """Times a whole step of a net of 10,000 parameters, where what is fixed per step shows."""
+    import torch
+
+    import healcore.torch
+
+    random = torch.Generator().manual_seed(0)
+    batch, target = (torch.randn(32, n, generator=random) for n in (64, 10))
+
+    def contender(name: str, make: Any) -> Contender:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(64, 96),
+            torch.nn.ReLU(),
+            torch.nn.Linear(96, 40),
+            torch.nn.Linear(40, 10),
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        observe, clip = make(model, optimizer)
+
+        def step() -> None:
+            for _ in range(20):  # one is too short for a clock
+                optimizer.zero_grad()
+                loss = (model(batch) - target).square().mean()
+                observe(loss)
+                loss.backward()
+                clip()
+                optimizer.step()
+
+        return Contender(name, step)
+
+    def nothing(*_: Any) -> None:
+        pass
+
+    def fixed(model: Any, optimizer: Any) -> Any:
+        weights = list(model.parameters())
+        return nothing, lambda: torch.nn.utils.clip_grad_norm_(weights, 1.0)
+
+    def healed(model: Any, optimizer: Any) -> Any:
+        return healcore.torch.attach(optimizer, "default").observe, nothing
+
+    timings = interleave(
+        [
+            contender("adamw", lambda *_: (nothing, nothing)),
+            contender("clip_grad_norm_ + adamw", fixed),
+            contender("healcore default", healed),
+        ],
+        reference="clip_grad_norm_ + adamw",
+        rounds=rounds,
+        warmup=warmup,
+    )
+    report("torch, 20 whole steps of a net of 10 k parameters", timings)
+    return [vars(each) for each in timings]
+
+
 # -- JAX -------------------------------------------------------------------------------------------
 
 
@@ -257,6 +312,7 @@ def main() -> None:
     result: dict[str, Any] = {"parameters": count, "tensors": tensors, "rounds": rounds}
     if options.framework in ("torch", "both"):
         result["torch"] = bench_torch(params, tensors, rounds, warmup)
+        result["torch"]["tiny"] = bench_tiny_torch(rounds, warmup)
         gc.collect()
     if options.framework in ("jax", "both"):
         result["jax"] = bench_jax(params, tensors, rounds, warmup)

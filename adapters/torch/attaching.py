@@ -92,13 +92,14 @@ def attach(
     else:
         seat = HostSeat(core, len(params))
     measurer = Measurer(core, home, scaler)
+    enforcer = Enforcer(optimizer, by_kernel=obstacle is None, cuts_lr=core.cuts_lr)
     return Healing(
         optimizer,
         core,
         seat,
         measurer,
-        Enforcer(by_kernel=obstacle is None, cuts_lr=core.cuts_lr),
-        Reporter(measurer, seat, reason, obstacle),
+        enforcer,
+        Reporter(measurer, seat, reason, obstacle, enforcer.own_step.stoppable),
     )
 
 

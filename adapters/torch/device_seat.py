@@ -27,6 +27,9 @@ from healcore.torch.porting import grown, restored
 _EXACT = {"eager_numerics.division_rounding": True, "emulate_precision_casts": True}
 
 
+_foreach_copy_ = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+
+
 class DeviceSeat:
     """Runs `engine` on torch tensors.
 
@@ -165,7 +168,8 @@ def _write(old: EngineState, new: EngineState) -> None:
     is cloned first: it may be overwritten before it is read.
     """
     before, after = leaves(old), leaves(new)
-    if torch.compiler.is_compiling():  # at trace time only, and Dynamo knows `is`, not id()
+    compiling = torch.compiler.is_compiling()
+    if compiling:  # at trace time only, and Dynamo knows `is`, not id()
         moved = [any(n is o for o in before) for n in after]
     else:
         known = {id(o) for o in before}
@@ -173,9 +177,14 @@ def _write(old: EngineState, new: EngineState) -> None:
     ready = [
         n.clone() if m and n is not o else n for o, n, m in zip(before, after, moved, strict=True)
     ]
-    for o, n in zip(before, ready, strict=True):
-        if n is not o:
+    changed = [(o, n) for o, n in zip(before, ready, strict=True) if n is not o]
+    if compiling:  # into the kernels that compute them
+        for o, n in changed:
             o.copy_(n)
+        return
+    for dtype in {o.dtype for o, _ in changed}:  # one launch for each, not for every leaf
+        pairs = [(o, n) for o, n in changed if o.dtype is dtype]
+        _foreach_copy_([o for o, _ in pairs], [n for _, n in pairs])
 
 
 def _compiled(step: Any) -> Any:

@@ -14,23 +14,26 @@ from healcore.torch.amp import AmpAttributes
 from healcore.torch.learning_rate import BorrowedRate
 from healcore.torch.measurement import DeviceOrder, Order
 from healcore.torch.momentum import FirstMomentum
+from healcore.torch.own_step import OwnStep
 
 
 class Enforcer:
     """Clips, holds back and slows down one optimizer's step.
 
     Args:
+        optimizer: the optimizer.
         by_kernel: the optimizer's fused kernels take `grad_scale` and `found_inf`.
         cuts_lr: the policy may scale the learning rate.
     """
 
-    def __init__(self, *, by_kernel: bool, cuts_lr: bool) -> None:
+    def __init__(self, optimizer: Optimizer, *, by_kernel: bool, cuts_lr: bool) -> None:
         self.by_kernel = by_kernel
         self.cuts_lr = cuts_lr
         self._amp = AmpAttributes()
         self._rate = BorrowedRate()
         self._hidden = gradients.HiddenGradients()
         self._momentum = FirstMomentum()
+        self.own_step = OwnStep(optimizer)
 
     def uses_kernel(self, optimizer: Optimizer) -> bool:
         """Whether this step's clip goes through the fused kernel."""
@@ -56,7 +59,7 @@ class Enforcer:
             divisor: 0-d float32, a scale the gradients still carry, or None.
         """
         if order.skip:
-            self.hold(everything)
+            self.hold(optimizer, everything)
             return
         self.scale(optimizer, everything, order, divisor)
         if order.lr_scale != 1.0:
@@ -81,9 +84,10 @@ class Enforcer:
         if self.cuts_lr:
             self._rate.scale(optimizer, order.lr_scale)
 
-    def hold(self, params: Sequence[Tensor]) -> None:
-        """Makes the step an exact no-op, by hiding the gradients."""
+    def hold(self, optimizer: Optimizer, params: Sequence[Tensor]) -> None:
+        """Makes the step an exact no-op, by hiding the gradients or leaving it out."""
         self._hidden.hide(params)
+        self.own_step.leave_out(optimizer)
 
     def slow_down(self, optimizer: Optimizer, factor: float) -> None:
         """Scales every group's learning rate."""
@@ -118,6 +122,7 @@ class Enforcer:
         self._hidden.restore()
         self._rate.restore()
         self._amp.restore(optimizer)
+        self.own_step.close(optimizer)
 
 
 def _pairs(everything: Sequence[Tensor], values: Sequence[Any]) -> tuple[list[Tensor], list[Any]]:

@@ -2,18 +2,19 @@
 
 The fused Adam, AdamW, SGD and Adagrad kernels divide the gradients by `optimizer.grad_scale` and,
 told so by `optimizer.found_inf`, leave parameters, moments and step counters alone. It is how
-GradScaler unscales and skips; `_step_supports_amp_scaling` is torch's own name for it. Every
-other optimizer does nothing for a parameter whose `.grad` is None, which the host has to arrange.
+GradScaler unscales and skips; `_step_supports_amp_scaling` is torch's own name for it. torch's
+other optimizers do nothing for a parameter whose `.grad` is None, and the step() of somebody
+else's is left out (`own_step`): both need the host.
 """
 
 from __future__ import annotations
 
-import inspect
 from typing import Literal
 
 from torch.optim import Optimizer
 
 from healcore.torch.errors import AttachError
+from healcore.torch.own_step import is_foreign
 
 
 def obstacle(optimizer: Optimizer, wanted: bool | Literal["auto"]) -> str | None:
@@ -42,7 +43,7 @@ def obstacle(optimizer: Optimizer, wanted: bool | Literal["auto"]) -> str | None
             f"fused=True needs the fused kernels, but {reason}: "
             "build the optimizer with fused=True, or leave it to 'auto'"
         )
-    if reason is None and wanted == "auto" and _overrides_step(optimizer):
+    if reason is None and wanted == "auto" and is_foreign(optimizer):
         # It may do its own arithmetic, or add to that of super().step(); its `fused` only says
         # what the base class would do. Without gradients both halves stand still.
         reason = (
@@ -55,8 +56,3 @@ def obstacle(optimizer: Optimizer, wanted: bool | Literal["auto"]) -> str | None
 def is_on(optimizer: Optimizer) -> bool:
     """Whether every group runs the fused kernel; `load_state_dict` can change a group's flag."""
     return all(group.get("fused") for group in optimizer.param_groups)
-
-
-def _overrides_step(optimizer: Optimizer) -> bool:
-    step = inspect.unwrap(type(optimizer).step)
-    return not step.__module__.startswith("torch.optim.")

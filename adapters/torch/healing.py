@@ -20,6 +20,7 @@ from healcore.torch.host_seat import HostSeat
 from healcore.torch.measurement import Judged, Order
 from healcore.torch.measuring import Measurer
 from healcore.torch.nesting import OpenStep
+from healcore.torch.own_step import LeftOut
 from healcore.torch.reevaluation import Undo
 from healcore.torch.report import Report
 
@@ -48,7 +49,7 @@ class Healing:
         self._report = report
         self._groups = len(gradients.parameters(optimizer))
         self._open = OpenStep()
-        self._undo = Undo()
+        self._undo = Undo(optimizer)
         self._judged = self._gone_bad = False
         self._order: Order | None = None
         self._held: bool | Tensor | None = None
@@ -248,11 +249,11 @@ class Healing:
         if closure is None:
             self._judge(optimizer)
             return None
-        if Undo.applies(optimizer):
-            self._undo.record(optimizer)
+        self._enforcer.own_step.watch(optimizer)
+        self._undo.record(optimizer)
+        if Undo.applies(optimizer) and last is not None and last.lr_scale != 1.0:
             # L-BFGS reads its rate before the closure runs: it gets the last known multiplier.
-            if last is not None and last.lr_scale != 1.0:
-                self._enforcer.slow_down(optimizer, last.lr_scale)
+            self._enforcer.slow_down(optimizer, last.lr_scale)
         healed = torch.compiler.disable(self._healed(optimizer, closure))
         if len(args) > 1:
             return (args[0], healed, *args[2:]), kwargs
@@ -277,13 +278,17 @@ class Healing:
         """The user's closure, judged after its first evaluation and watched after the others."""
 
         def evaluate() -> Any:
+            self._undo.evaluating(optimizer)
             loss = closure()
             if self._judged:
                 self._watch(optimizer)
-                return loss
-            if loss is not None and not self._measurer.has_loss:
-                self._measurer.add_loss(loss, "the closure's loss")
-            self._judge(optimizer)
+            else:
+                if loss is not None and not self._measurer.has_loss:
+                    self._measurer.add_loss(loss, "the closure's loss")
+                self._judge(optimizer)
+            if self._enforcer.own_step.can_end and self._undo.is_complete:
+                self._open.unwind()
+                raise LeftOut(loss)
             return loss
 
         return evaluate
@@ -297,10 +302,10 @@ class Healing:
         everything = gradients.parameters(optimizer)
         grads = [p.grad for p in everything if p.grad is not None]
         if order.skip or self._gone_bad:
-            self._enforcer.hold(everything)
+            self._enforcer.hold(optimizer, everything)
         elif grads and not self._measurer.all_finite(grads):
             self._gone_bad = True
-            self._enforcer.hold(everything)
+            self._enforcer.hold(optimizer, everything)
         else:
             self._enforcer.scale(optimizer, everything, order)
 

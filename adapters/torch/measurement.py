@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -110,20 +110,24 @@ class Seat(Protocol):
         ...
 
 
-def read(tensors: list[Tensor | None]) -> list[np.ndarray | None]:
+def read(tensors: list[Tensor | None]) -> list[Any]:
     """Brings float32 tensors to the host: no sync from a CPU, one for all from a device.
 
     Args:
         tensors: 0-d or 1-d float32, or None.
 
     Returns:
-        NumPy copies of the same shapes, or None.
+        NumPy scalars and arrays of the same shapes, copies; or None.
     """
     there = [t for t in tensors if t is not None]
     if all(t.device.type == "cpu" for t in there):
         # .numpy() shares memory and dispatches nothing (.item() would be a counted sync).
-        return [None if t is None else t.numpy().copy() for t in tensors]
+        return [None if t is None else _copied(t.numpy()) for t in tensors]
     return in_one_copy(tensors)
+
+
+def _copied(array: np.ndarray) -> Any:
+    return array.copy() if array.ndim else array[()]
 
 
 def in_one_copy(tensors: list[Tensor | None]) -> list[np.ndarray | None]:

@@ -47,6 +47,8 @@ class FirstMomentum:
 
     def close(self, optimizer: Optimizer) -> None:
         """After the step: fills what is new if it was held back."""
+        if not self._fresh:
+            return
         with torch.no_grad():
             for p in self._fresh:
                 buffer = optimizer.state[p].get("momentum_buffer")

@@ -48,6 +48,10 @@ class OpenStep:
         self._frame = None
         return True
 
+    def unwind(self) -> None:
+        """An exception is about to end the nested steps, and is caught by the outermost."""
+        self._inner = 0
+
     def forget(self) -> None:
         """Drops the frame (and what its locals keep alive)."""
         self._frame, self._inner = None, 0

@@ -1,58 +1,119 @@
-"""Undoing a step of an optimizer that evaluates its closure again after moving the parameters.
+"""Undoing what an optimizer does in a step before healcore knows that the step is skipped.
 
-L-BFGS evaluates once, which healcore judges like any other step, then moves and evaluates again,
-up to twenty times. Should a later evaluation be non-finite, the parameters have already moved:
-the only exact skip left is to go back.
+With a closure the step is judged after the first evaluation. torch's optimizers do nothing before
+that, and evaluate once; but
+
+- L-BFGS moves and evaluates again, up to twenty times, and a later evaluation may be non-finite;
+- others move first: SAM to the point of the highest loss nearby, schedule-free methods to where the
+  gradient is wanted;
+- others count first, in `param_groups` or in attributes.
+
+Parameters that have moved can only be put back from a copy. One is made for an optimizer that
+always needs a closure, or has been seen to move first.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from healcore.torch import gradients
+from healcore.torch.own_step import is_foreign
+
 
 class Undo:
-    """Parameters and state of an L-BFGS before a step; empty for every other optimizer."""
+    """What has to be put back after a skipped step of one optimizer with a closure."""
 
-    def __init__(self) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._foreign = is_foreign(optimizer)
+        self._copies = isinstance(optimizer, LBFGS) or (self._foreign and _needs_closure(optimizer))
+        self._first = True
         self._params: list[tuple[Tensor, Tensor]] = []
-        self._state: dict[Any, dict[str, Any]] = {}
+        self._state: dict[Any, dict[Any, Any]] = {}
+        self._before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._changed: list[tuple[dict[str, Any], str, bool, Any]] = []
+        self._versions = 0
+        self._moved = False
 
     @staticmethod
     def applies(optimizer: Optimizer) -> bool:
-        """Whether this optimizer may have to be undone."""
+        """Whether this optimizer evaluates again after it has moved."""
         return isinstance(optimizer, LBFGS)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether `back` puts back everything that this step has done so far."""
+        return bool(self._params) or not self._moved
+
     def record(self, optimizer: Optimizer) -> None:
-        """Copies what `back` restores; call it before the first evaluation."""
-        self._params = [
-            (p, p.detach().clone()) for g in optimizer.param_groups for p in g["params"]
-        ]
-        self._state = {p: _copied(state) for p, state in optimizer.state.items()}
+        """Before the step: copies what `back` restores."""
+        self._moved = False
+        if self._foreign:
+            self._versions = _versions(optimizer)
+            self._before = [(each, dict(each)) for each in _plain_places(optimizer)]
+        # Of the first step it is not known whether it moves first. A fresh optimizer is about to
+        # allocate its moments: there is room for a copy. A restored one is not worth the risk.
+        if self._copies or (self._foreign and self._first and not optimizer.state):
+            self._params = [(p, p.detach().clone()) for p in gradients.parameters(optimizer)]
+            # L-BFGS keeps a hundred old directions in lists, and never writes into them.
+            self._state = {p: _copied(s, deep=self._foreign) for p, s in optimizer.state.items()}
+        self._first = False
+
+    def evaluating(self, optimizer: Optimizer) -> None:
+        """Before each evaluation: notes what the optimizer has changed before the first."""
+        if not self._foreign:
+            return
+        if _versions(optimizer) != self._versions:
+            self._moved = self._copies = True
+        for place, before in self._before:
+            for name in place.keys() | before.keys():
+                if name not in place or name not in before or place[name] is not before[name]:
+                    self._changed.append((place, name, name in before, before.get(name)))
+        self._before = []
 
     def back(self, optimizer: Optimizer) -> None:
-        """Restores parameters and state, if any were recorded."""
-        if not self._params:
-            return
-        for p, value in self._params:
-            p.detach().copy_(value)
-        optimizer.state.clear()
-        optimizer.state.update(self._state)
+        """Puts back what was recorded; nothing for a step without a closure."""
+        for place, name, there, value in self._changed:
+            if there:
+                place[name] = value
+            else:
+                place.pop(name, None)
+        if self._params:
+            for p, value in self._params:
+                p.detach().copy_(value)
+            optimizer.state.clear()
+            optimizer.state.update(self._state)
         self.forget()
 
     def forget(self) -> None:
         """Frees the copies."""
-        self._params, self._state = [], {}
+        self._params, self._state, self._before, self._changed = [], {}, [], []
 
 
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """One level deep: L-BFGS appends to its lists and writes into its tensors, not into theirs."""
-    copied: dict[str, Any] = {}
-    for key, value in state.items():
-        if isinstance(value, Tensor):
-            copied[key] = value.clone()
-        else:
-            copied[key] = list(value) if isinstance(value, list) else value
-    return copied
+def _plain_places(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Dictionaries in which an optimizer counts."""
+    return [vars(optimizer), *optimizer.param_groups]
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    found = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return found is not None and found.default is inspect.Parameter.empty
+
+
+def _versions(optimizer: Optimizer) -> int:
+    """Grows whenever a parameter is written in place."""
+    return sum(p._version for p in gradients.parameters(optimizer))
+
+
+def _copied(value: Any, *, deep: bool) -> Any:
+    """Dictionaries and tensors anew, lists too; what is in lists only if `deep`."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(part, deep=deep) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_copied(part, deep=True) for part in value] if deep else list(value)
+    return value

@@ -25,7 +25,8 @@ class Report:
     """Where the engine runs: host (NumPy) or device (torch)."""
     seat_reason: str
     skip: str
-    """How a step is held back: found_inf (in the fused kernel), or grads (hidden from the step)."""
+    """How a step is held back: found_inf (in the fused kernel), grads (hidden from the step), or
+    not run (an optimizer that torch has not written; its `step()` is left out)."""
     clip: str
     """How gradients are scaled: grad_scale (in the fused kernel), or in place."""
     skip_reason: str
@@ -40,7 +41,7 @@ class Report:
         lines = [
             f"mode    {self.mode}",
             f"engine  {self.seat}{', compiled' if self.compiled else ''}: {self.seat_reason}",
-            f"skip    by {self.skip}: {self.skip_reason}",
+            f"skip    {'' if self.skip == 'not run' else 'by '}{self.skip}: {self.skip_reason}",
             f"clip    by {self.clip}",
             f"syncs   {self.syncs_per_step} per step",
         ]
@@ -57,11 +58,13 @@ class Reporter:
         seat: HostSeat | DeviceSeat,
         seat_reason: str,
         obstacle: str | None,
+        leaves_out: bool,
     ) -> None:
         self._measurer = measurer
         self._seat = seat
         self._seat_reason = seat_reason
         self._obstacle = obstacle
+        self._leaves_out = leaves_out
 
     def __call__(self) -> Report:
         """The report as of now."""
@@ -78,7 +81,7 @@ class Reporter:
             mode=engine.mode,
             seat=seat.name,
             seat_reason=self._seat_reason,
-            skip="found_inf" if by_flag else "grads",
+            skip="found_inf" if by_flag else "not run" if self._leaves_out else "grads",
             clip="grad_scale" if self._obstacle is None else "one pass over the gradients",
             skip_reason=reason,
             syncs_per_step=int(reads and measurer.home.type != "cpu"),

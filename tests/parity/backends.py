@@ -13,6 +13,7 @@ import torch
 
 from healcore.core import host
 from healcore.core.engine import Engine, EngineState
+from healcore.core.recorded import record
 from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves
 from healcore.torch import namespace
@@ -21,9 +22,10 @@ from tests.core import fuzz
 Run = Callable[[Any, Signals], tuple[Any, EngineState, Any]]
 """(state, chunk of signals) -> (state, states and decisions stacked along axis 0, in NumPy)."""
 
-NAMES = ("numpy", "host", "jax", "jax-scalars", "torch", "torch-compiled")
-"""`host` is for one run at a time; `jax-scalars` runs lane after lane with 0-d arrays, which XLA
-rewrites in ways of their own, and which is what a training step has."""
+NAMES = ("numpy", "host", "recorded", "jax", "jax-scalars", "torch", "torch-compiled")
+"""`host` is for one run at a time, `recorded` is what torch's host seat makes of it; `jax-scalars`
+runs lane after lane with 0-d arrays, which XLA rewrites in ways of their own, and which is what a
+training step has."""
 
 
 def missing(backend: str) -> str | None:
@@ -39,7 +41,7 @@ def start(backend: str, state: EngineState) -> Any:
         return map_leaves(jnp.asarray, state)
     if backend.startswith("torch"):
         return map_leaves(_owned, state)
-    if backend == "host":
+    if backend in ("host", "recorded"):
         return map_leaves(lambda leaf: leaf[()] if leaf.ndim == 0 else leaf, state)
     return state
 
@@ -60,6 +62,8 @@ def runner(backend: str, engine: Engine) -> Run:
             return compiled(map_leaves(torch.clone, state), signals)
 
         return _stepwise(step, _tensor)
+    if backend == "recorded":
+        return _stepwise(_recorded(engine), lambda x: x)
     xp = host if backend == "host" else np
 
     def one(state: Any, signals: Signals) -> Any:
@@ -67,6 +71,19 @@ def runner(backend: str, engine: Engine) -> Run:
             return engine.step(state, signals, xp=xp)
 
     return _stepwise(one, lambda x: x)
+
+
+def _recorded(engine: Engine) -> Callable[[Any, Signals], Any]:
+    programs: dict[Any, Any] = {}
+
+    def step(state: Any, signals: Signals) -> Any:
+        there = tuple(value is None for value in signals)
+        if there not in programs:
+            programs[there] = record(engine.step, state, signals)
+        with np.errstate(all="ignore"):
+            return programs[there](state, signals)
+
+    return step
 
 
 def _stepwise(step: Callable[[Any, Signals], Any], wrap: Callable[[Any], Any]) -> Run:

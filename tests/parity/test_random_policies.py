@@ -31,7 +31,7 @@ def test_torch_with_lanes(config, seed):
 def test_the_host_with_scalars(config, seed):
     groups = groups_of(config)
     trace = fuzz.signals(np.random.default_rng(seed), 100, 1, groups=groups)
-    lockstep.steps_equal(config, [lockstep.scalar(trace, 0)], ("host",), groups=groups)
+    lockstep.steps_equal(config, [lockstep.scalar(trace, 0)], ("host", "recorded"), groups=groups)
 
 
 @settings(max_examples=3, **BOUNDED)

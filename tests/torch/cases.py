@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -70,7 +70,7 @@ class Case:
         optimizer.step()
 
 
-def bowl(params: list[Tensor], i: int) -> Tensor:
+def bowl(params: Sequence[Tensor], i: int) -> Tensor:
     """A noisy quadratic; gradient norms between about 1 and 10."""
     random = torch.Generator().manual_seed(1000 + i)
     loss = torch.zeros(())

@@ -28,7 +28,8 @@ def checked(state: Any) -> dict[str, Any]:
 
     Raises:
         AttachError: it is no mapping of names, has no optimizer, the same one twice, a handle of
-            healcore's own, or an optimizer whose parameters are not in it.
+            healcore's own, something that cannot be put back in place, or an optimizer whose
+            parameters are not in it.
     """
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise AttachError(
@@ -40,6 +41,7 @@ def checked(state: Any) -> dict[str, Any]:
                 f'state["{name}"] is a handle of attach(): leave it out, engines are saved beside '
                 "the state; the handle is found at its optimizer and used"
             )
+        _check_that_it_can_be_put_back(name, value)
     found = optimizers(state)
     if not found:
         there = ", ".join(f"{name}: {type(value).__name__}" for name, value in state.items())
@@ -97,6 +99,26 @@ class Names:
                 # torch.compile's wrapper adds a level that nobody has written.
                 known[id(p)] = prefix + path.replace("_orig_mod.", "")
         return [known.get(id(p), "(not in the state any more)") for p in params]
+
+
+def _check_that_it_can_be_put_back(name: str, value: Any) -> None:
+    """What `store.apply` changes in place; a number in the mapping is a copy of the loop's."""
+    if isinstance(value, (Tensor, dict, list)):
+        return
+    there = [hasattr(value, method) for method in ("state_dict", "load_state_dict")]
+    if all(there):
+        return
+    kind = type(value).__name__
+    hint = f'hold it in a dictionary that the loop reads and writes, state={{"{name}": {{...}}}}'
+    if any(there):
+        hint = f"give {kind} {'load_state_dict(state)' if there[0] else 'state_dict()'} too"
+    elif isinstance(value, tuple):
+        hint = "make it a list"
+    raise AttachError(
+        f'state["{name}"] is of type {kind}, which a rollback cannot put back in place: {hint}; '
+        "the state holds tensors, dictionaries and lists of them, and objects with state_dict() "
+        "and load_state_dict()"
+    )
 
 
 def _look_for_what_is_missing(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:

@@ -38,6 +38,12 @@ def assemble(
         def fetch(tag: str, content: Any, move: Any = move) -> Any:
             if tag == "pickle":
                 return pickle.loads(base64.b64decode(content))
+            if tag == "subclass":
+                kind, context = pickle.loads(base64.b64decode(content["made"]))
+                parts = {part: structure.decode(node, fetch) for part, node in content["parts"]}
+                return kind.__tensor_unflatten__(
+                    parts, context, torch.Size(content["shape"]), tuple(content["stride"])
+                )
             return _array(content, arrays[content["name"]], move)
 
         tree = None if hasattr(live, "state_dict") else live

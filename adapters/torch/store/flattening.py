@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from healcore.runtime.store import structure
 from healcore.runtime.store.errors import StoreError, UnsavableState
@@ -96,25 +97,39 @@ class _Flattening:
     def _special(self, path: tuple[Any, ...], value: Any) -> structure.Node:
         """The node of what JSON does not have."""
         if isinstance(value, Tensor):
+            value = value.detach()
+            if _is_made_of_others(value):
+                return {"subclass": self._subclass(path, value)}
             return {"array": self._tensor(path, value)}
         if isinstance(value, (np.ndarray, np.generic)) and _by_name(value.dtype):
             return {"array": self._numpy(path, np.asarray(value), isinstance(value, np.generic))}
         # Schedulers and loaders keep whatever they like in their state: a deque, a partial. What
         # torch itself would pickle into its checkpoints is pickled here, and read back only after
         # its digest was checked. As with every torch checkpoint: load none that you do not trust.
-        try:
-            data = pickle.dumps(value)
-        except Exception as error:
-            raise UnsavableState(
-                f"{structure.place(path)} is a {type(value).__qualname__} that cannot be pickled "
-                f"({error}): leave it out of the state, or give it a state_dict()"
-            ) from None
-        return {"pickle": base64.b64encode(data).decode()}
+        return {"pickle": _pickled(path, value)}
+
+    def _subclass(self, path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+        """A tensor made of others, such as torchao's moments of 8 bits: its parts, by name.
+
+        As torch.compile takes it apart. It has no memory of its own.
+        """
+        names, context = value.__tensor_flatten__()
+        return {
+            "made": _pickled(path, (type(value), context)),
+            "shape": list(value.shape),
+            "stride": list(value.stride()),
+            "parts": [[name, self._special((*path, name), getattr(value, name))] for name in names],
+        }
 
     def _tensor(self, path: tuple[Any, ...], value: Tensor) -> dict[str, Any]:
-        value = value.detach()
         spread = getattr(value, "_spec", None) if hasattr(value, "to_local") else None
         local = value.to_local() if spread is not None else value  # type: ignore[attr-defined]
+        if is_traceable_wrapper_subclass(local):
+            raise UnsavableState(
+                f"{structure.place(path)} is a DTensor of {type(local).__name__}, whose parts have "
+                "shapes of their own: nobody knows how they are sharded; use an optimizer with "
+                "ordinary tensors for its moments under FSDP2"
+            )
         if local.layout is not torch.strided or local.is_quantized or local.is_meta:
             raise UnsavableState(
                 f"{structure.place(path)} is a tensor of layout {local.layout} on {local.device}: "
@@ -146,6 +161,21 @@ class _Flattening:
             "dtype": value.dtype.str,
             "shape": list(value.shape),
         }
+
+
+def _is_made_of_others(tensor: Any) -> bool:
+    """Whether a tensor keeps its numbers in other tensors; a DTensor is known by itself."""
+    return is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "to_local")
+
+
+def _pickled(path: tuple[Any, ...], value: Any) -> str:
+    try:
+        return base64.b64encode(pickle.dumps(value)).decode()
+    except Exception as error:
+        raise UnsavableState(
+            f"{structure.place(path)} is a {type(value).__qualname__} that cannot be pickled "
+            f"({error}): leave it out of the state, or give it a state_dict()"
+        ) from None
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:

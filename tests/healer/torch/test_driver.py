@@ -6,6 +6,7 @@ import warnings
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -30,6 +31,11 @@ def test_it_is_a_driver():
     assert driver.learning_rate() == 0.01
 
 
+class HalfStateful:
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
 def model_and(**more: Any) -> dict[str, Any]:
     model = nn.Linear(2, 2)
     optimizer = adam(model.parameters())
@@ -47,6 +53,14 @@ def model_and(**more: Any) -> dict[str, Any]:
         (model_and(heal=lambda o: attach(o, GOES_BACK)), "a handle of attach.*leave it out"),
         ({"optimizer": model_and()["optimizer"]}, "2 of the 2 parameters.*old moments beside new"),
         (model_and(model=lambda o: nn.Linear(2, 2)), "nowhere in the state"),
+        (
+            model_and(epoch=lambda o: 3),
+            r'"epoch"\] is of type int.*hold it in a dictionary.*"epoch": {',
+        ),
+        (model_and(loss=lambda o: None), "is of type NoneType.*hold it in a dictionary"),
+        (model_and(order=lambda o: np.arange(3)), "is of type ndarray.*hold it in a dictionary"),
+        (model_and(ema=lambda o: (torch.ones(2),)), "is of type tuple.*make it a list"),
+        (model_and(loader=lambda o: HalfStateful()), r"give HalfStateful load_state_dict\(state\)"),
     ],
 )
 def test_a_state_that_cannot_be_healed_is_turned_away(state, says):
@@ -55,9 +69,9 @@ def test_a_state_that_cannot_be_healed_is_turned_away(state, says):
 
 
 def test_what_cannot_be_looked_into_may_hold_the_parameters():
-    class Trainer:
-        def state_dict(self):
-            return {}
+    class Trainer(HalfStateful):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
 
     state = {"optimizer": model_and()["optimizer"], "trainer": Trainer()}
     TorchDriver(state, GOES_BACK)

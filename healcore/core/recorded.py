@@ -1,0 +1,298 @@
+"""The engine's step as one straight Python function, for NumPy scalars.
+
+The engine is where-only: whatever the numbers, it does the same operations. So they can be written
+down once and compiled: without the calls, the branches on the configuration and the intermediate
+tuples, in which `healcore.core.host` spends five sixths of its time. A value that is needed in
+one arm of a `where` only is computed only if that arm is taken. The operations that are left are
+NumPy's own, on the same operands: the same bits.
+
+    program = record(lambda state, signals, xp: engine.step(state, signals, xp=xp), state, signals)
+    state, decision = program(state, signals)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from healcore.core import host
+
+_DEEPEST = 20
+"""Parentheses within parentheses; Python's parser takes 200."""
+
+
+_OF_FLAGS = {"&": "and", "|": "or"}
+
+
+class NotRecordable(TypeError):
+    """The function did something with a value that depends on what the value is."""
+
+
+def record(function: Callable[..., Any], *trees: Any) -> Callable[..., Any]:
+    """Calls a function once and returns a faster one that does the same.
+
+    Args:
+        function: called as ``function(*trees, xp=...)``; pure and where-only.
+        *trees: NamedTuples, tuples and None, nested, of NumPy scalars and arrays. Structure, dtypes
+            and shapes are those of all later calls; the values are examples.
+
+    Returns:
+        ``program(*trees)``, to be called under ``np.errstate(all="ignore")``.
+
+    Raises:
+        NotRecordable: it branches on a value.
+    """
+    tape = Tape()
+    with np.errstate(all="ignore"):
+        pairs = [tape.given(tree) for tree in trees]
+        result = function(*(values for values, _ in pairs), xp=tape)
+    return tape.program([pattern for _, pattern in pairs], result)
+
+
+class Value:
+    """Stands for a number or an array while a function is recorded."""
+
+    __slots__ = ("place", "sample", "tape")
+    __array_ufunc__ = None  # an array on the left leaves the operation to us
+
+    def __init__(self, tape: Tape, place: int, sample: Any) -> None:
+        self.tape, self.place, self.sample = tape, place, sample
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Fixed."""
+        return self.sample.shape
+
+    @property
+    def ndim(self) -> int:
+        """Fixed."""
+        return self.sample.ndim
+
+    @property
+    def dtype(self) -> Any:
+        """Fixed."""
+        return self.sample.dtype
+
+    def __bool__(self) -> bool:
+        raise NotRecordable("a value is asked whether it is true: use xp.where")
+
+    def __hash__(self) -> int:
+        return self.place
+
+    def __getitem__(self, key: Any) -> Value:
+        return self.tape.call(operator.getitem, self, key)
+
+    def __neg__(self) -> Value:
+        return self.tape.add("-{}", operator.neg, self)
+
+    def __invert__(self) -> Value:
+        if isinstance(self.sample, np.bool_):
+            return self.tape.where(self, np.False_, np.True_)
+        return self.tape.add("~{}", operator.invert, self)
+
+
+def _binary(sign: str, function: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
+    def forward(self: Value, other: Any) -> Value:
+        return self.tape.binary(sign, function, self, other)
+
+    def backward(self: Value, other: Any) -> Value:
+        return self.tape.binary(sign, function, other, self)
+
+    return forward, backward
+
+
+for _name, _sign in {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "truediv": "/",
+    "floordiv": "//",
+    "mod": "%",
+    "pow": "**",
+    "and_": "&",
+    "or_": "|",
+    "xor": "^",
+}.items():
+    _forward, _backward = _binary(_sign, getattr(operator, _name))
+    setattr(Value, f"__{_name.rstrip('_')}__", _forward)
+    setattr(Value, f"__r{_name.rstrip('_')}__", _backward)
+for _name, _sign in {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}.items():
+    setattr(Value, f"__{_name}__", _binary(_sign, getattr(operator, _name))[0])
+
+
+class Tape:
+    """The operations so far. Also the array namespace of the function that is recorded."""
+
+    float32, int32, bool = host.float32, host.int32, host.bool
+
+    def __init__(self) -> None:
+        self._lines: list[tuple[str, tuple[str, ...]]] = []
+        """What each value is, with {} for the names of what it is made of."""
+        self._known: dict[Any, Value] = {}
+        self._constants: dict[str, Any] = {}
+        self._names: dict[Any, str] = {}
+
+    # -- the namespace --------------------------------------------------------------------------
+
+    def where(self, condition: Any, a: Any, b: Any) -> Any:
+        """As `host.where`."""
+        if not any(isinstance(each, Value) for each in (condition, a, b)):
+            return host.where(condition, a, b)
+        samples = [_sample(each) for each in (condition, a, b)]
+        a, b = _like(a, samples[2]), _like(b, samples[1])
+        same = type(_sample(a)) is type(_sample(b))
+        if not same or any(isinstance(each, np.ndarray) for each in samples):
+            return self.call(host.where, condition, a, b)
+        return self.add("{1} if {0} else {2}", host.where, condition, a, b)
+
+    def isfinite(self, x: Any) -> Any:
+        """As `host.isfinite`."""
+        return self.call(host.isfinite, x)
+
+    def abs(self, x: Any) -> Any:
+        """As `host.abs`."""
+        return self.add("abs({})", host.abs, x)
+
+    def sqrt(self, x: Any) -> Any:
+        """As `host.sqrt`."""
+        return self.call(host.sqrt, x)
+
+    def sum(self, x: Any, axis: int) -> Any:
+        """As `host.sum`."""
+        return self.call(host.sum, x, axis)
+
+    def cumsum(self, x: Any, axis: int) -> Any:
+        """As `host.cumsum`."""
+        return self.call(host.cumsum, x, axis)
+
+    def astype(self, x: Any, dtype: Any) -> Any:
+        """As `host.astype`; of a flag as a choice, which is faster."""
+        if isinstance(_sample(x), np.bool_) and isinstance(x, Value):
+            return self.where(x, dtype(1), dtype(0))
+        return self.call(host.astype, x, dtype)
+
+    def arange(self, *arguments: Any, **options: Any) -> Any:
+        """As `host.arange`: a constant."""
+        return host.arange(*arguments, **options)
+
+    def asarray(self, x: Any, **options: Any) -> Any:
+        """As `host.asarray`, of constants."""
+        return x if isinstance(x, Value) else host.asarray(x, **options)
+
+    # -- writing down ---------------------------------------------------------------------------
+
+    def given(self, tree: Any) -> tuple[Any, str]:
+        """A tree of the function's arguments as values, and the pattern that unpacks it."""
+        if tree is None:
+            return None, "_"
+        if isinstance(tree, tuple):
+            parts = [self.given(part) for part in tree]
+            values = [value for value, _ in parts]
+            made = type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)
+            return made, "[" + ", ".join(pattern for _, pattern in parts) + "]"
+        value = self._new("", (), tree)
+        return value, f"v{value.place}"
+
+    def binary(self, sign: str, function: Callable[[Any, Any], Any], a: Any, b: Any) -> Value:
+        """An operation of two, either of which may be a constant."""
+        a, b = _like(a, _sample(b)), _like(b, _sample(a))
+        if sign in _OF_FLAGS and all(isinstance(_sample(each), np.bool_) for each in (a, b)):
+            sign = _OF_FLAGS[sign]  # gives one of the two, and asks the second only if it has to
+        return self.add(f"{{}} {sign} {{}}", function, a, b)
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """An operation that has no sign."""
+        if not any(isinstance(each, Value) for each in arguments):
+            return function(*arguments)
+        called = f"{self._constant(function)}({', '.join(['{}'] * len(arguments))})"
+        return self.add(called, function, *arguments)
+
+    def add(self, text: str, function: Callable[..., Any], *arguments: Any) -> Value:
+        """The value of an operation; the same one if it was there before."""
+        names = tuple(self._name(each) for each in arguments)
+        found = self._known.get((text, names))
+        if found is None:
+            found = self._new(text, names, function(*(_sample(each) for each in arguments)))
+            self._known[text, names] = found
+        return found
+
+    def program(self, patterns: list[str], result: Any) -> Callable[..., Any]:
+        """Everything that the result needs, as a function."""
+        told = self._written(result)
+        uses = [0] * len(self._lines)
+        for name in told[1]:
+            uses[name] += 1
+        for place in reversed(range(len(self._lines))):
+            if uses[place]:
+                for name in self._lines[place][1]:
+                    if name[0] == "v":
+                        uses[int(name[1:])] += 1
+        body, inlined = [], {}
+        for place, (text, names) in enumerate(self._lines):
+            if not text or not uses[place]:
+                continue
+            parts = [inlined.pop(name, (name, 0)) for name in names]
+            line = text.format(*(part for part, _ in parts))
+            depth = 1 + max((deep for _, deep in parts), default=0)
+            if uses[place] == 1 and depth < _DEEPEST:
+                inlined[f"v{place}"] = (f"({line})", depth)
+            else:
+                body.append(f"v{place} = {line}")
+        answer = told[0].format(*(inlined.get(f"v{at}", (f"v{at}", 0))[0] for at in told[1]))
+        arguments = [f"tree{i}" for i in range(len(patterns))]
+        unpacked = [f"{p} = {a}" for p, a in zip(patterns, arguments, strict=True)]
+        constants = [f"{name}={name}" for name in self._constants]  # defaults: found as locals
+        lines = [*unpacked, *body, f"return {answer}"]
+        source = f"def program({', '.join([*arguments, '*', *constants])}):\n " + "\n ".join(lines)
+        scope = {**self._constants, "new": tuple.__new__}
+        exec(compile(source, "<the engine's step, recorded>", "exec"), scope)
+        return scope["program"]
+
+    def _written(self, tree: Any) -> tuple[str, list[int]]:
+        """A tree as an expression, with {} for its values, and their places."""
+        if tree is None:
+            return "None", []
+        if isinstance(tree, Value):
+            return "{}", [tree.place]
+        if not isinstance(tree, tuple):
+            return self._constant(tree), []
+        parts = [self._written(part) for part in tree]
+        inner = "(" + "".join(f"{text}, " for text, _ in parts) + ")"
+        if hasattr(tree, "_fields"):
+            inner = f"new({self._constant(type(tree))}, {inner})"
+        return inner, [place for _, places in parts for place in places]
+
+    def _new(self, text: str, names: tuple[str, ...], sample: Any) -> Value:
+        self._lines.append((text, names))
+        return Value(self, len(self._lines) - 1, sample)
+
+    def _name(self, value: Any) -> str:
+        return f"v{value.place}" if isinstance(value, Value) else self._constant(value)
+
+    def _constant(self, value: Any) -> str:
+        plain = isinstance(value, (int, float, np.generic))
+        key = (type(value), repr(value)) if plain else id(value)
+        if key not in self._names:
+            self._names[key] = f"c{len(self._names)}"
+            self._constants[self._names[key]] = value  # held, so that its id stays its own
+        return self._names[key]
+
+
+def _sample(value: Any) -> Any:
+    return value.sample if isinstance(value, Value) else value
+
+
+def _like(value: Any, other: Any) -> Any:
+    """A Python number as NumPy would take it beside another scalar: in that one's dtype."""
+    if not isinstance(value, (int, float)) or isinstance(value, np.generic):
+        return value
+    if type(other) is np.float32:
+        return np.float32(value)
+    if isinstance(other, np.bool_) and isinstance(value, bool):
+        return np.bool_(value)
+    if type(other) is np.int32 and isinstance(value, int) and abs(value) < 2**31:
+        return np.int32(value)
+    return value

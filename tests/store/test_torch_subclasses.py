@@ -1,0 +1,103 @@
+"""Tensors made of other tensors, such as moments of 8 bits, are saved by their parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor  # torch's own example of one
+
+from healcore.runtime.store import UnsavableState
+from healcore.torch.store import apply
+from tests.store.worlds import DCP, TORCH_MEMORY, TORCH_TIERS, over
+
+WORLDS = (DCP, TORCH_MEMORY, TORCH_TIERS)
+
+
+def two(seed: int = 0) -> Any:
+    return TwoTensor(torch.arange(6.0).reshape(2, 3) + seed, -torch.arange(6.0).reshape(2, 3))
+
+
+def saved_and_restored(store: Any, state: dict[str, Any], into: dict[str, Any]) -> None:
+    store.save(1, state)
+    store.wait()
+    apply(into, store.restore(1, into).state)
+
+
+@over(*WORLDS)
+def test_of_a_tree_in_place(world, tmp_path):
+    saved, live = two(), two(seed=9)
+    saved_and_restored(world.make(tmp_path), {"x": {"y": saved}}, {"x": {"y": live}})
+    assert torch.equal(live.a, saved.a)
+    assert torch.equal(live.b, saved.b)
+
+
+@over(*WORLDS)
+def test_of_tensors_within_tensors(world, tmp_path):
+    inner, outer = two(3), TwoTensor(two(1), two(2))
+    store = world.make(tmp_path)
+    state = {"x": {"y": outer, "z": inner}}
+    store.save(1, state)
+    store.wait()
+    found = store.restore(1, state).state["x"]
+    assert type(found["y"]) is type(found["y"].b) is TwoTensor
+    assert torch.equal(found["y"].b.a, two(2).a)
+    assert torch.equal(found["z"].a, inner.a)
+
+
+@over(*WORLDS)
+def test_of_an_optimizer(world, tmp_path):
+    def built() -> torch.optim.Optimizer:
+        p = nn.Parameter(torch.ones(2, 3))
+        p.grad = torch.ones(2, 3)
+        optimizer = torch.optim.AdamW([p], foreach=False)
+        optimizer.step()
+        return optimizer
+
+    saved, live = built(), built()
+    (state,) = saved.state.values()
+    state["exp_avg"] = two()
+    saved_and_restored(world.make(tmp_path), {"optimizer": saved}, {"optimizer": live})
+    (found,) = live.state.values()
+    assert type(found["exp_avg"]) is TwoTensor
+    assert torch.equal(found["exp_avg"].b, state["exp_avg"].b)
+
+
+def test_of_a_class_that_nobody_can_find_again(tmp_path):
+    class Local(TwoTensor):
+        pass
+
+    store = DCP.make(tmp_path)
+    with pytest.raises(UnsavableState, match=r"state\['x'\]\['y'\] .* cannot be pickled"):
+        store.save(1, {"x": {"y": Local(torch.ones(2), torch.ones(2))}})
+
+
+@over(*WORLDS)
+def test_moments_of_eight_bits(world, tmp_path):
+    torchao: Any = pytest.importorskip("torchao.optim", reason="torchao is not installed")
+
+    def built() -> tuple[nn.Linear, Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64)
+        return model, torchao.AdamW8bit(model.parameters(), lr=1e-2)
+
+    def step(model: nn.Linear, optimizer: Any, i: int) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.full((2, 64), float(i))).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    mine, other = built(), built()
+    for i in range(3):
+        step(*mine, i)
+    state: dict[str, Any] = {"model": mine[0], "optimizer": mine[1]}
+    into: dict[str, Any] = {"model": other[0], "optimizer": other[1]}
+    saved_and_restored(world.make(tmp_path), state, into)
+    for i in range(3, 5):
+        step(*mine, i)
+        step(*other, i)
+    for a, b in zip(mine[0].parameters(), other[0].parameters(), strict=True):
+        assert torch.equal(a, b)
