@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from healcore.core.engine import Engine
 from healcore.torch import fused as kernels
 from healcore.torch import gradients
+from healcore.torch.agreeing import Agreement
 from healcore.torch.device_seat import DeviceSeat
 from healcore.torch.enforcing import Enforcer
 from healcore.torch.errors import AttachError
@@ -27,6 +28,7 @@ def attach(
     engine: Literal["auto", "host", "device"] = "auto",
     fused: bool | Literal["auto"] = "auto",
     compile: bool | Literal["auto"] = "auto",
+    process_group: Any = "auto",
 ) -> Healing:
     """Heals an optimizer: every `optimizer.step()` is judged first, then clipped, skipped or taken.
 
@@ -49,6 +51,10 @@ def attach(
         fused: whether `step()` honours `found_inf` and `grad_scale`. "auto" knows torch's own; True
             vouches for a subclass that only wraps `super().step()`; False never uses them.
         compile: whether the device engine runs through torch.compile; "auto": on accelerators.
+        process_group: the ranks that take each step together. They judge the mean of their losses
+            and norms, which costs one small all_reduce per step. "auto": the default group, where
+            torch.distributed is initialized with several ranks. None: nothing is exchanged; only
+            where every rank is given the same loss and gradients anyway, or trains its own model.
 
     Returns:
         The handle: `observe`, `metrics`, `state_dict`, `report`, `detach`.
@@ -92,13 +98,15 @@ def attach(
     else:
         seat = HostSeat(core, len(params))
     measurer = Measurer(core, home, scaler)
+    agreement = Agreement(process_group, home)
     return Healing(
         optimizer,
         core,
         seat,
         measurer,
         Enforcer(by_kernel=obstacle is None, cuts_lr=core.cuts_lr),
-        Reporter(measurer, seat, reason, obstacle),
+        agreement,
+        Reporter(measurer, seat, reason, obstacle, agreement),
     )
 
 

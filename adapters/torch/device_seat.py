@@ -75,6 +75,7 @@ class DeviceSeat:
     def _step(self, seen: Measurement) -> tuple[DeviceOrder, Decision]:
         """The traced part: signals, engine, state in place, and what the kernel wants to know."""
         norm, groups, held = seen.grad_norm, seen.group_norms, None
+        assert norm is not None
         if seen.grad_divisor is not None:
             norm = norm / seen.grad_divisor
             groups = None if groups is None else groups / seen.grad_divisor

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from healcore.core.engine import Engine
 from healcore.core.verdict import Action, Cause, Decision
 from healcore.torch import gradients
+from healcore.torch.agreeing import Agreement
 from healcore.torch.amp import AmpAttributes
 from healcore.torch.device_seat import DeviceSeat, read_order
 from healcore.torch.enforcing import Enforcer
@@ -38,6 +39,7 @@ class Healing:
         seat: HostSeat | DeviceSeat,
         measurer: Measurer,
         enforcer: Enforcer,
+        agreement: Agreement,
         report: Callable[[], Report],
     ) -> None:
         self.optimizer = optimizer
@@ -45,6 +47,7 @@ class Healing:
         self.seat = seat
         self._measurer = measurer
         self._enforcer = enforcer
+        self._agreement = agreement
         self._report = report
         self._groups = len(gradients.parameters(optimizer))
         self._open = OpenStep()
@@ -76,8 +79,8 @@ class Healing:
     def observe(self, loss: Tensor | float) -> None:
         """Reports the loss of one (micro-)batch; the step sees the mean since the last step.
 
-        Nothing is read on the host. In data-parallel training pass the mean over all ranks: the
-        decision must be the same everywhere.
+        Nothing is read on the host. With several ranks the step sees the mean over all of them, and
+        each rank may pass its own loss or one that was reduced already.
 
         Args:
             loss: a number, or a tensor of one element on any device; NaN and Inf are welcome.
@@ -131,6 +134,11 @@ class Healing:
     def has_seen_loss(self) -> bool:
         """Whether any step was judged with a loss so far."""
         return "loss" in self._measurer.seen
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks decide together; 1: nothing is exchanged."""
+        return self._agreement.world
 
     @property
     def in_step(self) -> bool:
@@ -310,7 +318,8 @@ class Healing:
         self._judged = True
         everything = gradients.parameters(optimizer)
         params = [p for p in everything if p.grad is not None]
-        if not params:
+        together = self._agreement.world > 1
+        if not params and not together:
             self._measurer.clear()
             return
         if self.grows and len(everything) > self._groups:
@@ -324,6 +333,12 @@ class Healing:
         divisor, found = AmpAttributes.read(optimizer)
         seen = self._measurer.measure(optimizer, everything, grad_divisor=divisor, found_inf=found)
         self._measurer.clear()
+        if together:
+            if seen.rehearsal and _is_zero(seen.grad_norm):
+                return
+            seen = self._agreement.agree(seen, self.seat.decision)
+        if seen.grad_norm is None:
+            return
         enforces, self._held = self.engine.mode != "observe", False
         if isinstance(self.seat, HostSeat):
             order = self.seat.order(seen)
@@ -341,3 +356,8 @@ class Healing:
             self._enforcer.carry_out(optimizer, everything, order, seen.grad_divisor)
         if self.on_judged is not None:
             self.on_judged(Judged(params, self._measurer.tensor_norms, seen.grad_divisor))
+
+
+def _is_zero(norm: Tensor | None) -> bool:
+    """A sync, for a fresh optimizer only: torch steps it once to save it, maybe on one rank."""
+    return norm is None or not norm.cpu().numpy()

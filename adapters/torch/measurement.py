@@ -15,8 +15,8 @@ from healcore.core.verdict import Decision
 class Measurement(NamedTuple):
     """One step, as tensors next to the parameters. Nothing of it has been read on the host."""
 
-    grad_norm: Tensor
-    """0-d float32: global norm of the gradients as they lie in `.grad`."""
+    grad_norm: Tensor | None
+    """0-d float32: global norm of the gradients as they lie in `.grad`; None: there are none."""
     loss: Tensor | None = None
     """0-d float32: mean over the micro-batches of this step."""
     group_norms: Tensor | None = None

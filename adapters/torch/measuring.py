@@ -71,7 +71,7 @@ class Measurer:
         """Measures the step about to be taken.
 
         Args:
-            optimizer: the optimizer; at least one of its parameters has a gradient.
+            optimizer: the optimizer.
             everything: all its parameters.
             grad_divisor: a GradScaler's scale, if the gradients still carry it.
             found_inf: a GradScaler's overflow flag.
@@ -85,7 +85,7 @@ class Measurer:
                 [None if p.grad is None else next(given) for p in everything], self.home
             )
         measured = Measurement(
-            grad_norm=norms.total(each, self.home),
+            grad_norm=norms.total(each, self.home) if each else None,
             loss=self._window.mean(),
             group_norms=group_norms,
             eval_loss=self._side_signal("eval_loss"),

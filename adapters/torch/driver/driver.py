@@ -142,7 +142,7 @@ class TorchDriver:
             each.stepped = False
         if not self._entries:
             return None
-        step = Step(self._entries.copy())
+        step = Step(self._entries.copy(), self._compared_with)
         self._entries.clear()
         self._taken += 1
         if self._taken == _WITHOUT_LOSS:
@@ -257,6 +257,14 @@ class TorchDriver:
             self.healings[name] = healing
         for healing in self.healings.values():
             healing.grows = True
+
+    @property
+    def _compared_with(self) -> Ranks | None:
+        """The processes of this run, if there are several and some engine decides without them."""
+        if self._ranks is None or self._ranks.world == 1:
+            return None
+        alone = any(healing.ranks == 1 for healing in self.healings.values())
+        return self._ranks if alone else None
 
     def _detach(self) -> None:
         for healing in self._own:
