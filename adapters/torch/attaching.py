@@ -42,8 +42,9 @@ def attach(
     Args:
         optimizer: any torch.optim optimizer, or accelerate's wrapper around one.
         policy: a policy's name, a path to its TOML file, a `healcore.policy.Policy`, or an Engine.
-        scaler: the GradScaler, if one is used. Only needed to drop the losses of steps that it
-            throws away without calling an optimizer that is not fused.
+        scaler: the GradScaler, if one is used. Only needed for an optimizer that is not fused,
+            which it does not call at an overflow: such a step's losses are dropped with it, and
+            overflows that do not end are counted as non-finite steps.
         engine: where decisions are made. "device": in torch, next to the parameters, without a
             sync if the optimizer is fused. "host": in NumPy, one sync per step on an accelerator,
             none on a CPU. "auto": device for fused optimizers on accelerators, else host. Both
@@ -97,7 +98,7 @@ def attach(
         seat = DeviceSeat(core, len(params), home, compile=compiled)
     else:
         seat = HostSeat(core, len(params))
-    measurer = Measurer(core, home, scaler)
+    measurer = Measurer(core, optimizer, home, scaler)
     agreement = Agreement(process_group, home)
     return Healing(
         optimizer,

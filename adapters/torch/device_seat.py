@@ -81,9 +81,9 @@ class DeviceSeat:
             groups = None if groups is None else groups / seen.grad_divisor
         if seen.found_inf is not None:
             held = seen.found_inf > 0
-        void = held
+        void = seen.void
         if seen.rehearsal:
-            void = norm == 0 if held is None else held | (norm == 0)
+            void = norm == 0 if void is None else void | (norm == 0)
         signals = Signals(
             loss=seen.loss,
             grad_norm=norm,

@@ -18,6 +18,7 @@ from healcore.torch.device_seat import DeviceSeat, read_order
 from healcore.torch.enforcing import Enforcer
 from healcore.torch.errors import ParametersChangedError
 from healcore.torch.host_seat import HostSeat
+from healcore.torch.losses import checked
 from healcore.torch.measurement import Judged, Order
 from healcore.torch.measuring import Measurer
 from healcore.torch.nesting import OpenStep
@@ -88,6 +89,8 @@ class Healing:
         Raises:
             SignalError: None, not a number, or more than one. Nothing has changed then.
         """
+        loss = checked("loss", loss)
+        self.judge_dropped()
         self._measurer.add_loss(loss)
 
     def observe_eval(self, eval_loss: Tensor | float) -> None:
@@ -122,6 +125,24 @@ class Healing:
     def discard(self) -> None:
         """Forgets the losses since the last step: call it after throwing a step away yourself."""
         self._measurer.clear()
+
+    @torch.no_grad()
+    def judge_dropped(self) -> None:
+        """Judges a step that the GradScaler has dropped without calling the optimizer, if any.
+
+        `observe` calls it; a loop without losses may, once after each `scaler.update()`. There is
+        nothing left to skip: it is for what the policy orders when such steps do not end.
+        """
+        alone = self._agreement.world == 1
+        seen = self._measurer.dropped(self.optimizer, self._groups, alone=alone)
+        if seen is None:
+            return
+        if isinstance(self.seat, HostSeat):
+            self.seat.order(seen)
+        else:
+            self.seat.advance(seen)
+        if self.on_judged is not None:
+            self.on_judged(Judged([], [], None))
 
     # -- what the training loop can ask ---------------------------------------------------------
 
@@ -290,7 +311,7 @@ class Healing:
                 self._watch(optimizer)
                 return loss
             if loss is not None and not self._measurer.has_loss:
-                self._measurer.add_loss(loss, "the closure's loss")
+                self._measurer.add_loss(checked("the closure's loss", loss))
             self._judge(optimizer)
             return loss
 
@@ -339,6 +360,7 @@ class Healing:
             seen = self._agreement.agree(seen, self.seat.decision)
         if seen.grad_norm is None:
             return
+        seen = self._measurer.void_overflow(seen)
         enforces, self._held = self.engine.mode != "observe", False
         if isinstance(self.seat, HostSeat):
             order = self.seat.order(seen)

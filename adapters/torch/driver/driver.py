@@ -137,6 +137,8 @@ class TorchDriver:
 
     def took(self) -> Step | None:
         """What was judged since the last call; reads nothing."""
+        for healing in self.healings.values():
+            healing.judge_dropped()
         self._all_stepped = all(each.stepped for each in self._accumulations)
         for each in self._accumulations:
             each.stepped = False
