@@ -9,6 +9,7 @@ from healcore.runtime.driver import Told
 from healcore.runtime.store.ranks import Ranks
 from healcore.torch.driver.evidence import Names, Witness
 from healcore.torch.driver.numbers import Numbers, Source, source
+from healcore.torch.driver.unread import Unread
 from healcore.torch.errors import RanksDisagreeError
 from healcore.torch.healing import Healing
 from healcore.torch.measurement import Judged
@@ -31,14 +32,14 @@ class Recorder:
         name: of the engine.
         healing: the optimizer's handle.
         names: how parameters are called.
-        entries: where to write; the same list for all optimizers.
+        unread: where to write; the same for all optimizers.
     """
 
-    def __init__(self, name: str, healing: Healing, names: Names, entries: list[Entry]) -> None:
+    def __init__(self, name: str, healing: Healing, names: Names, unread: Unread) -> None:
         self.name = name
         self.healing = healing
         self.witness = Witness(names)
-        self._entries = entries
+        self._unread = unread
         self._before: Source | int = 0
         self.restart()
         healing.on_judged = self._record
@@ -49,7 +50,7 @@ class Recorder:
 
     def _record(self, judged: Judged) -> None:
         numbers = source(self.healing.seat)
-        self._entries.append(Entry(self, numbers, self._before, judged))
+        self._unread.add(Entry(self, numbers, self._before, judged))
         self._before = numbers
 
 
