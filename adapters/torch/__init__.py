@@ -20,7 +20,11 @@ from healcore.core.signals import SignalError  # noqa: E402
 from healcore.core.verdict import Action, Cause, Decision  # noqa: E402
 from healcore.torch import namespace  # noqa: E402
 from healcore.torch.attaching import attach  # noqa: E402
-from healcore.torch.errors import AttachError, ParametersChangedError  # noqa: E402
+from healcore.torch.errors import (  # noqa: E402
+    AttachError,
+    ParametersChangedError,
+    RanksDisagreeError,
+)
 from healcore.torch.healing import Healing  # noqa: E402
 from healcore.torch.report import Report  # noqa: E402
 
@@ -31,6 +35,7 @@ __all__ = [
     "Decision",
     "Healing",
     "ParametersChangedError",
+    "RanksDisagreeError",
     "Report",
     "SignalError",
     "StateError",

@@ -12,7 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
+
+SEARCH = 40
+"""Overflows in a row that are a GradScaler's search for its scale: from its default of 2^16 that
+leads below 2^-23, where only gradients that are not finite themselves overflow."""
 
 _ABSENT = object()
 
@@ -57,26 +62,72 @@ class AmpAttributes:
         self._lent.clear()
 
 
-class ScalerWindow:
-    """Notices that a GradScaler threw a step away without telling the optimizer.
+class DroppedSteps:
+    """Notices that a GradScaler dropped a step without telling the optimizer.
 
-    For an optimizer that is not fused the scaler simply does not call `step()` after an overflow:
-    no hook runs, and the losses of that step would count towards the next one. But `update()`
-    replaces the scaler's per-optimizer records, and their identity can be compared.
+    For an optimizer that is not fused the scaler does not call `step()` after an overflow: no hook
+    runs. But `update()` replaces the scaler's records, and those that it has put away say whether
+    it was asked to step this optimizer. Nothing of it waits for a device.
 
     Args:
         scaler: the GradScaler, or None when there is none.
+        optimizer: the optimizer.
     """
 
-    def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
+    def __init__(self, scaler: torch.amp.GradScaler | None, optimizer: Optimizer) -> None:
         self._scaler = scaler
-        self._records: Any = None
+        self._key = id(optimizer)
+        self._records = self._current()
+        self.stepped = False
+        """Whether the optimizer's own hook ran since the last `update()`; whoever sees it says so.
+        """
 
-    def moved_on(self) -> bool:
-        """Whether `update()` ran since the last call; call it once per observed loss."""
-        if self._scaler is None:
+    def found(self) -> bool:
+        """Whether there was one since the last call; call it at least once for every step."""
+        records = self._current()
+        if records is self._records:
             return False
-        records = getattr(self._scaler, "_per_optimizer_states", None)
-        moved = self._records is not None and records is not self._records
-        self._records = records
-        return moved
+        old, self._records = self._records, records
+        stepped, self.stepped = self.stepped, False
+        asked = old is not None and self._key in old and old[self._key]["stage"] is OptState.STEPPED
+        return asked and not stepped
+
+    def _current(self) -> Any:
+        return getattr(self._scaler, "_per_optimizer_states", None)
+
+
+class Overflows:
+    """Tells a GradScaler that looks for its scale from one that will never find it.
+
+    After an overflow the scale is halved and the step dropped: the scaler's own business. But
+    gradients that are not finite at any scale are dropped for ever, while the scale goes to 0.
+    """
+
+    def __init__(self, home: torch.device) -> None:
+        self._home = home
+        self._row: Tensor | None = None
+        self._dropped = 0
+
+    def void(self, found_inf: Tensor) -> Tensor:
+        """Whether to learn and count nothing of a step, where the kernel drops it itself.
+
+        Args:
+            found_inf: 0-d float32, above 0 after an overflow.
+
+        Returns:
+            0-d bool tensor, not read here.
+        """
+        if self._row is None:
+            self._row = torch.zeros((), dtype=torch.int32, device=self._home)
+        held = found_inf > 0
+        self._row = torch.where(held, self._row + 1, 0)
+        return held & (self._row <= SEARCH)
+
+    def drop(self) -> bool:
+        """Takes a step that was dropped without the optimizer; whether it is to be counted."""
+        self._dropped += 1
+        return self._dropped > SEARCH
+
+    def end_row(self) -> None:
+        """Takes a step that reached the optimizer."""
+        self._dropped = 0

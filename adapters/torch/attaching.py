@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from healcore.core.engine import Engine
 from healcore.torch import fused as kernels
 from healcore.torch import gradients
+from healcore.torch.agreeing import Agreement
 from healcore.torch.device_seat import DeviceSeat
 from healcore.torch.enforcing import Enforcer
 from healcore.torch.errors import AttachError
@@ -27,6 +28,7 @@ def attach(
     engine: Literal["auto", "host", "device"] = "auto",
     fused: bool | Literal["auto"] = "auto",
     compile: bool | Literal["auto"] = "auto",
+    process_group: Any = "auto",
 ) -> Healing:
     """Heals an optimizer: every `optimizer.step()` is judged first, then clipped, skipped or taken.
 
@@ -40,8 +42,9 @@ def attach(
     Args:
         optimizer: any torch.optim optimizer, or accelerate's wrapper around one.
         policy: a policy's name, a path to its TOML file, a `healcore.policy.Policy`, or an Engine.
-        scaler: the GradScaler, if one is used. Only needed to drop the losses of steps that it
-            throws away without calling an optimizer that is not fused.
+        scaler: the GradScaler, if one is used. Only needed for an optimizer that is not fused,
+            which it does not call at an overflow: such a step's losses are dropped with it, and
+            overflows that do not end are counted as non-finite steps.
         engine: where decisions are made. "device": in torch, next to the parameters, without a
             sync if the optimizer is fused. "host": in NumPy, one sync per step on an accelerator,
             none on a CPU. "auto": device for fused optimizers on accelerators, else host. Both
@@ -49,6 +52,10 @@ def attach(
         fused: whether `step()` honours `found_inf` and `grad_scale`. "auto" knows torch's own; True
             vouches for a subclass that only wraps `super().step()`; False never uses them.
         compile: whether the device engine runs through torch.compile; "auto": on accelerators.
+        process_group: the ranks that take each step together. They judge the mean of their losses
+            and norms, which costs one small all_reduce per step. "auto": the default group, where
+            torch.distributed is initialized with several ranks. None: nothing is exchanged; only
+            where every rank is given the same loss and gradients anyway, or trains its own model.
 
     Returns:
         The handle: `observe`, `metrics`, `state_dict`, `report`, `detach`.
@@ -91,15 +98,17 @@ def attach(
         seat = DeviceSeat(core, len(params), home, compile=compiled)
     else:
         seat = HostSeat(core, len(params))
-    measurer = Measurer(core, home, scaler)
+    measurer = Measurer(core, optimizer, home, scaler)
     enforcer = Enforcer(optimizer, by_kernel=obstacle is None, cuts_lr=core.cuts_lr)
+    agreement = Agreement(process_group, home)
     return Healing(
         optimizer,
         core,
         seat,
         measurer,
         enforcer,
-        Reporter(measurer, seat, reason, obstacle, enforcer.own_step.stoppable),
+        agreement,
+        Reporter(measurer, seat, reason, obstacle, enforcer.own_step.stoppable, agreement),
     )
 
 

@@ -78,14 +78,15 @@ class DeviceSeat:
     def _step(self, seen: Measurement) -> tuple[DeviceOrder, Decision]:
         """The traced part: signals, engine, state in place, and what the kernel wants to know."""
         norm, groups, held = seen.grad_norm, seen.group_norms, None
+        assert norm is not None
         if seen.grad_divisor is not None:
             norm = norm / seen.grad_divisor
             groups = None if groups is None else groups / seen.grad_divisor
         if seen.found_inf is not None:
             held = seen.found_inf > 0
-        void = held
+        void = seen.void
         if seen.rehearsal:
-            void = norm == 0 if held is None else held | (norm == 0)
+            void = norm == 0 if void is None else void | (norm == 0)
         signals = Signals(
             loss=seen.loss,
             grad_norm=norm,

@@ -11,5 +11,9 @@ class AttachError(TypeError):
     """`attach` cannot work with what it was given; nothing was changed."""
 
 
+class RanksDisagreeError(RuntimeError):
+    """The ranks of one run have decided different things; the step at hand was not taken."""
+
+
 class ParametersChangedError(RuntimeError):
     """The optimizer's parameters are not those that `attach` saw; the step was not taken."""

@@ -29,13 +29,15 @@ def scale_(grads: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiplies gradients in place by one factor, as `clip_grads_with_norm_` does.
 
     Args:
-        grads: gradients on any devices, of any dtypes.
+        grads: gradients on any devices, of any dtypes; DTensors and plain ones may be mixed.
         factor: a number, or a 0-d tensor.
     """
-    by_device: dict[torch.device, list[Tensor]] = {}
+    # One call takes either plain tensors or the DTensors of one mesh.
+    together: dict[tuple[torch.device, object], list[Tensor]] = {}
     for grad in grads:
-        by_device.setdefault(grad.device, []).append(values(grad))
-    for device, tensors in by_device.items():
+        mesh = None if type(grad) is Tensor else getattr(grad, "device_mesh", None)
+        together.setdefault((grad.device, mesh), []).append(values(grad))
+    for (device, _), tensors in together.items():
         on_device = factor.to(device, non_blocking=True) if isinstance(factor, Tensor) else factor
         torch._foreach_mul_(tensors, on_device)  # pyright: ignore[reportPrivateImportUsage]
 

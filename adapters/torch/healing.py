@@ -12,11 +12,13 @@ from torch.optim import Optimizer
 from healcore.core.engine import Engine
 from healcore.core.verdict import Action, Cause, Decision
 from healcore.torch import gradients
+from healcore.torch.agreeing import Agreement
 from healcore.torch.amp import AmpAttributes
 from healcore.torch.device_seat import DeviceSeat, read_order
 from healcore.torch.enforcing import Enforcer
 from healcore.torch.errors import ParametersChangedError
 from healcore.torch.host_seat import HostSeat
+from healcore.torch.losses import checked
 from healcore.torch.measurement import Judged, Order
 from healcore.torch.measuring import Measurer
 from healcore.torch.nesting import OpenStep
@@ -39,6 +41,7 @@ class Healing:
         seat: HostSeat | DeviceSeat,
         measurer: Measurer,
         enforcer: Enforcer,
+        agreement: Agreement,
         report: Callable[[], Report],
     ) -> None:
         self.optimizer = optimizer
@@ -46,6 +49,7 @@ class Healing:
         self.seat = seat
         self._measurer = measurer
         self._enforcer = enforcer
+        self._agreement = agreement
         self._report = report
         self._groups = len(gradients.parameters(optimizer))
         self._open = OpenStep()
@@ -77,8 +81,8 @@ class Healing:
     def observe(self, loss: Tensor | float) -> None:
         """Reports the loss of one (micro-)batch; the step sees the mean since the last step.
 
-        Nothing is read on the host. In data-parallel training pass the mean over all ranks: the
-        decision must be the same everywhere.
+        Nothing is read on the host. With several ranks the step sees the mean over all of them, and
+        each rank may pass its own loss or one that was reduced already.
 
         Args:
             loss: a number, or a tensor of one element on any device; NaN and Inf are welcome.
@@ -86,6 +90,8 @@ class Healing:
         Raises:
             SignalError: None, not a number, or more than one. Nothing has changed then.
         """
+        loss = checked("loss", loss)
+        self.judge_dropped()
         self._measurer.add_loss(loss)
 
     def observe_eval(self, eval_loss: Tensor | float) -> None:
@@ -121,6 +127,24 @@ class Healing:
         """Forgets the losses since the last step: call it after throwing a step away yourself."""
         self._measurer.clear()
 
+    @torch.no_grad()
+    def judge_dropped(self) -> None:
+        """Judges a step that the GradScaler has dropped without calling the optimizer, if any.
+
+        `observe` calls it; a loop without losses may, once after each `scaler.update()`. There is
+        nothing left to skip: it is for what the policy orders when such steps do not end.
+        """
+        alone = self._agreement.world == 1
+        seen = self._measurer.dropped(self.optimizer, self._groups, alone=alone)
+        if seen is None:
+            return
+        if isinstance(self.seat, HostSeat):
+            self.seat.order(seen)
+        else:
+            self.seat.advance(seen)
+        if self.on_judged is not None:
+            self.on_judged(Judged([], [], None))
+
     # -- what the training loop can ask ---------------------------------------------------------
 
     @property
@@ -132,6 +156,11 @@ class Healing:
     def has_seen_loss(self) -> bool:
         """Whether any step was judged with a loss so far."""
         return "loss" in self._measurer.seen
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks decide together; 1: nothing is exchanged."""
+        return self._agreement.world
 
     @property
     def in_step(self) -> bool:
@@ -284,7 +313,7 @@ class Healing:
                 self._watch(optimizer)
             else:
                 if loss is not None and not self._measurer.has_loss:
-                    self._measurer.add_loss(loss, "the closure's loss")
+                    self._measurer.add_loss(checked("the closure's loss", loss))
                 self._judge(optimizer)
             if self._enforcer.own_step.can_end and self._undo.is_complete:
                 self._open.unwind()
@@ -315,7 +344,8 @@ class Healing:
         self._judged = True
         everything = gradients.parameters(optimizer)
         params = [p for p in everything if p.grad is not None]
-        if not params:
+        together = self._agreement.world > 1
+        if not params and not together:
             self._measurer.clear()
             return
         if self.grows and len(everything) > self._groups:
@@ -329,6 +359,13 @@ class Healing:
         divisor, found = AmpAttributes.read(optimizer)
         seen = self._measurer.measure(optimizer, everything, grad_divisor=divisor, found_inf=found)
         self._measurer.clear()
+        if together:
+            if seen.rehearsal and _is_zero(seen.grad_norm):
+                return
+            seen = self._agreement.agree(seen, self.seat.decision)
+        if seen.grad_norm is None:
+            return
+        seen = self._measurer.void_overflow(seen)
         enforces, self._held = self.engine.mode != "observe", False
         if isinstance(self.seat, HostSeat):
             order = self.seat.order(seen)
@@ -346,3 +383,8 @@ class Healing:
             self._enforcer.carry_out(optimizer, everything, order, seen.grad_divisor)
         if self.on_judged is not None:
             self.on_judged(Judged(params, self._measurer.tensor_norms, seen.grad_divisor))
+
+
+def _is_zero(norm: Tensor | None) -> bool:
+    """A sync, for a fresh optimizer only: torch steps it once to save it, maybe on one rank."""
+    return norm is None or not norm.cpu().numpy()

@@ -44,7 +44,7 @@ class HostSeat:
 
     def order(self, seen: Measurement) -> Order:
         """Judges one step."""
-        loss, norm, groups, evaluation, update, divisor, found, rate = read(
+        loss, norm, groups, evaluation, update, divisor, found, voided, rate = read(
             [
                 seen.loss,
                 seen.grad_norm,
@@ -53,11 +53,12 @@ class HostSeat:
                 seen.update_norm,
                 seen.grad_divisor,
                 seen.found_inf,
+                seen.void,
                 seen.learning_rate,
             ]
         )
         assert norm is not None
-        void = found is not None and bool(found > 0)
+        void = voided is not None and bool(voided)
         if seen.rehearsal and not norm:
             void = True
         with np.errstate(all="ignore"):  # float32 scalars warn where the core selects afterwards

@@ -15,8 +15,8 @@ from healcore.core.verdict import Decision
 class Measurement(NamedTuple):
     """One step, as tensors next to the parameters. Nothing of it has been read on the host."""
 
-    grad_norm: Tensor
-    """0-d float32: global norm of the gradients as they lie in `.grad`."""
+    grad_norm: Tensor | None
+    """0-d float32: global norm of the gradients as they lie in `.grad`; None: there are none."""
     loss: Tensor | None = None
     """0-d float32: mean over the micro-batches of this step."""
     group_norms: Tensor | None = None
@@ -29,6 +29,8 @@ class Measurement(NamedTuple):
     """0-d float32: what the gradients are still multiplied by (a GradScaler's scale)."""
     found_inf: Tensor | None = None
     """0-d float32, above 0 when a GradScaler has found an overflow and skips this step."""
+    void: Tensor | None = None
+    """0-d bool: that overflow is the GradScaler's own business, learn and count nothing."""
     learning_rate: Tensor | None = None
     """0-d float32: the largest rate of any group, as the user's schedule has it."""
     rehearsal: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,7 @@ from torch.optim import Optimizer
 
 from healcore.core.engine import Engine
 from healcore.torch import norms
-from healcore.torch.amp import ScalerWindow
+from healcore.torch.amp import DroppedSteps, Overflows
 from healcore.torch.losses import LossWindow, checked
 from healcore.torch.measurement import Measurement
 
@@ -23,12 +24,17 @@ class Measurer:
 
     Args:
         engine: the policy's engine; says which signals are wanted.
+        optimizer: the optimizer.
         home: the first parameter's device; all signals end up there.
         scaler: the GradScaler, or None.
     """
 
     def __init__(
-        self, engine: Engine, home: torch.device, scaler: torch.amp.GradScaler | None
+        self,
+        engine: Engine,
+        optimizer: Optimizer,
+        home: torch.device,
+        scaler: torch.amp.GradScaler | None,
     ) -> None:
         self.engine = engine
         self.home = home
@@ -36,15 +42,13 @@ class Measurer:
         self.tensor_norms: Sequence[Tensor] = ()
         """Norm of each gradient there was at the last step, 0-d float32, where the gradient is."""
         self._window = LossWindow(home)
-        self._scaler_window = ScalerWindow(scaler)
+        self._dropped = DroppedSteps(scaler, optimizer)
+        self._overflows = Overflows(home)
         self._beside: dict[str, Tensor | float] = {}
 
-    def add_loss(self, loss: Tensor | float, name: str = "loss") -> None:
-        """Takes one micro-batch's loss; SignalError, and no change, if it is none."""
-        value = checked(name, loss)
-        if self._scaler_window.moved_on():
-            self._window.clear()
-        self._window.add(value)
+    def add_loss(self, loss: Tensor | float) -> None:
+        """Takes one micro-batch's loss, already `checked`."""
+        self._window.add(loss)
 
     def add_beside(self, name: str, value: Tensor | float) -> None:
         """Takes a side signal for the next step; SignalError if it is not a number."""
@@ -71,11 +75,13 @@ class Measurer:
         """Measures the step about to be taken.
 
         Args:
-            optimizer: the optimizer; at least one of its parameters has a gradient.
+            optimizer: the optimizer.
             everything: all its parameters.
             grad_divisor: a GradScaler's scale, if the gradients still carry it.
             found_inf: a GradScaler's overflow flag.
         """
+        self._dropped.stepped = True
+        self._overflows.end_row()
         each = norms.per_tensor([p.grad for p in everything if p.grad is not None])
         self.tensor_norms = each
         group_norms = None
@@ -85,7 +91,7 @@ class Measurer:
                 [None if p.grad is None else next(given) for p in everything], self.home
             )
         measured = Measurement(
-            grad_norm=norms.total(each, self.home),
+            grad_norm=norms.total(each, self.home) if each else None,
             loss=self._window.mean(),
             group_norms=group_norms,
             eval_loss=self._side_signal("eval_loss"),
@@ -99,6 +105,41 @@ class Measurer:
             self.seen.add("loss")
         self.seen.update(self._beside)
         return measured
+
+    def void_overflow(self, seen: Measurement) -> Measurement:
+        """The step, void where a GradScaler drops it for good reason, non-finite where for none."""
+        if seen.found_inf is None or seen.grad_norm is None:
+            return seen
+        void = self._overflows.void(seen.found_inf)
+        counted = (seen.found_inf > 0) & ~void
+        return seen._replace(void=void, grad_norm=seen.grad_norm.masked_fill(counted, math.nan))
+
+    def dropped(self, optimizer: Optimizer, groups: int, *, alone: bool) -> Measurement | None:
+        """A step that a GradScaler has dropped without the optimizer, if it has to be counted.
+
+        Its losses are gone either way. Reads nothing.
+
+        Args:
+            optimizer: the optimizer.
+            groups: number of its parameters.
+            alone: no other rank has to judge it by the same loss.
+        """
+        if not self._dropped.found():
+            return None
+        loss = self._window.mean() if alone else None
+        seen = None
+        if self._overflows.drop():
+            bad = torch.full((), math.nan, dtype=torch.float32, device=self.home)
+            seen = Measurement(
+                grad_norm=bad,
+                loss=None if loss is None else loss.clone(),
+                group_norms=bad.expand(groups).clone() if self.engine.per_tensor else None,
+                eval_loss=self._side_signal("eval_loss"),
+                update_norm=self._side_signal("update_norm"),
+                learning_rate=self._learning_rate(optimizer),
+            )
+        self.clear()
+        return seen
 
     def all_finite(self, grads: Sequence[Tensor]) -> bool:
         """Whether these gradients are finite. A sync on an accelerator."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from healcore.torch.agreeing import Agreement
 from healcore.torch.device_seat import DeviceSeat
 from healcore.torch.host_seat import HostSeat
 from healcore.torch.measuring import Measurer
@@ -32,6 +33,8 @@ class Report:
     skip_reason: str
     syncs_per_step: int
     """Times per step that the host waits for the device, by healcore's own doing."""
+    ranks: int
+    """How many decide together; with more than one that is one all_reduce per step."""
     compiled: bool
     """Whether the engine's step runs through torch.compile."""
     waiting_for: tuple[str, ...]
@@ -45,6 +48,8 @@ class Report:
             f"clip    by {self.clip}",
             f"syncs   {self.syncs_per_step} per step",
         ]
+        if self.ranks > 1:
+            lines.append(f"ranks   {self.ranks} decide together, by one all_reduce per step")
         lines += [f"rests   {name}: call {_FEEDERS[name]}" for name in self.waiting_for]
         return "\n".join(lines)
 
@@ -59,12 +64,14 @@ class Reporter:
         seat_reason: str,
         obstacle: str | None,
         leaves_out: bool,
+        agreement: Agreement,
     ) -> None:
         self._measurer = measurer
         self._seat = seat
         self._seat_reason = seat_reason
         self._obstacle = obstacle
         self._leaves_out = leaves_out
+        self._agreement = agreement
 
     def __call__(self) -> Report:
         """The report as of now."""
@@ -85,6 +92,7 @@ class Reporter:
             clip="grad_scale" if self._obstacle is None else "one pass over the gradients",
             skip_reason=reason,
             syncs_per_step=int(reads and measurer.home.type != "cpu"),
+            ranks=self._agreement.world,
             compiled=isinstance(seat, DeviceSeat) and seat.compiled,
             waiting_for=tuple(missing),
         )

@@ -50,6 +50,7 @@ SURFACE = {
         "Decision",
         "Healing",
         "ParametersChangedError",
+        "RanksDisagreeError",
         "Report",
         "SignalError",
         "StateError",

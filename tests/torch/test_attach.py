@@ -151,6 +151,7 @@ def test_the_public_names_are_frozen():
         "Decision",
         "Healing",
         "ParametersChangedError",
+        "RanksDisagreeError",
         "Report",
         "SignalError",
         "StateError",

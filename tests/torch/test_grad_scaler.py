@@ -10,7 +10,10 @@ import torch
 from torch.nn import Parameter
 from torch.optim import SGD, AdamW, Optimizer
 
+from healcore.runtime.healer import Healer
+from healcore.runtime.run.ending import RunStopped
 from healcore.torch import attach
+from healcore.torch.amp import SEARCH
 from tests.torch import policies
 from tests.torch.bits import assert_same, snapshot
 from tests.torch.cases import Seat
@@ -140,3 +143,72 @@ def test_a_grad_scale_of_the_users_own_is_respected(seat: Seat):
     torch.testing.assert_close(p.detach(), torch.tensor([2.4, 3.2]), rtol=1e-5, atol=0)
     assert optimizer.grad_scale is own  # type: ignore[attr-defined]
     assert float(own) == 8.0
+
+
+@every_way
+def test_overflows_that_do_not_end_are_counted(fused: bool, seat: Seat, unscale: bool):
+    loop = Loop(fused=fused)
+    heal = attach(loop.optimizer, policies.CUTS, engine=seat, scaler=loop.scaler)
+    for _ in range(3):
+        loop.step(unscale=unscale, heal=heal)
+    before = snapshot(loop.optimizer)
+    for _ in range(SEARCH):
+        loop.step(factor=float("nan"), unscale=unscale, heal=heal)
+    heal.judge_dropped()
+    assert int(heal.metrics()["heal/alarms"]) == 0
+    for _ in range(5):
+        loop.step(factor=float("nan"), unscale=unscale, heal=heal)
+    heal.judge_dropped()
+    metrics = heal.metrics()
+    assert int(metrics["heal/alarms"]) == int(metrics["heal/skips"]) == 5
+    assert int(metrics["heal/lr_cuts"]) > 0
+    assert_same(before, snapshot(loop.optimizer))
+    # One step that is taken, and the next overflow is the scaler's business again.
+    loop.scaler.update(SCALE)
+    loop.step(unscale=unscale, heal=heal)
+    assert snapshot(loop.optimizer)["params"] != before["params"]
+    loop.step(factor=float("inf"), unscale=unscale, heal=heal)
+    heal.judge_dropped()
+    assert int(heal.metrics()["heal/alarms"]) == 5
+
+
+@pytest.mark.parametrize("seat", ["host", "device"])
+def test_a_scaler_of_two_optimizers_drops_only_what_it_was_asked_to_step(seat: Seat):
+    """One of the two is stepped every third time only."""
+    loop, other = Loop(fused=False), Loop(fused=False)
+    other.scaler = loop.scaler
+    heal = attach(other.optimizer, policies.SKIPS, engine=seat, scaler=loop.scaler)
+    for i in range(4 * SEARCH):
+        if i % 3 == 0:
+            other.optimizer.zero_grad()
+            loss = (other.p**2).sum()
+            heal.observe(loss)
+            other.scaler.scale(loss).backward()
+            other.scaler.step(other.optimizer)
+        loop.step(unscale=False)
+        heal.observe(1.0)
+    metrics = heal.metrics()
+    assert int(metrics["heal/alarms"]) == 0
+    assert int(metrics["heal/steps"]) == -(-4 * SEARCH // 3)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_healer_stops_a_run_whose_every_step_overflows(fused: bool):
+    loop = Loop(fused=fused)
+    state = {"p": [loop.p], "optimizer": loop.optimizer, "scaler": loop.scaler}
+    healer = Healer("default", state=state)
+
+    def train() -> None:
+        with healer:
+            for i in healer.batches(list(range(3000))):
+                loop.optimizer.zero_grad()
+                loss = (loop.p**2).sum() * (float("nan") if i >= 20 else 1.0)
+                healer.observe(loss)
+                loop.scaler.scale(loss).backward()
+                loop.scaler.step(loop.optimizer)
+                loop.scaler.update()
+
+    with pytest.raises(RunStopped):
+        train()
+    assert healer.rollbacks > 0
+    assert loop.p.isfinite().all()

@@ -21,7 +21,8 @@ from healcore.torch.driver.hyperparameters import TensorOptions
 from healcore.torch.driver.rng import RngState
 from healcore.torch.driver.statistics import Statistics
 from healcore.torch.driver.strangers import Strangers
-from healcore.torch.driver.told import Entry, Recorder, Step
+from healcore.torch.driver.told import Recorder, Step
+from healcore.torch.driver.unread import Unread
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
 from healcore.torch.norms import per_tensor, total
@@ -64,9 +65,9 @@ class TorchDriver:
             self._detach()
             raise
         names = live.Names(self._state)
-        self._entries: list[Entry] = []
+        self._unread = Unread()
         self._recorders = [
-            Recorder(name, healing, names, self._entries) for name, healing in self.healings.items()
+            Recorder(name, healing, names, self._unread) for name, healing in self.healings.items()
         ]
         self._accumulations = [Accumulation(healing) for healing in self.healings.values()]
         self._all_stepped = False
@@ -133,17 +134,19 @@ class TorchDriver:
             if recorder.name in engines:
                 recorder.healing.load_state_dict(dict(engines[recorder.name]))
             recorder.restart()
-        self._entries.clear()
+        self._unread.clear()
 
     def took(self) -> Step | None:
         """What was judged since the last call; reads nothing."""
+        for healing in self.healings.values():
+            healing.judge_dropped()
         self._all_stepped = all(each.stepped for each in self._accumulations)
         for each in self._accumulations:
             each.stepped = False
-        if not self._entries:
+        entries = self._unread.take()
+        if not entries:
             return None
-        step = Step(self._entries.copy())
-        self._entries.clear()
+        step = Step(entries, self._compared_with)
         self._taken += 1
         if self._taken == _WITHOUT_LOSS:
             self._ask_for_losses()
@@ -273,6 +276,14 @@ class TorchDriver:
             self.healings[name] = healing
         for healing in self.healings.values():
             healing.grows = True
+
+    @property
+    def _compared_with(self) -> Ranks | None:
+        """The processes of this run, if there are several and some engine decides without them."""
+        if self._ranks is None or self._ranks.world == 1:
+            return None
+        alone = any(healing.ranks == 1 for healing in self.healings.values())
+        return self._ranks if alone else None
 
     def _detach(self) -> None:
         for healing in self._own:

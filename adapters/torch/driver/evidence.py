@@ -39,13 +39,15 @@ class Witness:
 
     def calm(self, step: Judged) -> None:
         """Takes a step without a cause as what is usual."""
-        self._calm = step
+        self._calm = step if step.params else self._calm
 
     def evidence(self, step: Judged) -> tuple[Evidence, ...]:
         """What was unusual in a step: non-finite first, then by how many times its usual norm.
 
         Sharded norms are put together, so every rank has to ask about the same steps.
         """
+        if not step.params:
+            return ()  # only other ranks had gradients
         found = _values(step)
         usual: dict[int, float] = {}
         if self._calm is not None:

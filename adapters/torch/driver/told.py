@@ -6,8 +6,11 @@ from typing import NamedTuple
 
 from healcore.core.verdict import Action, Cause
 from healcore.runtime.driver import Told
+from healcore.runtime.store.ranks import Ranks
 from healcore.torch.driver.evidence import Names, Witness
 from healcore.torch.driver.numbers import Numbers, Source, source
+from healcore.torch.driver.unread import Unread
+from healcore.torch.errors import RanksDisagreeError
 from healcore.torch.healing import Healing
 from healcore.torch.measurement import Judged
 
@@ -29,14 +32,14 @@ class Recorder:
         name: of the engine.
         healing: the optimizer's handle.
         names: how parameters are called.
-        entries: where to write; the same list for all optimizers.
+        unread: where to write; the same for all optimizers.
     """
 
-    def __init__(self, name: str, healing: Healing, names: Names, entries: list[Entry]) -> None:
+    def __init__(self, name: str, healing: Healing, names: Names, unread: Unread) -> None:
         self.name = name
         self.healing = healing
         self.witness = Witness(names)
-        self._entries = entries
+        self._unread = unread
         self._before: Source | int = 0
         self.restart()
         healing.on_judged = self._record
@@ -47,7 +50,7 @@ class Recorder:
 
     def _record(self, judged: Judged) -> None:
         numbers = source(self.healing.seat)
-        self._entries.append(Entry(self, numbers, self._before, judged))
+        self._unread.add(Entry(self, numbers, self._before, judged))
         self._before = numbers
 
 
@@ -55,18 +58,42 @@ class Step:
     """A `Handle`: what was judged between two calls of `took`, in the order of judging.
 
     An optimizer that was stepped twice has two entries: an order in the first must not be lost.
+
+    Args:
+        entries: the steps.
+        ranks: the processes to compare decisions with, where the engines exchange nothing.
     """
 
-    def __init__(self, entries: list[Entry]) -> None:
+    def __init__(self, entries: list[Entry], ranks: Ranks | None = None) -> None:
         self._entries = entries
+        self._ranks = ranks
         self._told: list[Told] | None = None
 
     def read(self) -> list[Told]:
-        """Waits only for what has not arrived yet; evidence, on steps with a cause, is a sync."""
+        """Waits only for what has not arrived yet; evidence, on steps with a cause, is a sync.
+
+        Raises:
+            RanksDisagreeError: another rank decided something else. On all of them: a rank that
+                went back alone would wait for the others for ever.
+        """
+        if self._ranks is not None:
+            _compare(self._entries, self._ranks)
+            self._ranks = None
         if self._told is None:
             self._told = [_told(entry) for entry in self._entries]
             self._entries = []
         return self._told
+
+
+def _compare(entries: list[Entry], ranks: Ranks) -> None:
+    mine = [(each.recorder.name, each.numbers.read()) for each in entries]
+    decided = [(name, n.step, n.action, n.cause, n.skip, n.lr_scale) for name, n in mine]
+    if any(other != decided for other in ranks.gather(decided)):
+        raise RanksDisagreeError(
+            "the ranks have decided different things, and with process_group=None they exchange no "
+            "losses: leave process_group out, or observe the same loss and step with the same "
+            "gradients on every rank"
+        )
 
 
 def _told(entry: Entry) -> Told:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import warnings
@@ -31,6 +32,7 @@ from healcore.torch.store.digesting_writer import DigestingWriter
 from healcore.torch.store.flattening import Flat
 from healcore.torch.store.gloo import GlooRanks, initialized
 from healcore.torch.store.host_copy import TorchCopier, TorchSnapshot
+from healcore.torch.store.moments import spread_parameters
 
 # Said by DCP at every save and load of a run of one process. A filter set here and not around the
 # calls: those are made in the background, and filters are the whole program's.
@@ -40,7 +42,8 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or
 class DCPStore(DirectoryStore):
     """A DirectoryStore whose arrays torch.distributed.checkpoint writes and reads.
 
-    DTensors are saved and restored in parts, by every rank its own; other tensors, taken to be the
+    DTensors are saved and restored in parts, by every rank its own, moments of a fresh optimizer as
+    its parameters are spread; other tensors, taken to be the
     same everywhere, by one rank. Checkpoints of another number of ranks can be restored, except for
     what was saved per rank.
 
@@ -134,8 +137,15 @@ class DCPStore(DirectoryStore):
         like = protocol.wanted(saved, like)
         live = self._fitting(found.manifest.step, saved, like)
         entries = {name: saved[name] for name in like}
+        spread = {
+            name: (p.to_local(), p._spec)  # type: ignore[attr-defined,operator]
+            for name, p in spread_parameters(entries, like).items()
+        }
+        for leaf in live.leaves.values():
+            if leaf.spread is not None:
+                spread[leaf.name] = (leaf.tensor, leaf.spread)
         targets = {
-            node["name"]: _target(node, live)
+            node["name"]: _target(node, spread)
             for entry in entries.values()
             for node in structure.arrays_of(entry["tree"])
         }
@@ -168,18 +178,25 @@ def _own(rank: int) -> str:
     return f"state-rank-{rank:05d}.json"
 
 
-def _target(node: Mapping[str, Any], live: Flat) -> Tensor:
-    """Fresh memory for an array to be read into: a DTensor where the live state has one."""
+def _target(node: Mapping[str, Any], spread: Mapping[str, tuple[Tensor, Any]]) -> Tensor:
+    """Fresh memory for an array to be read into: a DTensor where the live state has one.
+
+    Args:
+        node: of the array.
+        spread: name -> local part and spec, of arrays that are DTensors in the live state.
+    """
     shape = node["shape"]
     if node["kind"] != "tensor":
         size = np.dtype(node["dtype"]).itemsize * int(np.prod(shape, dtype=np.int64))
         return torch.from_numpy(aligned(size))
     dtype = getattr(torch, node["dtype"])
-    leaf = live.leaves.get(node["name"])
-    if leaf is not None and leaf.spread is not None and list(leaf.spread.shape) == shape:
+    part, spec = spread.get(node["name"], (None, None))
+    if part is not None and spec is not None and list(spec.shape) == shape:
         from torch.distributed.tensor import DTensor
 
-        local = torch.empty_like(leaf.tensor, dtype=dtype)
-        return DTensor(local, leaf.spread, requires_grad=False)
+        if dtype != part.dtype:  # a moment in float32 of a parameter in bfloat16
+            spec = copy.copy(spec)
+            spec.tensor_meta = spec.tensor_meta._replace(dtype=dtype)
+        return DTensor(torch.empty_like(part, dtype=dtype), spec, requires_grad=False)
     size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
     return torch.from_numpy(aligned(size)).view(dtype).reshape(shape)
