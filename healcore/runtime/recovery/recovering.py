@@ -97,6 +97,8 @@ class Recovery:
         self.tell = tell
         self.initial: int | None = None
         """Step of the snapshot that this process started from."""
+        self.unwritten = False
+        """The journal on disk is not the one of now: to be tried again with the next save."""
 
     # -- back -----------------------------------------------------------------------------------
 
@@ -163,6 +165,7 @@ class Recovery:
         self.keeper.set_aside(plan.aside, now=now)
         landed = self._restore(plan.order, now)
         self.keeper.set_aside(_newer(self.saves(), landed.step), now=now)
+        self.keeper.disown(landed.step)
         merge = gone_back if plan.trial is None else tried_again
         engines = merge(self.terms.engine, plan.engines, self._engines(landed, now))
         own = self._apply(landed, engines)
@@ -234,7 +237,7 @@ class Recovery:
 
     def saves(self) -> list[Saved]:
         """The checkpoints that every rank has."""
-        mine = self.keeper.store.steps()
+        mine = self.keeper.listed()
         return mine if self.ranks.world == 1 else common(self.ranks.gather(mine))
 
     def _restore(self, order: Sequence[int], now: int) -> Landed:
@@ -277,8 +280,14 @@ class Recovery:
         try:
             self.journal.write()
         except (OSError, StoreError) as error:
-            # Training goes on; only a crash within the next steps would miss the note.
-            self.tell("problem", step=now, problem=f"the journal could not be written: {error}")
+            # Training goes on; only a crash before the next try would miss the note.
+            told = f"the journal could not be written: {error}"
+            self.tell("problem", step=now, problem=told)
+            if not self.unwritten:
+                self.keeper.warn(told)
+            self.unwritten = True
+        else:
+            self.unwritten = False
 
 
 def _newer(saves: Sequence[Saved], step: int) -> list[int]:
