@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from healcore.runtime.recovery import keeping
+from healcore.runtime.recovery import patience
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch):
-    monkeypatch.setattr(keeping, "PATIENCE_S", float("inf"))
+def unlimited(monkeypatch):
+    monkeypatch.setattr(patience, "SECONDS", float("inf"))

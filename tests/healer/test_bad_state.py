@@ -63,9 +63,11 @@ def test_the_run_goes_back_by_default(framework, tmp_path):
     order = events(tmp_path, "order")[0]
     assert (order["action"], order["step"]) == (["ROLLBACK"], 30)
     assert "seen" in order["arrays"][0]
-    assert facts["good"] is not None and facts["good"] > 30
+    assert facts["good"] is not None
+    assert facts["good"] > 30
     (after,) = postmortems(tmp_path)
-    assert "NaN or Inf in" in after["diagnosis"] and "step 25" in after["diagnosis"]
+    assert "NaN or Inf in" in after["diagnosis"]
+    assert "step 25" in after["diagnosis"]
 
 
 @BOTH

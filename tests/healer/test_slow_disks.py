@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from healcore.jax import store as jax_stores
-from healcore.runtime.recovery import keeping
+from healcore.runtime.recovery import patience
 from healcore.runtime.recovery.keeping import Keeper
 from healcore.runtime.recovery.proving import Prover
 from healcore.runtime.recovery.recovering import Recovery
@@ -57,7 +57,7 @@ class Gates:
         monkeypatch.setattr(Keeper, "settle", waits)
         monkeypatch.setattr(Recovery, "go_back", goes_back)
         monkeypatch.setattr(Run, "save_last", ends)
-        monkeypatch.setattr(keeping, "PATIENCE_S", float("inf"), raising=False)
+        monkeypatch.setattr(patience, "SECONDS", float("inf"))
         for kind in (torch_stores.DCPStore, jax_stores.OrbaxStore):
             self._hold_up(monkeypatch, kind, writes, proofs)
 
@@ -164,7 +164,7 @@ def test_a_disk_that_stands_still_leaves_the_rollback_where_it_was(kind, tmp_pat
         with monkeypatch.context() as patch:
             gates = Gates(patch, lambda step, steps=steps: steps, lambda step: 0)
             if steps:
-                patch.setattr(keeping, "PATIENCE_S", 0.0)
+                patch.setattr(patience, "SECONDS", 0.0)
             folder = tmp_path / name
             facts = train(loop, rules(), range(60), store=folder, before=gates.step)
         assert facts["step"] == 59
@@ -180,7 +180,7 @@ def test_a_save_that_would_wait_is_left_out_where_there_is_no_memory(kind, tmp_p
     framework, make = STORES[kind]
     with monkeypatch.context() as patch:
         gates = Gates(patch, lambda step: 12 if step == 5 else 0, lambda step: 0)
-        patch.setattr(keeping, "PATIENCE_S", 0.0)
+        patch.setattr(patience, "SECONDS", 0.0)
         loop, log = loop_of(framework, policy=rules()), tmp_path / "events.jsonl"
 
         def before(healer: Any, number: int) -> None:
@@ -212,7 +212,7 @@ def test_the_thread_that_trains_waits_for_no_disk(kind, tmp_path, monkeypatch):
         at["step"] = number if number < 59 else -1
 
     monkeypatch.setattr(os, "fsync", watched)
-    monkeypatch.setattr(keeping, "PATIENCE_S", float("inf"), raising=False)
+    monkeypatch.setattr(patience, "SECONDS", float("inf"))
     loop, log = loop_of(framework, policy=rules()), tmp_path / "events.jsonl"
     store = make(tmp_path / "it")
     train(loop, rules(), range(60), store=store, events=log, before=before)
@@ -244,7 +244,7 @@ def test_patience_does_not_come_back_with_a_success(monkeypatch):
         now["s"] += seconds
 
     clock = SimpleNamespace(monotonic=lambda: now["s"], sleep=passes)
-    monkeypatch.setattr(keeping, "time", clock)
+    monkeypatch.setattr(patience, "time", clock)
     store, told = Behind(clock, 3.0), []
     keeper = Keeper(
         store,
@@ -261,6 +261,6 @@ def test_patience_does_not_come_back_with_a_success(monkeypatch):
         if keeper.due(step):
             keeper.save(step, {}, {}, "regular")
         passes(0.03)
-    assert now["s"] < 6 + keeping.PATIENCE_S + 0.5
+    assert now["s"] < 6 + patience.SECONDS + 0.5
     assert told.count("save") >= 3
     assert told.count("save") + told.count("save_failed") == 20

@@ -9,8 +9,9 @@ from contextlib import suppress
 from typing import Any
 
 from healcore.runtime.incidents.ledger import Ledger
-from healcore.runtime.recovery.choice import proven
+from healcore.runtime.recovery.book import Book
 from healcore.runtime.recovery.disowning import Disowned
+from healcore.runtime.recovery.patience import Patience
 from healcore.runtime.recovery.proving import Prover
 from healcore.runtime.store import (
     CheckpointDamaged,
@@ -23,7 +24,6 @@ from healcore.runtime.store import (
     SaveFailed,
     StoreError,
     UnsavableState,
-    superfluous,
 )
 from healcore.runtime.store.ranks import Ranks, agreed
 from healcore.runtime.store.ring import WHERE
@@ -31,10 +31,6 @@ from healcore.runtime.store.ring import WHERE
 Tell = Callable[..., object]
 """Writes an event: ``tell(kind, step=..., **fields)``."""
 
-PATIENCE_S = 2.0
-"""How long a run waits for its disk before saves, all of them together, ..."""
-_SHARE = 0.01
-"""... and this share of its time besides. A save that would have to wait longer is left out."""
 _UNHURRIED = frozenset({"regular", "ordered"})
 """Saves that may be left out; the others are asked for once."""
 
@@ -69,19 +65,13 @@ class Keeper:
     ) -> None:
         self.store = store
         self.every = every
-        self.keep = keep.checked()
-        self.probation = probation
-        self._region = region
         self._prover = prover
         self._ranks = ranks
         self._tell = tell
         self.warn = warn
+        self.book = Book(keep.checked(), probation=probation, region=region)
+        self._patience = Patience()
         self._saved_once = False
-        self._began = time.monotonic()
-        self._waited_s = 0.0
-        self._book: dict[int, Saved] = {}
-        """The checkpoints as the steps make them, however far a disk has come with it."""
-        self._surplus: set[int] = set()
         self._deleted: deque[set[int]] = deque()
         self._near_only: set[int] = set()
         """Steps whose save the disk was too late for."""
@@ -121,8 +111,7 @@ class Keeper:
         except StoreError as error:
             saves = []
             self._problem(None, f"the checkpoints cannot be listed: {error}")
-        self._book = {saved.step: saved for saved in saves}
-        self._surplus.clear()
+        self.book.read(saves)
         self._deleted.clear()
         self.good = max((s.step for s in saves if s.status == "good"), default=None)
         self._told_good = {s.step for s in saves if s.status == "good"}
@@ -147,7 +136,7 @@ class Keeper:
             UnsavableState: there is something in the state that no checkpoint can hold. Only at the
                 first save: later a run has more to lose than a checkpoint.
         """
-        late = why in _UNHURRIED and any(self._ranks.gather(self._late()))
+        late = why in _UNHURRIED and any(self._ranks.gather(self._patience.late(self.store)))
         save: Any = getattr(self.store, "save_in_memory", None) if late else self.store.save
         if late:
             kept = "left out" if save is None else "only in memory"
@@ -168,9 +157,7 @@ class Keeper:
             return
         self._saved_once = True
         (self._near_only.add if late else self._near_only.discard)(step)
-        # As it will be listed; whether it is finite is found in the background.
-        self._book[step] = Saved(step, "candidate", True, 0, 0.0, True, None)
-        self._surplus.discard(step)
+        self.book.saved(step)
         self._tell("save", step=step, why=why, seconds=round(time.monotonic() - began, 6))
         if self._disowned:
             self._prover.later(self.store, step, self._tell_the_disk)
@@ -180,21 +167,6 @@ class Keeper:
         if not hasattr(self.store, "save_in_memory"):
             return False
         return any(saved.step == step and saved.path is None for saved in self.listed())
-
-    def _late(self) -> bool:
-        """Whether the save before is still being written, when all patience is spent.
-
-        What a run has of it does not come back with a disk that keeps up for once: every other save
-        would wait as long as the first.
-        """
-        began = time.monotonic()
-        patience = PATIENCE_S + _SHARE * (began - self._began) - self._waited_s
-        late = getattr(self.store, "busy", False)
-        while late and time.monotonic() < began + patience:
-            time.sleep(0.001)
-            late = getattr(self.store, "busy", False)
-        self._waited_s += time.monotonic() - began
-        return late
 
     # -- known-good -----------------------------------------------------------------------------
 
@@ -209,14 +181,14 @@ class Keeper:
         if ledger.open:
             return
         self._prove(self._agreed(ledger), ledger)
-        ledger.forget(min(self._waiting, default=step))
+        ledger.forget(min(self.book.waiting, default=step))
 
     def catch_up(self, ledger: Ledger, *, before: int) -> None:
         """Proves all whose probation was over before a step, and waits. On every rank together.
 
         Where a rollback goes must follow from the steps, not from how fast a disk is.
         """
-        everybody = self._ranks.gather(self._ready(ledger, before))
+        everybody = self._ranks.gather(self.book.ready(ledger, before))
         self._prove(sorted(set.intersection(*map(set, everybody))), ledger)
         self._prover.finish()
         self._hear()
@@ -228,54 +200,27 @@ class Keeper:
         self._hear()
 
     def _agreed(self, ledger: Ledger) -> list[int]:
-        """`_ready`, on every rank the same.
+        """Those whose probation is over, on every rank the same.
 
         Ranks notice a failed write at different steps. They exchange now and then, and at the same
         step everywhere, whether one has something or not.
         """
         if self._ranks.world == 1:
-            return self._ready(ledger)
+            return self.book.ready(ledger)
         if ledger.judged % max(1, self.every // 2):
             return []
-        everybody = self._ranks.gather(self._ready(ledger))
+        everybody = self._ranks.gather(self.book.ready(ledger))
         return sorted(set.intersection(*map(set, everybody)))
-
-    def _ready(self, ledger: Ledger, before: int | None = None) -> list[int]:
-        """Steps whose probation is over. The store is not asked: it may be slow, or gone."""
-        now = ledger.judged if before is None else min(before, ledger.judged)
-        facts = {"unhealthy": ledger.unhealthy, "now": now, "probation": self.probation}
-        return proven([self._book[step] for step in self._waiting], **facts)
-
-    @property
-    def _waiting(self) -> list[int]:
-        """Steps of the checkpoints on probation, ascending."""
-        book = self._book.values()
-        return sorted(s.step for s in book if s.status == "candidate" and s.finite)
 
     def _prove(self, ready: Sequence[int], ledger: Ledger) -> None:
         """Asks for the proofs, and for the deletions once the last of them has succeeded."""
-        for step in ready:  # as good as good: what may go follows from the steps too
-            self._book[step] = self._book[step]._replace(status="good")
-        for step in self._superfluous(ledger) if ready else ():
-            del self._book[step]
-            self._surplus.add(step)
-        surplus = sorted(self._surplus)
+        if not ready:
+            return
+        surplus = agreed(self._ranks, self.book.prove(ready, ledger))
         for step in ready:
             tidy = self._deleting(surplus) if step == ready[-1] else _nothing
             self._prover.ask(self.store, step, tidy, near_only=step in self._near_only)
-
-    def _superfluous(self, ledger: Ledger) -> list[int]:
-        """What need not be kept.
-
-        While the region of the last rollback lasts, where it went and the next one deeper stay: a
-        second one in the same region goes there, and not to what became good on the way.
-        """
-        saves, stay = list(self._book.values()), set()
-        last = ledger.earlier[-1] if ledger.earlier else None
-        if last is not None and ledger.judged < last.onset + self._region:
-            good = sorted(s.step for s in saves if s.status == "good" and s.step < last.target)
-            stay = {last.target, *good[-1:]}
-        return [step for step in superfluous(saves, self.keep) if step not in stay]
+            self._near_only.discard(step)
 
     def _deleting(self, surplus: Sequence[int]) -> Callable[[Any], None]:
         """What deletes them in one tier. What a tier has to keep is asked for again next time."""
@@ -300,14 +245,14 @@ class Keeper:
             elif isinstance(error, CheckpointDamaged):
                 self.note_damage(error)
                 elsewhere = step in self._told_good or getattr(self.store, "disk", None)
-                if step in self._book and not elsewhere:
-                    self._book[step] = self._book[step]._replace(status="quarantined")
+                if not elsewhere:
+                    self.book.damaged(step)
             elif isinstance(error, NotFinite):
                 self._note_not_finite(step, error.names)
             else:
                 self._tell("problem", step=step, problem=str(error))
         while self._deleted:
-            self._surplus -= self._deleted.popleft()
+            self.book.deleted(self._deleted.popleft())
         while self._set_aside_late:
             step = self._set_aside_late.popleft()
             self._tell("quarantine", step=step, checkpoint=step)
@@ -329,15 +274,9 @@ class Keeper:
                 united[step] = tuple(dict.fromkeys((*united.get(step, ()), *names)))
         return united
 
-    def finite_before(self, step: int) -> int:
-        """Step of the newest checkpoint before `step` that is not known to be bad; 0: none."""
-        fine = [s.step for s in self._book.values() if s.finite and s.step < step]
-        return max(fine, default=0)
-
     def _note_not_finite(self, step: int, names: Sequence[str]) -> None:
         """A checkpoint with NaN in it looks like any other until it is needed."""
-        if step in self._book:
-            self._book[step] = self._book[step]._replace(status="candidate", finite=False)
+        self.book.not_finite(step)
         if step in self._not_finite:
             return
         told = f"checkpoint {step} is not finite in {', '.join(names[:3])}"
@@ -436,7 +375,7 @@ class Keeper:
         self.warn(told)
 
     def _failed(self, step: int, error: Exception) -> None:
-        self._book.pop(step, None)
+        self.book.failed(step)
         self._not_saved(
             step, str(error), f"checkpoint {step} was not saved, training goes on: {error}"
         )

@@ -147,7 +147,9 @@ class Run:
                 batch, name = self._next(number)
             except StopIteration:
                 # What is still on its way may send the run back into this data.
-                if not (self._read(all=True) or self._leave_bad_state()):
+                # Ranks need not come by here together: an evaluation may be one rank's alone.
+                alone = self.recovery.ranks.world == 1
+                if not (self._read(all=True) or (alone and self._leave_bad_state())):
                     break
                 continue
             finally:

@@ -90,7 +90,7 @@ class StateCheck:
 
     def _order(self, found: Mapping[int, tuple[str, ...]], step: int, action: Action) -> Order:
         first = min(found)
-        since = self._keeper.finite_before(first)
+        since = self._keeper.book.finite_before(first)
         bad = self._unhealthy(since, first) or list(range(since, first))
         return Order(
             action=action,
