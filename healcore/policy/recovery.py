@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
 from healcore.core.engine import BudgetConfig, IncidentConfig, LrConfig, RollbackConfig
 from healcore.policy.table import Conflict, Table
-from healcore.policy.values import Fraction, Number, OnOff, Steps, StepsOrZero, Whole
+from healcore.policy.values import Fraction, Number, OneOf, OnOff, Steps, StepsOrZero, Whole
 
 _incident, _rollback, _lr, _budget = IncidentConfig(), RollbackConfig(), LrConfig(), BudgetConfig()
+_Answer = Literal["alert", "rollback", "stop"]
 _Few = Annotated[int, Whole(least=0, most=1000)]
 
 
@@ -26,7 +27,7 @@ class Rollback(Table):
     """How far back."""
 
     core = RollbackConfig
-    host_only = frozenset({"probation", "skip_batches", "confirm"})
+    host_only = frozenset({"probation", "skip_batches", "confirm", "nonfinite_state"})
 
     depth: Annotated[int, Whole(least=1, most=1000)] = _rollback.depth
     deepen: _Few = _rollback.deepen
@@ -34,6 +35,7 @@ class Rollback(Table):
     probation: Steps = 100
     skip_batches: StepsOrZero = 0
     confirm: OnOff = False
+    nonfinite_state: Annotated[_Answer, OneOf.of(_Answer)] = "rollback"
 
 
 class Lr(Table):

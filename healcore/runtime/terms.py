@@ -30,6 +30,8 @@ class Terms(NamedTuple):
     """Rollbacks that are allowed, within so many steps of the run."""
     confirm: bool
     """Going back needs evidence that the model is worse."""
+    nonfinite_state: str = "rollback"
+    """What follows when a save finds NaN or Inf in the state: alert, rollback or stop."""
 
     @property
     def observes(self) -> bool:
@@ -63,6 +65,7 @@ def terms_of(policy: Any) -> Terms:
             int(budget.recoveries),
             int(budget.refund_after),
             host.confirm,
+            host.nonfinite_state,
         )
     loaded: Policy = policies.load(policy)
     return Terms(
@@ -76,4 +79,5 @@ def terms_of(policy: Any) -> Terms:
         loaded.budget.recoveries,
         loaded.budget.refund_after,
         loaded.rollback.confirm,
+        loaded.rollback.nonfinite_state,
     )

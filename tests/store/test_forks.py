@@ -92,21 +92,23 @@ class Waits:
     def verify(self, step):
         writing.set()
         assert gate.wait(60)
+    def mark(self, step, status):
+        pass
 prover = Prover()
-prover.begin(Waits(), 1)
+prover.ask(Waits(), 1)
 assert writing.wait(60)
 def child():
-    assert not prover.busy
+    assert prover.verdicts() == []
     gate.set()
-    prover.begin(Waits(), 2)
+    prover.ask(Waits(), 2)
     prover.finish()
-    assert prover.verdict() == (2, None)
-    prover.begin(Waits(), 3)
-    prover.close()
+    assert prover.verdicts() == [(2, None)]
+    prover.ask(Waits(), 3)
+    prover.drop()
 assert forked(child) == 0
 gate.set()
 prover.finish()
-assert prover.verdict() == (1, None)
+assert prover.verdicts() == [(1, None)]
 print("fine")
 """
 

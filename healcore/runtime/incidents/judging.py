@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from healcore.core.verdict import Action, Cause, names
@@ -42,6 +42,8 @@ class Order(NamedTuple):
     """It is not the engine's: a hook has had its way, or earlier weights were better."""
     loss: float
     """Of the step that brought the order; the last finite one."""
+    arrays: tuple[str, ...] = ()
+    """What brought the order instead of a step: arrays that a save has found NaN or Inf in."""
 
 
 class Worst(NamedTuple):
@@ -126,6 +128,10 @@ class Judge:
         """Data of steps after an order, up to the last one with an alarm."""
         last = max([i for i, seen in enumerate(later) if _alarmed(seen)], default=-1)
         return tuple(each for seen in later[: last + 1] for each in seen.batches)
+
+    def data_of(self, steps: Iterable[int]) -> tuple[BatchId, ...]:
+        """Data of some steps, as far as it is remembered."""
+        return tuple(each for step in steps for each in self._data.get(step, ()))
 
     def went_back(self, target: int) -> None:
         """Steps from `target` on are taken again."""

@@ -60,7 +60,11 @@ class Case(NamedTuple):
     verdict: str = ""
     """What a re-run of the step showed: `transient`, `reproducible`, or "" for none."""
     damaged: tuple[int, ...] = ()
-    """Steps of checkpoints that were found damaged."""
+    """Steps of checkpoints that were found damaged on disk."""
+    damaged_in_memory: tuple[int, ...] = ()
+    """... and in host memory."""
+    not_finite: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    """Steps of checkpoints with NaN or Inf where that is not meant, and in which arrays."""
     unsaved: int = 0
     """Checkpoints that could not be written."""
     unsaved_why: str = ""
@@ -78,6 +82,7 @@ def explain(case: Case) -> str:
     parts = [
         _headline(case),
         *_seen(case),
+        *_state(case),
         *_tried(case),
         *_unsaved(case),
         *_look_at(case),
@@ -133,6 +138,19 @@ def _seen(case: Case) -> Iterator[str]:
     yield _section("Seen", " ".join(sentences))
 
 
+def _state(case: Case) -> Iterator[str]:
+    if not case.not_finite:
+        return
+    step, arrays = case.not_finite[0]
+    shown = ", ".join(arrays[:_SHOWN]) + (" and more" if len(arrays) > _SHOWN else "")
+    many = len(case.not_finite)
+    saves = f"the checkpoint of step {step}" if many == 1 else f"{many} checkpoints since {step}"
+    text = f"NaN or Inf in {shown}, in {saves}."
+    if case.not_finite[-1][0] == case.step:
+        text += " The run ends in that state."
+    yield _section("State", text)
+
+
 def _tried(case: Case) -> Iterator[str]:
     if case.observes:
         yield _section("Tried", "nothing: the policy only observes.")
@@ -151,6 +169,12 @@ def _tried(case: Case) -> Iterator[str]:
         steps = ", ".join(map(str, case.damaged[-_SHOWN:]))
         yield _section(
             "Storage", f"checkpoints found damaged: {steps}. Check the disk that they lie on."
+        )
+
+    if case.damaged_in_memory:
+        steps = ", ".join(map(str, case.damaged_in_memory[-_SHOWN:]))
+        yield _section(
+            "Memory", f"checkpoints found damaged in host memory: {steps}. Check the machine's RAM."
         )
 
 

@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from healcore.runtime.incidents.ledger import Ledger
-from healcore.runtime.recovery.choice import proven
+from healcore.runtime.recovery.catalog import Catalog
+from healcore.runtime.recovery.pending_quarantine import PendingQuarantine
+from healcore.runtime.recovery.wait_limit import WaitLimit
 from healcore.runtime.recovery.proving import Prover
 from healcore.runtime.store import (
     CheckpointDamaged,
     CheckpointStore,
     Keep,
+    LastGoodKept,
+    NotFinite,
     NotThere,
     Saved,
     SaveFailed,
     StoreError,
     UnsavableState,
-    superfluous,
 )
 from healcore.runtime.store.ranks import Ranks, agreed
+from healcore.runtime.store.ring import WHERE
 
 Tell = Callable[..., object]
 """Writes an event: ``tell(kind, step=..., **fields)``."""
 
-_PATIENCE_S = 5.0
-"""How long a save waits for the one before it."""
+_UNHURRIED = frozenset({"regular", "ordered"})
+"""Saves that may be left out; the others are asked for once."""
 
 
 class Keeper:
@@ -59,75 +65,88 @@ class Keeper:
     ) -> None:
         self.store = store
         self.every = every
-        self.keep = keep.checked()
-        self.probation = probation
-        self._region = region
         self._prover = prover
         self._ranks = ranks
         self._tell = tell
-        self._warn = warn
+        self.warn = warn
+        self.catalog = Catalog(keep.checked(), probation=probation, region=region)
+        self._wait_limit = WaitLimit()
         self._saved_once = False
-        self._not_finite: set[int] = set()
-        self._patience_s = _PATIENCE_S
-        self._waiting: dict[int, Saved] = {}
+        self._deleted: deque[set[int]] = deque()
+        self._near_only: set[int] = set()
+        """Steps whose save the disk was too late for."""
+        self._told_good: set[int] = set()
+        self._not_finite: dict[int, tuple[str, ...]] = {}
+        self._pending_quarantine = PendingQuarantine(ranks)
+        self._set_aside_late: deque[int] = deque()
+        self._disk_failed = False
         self.good: int | None = None
         """Step of the newest known-good checkpoint."""
         self.damaged: list[int] = []
-        """Steps of checkpoints that were found damaged."""
+        """Steps of checkpoints that were found damaged on disk, ..."""
+        self.damaged_in_memory: list[int] = []
+        """... and in host memory."""
+        self.not_finite: list[tuple[int, tuple[str, ...]]] = []
+        """Steps of all checkpoints with NaN or Inf where that is not meant, and in which arrays."""
         self.failed = 0
         """Saves that failed."""
         self.trouble = ""
         """Why the last of them did."""
 
-    def take_stock(self) -> list[Saved]:
+    # -- the store as it stands -----------------------------------------------------------------
+
+    def listed(self) -> list[Saved]:
+        """The checkpoints, those of a branch that was given up as quarantined.
+
+        Raises:
+            StoreError: they cannot be listed, and none is in memory.
+        """
+        return self._pending_quarantine.applied(self.store.steps())
+
+    def take_stock(self) -> None:
         """Reads the store: after a start, and after a rollback."""
         self._prover.drop()
-        saves = self.store.steps()
-        self._waiting = {s.step: s for s in saves if s.status == "candidate" and s.finite}
+        try:
+            saves = self.listed()
+        except StoreError as error:
+            saves = []
+            self._problem(None, f"the checkpoints cannot be listed: {error}")
+        self.catalog.read(saves)
+        self._deleted.clear()
         self.good = max((s.step for s in saves if s.status == "good"), default=None)
-        return saves
+        self._told_good = {s.step for s in saves if s.status == "good"}
+        self._near_only.clear()
+        self._not_finite.clear()
+
+    # -- saving ---------------------------------------------------------------------------------
 
     def due(self, step: int) -> bool:
-        """Whether to save after `step` steps.
-
-        Not while the save before is still being written: waiting for a slow disk would hold up the
-        training. The next regular save comes when its time has come.
-        """
-        if step % self.every:
-            return False
-        busy = any(self._ranks.gather(self._busy()))
-        if busy:
-            self._tell("save_failed", step=step, problem="the save before is still being written")
-        return not busy
-
-    def _busy(self) -> bool:
-        """Whether the save before is still being written, after a moment's patience.
-
-        Waited in vain once, it does not wait again until the disk has kept up.
-        """
-        deadline = time.monotonic() + self._patience_s
-        while getattr(self.store, "busy", False):
-            if time.monotonic() >= deadline:
-                self._patience_s = 0.0
-                return True
-            time.sleep(0.001)
-        self._patience_s = _PATIENCE_S
-        return False
+        """Whether to save after `step` steps."""
+        return step % self.every == 0
 
     def save(
         self, step: int, state: Mapping[str, Any], healing: Mapping[str, Any], why: str
     ) -> None:
         """Saves. A disk that fails does not end the training: it is told, and the last good stays.
 
-        What the background meets comes later, see `look_after`.
+        While a slow disk is still at the save before, a regular save goes to memory only, or is
+        left out where there is none. What the background meets comes later, see `look_after`.
 
         Raises:
             UnsavableState: there is something in the state that no checkpoint can hold. Only at the
                 first save: later a run has more to lose than a checkpoint.
         """
+        late = why in _UNHURRIED and any(self._ranks.gather(self._wait_limit.late(self.store)))
+        save: Any = getattr(self.store, "save_in_memory", None) if late else self.store.save
+        if late:
+            kept = "left out" if save is None else "only in memory"
+            told = f"the disk is still at the save before: checkpoint {step} is {kept}"
+            self._not_saved(step, told, told)
+        if save is None:
+            return
         began = time.monotonic()
         try:
-            self.store.save(step, state, healing=healing)
+            save(step, state, healing=healing)
         except UnsavableState as error:
             if not self._saved_once:
                 raise
@@ -137,79 +156,138 @@ class Keeper:
             self._failed(step, error)
             return
         self._saved_once = True
-        # As it will be listed; `finite` is known, and asked for, when its probation is over.
-        self._waiting[step] = Saved(step, "candidate", True, 0, 0.0, True, None)
+        (self._near_only.add if late else self._near_only.discard)(step)
+        self.catalog.saved(step)
         self._tell("save", step=step, why=why, seconds=round(time.monotonic() - began, 6))
+        if self._pending_quarantine:
+            self._prover.later(self.store, step, self._quarantine_pending)
+
+    def in_memory_only(self, step: int) -> bool:
+        """Whether a checkpoint lacks on a disk that was too late for it."""
+        if not hasattr(self.store, "save_in_memory"):
+            return False
+        return any(saved.step == step and saved.path is None for saved in self.listed())
+
+    # -- known-good -----------------------------------------------------------------------------
 
     def look_after(self, ledger: Ledger, step: int) -> None:
-        """Once per step: failures, verdicts of the prover, and the next one to prove."""
+        """Once per step: what the background has met, and which checkpoints to prove next.
+
+        Which, and from when on, follows from the steps alone; nothing here waits for a disk.
+        """
         for failure in self.store.failures():
             self._failed(failure.step, failure)
-        verdict = self._prover.verdict()
-        if verdict is not None:
-            self._judge(*verdict, ledger)
-        if ledger.open or self._prover.busy:
+        self._hear()
+        if ledger.open:
             return
-        ready = self._agreed(ledger)
-        if ready:
-            self._prover.begin(self.store, ready[0])
-        ledger.forget(min(self._waiting, default=step))
-
-    def _agreed(self, ledger: Ledger) -> list[int]:
-        """`_ready`, on every rank the same.
-
-        Ranks notice a failed write, or a new file on a network disk, at different steps. They
-        exchange now and then, and at the same step everywhere, whether one has something or not.
-        """
-        if self._ranks.world == 1:
-            return self._ready(ledger)
-        if ledger.judged % max(1, self.every // 2):
-            return []
-        everybody = self._ranks.gather(self._ready(ledger))
-        return sorted(set.intersection(*map(set, everybody)))
+        self._prove(self._agreed(ledger), ledger)
+        ledger.forget(min(self.catalog.waiting, default=step))
 
     def catch_up(self, ledger: Ledger, *, before: int) -> None:
-        """Proves at once all whose probation was over before a step. On every rank together.
+        """Proves all whose probation was over before a step, and waits. On every rank together.
 
         Where a rollback goes must follow from the steps, not from how fast a disk is.
         """
-        while True:
-            self._prover.finish()
-            verdict = self._prover.verdict()
-            if verdict is not None:
-                self._judge(*verdict, ledger)
-            everybody = self._ranks.gather(self._ready(ledger, before))
-            ready = set.intersection(*map(set, everybody))
-            if not ready:
-                return
-            self._prover.begin(self.store, min(ready))
+        everybody = self._ranks.gather(self.catalog.ready(ledger, before))
+        self._prove(sorted(set.intersection(*map(set, everybody))), ledger)
+        self._prover.finish()
+        self._hear()
 
-    def _ready(self, ledger: Ledger, before: int | None = None) -> list[int]:
-        """Steps whose probation is over. The store is asked only when there may be one."""
-        if not self._waiting:
-            return []
-        now = ledger.judged if before is None else min(before, ledger.judged)
-        facts = {"unhealthy": ledger.unhealthy, "now": now, "probation": self.probation}
-        if not proven(list(self._waiting.values()), **facts):
-            return []
-        saves = self.store.steps()
-        self._note_not_finite(saves)
-        there = {s.step for s in saves if s.status == "candidate" and s.finite}
-        self._waiting = {step: s for step, s in self._waiting.items() if step in there}
-        return proven([s for s in saves if s.step in self._waiting], **facts)
+    def wrap_up(self, ledger: Ledger, step: int) -> None:
+        """The last `look_after` of a run, with all that comes of it."""
+        self.look_after(ledger, step)
+        self._prover.finish()
+        self._hear()
 
-    def _note_not_finite(self, saves: list[Saved]) -> None:
+    def _agreed(self, ledger: Ledger) -> list[int]:
+        """Those whose probation is over, on every rank the same.
+
+        Ranks notice a failed write at different steps. They exchange now and then, and at the same
+        step everywhere, whether one has something or not.
+        """
+        if self._ranks.world == 1:
+            return self.catalog.ready(ledger)
+        if ledger.judged % max(1, self.every // 2):
+            return []
+        everybody = self._ranks.gather(self.catalog.ready(ledger))
+        return sorted(set.intersection(*map(set, everybody)))
+
+    def _prove(self, ready: Sequence[int], ledger: Ledger) -> None:
+        """Asks for the proofs, and for the deletions once the last of them has succeeded."""
+        if not ready:
+            return
+        surplus = agreed(self._ranks, self.catalog.prove(ready, ledger))
+        for step in ready:
+            tidy = self._deleting(surplus) if step == ready[-1] else _nothing
+            self._prover.ask(self.store, step, tidy, near_only=step in self._near_only)
+            self._near_only.discard(step)
+
+    def _deleting(self, surplus: Sequence[int]) -> Callable[[Any], None]:
+        """What deletes them in one tier. What a tier has to keep is asked for again next time."""
+
+        def tidy(tier: Any) -> None:
+            for step in surplus:
+                with suppress(NotThere, LastGoodKept):
+                    tier.delete(step)
+            if tier is getattr(self.store, "disk", self.store):  # memory lets go by itself
+                self._deleted.append({*surplus} - {saved.step for saved in tier.steps()})
+
+        return tidy
+
+    def _hear(self) -> None:
+        """Takes what has come of proofs."""
+        for step, error in self._prover.verdicts():
+            if error is None:
+                self.good = max(step, self.good or 0)
+                if step not in self._told_good:
+                    self._told_good.add(step)
+                    self._tell("good", step=step)
+            elif isinstance(error, CheckpointDamaged):
+                self.note_damage(error)
+                elsewhere = step in self._told_good or getattr(self.store, "disk", None)
+                if not elsewhere:
+                    self.catalog.damaged(step)
+            elif isinstance(error, NotFinite):
+                self._note_not_finite(step, error.names)
+            else:
+                self._tell("problem", step=step, problem=str(error))
+        while self._deleted:
+            self.catalog.deleted(self._deleted.popleft())
+        while self._set_aside_late:
+            step = self._set_aside_late.popleft()
+            self._tell("quarantine", step=step, checkpoint=step)
+
+    # -- what is not finite ---------------------------------------------------------------------
+
+    def found_not_finite(self) -> dict[int, tuple[str, ...]]:
+        """Checkpoints with NaN or Inf where that is not meant, since the last rollback or start.
+
+        Step -> arrays. Those in memory are all known by now; those on disk alone once they are
+        written. On every rank together, and the same everywhere.
+        """
+        look: Any = getattr(self.store, "nonfinite_found", list)
+        for step, names in look():
+            self._note_not_finite(step, names)
+        united: dict[int, tuple[str, ...]] = {}
+        for each in self._ranks.gather(self._not_finite):
+            for step, names in each.items():
+                united[step] = tuple(dict.fromkeys((*united.get(step, ()), *names)))
+        return united
+
+    def _note_not_finite(self, step: int, names: Sequence[str]) -> None:
         """A checkpoint with NaN in it looks like any other until it is needed."""
-        fresh = [s for s in saves if not s.finite and s.step not in self._not_finite]
-        for saved in fresh:
-            told = f"checkpoint {saved.step} is not finite in {', '.join(saved.nonfinite[:3])}"
-            self._tell("problem", step=saved.step, problem=told)
-        if fresh and not self._not_finite:
-            self._warn(
+        self.catalog.not_finite(step)
+        if step in self._not_finite:
+            return
+        told = f"checkpoint {step} is not finite in {', '.join(names[:3])}"
+        self._tell("problem", step=step, problem=told)
+        if not self.not_finite:
+            self.warn(
                 f"{told}: it can never be known-good. A skipped step does not take back what the "
                 "forward pass has written; arrays that are meant to be so go into nonfinite_ok"
             )
-        self._not_finite.update(saved.step for saved in fresh)
+        self._not_finite[step] = tuple(names)
+        self.not_finite.append((step, tuple(names)))
 
     def accept_first(self, state: Mapping[str, Any]) -> list[str]:
         """Arrays that are not finite before the first step are meant to be so: masks of -inf.
@@ -228,75 +306,87 @@ class Keeper:
         if names and hasattr(store, "nonfinite_ok"):
             store.nonfinite_ok = (*store.nonfinite_ok, *names)
 
-    def _prune(self, ledger: Ledger) -> None:
-        """Deletes what need not be kept.
-
-        While the region of the last rollback lasts, where it went and the next one deeper stay: a
-        second one in the same region goes there, and not to what became good on the way. And what
-        only waits for the prover is as good as good: a slow disk must not thin it out.
-        """
-        saves = self.store.steps()
-        facts = {"unhealthy": ledger.unhealthy, "now": ledger.judged, "probation": self.probation}
-        stay = {*proven(saves, **facts)[-self.keep.good :]}
-        if ledger.earlier and ledger.judged < ledger.earlier[-1].onset + self._region:
-            target = ledger.earlier[-1].target
-            deeper = [s.step for s in saves if s.status == "good" and s.step < target]
-            stay |= {target, *deeper[-1:]}
-        surplus = [step for step in superfluous(saves, self.keep) if step not in stay]
-        for step in agreed(self._ranks, surplus):
-            self.store.delete(step)
-            self._waiting.pop(step, None)
-
-    def _judge(self, step: int, error: Exception | None, ledger: Ledger) -> None:
-        self._waiting.pop(step, None)
-        try:
-            if error is None:
-                self.store.mark(step, "good")
-                self.good = max(step, self.good or 0)
-                self._tell("good", step=step)
-                self._prune(ledger)
-                return
-            if isinstance(error, CheckpointDamaged):
-                self.note_damage(error)
-                self.store.mark(step, "quarantined")
-            elif not isinstance(error, NotThere):
-                self._tell("problem", step=step, problem=str(error))
-        except (StoreError, OSError) as trouble:
-            self._tell("problem", step=step, problem=str(trouble))
+    # -- trouble --------------------------------------------------------------------------------
 
     def set_aside(self, steps: list[int], *, now: int) -> None:
-        """Quarantines checkpoints; those that are gone, or quarantined already, are fine."""
+        """Quarantines checkpoints; those that are gone, or quarantined already, are fine.
+
+        A disk that cannot be written does not keep the run from going back: see `quarantine_later`.
+        """
         self._prover.finish()
-        saves = self.store.steps()
+        saves = self.listed()
         todo = [s.step for s in saves if s.step in steps and s.status != "quarantined"]
         for step in agreed(self._ranks, todo):
-            self.store.mark(step, "quarantined")
-            self._tell("quarantine", step=now, checkpoint=step)
+            try:
+                self.store.mark(step, "quarantined")
+            except (StoreError, OSError) as error:
+                self._disk_failed = True
+                self._problem(now, f"checkpoint {step} could not be quarantined: {error}")
+            else:
+                self._tell("quarantine", step=now, checkpoint=step)
+        self._hear_trouble(now)
+
+    def quarantine_later(self, target: int) -> None:
+        """The run is back at `target`. What could not be quarantined on disk is so later."""
+        self._hear_trouble(target)
+        failed, self._disk_failed = any(self._ranks.gather(self._disk_failed)), False
+        if failed:
+            self._pending_quarantine.add(target)
+
+    def _quarantine_pending(self, tier: Any) -> None:
+        self._set_aside_late += self._pending_quarantine.settle(tier)
+
+    def _hear_trouble(self, now: int) -> None:
+        """What one tier of the store has made up for in another."""
+        look: Any = getattr(self.store, "trouble", list)
+        told = set()
+        for error in look():
+            if isinstance(error, CheckpointDamaged):
+                self.note_damage(error)
+                self.warn(f"{error}; another copy of it was used")
+                continue
+            self._disk_failed = True
+            if str(error) not in told:
+                told.add(str(error))
+                self._problem(now, f"{error}; the run goes on with what is in memory")
 
     def note_damage(self, error: CheckpointDamaged) -> None:
         """Tells of a checkpoint whose bytes are not those that were saved."""
-        self.damaged.append(error.step)
+        (self.damaged_in_memory if error.path == WHERE else self.damaged).append(error.step)
         self._tell("damaged", step=error.step, problem=str(error))
 
     def settle(self) -> None:
-        """Waits for what is being written; failures are told."""
-        self._prover.finish()
+        """Waits for what is being written and proven; failures are told."""
         while True:
             try:
                 self.store.wait()
             except SaveFailed as failure:
                 self._failed(failure.step, failure)
             else:
-                return
+                break
+        self._prover.finish()
 
     def close(self) -> None:
-        """Ends the prover's thread."""
-        self._prover.close()
+        """Waits for the background."""
+        self._prover.drop()
+
+    def _problem(self, step: int | None, told: str) -> None:
+        self._tell("problem", step=step, problem=told)
+        self.warn(told)
 
     def _failed(self, step: int, error: Exception) -> None:
+        self.catalog.failed(step)
+        self._not_saved(
+            step, str(error), f"checkpoint {step} was not saved, training goes on: {error}"
+        )
+
+    def _not_saved(self, step: int, problem: str, line: str) -> None:
         self.failed += 1
-        self.trouble = str(error)
-        self._waiting.pop(step, None)
-        self._tell("save_failed", step=step, problem=str(error))
+        self.trouble = problem
+        self._tell("save_failed", step=step, problem=problem)
         if self.failed & (self.failed - 1) == 0:  # the 1st, 2nd, 4th, ...: a full disk stays full
-            self._warn(f"checkpoint {step} was not saved, training goes on: {error}")
+            self.warn(line)
+
+
+def _nothing(tier: Any) -> None:
+    """What is deleted after a proof that others follow."""

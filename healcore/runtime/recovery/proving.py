@@ -1,76 +1,130 @@
-"""Verifying a checkpoint behind the training loop, before it is called known-good."""
+"""Proving checkpoints behind the training loop: verified, marked as good, the others thinned out.
+
+What is asked for, and in which order, the training loop decides by its steps. It is carried out in
+that order, so what a store ends up with follows from the steps, however long a disk takes.
+"""
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from healcore.runtime import forking
-from healcore.runtime.store import CheckpointStore, Saved
+from healcore.runtime.store import CheckpointDamaged, CheckpointStore, NotThere, StoreError
+from healcore.runtime.store.background import Background
+from healcore.runtime.store.memory import MemoryStore
+
+
+class Verdict(NamedTuple):
+    """What has come of a proof in one tier."""
+
+    step: int
+    error: Exception | None
+    """What was wrong; None: it is known-good now."""
 
 
 class Prover:
-    """One verification at a time, in a thread of its own.
+    """One proof after another in each tier, none of them in the caller's thread.
+
+    Stores with queues of their own (`queues`, which all of healcore's have) are asked in those,
+    another store in a thread that the Prover has for it.
 
     Args:
-        behind: False verifies at once, in the caller's thread. With several ranks the store's
-            exchanges must come in the same order everywhere, and a thread of its own cannot
-            promise that.
+        behind: False proves in the caller's thread in a store without queues.
     """
 
     def __init__(self, *, behind: bool = True) -> None:
-        self._behind = behind
-        self._pool: ThreadPoolExecutor | None = None
-        self._job: tuple[int, Future[Saved]] | None = None
+        self._own = Background("healcore-prover") if behind else None
+        self._used: list[Background] = []
+        self._verdicts: deque[Verdict] = deque()
         forking.watch(self)
 
-    @property
-    def busy(self) -> bool:
-        """Whether a verification is under way, or its verdict not taken yet."""
-        return self._job is not None
+    def ask(
+        self,
+        store: CheckpointStore,
+        step: int,
+        tidy: Callable[[Any], None] = lambda tier: None,
+        *,
+        near_only: bool = False,
+    ) -> None:
+        """Has a checkpoint verified and marked as good, in every tier that has it.
 
-    def begin(self, store: CheckpointStore, step: int) -> None:
-        """Starts verifying a checkpoint."""
-        assert self._job is None, "one at a time"
-        if self._behind:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(1, thread_name_prefix="healcore-prover")
-            self._job = step, self._pool.submit(store.verify, step)
-            return
-        future: Future[Saved] = Future()
-        try:
-            future.set_result(store.verify(step))
-        except Exception as error:
-            future.set_exception(error)
-        self._job = step, future
+        Args:
+            store: the checkpoints.
+            step: which.
+            tidy: is given the tier once the checkpoint is known-good in it.
+            near_only: it is in the nearest tier and no other.
+        """
+        queues = self._queues(store)
 
-    def verdict(self) -> tuple[int, Exception | None] | None:
-        """The step, and what was wrong with it, if a verification is done; each is told once."""
-        if self._job is None or not self._job[1].done():
-            return None
-        step, future = self._job
-        self._job = None
-        error = future.exception()
-        if error is not None and not isinstance(error, Exception):
-            raise error
-        return step, error
+        def prove(tier: Any) -> None:
+            try:
+                tier.verify(step)
+                tier.mark(step, "good")
+                self._verdicts.append(Verdict(step, None))
+                tidy(tier)
+            except NotThere:
+                return
+            except Exception as error:
+                self._verdicts.append(Verdict(step, error))
+                if isinstance(error, CheckpointDamaged):
+                    _take_out(tier, step, last=len(queues) == 1)
+
+        for tier, queue in queues[:1] if near_only else queues:
+            self._do(queue, step, lambda tier=tier: prove(tier))
+
+    def later(self, store: CheckpointStore, step: int, action: Callable[[Any], None]) -> None:
+        """Runs an action on the farthest tier, after all that was asked for before.
+
+        Args:
+            store: the checkpoints.
+            step: the run's, for an error.
+            action: is given the tier.
+        """
+        tier, queue = self._queues(store)[-1]
+        self._do(queue, step, lambda: action(tier))
+
+    def verdicts(self) -> list[Verdict]:
+        """What has come of the proofs since the last call, oldest first."""
+        told = []
+        while self._verdicts:
+            told.append(self._verdicts.popleft())
+        return told
 
     def finish(self) -> None:
-        """Waits for the verification under way; the verdict stays to be taken."""
-        if self._job is not None:
-            self._job[1].exception()
+        """Waits until everything that was asked for is done; the verdicts stay to be taken."""
+        for queue in self._used:
+            queue.join()
 
     def drop(self) -> None:
-        """Waits, and forgets the verdict: the list of checkpoints has changed meanwhile."""
+        """Waits, and forgets the verdicts: the list of checkpoints has changed meanwhile."""
         self.finish()
-        self._job = None
-
-    def close(self) -> None:
-        """Ends the thread."""
-        self.drop()
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+        self._verdicts.clear()
 
     def forked(self) -> None:
-        """In a child: the thread is the parent's alone."""
-        self._pool = self._job = None
+        """In a child: what was asked for is done in the parent alone."""
+        self._verdicts.clear()
+
+    def _queues(self, store: Any) -> list[tuple[Any, Background | None]]:
+        look = getattr(store, "queues", None)
+        return [(store, self._own)] if look is None else look()
+
+    def _do(self, queue: Background | None, step: int, job: Callable[[], None]) -> None:
+        if queue is None:
+            job()
+            return
+        if queue not in self._used:
+            self._used.append(queue)
+        queue.submit(step, "while proving it", job)
+
+
+def _take_out(tier: Any, step: int, *, last: bool) -> None:
+    """No damaged copy is restored; one in memory makes way for the one on disk."""
+    try:
+        if isinstance(tier, MemoryStore) and not last:
+            tier.drop(step)
+        else:
+            tier.mark(step, "quarantined")
+    except StoreError:
+        return  # not listed any more, or on a disk that cannot be written; the damage is told

@@ -16,7 +16,7 @@ from healcore.runtime.data.feeds import Feeds, Moved
 from healcore.runtime.driver import Driver
 from healcore.runtime.incidents.ledger import Ledger
 from healcore.runtime.recovery import lineage
-from healcore.runtime.recovery.choice import choose, common, tainted
+from healcore.runtime.recovery.choice import Choice, choose, common, tainted
 from healcore.runtime.recovery.host_state import ITEM, HostState, position_in
 from healcore.runtime.recovery.journal import Branch, Journal, Plan
 from healcore.runtime.recovery.keeping import Keeper
@@ -102,6 +102,8 @@ class Recovery:
         """Step of the snapshot or checkpoint that this process started from."""
         self.damage: list[CheckpointDamaged] = []
         """What was found damaged by this process."""
+        self.unwritten = False
+        """The journal on disk is not the one of now: to be tried again with the next save."""
 
     # -- back -----------------------------------------------------------------------------------
 
@@ -116,14 +118,7 @@ class Recovery:
         self.keeper.catch_up(self.ledger, before=wanted.onset)
         self.look_for_damage()
         saves = self.saves()
-        choice = choose(
-            saves,
-            onset=wanted.onset,
-            depth=wanted.depth,
-            earlier=self.ledger.earlier,
-            region=self.terms.region,
-            initial=[s for s in (self.journal.page.first, self.began_at) if s is not None],
-        )
+        choice = self._choice(saves, wanted.onset, wanted.depth)
         bad, more = (
             ((), 0)
             if wanted.trial is not None
@@ -164,11 +159,21 @@ class Recovery:
         Nothing is changed. The copy is as large as the state.
         """
         try:
-            choice = choose(self.saves(), onset=onset, initial=self.initial)
+            choice = self._choice(self.saves(), onset)
             like = {**self.driver.items(), ITEM: self.host}
             return self.keeper.store.restore(choice.order[0], like).state
         except StoreError:
             return None
+
+    def _choice(self, saves: Sequence[Saved], onset: int, depth: int = 1) -> Choice:
+        return choose(
+            saves,
+            onset=onset,
+            depth=depth,
+            earlier=self.ledger.earlier,
+            region=self.terms.region,
+            initial=[s for s in (self.journal.page.first, self.began_at) if s is not None],
+        )
 
     def _live(self, wanted: Wanted) -> dict[str, dict[str, Any]]:
         """The engines' states, with the cut that is wanted."""
@@ -183,6 +188,7 @@ class Recovery:
         landed = self._restore(plan.order, now)
         lineage.check(self.journal, landed)
         self.keeper.set_aside(_newer(self.saves(), landed.step), now=now)
+        self.keeper.quarantine_later(landed.step)
         merge = gone_back if plan.trial is None else tried_again
         engines = merge(self.terms.engine, plan.engines, self._engines(landed, now))
         own = self._apply(landed, engines)
@@ -255,7 +261,7 @@ class Recovery:
 
     def saves(self) -> list[Saved]:
         """The checkpoints that every rank has."""
-        mine = self.keeper.store.steps()
+        mine = self.keeper.listed()
         return mine if self.ranks.world == 1 else common(self.ranks.gather(mine))
 
     def look_for_damage(self) -> None:
@@ -312,8 +318,14 @@ class Recovery:
             lineage.note_disk(self.journal, self.keeper.store.steps())
             self.journal.write()
         except (OSError, StoreError) as error:
-            # Training goes on; only a crash within the next steps would miss the note.
-            self.tell("problem", step=now, problem=f"the journal could not be written: {error}")
+            # Training goes on; only a crash before the next try would miss the note.
+            told = f"the journal could not be written: {error}"
+            self.tell("problem", step=now, problem=told)
+            if not self.unwritten:
+                self.keeper.warn(told)
+            self.unwritten = True
+        else:
+            self.unwritten = False
 
 
 def _newer(saves: Sequence[Saved], step: int) -> list[int]:

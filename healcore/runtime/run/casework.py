@@ -53,6 +53,8 @@ def case_of(
         lr_scale=judge.lr_scale,
         verdict=verdict,
         damaged=tuple(keeper.damaged),
+        damaged_in_memory=tuple(keeper.damaged_in_memory),
+        not_finite=tuple(keeper.not_finite),
         unsaved=keeper.failed,
         unsaved_why=keeper.trouble,
         observes=judge.terms.observes,
@@ -64,7 +66,7 @@ def case_of(
 
 def _path(keeper: Keeper) -> str | None:
     try:
-        saves = keeper.store.steps()
+        saves = keeper.listed()
     except StoreError:
         return None
     return next((each.path for each in saves if each.step == keeper.good), None)

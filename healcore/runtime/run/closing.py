@@ -63,7 +63,8 @@ def close(run: Run, error: BaseException | None) -> None:
         attempt("the last state could not be saved", run.save_last)
     attempt("checkpoints being written", run.keeper.settle)
     if together:
-        attempt("checkpoints on probation", lambda: run.keeper.look_after(run.ledger, run.step))
+        attempt("checkpoints on probation", lambda: run.keeper.wrap_up(run.ledger, run.step))
+        attempt("the last saves", run.keeper.found_not_finite)
     attempt("the journal", lambda: run.note_ending(ending))
     if ending in ("interrupted", "signal"):
         saved = run.journal.page.saved if run.journal.path is not None else None

@@ -266,6 +266,8 @@ class Orders:
         how = "rewound" if moved.rewound else f"goes on forward: {moved.why_not}"
         self._tell("data", step=arrival.target, outcome=how, rewound=moved.rewound)
         what = " and ".join(names(order.cause)).lower().replace("_", " ") or "an order of a hook"
+        if order.arrays:
+            what = f"a save has found NaN or Inf in {', '.join(order.arrays[:3])}"
         rest = (
             "nothing else is changed, to see whether it happens again"
             if trial
@@ -283,6 +285,8 @@ class Orders:
         raise RunStopped(text, why, good)
 
     def _why_stop(self, order: Order) -> str:
+        if order.arrays:
+            return f"a save has found NaN or Inf in {', '.join(order.arrays[:3])}"
         if order.overridden:
             return "an on_incident hook said so"
         engines = self._recovery.driver.healing().values()

@@ -14,7 +14,7 @@ from healcore.runtime.events.metrics import Metrics
 from healcore.runtime.incidents.assessment import Assessor
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.incident import Facts
-from healcore.runtime.incidents.judging import Judge
+from healcore.runtime.incidents.judging import Judge, Order
 from healcore.runtime.incidents.lagging import Lagging, Seen, Taken
 from healcore.runtime.postmortem.diagnosis import Case
 from healcore.runtime.recovery.host_state import ITEM
@@ -22,6 +22,7 @@ from healcore.runtime.recovery.recovering import Recovery
 from healcore.runtime.run.casework import case_of
 from healcore.runtime.run.narrating import Narrator
 from healcore.runtime.run.orders import Orders
+from healcore.runtime.run.state_check import StateCheck
 from healcore.runtime.run.terminating import Terminating, ending
 from healcore.runtime.run.trials import Trials
 from healcore.runtime.store import StoreError
@@ -100,6 +101,7 @@ class Run:
             case=lambda why: self.case("stopped", why),
             assessor=self._assessor,
         )
+        self._state_check = StateCheck(recovery, self.judge, self.tell, self.warn)
         self._ids: dict[int, list[BatchId]] = {}
         """Of each loader the batches since its last step."""
         self._yielded = 0
@@ -148,7 +150,9 @@ class Run:
                 batch, name = self._next(number)
             except StopIteration:
                 # What is still on its way may send the run back into this data.
-                if not self._read(all=True):
+                # Ranks need not come by here together: an evaluation may be one rank's alone.
+                alone = self.recovery.ranks.world == 1
+                if not (self._read(all=True) or (alone and self._leave_bad_state())):
                     break
                 continue
             finally:
@@ -228,8 +232,9 @@ class Run:
         for told in seen.told:
             self.metrics.write(seen.index, told, several=len(seen.told) > 1)
 
-    def _go_on_from(self, target: int) -> None:
+    def _go_on_from(self, target: int, order: Order | None = None) -> None:
         self.step = self._saved = target
+        self._state_check.went_back(order)
         self._lagging.clear()
         self._batches.clear()
         self._assessor.went_back(target)
@@ -251,8 +256,21 @@ class Run:
         if self._read(all=True):
             return True
         if self._calm:
+            if self._leave_bad_state():
+                return True
             self.save("regular")
         return False
+
+    def _leave_bad_state(self) -> bool:
+        """Whether the run has gone back because the saves so far are not finite."""
+        order = self._state_check.order(self.step)
+        if order is None:
+            return False
+        carried = self._orders.carry_out(order, self.step)
+        if carried.target is None:
+            return False
+        self._go_on_from(carried.target, order)
+        return True
 
     @property
     def _calm(self) -> bool:
@@ -277,6 +295,8 @@ class Run:
         }
         state = {**self.driver.items(), ITEM: self.recovery.host}
         self.keeper.save(self.step, state, healing, why)
+        if self.recovery.unwritten:
+            self.recovery.write_journal(self.step)
 
     # -- the end, see `closing` -----------------------------------------------------------------
 
@@ -300,7 +320,7 @@ class Run:
 
     def save_last(self) -> None:
         """A checkpoint of where the run ends, if the last one is older."""
-        if self.step == self._saved:
+        if self.step == self._saved and not self.keeper.in_memory_only(self.step):
             return
         if self.driver.may_save():
             self.save("last")
@@ -370,7 +390,7 @@ class Run:
 
     def _facts(self) -> Facts:
         try:
-            saves = self.keeper.store.steps()
+            saves = self.keeper.listed()
         except StoreError:
             saves = []
         return Facts(

@@ -1,4 +1,4 @@
-"""One job at a time behind the training loop, and the errors it met."""
+"""Jobs behind the training loop, one after another, and the errors they met."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -17,33 +18,40 @@ _log = logging.getLogger(__name__)
 
 
 class Background:
-    """A single worker thread. A job that fails leaves a SaveFailed to be collected once.
+    """A single worker thread, which does jobs in the order in which they were submitted.
 
-    A program that ends waits for the job under way. Failures that nobody has collected by then are
-    logged as errors. A forked child has neither the job nor the failures: they are its parent's.
+    So what comes of them depends on that order and not on how long one takes. A job that fails
+    leaves a SaveFailed to be collected once.
+
+    A program that ends waits for the jobs under way. Failures that nobody has collected by then are
+    logged as errors. A forked child has neither the jobs nor the failures: they are its parent's.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._pool: ThreadPoolExecutor | None = None
-        self._job: Future[None] | None = None
+        self._jobs: deque[Future[None]] = deque()
+        self._worker = 0
         self._failures: list[SaveFailed] = []
         forking.watch(self)
 
-    def submit(self, step: int, doing: str, job: Callable[[], None]) -> None:
-        """Starts a job once the one before has ended.
+    def submit(self, step: int, doing: str, job: Callable[[], None]) -> Future[None]:
+        """Puts a job at the end of the queue, without waiting.
 
         Args:
-            step: whose save it is, for the error.
+            step: whose checkpoint it is, for the error.
             doing: what it does, for the error: "while writing".
             job: raises what went wrong.
+
+        Returns:
+            What is done when the job is. It holds no error: those are in `failures`.
         """
-        self.join()
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix=self._name)
             _before_the_end(self._finish)
 
         def run() -> None:
+            self._worker = threading.get_ident()
             try:
                 job()
             except SaveFailed as failure:
@@ -51,18 +59,34 @@ class Background:
             except BaseException as error:
                 self._failures.append(SaveFailed(step, doing, error))
 
-        self._job = self._pool.submit(run)
+        while self._jobs and self._jobs[0].done():
+            self._jobs.popleft()
+        self._jobs.append(self._pool.submit(run))
+        return self._jobs[-1]
 
     def join(self) -> None:
-        """Waits for the job under way; its error stays to be collected. From any thread."""
-        job = self._job
-        if job is not None:
+        """Waits for all jobs so far; their errors stay to be collected.
+
+        From any thread; a job that calls it does not wait for itself.
+        """
+        if threading.get_ident() == self._worker:
+            return
+        for job in tuple(self._jobs):
             job.result()
 
     @property
+    def waiting(self) -> int:
+        """Jobs that are not done."""
+        return sum(not job.done() for job in tuple(self._jobs))
+
+    @property
     def busy(self) -> bool:
-        """Whether a job is under way."""
-        return self._job is not None and not self._job.done()
+        """Whether there are any."""
+        return self.waiting > 0
+
+    def pending(self, job: Future[None] | None) -> bool:
+        """Whether it is one of them; a job of the process that has forked this one is not."""
+        return job is not None and job in self._jobs and not job.done()
 
     def wait(self) -> None:
         """Waits, and raises the oldest failure that was not told yet."""
@@ -80,7 +104,8 @@ class Background:
 
     def forked(self) -> None:
         """In a child: the thread is the parent's alone."""
-        self._pool, self._job, self._failures = None, None, []
+        self._pool, self._worker = None, 0
+        self._jobs, self._failures = deque(), []
 
     def _finish(self) -> None:
         self.join()

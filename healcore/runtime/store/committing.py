@@ -48,7 +48,9 @@ class Item(NamedTuple):
     healing: bytes | None
 
 
-def commit(root: Path, ranks: Ranks, item: Item, write: Callable[[Path], Written]) -> None:
+def commit(
+    root: Path, ranks: Ranks, item: Item, write: Callable[[Path], Written]
+) -> tuple[str, ...]:
     """Writes a checkpoint; it is there whole or not at all.
 
     Args:
@@ -56,6 +58,9 @@ def commit(root: Path, ranks: Ranks, item: Item, write: Callable[[Path], Written
         ranks: every rank calls this.
         item: what it is.
         write: writes state and data below the directory it is given, on every rank.
+
+    Returns:
+        Names of the arrays with NaN or Inf, meant or not.
 
     Raises:
         SaveFailed: on every rank, whichever met the trouble.
@@ -67,6 +72,7 @@ def commit(root: Path, ranks: Ranks, item: Item, write: Callable[[Path], Written
         on_first(ranks, lambda: folder.mkdir())
         parts = together(ranks, lambda: write(folder))
         on_first(ranks, lambda: _complete(root, folder, item, parts))
+        return united(part.nonfinite for part in parts)
     except Exception as error:
         raise SaveFailed(item.step, f"while writing to {root}", error, _hint(error)) from error
     finally:

@@ -21,6 +21,8 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,12 @@ class DirectoryStore(ABC):
         """Patterns of array names where NaN and Inf are meant. May be set anew at any time."""
         self._ranks: Ranks = ranks or Alone()
         self._behind = Background(f"healcore-{self.format}")
+        # Several ranks exchange while they write and while they verify: in one order, hence in one
+        # thread. A rank alone verifies beside the writing: the next save need not wait for that.
+        alone = self._ranks.world == 1
+        self._proofs = Background(f"healcore-{self.format}-proofs") if alone else self._behind
+        self._written: Future[None] | None = None
+        self._nonfinite: list[tuple[int, tuple[str, ...]]] = []
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             os.listdir(self.root)
@@ -230,7 +238,19 @@ class DirectoryStore(ABC):
     @property
     def busy(self) -> bool:
         """Whether a save is still being written, so that the next would wait for it."""
-        return self._behind.busy
+        return self._behind.pending(self._written)
+
+    def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
+        """Saves with NaN or Inf where that is not meant, and in which arrays; each is told once.
+
+        Of those that are written; it does not wait.
+        """
+        found, self._nonfinite = self._nonfinite, []
+        return found
+
+    def queues(self) -> list[tuple[DirectoryStore, Background]]:
+        """Itself, and the queue in which checkpoints are proven."""
+        return [(self, self._proofs)]
 
     def drop(self, step: int) -> None:
         """`delete` without the question whether what counts is the last known-good one.
@@ -262,24 +282,42 @@ class DirectoryStore(ABC):
     ) -> None:
         step = protocol.checked_step(step)
         kept = None if healing is None else protocol.frozen(healing)
-        self._behind.join()
+        if self._written is not None and self.busy:
+            self._written.result()  # one copy at a time
+        item = Item(step, time.time() if created is None else created, self.format, kept)
         try:
             captured = self._capture(state, copy=copy)
-        except StoreError:
-            raise
         except Exception as error:
+            if self._ranks.world > 1:  # the others have a copy, and wait for this rank's
+                failure = error
+                self._written = self._behind.submit(
+                    step, "while copying the state", lambda: self._without(item, failure)
+                )
+            if isinstance(error, StoreError):
+                raise
             raise SaveFailed(step, "while copying the state", error) from error
-        item = Item(step, time.time() if created is None else created, self.format, kept)
 
         def job() -> None:
             try:
-                committing.commit(
+                bad = committing.commit(
                     self.root, self._ranks, item, lambda folder: self._write(captured, folder)
                 )
             finally:
                 self._release(captured)
+            bad = inspection.unmeant(bad, self.nonfinite_ok)
+            if bad:
+                self._nonfinite.append((step, bad))
 
-        self._behind.submit(step, "while writing", job)
+        self._written = self._behind.submit(step, "while writing", job)
+
+    def _without(self, item: Item, failure: Exception) -> None:
+        """Tells the other ranks that this one could not copy its state. Here `save` has raised."""
+
+        def fail(folder: Path) -> Written:
+            raise failure
+
+        with suppress(SaveFailed):
+            committing.commit(self.root, self._ranks, item, fail)
 
     def _find(self, step: int) -> Found:
         """The checkpoint that counts for a step, the same on every rank.

@@ -52,6 +52,7 @@ class MemoryStore:
         self._ring = Ring(keep, tuple(nonfinite_ok))
         self._behind = Background("healcore-memory")
         self._told: list[str] = []
+        self._nonfinite: list[tuple[int, tuple[str, ...]]] = []
 
     # -- the protocol ---------------------------------------------------------------------------
 
@@ -137,10 +138,15 @@ class MemoryStore:
         finally:
             self._ring.reclaim(snapshot)  # the first save goes into it
 
-    @property
-    def busy(self) -> bool:
-        """Whether a save is still being written, so that the next would wait for it."""
-        return self._behind.busy
+    def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
+        """Saves with NaN or Inf where that is not meant, and in which arrays; each is told once."""
+        self._behind.join()
+        found, self._nonfinite = self._nonfinite, []
+        return found
+
+    def queues(self) -> list[tuple[MemoryStore, Background]]:
+        """Itself, and the queue in which checkpoints are proven: behind the saves before it."""
+        return [(self, self._behind)]
 
     @property
     def nbytes(self) -> int:
@@ -209,9 +215,12 @@ class MemoryStore:
         except BaseException:
             self._ring.release(slot)
             raise
+        bad = slot.saved(self.nonfinite_ok).nonfinite
         self._ring.admit(slot)
+        if bad:
+            self._nonfinite.append((slot.step, bad))
         if slot.dropped:
-            names = ", ".join(slot.saved(self.nonfinite_ok).nonfinite[:3])
+            names = ", ".join(bad[:3])
             self._told.append(
                 f"the snapshot of step {slot.step} has NaN or Inf in {names} and was not kept"
             )

@@ -46,7 +46,11 @@ class Restored(NamedTuple):
 
 @runtime_checkable
 class CheckpointStore(Protocol):
-    """Checkpoints of one run, by step. All methods are called from one thread."""
+    """Checkpoints of one run, by step.
+
+    `verify`, `mark`, `delete` and `steps` may be called from a second thread, at the same time as
+    the others from the one that trains.
+    """
 
     def save(
         self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 from healcore.runtime.store import protocol, ranks, retention
@@ -53,7 +55,8 @@ class TieredStore:
         self.disk_every = disk_every
         self._saves = 0
         self._behind = Background("healcore-tiers")
-        self._damage: list[str] = []
+        self._written: Future[None] | None = None
+        self._trouble: list[StoreError] = []
 
     # -- the protocol ---------------------------------------------------------------------------
 
@@ -63,20 +66,32 @@ class TieredStore:
         """Copies to memory; to disk from there when it is time."""
         step = protocol.checked_step(step)
         due = self._saves % self.disk_every == 0
+        self._saves += 1
         if not due:
             self.memory.save(step, state, healing=healing)
-        else:
-            self._behind.join()  # one write at a time: each holds a copy in memory
-            hold = self._held(step, state, healing)
-            self._behind.submit(step, "while writing to disk", lambda: self._to_disk(step, hold))
+            return
+        if self._written is not None and self.busy:
+            self._written.result()  # one write at a time: each holds a copy in memory
+        self._to_both(step, state, healing)
+
+    def save_in_memory(
+        self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
+    ) -> None:
+        """`save` while the disk is still at the one before: only to memory, without waiting."""
         self._saves += 1
+        self.memory.save(step, state, healing=healing)
 
     def steps(self) -> list[Saved]:
         """Checkpoints of both, ascending; what is in both has the status that memory says.
 
-        Of two saves of one step that in memory counts: it is the newer one.
+        Of two saves of one step that in memory counts: it is the newer one. Of a disk that cannot
+        be read any more nothing is listed, and `trouble` says so; unless there is nothing in memory
+        either.
+
+        Raises:
+            StoreError: the disk cannot be read, and there is nothing in memory.
         """
-        found = {saved.step: saved for saved in self.disk.steps()}
+        found = {saved.step: saved for saved in self._on_disk()}
         for near in self.memory.steps():
             far = found.get(near.step)
             if far is not None and _same(near, far):
@@ -113,7 +128,7 @@ class TieredStore:
         crash. An older save of the step on disk is listed again when the one in memory has gone.
         """
         having = self._having(step)
-        last = [retention.is_last_good(each, step) for each in (self.steps(), self.disk.steps())]
+        last = [retention.is_last_good(each, step) for each in (self.steps(), self._on_disk())]
         last, last_on_disk = map(any, zip(*self._ranks.gather(last), strict=True))
         if last:
             raise LastGoodKept(step)
@@ -134,10 +149,32 @@ class TieredStore:
 
     def problems(self) -> list[str]:
         """Copies that were found damaged since the last call, and what the disk has to tell."""
-        damage, self._damage = self._damage, []
-        return damage + self.memory.problems() + self.disk.problems()
+        trouble = [str(each) for each in self.trouble()]
+        return trouble + self.memory.problems() + self.disk.problems()
 
     # -- beyond it ------------------------------------------------------------------------------
+
+    def trouble(self) -> list[StoreError]:
+        """What the other tier has made up for since the last call.
+
+        A CheckpointDamaged for each copy that was damaged; another StoreError for a disk that could
+        not be read.
+        """
+        found, self._trouble = self._trouble, []
+        return found
+
+    def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
+        """Saves with NaN or Inf where that is not meant, and in which arrays; each is told once."""
+        self.disk.nonfinite_found()  # those that memory has had before
+        return self.memory.nonfinite_found()
+
+    def queues(self) -> list[tuple[MemoryStore | DirectoryStore, Background]]:
+        """Both tiers, each with the queue in which its checkpoints are proven.
+
+        Memory does not wait for the disk: what is in it, and known-good, follows from the steps.
+        """
+        proofs = self.disk.queues() if self._ranks.world == 1 else [(self.disk, self._behind)]
+        return [*self.memory.queues(), *proofs]
 
     @property
     def nonfinite_ok(self) -> tuple[str, ...]:
@@ -161,7 +198,7 @@ class TieredStore:
     @property
     def busy(self) -> bool:
         """Whether a save is still being written, so that the next would wait for it."""
-        return self._behind.busy or self.disk.busy
+        return self._behind.pending(self._written)
 
     def describe(self, state_bytes: int | None = None) -> str:
         """The bound on host memory, in words."""
@@ -174,27 +211,51 @@ class TieredStore:
     def _ranks(self) -> Ranks:
         return self.disk.processes
 
-    def _held(self, step: int, state: Mapping[str, Any], healing: Mapping[str, Any] | None) -> Hold:
-        """The copy in memory, on every rank; or an error on every rank."""
-        holds: list[Hold] = []
-        copy = self.memory.save_and_hold
+    def _to_both(
+        self, step: int, state: Mapping[str, Any], healing: Mapping[str, Any] | None
+    ) -> None:
+        """Copies to memory and asks for the write. The ranks exchange behind the loop only."""
         try:
-            ranks.together(self._ranks, lambda: holds.append(copy(step, state, healing=healing)))
-            # Every rank has a clock of its own, and the disk will have that of the first.
-            holds[0].created = ranks.agreed(self._ranks, holds[0].created)
-        except BaseException:
-            for hold in holds:
-                hold.release()
+            hold = self.memory.save_and_hold(step, state, healing=healing)
+        except Exception as error:
+            if self._ranks.world > 1:  # the others have a copy, and wait for this rank's
+                failure = error
+                self._written = self._behind.submit(
+                    step, "while copying the state", lambda: self._without(failure)
+                )
             raise
-        return holds[0]
+        self._written = self._behind.submit(
+            step, "while writing to disk", lambda: self._to_disk(step, hold)
+        )
 
     def _to_disk(self, step: int, hold: Hold) -> None:
         try:
             state, healing = ranks.on_each(self._ranks, hold.read)
+            # Every rank has a clock of its own, and the disk will have that of the first.
+            hold.created = ranks.agreed(self._ranks, hold.created)
             self.disk.save_held(step, state, healing=healing, created=hold.created)
             self.disk.wait()
         finally:
             hold.release()
+
+    def _without(self, failure: Exception) -> None:
+        """Tells the other ranks that this one could not copy its state. Here `save` has raised."""
+
+        def fail() -> None:
+            raise failure
+
+        with suppress(type(failure)):
+            ranks.on_each(self._ranks, fail)
+
+    def _on_disk(self) -> list[Saved]:
+        """The checkpoints on disk; none where it cannot be read while memory serves."""
+        try:
+            return self.disk.steps()
+        except StoreError as error:
+            if not self.memory.steps():
+                raise
+            self._trouble.append(error)
+            return []
 
     def _having(self, step: int) -> Having:
         """The stores that have the save that counts for a step, memory first.
@@ -203,7 +264,7 @@ class TieredStore:
         """
         self._behind.join()
         near = next((saved for saved in self.memory.steps() if saved.step == step), None)
-        far = next((saved for saved in self.disk.steps() if saved.step == step), None)
+        far = next((saved for saved in self._on_disk() if saved.step == step), None)
         one = far is not None and (near is None or _same(near, far))
         seen = self._ranks.gather((near is not None, far is not None, one))
         near_there, far_there, all_one = map(all, zip(*seen, strict=True))
@@ -225,19 +286,19 @@ class TieredStore:
         Raises:
             CheckpointDamaged: no copy is intact.
         """
-        results, damage = [], None
+        results: list[T] = []
+        damage: list[CheckpointDamaged] = []
         for tier in self._having(step).tiers:
             try:
                 results.append(self._together(tier, action))
             except CheckpointDamaged as error:
-                damage = error
-                self._damage.append(str(error))
+                damage.append(error)
                 self._take_out(tier, step)
             if first and results:
                 break
+        self._trouble += damage if results else damage[:-1]
         if not results:
-            assert damage is not None
-            raise damage
+            raise damage[-1]
         return results[0]
 
     def _together(

@@ -1,0 +1,127 @@
+"""A disk that is gone, full or read-only when a run has to go back: memory has what it needs."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from healcore.runtime.store.errors import StoreError
+from tests.healer.loops import Faults, loop_of, rules, same, train
+from tests.healer.test_slow_disks import events_of
+from tests.store.disks import read_only, small_disk
+
+BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
+BAD = 23
+
+
+def run(framework: str, folder: Path, before: Any = None) -> tuple[Any, dict[str, Any], list[Any]]:
+    """Forty batches, one of them bad; the events are kept somewhere else."""
+    loop = loop_of(framework, Faults(always=[BAD]), rules())
+    log = folder.with_suffix(".jsonl")
+    facts = train(loop, rules(), range(40), store=folder, events=log, before=before)
+    return loop, facts, events_of(log)
+
+
+def told(found: list[Any], kind: str) -> list[Any]:
+    return [event for event in found if event["kind"] == kind]
+
+
+@BOTH
+def test_a_directory_that_was_deleted(framework, tmp_path, caplog):
+    healthy, expected, _ = run(framework, tmp_path / "healthy")
+    folder = tmp_path / "deleted"
+
+    def delete(healer: Any, number: int) -> None:
+        if number == 22:
+            healer.store.wait()
+            folder.rename(tmp_path / "away")
+            shutil.rmtree(tmp_path / "away")
+
+    loop, facts, found = run(framework, folder, delete)
+    assert facts["rollbacks"] == 1
+    assert facts["step"] == expected["step"] == 39
+    assert same(loop.weights(), healthy.weights())
+    problems = [event["problem"] for event in told(found, "problem")]
+    assert any("cannot be read" in each and "in memory" in each for each in problems)
+    assert any("journal could not be written" in each for each in problems)
+    assert "has somebody deleted it" in told(found, "save_failed")[-1]["problem"]
+
+
+@BOTH
+def test_a_disk_that_comes_back_is_told_what_was_given_up(framework, tmp_path):
+    """Unmounted at the rollback. What lay on it is of a branch that the run has left."""
+    folder, away = tmp_path / "disk", tmp_path / "away"
+    seen: dict[str, Any] = {}
+
+    def unmount(healer: Any, number: int) -> None:
+        if number == 22 and not healer.rollbacks:
+            healer.store.wait()
+            folder.rename(away)
+        if healer.rollbacks and healer.step == 22 and away.exists():
+            seen["before"] = statuses(healer.store.disk)
+            away.rename(folder)
+            seen["back"] = statuses(healer.store.disk)
+
+    def statuses(disk: Any) -> Any:
+        try:
+            return {saved.step: saved.status for saved in disk.steps()}
+        except StoreError:
+            return "gone"
+
+    _, facts, found = run(framework, folder, unmount)
+    assert facts["step"] == 39
+    target = told(found, "rollback")[0]["checkpoint"]
+    assert target == 15
+    assert seen["before"] == "gone"
+    assert seen["back"][20] == "candidate", "nobody could tell it"
+    quarantined = {each["checkpoint"] for each in told(found, "quarantine")}
+    assert 20 in quarantined
+    assert told(found, "end")[0]["last_good"] == 35
+    # The next run in this directory knows what the rollback has cost.
+    assert '"rollbacks":1' in (folder / "healcore.json").read_text()
+
+
+@BOTH
+def test_a_directory_that_became_read_only(framework, tmp_path):
+    folder = tmp_path / "fixed"
+    folder.mkdir()
+    holding: list[Any] = []
+
+    def fix(healer: Any, number: int) -> None:
+        if number == 22 and not holding:
+            healer.store.wait()
+            holding.append(read_only(folder))
+            holding[0].__enter__()
+        if healer.rollbacks and healer.step == 27 and len(holding) == 1:
+            holding.append(holding[0].__exit__(None, None, None))
+
+    try:
+        _, facts, found = run(framework, folder, fix)
+    finally:
+        if len(holding) == 1:
+            holding[0].__exit__(None, None, None)
+    assert (facts["step"], facts["rollbacks"]) == (39, 1)
+    assert told(found, "rollback")[0]["checkpoint"] == 15
+    assert any("could not be quarantined" in e["problem"] for e in told(found, "problem"))
+    assert {e["checkpoint"] for e in told(found, "quarantine")} >= {20}
+    assert told(found, "end")[0]["last_good"] == 35
+
+
+@BOTH
+def test_a_disk_that_is_full_at_the_rollback(framework, tmp_path):
+    with small_disk(tmp_path / "disk", megabytes=4) as disk:
+
+        def fill(healer: Any, number: int) -> None:
+            if number == 22 and not healer.rollbacks:
+                healer.store.wait()
+                with (disk / "other").open("wb", buffering=0) as file, suppress(OSError):
+                    while True:
+                        file.write(bytes(1 << 16))
+
+        _, facts, found = run(framework, disk, fill)
+    assert (facts["step"], facts["rollbacks"]) == (39, 1)
+    assert any("No space left" in e["problem"] for e in told(found, "save_failed"))

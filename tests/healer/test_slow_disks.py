@@ -1,0 +1,266 @@
+"""A disk decides neither where a run goes back to nor how fast it trains. Times are in steps."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from healcore.jax import store as jax_stores
+from healcore.runtime.recovery import wait_limit
+from healcore.runtime.recovery.keeping import Keeper
+from healcore.runtime.recovery.proving import Prover
+from healcore.runtime.recovery.recovering import Recovery
+from healcore.runtime.run.running import Run
+from healcore.runtime.store import Keep
+from healcore.runtime.store.ranks import Alone
+from healcore.torch import store as torch_stores
+from tests.healer.histories import Listed
+from tests.healer.loops import Faults, loop_of, rules, train
+from tests.healer.reading import events
+
+EVERY = 5
+BAD = [43, 46]
+"""The second one is in the region of the first: it goes deeper."""
+
+
+class Gates:
+    """Holds up what a disk does until the run has come so many steps further, or waits for it.
+
+    Args:
+        writes: steps that the write of a checkpoint takes, by its step.
+        proofs: steps that its verification takes.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, writes: Any, proofs: Any) -> None:
+        self._step, self._free = 0, False
+        self._changed = threading.Condition()
+        settle, go_back, save_last = Keeper.settle, Recovery.go_back, Run.save_last
+
+        def waits(keeper: Any) -> None:
+            self.open(True)
+            settle(keeper)
+
+        def ends(run: Any) -> None:
+            self.open(True)
+            save_last(run)
+
+        def goes_back(recovery: Any, wanted: Any) -> Any:
+            arrival = go_back(recovery, wanted)  # begins with `settle`
+            self.open(False)
+            return arrival
+
+        monkeypatch.setattr(Keeper, "settle", waits)
+        monkeypatch.setattr(Recovery, "go_back", goes_back)
+        monkeypatch.setattr(Run, "save_last", ends)
+        monkeypatch.setattr(wait_limit, "SECONDS", float("inf"))
+        for kind in (torch_stores.DCPStore, jax_stores.OrbaxStore):
+            self._hold_up(monkeypatch, kind, writes, proofs)
+
+    def _hold_up(self, monkeypatch: Any, kind: Any, writes: Any, proofs: Any) -> None:
+        save, capture, write, verify = kind._save, kind._capture, kind._write, kind.verify
+
+        def saves(store: Any, step: int, *args: Any, **kwargs: Any) -> None:
+            store.next = step
+            save(store, step, *args, **kwargs)
+
+        def captures(store: Any, *args: Any, **kwargs: Any) -> Any:
+            store.under_way = getattr(store, "next", 0)  # the one before is written
+            return capture(store, *args, **kwargs)
+
+        def writes_late(store: Any, *args: Any) -> Any:
+            self._when(store.under_way + writes(store.under_way))
+            return write(store, *args)
+
+        def verifies_late(store: Any, step: int) -> Any:
+            self._when(self._step + proofs(step))
+            return verify(store, step)
+
+        changed = {"_save": saves, "_capture": captures, "_write": writes_late}
+        for name, method in {**changed, "verify": verifies_late}.items():
+            monkeypatch.setattr(kind, name, method)
+
+    def step(self, healer: Any, number: int) -> None:
+        """Before each step of the loop."""
+        with self._changed:
+            self._step = healer.step
+            self._changed.notify_all()
+
+    def open(self, free: bool) -> None:
+        """Whether nothing is held up."""
+        with self._changed:
+            self._free = free
+            self._changed.notify_all()
+
+    def _when(self, step: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._free or self._step >= step, 100)
+
+
+STORES = {
+    "dcp": ("torch", torch_stores.DCPStore),
+    "torch tiers": ("torch", lambda at: at),
+    "orbax": ("jax", jax_stores.OrbaxStore),
+    "jax tiers": ("jax", lambda at: at),
+}
+DISKS = {
+    "a fast disk": (lambda step: 0, lambda step: 0),
+    "slow writes": (lambda step: 4, lambda step: 0),
+    "slow proofs": (lambda step: 0, lambda step: 13),
+    "slow both": (lambda step: 3, lambda step: 30),
+    "now and then": (lambda step: 4 * (step % 3 == 0), lambda step: 7 * (step % 2)),
+}
+
+
+def story(kind: str, folder: Path, monkeypatch: Any, disk: Any) -> dict[str, Any]:
+    """What a run does whose disk takes its time."""
+    framework, make = STORES[kind]
+    loop = loop_of(framework, Faults(always=BAD), rules())
+    with monkeypatch.context() as patch:
+        gates = Gates(patch, *disk)
+        log = folder.with_suffix(".jsonl")
+        options = {"store": make(folder), "events": log, "keep": Keep(good=3, candidates=3)}
+        train(loop, rules(), range(70), before=gates.step, save_every=EVERY, **options)
+    found = events_of(log)
+    return {
+        "back": [(e["onset"], e["checkpoint"]) for e in found if e["kind"] == "rollback"],
+        "saved": [e["step"] for e in found if e["kind"] == "save"],
+        "failed": [e["problem"] for e in found if e["kind"] == "save_failed"],
+        "good": sorted({e["step"] for e in found if e["kind"] == "good"}),
+        "weights": [each.tobytes() for each in loop.weights()],
+    }
+
+
+def events_of(path: Path) -> list[dict[str, Any]]:
+    import json
+
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_where_it_goes_back_to_follows_from_the_steps(kind, tmp_path, monkeypatch):
+    stories = {
+        name: story(kind, tmp_path / name, monkeypatch, disk) for name, disk in DISKS.items()
+    }
+    fast = stories["a fast disk"]
+    assert [onset for onset, _ in fast["back"]] == [43, 45]
+    assert fast["good"][:8] == [0, 5, 10, 15, 20, 25, 30, 35]
+    assert fast["failed"] == []
+    for name, other in stories.items():
+        assert other == fast, name
+
+
+@pytest.mark.parametrize("kind", ["torch tiers", "jax tiers"])
+def test_a_disk_that_stands_still_leaves_the_rollback_where_it_was(kind, tmp_path, monkeypatch):
+    """Not one write ends before the rollback: memory has what is needed, and nobody has waited."""
+    framework, _ = STORES[kind]
+    told = {}
+    for name, steps in (("fast", 0), ("still", 10_000)):
+        loop = loop_of(framework, Faults(always=[43]), rules())
+        with monkeypatch.context() as patch:
+            gates = Gates(patch, lambda step, steps=steps: steps, lambda step: 0)
+            if steps:
+                patch.setattr(wait_limit, "SECONDS", 0.0)
+            folder = tmp_path / name
+            facts = train(loop, rules(), range(60), store=folder, before=gates.step)
+        assert facts["step"] == 59
+        told[name] = events(folder, "rollback")[0]["checkpoint"], loop.weights()[0].tobytes()
+        late = [e["step"] for e in events(folder, "save_failed")]
+        assert late[:3] == ([5, 10, 15] if steps else [])
+    assert told["still"] == told["fast"]
+    assert "only in memory" in events(tmp_path / "still", "save_failed")[0]["problem"]
+
+
+@pytest.mark.parametrize("kind", ["dcp", "orbax"])
+def test_a_save_that_would_wait_is_left_out_where_there_is_no_memory(kind, tmp_path, monkeypatch):
+    framework, make = STORES[kind]
+    with monkeypatch.context() as patch:
+        gates = Gates(patch, lambda step: 12 if step == 5 else 0, lambda step: 0)
+        patch.setattr(wait_limit, "SECONDS", 0.0)
+        loop, log = loop_of(framework, policy=rules()), tmp_path / "events.jsonl"
+
+        def before(healer: Any, number: int) -> None:
+            gates.step(healer, number)
+            while number % EVERY == 4 and number != 9 and number != 14 and healer.store.busy:
+                pass  # the other writes take no steps
+
+        train(loop, rules(), range(30), store=make(tmp_path / "it"), events=log, before=before)
+    late = [e for e in events_of(log) if e["kind"] == "save_failed"]
+    assert [e["step"] for e in late] == [10, 15]
+    assert "left out" in late[0]["problem"]
+    saved = [e["step"] for e in events_of(log) if e["kind"] == "save"]
+    assert saved == [0, 5, 20, 25, 30]
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_the_thread_that_trains_waits_for_no_disk(kind, tmp_path, monkeypatch):
+    """Marking, deleting and writing all wait for the disk at the end: somewhere else."""
+    framework, make = STORES[kind]
+    waited: list[int] = []
+    fsync, at = os.fsync, {"step": -1}
+
+    def watched(handle: int) -> None:
+        if threading.current_thread() is threading.main_thread() and at["step"] >= 0:
+            waited.append(at["step"])
+        fsync(handle)
+
+    def before(healer: Any, number: int) -> None:
+        at["step"] = number if number < 59 else -1
+
+    monkeypatch.setattr(os, "fsync", watched)
+    monkeypatch.setattr(wait_limit, "SECONDS", float("inf"))
+    loop, log = loop_of(framework, policy=rules()), tmp_path / "events.jsonl"
+    store = make(tmp_path / "it")
+    train(loop, rules(), range(60), store=store, events=log, before=before)
+    assert len([e for e in events_of(log) if e["kind"] == "good"]) >= 10
+    assert waited == []
+
+
+class Behind(Listed):
+    """A store whose writes take `slow` seconds by the clock that it is given."""
+
+    def __init__(self, clock: Any, slow: float) -> None:
+        super().__init__()
+        self._clock, self._slow, self._until = clock, slow, 0.0
+
+    def save(self, step: int, state: Any, *, healing: Any = None) -> None:
+        super().save(step, state, healing=healing)
+        self._until = self._clock.monotonic() + self._slow
+
+    @property
+    def busy(self) -> bool:
+        return self._clock.monotonic() < self._until
+
+
+def test_waiting_time_does_not_come_back_with_a_success(monkeypatch):
+    """Two hundred steps that take 6 s by themselves, with writes that take 3 s each."""
+    now = {"s": 0.0}
+
+    def passes(seconds: float) -> None:
+        now["s"] += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now["s"], sleep=passes)
+    monkeypatch.setattr(wait_limit, "time", clock)
+    store, told = Behind(clock, 3.0), []
+    keeper = Keeper(
+        store,
+        every=10,
+        keep=Keep(),
+        probation=10,
+        region=50,
+        prover=Prover(behind=False),
+        ranks=Alone(),
+        tell=lambda kind, **fields: told.append(kind),
+        warn=lambda line: None,
+    )
+    for step in range(200):
+        if keeper.due(step):
+            keeper.save(step, {}, {}, "regular")
+        passes(0.03)
+    assert now["s"] < 6 + wait_limit.SECONDS + 0.5
+    assert told.count("save") >= 3
+    assert told.count("save") + told.count("save_failed") == 20
