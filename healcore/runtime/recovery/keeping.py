@@ -11,8 +11,8 @@ from typing import Any
 from healcore.runtime.incidents.ledger import Ledger
 from healcore.runtime.recovery.catalog import Catalog
 from healcore.runtime.recovery.pending_quarantine import PendingQuarantine
-from healcore.runtime.recovery.wait_limit import WaitLimit
 from healcore.runtime.recovery.proving import Prover
+from healcore.runtime.recovery.wait_limit import WaitLimit
 from healcore.runtime.store import (
     CheckpointDamaged,
     CheckpointStore,
@@ -88,6 +88,7 @@ class Keeper:
         """... and in host memory."""
         self.not_finite: list[tuple[int, tuple[str, ...]]] = []
         """Steps of all checkpoints with NaN or Inf where that is not meant, and in which arrays."""
+        self._damaged_paths: set[str] = set()
         self.failed = 0
         """Saves that failed."""
         self.trouble = ""
@@ -351,7 +352,11 @@ class Keeper:
                 self._problem(now, f"{error}; the run goes on with what is in memory")
 
     def note_damage(self, error: CheckpointDamaged) -> None:
-        """Tells of a checkpoint whose bytes are not those that were saved."""
+        """Tells of a checkpoint whose bytes are not those that were saved, once."""
+        if error.path in self._damaged_paths:
+            return
+        if error.path != WHERE:  # a directory's name is never used again
+            self._damaged_paths.add(error.path)
         (self.damaged_in_memory if error.path == WHERE else self.damaged).append(error.step)
         self._tell("damaged", step=error.step, problem=str(error))
 
