@@ -57,9 +57,15 @@ class Step:
     An optimizer that was stepped twice has two entries: an order in the first must not be lost.
     """
 
+    count = 1
+
     def __init__(self, entries: list[Entry]) -> None:
         self._entries = entries
         self._told: list[Told] | None = None
+
+    def steps(self) -> list[list[Told]]:
+        """The one step."""
+        return [self.read()]
 
     def read(self) -> list[Told]:
         """Waits only for what has not arrived yet; evidence, on steps with a cause, is a sync."""

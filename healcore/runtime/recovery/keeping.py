@@ -87,13 +87,13 @@ class Keeper:
         self.good = max((s.step for s in saves if s.status == "good"), default=None)
         return saves
 
-    def due(self, step: int) -> bool:
-        """Whether to save after `step` steps.
+    def due(self, step: int, taken: int = 1) -> bool:
+        """Whether to save after `step` steps, the last `taken` of which came at once.
 
         Not while the save before is still being written: waiting for a slow disk would hold up the
         training. The next regular save comes when its time has come.
         """
-        if step % self.every:
+        if step // self.every == (step - taken) // self.every:
             return False
         busy = any(self._ranks.gather(self._busy()))
         if busy:
