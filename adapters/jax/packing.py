@@ -136,7 +136,9 @@ def step(ints: Any) -> Any:
 
 def announced(ints: Any) -> jax.Array:
     """The integers with the engine's flag set that a change is announced."""
-    return jnp.asarray(ints).at[..., len(_MARKS) + _HEAD.index(_ANNOUNCED)].set(1)
+    flag = np.zeros(ints.shape[-1], np.int32)
+    flag[len(_MARKS) + _HEAD.index(_ANNOUNCED)] = 1
+    return ints | flag  # an indexed update fails outside of jit on a mesh of several processes
 
 
 def head(floats: Any, ints: Any) -> dict[str, Any]:
