@@ -5,7 +5,7 @@ scalars XLA copied into everything that depends on them took seconds to compile.
 """
 
 # optax types every tree as the union of all trees, so that no leaf has an attribute.
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 
 import re
 

@@ -2,6 +2,7 @@
 
 # optax types every tree as the union of all trees.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportOptionalMemberAccess=false
 
 from __future__ import annotations
 
