@@ -17,6 +17,8 @@ from side_by_side import Contender, Timing, arguments, interleave, machine, writ
 
 PARAMS, TENSORS = 25_000_000, 192
 QUICK_PARAMS, QUICK_TENSORS = 400_000, 24
+TINY_PARAMS, TINY_TENSORS = 1_000, 6
+"""Where the step itself costs next to nothing, and what is fixed is all there is."""
 
 
 def shapes(params: int, tensors: int) -> list[tuple[int, ...]]:
@@ -229,7 +231,9 @@ def bench_tiny_torch(rounds: int, warmup: int) -> list[dict[str, Any]]:
 
 
 def bench_jax(params: int, tensors: int, rounds: int, warmup: int) -> dict[str, Any]:
-    """Times the JAX contenders: one jitted, donated update each."""
+    """Times the JAX contenders: one jitted, donated update each, and how long it compiles."""
+    import time
+
     import jax
     import jax.numpy as jnp
     import optax
@@ -242,6 +246,7 @@ def bench_jax(params: int, tensors: int, rounds: int, warmup: int) -> dict[str, 
     scale = 0.5 / optax.tree.norm(grads)
     grads = [grad * scale for grad in grads]
     loss = jnp.float32(2.0)
+    compile_s: dict[str, float] = {}
 
     def contender(name: str, tx: Any) -> Contender:
         tx = optax.with_extra_args_support(tx)
@@ -253,8 +258,11 @@ def bench_jax(params: int, tensors: int, rounds: int, warmup: int) -> dict[str, 
             updates, state = tx.update(grads, state, weights, value=loss)
             return optax.apply_updates(weights, updates), state
 
-        compiled = jax.jit(update, donate_argnums=(0, 1))
         memory = [weights, jax.jit(tx.init)(weights)]
+        lowered = jax.jit(update, donate_argnums=(0, 1)).lower(*memory, grads, loss)
+        began = time.perf_counter()
+        compiled = lowered.compile()
+        compile_s[name] = time.perf_counter() - began
 
         def step() -> None:
             memory[:] = compiled(*memory, grads, loss)
@@ -284,7 +292,11 @@ def bench_jax(params: int, tensors: int, rounds: int, warmup: int) -> dict[str, 
         warmup=warmup,
     )
     report("JAX " + jax.__version__ + ", optax " + optax.__version__, timings)
-    return {"version": jax.__version__, "steps": [vars(each) for each in timings]}
+    clip = compile_s["clip_by_global_norm + adamw"]
+    for name, seconds in compile_s.items():
+        print(f"{name:32s} {seconds:8.2f} s to compile {seconds / clip:7.2f}")
+    steps = [{**vars(each), "compile_s": compile_s[each.name]} for each in timings]
+    return {"version": jax.__version__, "steps": steps}
 
 
 def report(title: str, timings: list[Timing], syncs: dict[str, int] | None = None) -> None:
@@ -316,6 +328,8 @@ def main() -> None:
         gc.collect()
     if options.framework in ("jax", "both"):
         result["jax"] = bench_jax(params, tensors, rounds, warmup)
+        print(f"\n{TINY_PARAMS} parameters in {TINY_TENSORS} tensors")
+        result["jax_tiny"] = bench_jax(TINY_PARAMS, TINY_TENSORS, rounds * 10, warmup)
     write_json(options.json, result)
 
 

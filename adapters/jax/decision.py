@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import chex
+import jax
+import jax.numpy as jnp
 
 from healcore.core.engine import readout
 from healcore.core.verdict import Decision
+from healcore.jax import packing
 from healcore.jax import state as heal_state
 
 
@@ -40,17 +43,28 @@ def metrics(opt_state: Any) -> dict[str, chex.Array]:
         opt_state: any nesting of optax states with one healing state in it.
 
     Returns:
-        See `healcore.core.engine.readout.metrics`.
+        See `healcore.core.engine.readout.metrics`; `heal/loss` is NaN until there was a finite one,
+        so also where nobody passes `value=`.
 
     Raises:
         HealStateError: there is no healing state in it, or more than one.
     """
-    view: Any = _View(heal_state.find(opt_state).heal_state, "heal")
-    return readout.metrics(view)
+    state = heal_state.find(opt_state)
+    return _metrics(state.heal_floats, state.heal_ints)
+
+
+@jax.jit
+def _metrics(floats: chex.Array, ints: chex.Array) -> dict[str, chex.Array]:
+    """Compiled, so that outside of a compiled step it is one dispatch."""
+    view: Any = _View(packing.head(floats, ints), "")
+    found = readout.metrics(view)
+    # The state itself stays finite: a checkpoint with a NaN in it would not be a good one.
+    loss = jnp.where(packing.marks(ints).loss_seen != 0, found["heal/loss"], jnp.nan)
+    return {**found, "heal/loss": loss}
 
 
 class _View:
-    """The flat state read by attributes: ``view.tally.skips`` is ``flat["heal_tally_skips"]``.
+    """The flat state read by attributes: ``view.tally.skips`` is ``flat["tally_skips"]``.
 
     So that the metrics need no policy to know the structure by.
     """
@@ -59,7 +73,7 @@ class _View:
         self._flat, self._name = flat, name
 
     def __getattr__(self, field: str) -> Any:
-        name = f"{self._name}_{field}"
+        name = f"{self._name}_{field}" if self._name else field
         if name in self._flat:
             return self._flat[name]
         if not any(key.startswith(f"{name}_") for key in self._flat):

@@ -8,9 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from healcore.core.engine import StateError, neutral
+from healcore.jax.packing import announced
 from healcore.jax.policy import engine_of
-from healcore.jax.state import engine_state, find, pack, replace
+from healcore.jax.state import (
+    engine_state,
+    find,
+    neutral_decision,
+    replace,
+    with_engine_state,
+)
 
 
 def to_dict(opt_state: Any, policy: Any) -> dict[str, Any]:
@@ -49,12 +55,8 @@ def from_dict(opt_state: Any, data: Mapping[str, Any], policy: Any) -> Any:
     engine = engine_of(policy)
     old = find(opt_state)
     engine_state(engine, old)  # raises unless the policy is that of the optimizer
-    new = engine.from_dict(data)
-    groups = new.last.decision.group_scale
-    decision = neutral(groups=None if groups is None else len(groups))
-    state = old._replace(heal_state=pack(new), heal_decision=pack(decision))
-    _check_shapes(old.heal_state, state.heal_state)
-    return replace(opt_state, state)
+    state = with_engine_state(engine, old, engine.from_dict(data))
+    return replace(opt_state, state._replace(heal_decision=neutral_decision(old)))
 
 
 def announce(opt_state: Any) -> Any:
@@ -69,9 +71,7 @@ def announce(opt_state: Any) -> Any:
         HealStateError: there is no healing state in it, or more than one.
     """
     state = find(opt_state)
-    flag = jnp.ones_like(state.heal_state["heal_announced"])
-    told = {**state.heal_state, "heal_announced": flag}
-    return replace(opt_state, state._replace(heal_state=told))
+    return replace(opt_state, state._replace(heal_ints=announced(state.heal_ints)))
 
 
 def on_rollback(live: Any, restored: Any, policy: Any) -> Any:
@@ -91,14 +91,4 @@ def on_rollback(live: Any, restored: Any, policy: Any) -> Any:
     engine = engine_of(policy)
     now, then = find(live), find(restored)
     state = engine.on_rollback(engine_state(engine, now), engine_state(engine, then), xp=jnp)
-    return replace(restored, then._replace(heal_state=pack(state)))
-
-
-def _check_shapes(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    """Raises StateError when a compiled step could not take `new` in the place of `old`."""
-    for name, leaf in old.items():
-        if leaf.shape != new[name].shape:
-            raise StateError(
-                f"{name} has shape {new[name].shape} in the saved state and {leaf.shape} in this "
-                "optimizer: it is of a model with other tensors; start from a fresh state"
-            )
+    return replace(restored, with_engine_state(engine, then, state))

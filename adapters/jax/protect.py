@@ -12,8 +12,9 @@ from healcore.jax import updates as on_updates
 from healcore.jax.lr import injected_rates
 from healcore.jax.norms import global_norm
 from healcore.jax.policy import engine_of
+from healcore.jax.records import STEPS, checked
 from healcore.jax.select_at_definition import step_or_keep
-from healcore.jax.signals import count_leaves, gather
+from healcore.jax.signals import count_leaves, gather, say_if_unseen
 from healcore.jax.state import HealState
 from healcore.jax.transform import enforce, visible
 
@@ -29,7 +30,7 @@ class ProtectState(NamedTuple):
 
 
 def protect(
-    inner: optax.GradientTransformation, policy: Any = "default"
+    inner: optax.GradientTransformation, policy: Any = "default", *, records: int = STEPS
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer: clips its gradients, and skips a bad step exactly.
 
@@ -46,6 +47,8 @@ def protect(
             With an `optax.MultiSteps` inside, each micro-batch is judged on its own, and one that
             is skipped does not enter the accumulator.
         policy: name of a preset, path of a TOML file, Policy, Engine or EngineConfig.
+        records: steps whose numbers the state keeps for a `Healer` to read: as many as one dispatch
+            takes (`lax.scan` over steps). With fewer no order is lost, but lines of the metrics.
 
     Returns:
         A transformation that takes the keywords of `heal`'s update and hands them, and all
@@ -64,13 +67,13 @@ def protect(
         >>> int(optax.tree.get(state, "count"))
         0
     """
-    engine = engine_of(policy)
+    engine, kept = engine_of(policy), checked(records)
     inner = optax.with_extra_args_support(inner)
     watches_updates = "update_norm" in engine.needs
 
     def init(params: optax.Params) -> ProtectState:
         return ProtectState(
-            heal=heal_state.init(engine, count_leaves(params)),
+            heal=heal_state.init(engine, count_leaves(params), kept),
             heal_update_norm=jnp.zeros((), jnp.float32) if watches_updates else None,
             inner_state=inner.init(params),
         )
@@ -89,6 +92,9 @@ def protect(
         learning_rate: Any = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, ProtectState]:
+        if not isinstance(state, ProtectState):
+            raise heal_state.foreign(state)
+        say_if_unseen(engine, value)
         given = {
             "value": value,
             "eval_value": eval_value,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 
+from healcore.core.detectors import DETECTORS
+from healcore.core.engine import Engine
 from healcore.core.signals import SignalError, Signals
 from healcore.jax.norms import both_norms, judged_leaves
 
@@ -63,6 +67,28 @@ def gather(
         learning_rate=_number("learning_rate", learning_rate),
     )
     return signals, leaf_norms
+
+
+def say_if_unseen(engine: Engine, value: Any) -> None:
+    """Warns, while tracing, that the policy reads a loss which is not given."""
+    resting = [name for name, _ in engine.config.detectors if "loss" in DETECTORS[name].NEEDS]
+    if value is None and resting:
+        warnings.warn(
+            f"no loss is passed to tx.update, so {', '.join(resting)} of the policy rest and "
+            "heal/loss is NaN: write tx.update(grads, opt_state, params, value=loss)",
+            stacklevel=_callers(),
+        )
+
+
+def _callers() -> int:
+    """The level of the first frame that is neither ours nor optax's: the user's own update."""
+    frame, level = sys._getframe(1), 1
+    while frame is not None:
+        top = frame.f_globals.get("__name__", "").partition(".")[0]
+        if top not in ("healcore", "optax", "flax"):
+            return level
+        frame, level = frame.f_back, level + 1
+    return 1
 
 
 def count_leaves(params: Any) -> int:

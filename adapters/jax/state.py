@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from healcore.core import tree
-from healcore.core.engine import Engine, EngineState, neutral
+from healcore.core.engine import Engine, EngineState, StateError, neutral
 from healcore.core.signals import Signals
 from healcore.core.verdict import Decision
+from healcore.jax import namespace, packing, records
+from healcore.jax.packing import Layout
 
 _PREFIX = "heal"
 
 
 class HealStateError(ValueError):
-    """An optimizer state that holds no healing state, or more than one."""
+    """An optimizer state that holds no healing state, more than one, or that of another policy."""
 
 
 class HealState(NamedTuple):
-    """What `heal`, `heal_zclip` and `protect` carry from step to step. Scalars mostly.
+    """What `heal`, `heal_zclip` and `protect` carry from step to step.
 
-    Flat dictionaries with names that nothing else has, and not the core's nested NamedTuples:
-    those have fields named `count`, `step` and `scale`, so that ``optax.tree.get(opt_state,
-    "count")`` would find two, and arrays of no elements, which Orbax refuses to save.
+    Few arrays, see `packing`; with names that nothing else has, so that ``optax.tree.get(opt_state,
+    "count")`` finds the optimizer's; and none without elements, which Orbax refuses to save.
     """
 
-    heal_state: dict[str, chex.Array]
-    """The core's EngineState: `heal_step`, `heal_clip_mean`, `heal_tally_skips`, ..."""
+    heal_floats: chex.Array
+    """float32 (n,): the core's EngineState, see `engine_state`."""
+    heal_ints: chex.Array
+    """int32 (m,): its integers and flags; before them the layout's version and the policy's
+    fingerprint."""
+    heal_records: chex.Array
+    """int32 (steps, words): the last steps as the host reads them, see `records`."""
     heal_decision: dict[str, chex.Array]
     """The decision of the last step, as it was enforced: `heal_skip`, `heal_grad_scale`, ..."""
     heal_leaf_norms: chex.Array
@@ -39,17 +45,23 @@ class HealState(NamedTuple):
     a bad gradient came from. Zeros while the caller passes `grad_norm`. No decision reads it."""
 
 
-def init(engine: Engine, leaves: int) -> HealState:
+def init(engine: Engine, leaves: int, kept: int = records.STEPS) -> HealState:
     """The state before the first step.
 
     Args:
         engine: a core Engine.
         leaves: number of tensors with a gradient.
+        kept: steps whose records the host can read, at least those of one dispatch.
     """
-    groups = leaves if engine.per_tensor else 0
-    decision = neutral(groups=groups if engine.per_tensor else None)
-    norms = jnp.zeros((leaves,), jnp.float32)
-    return HealState(pack(engine.init(groups=groups)), pack(decision), norms)
+    layout = Layout(engine, leaves if engine.per_tensor else 0)
+    floats, ints = layout.pack(layout.template, layout.marks)
+    return HealState(
+        floats,
+        ints,
+        records.init(kept, packing.told(floats, ints)),
+        _decision(neutral(groups=leaves if engine.per_tensor else None)),
+        jnp.zeros((leaves,), jnp.float32),
+    )
 
 
 def step(
@@ -58,30 +70,117 @@ def step(
     """One step of the core, with the dtypes of the state kept (weak types would recompile).
 
     A voided step is skipped, in observe mode too, and neither learnt nor counted.
+
+    Raises:
+        HealStateError: the state is of another policy, or none of healcore's. While tracing only
+            its form can be told; the fingerprint in it is compared by what reads the device.
     """
     old = engine_state(engine, state)
-    new, decision = engine.step(old, signals, xp=jnp)
+    new, decision = engine.step(old, signals, xp=namespace)
     if signals.void is not None:
         # The engine leaves a voided step to whoever voids it; here that has to be this step.
         decision = decision._replace(skip=decision.skip | signals.void)
     template = neutral(groups=None if decision.group_scale is None else 1)
-    new = tree.map_leaves(_own, old, new)
     decision = tree.map_leaves(_own, template, decision)
     norms = state.heal_leaf_norms
     if leaf_norms is not None and leaf_norms.shape == jnp.shape(norms):
         norms = leaf_norms
-    return HealState(pack(new), pack(decision), norms), decision
+    marks = packing.marks(state.heal_ints)
+    ordered = (new.last.decision.action != 0) & (new.step > old.step)
+    orders = marks.orders
+    if signals.loss is not None:
+        marks = marks._replace(loss_seen=marks.loss_seen | jnp.isfinite(signals.loss))
+    marks = marks._replace(orders=orders + ordered)
+    floats, ints = _layout_of(engine, state).pack(new, marks)
+    rings = records.write(state.heal_records, packing.told(floats, ints), new.step, orders, ordered)
+    return HealState(floats, ints, rings, _decision(decision), norms), decision
 
 
 def engine_state(engine: Engine, state: HealState) -> EngineState:
     """The core's own form of the state.
 
     Raises:
-        HealStateError: the state is of another policy.
+        HealStateError: the state is of another policy, or none of healcore's.
     """
+    check(engine, state)
+    return _layout_of(engine, state).unpack(state.heal_floats, state.heal_ints)
+
+
+def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> HealState:
+    """The healing state with the core's replaced, in the form that it has.
+
+    Raises:
+        StateError: `new` is of a model with other tensors.
+    """
+    layout = _layout_of(engine, state)
+    old = packing.marks(state.heal_ints)
+    seen = old.loss_seen | (jnp.asarray(new.last.loss) != 0)
+    floats, ints = layout.pack(new, old._replace(loss_seen=seen))
+    if floats.shape != jnp.shape(state.heal_floats) or ints.shape != jnp.shape(state.heal_ints):
+        raise StateError(
+            f"the saved state has {floats.shape[0]} numbers and this optimizer's has "
+            f"{jnp.shape(state.heal_floats)[0]}: it is of a model with other tensors; start from a "
+            "fresh state"
+        )
+    record, step = packing.told(floats, ints), packing.step(ints)
+    rings = records.write(state.heal_records, record, step, old.orders, step != step)
+    return state._replace(heal_floats=floats, heal_ints=ints, heal_records=rings)
+
+
+def check(engine: Engine, state: Any) -> None:
+    """Raises HealStateError unless the state is of this policy.
+
+    Shapes always; the fingerprint where it can be read, that is not of a traced state.
+    """
+    if not isinstance(state, HealState):
+        raise foreign(state)
+    layout = _layout_of(engine, state)
+    found = (jnp.shape(state.heal_floats)[-1:], jnp.shape(state.heal_ints)[-1:])
+    if found != ((layout.floats,), (layout.ints,)):
+        raise HealStateError(
+            f"this healing state is of another policy: it has {found[0]} floats and {found[1]} "
+            f"integers, this policy needs {layout.floats} and {layout.ints}. {_REMEDY}"
+        )
+    if isinstance(state.heal_ints, Tracer):
+        return
+    marks = [np.asarray(each) for each in packing.marks(np.asarray(state.heal_ints))[:3]]
+    if (marks[0] != packing.SCHEMA).any():
+        raise HealStateError(
+            f"this healing state has layout {marks[0]}, this release has {packing.SCHEMA}: take "
+            "the healing part of a fresh state, healcore.jax.attach(healcore.jax.strip(old), "
+            "like=tx.init(params))"
+        )
+    words = layout.marks.policy_high, layout.marks.policy_low
+    for word, own in zip(marks[1:], words, strict=True):
+        # 0 and 0: one of the two has no fingerprint.
+        if any(words) and (marks[1] | marks[2]).any() and (word != own).any():
+            raise HealStateError(
+                "this healing state is of another policy: its numbers are not those of policy "
+                f"{engine.fingerprint}. {_REMEDY}"
+            )
+
+
+_REMEDY = (
+    "Name one policy everywhere, as in protect(tx, policy) and Healer(policy); to go on with "
+    "another one than the state was made with, let its detectors begin anew: "
+    "healcore.jax.attach(healcore.jax.strip(old), like=tx.init(params))"
+)
+
+
+def foreign(state: Any) -> HealStateError:
+    """What to say of an optimizer state without the healing part that an update expects."""
+    return HealStateError(
+        f"this optimizer state ({type(state).__name__}) is of an optimizer without healcore, or of "
+        "another chain: an optimizer made with protect(), heal() or heal_zclip() begins with its "
+        "own tx.init(params). To go on from the moments of a bare or clipped optimizer: "
+        "opt_state = healcore.jax.attach(old_opt_state, like=tx.init(params))"
+    )
+
+
+def _layout_of(engine: Engine, state: HealState) -> Layout:
     factors = state.heal_decision.get(f"{_PREFIX}_group_scale")
-    template = engine.init(groups=0 if factors is None else jnp.shape(factors)[-1])
-    return unpack(template, state.heal_state)
+    # Made anew each time: an engine's numbers may be tracers, which nothing may hold on to.
+    return Layout(engine, 0 if factors is None else jnp.shape(factors)[-1])
 
 
 def decision(state: HealState) -> Decision:
@@ -90,32 +189,18 @@ def decision(state: HealState) -> Decision:
     return Decision(*(found.get(f"{_PREFIX}_{field}") for field in Decision._fields))
 
 
-def pack(nested: Any) -> dict[str, chex.Array]:
-    """A nested state of arrays as one flat dictionary, without its arrays of no elements."""
-    flat: dict[str, chex.Array] = {
-        name: leaf if isinstance(leaf, jax.Array) else jnp.array(leaf, leaf.dtype)
-        for name, leaf in _named(nested, _PREFIX)
-        if leaf.size
+def neutral_decision(state: HealState) -> dict[str, chex.Array]:
+    """The decision before the first step, in the form of the state's."""
+    factors = state.heal_decision.get(f"{_PREFIX}_group_scale")
+    return _decision(neutral(groups=None if factors is None else jnp.shape(factors)[-1]))
+
+
+def _decision(made: Decision) -> dict[str, chex.Array]:
+    return {
+        f"{_PREFIX}_{name}": leaf if isinstance(leaf, jax.Array) else jnp.array(leaf, leaf.dtype)
+        for name, leaf in made._asdict().items()
+        if leaf is not None
     }
-    assert len(flat) == sum(1 for leaf in tree.leaves(nested) if leaf.size), "two leaves, one name"
-    return flat
-
-
-def unpack(template: Any, flat: Mapping[str, chex.Array]) -> Any:
-    """What `pack` was given, in the structure of `template` (NumPy arrays).
-
-    Raises:
-        HealStateError: the names are not those of the template.
-    """
-    names = [name for name, leaf in _named(template, _PREFIX) if leaf.size]
-    if set(names) != set(flat):
-        odd = sorted(set(names) ^ set(flat))
-        raise HealStateError(
-            f"this healing state is of another policy, they differ in {', '.join(odd[:3])}"
-            f"{', ...' if len(odd) > 3 else ''}: pass the policy that the optimizer was built with"
-        )
-    leaves = iter([flat[name] for name in names])
-    return tree.map_leaves(lambda leaf: next(leaves) if leaf.size else jnp.asarray(leaf), template)
 
 
 def find(opt_state: Any) -> HealState:
@@ -166,18 +251,6 @@ def _own(kind: Any, leaf: chex.Array) -> chex.Array:
     if isinstance(leaf, Tracer):
         return jnp.asarray(leaf, kind.dtype)
     return jnp.array(leaf, kind.dtype)
-
-
-def _named(nested: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Every array with the path to it, in the order of `tree.leaves`."""
-    if nested is None:
-        return
-    if isinstance(nested, tuple):
-        names = getattr(nested, "_fields", range(len(nested)))
-        for name, part in zip(names, nested, strict=True):
-            yield from _named(part, f"{prefix}_{name}")
-    else:
-        yield prefix, nested
 
 
 def _is_heal(node: Any) -> bool:

@@ -35,8 +35,15 @@ def strip(state: Any) -> Any:
 def attach(bare: Any, like: Any) -> Any:
     """The opposite of `strip`.
 
+    Also the way from a run without healcore, or with another policy: `protect` begins with the
+    moments that the optimizer has,
+
+        opt_state = attach(old, like=tx.init(params))         # old: of adamw, or chain(clip, adamw)
+        opt_state = attach(strip(old), like=tx.init(params))  # old: of another policy
+
     Args:
-        bare: a tree of the structure of ``strip(like)``.
+        bare: a tree of the structure of ``strip(like)``, or a chain with one such tree in it and
+            otherwise stateless members.
         like: the state whose healing part is to be taken over, live or fresh from ``tx.init``.
 
     Returns:
@@ -45,6 +52,7 @@ def attach(bare: Any, like: Any) -> Any:
     Raises:
         HealStateError: `bare` has another structure.
     """
+    bare = _part_like(strip(like), bare)
     nodes, structure = jax.tree.flatten(like, is_leaf=_healing)
     try:
         parts = structure.flatten_up_to(bare)
@@ -57,6 +65,19 @@ def attach(bare: Any, like: Any) -> Any:
         _whole(part, node) if _healing(node) else part
         for part, node in zip(parts, nodes, strict=True)
     )
+
+
+def _part_like(wanted: Any, tree: Any) -> Any:
+    """The one member of a chain that has the structure wanted, if that is all that it holds."""
+    structure = jax.tree.structure(wanted)
+    if jax.tree.structure(tree) == structure:
+        return tree
+
+    def fits(node: Any) -> bool:
+        return jax.tree.structure(node) == structure
+
+    nodes = jax.tree.leaves(tree, is_leaf=fits)
+    return nodes[0] if len(nodes) == 1 and fits(nodes[0]) else tree
 
 
 def _bare(node: Any) -> Any:

@@ -18,7 +18,8 @@ from healcore.core.verdict import Cause, Decision
 from healcore.jax import state as heal_state
 from healcore.jax import updates as on_updates
 from healcore.jax.policy import engine_of
-from healcore.jax.signals import count_leaves, gather
+from healcore.jax.records import STEPS, checked
+from healcore.jax.signals import count_leaves, gather, say_if_unseen
 from healcore.jax.state import HealState
 
 OnSkip = Literal["zero", "nan"]
@@ -27,7 +28,7 @@ _TARGETS = ("reciprocal", "mean", "max")
 
 
 def heal(
-    policy: Any = "default", *, on_skip: OnSkip = "zero"
+    policy: Any = "default", *, on_skip: OnSkip = "zero", records: int = STEPS
 ) -> optax.GradientTransformationExtraArgs:
     """Judges each step by a policy and clips, or replaces, its gradients.
 
@@ -41,6 +42,7 @@ def heal(
         policy: name of a preset, path of a TOML file, Policy, Engine or EngineConfig.
         on_skip: what a skipped step's updates are: "zero", or "nan" as a signal to
             `optax.apply_if_finite` (any other optimizer is ruined by it).
+        records: see `protect`.
 
     Returns:
         A transformation whose `update` takes, all optional and by keyword: `value` (loss, one
@@ -61,7 +63,7 @@ def heal(
         True
     """
     _check_on_skip(on_skip)
-    return _transformation(engine_of(policy), on_skip)
+    return _transformation(engine_of(policy), on_skip, checked(records))
 
 
 def heal_zclip(
@@ -136,11 +138,13 @@ def enforce(engine: Engine, decision: Decision, updates: optax.Updates) -> optax
     return on_updates.scale(updates, decision.grad_scale)
 
 
-def _transformation(engine: Engine, on_skip: OnSkip) -> optax.GradientTransformationExtraArgs:
+def _transformation(
+    engine: Engine, on_skip: OnSkip, kept: int = STEPS
+) -> optax.GradientTransformationExtraArgs:
     replace = on_updates.zero_where if on_skip == "zero" else on_updates.nan_where
 
     def init(params: optax.Params) -> HealState:
-        return heal_state.init(engine, count_leaves(params))
+        return heal_state.init(engine, count_leaves(params), kept)
 
     def update(
         updates: optax.Updates,
@@ -157,6 +161,8 @@ def _transformation(engine: Engine, on_skip: OnSkip) -> optax.GradientTransforma
         **extra_args: Any,
     ) -> tuple[optax.Updates, HealState]:
         del params, extra_args
+
+        say_if_unseen(engine, value)
         signals, norms = gather(
             visible(engine, updates),
             per_tensor=engine.per_tensor,

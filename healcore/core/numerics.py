@@ -103,6 +103,14 @@ def ema(mean: Any, value: Any, rate: Any, learn: Any, *, xp: Any) -> Any:
     return settle(mean + xp.where(learn, step, 0.0), xp=xp)
 
 
+def shared(x: Any, *, xp: Any) -> Any:
+    """`x` itself: a bool, or an int32 from 0 to a million, that many results depend on.
+
+    For a compiler that would compute it anew for each of them (`healcore.jax.namespace`).
+    """
+    return xp.shared(x) if hasattr(xp, "shared") else x
+
+
 def as_float(count: Any, *, xp: Any) -> Any:
     """An int32 counter as float32 (exact below 2**24)."""
     return xp.astype(count, xp.float32)

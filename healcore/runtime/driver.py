@@ -51,10 +51,16 @@ class Told(NamedTuple):
 
 
 class Handle(Protocol):
-    """A step whose numbers are on their way to the host."""
+    """A dispatch (a step, or a compiled loop of many), its numbers on their way to the host."""
 
-    def read(self) -> list[Told]:
-        """The step; waits only if it has not arrived yet. One entry per engine that judged."""
+    count: int
+    """Steps that it is taken to have; `steps` tells how many it had."""
+
+    def steps(self) -> list[list[Told]]:
+        """Its steps, oldest first; waits only if they have not arrived yet.
+
+        Of each one entry per engine that judged, several where one judged several times in it.
+        """
         ...
 
 
@@ -106,7 +112,7 @@ class Driver(Protocol):
         ...
 
     def took(self) -> Handle | None:
-        """The step taken since the last call, its copy to the host begun; None: there was none."""
+        """What was taken since the last call, its copy to the host begun; None: nothing was."""
         ...
 
     def may_save(self) -> bool:

@@ -16,6 +16,7 @@ from healcore.core.engine import Engine, EngineState
 from healcore.core.recorded import record
 from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves
+from healcore.jax import namespace as jax_namespace
 from healcore.torch import namespace
 from tests.core import fuzz
 
@@ -106,7 +107,7 @@ def _jax(engine: Engine, *, one_by_one: bool) -> Run:
 
     def scan(state: Any, trace: Signals) -> Any:
         def body(state: Any, signals: Signals) -> Any:
-            state, decision = engine.step(state, signals, xp=jnp)
+            state, decision = engine.step(state, signals, xp=jax_namespace)
             return state, (state, decision)
 
         return jax.lax.scan(body, state, trace)

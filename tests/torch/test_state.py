@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from healcore.core.engine import Engine
 from healcore.core.signals import Signals
 from healcore.core.tree import leaves
 from healcore.torch import Healing, StateError, attach
@@ -125,6 +126,18 @@ def test_a_state_that_does_not_fit_loads_nothing(seat: Seat, broken: Any, says: 
         with pytest.raises(StateError, match=says):
             load(broken(copy.deepcopy(before)))
     assert heal.state_dict() == before
+
+
+@every_seat
+def test_a_state_of_a_policy_with_other_numbers_loads_nothing(seat: Seat):
+    heal = attach(CASE.build(), policies.EVERYTHING, engine=seat)
+    config = policies.EVERYTHING.config
+    other = attach(CASE.build(), Engine(config._replace(max_skips=99)), engine=seat)
+    before = other.state_dict()
+    for load in (other.load_state_dict, other.on_rollback):
+        with pytest.raises(StateError, match="of a policy with other numbers"):
+            load(heal.state_dict())
+    assert other.state_dict() == before
 
 
 @every_seat

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from healcore.jax import packing
 from healcore.jax.driver import engines as in_state
 from healcore.jax.driver.branching import Branch
 from healcore.jax.driver.checkpointed import Layout
@@ -46,6 +47,11 @@ class JaxDriver:
         self._not_finite = _not_finite(tree)
         self._branch: Branch | None = None
         self._step: Arriving | None = None
+        self._stride: int | None = None
+        """Steps of one dispatch, as far as known."""
+        self._lost_said = False
+        self.notes: list[str] = []
+        """What a person should know; the Healer takes it away."""
         self._see()
 
     # -- the training loop ------------------------------------------------------------------------
@@ -68,7 +74,7 @@ class JaxDriver:
         try:
             states = self._states()
             # A sync, in the first step after a rollback only.
-            if self._branch is not None and self._branch.left_by(_steps(states)):
+            if self._branch is not None and self._branch.left_by(_counters(states)):
                 self._branch = None
         except HealStateError:
             self._place.state = before
@@ -85,7 +91,15 @@ class JaxDriver:
         if all(now is then for now, then in zip(steps, self._seen, strict=True)):
             return None
         before, self._numbers = self._numbers, Numbers(self._engines, states)
-        self._seen, self._step = steps, Arriving(self._engines, before, self._numbers)
+        if self._step is not None:
+            self._stride = self._step.found or self._stride
+        # A sync at the first dispatch only. One with another number of steps than those before it
+        # (the last, shorter one of an epoch) is counted right when it is read.
+        self._seen, self._step = (
+            steps,
+            Arriving(self._engines, before, self._numbers, self._stride, self._lost),
+        )
+        self._stride = self._step.count
         return self._step
 
     # -- checkpoints ------------------------------------------------------------------------------
@@ -192,6 +206,15 @@ class JaxDriver:
 
     # -- within -----------------------------------------------------------------------------------
 
+    def _lost(self, steps: int, missing: int) -> None:
+        if not self._lost_said:
+            self._lost_said = True
+            self.notes.append(
+                f"{steps} steps in one dispatch, and the state keeps the numbers of "
+                f"{steps - missing}: no order is lost, but the metrics lack the others; "
+                f"protect(tx, policy, records={steps}) keeps them all"
+            )
+
     def _states(self) -> list[HealState]:
         roots = self._place.roots()
         return [in_state.at(roots, each.path) for each in self._engines]
@@ -222,5 +245,10 @@ def _not_finite(tree: Any) -> set[str]:
 
 
 def _steps(states: list[HealState]) -> list[Any]:
-    """The counters of the engines. A step makes new ones: told by identity, nothing is read."""
-    return [value(each.heal_state["heal_step"]) for each in states]
+    """What holds the engines' counters: new in each step, so told by identity, not read."""
+    return [value(each.heal_ints) for each in states]
+
+
+def _counters(states: list[HealState]) -> list[Any]:
+    """How many steps the engines have judged."""
+    return [packing.step(each) for each in _steps(states)]

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from healcore.core.engine import Engine, StateError, neutral
+from healcore.core.engine import Engine, StateError
+from healcore.jax import packing
 from healcore.jax import state as heal_state
 from healcore.jax.driver.evidence import names
 from healcore.jax.driver.fitting import as_live
@@ -105,7 +106,9 @@ def loaded(
             "pass the healing state of a run with the same optimizers"
         )
     states = {name: engine.from_dict(each) for name, each in data.items()}
-    new = {paths[name]: _packed(at(tree, paths[name]), state) for name, state in states.items()}
+    new = {
+        paths[name]: _packed(engine, at(tree, paths[name]), state) for name, state in states.items()
+    }
     scales = {float(state.lr.scale) for state in states.values()}
     scale = scales.pop() if len(scales) == 1 and engine.mode != "observe" else None
 
@@ -123,8 +126,8 @@ def announced(tree: Any) -> Any:
     def one(node: Any) -> Any:
         if not _is_heal(node):
             return node
-        flag = as_live(np.ones((), bool), node.heal_state["heal_announced"])
-        return node._replace(heal_state={**node.heal_state, "heal_announced": flag})
+        told = as_live(packing.announced(node.heal_ints), node.heal_ints)
+        return node._replace(heal_ints=told)
 
     return jax.tree.map(one, tree, is_leaf=_is_heal)
 
@@ -136,24 +139,15 @@ def declined(engine: Engine, tree: Any) -> Any:
         if not _is_heal(node):
             return node
         state = engine.decline(heal_state.engine_state(engine, node), xp=jnp)
-        return node._replace(
-            heal_state=jax.tree.map(as_live, heal_state.pack(state), node.heal_state)
-        )
+        return jax.tree.map(as_live, heal_state.with_engine_state(engine, node, state), node)
 
     return jax.tree.map(one, tree, is_leaf=_is_heal)
 
 
-def _packed(live: HealState, state: Any) -> HealState:
+def _packed(engine: Engine, live: HealState, state: Any) -> HealState:
     """An engine state in the place, and in the form, of the live one."""
-    groups = state.last.decision.group_scale
-    decision = neutral(groups=None if groups is None else len(groups))
-    new = live._replace(heal_state=heal_state.pack(state), heal_decision=heal_state.pack(decision))
-    for name, leaf in live.heal_state.items():
-        if leaf.shape != new.heal_state[name].shape:
-            raise StateError(
-                f"{name} has shape {new.heal_state[name].shape} in the saved state and "
-                f"{leaf.shape} in this optimizer: it is of a model with other tensors"
-            )
+    new = heal_state.with_engine_state(engine, live, state)
+    new = new._replace(heal_decision=heal_state.neutral_decision(live))
     return jax.tree.map(as_live, new, live)
 
 

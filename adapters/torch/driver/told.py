@@ -64,10 +64,16 @@ class Step:
         ranks: the processes to compare decisions with, where the engines exchange nothing.
     """
 
+    count = 1
+
     def __init__(self, entries: list[Entry], ranks: Ranks | None = None) -> None:
         self._entries = entries
         self._ranks = ranks
         self._told: list[Told] | None = None
+
+    def steps(self) -> list[list[Told]]:
+        """The one step."""
+        return [self.read()]
 
     def read(self) -> list[Told]:
         """Waits only for what has not arrived yet; evidence, on steps with a cause, is a sync.

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from healcore.core import numerics
 from healcore.core.engine.config import BudgetConfig
 
 
@@ -73,10 +74,10 @@ def update(
     can_recover, can_cut = state.recoveries > 0, state.lr_cuts > 0
     spent = recover & ~can_recover
     healthy = xp.where(calm, state.healthy + 1, 0)
-    refund = healthy >= config.refund_after
+    refund = numerics.shared(healthy >= config.refund_after, xp=xp)
     granted = Granted(
-        recover=recover & can_recover,
-        cut=cut & can_cut,
+        recover=numerics.shared(recover & can_recover, xp=xp),
+        cut=numerics.shared(cut & can_cut, xp=xp),
         stop=spent & harmful,
         alert=spent & ~harmful,
         refund=refund,

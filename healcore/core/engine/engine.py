@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -52,6 +54,18 @@ class Engine:
     def mode(self) -> str:
         """`heal` or `observe`."""
         return self.config.mode
+
+    @cached_property
+    def fingerprint(self) -> str | None:
+        """Sixteen hex digits, equal where the core is given equal numbers (by one release).
+
+        None where the numbers are arrays, and many policies run at once.
+        """
+        try:
+            text = json.dumps(self.config, sort_keys=True)
+        except TypeError:
+            return None
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @cached_property
     def needs(self) -> frozenset[str]:
@@ -203,8 +217,8 @@ class Engine:
 
     def to_dict(self, state: EngineState) -> dict[str, Any]:
         """The state in a framework-neutral, JSON-safe form; see `porting.to_dict`."""
-        return porting.to_dict(self.config, state)
+        return porting.to_dict(self.config, state, self.fingerprint)
 
     def from_dict(self, data: Mapping[str, Any]) -> EngineState:
         """The state from `to_dict`, as NumPy arrays; see `porting.from_dict`."""
-        return porting.from_dict(self.config, data)
+        return porting.from_dict(self.config, data, self.fingerprint)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from healcore.core import numerics
 from healcore.core.engine.config import IncidentConfig, RollbackConfig
 
 
@@ -84,7 +85,7 @@ def update(
         wants_cut: bool, such a rule with CUT_LR fired.
         xp: the array namespace.
     """
-    opened = alarm & ~state.open
+    opened = numerics.shared(alarm & ~state.open, xp=xp)
     quiet = xp.where(alarm, 0, xp.where(state.open, state.quiet + 1, 0))
     open_ = (state.open | opened) & (quiet < config.quiet_steps)
     onset = xp.where(opened, step, state.onset)
@@ -95,6 +96,7 @@ def update(
     # A cut that is due takes the rollback along: one that was ordered a moment ago without the
     # evidence that has come with the cut may have been declined.
     recover = wants_recovery & ((recovered < 0) | (recovered >= config.patience) | cuts)
+    recover, cuts = numerics.shared(recover, xp=xp), numerics.shared(cuts, xp=xp)
     recovered = xp.where(recover, 0, _one_more(recovered, alarm, xp=xp))
     cut = xp.where(cuts, 0, _one_more(cut, alarm, xp=xp))
 

@@ -45,12 +45,14 @@ def judge(
     if "loss_spike" in readings:
         seen = seen._replace(loss_outlier=readings["loss_spike"].alarm)
     alarmed, sustained = _causes(readings, seen, xp=xp)
+    alarmed, sustained = numerics.shared(alarmed, xp=xp), numerics.shared(sustained, xp=xp)
     cause = alarmed | sustained
     memories, fired = _fire(config, state, alarmed, sustained, xp=xp)
 
     never = cause != cause
     wished = _any([f.fired for rule, f in fired if rule.skip], never)
     skips, skip = skipping.update(config.max_skips, state.skips, wished, seen, xp=xp)
+    skip = numerics.shared(skip, xp=xp)
     clip_state, clip = _clip(config, state, seen, seen.sound & ~skip, xp=xp)
 
     incident_state, wanted = incident.update(
@@ -63,7 +65,7 @@ def judge(
         _any([f.fired for rule, f in fired if rule.action & Action.CUT_LR], never),
         xp=xp,
     )
-    calm = ~incident_state.open
+    calm = numerics.shared(~incident_state.open, xp=xp)
     budget_state, granted = budget.update(
         config.budget,
         state.budget,

@@ -24,19 +24,22 @@ class StateError(ValueError):
     """A saved state that this policy cannot take; the message names the place and the remedy."""
 
 
-def to_dict(config: EngineConfig, state: EngineState) -> dict[str, Any]:
+def to_dict(config: EngineConfig, state: EngineState, policy: str | None) -> dict[str, Any]:
     """The state as JSON-safe Python data.
 
     Args:
         config: the policy the state belongs to.
         state: any backend's; reading it is a device sync.
+        policy: its fingerprint, see `Engine.fingerprint`.
 
     Returns:
-        `{"schema": 1, "clip": name, "detectors": [names], "groups": n, "state": {...}}`.
+        `{"schema": 1, "policy": fingerprint, "clip": name, "detectors": [names], "groups": n,
+        "state": {...}}`.
     """
     scale = state.last.decision.group_scale
     return {
         "schema": SCHEMA,
+        "policy": policy,
         "clip": config.clip[0] if config.clip else None,
         "detectors": [name for name, _ in config.detectors],
         "groups": 0 if scale is None else int(np.asarray(scale).shape[-1]),
@@ -44,12 +47,13 @@ def to_dict(config: EngineConfig, state: EngineState) -> dict[str, Any]:
     }
 
 
-def from_dict(config: EngineConfig, data: Mapping[str, Any]) -> EngineState:
+def from_dict(config: EngineConfig, data: Mapping[str, Any], policy: str | None) -> EngineState:
     """The state that `to_dict` wrote, as NumPy arrays.
 
     Args:
         config: the policy that is to go on with it.
         data: from `to_dict`, possibly through JSON.
+        policy: the fingerprint of `config`.
 
     Raises:
         StateError: another schema, another policy's state, or damaged data.
@@ -68,6 +72,13 @@ def from_dict(config: EngineConfig, data: Mapping[str, Any]) -> EngineState:
             f"the saved state is of a policy with clip {data.get('clip')!r} and detectors "
             f"{data.get('detectors')}, this one has clip {clip!r} and detectors {names}: "
             "load it with the policy that it was saved under, or start from a fresh state"
+        )
+    saved = data.get("policy")  # not there in what an older release has written
+    if saved is not None and policy is not None and saved != policy:
+        raise StateError(
+            f"the saved state is of a policy with other numbers ({saved!r:.40}), this one "
+            f"has {policy!r}: load it with the policy that it was saved under, or start from a "
+            "fresh state, whose detectors warm up anew"
         )
     groups = data.get("groups")
     if not isinstance(groups, int) or isinstance(groups, bool) or not 0 <= groups <= _MOST_GROUPS:

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import Handle, Told
 
 
 class Taken(NamedTuple):
-    """One step that was taken."""
+    """One dispatch: a step, or several in a compiled loop."""
 
     index: int
-    """From 0."""
+    """Of its first step, from 0."""
     handle: Handle
     batches: tuple[BatchId, ...]
-    """Its data; several batches where gradients were accumulated."""
+    """Its data; several batches where gradients were accumulated, or for several steps."""
+    batch: Any = None
+    """The last of them itself, where it is wanted."""
 
 
 class Seen(NamedTuple):
@@ -29,10 +31,11 @@ class Seen(NamedTuple):
     index: int
     told: list[Told]
     batches: tuple[BatchId, ...]
+    batch: Any = None
 
 
 class Lagging:
-    """A queue of `lag` steps."""
+    """A queue of `lag` dispatches."""
 
     def __init__(self, lag: int) -> None:
         """Starts empty.
@@ -47,10 +50,12 @@ class Lagging:
             )
         self.lag = lag
         self._queue: deque[Taken] = deque()
+        self._ready: deque[Seen] = deque()
+        self._shift = 0
         self._unjudged: tuple[BatchId, ...] = ()
 
     def push(self, taken: Taken) -> None:
-        """Adds the step just taken."""
+        """Adds what was just taken."""
         self._queue.append(taken)
 
     def due(self, *, all: bool = False) -> Iterator[Seen]:
@@ -59,14 +64,35 @@ class Lagging:
         Args:
             all: read what is left, at the end of a run.
         """
-        while len(self._queue) > (0 if all else self.lag):
-            index, handle, batches = self._queue.popleft()
-            told, batches = handle.read(), self._unjudged + batches
+        while True:
+            while self._ready:
+                yield self._ready.popleft()
+            if len(self._queue) <= (0 if all else self.lag):
+                return
+            self._ready.extend(self._read(self._queue.popleft()))
+
+    def miscounted(self) -> int:
+        """Steps that dispatches had beyond what they were taken to have, since the last call."""
+        shift, self._shift = self._shift, 0
+        return shift
+
+    def _read(self, taken: Taken) -> Iterator[Seen]:
+        steps = taken.handle.steps()
+        more = len(steps) - taken.handle.count
+        if more:
+            self._shift += more
+            queue = [each._replace(index=each.index + more) for each in self._queue]
+            self._queue = deque(queue)
+        # As many batches as steps: one for each. Otherwise each step has a part of all of them.
+        single = len(steps) > 1 and len(taken.batches) == len(steps)
+        for i, told in enumerate(steps):
+            batches = self._unjudged + ((taken.batches[i],) if single else taken.batches)
             # What was accumulated is the data of the update that it goes into.
             self._unjudged = () if any(each.judged for each in told) else batches
-            yield Seen(index, told, () if self._unjudged else batches)
+            yield Seen(taken.index + i, told, () if self._unjudged else batches, taken.batch)
 
     def clear(self) -> None:
         """Forgets steps of a branch that was given up."""
         self._queue.clear()
+        self._ready.clear()
         self._unjudged = ()

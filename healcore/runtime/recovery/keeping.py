@@ -121,9 +121,9 @@ class Keeper:
 
     # -- saving ---------------------------------------------------------------------------------
 
-    def due(self, step: int) -> bool:
-        """Whether to save after `step` steps."""
-        return step % self.every == 0
+    def due(self, step: int, taken: int = 1) -> bool:
+        """Whether to save after `step` steps, the last `taken` of which came at once."""
+        return step // self.every != (step - taken) // self.every
 
     def save(
         self, step: int, state: Mapping[str, Any], healing: Mapping[str, Any], why: str

@@ -87,8 +87,6 @@ class Run:
         self._assessor = Assessor(recovery.driver, loss_fn, self.warn)
         self._batch: Any = None
         """The batch that the loop is at."""
-        self._batches: dict[int, Any] = {}
-        """By step, of those that were not judged yet; only with a `loss_fn`."""
         # Ranks see different losses, and would not find the same.
         self._asks = loss_fn is not None and recovery.terms.confirm and recovery.ranks.world == 1
         self._orders = Orders(
@@ -107,6 +105,8 @@ class Run:
         self._yielded = 0
         """The loader whose batch the loop is at."""
         self._generators: dict[str, Any] | None = None
+        self._taken = 0
+        """Steps since it was last asked whether a save is due; a dispatch may have several."""
         self._overdue = 0
         """Step at which a save was due that has not been taken yet."""
         self._saved = -1
@@ -202,18 +202,19 @@ class Run:
         """A step was taken, with the batches of the loader that was asked last."""
         ids = self._ids.pop(self._yielded, [])
         self.feeds.stepped(self._yielded, ids[-1] if ids else None)
-        self._lagging.push(Taken(self.step, handle, tuple(ids)))
-        if self._asks and ids:
-            self._batches[self.step] = self._batch
-        self.step += 1
+        batch = self._batch if self._asks and ids else None
+        self._lagging.push(Taken(self.step, handle, tuple(ids), batch))
+        self.step += handle.count
+        self._taken += handle.count
 
     def _read(self, *, all: bool = False) -> bool:
         """Reads the steps that are due; whether the run has gone back."""
         for seen in self._lagging.due(all=all):
+            self._recount()
             self._note_metrics(seen)
             order = self.judge.judge(seen)
-            if seen.index in self._batches:
-                self._assessor.see(seen.index, self._batches.pop(seen.index), seen.told)
+            if seen.batch is not None:
+                self._assessor.see(seen.index, seen.batch, seen.told)
             self.trials.watch(seen.index, order)
             if order is None and not self._asks:
                 continue
@@ -228,6 +229,12 @@ class Run:
                 self.save("ordered")
         return False
 
+    def _recount(self) -> None:
+        """A dispatch had another number of steps than the one before it, see `Handle.count`."""
+        more = self._lagging.miscounted()
+        self.step += more
+        self._taken += more
+
     def _note_metrics(self, seen: Seen) -> None:
         for told in seen.told:
             self.metrics.write(seen.index, told, several=len(seen.told) > 1)
@@ -236,7 +243,7 @@ class Run:
         self.step = self._saved = target
         self._state_check.went_back(order)
         self._lagging.clear()
-        self._batches.clear()
+        self._taken = 0
         self._assessor.went_back(target)
         self.metrics.went_back()
         self._ids.clear()
@@ -247,7 +254,8 @@ class Run:
 
     def _save_when_due(self) -> bool:
         """A regular save, when its time has come; whether the run has gone back instead."""
-        if self.keeper.due(self.step):
+        taken, self._taken = self._taken, 0
+        if self.keeper.due(self.step, taken):
             self._overdue = self._overdue or self.step
         if not (self._overdue and self._calm and self.driver.may_save()):
             return False
@@ -311,6 +319,7 @@ class Run:
         if self.step == self._resumed_at:
             self.warn(f"no step was taken: the data had been used up at step {self.step}")
         for seen in self._lagging.due(all=True):
+            self._recount()
             self._note_metrics(seen)
             order = self.judge.judge(seen)
             if order is not None:

@@ -57,6 +57,8 @@ def main(rank: int, port: str) -> None:
     # One process's NaN is everybody's.
     assert "nan" in take(jnp.nan if rank else 1.0)
     driver.announce()
+    driver.decline()
+    take(1.0)
     print("done")
 
 

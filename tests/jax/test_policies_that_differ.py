@@ -1,0 +1,153 @@
+"""One policy per run: a state says which one it is of, and how to go on with another."""
+
+# optax types every tree as the union of all trees, so that no leaf has an attribute.
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
+
+import json
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from healcore import Healer, policy
+from healcore.core.engine import StateError
+from healcore.jax import (
+    HealStateError,
+    attach,
+    from_dict,
+    heal,
+    metrics,
+    on_rollback,
+    protect,
+    strip,
+    to_dict,
+)
+
+PARAMS = {"w": jnp.linspace(-1.0, 1.0, 8), "b": jnp.ones(3)}
+LOSS = jnp.float32(1.0)
+
+
+def edited(number):
+    """The default policy with one other number: the same names, the same shapes."""
+    found = policy.to_dict(policy.load("default"))
+    return policy.from_dict({**found, "max_skips": number})
+
+
+def stepped(tx, steps=3):
+    state = tx.init(PARAMS)
+    for _ in range(steps):
+        _, state = jax.jit(tx.update)(PARAMS, state, PARAMS, value=LOSS)
+    return state
+
+
+@pytest.mark.parametrize("other", ["observe", "zclip", edited(7)], ids=["mode", "names", "number"])
+def test_a_state_of_another_policy_is_refused(other):
+    state = stepped(protect(optax.adam(0.1), "default"))
+    saved = json.loads(json.dumps(to_dict(state, "default")))
+    for use in (
+        lambda: to_dict(state, other),
+        lambda: from_dict(state, saved, other),
+        lambda: on_rollback(state, state, other),
+        lambda: protect(optax.adam(0.1), other).update(PARAMS, state, PARAMS, value=LOSS),
+        lambda: Healer(other, state={"params": PARAMS, "opt": state}).__enter__(),
+    ):
+        with pytest.raises(HealStateError, match=r"of another policy.*attach"):
+            use()
+    with pytest.raises(StateError, match="of a policy with"):
+        from_dict(protect(optax.adam(0.1), other).init(PARAMS), saved, other)
+
+
+def test_a_file_with_the_same_numbers_is_the_same_policy(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(policy.preset_text("default").replace('name = "default"', 'name = "mine"'))
+    state = stepped(protect(optax.adam(0.1), "default"))
+    assert to_dict(state, path) == to_dict(state, "default")
+
+
+def test_a_saved_state_from_before_there_were_fingerprints_is_taken():
+    state = stepped(protect(optax.adam(0.1), "default"))
+    saved = to_dict(state, "default")
+    del saved["policy"]
+    assert to_dict(from_dict(state, saved, "default"), "default") == to_dict(state, "default")
+
+
+def test_a_compiled_update_refuses_what_has_another_form():
+    state = stepped(protect(optax.adam(0.1), "zclip"))
+    update = jax.jit(protect(optax.adam(0.1), "default").update)
+    with pytest.raises(HealStateError, match="of another policy"):
+        update(PARAMS, state, PARAMS, value=LOSS)
+
+
+OTHERS = {
+    "bare": optax.adam(0.1),
+    "clip": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_moments_of_an_optimizer_without_healcore_can_be_taken_over(name):
+    old = stepped(optax.with_extra_args_support(OTHERS[name]))
+    tx = protect(optax.adam(0.1), "default")
+    with pytest.raises(HealStateError, match=r"attach\(old_opt_state, like=tx.init\(params\)\)"):
+        tx.update(PARAMS, old, PARAMS, value=LOSS)
+    state = attach(old, like=tx.init(PARAMS))
+    mu = optax.tree.get(old, "mu")
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, optax.tree.get(state, "mu"), mu))
+    assert int(optax.tree.get(state, "count")) == 3
+    jax.jit(tx.update)(PARAMS, state, PARAMS, value=LOSS)
+
+
+def test_a_chain_with_a_clip_becomes_one_with_heal():
+    old = stepped(optax.with_extra_args_support(OTHERS["clip"]))
+    tx = optax.chain(heal("default"), optax.adam(0.1))
+    with pytest.raises(HealStateError, match="attach"):
+        tx.update(PARAMS, old, PARAMS, value=LOSS)
+    state = attach(old, like=tx.init(PARAMS))
+    assert int(optax.tree.get(state, "count")) == 3
+    tx.update(PARAMS, state, PARAMS, value=LOSS)
+
+
+def test_a_run_goes_on_with_another_policy():
+    old = stepped(protect(optax.adam(0.1), "default"))
+    tx = protect(optax.adam(0.1), "observe")
+    state = attach(strip(old), like=tx.init(PARAMS))
+    assert int(optax.tree.get(state, "count")) == 3
+    tx.update(PARAMS, state, PARAMS, value=LOSS)
+
+
+def test_what_does_not_fit_is_not_taken():
+    tx = protect(optax.adam(0.1), "default")
+    with pytest.raises(HealStateError, match="structure"):
+        attach(optax.adagrad(0.1).init(PARAMS), like=tx.init(PARAMS))
+
+
+@pytest.mark.parametrize("make", [protect, lambda tx, p: optax.chain(heal(p), tx)])
+def test_a_forgotten_loss_is_said_once_and_is_nan_in_the_metrics(make):
+    tx = make(optax.sgd(0.1), "default")
+    update = jax.jit(lambda g, s: tx.update(g, s, PARAMS))
+    with pytest.warns(UserWarning, match="value=loss"):
+        _, state = update(PARAMS, tx.init(PARAMS))
+    with warnings.catch_warnings(action="error"):
+        _, state = update(PARAMS, state)
+    assert np.isnan(metrics(state)["heal/loss"])
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+
+
+def test_a_loss_that_is_given_is_in_the_metrics(recwarn):
+    tx = protect(optax.sgd(0.1), "default")
+    state = tx.init(PARAMS)
+    assert np.isnan(metrics(state)["heal/loss"])
+    _, state = jax.jit(tx.update)(PARAMS, state, PARAMS, value=LOSS * jnp.nan)
+    assert np.isnan(metrics(state)["heal/loss"])
+    _, state = jax.jit(tx.update)(PARAMS, state, PARAMS, value=LOSS * 0)
+    assert metrics(state)["heal/loss"] == 0
+    assert not [each for each in recwarn if "value=loss" in str(each.message)]
+
+
+def test_a_policy_without_a_detector_of_the_loss_says_nothing(recwarn):
+    tx = optax.chain(heal("zclip"), optax.sgd(0.1))
+    tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    assert not [each for each in recwarn if "value=loss" in str(each.message)]
