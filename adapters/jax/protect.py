@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import jax.numpy as jnp
 import optax
@@ -17,6 +17,9 @@ from healcore.jax.signals import count_leaves, gather
 from healcore.jax.state import HealState
 from healcore.jax.transform import enforce, visible
 
+if TYPE_CHECKING:  # not at run time: a policy from an EngineConfig needs no pydantic
+    from healcore.policy import Overrides
+
 
 class ProtectState(NamedTuple):
     """The healing state beside that of the protected optimizer."""
@@ -29,7 +32,9 @@ class ProtectState(NamedTuple):
 
 
 def protect(
-    inner: optax.GradientTransformation, policy: Any = "default"
+    inner: optax.GradientTransformation,
+    policy: Any = "default",
+    **overrides: Unpack[Overrides],
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer: clips its gradients, and skips a bad step exactly.
 
@@ -46,11 +51,17 @@ def protect(
             With an `optax.MultiSteps` inside, each micro-batch is judged on its own, and one that
             is skipped does not enter the accumulator.
         policy: name of a preset, path of a TOML file, Policy, Engine or EngineConfig.
+        **overrides: values to replace in the policy, ``clip={"max_norm": 1.0}``; see
+            `healcore.policy.Overrides`.
 
     Returns:
         A transformation that takes the keywords of `heal`'s update and hands them, and all
         others, on to `inner`. A policy that watches the norm of the updates sees that of the step
         before, since a step is judged before the optimizer has made its update.
+
+    Raises:
+        TypeError: `inner` is no optax transformation.
+        healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -64,7 +75,8 @@ def protect(
         >>> int(optax.tree.get(state, "count"))
         0
     """
-    engine = engine_of(policy)
+    _check_optimizer(inner)
+    engine = engine_of(policy, overrides)
     inner = optax.with_extra_args_support(inner)
     watches_updates = "update_norm" in engine.needs
 
@@ -125,3 +137,26 @@ def protect(
         return updates, ProtectState(heal, norm, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_optimizer(inner: Any) -> None:
+    """Raises TypeError unless `inner` has what optax calls: `init` and `update`."""
+    made = not isinstance(inner, type)
+    if made and callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None)):
+        return  # optax.MultiSteps is no GradientTransformation, and works
+    name = getattr(inner, "__name__", type(inner).__name__)
+    write = "protect(optax.adamw(1e-3))"
+    if isinstance(inner, bool | int | float):
+        got, write = f"the number {inner!r}", f"protect(optax.adamw({inner!r})), if that is the rate"
+    elif isinstance(inner, str):
+        got, write = f"{inner!r}", f"protect(optax.adamw(1e-3), {inner!r}): the policy comes second"
+    elif isinstance(inner, type) or callable(inner):
+        got, write = f"the function {name} itself", f"protect({name}(...)): call it first"
+    elif hasattr(inner, "tx"):  # a TrainState, an nnx.Optimizer
+        got, write = f"a {name}", f"tx=protect(optax.adamw(1e-3)) where the {name} is made"
+    else:
+        got = f"a {name}"
+    raise TypeError(
+        f"protect takes an optax transformation, which has init and update, got {got}: "
+        f"write {write}"
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import chex
 import jax
@@ -21,13 +21,16 @@ from healcore.jax.policy import engine_of
 from healcore.jax.signals import count_leaves, gather
 from healcore.jax.state import HealState
 
+if TYPE_CHECKING:  # not at run time: `heal_zclip` needs no pydantic
+    from healcore.policy import Overrides
+
 OnSkip = Literal["zero", "nan"]
 _NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
 _TARGETS = ("reciprocal", "mean", "max")
 
 
 def heal(
-    policy: Any = "default", *, on_skip: OnSkip = "zero"
+    policy: Any = "default", *, on_skip: OnSkip = "zero", **overrides: Unpack[Overrides]
 ) -> optax.GradientTransformationExtraArgs:
     """Judges each step by a policy and clips, or replaces, its gradients.
 
@@ -41,6 +44,8 @@ def heal(
         policy: name of a preset, path of a TOML file, Policy, Engine or EngineConfig.
         on_skip: what a skipped step's updates are: "zero", or "nan" as a signal to
             `optax.apply_if_finite` (any other optimizer is ruined by it).
+        **overrides: values to replace in the policy, ``clip={"max_norm": 1.0}``; see
+            `healcore.policy.Overrides`.
 
     Returns:
         A transformation whose `update` takes, all optional and by keyword: `value` (loss, one
@@ -61,7 +66,7 @@ def heal(
         True
     """
     _check_on_skip(on_skip)
-    return _transformation(engine_of(policy), on_skip)
+    return _transformation(engine_of(policy, overrides), on_skip)
 
 
 def heal_zclip(
@@ -92,6 +97,7 @@ def heal_zclip(
 
     Raises:
         ValueError: a number is out of range, or `target` or `on_skip` is unknown.
+        TypeError: something else stands in the place of a number.
 
     References:
         Kumar et al., `ZClip: Adaptive Spike Mitigation for LLM Pre-Training
@@ -186,6 +192,7 @@ def _check_on_skip(on_skip: str) -> None:
 
 def _number(name: str, value: Any, *, above: float, below: float = math.inf) -> Any:
     """A threshold as float32; Python numbers are checked, traced arrays cannot be."""
+    _check_numeric(name, value)
     if isinstance(value, int | float | np.number):
         if not above < value < below:
             limits = f"above {above:g}" + ("" if below == math.inf else f" and below {below:g}")
@@ -195,6 +202,7 @@ def _number(name: str, value: Any, *, above: float, below: float = math.inf) -> 
 
 
 def _steps(name: str, value: Any) -> Any:
+    _check_numeric(name, value)
     if isinstance(value, int | np.integer):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value!r}")
@@ -202,3 +210,15 @@ def _steps(name: str, value: Any) -> Any:
     if isinstance(value, float):
         raise ValueError(f"{name} must be a whole number, got {value!r}")
     return jnp.asarray(value).astype(jnp.int32)
+
+
+def _check_numeric(name: str, value: Any) -> None:
+    """Raises TypeError unless `value` is one number, or an array that may be traced."""
+    if isinstance(value, bool) or not isinstance(
+        value, int | float | np.number | np.ndarray | jax.Array
+    ):
+        raise TypeError(
+            f"{name} must be a number or a 0-d array, got {value!r}: heal_zclip takes the numbers "
+            "of ZClip. An optimizer goes behind it, optax.chain(heal_zclip(), optax.adamw(1e-3)); "
+            "a policy goes to heal or protect"
+        )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
 from torch.optim import Optimizer
@@ -18,6 +19,9 @@ from healcore.torch.host_seat import HostSeat
 from healcore.torch.measuring import Measurer
 from healcore.torch.report import Reporter
 
+if TYPE_CHECKING:  # not at run time: healcore.torch alone loads no pydantic
+    from healcore.policy import Overrides
+
 
 def attach(
     optimizer: Optimizer,
@@ -27,6 +31,7 @@ def attach(
     engine: Literal["auto", "host", "device"] = "auto",
     fused: bool | Literal["auto"] = "auto",
     compile: bool | Literal["auto"] = "auto",
+    **overrides: Unpack[Overrides],
 ) -> Healing:
     """Heals an optimizer: every `optimizer.step()` is judged first, then clipped, skipped or taken.
 
@@ -49,6 +54,8 @@ def attach(
         fused: whether `step()` honours `found_inf` and `grad_scale`. "auto" knows torch's own; True
             vouches for a subclass that only wraps `super().step()`; False never uses them.
         compile: whether the device engine runs through torch.compile; "auto": on accelerators.
+        **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`; see
+            `healcore.policy.Overrides`.
 
     Returns:
         The handle: `observe`, `metrics`, `state_dict`, `report`, `detach`.
@@ -56,6 +63,7 @@ def attach(
     Raises:
         AttachError: not an optimizer, already attached, nothing to optimize, or an option that
             there is none of. Nothing has changed then.
+        healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
     """
     optimizer = unwrapped(optimizer)
     if engine not in ("auto", "host", "device"):
@@ -83,7 +91,7 @@ def attach(
             "the parameters are on the meta device and have no values: "
             "attach after they are materialised"
         )
-    core = engine_of(policy)
+    core = engine_of(policy, overrides)
     obstacle = kernels.obstacle(optimizer, fused)
     where, reason = _seat(engine, obstacle, home, type(optimizer).__name__)
     if where == "device":
@@ -102,13 +110,13 @@ def attach(
     )
 
 
-def engine_of(policy: Any) -> Engine:
-    """The engine of whatever names a policy."""
-    if isinstance(policy, Engine):
+def engine_of(policy: Any, overrides: Mapping[str, Any] = {}) -> Engine:
+    """The engine of whatever names a policy, with values to replace in it."""
+    if isinstance(policy, Engine) and not overrides:
         return policy
     from healcore.policy import load
 
-    return load(policy).engine()
+    return load(policy, **overrides).engine()
 
 
 def _seat(wanted: str, obstacle: str | None, home: torch.device, name: str) -> tuple[str, str]:
@@ -133,6 +141,8 @@ def unwrapped(optimizer: Any) -> Optimizer:
         hint = "pass the optimizer, not the model"
     elif isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
         hint = "pass scheduler.optimizer"
+    elif isinstance(optimizer, type):
+        hint = f"pass an instance, {optimizer.__name__}(model.parameters(), lr=1e-3)"
     elif isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         hint = f"pass the {type(optimizer).__name__}'s .optimizer"
     else:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
+from healcore.policy import Overrides
 from healcore.runtime.driver import Driver
 from healcore.runtime.incidents.hooks import Hook, Hooks
 from healcore.runtime.run.closing import close
@@ -67,6 +68,12 @@ class Healer:
         framework: "torch" or "jax"; None looks at the state.
         attach: options of `healcore.torch.attach`.
         driver: instead of the framework's own.
+        **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`; see
+            `healcore.policy.Overrides`. In JAX give the optimizer the same ones.
+
+    Raises:
+        healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
+        ValueError: another argument is out of range.
     """
 
     def __init__(
@@ -89,9 +96,10 @@ class Healer:
         framework: Literal["torch", "jax"] | None = None,
         attach: Mapping[str, Any] | None = None,
         driver: Driver | None = None,
+        **overrides: Unpack[Overrides],
     ) -> None:
         self._options = Options(
-            terms=terms_of(policy),
+            terms=terms_of(policy, overrides),
             state=state,
             store=store,
             events=events,

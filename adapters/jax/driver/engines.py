@@ -14,6 +14,7 @@ from healcore.jax import state as heal_state
 from healcore.jax.driver.evidence import names
 from healcore.jax.driver.fitting import as_live
 from healcore.jax.lr import ScaleByHealLrState
+from healcore.jax.placement import warn_if_behind
 from healcore.jax.state import HealState, HealStateError
 
 Path = tuple[Any, ...]
@@ -52,6 +53,7 @@ def find(tree: Any, trained: Any, engine: Engine) -> list[Found]:
     found = []
     for top, (path, state) in zip(tops, states.items(), strict=True):
         heal_state.engine_state(engine, state)  # raises unless the policy is that of the optimizer
+        warn_if_behind(tree, path)
         name = top if tops.count(top) == 1 else jax.tree_util.keystr(path)
         count = state.heal_leaf_norms.shape[0]
         found.append(Found(name, path, names(trained, path, count)))
