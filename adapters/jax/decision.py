@@ -1,4 +1,4 @@
-"""Reading the last decision, and the logger's numbers, out of an optimizer state."""
+"""Reading the last decision, and a logger's numbers, out of an optimizer state."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import chex
+import jax
+import jax.numpy as jnp
 
 from healcore.core.engine import readout
 from healcore.core.verdict import Decision
 from healcore.jax import state as heal_state
+from healcore.jax.norms import judged
+from healcore.jax.state import HealStateError
 
 
 def decision_of(opt_state: Any) -> Decision:
@@ -47,6 +51,36 @@ def metrics(opt_state: Any) -> dict[str, chex.Array]:
     """
     view: Any = _View(heal_state.find(opt_state).heal_state, "heal")
     return readout.metrics(view)
+
+
+def gradient_norms(opt_state: Any, params: Any) -> dict[str, chex.Array]:
+    """The norm of each parameter's gradient at the last step, before clipping, for a logger.
+
+    They were computed for the decision anyway, and naming them costs a step nothing.
+
+        logger.log({f"grad_norm/{name}": float(norm) for name, norm in norms.items()})
+
+    Args:
+        opt_state: any nesting of optax states with one healing state in it.
+        params: what the gradients are of, or any tree of that structure; for names only.
+
+    Returns:
+        ``"params/Dense_0/kernel"`` -> L2 norm, float32 0-d. Zeros before the first step, and
+        while the caller passes `grad_norm`.
+
+    Raises:
+        HealStateError: there is no healing state in it, or more than one, or `params` has another
+            number of floating tensors than there were gradients.
+    """
+    norms = jnp.unstack(heal_state.find(opt_state).heal_leaf_norms)
+    paths = [path for path, leaf in jax.tree_util.tree_leaves_with_path(params) if judged(leaf)]
+    if len(paths) != len(norms):
+        raise HealStateError(
+            f"there were {len(norms)} gradients, and params has {len(paths)} floating "
+            "tensors: pass the tree that the optimizer was initialised with"
+        )
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
+    return dict(zip(names, norms, strict=True))
 
 
 class _View:

@@ -26,4 +26,5 @@ def engine_of(policy: Any, overrides: Mapping[str, Any] = {}) -> Engine:
     # Here and not above: a transformation built from an EngineConfig needs no pydantic.
     from healcore import policy as policies
 
-    return policies.load(policy, **overrides).engine()
+    # An Engine with values to replace is refused there.
+    return policies.load(policy, **overrides).engine()  # type: ignore[arg-type]

@@ -147,7 +147,7 @@ def _check_optimizer(inner: Any) -> None:
     name = getattr(inner, "__name__", type(inner).__name__)
     write = "protect(optax.adamw(1e-3))"
     if isinstance(inner, bool | int | float):
-        got, write = f"the number {inner!r}", f"protect(optax.adamw({inner!r})), if that is the rate"
+        got, write = f"the number {inner!r}", f"protect(optax.adamw({inner!r}))"
     elif isinstance(inner, str):
         got, write = f"{inner!r}", f"protect(optax.adamw(1e-3), {inner!r}): the policy comes second"
     elif isinstance(inner, type) or callable(inner):

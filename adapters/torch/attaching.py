@@ -116,7 +116,8 @@ def engine_of(policy: Any, overrides: Mapping[str, Any] = {}) -> Engine:
         return policy
     from healcore.policy import load
 
-    return load(policy, **overrides).engine()
+    # An Engine with values to replace is refused there.
+    return load(policy, **overrides).engine()  # type: ignore[arg-type]
 
 
 def _seat(wanted: str, obstacle: str | None, home: torch.device, name: str) -> tuple[str, str]:

@@ -55,9 +55,7 @@ def load(policy: PolicyLike, **overrides: Unpack[Overrides]) -> Policy:
         if overrides:
             rule += f", where {', '.join(overrides)} is given as a keyword"
         write = '"default", or from_dict(...) for a mapping'
-        raise PolicyError(
-            type(policy).__name__, (Problem("policy", shown(policy), rule, write),)
-        )
+        raise PolicyError(type(policy).__name__, (Problem("policy", shown(policy), rule, write),))
     if overrides:
         source = f"{source} with {', '.join(overrides)} given as keywords"
     return from_dict(merged(data, overrides), source=source)

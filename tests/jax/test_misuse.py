@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,8 @@ def test_protect_takes_a_transformation(inner, says):
 
 
 def test_what_optax_calls_a_transformation_is_one():
-    for inner in (optax.adam(1e-3), optax.MultiSteps(optax.adam(1e-3), 2), optax.identity()):
+    inners: list[Any] = [optax.adam(1e-3), optax.MultiSteps(optax.adam(1e-3), 2), optax.identity()]
+    for inner in inners:
         protect(inner, policies.ZCLIP).init(PARAMS)
 
 

@@ -1,4 +1,4 @@
-"""Keyword arguments over the values of a preset, a file or a Policy: one merge, checked as a whole."""
+"""Keywords over the values of a preset, a file or a Policy: merged, then checked as a whole."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def overrides_of(pairs: Iterable[str] | None) -> dict[str, Any]:
         texts = (f"{key} = {value}", f"{key} = {json.dumps(value.strip())}")
         tables = [table for table in map(_parsed, texts) if table] if equals and value else []
         if not tables:
-            rule = "KEY=VALUE with the dotted key of a value or a table; rules are changed in a file"
+            rule = "KEY=VALUE with the dotted key of a value; rules are changed in a file"
             problem = Problem("--set", pair, rule, "--set clip.max_norm=1.0, --set mode=observe")
             raise PolicyError("on the command line", (problem,))
         found = merged(found, tables[0])
