@@ -17,6 +17,8 @@ from healcore.core.engine import Engine, EngineConfig, RuleConfig
 from healcore.core.verdict import Cause, Decision
 from healcore.jax import state as heal_state
 from healcore.jax import updates as on_updates
+from healcore.jax.axes import Axes, AxisName
+from healcore.jax.meshes import on_mesh_of
 from healcore.jax.policy import engine_of
 from healcore.jax.signals import count_leaves, gather
 from healcore.jax.state import HealState
@@ -30,7 +32,12 @@ _TARGETS = ("reciprocal", "mean", "max")
 
 
 def heal(
-    policy: Any = "default", *, on_skip: OnSkip = "zero", **overrides: Unpack[Overrides]
+    policy: Any = "default",
+    *,
+    on_skip: OnSkip = "zero",
+    axis_name: AxisName = None,
+    shard_axis_name: AxisName = None,
+    **overrides: Unpack[Overrides],
 ) -> optax.GradientTransformationExtraArgs:
     """Judges each step by a policy and clips, or replaces, its gradients.
 
@@ -44,6 +51,11 @@ def heal(
         policy: name of a preset, path of a TOML file, Policy, Engine or EngineConfig.
         on_skip: what a skipped step's updates are: "zero", or "nan" as a signal to
             `optax.apply_if_finite` (any other optimizer is ruined by it).
+        axis_name: mesh axes of a `shard_map` or `pmap` around the update along which the gradients
+            are the same (averaged with `pmean`). Loss and norms are averaged over them, so that
+            every device decides alike. Not needed under `jit` alone.
+        shard_axis_name: mesh axes along which each device has its own part of the gradients; their
+            norms are combined. With some leaves split and others whole pass `grad_norm` instead.
         **overrides: values to replace in the policy, ``clip={"max_norm": 1.0}``; see
             `healcore.policy.Overrides`.
 
@@ -66,7 +78,8 @@ def heal(
         True
     """
     _check_on_skip(on_skip)
-    return _transformation(engine_of(policy, overrides), on_skip)
+    axes = Axes.of(axis_name, shard_axis_name)
+    return _transformation(engine_of(policy, overrides), on_skip, axes)
 
 
 def heal_zclip(
@@ -76,6 +89,8 @@ def heal_zclip(
     target: Literal["reciprocal", "mean", "max"] = "reciprocal",
     max_norm: chex.Numeric | None = 1.0,
     on_skip: OnSkip = "zero",
+    axis_name: AxisName = None,
+    shard_axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
     """ZClip with its faults mended, in the place of `optax.clip_by_global_norm`.
 
@@ -90,6 +105,8 @@ def heal_zclip(
         target: what a spike is brought down to.
         max_norm: absolute limit besides; None for none.
         on_skip: see `heal`.
+        axis_name: see `heal`.
+        shard_axis_name: see `heal`.
 
     Returns:
         A transformation; see `heal` for the keywords of its `update`. Numbers may be arrays, so
@@ -118,7 +135,7 @@ def heal_zclip(
         detectors=(("nonfinite", nonfinite.Config()),),
         rules=(RuleConfig(causes=_NONFINITE, skip=True),),
     )
-    return _transformation(Engine(config), on_skip)
+    return _transformation(Engine(config), on_skip, Axes.of(axis_name, shard_axis_name))
 
 
 def visible(engine: Engine, updates: optax.Updates) -> optax.Updates:
@@ -142,11 +159,13 @@ def enforce(engine: Engine, decision: Decision, updates: optax.Updates) -> optax
     return on_updates.scale(updates, decision.grad_scale)
 
 
-def _transformation(engine: Engine, on_skip: OnSkip) -> optax.GradientTransformationExtraArgs:
+def _transformation(
+    engine: Engine, on_skip: OnSkip, axes: Axes
+) -> optax.GradientTransformationExtraArgs:
     replace = on_updates.zero_where if on_skip == "zero" else on_updates.nan_where
 
     def init(params: optax.Params) -> HealState:
-        return heal_state.init(engine, count_leaves(params))
+        return on_mesh_of(params, heal_state.init(engine, count_leaves(params)))
 
     def update(
         updates: optax.Updates,
@@ -174,6 +193,7 @@ def _transformation(engine: Engine, on_skip: OnSkip) -> optax.GradientTransforma
             void=void,
             learning_rate=learning_rate,
         )
+        signals, norms = axes.signals(signals, norms, given_norm=grad_norm is not None)
         state, decision = heal_state.step(engine, state, signals, norms)
         if engine.mode == "observe" and void is None:
             return updates, state
