@@ -61,8 +61,9 @@ class Healer:
         on_incident: functions that see an incident and may override what is done.
         rerun: go back once with nothing changed before going back for good, to tell a transient
             fault from one that happens again. Only where the data can be rewound.
-        resume: "auto" goes on from a run that was interrupted and refuses one that had completed;
-            True goes on from either; False refuses a store that is not empty.
+        resume: "auto" goes on from a run that was interrupted, and ends the program with status 0
+            where it had completed; True goes on from either; False refuses a store that is not
+            empty.
         nonfinite_ok: patterns of array names (`model.*.mask`) where NaN and Inf are meant.
         ranks: the processes of this run; None: what the framework knows of.
         framework: "torch" or "jax"; None looks at the state.
@@ -127,7 +128,8 @@ class Healer:
         """Attaches, and goes on from an earlier run or takes the first snapshot.
 
         Raises:
-            AlreadyCompleted, StoreNotEmpty: `resume` does not allow what lies in the store.
+            AlreadyCompleted: the run in the store had completed; a SystemExit of status 0.
+            StoreNotEmpty: `resume` does not allow what lies in the store.
             NoGoodCheckpoint: there are checkpoints, and none is intact.
             StateMismatch: they are of another state.
         """
@@ -142,10 +144,17 @@ class Healer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Waits for checkpoints being written, writes the postmortem, detaches."""
+        """Waits for checkpoints being written, writes the postmortem, detaches.
+
+        Raises:
+            LastStateNotSaved: the loop has ended, and no checkpoint has its last state; a
+                SystemExit of status 1.
+        """
         run, self._ended = self._live, True
         if os.getpid() == self._pid:  # a forked child has no say in how its parent's run ended
-            close(run, error)
+            lost = close(run, error)
+            if lost is not None:
+                raise lost
 
     # -- the loop -------------------------------------------------------------------------------
 

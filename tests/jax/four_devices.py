@@ -1,5 +1,8 @@
 """Steps inside shard_map over four devices; run by test_axes.py, prints what each device did."""
 
+# optax types arrays as a union of many kinds.
+# pyright: reportArgumentType=false, reportIndexIssue=false
+
 from __future__ import annotations
 
 import functools

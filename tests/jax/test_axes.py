@@ -1,10 +1,14 @@
 """`axis_name` and `shard_axis_name`: every device of a mesh takes the same decision."""
 
+# optax types every state as the union of all, so that none has an attribute.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +56,8 @@ def test_signals_are_reduced_over_a_named_vmap():
 
 @pytest.mark.parametrize("name", ["axis_name", "shard_axis_name"])
 def test_an_axis_is_named_by_a_string(name):
-    for make in (heal_zclip, lambda **o: protect(optax.sgd(0.1), policies.ZCLIP, **o)):
+    makes: list[Any] = [heal_zclip, lambda **o: protect(optax.sgd(0.1), policies.ZCLIP, **o)]
+    for make in makes:
         for wrong in (0, True, ("data", 1)):
             with pytest.raises(TypeError, match=f'{name}="data"'):
                 make(**{name: wrong})

@@ -2,6 +2,7 @@
 
 # optax types every state as the union of all, so that none has an attribute.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 

@@ -76,6 +76,8 @@ class Keeper:
         """Steps of checkpoints that were found damaged."""
         self.failed = 0
         """Saves that failed."""
+        self.unsaved: set[int] = set()
+        """Their steps, where no later save has."""
         self.trouble = ""
         """Why the last of them did."""
 
@@ -137,6 +139,7 @@ class Keeper:
             self._failed(step, error)
             return
         self._saved_once = True
+        self.unsaved.discard(step)
         # As it will be listed; `finite` is known, and asked for, when its probation is over.
         self._waiting[step] = Saved(step, "candidate", True, 0, 0.0, True, None)
         self._tell("save", step=step, why=why, seconds=round(time.monotonic() - began, 6))
@@ -295,6 +298,7 @@ class Keeper:
 
     def _failed(self, step: int, error: Exception) -> None:
         self.failed += 1
+        self.unsaved.add(step)
         self.trouble = str(error)
         self._waiting.pop(step, None)
         self._tell("save_failed", step=step, problem=str(error))
