@@ -17,7 +17,7 @@ require("jax", "jax", "optax", "chex")
 from healcore.core.signals import SignalError  # noqa: E402
 from healcore.core.verdict import Action, Cause, Decision  # noqa: E402
 from healcore.jax.commit import CommitError, commit  # noqa: E402
-from healcore.jax.decision import decision_of, metrics  # noqa: E402
+from healcore.jax.decision import decision_of, gradient_norms, metrics  # noqa: E402
 from healcore.jax.lr import ScaleByHealLrState, scale_by_heal_lr, set_lr_scale  # noqa: E402
 from healcore.jax.norms import global_norm, leaf_norms  # noqa: E402
 from healcore.jax.porting import announce, from_dict, on_rollback, to_dict  # noqa: E402
@@ -42,6 +42,7 @@ __all__ = [
     "decision_of",
     "from_dict",
     "global_norm",
+    "gradient_norms",
     "heal",
     "heal_zclip",
     "leaf_norms",

@@ -1,4 +1,4 @@
-"""Reading the last decision, and the logger's numbers, out of an optimizer state."""
+"""Reading the last decision, and a logger's numbers, out of an optimizer state."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from healcore.core.engine import readout
 from healcore.core.verdict import Decision
 from healcore.jax import packing
 from healcore.jax import state as heal_state
+from healcore.jax.norms import judged
+from healcore.jax.state import HealStateError
 
 
 def decision_of(opt_state: Any) -> Decision:
@@ -61,6 +63,36 @@ def _metrics(floats: chex.Array, ints: chex.Array) -> dict[str, chex.Array]:
     # The state itself stays finite: a checkpoint with a NaN in it would not be a good one.
     loss = jnp.where(packing.marks(ints).loss_seen != 0, found["heal/loss"], jnp.nan)
     return {**found, "heal/loss": loss}
+
+
+def gradient_norms(opt_state: Any, params: Any) -> dict[str, chex.Array]:
+    """The norm of each parameter's gradient at the last step, before clipping, for a logger.
+
+    They were computed for the decision anyway, and naming them costs a step nothing.
+
+        logger.log({f"grad_norm/{name}": float(norm) for name, norm in norms.items()})
+
+    Args:
+        opt_state: any nesting of optax states with one healing state in it.
+        params: what the gradients are of, or any tree of that structure; for names only.
+
+    Returns:
+        ``"params/Dense_0/kernel"`` -> L2 norm, float32 0-d. Zeros before the first step, and
+        while the caller passes `grad_norm`.
+
+    Raises:
+        HealStateError: there is no healing state in it, or more than one, or `params` has another
+            number of floating tensors than there were gradients.
+    """
+    norms = jnp.unstack(heal_state.find(opt_state).heal_leaf_norms)
+    paths = [path for path, leaf in jax.tree_util.tree_leaves_with_path(params) if judged(leaf)]
+    if len(paths) != len(norms):
+        raise HealStateError(
+            f"there were {len(norms)} gradients, and params has {len(paths)} floating "
+            "tensors: pass the tree that the optimizer was initialised with"
+        )
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
+    return dict(zip(names, norms, strict=True))
 
 
 class _View:

@@ -12,6 +12,7 @@ import optax
 from jax.core import Tracer
 
 from healcore.jax import updates as on_updates
+from healcore.jax.meshes import on_mesh_of
 from healcore.jax.state import HealStateError
 
 
@@ -41,8 +42,7 @@ def scale_by_heal_lr() -> optax.GradientTransformationExtraArgs:
     """
 
     def init(params: optax.Params) -> ScaleByHealLrState:
-        del params
-        return ScaleByHealLrState(jnp.ones((), jnp.float32))
+        return on_mesh_of(params, ScaleByHealLrState(jnp.ones((), jnp.float32)))
 
     def update(
         updates: optax.Updates,

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
+import chex
 import jax.numpy as jnp
 import optax
 
 from healcore.jax import state as heal_state
 from healcore.jax import updates as on_updates
+from healcore.jax.axes import Axes, AxisName
 from healcore.jax.lr import injected_rates
-from healcore.jax.norms import global_norm
+from healcore.jax.meshes import on_mesh_of
 from healcore.jax.policy import engine_of
 from healcore.jax.records import STEPS, checked
 from healcore.jax.select_at_definition import step_or_keep
 from healcore.jax.signals import count_leaves, gather, say_if_unseen
 from healcore.jax.state import HealState
 from healcore.jax.transform import enforce, visible
+
+if TYPE_CHECKING:  # not at run time: a policy from an EngineConfig needs no pydantic
+    from healcore.policy import Overrides
 
 
 class ProtectState(NamedTuple):
@@ -25,12 +30,21 @@ class ProtectState(NamedTuple):
     heal: HealState
     heal_update_norm: Any
     """float32 0-d: norm of the last update, 0 after a skip; None if the policy does not read it."""
+    heal_bad_update: Any
+    """bool 0-d: the optimizer made NaN or Inf of finite gradients at the last step. The update was
+    not applied, and the next step reports it."""
     inner_state: Any
     """What the optimizer itself keeps; bit-identical over a skipped step."""
 
 
 def protect(
-    inner: optax.GradientTransformation, policy: Any = "default", *, records: int = STEPS
+    inner: optax.GradientTransformation,
+    policy: Any = "default",
+    *,
+    axis_name: AxisName = None,
+    shard_axis_name: AxisName = None,
+    records: int = STEPS,
+    **overrides: Unpack[Overrides],
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer: clips its gradients, and skips a bad step exactly.
 
@@ -38,6 +52,11 @@ def protect(
     bit for bit what it was, and the updates are -0.0, which leaves every parameter bit-identical
     under ``optax.apply_updates``. The policy's LR multiplier is applied to the updates, weight
     decay included, in the same step. State outside the optimizer (BatchNorm) goes with `commit`.
+
+    An optimizer can make NaN or Inf of finite gradients (Adam with ``eps=0``, a schedule that
+    divides by 0). No such element reaches the parameters. Seen in a tensor of up to 16,384
+    elements (a bias, a scale) it holds back the whole update, and the next step counts as one with
+    a bad gradient. In larger ones, where a look costs more than the step, the elements alone stay.
 
     In observe mode everything is judged, recorded in the state, and nothing is changed. A step with
     ``void=True`` (an fp16 overflow, say) is skipped in every mode, and neither learnt nor counted.
@@ -47,13 +66,24 @@ def protect(
             With an `optax.MultiSteps` inside, each micro-batch is judged on its own, and one that
             is skipped does not enter the accumulator.
         policy: name of a preset, path of a TOML file, Policy, Engine or EngineConfig.
+        axis_name: mesh axes of a `shard_map` or `pmap` around the update along which the gradients
+            are the same (averaged with `pmean`). Loss and norms are averaged over them, so that
+            every device decides alike. Not needed under `jit` alone.
+        shard_axis_name: mesh axes along which each device has its own part of the gradients; their
+            norms are combined. With some leaves split and others whole pass `grad_norm` instead.
         records: steps whose numbers the state keeps for a `Healer` to read: as many as one dispatch
             takes (`lax.scan` over steps). With fewer no order is lost, but lines of the metrics.
+        **overrides: values to replace in the policy, ``clip={"max_norm": 1.0}``; see
+            `healcore.policy.Overrides`.
 
     Returns:
         A transformation that takes the keywords of `heal`'s update and hands them, and all
         others, on to `inner`. A policy that watches the norm of the updates sees that of the step
         before, since a step is judged before the optimizer has made its update.
+
+    Raises:
+        TypeError: `inner` is no optax transformation.
+        healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -67,16 +97,27 @@ def protect(
         >>> int(optax.tree.get(state, "count"))
         0
     """
-    engine, kept = engine_of(policy), checked(records)
+    _check_optimizer(inner)
+    axes = Axes.of(axis_name, shard_axis_name)
+    engine, kept = engine_of(policy, overrides), checked(records)
     inner = optax.with_extra_args_support(inner)
     watches_updates = "update_norm" in engine.needs
 
     def init(params: optax.Params) -> ProtectState:
-        return ProtectState(
+        state = ProtectState(
             heal=heal_state.init(engine, count_leaves(params), kept),
             heal_update_norm=jnp.zeros((), jnp.float32) if watches_updates else None,
+            heal_bad_update=jnp.zeros((), jnp.bool_),
             inner_state=inner.init(params),
         )
+        return on_mesh_of(params, state)
+
+    def looked_at(updates: optax.Updates) -> tuple[chex.Array | None, chex.Array]:
+        """The norm, if the policy reads it, and whether the update is not finite."""
+        if not watches_updates:
+            return None, axes.any(on_updates.not_finite(updates))
+        norm = axes.norm(updates)
+        return norm, ~jnp.isfinite(norm)
 
     def update(
         updates: optax.Updates,
@@ -105,11 +146,13 @@ def protect(
             "learning_rate": learning_rate,
         }
         given = {name: signal for name, signal in given.items() if signal is not None}
-        known = {"update_norm": state.heal_update_norm, **given}
+        last = 0.0 if state.heal_update_norm is None else state.heal_update_norm
+        known = {"update_norm": jnp.where(state.heal_bad_update, jnp.inf, last), **given}
         rates = injected_rates(state.inner_state) if engine.limits_lr else []
         if len(rates) == 1:
             known.setdefault("learning_rate", rates[0])
         signals, norms = gather(visible(engine, updates), per_tensor=engine.per_tensor, **known)
+        signals, norms = axes.signals(signals, norms, given_norm=grad_norm is not None)
         heal, decision = heal_state.step(engine, state.heal, signals, norms)
 
         def inner_step(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
@@ -117,6 +160,7 @@ def protect(
 
         if engine.mode == "observe" and void is None:
             updates, inner_state = inner_step(updates, state.inner_state, params)
+            norm, bad = looked_at(updates)
         else:
             # Zeros instead of the bad gradients: a loop in the optimizer (line search, Newton-
             # Schulz) ends on them. It costs nothing, the select joins the scaling.
@@ -126,8 +170,33 @@ def protect(
             )
             if engine.cuts_lr:
                 updates = on_updates.scale(updates, decision.lr_scale)
-            updates = on_updates.hold_where(decision.skip, updates)
-        norm = global_norm(updates) if watches_updates else None
-        return updates, ProtectState(heal, norm, inner_state)
+            norm, bad = looked_at(updates)
+            held, bad = decision.skip | bad, bad & ~decision.skip
+            updates = on_updates.hold_where(held, updates)
+            norm = None if norm is None else jnp.where(held, 0.0, norm)
+        return updates, ProtectState(heal, norm, bad, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_optimizer(inner: Any) -> None:
+    """Raises TypeError unless `inner` has what optax calls: `init` and `update`."""
+    made = not isinstance(inner, type)
+    if made and callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None)):
+        return  # optax.MultiSteps is no GradientTransformation, and works
+    name = getattr(inner, "__name__", type(inner).__name__)
+    write = "protect(optax.adamw(1e-3))"
+    if isinstance(inner, bool | int | float):
+        got, write = f"the number {inner!r}", f"protect(optax.adamw({inner!r}))"
+    elif isinstance(inner, str):
+        got, write = f"{inner!r}", f"protect(optax.adamw(1e-3), {inner!r}): the policy comes second"
+    elif isinstance(inner, type) or callable(inner):
+        got, write = f"the function {name} itself", f"protect({name}(...)): call it first"
+    elif hasattr(inner, "tx"):  # a TrainState, an nnx.Optimizer
+        got, write = f"a {name}", f"tx=protect(optax.adamw(1e-3)) where the {name} is made"
+    else:
+        got = f"a {name}"
+    raise TypeError(
+        f"protect takes an optax transformation, which has init and update, got {got}: "
+        f"write {write}"
+    )

@@ -16,6 +16,7 @@ from healcore.core.signals import Signals
 from healcore.core.verdict import Decision
 from healcore.jax import namespace, packing, records
 from healcore.jax.packing import Layout
+from healcore.jax.placement import warn_if_behind
 
 _PREFIX = "heal"
 
@@ -213,14 +214,15 @@ def find(opt_state: Any) -> HealState:
         HealStateError: there is none, or there are several.
     """
     found = [
-        (jax.tree_util.keystr(path), leaf)
+        (path, leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_is_heal)
         if _is_heal(leaf)
     ]
     if len(found) == 1:
+        warn_if_behind(opt_state, found[0][0])
         return found[0][1]
     if found:
-        places = ", ".join(f"opt_state{path}" for path, _ in found)
+        places = ", ".join(f"opt_state{jax.tree_util.keystr(path)}" for path, _ in found)
         raise HealStateError(
             f"this optimizer state holds {len(found)} healing states, at {places}: "
             "pass the part that holds the one you mean"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import chex
 import jax
@@ -17,10 +17,15 @@ from healcore.core.engine import Engine, EngineConfig, RuleConfig
 from healcore.core.verdict import Cause, Decision
 from healcore.jax import state as heal_state
 from healcore.jax import updates as on_updates
+from healcore.jax.axes import Axes, AxisName
+from healcore.jax.meshes import on_mesh_of
 from healcore.jax.policy import engine_of
 from healcore.jax.records import STEPS, checked
 from healcore.jax.signals import count_leaves, gather, say_if_unseen
 from healcore.jax.state import HealState
+
+if TYPE_CHECKING:  # not at run time: `heal_zclip` needs no pydantic
+    from healcore.policy import Overrides
 
 OnSkip = Literal["zero", "nan"]
 _NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
@@ -28,7 +33,13 @@ _TARGETS = ("reciprocal", "mean", "max")
 
 
 def heal(
-    policy: Any = "default", *, on_skip: OnSkip = "zero", records: int = STEPS
+    policy: Any = "default",
+    *,
+    on_skip: OnSkip = "zero",
+    axis_name: AxisName = None,
+    shard_axis_name: AxisName = None,
+    records: int = STEPS,
+    **overrides: Unpack[Overrides],
 ) -> optax.GradientTransformationExtraArgs:
     """Judges each step by a policy and clips, or replaces, its gradients.
 
@@ -42,7 +53,14 @@ def heal(
         policy: name of a preset, path of a TOML file, Policy, Engine or EngineConfig.
         on_skip: what a skipped step's updates are: "zero", or "nan" as a signal to
             `optax.apply_if_finite` (any other optimizer is ruined by it).
+        axis_name: mesh axes of a `shard_map` or `pmap` around the update along which the gradients
+            are the same (averaged with `pmean`). Loss and norms are averaged over them, so that
+            every device decides alike. Not needed under `jit` alone.
+        shard_axis_name: mesh axes along which each device has its own part of the gradients; their
+            norms are combined. With some leaves split and others whole pass `grad_norm` instead.
         records: see `protect`.
+        **overrides: values to replace in the policy, ``clip={"max_norm": 1.0}``; see
+            `healcore.policy.Overrides`.
 
     Returns:
         A transformation whose `update` takes, all optional and by keyword: `value` (loss, one
@@ -63,7 +81,8 @@ def heal(
         True
     """
     _check_on_skip(on_skip)
-    return _transformation(engine_of(policy), on_skip, checked(records))
+    axes = Axes.of(axis_name, shard_axis_name)
+    return _transformation(engine_of(policy, overrides), on_skip, axes, checked(records))
 
 
 def heal_zclip(
@@ -73,6 +92,8 @@ def heal_zclip(
     target: Literal["reciprocal", "mean", "max"] = "reciprocal",
     max_norm: chex.Numeric | None = 1.0,
     on_skip: OnSkip = "zero",
+    axis_name: AxisName = None,
+    shard_axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
     """ZClip with its faults mended, in the place of `optax.clip_by_global_norm`.
 
@@ -87,6 +108,8 @@ def heal_zclip(
         target: what a spike is brought down to.
         max_norm: absolute limit besides; None for none.
         on_skip: see `heal`.
+        axis_name: see `heal`.
+        shard_axis_name: see `heal`.
 
     Returns:
         A transformation; see `heal` for the keywords of its `update`. Numbers may be arrays, so
@@ -94,6 +117,7 @@ def heal_zclip(
 
     Raises:
         ValueError: a number is out of range, or `target` or `on_skip` is unknown.
+        TypeError: something else stands in the place of a number.
 
     References:
         Kumar et al., `ZClip: Adaptive Spike Mitigation for LLM Pre-Training
@@ -114,7 +138,7 @@ def heal_zclip(
         detectors=(("nonfinite", nonfinite.Config()),),
         rules=(RuleConfig(causes=_NONFINITE, skip=True),),
     )
-    return _transformation(Engine(config), on_skip)
+    return _transformation(Engine(config), on_skip, Axes.of(axis_name, shard_axis_name))
 
 
 def visible(engine: Engine, updates: optax.Updates) -> optax.Updates:
@@ -139,12 +163,12 @@ def enforce(engine: Engine, decision: Decision, updates: optax.Updates) -> optax
 
 
 def _transformation(
-    engine: Engine, on_skip: OnSkip, kept: int = STEPS
+    engine: Engine, on_skip: OnSkip, axes: Axes, kept: int = STEPS
 ) -> optax.GradientTransformationExtraArgs:
     replace = on_updates.zero_where if on_skip == "zero" else on_updates.nan_where
 
     def init(params: optax.Params) -> HealState:
-        return heal_state.init(engine, count_leaves(params), kept)
+        return on_mesh_of(params, heal_state.init(engine, count_leaves(params), kept))
 
     def update(
         updates: optax.Updates,
@@ -174,6 +198,7 @@ def _transformation(
             void=void,
             learning_rate=learning_rate,
         )
+        signals, norms = axes.signals(signals, norms, given_norm=grad_norm is not None)
         state, decision = heal_state.step(engine, state, signals, norms)
         if engine.mode == "observe" and void is None:
             return updates, state
@@ -192,6 +217,7 @@ def _check_on_skip(on_skip: str) -> None:
 
 def _number(name: str, value: Any, *, above: float, below: float = math.inf) -> Any:
     """A threshold as float32; Python numbers are checked, traced arrays cannot be."""
+    _check_numeric(name, value)
     if isinstance(value, int | float | np.number):
         if not above < value < below:
             limits = f"above {above:g}" + ("" if below == math.inf else f" and below {below:g}")
@@ -201,6 +227,7 @@ def _number(name: str, value: Any, *, above: float, below: float = math.inf) -> 
 
 
 def _steps(name: str, value: Any) -> Any:
+    _check_numeric(name, value)
     if isinstance(value, int | np.integer):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value!r}")
@@ -208,3 +235,15 @@ def _steps(name: str, value: Any) -> Any:
     if isinstance(value, float):
         raise ValueError(f"{name} must be a whole number, got {value!r}")
     return jnp.asarray(value).astype(jnp.int32)
+
+
+def _check_numeric(name: str, value: Any) -> None:
+    """Raises TypeError unless `value` is one number, or an array that may be traced."""
+    if isinstance(value, bool) or not isinstance(
+        value, int | float | np.number | np.ndarray | jax.Array
+    ):
+        raise TypeError(
+            f"{name} must be a number or a 0-d array, got {value!r}: heal_zclip takes the numbers "
+            "of ZClip. An optimizer goes behind it, optax.chain(heal_zclip(), optax.adamw(1e-3)); "
+            "a policy goes to heal or protect"
+        )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
 from torch.optim import Optimizer
@@ -19,6 +20,9 @@ from healcore.torch.host_seat import HostSeat
 from healcore.torch.measuring import Measurer
 from healcore.torch.report import Reporter
 
+if TYPE_CHECKING:  # not at run time: healcore.torch alone loads no pydantic
+    from healcore.policy import Overrides
+
 
 def attach(
     optimizer: Optimizer,
@@ -29,6 +33,7 @@ def attach(
     fused: bool | Literal["auto"] = "auto",
     compile: bool | Literal["auto"] = "auto",
     process_group: Any = "auto",
+    **overrides: Unpack[Overrides],
 ) -> Healing:
     """Heals an optimizer: every `optimizer.step()` is judged first, then clipped, skipped or taken.
 
@@ -56,6 +61,8 @@ def attach(
             and norms, which costs one small all_reduce per step. "auto": the default group, where
             torch.distributed is initialized with several ranks. None: nothing is exchanged; only
             where every rank is given the same loss and gradients anyway, or trains its own model.
+        **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`; see
+            `healcore.policy.Overrides`.
 
     Returns:
         The handle: `observe`, `metrics`, `state_dict`, `report`, `detach`.
@@ -63,6 +70,7 @@ def attach(
     Raises:
         AttachError: not an optimizer, already attached, nothing to optimize, or an option that
             there is none of. Nothing has changed then.
+        healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
     """
     optimizer = unwrapped(optimizer)
     if engine not in ("auto", "host", "device"):
@@ -90,7 +98,7 @@ def attach(
             "the parameters are on the meta device and have no values: "
             "attach after they are materialised"
         )
-    core = engine_of(policy)
+    core = engine_of(policy, overrides)
     obstacle = kernels.obstacle(optimizer, fused)
     where, reason = _seat(engine, obstacle, home, type(optimizer).__name__)
     if where == "device":
@@ -112,13 +120,14 @@ def attach(
     )
 
 
-def engine_of(policy: Any) -> Engine:
-    """The engine of whatever names a policy."""
-    if isinstance(policy, Engine):
+def engine_of(policy: Any, overrides: Mapping[str, Any] = {}) -> Engine:
+    """The engine of whatever names a policy, with values to replace in it."""
+    if isinstance(policy, Engine) and not overrides:
         return policy
     from healcore.policy import load
 
-    return load(policy).engine()
+    # An Engine with values to replace is refused there.
+    return load(policy, **overrides).engine()  # type: ignore[arg-type]
 
 
 def _seat(wanted: str, obstacle: str | None, home: torch.device, name: str) -> tuple[str, str]:
@@ -143,6 +152,8 @@ def unwrapped(optimizer: Any) -> Optimizer:
         hint = "pass the optimizer, not the model"
     elif isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
         hint = "pass scheduler.optimizer"
+    elif isinstance(optimizer, type):
+        hint = f"pass an instance, {optimizer.__name__}(model.parameters(), lr=1e-3)"
     elif isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         hint = f"pass the {type(optimizer).__name__}'s .optimizer"
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ class Healing:
         self._judged = self._gone_bad = False
         self._order: Order | None = None
         self._held: bool | Tensor | None = None
+        self._last_judged: Judged | None = None
         self.on_judged: Callable[[Judged], None] | None = None
         """Called at every step that was judged, before the optimizer takes it."""
         self.on_ended: Callable[[bool | Tensor], None] | None = None
@@ -205,6 +206,25 @@ class Healing:
         Copies: they keep their values when the next step is taken.
         """
         return self.seat.metrics()
+
+    def gradient_norms(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
+        """The norm of each parameter's gradient at the last step, before clipping, for a logger.
+
+        They were computed anyway; reading them is one sync on an accelerator, so call it at the
+        steps that are logged. With sharded parameters on every rank.
+
+        Args:
+            named: ``model.named_parameters()``.
+
+        Returns:
+            Name -> L2 norm, for the named parameters that this optimizer has and that had a
+            gradient; empty before the first step.
+        """
+        last = self._last_judged
+        if last is None:
+            return {}
+        values = dict(zip(map(id, last.params), last.on_host().tolist(), strict=True))
+        return {name: values[id(each)] for name, each in named if id(each) in values}
 
     def report(self) -> Report:
         """Which seat and which way to skip are in use, why, and what they cost."""
@@ -381,8 +401,9 @@ class Healing:
             if Undo.applies(optimizer):  # too late for this step's rate, see `_before`
                 order = order._replace(lr_scale=1.0)
             self._enforcer.carry_out(optimizer, everything, order, seen.grad_divisor)
+        self._last_judged = Judged(params, self._measurer.tensor_norms, seen.grad_divisor)
         if self.on_judged is not None:
-            self.on_judged(Judged(params, self._measurer.tensor_norms, seen.grad_divisor))
+            self.on_judged(self._last_judged)
 
 
 def _is_zero(norm: Tensor | None) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from healcore.core.verdict import Decision
+from healcore.torch import norms
 
 
 class Measurement(NamedTuple):
@@ -45,6 +46,16 @@ class Judged(NamedTuple):
     norms: Sequence[Tensor]
     """0-d float32 each: norm of its gradient, times `grad_divisor`."""
     grad_divisor: Tensor | None
+
+    def on_host(self) -> np.ndarray:
+        """The norms as (n,) float32, a GradScaler's scale taken out. A sync on an accelerator.
+
+        Sharded norms are put together: every rank has to call it for the same steps.
+        """
+        stacked, divisor = read([norms.vector(self.norms, self.norms[0].device), self.grad_divisor])
+        assert stacked is not None
+        with np.errstate(all="ignore"):
+            return stacked if divisor is None else stacked / divisor
 
 
 class Order(NamedTuple):

@@ -1,6 +1,7 @@
 """Policies: frozen objects read from TOML, checked whole, and turned into engines.
 
     policy = healcore.policy.load("default")         # or "my.toml"
+    policy = healcore.policy.load("default", clip={"max_norm": 1.0})
     engine = policy.engine()
 
 Nothing in a policy names a framework: porting it is copying the file.
@@ -14,11 +15,13 @@ from healcore.policy.dumping import dumps, to_dict
 from healcore.policy.errors import PolicyError, Problem
 from healcore.policy.fingerprint import fingerprint
 from healcore.policy.loading import PolicyLike, from_dict, load, loads
+from healcore.policy.overriding import Overrides
 from healcore.policy.presets import preset_names, preset_text, recipe_names
 
 __all__ = [
     "SCHEMA",
     "Difference",
+    "Overrides",
     "Policy",
     "PolicyError",
     "PolicyLike",

@@ -7,12 +7,14 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from pydantic import ValidationError
 
 from healcore.policy.document import SCHEMA, Policy
+from healcore.policy.dumping import to_dict
 from healcore.policy.errors import PolicyError, Problem, shown
+from healcore.policy.overriding import Overrides, merged
 from healcore.policy.presets import preset_names, preset_text, recipe_names
 from healcore.policy.problems import problems_in
 
@@ -22,36 +24,41 @@ PolicyLike = str | os.PathLike[str] | Policy
 _LARGEST_FILE = 1 << 20  # bytes; a policy has a few kB, a checkpoint given by mistake has more
 
 
-def load(policy: PolicyLike) -> Policy:
+def load(policy: PolicyLike, **overrides: Unpack[Overrides]) -> Policy:
     """Reads a policy and checks all of it.
+
+        load("default", clip={"max_norm": 1.0}, detect={"plateau": {}})
 
     Args:
         policy: The name of a preset or a recipe, the path of a TOML file (it ends in .toml or has
             a folder in it), or a `Policy`, which is returned as it is.
+        **overrides: Values to replace before the policy is checked, see `Overrides`.
 
     Raises:
         PolicyError: No such preset or file, no TOML, or a policy that cannot work. The message
             names the file, the dotted key, the value, the rule and what to write instead.
     """
     if isinstance(policy, Policy):
-        return policy
-    if isinstance(policy, str) and not _is_path(policy):
+        if not overrides:
+            return policy
+        data, source = to_dict(policy), policy.name
+    elif isinstance(policy, str) and not _is_path(policy):
         if policy not in (*preset_names(), *recipe_names()):
             raise _no_preset(policy)
-        return loads(preset_text(policy), source=policy)
-    if not isinstance(policy, str | os.PathLike):
-        raise PolicyError(
-            type(policy).__name__,
-            (
-                Problem(
-                    "policy",
-                    shown(policy),
-                    "a preset's name, a path, or a Policy",
-                    '"default", or from_dict(...) for a mapping',
-                ),
-            ),
-        )
-    return loads(_read(policy), source=os.fsdecode(policy))
+        source = policy
+        data = _parsed(preset_text(policy), source)
+    elif isinstance(policy, str | os.PathLike):
+        source = os.fsdecode(policy)
+        data = _parsed(_read(policy), source)
+    else:
+        rule = "a preset's name, a path, or a Policy"
+        if overrides:
+            rule += f", where {', '.join(overrides)} is given as a keyword"
+        write = '"default", or from_dict(...) for a mapping'
+        raise PolicyError(type(policy).__name__, (Problem("policy", shown(policy), rule, write),))
+    if overrides:
+        source = f"{source} with {', '.join(overrides)} given as keywords"
+    return from_dict(merged(data, overrides), source=source)
 
 
 def loads(text: str, *, source: str = "<text>") -> Policy:
@@ -67,15 +74,19 @@ def loads(text: str, *, source: str = "<text>") -> Policy:
     if not isinstance(text, str):
         problem = Problem("", shown(text), "TOML text, a str", "text.decode(), or load(path)")
         raise PolicyError(source, (problem,))
+    return from_dict(_parsed(text, source), source=source)
+
+
+def _parsed(text: str, source: str) -> dict[str, Any]:
+    """The document, not checked yet."""
     try:
-        data = tomllib.loads(text)
+        return tomllib.loads(text)
     # Not only TOMLDecodeError: dates that no calendar has and numbers with more digits than
     # Python converts are ValueErrors, a thousand nested brackets a RecursionError.
     except (ValueError, RecursionError) as error:
         reason = "brackets nested too deeply" if isinstance(error, RecursionError) else str(error)
         problem = Problem("", reason, "TOML (https://toml.io)", "correct the syntax at that place")
         raise PolicyError(source, (problem,)) from error
-    return from_dict(data, source=source)
 
 
 def from_dict(data: Mapping[str, Any], *, source: str = "<dict>") -> Policy:

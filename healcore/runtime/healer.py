@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
+from healcore.policy import Overrides
 from healcore.runtime.driver import Driver
 from healcore.runtime.incidents.hooks import Hook, Hooks
 from healcore.runtime.run.closing import close
@@ -62,13 +63,20 @@ class Healer:
         on_incident: functions that see an incident and may override what is done.
         rerun: go back once with nothing changed before going back for good, to tell a transient
             fault from one that happens again. Only where the data can be rewound.
-        resume: "auto" goes on from a run that was interrupted and refuses one that had completed;
-            True goes on from either; False refuses a store that is not empty.
+        resume: "auto" goes on from a run that was interrupted, and ends the program with status 0
+            where it had completed; True goes on from either; False refuses a store that is not
+            empty.
         nonfinite_ok: patterns of array names (`model.*.mask`) where NaN and Inf are meant.
         ranks: the processes of this run; None: what the framework knows of.
         framework: "torch" or "jax"; None looks at the state.
         attach: options of `healcore.torch.attach`.
         driver: instead of the framework's own.
+        **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`; see
+            `healcore.policy.Overrides`. In JAX give the optimizer the same ones.
+
+    Raises:
+        healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
+        ValueError: another argument is out of range.
     """
 
     def __init__(
@@ -91,9 +99,10 @@ class Healer:
         framework: Literal["torch", "jax"] | None = None,
         attach: Mapping[str, Any] | None = None,
         driver: Driver | None = None,
+        **overrides: Unpack[Overrides],
     ) -> None:
         self._options = Options(
-            terms=terms_of(policy),
+            terms=terms_of(policy, overrides),
             state=state,
             store=store,
             events=events,
@@ -121,7 +130,8 @@ class Healer:
         """Attaches, and goes on from an earlier run or takes the first snapshot.
 
         Raises:
-            AlreadyCompleted, StoreNotEmpty: `resume` does not allow what lies in the store.
+            AlreadyCompleted: the run in the store had completed; a SystemExit of status 0.
+            StoreNotEmpty: `resume` does not allow what lies in the store.
             NoGoodCheckpoint: there are checkpoints, and none is intact.
             StateMismatch: they are of another state.
         """
@@ -136,10 +146,17 @@ class Healer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Waits for checkpoints being written, writes the postmortem, detaches."""
+        """Waits for checkpoints being written, writes the postmortem, detaches.
+
+        Raises:
+            LastStateNotSaved: the loop has ended, and no checkpoint has its last state; a
+                SystemExit of status 1.
+        """
         run, self._ended = self._live, True
         if os.getpid() == self._pid:  # a forked child has no say in how its parent's run ended
-            close(run, error)
+            lost = close(run, error)
+            if lost is not None:
+                raise lost
 
     # -- the loop -------------------------------------------------------------------------------
 

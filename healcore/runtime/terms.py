@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from healcore import policy as policies
@@ -39,19 +40,20 @@ class Terms(NamedTuple):
         return self.engine.mode == "observe"
 
 
-def terms_of(policy: Any) -> Terms:
+def terms_of(policy: Any, overrides: Mapping[str, Any] = {}) -> Terms:
     """The terms of whatever a user names as a policy.
 
     Args:
         policy: a preset's name, the path of a TOML file, a `healcore.policy.Policy`, or an Engine
             or EngineConfig, whose host part is then the default one.
+        overrides: `healcore.policy.Overrides`; none for an Engine or EngineConfig.
 
     Raises:
         healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
     """
-    if isinstance(policy, EngineConfig):
+    if isinstance(policy, EngineConfig) and not overrides:
         policy = Engine(policy)
-    if isinstance(policy, Engine):
+    if isinstance(policy, Engine) and not overrides:
         host = Rollback()
         budget = policy.config.budget
         return Terms(
@@ -67,7 +69,8 @@ def terms_of(policy: Any) -> Terms:
             host.confirm,
             host.nonfinite_state,
         )
-    loaded: Policy = policies.load(policy)
+    # An Engine with values to replace is refused there.
+    loaded: Policy = policies.load(policy, **overrides)  # type: ignore[arg-type]
     return Terms(
         loaded.name,
         policies.fingerprint(loaded),

@@ -157,3 +157,29 @@ app(["policy", "check", "default"])
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("default: ok")
+
+
+def test_show_with_a_value_replaced_is_a_policy_to_keep():
+    done = healcore_cli(
+        "policy", "show", "default", "--set", "clip.max_norm=1", "--set", "mode=observe",
+        "--set", "detect.plateau={}",
+    )  # fmt: skip
+    assert done.exit_code == 0
+    policy = load("default", clip={"max_norm": 1}, mode="observe", detect={"plateau": {}})
+    assert loads(done.output) == policy
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("clip.max_norm", "KEY=VALUE"),
+        ("clip.max_norm=", "KEY=VALUE"),
+        ("respond[0].do=skip", "rules are changed in a file"),
+        ("clip.max_norm=-1", "above 0"),
+        ("clip.max_nrom=1", "did you mean 'max_norm'"),
+    ],
+)
+def test_a_value_that_cannot_be_set(given, says):
+    done = healcore_cli("policy", "show", "default", "--set", given)
+    assert done.exit_code == 2
+    assert says in done.output

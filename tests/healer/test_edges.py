@@ -46,6 +46,19 @@ def test_a_bad_batch_now_and_then_does_not_keep_a_run_from_saving(framework, tmp
     assert facts["step"] == 60
 
 
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_run_writes_down_the_policy_with_its_values_replaced(framework, tmp_path):
+    replaced = {"rollback": {"probation": 3}, "max_skips": 2}
+    policy = policies.load(SKIPS, **replaced)
+    loop = loop_of(framework, policy=policy)
+    with Healer(SKIPS, state=loop.state, store=tmp_path, framework=framework, **replaced) as healer:
+        for number in healer.batches(range(4)):
+            loop.step(healer, number)
+    (start,) = events(tmp_path, "start")
+    assert policies.loads(start["policy_toml"]) == policy
+    assert start["fingerprint"] == policies.fingerprint(policy) != policies.fingerprint(SKIPS)
+
+
 def test_sigterm_in_an_incident_saves_too(tmp_path):
     from healcore.runtime.run.terminating import Terminated
 

@@ -101,7 +101,7 @@ def test_an_edited_policy_does_not_make_checkpoints_useless(tmp_path):
 
 def test_what_resume_allows(tmp_path):
     train(loop_of("torch"), rules(), range(12), store=tmp_path)
-    with pytest.raises(AlreadyCompleted, match="completed at step 12"):
+    with pytest.raises(AlreadyCompleted, match="completed at step 12; resume=True"):
         train(loop_of("torch"), rules(), range(12), store=tmp_path)
     with pytest.raises(StoreNotEmpty, match="up to step 12"):
         train(loop_of("torch"), rules(), range(12), store=tmp_path, resume=False)

@@ -10,7 +10,7 @@ from healcore.jax.select_at_definition import step_or_keep
 from tests.jax import policies
 
 N = 1 << 20
-PARAMS = {f"w{i}": jnp.zeros((N // 1024, 1024)) for i in range(3)}
+PARAMS = {f"w{i}": jnp.zeros((N // 1024, 1024)) for i in range(3)} | {"b": jnp.zeros(1024)}
 BYTES = 4 * N
 
 

@@ -29,6 +29,7 @@ PUBLIC = [
     "decision_of",
     "from_dict",
     "global_norm",
+    "gradient_norms",
     "heal",
     "heal_zclip",
     "leaf_norms",

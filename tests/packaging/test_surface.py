@@ -15,6 +15,7 @@ SURFACE = {
     "healcore.policy": [
         "SCHEMA",
         "Difference",
+        "Overrides",
         "Policy",
         "PolicyError",
         "PolicyLike",

@@ -112,6 +112,15 @@ def test_comparing_policies(spiked, tmp_path):
     assert len({each["fingerprint"] for each in summaries}) == 3
 
 
+def test_a_value_is_replaced_in_every_policy(spiked):
+    assert "0.5 (1)" in healcore_replay(spiked, "-p", "pretraining").output
+    done = healcore_replay(spiked, "-p", "pretraining", "--set", "lr.factor=0.25")
+    assert "0.25 (1)" in done.output
+    done = healcore_replay(spiked, "--set", "lr.factor=2")
+    assert done.exit_code == 2
+    assert "lr.factor = 2" in done.stderr
+
+
 def test_labels(spiked, tmp_path):
     """The same spike twice, once known as an event, once not."""
     other = tmp_path / "other.csv"

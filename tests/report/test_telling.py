@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from healcore.core.verdict import Action
-from healcore.policy import fingerprint, load, loads
+from healcore.policy import dumps, fingerprint, load, loads
+from healcore.tools.report.facts import policy_of
 from healcore.tools.report.telling import tell
 from tests.report.runs import Loop, lines_of, train
 
@@ -117,6 +118,16 @@ def test_the_policy_is_the_preset_or_the_file(healed, tmp_path):
     told = tell(path, metrics=metrics)
     assert told.stories[0].policy_toml == ""
     assert any("--policy FILE" in problem for problem in told.problems)
+
+
+def test_a_preset_with_a_host_value_replaced_is_not_shown_as_the_preset():
+    policy = load("default", rollback={"probation": 7})
+    start = {"kind": "start", "policy": "default", "fingerprint": fingerprint(policy)}
+    shown = policy_of([{**start, "policy_toml": dumps(policy)}], None)
+    assert loads(shown.toml) == policy
+    preset = load("default")
+    assert "# " in policy_of([{**start, "policy_toml": dumps(preset)}], None).toml
+    assert "# " in policy_of([start], None).toml
 
 
 def test_without_metrics_the_alarms_are_points(stopped, tmp_path):

@@ -12,7 +12,7 @@ from torch.nn import Linear, Parameter
 from torch.optim import SGD, AdamW
 
 import healcore.torch
-from healcore.policy import load
+from healcore.policy import PolicyError, load
 from healcore.torch import AttachError, ParametersChangedError, attach
 from tests.torch import policies
 
@@ -170,3 +170,30 @@ def test_without_torch_the_import_says_what_to_install():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "pip install 'healcore[torch]'" in done.stdout
+
+
+def test_one_number_of_a_policy_needs_no_file():
+    o = torch.optim.SGD([Parameter(torch.zeros(4))], lr=1.0)
+    with pytest.raises(PolicyError, match="max_norm = -1"):
+        attach(o, "zclip", clip={"max_norm": -1})
+    assert not o._optimizer_step_pre_hooks
+    attach(o, "zclip", clip={"kind": "fixed", "max_norm": 2.0})
+    (p,) = o.param_groups[0]["params"]
+    p.grad = torch.full((4,), 5.0)
+    o.step()
+    assert float(p.detach().norm()) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("engine", ["host", "device"])
+def test_norms_by_name_are_those_before_clipping(engine: Any):
+    model = torch.nn.Sequential(Linear(2, 2), Linear(2, 2))
+    heal = attach(SGD(model[0].parameters(), lr=0.1), "zclip", engine=engine, compile=False)
+    assert heal.gradient_norms(model.named_parameters()) == {}
+    model[0].weight.grad = torch.full((2, 2), 3.0)
+    model[1].weight.grad = torch.ones(2, 2)
+    heal.optimizer.step()
+    assert heal.gradient_norms(model.named_parameters()) == {"0.weight": 6.0}
+    model[0].weight.grad = torch.full((2, 2), torch.nan)
+    heal.optimizer.step()
+    (norm,) = heal.gradient_norms(model.named_parameters()).values()
+    assert norm != norm

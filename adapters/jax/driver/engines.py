@@ -15,6 +15,7 @@ from healcore.jax import state as heal_state
 from healcore.jax.driver.evidence import names
 from healcore.jax.driver.fitting import as_live
 from healcore.jax.lr import ScaleByHealLrState
+from healcore.jax.placement import warn_if_behind
 from healcore.jax.state import HealState, HealStateError
 
 Path = tuple[Any, ...]
@@ -40,7 +41,7 @@ def find(tree: Any, trained: Any, engine: Engine) -> list[Found]:
         engine: the policy's.
 
     Raises:
-        HealStateError: there is none, or one is of another policy.
+        HealStateError: there is none, or one is of another policy or of many runs at once.
     """
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_heal)
     states = {path: node for path, node in nodes if _is_heal(node)}
@@ -53,6 +54,8 @@ def find(tree: Any, trained: Any, engine: Engine) -> list[Found]:
     found = []
     for top, (path, state) in zip(tops, states.items(), strict=True):
         heal_state.engine_state(engine, state)  # raises unless the policy is that of the optimizer
+        _check_single(path, state)
+        warn_if_behind(tree, path)
         name = top if tops.count(top) == 1 else jax.tree_util.keystr(path)
         count = state.heal_leaf_norms.shape[0]
         found.append(Found(name, path, names(trained, path, count)))
@@ -142,6 +145,19 @@ def declined(engine: Engine, tree: Any) -> Any:
         return jax.tree.map(as_live, heal_state.with_engine_state(engine, node, state), node)
 
     return jax.tree.map(one, tree, is_leaf=_is_heal)
+
+
+def _check_single(path: Path, state: HealState) -> None:
+    """Raises HealStateError for a state with a leading axis, from `vmap` or `pmap`."""
+    lanes = jnp.shape(state.heal_decision["heal_skip"])
+    if lanes:
+        raise HealStateError(
+            f"the healing state at state{jax.tree_util.keystr(path)} is that of {lanes[0]} runs at "
+            "once: it has a leading axis, as vmap and pmap make it, and a Healer saves and puts "
+            "back one run. Without a Healer protect() heals each lane by itself. For a Healer "
+            "give the state of one run: shard its batch with jit or shard_map, and run the lanes "
+            "of a sweep one after the other"
+        )
 
 
 def _packed(engine: Engine, live: HealState, state: Any) -> HealState:

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from healcore.core import numerics
 from healcore.runtime.driver import Evidence
-from healcore.torch import norms
-from healcore.torch.measurement import Judged, read
+from healcore.torch.measurement import Judged
 
 MOST = 10
 """Tensors named at most."""
@@ -48,10 +45,10 @@ class Witness:
         """
         if not step.params:
             return ()  # only other ranks had gradients
-        found = _values(step)
+        found = step.on_host()
         usual: dict[int, float] = {}
         if self._calm is not None:
-            values = _values(self._calm).tolist()
+            values = self._calm.on_host().tolist()
             usual = dict(zip(map(id, self._calm.params), values, strict=True))
         scores = [
             _score(norm, usual.get(id(p), 0.0))
@@ -68,12 +65,3 @@ def _score(norm: float, usual: float) -> float:
     if not norm <= numerics.HUGE:
         return float("inf")
     return norm / usual if usual > 0 else 0.0
-
-
-def _values(step: Judged) -> np.ndarray:
-    """Norms as (n,) float32 on the host, a GradScaler's scale taken out."""
-    home = step.norms[0].device
-    stacked, divisor = read([norms.vector(step.norms, home), step.grad_divisor])
-    assert stacked is not None
-    with np.errstate(all="ignore"):
-        return stacked if divisor is None else stacked / divisor

@@ -91,6 +91,8 @@ class Keeper:
         self._damaged_paths: set[str] = set()
         self.failed = 0
         """Saves that failed."""
+        self.unsaved: set[int] = set()
+        """Their steps, where no later save has."""
         self.trouble = ""
         """Why the last of them did."""
 
@@ -157,6 +159,7 @@ class Keeper:
             self._failed(step, error)
             return
         self._saved_once = True
+        self.unsaved.discard(step)
         (self._near_only.add if late else self._near_only.discard)(step)
         self.catalog.saved(step)
         self._tell("save", step=step, why=why, seconds=round(time.monotonic() - began, 6))
@@ -381,6 +384,7 @@ class Keeper:
 
     def _failed(self, step: int, error: Exception) -> None:
         self.catalog.failed(step)
+        self.unsaved.add(step)
         self._not_saved(
             step, str(error), f"checkpoint {step} was not saved, training goes on: {error}"
         )

@@ -11,11 +11,16 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 from healcore.runtime.postmortem import postmortem
-from healcore.runtime.run.ending import RunStopped
+from healcore.runtime.run.ending import LastStateNotSaved, RunStopped
 from healcore.runtime.run.running import Run
 from healcore.runtime.run.terminating import Terminated
+from healcore.runtime.store import StoreError
+from healcore.runtime.store.memory import MemoryStore
+
+_LAST = "the last state could not be saved"
 
 
 def ending_of(error: BaseException | None, asked: int | None = None) -> str:
@@ -38,12 +43,15 @@ def ending_of(error: BaseException | None, asked: int | None = None) -> str:
     return "exception"
 
 
-def close(run: Run, error: BaseException | None) -> None:
+def close(run: Run, error: BaseException | None) -> LastStateNotSaved | None:
     """Ends a run.
 
     Args:
         run: it.
         error: what has left the block, None if nothing has.
+
+    Returns:
+        What to raise instead of ending well.
     """
     ending = ending_of(error, run.terminating.asked)
     trouble: list[str] = []
@@ -60,8 +68,13 @@ def close(run: Run, error: BaseException | None) -> None:
         attempt("the last steps could not be read", run.drain)
     if together and (ending == "completed" or (run.whole and ending != "stopped")):
         # Between two steps, so the state is whole; an exception within one leaves it half done.
-        attempt("the last state could not be saved", run.save_last)
+        attempt(_LAST, run.save_last)
     attempt("checkpoints being written", run.keeper.settle)
+    lost = None
+    if ending == "completed" and any(run.recovery.ranks.gather(_is_lost(run, trouble))):
+        # Not completed for the journal: the program started again goes on and saves it.
+        error = lost = LastStateNotSaved(_not_saved(run, trouble))
+        ending = "exception"
     if together:
         attempt("checkpoints on probation", lambda: run.keeper.wrap_up(run.ledger, run.step))
         attempt("the last saves", run.keeper.found_not_finite)
@@ -86,6 +99,28 @@ def close(run: Run, error: BaseException | None) -> None:
     ):
         with contextlib.suppress(Exception):
             end()
+    return lost
+
+
+def _is_lost(run: Run, trouble: list[str]) -> bool:
+    """Whether the save of the last state has failed, at once or in the background."""
+    if isinstance(run.keeper.store, MemoryStore):
+        return False  # gone with the process in any case
+    return run.step in run.keeper.unsaved or any(line.startswith(_LAST) for line in trouble)
+
+
+def _not_saved(run: Run, trouble: list[str]) -> str:
+    store: Any = run.keeper.store
+    try:  # what outlives the process
+        newest = max((save.step for save in getattr(store, "disk", store).steps()), default=None)
+        there = "the beginning" if newest is None else f"the checkpoint of step {newest}"
+    except (StoreError, OSError):
+        there = "the newest checkpoint"
+    why = run.keeper.trouble or next(iter(trouble), "it failed on another rank")
+    return (
+        f"healcore: the loop has ended at step {run.step}, and its last state is not saved "
+        f"({why}). Make it possible to save, and start the program again: it goes on from {there}"
+    )
 
 
 def _report(run: Run, ending: str, error: BaseException | None) -> None:

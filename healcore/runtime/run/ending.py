@@ -1,10 +1,13 @@
-"""How a run ends before its time: by the policy, with a diagnosis in plain words."""
+"""Endings that are told in plain words and by the exit status, without a traceback.
+
+None is an `Exception`: a loop that catches those ends all the same.
+"""
 
 from __future__ import annotations
 
 
 class RunStopped(SystemExit):
-    """The policy ends the run. Not an `Exception`: a loop that catches those ends all the same.
+    """The policy ends the run.
 
     Uncaught, Python prints the diagnosis and the process ends with status 1.
 
@@ -23,3 +26,27 @@ class RunStopped(SystemExit):
     def __str__(self) -> str:
         """The diagnosis."""
         return self.diagnosis
+
+
+class AlreadyCompleted(SystemExit):
+    """The run in this directory had completed, and there is nothing left to do.
+
+    Uncaught, the process ends with status 0: a scheduler that starts a program again until it
+    succeeds takes the run for done. The line is told when it is raised.
+    """
+
+    def __init__(self, line: str) -> None:
+        super().__init__(0)
+        self.line = line
+
+    def __str__(self) -> str:
+        """What lies in the directory, and how to train on."""
+        return self.line
+
+
+class LastStateNotSaved(SystemExit):
+    """The loop has ended, and its last state is in no checkpoint (a full disk, say).
+
+    Uncaught, Python prints the reason and the process ends with status 1. Started again, the
+    program goes on from the newest checkpoint.
+    """

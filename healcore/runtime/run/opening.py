@@ -25,6 +25,7 @@ from healcore.runtime.recovery.journal import NAME, Journal
 from healcore.runtime.recovery.keeping import Keeper
 from healcore.runtime.recovery.proving import Prover
 from healcore.runtime.recovery.recovering import Recovery
+from healcore.runtime.run.ending import AlreadyCompleted
 from healcore.runtime.run.frameworks import driver_for
 from healcore.runtime.run.narrating import Narrator
 from healcore.runtime.run.running import Run
@@ -45,10 +46,6 @@ _under_way: weakref.WeakSet[Run] = weakref.WeakSet()
 
 class StoreNotEmpty(StoreError):
     """There are checkpoints of an earlier run, and `resume` does not say to go on from them."""
-
-
-class AlreadyCompleted(StoreNotEmpty):
-    """The earlier run had completed."""
 
 
 class Options(NamedTuple):
@@ -100,6 +97,7 @@ def open_run(options: Options) -> Run:
     """Everything from attaching to the first snapshot or the checkpoint to go on from.
 
     Raises:
+        AlreadyCompleted: there is nothing left to do.
         StoreNotEmpty: `resume` does not allow what lies in the store.
         StoreError: the store cannot be used, or nothing in it is intact.
     """
@@ -209,7 +207,13 @@ def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None)
     )
     journal.read()
     saves = recovery.saves()
-    _check(options.resume, agreed(ranks, journal.page.ended), saves, store)
+    try:
+        _check(options.resume, agreed(ranks, journal.page.ended), saves, store)
+    except AlreadyCompleted as done:
+        narrator.begin()
+        narrator.say(str(done))
+        narrator.end()
+        raise
     tell(
         "start",
         step=None,
@@ -327,8 +331,8 @@ def _check(resume: Any, ended: str | None, saves: list[Saved], store: Checkpoint
         )
     if ended == "completed":
         raise AlreadyCompleted(
-            f"{where} holds a run that completed at step {newest}: pass an empty directory for a "
-            "new run, or resume=True to train this one further"
+            f"nothing to do: {where} holds a run that completed at step {newest}; resume=True "
+            "trains it further, an empty directory begins a new one"
         )
 
 

@@ -28,6 +28,7 @@ from healcore.policy import (
     recipe_names,
     to_dict,
 )
+from healcore.tools.cli.overriding import Set, overrides_of
 
 OK, WRONG, UNUSABLE = 0, 1, 2
 
@@ -79,12 +80,13 @@ def show(
         bool, typer.Option("--full", help="Every key with its value, defaults included.")
     ] = False,
     as_json: _Json = False,
+    set_: Set = None,
 ) -> None:
-    """A policy as TOML: a preset or recipe with its comments, or with --full every key."""
-    loaded = _load(policy)
+    """A policy as TOML: a preset or recipe with its comments, or with --full or --set every key."""
+    loaded = _load(policy, set_)
     if as_json:
         typer.echo(json.dumps(to_dict(loaded), indent=2))
-    elif full or policy not in (*preset_names(), *recipe_names()):
+    elif full or set_ or policy not in (*preset_names(), *recipe_names()):
         typer.echo(dumps(loaded), nl=False)
     else:
         typer.echo(preset_text(policy), nl=False)
@@ -130,9 +132,9 @@ def diff_(left: _Named, right: _Named, as_json: _Json = False) -> None:
     raise typer.Exit(WRONG if found else OK)
 
 
-def _load(name: str) -> Policy:
+def _load(name: str, pairs: list[str] | None = None) -> Policy:
     try:
-        return load(name)
+        return load(name, **overrides_of(pairs))
     except PolicyError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(UNUSABLE) from error

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from healcore.tools.cli.columns import columns_of
+from healcore.tools.cli.overriding import Set, overrides_of
 from healcore.tools.writing import OutputError
 
 if TYPE_CHECKING:  # imported where they are used, so that the other commands start fast
@@ -47,6 +48,7 @@ def _replay(
         list[str] | None,
         typer.Option("--policy", "-p", help="A preset or a TOML file; repeat it to compare."),
     ] = None,
+    set_: Set = None,
     backend: Annotated[
         str | None,
         typer.Option(
@@ -82,7 +84,7 @@ def _replay(
 
     outputs = Outputs(jsonl, report, png)
     try:
-        policies = _policies(policy or ["default"])
+        policies = _policies(policy or ["default"], overrides_of(set_))
         known = read_labels(labels) if labels else None
         _check_backend(backend)
         outputs.check([*traces, *(policy or []), *([str(labels)] if labels else [])])
@@ -141,14 +143,14 @@ def _run(
     return results, failed
 
 
-def _policies(names: Sequence[str]) -> list[Named]:
+def _policies(names: Sequence[str], overrides: Any) -> list[Named]:
     from healcore.policy import load
     from healcore.tools.replay.running import Named
 
     double = [name for place, name in enumerate(names) if name in names[:place]]
     if double:
         raise ValueError(f"--policy {double[0]} is there twice: name each policy once")
-    return [Named(name, load(name)) for name in names]
+    return [Named(name, load(name, **overrides)) for name in names]
 
 
 def _check_backend(backend: str | None) -> None:

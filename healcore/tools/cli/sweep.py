@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from healcore.tools.cli.columns import columns_of
+from healcore.tools.cli.overriding import Set, overrides_of
 from healcore.tools.writing import OutputError, check_outputs, replacing
 
 if TYPE_CHECKING:  # imported where they are used, so that the other commands start fast
@@ -44,6 +45,7 @@ def _sweep(
     policy: Annotated[
         str, typer.Option("--policy", "-p", help="The base policy: a preset or a TOML file.")
     ] = "default",
+    set_: Set = None,
     vary: Annotated[
         list[str] | None,
         typer.Option(
@@ -103,12 +105,13 @@ def _sweep(
 ) -> None:
     """Which thresholds would have served these runs best, checked on runs held out."""
     from healcore.extras import MissingExtraError
-    from healcore.policy import PolicyError
+    from healcore.policy import PolicyError, load
     from healcore.tools.replay.scoring import LabelError, read_labels
     from healcore.tools.sweep import Costs, Plan, SweepError, sweep
     from healcore.tools.traces import TraceError, open_traces
 
     try:
+        base = load(policy, **overrides_of(set_))
         _check_output(output, overwrite, [*traces, *([str(labels)] if labels else [])])
         known = read_labels(labels) if labels else None
         opened, unreadable = open_traces(traces, columns=columns_of(column or []), join=join)
@@ -126,7 +129,7 @@ def _sweep(
         with _progress() as (started, advance):
             found = sweep(
                 opened,
-                policy,
+                base,
                 vary=vary or (),
                 labels=known,
                 plan=plan,

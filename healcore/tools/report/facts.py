@@ -36,7 +36,8 @@ class Policies(NamedTuple):
 def policy_of(events: Sequence[Event], given: Policy | None) -> Policies:
     """The policy: the one that is given, else the one that the run wrote down.
 
-    A preset is shown with its comments, where the run had just that.
+    A preset is shown with its comments, where the run had just that: the fingerprint alone leaves
+    out what the host carries out.
 
     Args:
         events: of the run.
@@ -45,10 +46,11 @@ def policy_of(events: Sequence[Event], given: Policy | None) -> Policies:
     start: Event = next((e for e in reversed(events) if e["kind"] == "start"), {})
     name, ran = start.get("policy", ""), start.get("fingerprint", "")
     text = "" if given is not None else text_of(name, ran)
-    if text:
+    written = str(start.get("policy_toml") or "")
+    if text and written in ("", policies.dumps(policies.loads(text))):
         return Policies(name, text, ran, "")
-    if given is None and start.get("policy_toml"):
-        return Policies(name, str(start["policy_toml"]), ran, "")
+    if given is None and written:
+        return Policies(name, written, ran, "")
     if given is None:
         note = "The text of the policy is not in the events: pass its file with --policy FILE."
         return Policies(name or "not known", "", ran, note)

@@ -13,6 +13,7 @@ import pytest
 from healcore.core.engine import Engine, StateError
 from healcore.jax import HealStateError, attach, heal, heal_zclip, protect, scale_by_heal_lr, strip
 from healcore.jax.driver import JaxDriver
+from healcore.runtime.healer import Healer
 from tests.healer.jax.runs import POLICY, RUNS, advance, batch, plain
 from tests.jax import policies
 from tests.jax.bits import assert_same_bits, bits
@@ -37,6 +38,14 @@ def test_a_healing_state_is_json_and_comes_back(kind):
     assert driver.healing() == then
     advance(driver, run, [batch(2)])
     assert run.compiled() == compiled
+
+
+@pytest.mark.parametrize("name", ["protect", "heal"])
+def test_the_states_of_many_runs_at_once_are_refused_at_the_start(name):
+    tx = {"protect": protect(optax.sgd(0.1), policies.SKIP), "heal": heal(policies.SKIP)}[name]
+    states = jax.vmap(lambda p: {"params": p, "opt_state": tx.init(p)})({"w": jnp.ones((4, 3))})
+    with pytest.raises(HealStateError, match=r"opt_state.* of 4 runs at once.* one run"):
+        Healer(policies.SKIP, state=states).__enter__()
 
 
 def test_a_healing_state_of_another_kind_touches_nothing():

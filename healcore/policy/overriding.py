@@ -1,0 +1,52 @@
+"""Values given as keyword arguments, over those of a preset or a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+_Table = Mapping[str, Any]
+
+
+class Overrides(TypedDict, total=False):
+    """The keywords that `load` and everything with a `policy` argument take: keys of a policy file.
+
+    A table is a mapping with the keys to change, `clip={"max_norm": None}`; what it does not name
+    stays. None is no limit for a number that may be absent, no detector for a table under `detect`,
+    and no clipping for `clip`. Lists are replaced as a whole, and so is `clip` where its `kind`
+    changes.
+    """
+
+    name: str
+    description: str
+    references: Sequence[str]
+    mode: Literal["heal", "observe"]
+    max_skips: int
+    grace_steps: int
+    clip: _Table | None
+    detect: _Table
+    respond: Sequence[_Table]
+    incident: _Table
+    rollback: _Table
+    lr: _Table
+    budget: _Table
+    retry: _Table
+
+
+def merged(data: _Table, overrides: _Table) -> dict[str, Any]:
+    """A document with some of its values replaced; neither argument is changed.
+
+    Args:
+        data: of a policy, not checked.
+        overrides: as `Overrides`, not checked.
+    """
+    new = dict(data)
+    for key, value in overrides.items():
+        old = new.get(key, {})
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            kind = old.get("kind")
+            # The numbers of one kind of clipping mean nothing to another.
+            new[key] = merged(old if value.get("kind", kind) == kind else {}, value)
+        else:
+            new[key] = {"kind": "none"} if key == "clip" and value is None else value
+    return new

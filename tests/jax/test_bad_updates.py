@@ -1,0 +1,72 @@
+"""An optimizer that makes NaN of finite gradients: not applied, and counted at the next step."""
+
+# optax types every state as the union of all, so that none has an attribute.
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from healcore.core.verdict import Cause
+from healcore.jax import decision_of, metrics, protect
+from healcore.jax.updates import SMALL
+from tests.jax import policies
+from tests.jax.bits import assert_same_bits
+
+PARAMS = {"dead": jnp.asarray([0.5, -0.0]), "live": jnp.ones(3)}
+DEAD = {"dead": jnp.zeros(2), "live": jnp.ones(3)}
+LIVE = {"dead": jnp.ones(2), "live": jnp.ones(3)}
+OPTIMIZERS = {
+    "adam without eps": optax.adam(0.1, eps=0.0),
+    "a rate of NaN": optax.inject_hyperparams(optax.sgd)(lambda count: 0.1 / jnp.minimum(count, 1)),
+}
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("policy", [policies.SKIP, policies.UPDATES], ids=["skip", "updates"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_bad_update_is_not_applied_and_counted_at_the_next_step(name, policy, jit):
+    tx = protect(OPTIMIZERS[name], policy)
+    step = jit(lambda g, s: tx.update(g, s, PARAMS, value=1.0))
+    updates, state = step(DEAD, tx.init(PARAMS))
+    assert_same_bits(optax.apply_updates(PARAMS, updates), PARAMS)
+    assert bool(state.heal_bad_update)
+    _, state = step(LIVE, state)
+    if policy is policies.SKIP:
+        assert int(decision_of(state).cause) == Cause.NONFINITE_GRAD
+        assert bool(decision_of(state).skip)
+        assert int(metrics(state)["heal/skips"]) == 1
+    assert not bool(state.heal_bad_update) or policy is policies.UPDATES
+    updates, state = step(LIVE, state)
+    assert all(np.all(np.isfinite(u) & (u != 0)) for u in jax.tree.leaves(updates))
+
+
+def test_the_elements_of_a_large_tensor_are_held_one_by_one():
+    params = {"large": jnp.ones(SMALL + 1), "small": jnp.ones(2)}
+    grads = {"large": jnp.ones(SMALL + 1).at[7].set(0.0), "small": jnp.ones(2)}
+    tx = protect(optax.adam(0.1, eps=0.0), policies.SKIP)
+    updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+    moved = optax.apply_updates(params, updates)["large"]
+    assert np.flatnonzero(moved == 1.0).tolist() == [7]
+    assert np.isfinite(moved).all()
+    assert not bool(state.heal_bad_update)
+
+
+def test_observing_changes_nothing_and_tells():
+    tx = protect(optax.adam(0.1, eps=0.0), policies.OBSERVE)
+    updates, state = tx.update(DEAD, tx.init(PARAMS), PARAMS)
+    assert np.isnan(updates["dead"]).all()
+    _, state = tx.update(LIVE, state, PARAMS)
+    assert int(metrics(state)["heal/cause"]) == Cause.NONFINITE_GRAD
+
+
+def test_a_skipped_step_is_no_bad_update():
+    tx = protect(optax.adam(0.1, eps=0.0), policies.SKIP)
+    _, state = tx.update({**LIVE, "dead": jnp.full(2, jnp.nan)}, tx.init(PARAMS), PARAMS)
+    assert bool(decision_of(state).skip)
+    assert not bool(state.heal_bad_update)

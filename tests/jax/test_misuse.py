@@ -1,0 +1,104 @@
+"""What a first use gets wrong: a TypeError with the rule, or a warning where it may be meant so."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from healcore.core.engine import Engine
+from healcore.jax import decision_of, heal, heal_zclip, metrics, protect
+from healcore.jax.driver import engines
+from healcore.policy import PolicyError
+from tests.jax import policies
+
+PARAMS = {"w": jnp.ones(4)}
+
+
+@pytest.mark.parametrize(
+    ("inner", "says"),
+    [
+        (optax.adam, r"the function adam itself: write protect\(adam\(\.\.\.\)\)"),
+        (optax.adam(1e-3).init, "has init and update"),
+        (optax.MultiSteps, "function MultiSteps itself"),
+        (1e-3, r"the number 0.001: write protect\(optax.adamw\(0.001\)\)"),
+        ("default", "the policy comes second"),
+        (None, "got a NoneType"),
+        ((optax.adam(1e-3),), "got a tuple"),
+        (nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param), "tx="),
+    ],
+)
+def test_protect_takes_a_transformation(inner, says):
+    with pytest.raises(TypeError, match=says):
+        protect(inner)
+
+
+def test_what_optax_calls_a_transformation_is_one():
+    inners: list[Any] = [optax.adam(1e-3), optax.MultiSteps(optax.adam(1e-3), 2), optax.identity()]
+    for inner in inners:
+        protect(inner, policies.ZCLIP).init(PARAMS)
+
+
+@pytest.mark.parametrize("wrong", [optax.adam(1e-3), "default", True, (1.0,)])
+@pytest.mark.parametrize("name", ["z_threshold", "ema_decay", "warmup_steps", "max_norm"])
+def test_zclip_takes_numbers(name, wrong):
+    with pytest.raises(TypeError, match=f"{name} must be a number or a 0-d array, got"):
+        heal_zclip(**{name: wrong})
+    for right in (np.float32(0.5), jnp.float32(0.5)):
+        heal_zclip(z_threshold=right)
+
+
+BEHIND = {
+    "adam": optax.chain(optax.adam(1e-3), heal_zclip()),
+    "momentum": optax.chain(optax.sgd(0.1, momentum=0.9), heal(policies.ZCLIP)),
+    "with hyperparameters": optax.chain(
+        optax.inject_hyperparams(optax.sgd)(0.1), optax.inject_hyperparams(heal_zclip)()
+    ),
+    "within": optax.chain(optax.clip(1.0), optax.chain(optax.adam(1e-3), heal_zclip())),
+}
+BEFORE = {
+    "adam": optax.chain(heal_zclip(), optax.adam(1e-3)),
+    "behind what keeps nothing": optax.chain(optax.zero_nans(), optax.clip(1.0), heal_zclip()),
+    "protect": protect(optax.chain(optax.clip(1.0), optax.adam(1e-3)), policies.ZCLIP),
+    "alone": heal_zclip(),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_healing_behind_the_optimizer_is_told(name):
+    state = BEHIND[name].init(PARAMS)
+    for look in (decision_of, metrics, jax.jit(decision_of)):
+        with pytest.warns(UserWarning, match=r"optax\.chain\(heal_zclip\(\), optax\.adamw"):
+            look(state)
+    with pytest.warns(UserWarning, match="the healing first"):
+        driver_of({"params": PARAMS, "opt_state": state})
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_healing_before_the_optimizer_is_not(name):
+    state = BEFORE[name].init(PARAMS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decision_of(state)
+        driver_of((PARAMS, state))
+        driver_of((PARAMS, optax.adam(1e-3).init(PARAMS), state))
+
+
+def driver_of(state):
+    """As the Healer looks at a state at its start; `heal_zclip` has the state of this policy."""
+    return engines.find(state, state, Engine(policies.ZCLIP))
+
+
+@pytest.mark.parametrize("make", [lambda **o: protect(optax.sgd(1.0), "zclip", **o), heal])
+def test_one_number_of_a_policy_needs_no_file(make):
+    tx = make(clip={"kind": "fixed", "max_norm": 2.0})
+    updates, _ = tx.update({"w": jnp.full(4, 5.0)}, tx.init(PARAMS), PARAMS)
+    np.testing.assert_allclose(optax.tree.norm(updates), 2.0, rtol=1e-6)
+    with pytest.raises(PolicyError, match="max_norm = -1"):
+        make(clip={"max_norm": -1})

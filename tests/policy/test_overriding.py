@@ -1,0 +1,112 @@
+"""Keywords over the values of a preset, a file or a Policy: merged, then checked as a whole."""
+
+from __future__ import annotations
+
+from typing import get_type_hints
+
+import pytest
+
+from healcore.core.engine import Engine, EngineConfig
+from healcore.policy import (
+    Overrides,
+    Policy,
+    PolicyError,
+    diff,
+    dumps,
+    fingerprint,
+    load,
+    loads,
+    preset_text,
+    to_dict,
+)
+from healcore.runtime.terms import terms_of
+
+
+@pytest.fixture(params=["name", "file", "policy"])
+def default(request, tmp_path):
+    if request.param == "name":
+        return "default"
+    path = tmp_path / "mine.toml"
+    path.write_text(preset_text("default"))
+    return path if request.param == "file" else load("default")
+
+
+def test_one_number_changes_and_the_rest_stays(default):
+    policy = load(default, clip={"max_norm": 1.5}, detect={"divergence": {"rise": 9.0}})
+    found = {key: (left, right) for key, left, right in diff(load(default), policy)}
+    assert found == {"clip.max_norm": ("none", 1.5), "detect.divergence.rise": (8.0, 9.0)}
+    assert fingerprint(policy) != fingerprint(load(default))
+    assert loads(dumps(policy)) == policy
+
+
+def test_the_same_values_are_the_same_policy(default):
+    same = load(default, clip={"max_norm": None, "z_threshold": 2.5}, mode="heal")
+    assert same == load(default)
+    assert fingerprint(same) == fingerprint(load(default))
+
+
+def test_none_takes_a_limit_a_detector_or_all_clipping_away():
+    assert load("zclip", clip={"max_norm": None}).clip.max_norm is None  # type: ignore[union-attr]
+    assert load("default", detect={"vanishing": None}, respond=[]).detect.vanishing is None
+    assert load("default", clip=None).clip.kind == "none"
+
+
+def test_another_kind_of_clipping_begins_with_its_own_defaults():
+    clip = load("default", clip={"kind": "fixed", "max_norm": 2.0}).clip
+    assert (clip.kind, clip.max_norm) == ("fixed", 2.0)  # type: ignore[union-attr]
+
+
+def test_a_detector_is_switched_on_and_lists_are_replaced():
+    rule = {"to": ["plateau"], "do": ["alert"]}
+    policy = load("zclip", detect={"plateau": {"patience": 50}}, respond=[rule])
+    assert policy.detect.plateau is not None
+    assert policy.detect.plateau.patience == 50
+    assert [each.to for each in policy.respond] == [("plateau",)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "value", "rule"),
+    [
+        ({"clip": {"max_norm": -1}}, "clip.max_norm", "-1", "above 0"),
+        ({"clip": {"max_nrom": 1.0}}, "clip.max_nrom", "1.0", "a key of this table"),
+        ({"max_skip": 3}, "max_skip", "3", "a key of this table"),
+        ({"clip": 1.0}, "clip", "1.0", "a table"),
+        ({"lr": None}, "lr", "None", "a table"),
+        ({"mode": "watch"}, "mode", '"watch"', "one of"),
+        ({"detect": {"instability": None}}, "respond[", '"instability"', "watched for"),
+    ],
+)
+def test_what_cannot_be_names_key_value_and_rule(default, overrides, key, value, rule):
+    with pytest.raises(PolicyError) as caught:
+        load(default, **overrides)
+    problem = caught.value.problems[0]
+    assert problem.key.startswith(key)
+    assert (problem.value, rule in problem.rule) == (value, True)
+    assert f"with {next(iter(overrides))} given as keywords" in str(caught.value)
+
+
+def test_an_engine_has_no_values_to_replace():
+    for engine in (EngineConfig(), Engine(EngineConfig())):
+        with pytest.raises(PolicyError, match="a Policy, where clip is given as a keyword"):
+            terms_of(engine, {"clip": {"max_norm": 1.0}})
+
+
+def test_nothing_given_is_changed():
+    clip = {"shift": {"patience": 7}}
+    data = to_dict(load("default"))
+    before = repr((clip, data))
+    load("default", clip=clip)
+    assert repr((clip, data)) == before
+
+
+def test_the_keywords_are_the_keys_of_a_file():
+    keys = {field.alias or name for name, field in Policy.model_fields.items()}
+    assert set(get_type_hints(Overrides)) == keys - {"schema"}
+
+
+def test_a_run_has_the_fingerprint_and_the_text_of_what_it_does():
+    terms = terms_of("default", {"rollback": {"probation": 7}, "clip": {"max_norm": 1.0}})
+    policy = load("default", rollback={"probation": 7}, clip={"max_norm": 1.0})
+    assert (terms.probation, terms.fingerprint) == (7, fingerprint(policy))
+    assert terms.text is not None
+    assert loads(terms.text) == policy
