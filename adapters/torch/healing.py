@@ -18,12 +18,14 @@ from healcore.torch.device_seat import DeviceSeat, read_order
 from healcore.torch.enforcing import Enforcer
 from healcore.torch.errors import ParametersChangedError
 from healcore.torch.host_seat import HostSeat
+from healcore.torch.late_loss import LateLoss
 from healcore.torch.losses import checked
 from healcore.torch.measurement import Judged, Order
 from healcore.torch.measuring import Measurer
 from healcore.torch.nesting import OpenStep
 from healcore.torch.reevaluation import Undo
 from healcore.torch.report import Report
+from healcore.torch.telling import Teller
 
 
 class Healing:
@@ -51,6 +53,8 @@ class Healing:
         self._agreement = agreement
         self._report = report
         self._groups = len(gradients.parameters(optimizer))
+        self._teller = Teller(type(optimizer).__name__, engine)
+        self._late_loss = LateLoss()
         self._open = OpenStep()
         self._undo = Undo()
         self._judged = self._gone_bad = False
@@ -64,6 +68,9 @@ class Healing:
         self.grows = False
         """Whether a policy that clips each parameter by its own history begins one for parameters
         that are added, instead of raising `ParametersChangedError`."""
+        self.own_loss = True
+        """Whether what is observed is this optimizer's loss, and not also that of others, whose
+        backward passes come at other times."""
 
         # Dynamo drops what an ordinary hook writes to the optimizer; disabled, it breaks the graph
         # here and guards on the attributes as they are when the kernel is reached.
@@ -89,9 +96,13 @@ class Healing:
         Raises:
             SignalError: None, not a number, or more than one. Nothing has changed then.
         """
-        loss = checked("loss", loss)
+        value = checked("loss", loss)
         self.judge_dropped()
-        self._measurer.add_loss(loss)
+        if self.own_loss:
+            self._late_loss.observed(loss)
+        self._measurer.add_loss(value)
+        if self.on_judged is None:
+            self._teller.observed()
 
     def observe_eval(self, eval_loss: Tensor | float) -> None:
         """Reports an evaluation's loss; the next step sees it.
@@ -141,8 +152,7 @@ class Healing:
             self.seat.order(seen)
         else:
             self.seat.advance(seen)
-        if self.on_judged is not None:
-            self.on_judged(Judged([], [], None))
+        self._tell(Judged([], [], None))
 
     # -- what the training loop can ask ---------------------------------------------------------
 
@@ -177,6 +187,7 @@ class Healing:
 
         None before the first step. NumPy in the host seat, torch in the device seat.
         """
+        self._teller.is_polled = True
         return self.seat.decision
 
     def last_decision(self) -> Decision | None:
@@ -184,6 +195,7 @@ class Healing:
 
         On an accelerator this waits for the step: a sync. None before the first step.
         """
+        self._teller.is_polled = True
         found = self.seat.decision
         if found is None:
             return None
@@ -311,7 +323,7 @@ class Healing:
                 self._watch(optimizer)
                 return loss
             if loss is not None and not self._measurer.has_loss:
-                self._measurer.add_loss(checked("the closure's loss", loss))
+                self._measurer.add_loss(loss, "the closure's loss")
             self._judge(optimizer)
             return loss
 
@@ -354,8 +366,11 @@ class Healing:
         divisor, found = AmpAttributes.read(optimizer)
         seen = self._measurer.measure(optimizer, everything, grad_divisor=divisor, found_inf=found)
         self._measurer.clear()
+        rehearsal = seen.rehearsal and _is_zero(seen.grad_norm)
+        if params and not rehearsal and not self._late_loss.is_over:
+            self._late_loss.stepped(params, seen.loss is not None)
         if together:
-            if seen.rehearsal and _is_zero(seen.grad_norm):
+            if rehearsal:
                 return
             seen = self._agreement.agree(seen, self.seat.decision)
         if seen.grad_norm is None:
@@ -376,8 +391,15 @@ class Healing:
             if Undo.applies(optimizer):  # too late for this step's rate, see `_before`
                 order = order._replace(lr_scale=1.0)
             self._enforcer.carry_out(optimizer, everything, order, seen.grad_divisor)
+        self._tell(Judged(params, self._measurer.tensor_norms, seen.grad_divisor))
+
+    def _tell(self, judged: Judged) -> None:
+        """A step was judged: a Healer is told, or a person."""
         if self.on_judged is not None:
-            self.on_judged(Judged(params, self._measurer.tensor_norms, seen.grad_divisor))
+            self.on_judged(judged)
+        else:
+            self._teller.speaks = self._agreement.is_first
+            self._teller.judged(self.seat, has_seen_loss=self.has_seen_loss)
 
 
 def _is_zero(norm: Tensor | None) -> bool:

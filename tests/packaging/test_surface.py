@@ -49,6 +49,7 @@ SURFACE = {
         "Cause",
         "Decision",
         "Healing",
+        "ObservedTooLateError",
         "ParametersChangedError",
         "RanksDisagreeError",
         "Report",
