@@ -22,6 +22,7 @@ from healcore.torch import namespace  # noqa: E402
 from healcore.torch.attaching import attach  # noqa: E402
 from healcore.torch.errors import (  # noqa: E402
     AttachError,
+    ObservedTooLateError,
     ParametersChangedError,
     RanksDisagreeError,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "Cause",
     "Decision",
     "Healing",
+    "ObservedTooLateError",
     "ParametersChangedError",
     "RanksDisagreeError",
     "Report",

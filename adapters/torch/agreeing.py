@@ -17,6 +17,7 @@ from torch import Tensor
 from healcore.core.verdict import Decision
 from healcore.torch.errors import AttachError, RanksDisagreeError
 from healcore.torch.measurement import Measurement
+from healcore.torch.numbers import InFlight
 
 _SIGNALS = ("loss", "grad_norm", "update_norm", "eval_loss", "found_inf")
 _ASKED = frozenset({"loss", "grad_norm", "update_norm"})
@@ -51,8 +52,7 @@ class Agreement:
         self._home = home
         self._zero = torch.zeros((), dtype=torch.float32, device=home)
         self._one = torch.ones((), dtype=torch.float32, device=home)
-        self._differs: Tensor | None = None
-        self._event: Any = None
+        self._differs: InFlight | None = None
 
     @property
     def world(self) -> int:
@@ -60,6 +60,11 @@ class Agreement:
         if self._auto and dist.is_initialized():
             self._group, self._auto = dist.group.WORLD, False
         return 1 if self._group is None else dist.get_world_size(self._group)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for those that decide together."""
+        return self.world == 1 or dist.get_rank(self._group) == 0
 
     def agree(self, seen: Measurement, last: Decision | None) -> Measurement:
         """The means over those ranks that have a value. Every rank calls it at every step.
@@ -77,7 +82,9 @@ class Agreement:
             RanksDisagreeError: the decisions at the step before were not the same. On an
                 accelerator this is noticed some steps later, when it can be read without waiting.
         """
-        self._check_arrived()
+        if self._differs is not None and self._differs.has_arrived():
+            differs, self._differs = self._differs, None
+            _raise_if(differs)
         values, counts = [], []
         for name in _SIGNALS:
             value = getattr(seen, name)
@@ -96,7 +103,11 @@ class Agreement:
         n = len(values) + 1
         sums, ranks, groups = self._summed(packed).tensor_split((n, 2 * n))
         means = (sums / ranks).to(torch.float32).unbind()
-        self._note(means[-1] != mark)
+        differs = InFlight(means[-1] != mark)
+        if self._home.type == "cpu":
+            _raise_if(differs)
+        elif self._differs is None:
+            self._differs = differs
         nowhere = {name for name in _SIGNALS if getattr(seen, name) is None}
         if nowhere & _ASKED:
             there = ranks.cpu().numpy()
@@ -124,33 +135,14 @@ class Agreement:
             return torch.full_like(self._zero, float(told))
         return 8.0 * last.skip.to(torch.float32) + 2.0 * last.lr_scale + last.grad_scale
 
-    # -- noticing that decisions differed -------------------------------------------------------
 
-    def _note(self, differs: Tensor) -> None:
-        if differs.device.type == "cpu":
-            self._raise_if(differs)
-        elif self._differs is None and differs.is_cuda:
-            host = torch.empty((), dtype=torch.bool, pin_memory=True)
-            self._differs = host.copy_(differs, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(differs.device))
-        elif self._differs is None:
-            self._differs = differs
-
-    def _check_arrived(self) -> None:
-        if self._differs is None or (self._event is not None and not self._event.query()):
-            return
-        differs, self._differs, self._event = self._differs, None, None
-        self._raise_if(differs.cpu())
-
-    @staticmethod
-    def _raise_if(differs: Tensor) -> None:
-        if differs.numpy():
-            raise RanksDisagreeError(
-                "the ranks decided different things at the step before, so that their parameters "
-                "differ: attach with one policy, and call announce(), load_state_dict() and "
-                "on_rollback() on every rank before the same step; go back to a checkpoint"
-            )
+def _raise_if(differs: InFlight) -> None:
+    if differs.read():
+        raise RanksDisagreeError(
+            "the ranks decided different things at the step before, so that their parameters "
+            "differ: attach with one policy, and call announce(), load_state_dict() and "
+            "on_rollback() on every rank before the same step; go back to a checkpoint"
+        )
 
 
 def _wire(group: Any, home: torch.device) -> torch.device:

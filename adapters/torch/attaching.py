@@ -45,7 +45,7 @@ def attach(
     of the loop's own go on, since the loop did call `step()`.
 
     Args:
-        optimizer: any torch.optim optimizer, or accelerate's wrapper around one.
+        optimizer: any torch.optim optimizer, or accelerate's or Fabric's wrapper around one.
         policy: a policy's name, a path to its TOML file, a `healcore.policy.Policy`, or an Engine.
         scaler: the GradScaler, if one is used. Only needed for an optimizer that is not fused,
             which it does not call at an overflow: such a step's losses are dropped with it, and
@@ -142,10 +142,13 @@ def _seat(wanted: str, obstacle: str | None, home: torch.device, name: str) -> t
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
-    """The optimizer itself: accelerate's wrapper is one too, but its hooks never fire."""
+    """The optimizer itself: accelerate's and Fabric's wrappers are Optimizers too, without hooks.
+
+    They keep it in an attribute: `optimizer`, `_optimizer`.
+    """
     inner = optimizer
     while isinstance(inner, Optimizer) and "_optimizer_step_pre_hooks" not in vars(inner):
-        inner = vars(inner).get("optimizer")
+        inner = vars(inner).get("optimizer") or vars(inner).get("_optimizer")
     if isinstance(inner, Optimizer):
         return inner
     if isinstance(optimizer, torch.nn.Module):

@@ -11,6 +11,10 @@ class AttachError(TypeError):
     """`attach` cannot work with what it was given; nothing was changed."""
 
 
+class ObservedTooLateError(RuntimeError):
+    """A loss was observed after its step; the step at hand was not taken."""
+
+
 class RanksDisagreeError(RuntimeError):
     """The ranks of one run have decided different things; the step at hand was not taken."""
 

@@ -18,6 +18,7 @@ from healcore.torch.device_seat import DeviceSeat, read_order
 from healcore.torch.enforcing import Enforcer
 from healcore.torch.errors import ParametersChangedError
 from healcore.torch.host_seat import HostSeat
+from healcore.torch.late_loss import LateLoss
 from healcore.torch.losses import checked
 from healcore.torch.measurement import Judged, Order
 from healcore.torch.measuring import Measurer
@@ -25,6 +26,7 @@ from healcore.torch.nesting import OpenStep
 from healcore.torch.own_step import LeftOut
 from healcore.torch.reevaluation import Undo
 from healcore.torch.report import Report
+from healcore.torch.telling import Teller
 
 
 class Healing:
@@ -52,6 +54,8 @@ class Healing:
         self._agreement = agreement
         self._report = report
         self._groups = len(gradients.parameters(optimizer))
+        self._teller = Teller(type(optimizer).__name__, engine)
+        self._late_loss = LateLoss()
         self._open = OpenStep()
         self._undo = Undo(optimizer)
         self._judged = self._gone_bad = False
@@ -66,6 +70,9 @@ class Healing:
         self.grows = False
         """Whether a policy that clips each parameter by its own history begins one for parameters
         that are added, instead of raising `ParametersChangedError`."""
+        self.own_loss = True
+        """Whether what is observed is this optimizer's loss, and not also that of others, whose
+        backward passes come at other times."""
 
         # Dynamo drops what an ordinary hook writes to the optimizer; disabled, it breaks the graph
         # here and guards on the attributes as they are when the kernel is reached.
@@ -91,9 +98,13 @@ class Healing:
         Raises:
             SignalError: None, not a number, or more than one. Nothing has changed then.
         """
-        loss = checked("loss", loss)
+        value = checked("loss", loss)
         self.judge_dropped()
-        self._measurer.add_loss(loss)
+        if self.own_loss:
+            self._late_loss.observed(loss)
+        self._measurer.add_loss(value)
+        if self.on_judged is None:
+            self._teller.observed()
 
     def observe_eval(self, eval_loss: Tensor | float) -> None:
         """Reports an evaluation's loss; the next step sees it.
@@ -143,8 +154,7 @@ class Healing:
             self.seat.order(seen)
         else:
             self.seat.advance(seen)
-        if self.on_judged is not None:
-            self.on_judged(Judged([], [], None))
+        self._tell(Judged([], [], None))
 
     # -- what the training loop can ask ---------------------------------------------------------
 
@@ -179,6 +189,7 @@ class Healing:
 
         None before the first step. NumPy in the host seat, torch in the device seat.
         """
+        self._teller.is_polled = True
         return self.seat.decision
 
     def last_decision(self) -> Decision | None:
@@ -186,6 +197,7 @@ class Healing:
 
         On an accelerator this waits for the step: a sync. None before the first step.
         """
+        self._teller.is_polled = True
         found = self.seat.decision
         if found is None:
             return None
@@ -333,7 +345,7 @@ class Healing:
                 self._watch(optimizer)
             else:
                 if loss is not None and not self._measurer.has_loss:
-                    self._measurer.add_loss(checked("the closure's loss", loss))
+                    self._measurer.add_loss(loss, "the closure's loss")
                 self._judge(optimizer)
             if self._enforcer.own_step.can_end and self._undo.is_complete:
                 self._open.unwind()
@@ -379,8 +391,11 @@ class Healing:
         divisor, found = AmpAttributes.read(optimizer)
         seen = self._measurer.measure(optimizer, everything, grad_divisor=divisor, found_inf=found)
         self._measurer.clear()
+        rehearsal = seen.rehearsal and _is_zero(seen.grad_norm)
+        if params and not rehearsal and not self._late_loss.is_over:
+            self._late_loss.stepped(params, seen.loss is not None)
         if together:
-            if seen.rehearsal and _is_zero(seen.grad_norm):
+            if rehearsal:
                 return
             seen = self._agreement.agree(seen, self.seat.decision)
         if seen.grad_norm is None:
@@ -402,8 +417,15 @@ class Healing:
                 order = order._replace(lr_scale=1.0)
             self._enforcer.carry_out(optimizer, everything, order, seen.grad_divisor)
         self._last_judged = Judged(params, self._measurer.tensor_norms, seen.grad_divisor)
+        self._tell(self._last_judged)
+
+    def _tell(self, judged: Judged) -> None:
+        """A step was judged: a Healer is told, or a person."""
         if self.on_judged is not None:
-            self.on_judged(self._last_judged)
+            self.on_judged(judged)
+        else:
+            self._teller.speaks = self._agreement.is_first
+            self._teller.judged(self.seat, has_seen_loss=self.has_seen_loss)
 
 
 def _is_zero(norm: Tensor | None) -> bool:

@@ -46,9 +46,9 @@ class Measurer:
         self._overflows = Overflows(home)
         self._beside: dict[str, Tensor | float] = {}
 
-    def add_loss(self, loss: Tensor | float) -> None:
-        """Takes one micro-batch's loss, already `checked`."""
-        self._window.add(loss)
+    def add_loss(self, loss: Tensor | float, name: str = "loss") -> None:
+        """Takes one micro-batch's loss; SignalError, and no change, if it is none."""
+        self._window.add(checked(name, loss))
 
     def add_beside(self, name: str, value: Tensor | float) -> None:
         """Takes a side signal for the next step; SignalError if it is not a number."""

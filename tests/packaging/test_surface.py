@@ -50,6 +50,7 @@ SURFACE = {
         "Cause",
         "Decision",
         "Healing",
+        "ObservedTooLateError",
         "ParametersChangedError",
         "RanksDisagreeError",
         "Report",

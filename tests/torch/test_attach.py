@@ -150,6 +150,7 @@ def test_the_public_names_are_frozen():
         "Cause",
         "Decision",
         "Healing",
+        "ObservedTooLateError",
         "ParametersChangedError",
         "RanksDisagreeError",
         "Report",

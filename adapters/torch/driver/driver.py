@@ -21,7 +21,7 @@ from healcore.torch.driver.hyperparameters import TensorOptions
 from healcore.torch.driver.rng import RngState
 from healcore.torch.driver.statistics import Statistics
 from healcore.torch.driver.strangers import Strangers
-from healcore.torch.driver.told import Recorder, Step
+from healcore.torch.driver.told import Entry, Recorder, Step
 from healcore.torch.driver.unread import Unread
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
@@ -65,7 +65,7 @@ class TorchDriver:
             self._detach()
             raise
         names = live.Names(self._state)
-        self._unread = Unread()
+        self._unread: Unread[Entry] = Unread()
         self._recorders = [
             Recorder(name, healing, names, self._unread) for name, healing in self.healings.items()
         ]
@@ -251,7 +251,7 @@ class TorchDriver:
             accumulation.close()
         for healing in self.healings.values():
             healing.on_judged = None
-            healing.grows = False
+            healing.grows, healing.own_loss = False, True
             healing.settle()
         self._detach()
 
@@ -275,7 +275,7 @@ class TorchDriver:
                 )
             self.healings[name] = healing
         for healing in self.healings.values():
-            healing.grows = True
+            healing.grows, healing.own_loss = True, len(self.healings) == 1
 
     @property
     def _compared_with(self) -> Ranks | None:

@@ -8,11 +8,11 @@ from healcore.core.verdict import Action, Cause
 from healcore.runtime.driver import Told
 from healcore.runtime.store.ranks import Ranks
 from healcore.torch.driver.evidence import Names, Witness
-from healcore.torch.driver.numbers import Numbers, Source, source
 from healcore.torch.driver.unread import Unread
 from healcore.torch.errors import RanksDisagreeError
 from healcore.torch.healing import Healing
 from healcore.torch.measurement import Judged
+from healcore.torch.numbers import Numbers, Source, source
 
 
 class Entry(NamedTuple):
@@ -35,7 +35,7 @@ class Recorder:
         unread: where to write; the same for all optimizers.
     """
 
-    def __init__(self, name: str, healing: Healing, names: Names, unread: Unread) -> None:
+    def __init__(self, name: str, healing: Healing, names: Names, unread: Unread[Entry]) -> None:
         self.name = name
         self.healing = healing
         self.witness = Witness(names)

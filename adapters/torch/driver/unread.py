@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    from healcore.torch.driver.told import Entry
+from healcore.torch.numbers import Source
 
 _log = logging.getLogger("healcore")
 
@@ -18,15 +17,23 @@ _NEVER, _LONG = 100, 1000
 """
 
 
-class Unread:
+class _Entry(Protocol):
+    @property
+    def numbers(self) -> Source: ...
+
+
+E = TypeVar("E", bound=_Entry)
+
+
+class Unread(Generic[E]):
     """The entries since the last `take`: the newest `MOST`, and as many of those with a cause."""
 
     def __init__(self) -> None:
-        self._entries: list[Entry] = []
+        self._entries: list[E] = []
         self._count = 0
         self._asked = self._told = False
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: E) -> None:
         """Takes one more."""
         self._entries.append(entry)
         self._count += 1
@@ -44,7 +51,7 @@ class Unread:
                 self._count,
             )
 
-    def take(self) -> list[Entry]:
+    def take(self) -> list[E]:
         """The entries, oldest first; there are none left then."""
         self._asked, self._count = True, 0
         taken, self._entries = self._entries, []

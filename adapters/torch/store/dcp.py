@@ -42,10 +42,10 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or
 class DCPStore(DirectoryStore):
     """A DirectoryStore whose arrays torch.distributed.checkpoint writes and reads.
 
-    DTensors are saved and restored in parts, by every rank its own, moments of a fresh optimizer as
-    its parameters are spread; other tensors, taken to be the
-    same everywhere, by one rank. Checkpoints of another number of ranks can be restored, except for
-    what was saved per rank.
+    DTensors are saved and restored in parts, by every rank its own; other tensors, taken to be the
+    same everywhere, by one rank. Moments that a fresh optimizer does not have yet are spread as its
+    parameters are. Checkpoints of another number of ranks can be restored, except for what was
+    saved per rank.
 
     Between two saves it keeps the host memory of one copy of the state, for the next.
 

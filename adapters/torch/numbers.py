@@ -81,6 +81,33 @@ class OnHost:
         return Numbers(*integers, *(float(value) for value in values[_INTEGERS:]))
 
 
+class InFlight:
+    """A tensor on its way to the host; only from CUDA before it is asked for.
+
+    Args:
+        tensor: the values; they may be overwritten once this is made.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: Any = None
+        if tensor.is_cuda:
+            self._tensor = _on_its_way(tensor)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(tensor.device))
+        else:
+            self._tensor = tensor
+
+    def has_arrived(self) -> bool:
+        """Whether reading it does not wait, as far as that can be known."""
+        return self._event is None or self._event.query()
+
+    def read(self) -> np.ndarray:
+        """Waits for the copy."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensor.cpu().numpy()
+
+
 class OnDevice:
     """A state of the device seat: its numbers as int32 (n,), floats by their bits."""
 
@@ -90,19 +117,11 @@ class OnDevice:
             [value.to(torch.int32) for value in values[:_INTEGERS]]
             + [value.view(torch.int32) for value in values[_INTEGERS:]]
         )
-        self._event: Any = None
-        if packed.is_cuda:
-            self._packed = _on_its_way(packed)
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(packed.device))
-        else:
-            self._packed = packed
+        self._packed = InFlight(packed)
 
     def read(self) -> Numbers:
         """Waits for the copy."""
-        if self._event is not None:
-            self._event.synchronize()
-        values = self._packed.cpu().numpy()
+        values = self._packed.read()
         floats = values[_INTEGERS:].view(np.float32)
         return Numbers(*values[:_INTEGERS].tolist(), *floats.tolist())
 
