@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from healcore.runtime.store import NoGoodCheckpoint
-from tests.healer.loops import loop_of, rules, train
+from healcore.torch.store import DCPStore
+from tests.healer.loops import Faults, loop_of, rules, train
 from tests.healer.reading import events
 from tests.store.test_damage import flip
 
@@ -112,10 +113,8 @@ def test_checkpoints_that_have_gone_are_missed(killed, tmp_path):
     assert train(loop_of("torch"), rules(), range(12), store=tmp_path)["step"] == 12
 
 
-def test_a_rollback_names_what_it_passes_over(tmp_path, caplog):
+def test_a_rollback_names_what_it_passes_over(tmp_path):
     """Damage that came while the run was under way: the listing alone would be silent about it."""
-    from healcore.torch.store import DCPStore
-    from tests.healer.loops import Faults
 
     def damage(healer: Any, number: int) -> None:
         if number == 23:
@@ -123,14 +122,9 @@ def test_a_rollback_names_what_it_passes_over(tmp_path, caplog):
             (folder,) = tmp_path.glob("step-0000000015.*")
             remove_state(folder)
 
-    with caplog.at_level(logging.INFO, "healcore"):
-        train(
-            loop_of("torch", Faults(always=[23])),
-            rules(),
-            range(40),
-            store=DCPStore(tmp_path),
-            before=damage,
-        )
+    store: Any = DCPStore(tmp_path)
+    loop = loop_of("torch", Faults(always=[23]))
+    train(loop, rules(), range(40), store=store, before=damage)
     (told,) = events(tmp_path, "rollback")
     assert told["checkpoint"] == 10
     assert [event["step"] for event in events(tmp_path, "damaged")] == [15]
