@@ -62,7 +62,7 @@ def test_the_run_goes_back_by_default(framework, tmp_path):
     assert it.batches.count(22) == 1, "the data of those steps are left out"
     order = events(tmp_path, "order")[0]
     assert (order["action"], order["step"]) == (["ROLLBACK"], 30)
-    assert "seen" in order["arrays"][0]
+    assert "seen" in order["why"]
     assert facts["good"] is not None
     assert facts["good"] > 30
     (after,) = postmortems(tmp_path)

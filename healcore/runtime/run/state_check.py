@@ -77,7 +77,7 @@ class StateCheck:
             step=step,
             cause=names(order.cause),
             action=names(order.action),
-            arrays=list(order.arrays[:10]),
+            why=f"checkpoint {min(found)} has NaN or Inf in {', '.join(order.arrays[:10])}",
             observed=terms.observes,
         )
         return None if terms.observes or not serious else order
