@@ -145,7 +145,9 @@ BEFORE, LATEST = [f"b{i}" for i in range(4)], [f"x{i}" for i in range(4)]
         (2.0, math.nan, 6.0, "data"),
     ],
 )
-def test_earlier_weights_have_to_be_better_on_every_batch(before, latest, one, verdict):
+def test_earlier_weights_have_to_be_better_on_every_batch(
+    before: float, latest: float, one: float, verdict: str
+):
     now = dict.fromkeys(BEFORE, before) | dict.fromkeys(LATEST, latest) | {"x3": one}
     then = dict.fromkeys(BEFORE + LATEST, 1.0)
     assert looked_back(now, then).verdict.value == verdict

@@ -187,7 +187,7 @@ class History(RuleBasedStateMachine):
         assert ledger.earlier == self.back
         assert self.process.journal.page.rollbacks == len(self.back)
         unhealthy = {step for step, well in enumerate(self.healthy) if not well}
-        needed = min(self.process.keeper.book.waiting, default=self.process.step)
+        needed = min(self.process.keeper.catalog.waiting, default=self.process.step)
         assert {step for step in unhealthy if step >= needed} <= {*ledger.unhealthy} <= unhealthy
         assert Ledger.from_dict(ledger.to_dict()) == ledger
         written = Journal(self.path).read()

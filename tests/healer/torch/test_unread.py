@@ -58,6 +58,6 @@ def test_an_alarm_among_many_steps_is_not_lost():
                 run.step(i)
             handle = healer.driver.took()
             assert handle is not None
-            told = handle.read()
+            (told,) = handle.steps()
     assert sum(bool(int(each.decision.cause)) for each in told) == 1
     assert told[-1].engine_step == 300
