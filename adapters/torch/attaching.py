@@ -19,6 +19,7 @@ from healcore.torch.healing import Healing
 from healcore.torch.host_seat import HostSeat
 from healcore.torch.measuring import Measurer
 from healcore.torch.report import Reporter
+from healcore.torch.step_hooks import StepHooks
 
 if TYPE_CHECKING:  # not at run time: healcore.torch alone loads no pydantic
     from healcore.policy import Overrides
@@ -114,7 +115,7 @@ def attach(
         core,
         seat,
         measurer,
-        enforcer,
+        StepHooks(optimizer, core, seat, measurer, enforcer, agreement),
         agreement,
         Reporter(measurer, seat, reason, obstacle, enforcer.own_step.stoppable, agreement),
     )

@@ -250,8 +250,8 @@ class TorchDriver:
         for accumulation in self._accumulations:
             accumulation.close()
         for healing in self.healings.values():
-            healing.on_judged = None
-            healing.grows, healing.own_loss = False, True
+            healing.hooks.on_judged = None
+            healing.hooks.grows, healing.own_loss = False, True
             healing.settle()
         self._detach()
 
@@ -263,7 +263,7 @@ class TorchDriver:
             if healing is None:
                 healing = attach_to(optimizer, engine, **options)
                 self._own.append(healing)
-            elif healing.on_judged is not None:
+            elif healing.hooks.on_judged is not None:
                 raise AttachError(
                     f'"{name}" is in a Healer that has not ended: leave its `with` block, or '
                     "delete the object"
@@ -275,7 +275,7 @@ class TorchDriver:
                 )
             self.healings[name] = healing
         for healing in self.healings.values():
-            healing.grows, healing.own_loss = True, len(self.healings) == 1
+            healing.hooks.grows, healing.own_loss = True, len(self.healings) == 1
 
     @property
     def _compared_with(self) -> Ranks | None:

@@ -44,7 +44,7 @@ class Statistics:
         for i, (name, healing) in enumerate(self._healings.items()):
             first = i == 0 and self._nobodys is not None
             wanted = first or name in self._kept
-            healing.on_ended = partial(self._end, name, first) if wanted else None
+            healing.hooks.on_ended = partial(self._end, name, first) if wanted else None
 
     def keep(self) -> None:
         """Takes what is there now for right, whatever it is."""
@@ -59,7 +59,7 @@ class Statistics:
     def close(self) -> None:
         """Takes the callbacks off."""
         for healing in self._healings.values():
-            healing.on_ended = None
+            healing.hooks.on_ended = None
 
     def _end(self, name: str, first: bool, skipped: bool | Tensor) -> None:
         if name in self._kept:

@@ -42,7 +42,7 @@ class Recorder:
         self._unread = unread
         self._before: Source | int = 0
         self.restart()
-        healing.on_judged = self._record
+        healing.hooks.on_judged = self._record
 
     def restart(self) -> None:
         """Begins anew after the engine's state was replaced from outside. A sync."""

@@ -104,7 +104,7 @@ def test_a_handle_that_is_there_is_used_and_stays():
         TorchDriver(state, GOES_BACK)
     driver = TorchDriver(state, CLIPS)
     assert driver.healings == {"optimizer": heal}
-    with pytest.raises(AttachError, match="is in a Healer that was not closed"):
+    with pytest.raises(AttachError, match="is in a Healer that has not ended"):
         TorchDriver(state, CLIPS)
     driver.close()
     assert heal.attached

@@ -305,17 +305,17 @@ def test_nothing_waits_for_them(seat: str):
 def test_models_without_such_layers_pay_nothing():
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.InstanceNorm1d(4))
     driver = TorchDriver({"model": model, "optimizer": FUSED(model.parameters())}, GOES_BACK)
-    assert driver.healings["optimizer"].on_ended is None
+    assert driver.healings["optimizer"].hooks.on_ended is None
     observed = Life(FUSED, OBSERVES)
-    assert observed.driver.healings["optimizer"].on_ended is None
+    assert observed.driver.healings["optimizer"].hooks.on_ended is None
 
 
 def test_closing_ends_it():
     life = Life(FUSED)
     heal = life.driver.healings["optimizer"]
-    assert heal.on_ended is not None
+    assert heal.hooks.on_ended is not None
     life.driver.close()
-    assert heal.on_ended is None
+    assert heal.hooks.on_ended is None
     attach(life.optimizer, GOES_BACK)
     life.step(0, NAN)
     assert mean(life.model).isnan().all(), "attach alone knows of no modules"
