@@ -14,7 +14,7 @@ import torch
 from healcore import policy as policies
 from healcore.core.verdict import Action
 from healcore.runtime.healer import Healer
-from healcore.runtime.run.ending import RunStopped
+from healcore.runtime.run.ending import LastStateNotSaved, RunStopped
 from healcore.runtime.run.terminating import Interrupted, Terminating
 from healcore.runtime.store import StateMismatch
 from tests.healer.loops import Faults, loop_of, rules, train
@@ -231,8 +231,8 @@ def test_a_state_that_becomes_unsavable_costs_checkpoints_and_not_the_run(tmp_pa
             beside.append(lambda: None)
 
     loop.state = {**loop.state, "beside": Beside()}
-    facts = train(loop, rules(), range(30), store=tmp_path, before=spoil)
-    assert facts["step"] == 30
+    with pytest.raises(LastStateNotSaved, match="ended at step 30.*from the checkpoint of step 10"):
+        train(loop, rules(), range(30), store=tmp_path, before=spoil)
     assert "pickle" in events(tmp_path, "save_failed")[0]["problem"]
     assert "not saved" in postmortems(tmp_path)[0]["diagnosis"]
 

@@ -17,11 +17,11 @@ from healcore.runtime.incidents.incident import Facts
 from healcore.runtime.incidents.judging import Judge, Order
 from healcore.runtime.incidents.lagging import Lagging, Seen, Taken
 from healcore.runtime.postmortem.diagnosis import Case
-from healcore.runtime.recovery.host_state import ITEM
 from healcore.runtime.recovery.recovering import Recovery
 from healcore.runtime.run.casework import case_of
 from healcore.runtime.run.narrating import Narrator
 from healcore.runtime.run.orders import Orders
+from healcore.runtime.run.saving import Saver
 from healcore.runtime.run.state_check import StateCheck
 from healcore.runtime.run.terminating import Terminating, ending
 from healcore.runtime.run.trials import Trials
@@ -105,11 +105,7 @@ class Run:
         self._yielded = 0
         """The loader whose batch the loop is at."""
         self._generators: dict[str, Any] | None = None
-        self._taken = 0
-        """Steps since it was last asked whether a save is due; a dispatch may have several."""
-        self._overdue = 0
-        """Step at which a save was due that has not been taken yet."""
-        self._saved = -1
+        self._saver = Saver(recovery, self.warn)
         self._resumed_at: int | None = None
 
     # -- the beginning, see `starting` ----------------------------------------------------------
@@ -126,7 +122,8 @@ class Run:
 
     def begins_at(self, step: int, *, resumed: bool) -> None:
         """What this process goes on from."""
-        self.recovery.began_at = self._saved = step
+        self.recovery.began_at = step
+        self._saver.begins_at(step)
         self._resumed_at = step if resumed else None
 
     def note_rates(self) -> None:
@@ -205,7 +202,7 @@ class Run:
         batch = self._batch if self._asks and ids else None
         self._lagging.push(Taken(self.step, handle, tuple(ids), batch))
         self.step += handle.count
-        self._taken += handle.count
+        self._saver.stepped(handle.count)
 
     def _read(self, *, all: bool = False) -> bool:
         """Reads the steps that are due; whether the run has gone back."""
@@ -233,37 +230,41 @@ class Run:
         """A dispatch had another number of steps than the one before it, see `Handle.count`."""
         more = self._lagging.miscounted()
         self.step += more
-        self._taken += more
+        self._saver.stepped(more)
 
     def _note_metrics(self, seen: Seen) -> None:
         for told in seen.told:
             self.metrics.write(seen.index, told, several=len(seen.told) > 1)
 
     def _go_on_from(self, target: int, order: Order | None = None) -> None:
-        self.step = self._saved = target
+        self.step = target
+        self._saver.begins_at(target)
         self._state_check.went_back(order)
         self._lagging.clear()
-        self._taken = 0
         self._assessor.went_back(target)
         self.metrics.went_back()
         self._ids.clear()
-        self._overdue = 0
         self.note_rates()
 
     # -- saving ---------------------------------------------------------------------------------
 
+    def save(self, why: str) -> None:
+        """A checkpoint of this step."""
+        self._saver.save(self.step, why)
+
+    def save_last(self) -> None:
+        """A checkpoint of where the run ends, if the last one is older."""
+        self._saver.save_last(self.step)
+
     def _save_when_due(self) -> bool:
         """A regular save, when its time has come; whether the run has gone back instead."""
-        taken, self._taken = self._taken, 0
-        if self.keeper.due(self.step, taken):
-            self._overdue = self._overdue or self.step
-        if not (self._overdue and self._calm and self.driver.may_save()):
+        if not self._saver.due(self.step):
             return False
         # Unread steps might bring an order, which a start from this save would never get. It does
         # not hold up more than the save: that waits for the device anyway.
         if self._read(all=True):
             return True
-        if self._calm:
+        if self._saver.undisturbed(self.step):
             if self._leave_bad_state():
                 return True
             self.save("regular")
@@ -279,32 +280,6 @@ class Run:
             return False
         self._go_on_from(carried.target, order)
         return True
-
-    @property
-    def _calm(self) -> bool:
-        """Whether to save now. Not right after an alarm, which may be the first of many.
-
-        But not never: in a run with an alarm now and then an incident is open most of the time.
-        What was saved after an onset is set aside when the run goes back; nothing is lost by it.
-        """
-        alarmed = bool(self.ledger.unhealthy) and self.ledger.unhealthy[-1] >= self.step - 2
-        late = self.step - self._overdue >= self.keeper.every
-        return not alarmed or late or self.terms.observes
-
-    def save(self, why: str) -> None:
-        """A checkpoint of this step."""
-        self._overdue, self._saved = 0, self.step
-        healing = {
-            "schema": 1,
-            "lineage": self.journal.page.lineage,
-            "step": self.step,
-            "engines": self.driver.healing(),
-            "ledger": self.ledger.to_dict(),
-        }
-        state = {**self.driver.items(), ITEM: self.recovery.host}
-        self.keeper.save(self.step, state, healing, why)
-        if self.recovery.unwritten:
-            self.recovery.write_journal(self.step)
 
     # -- the end, see `closing` -----------------------------------------------------------------
 
@@ -326,15 +301,6 @@ class Run:
                 what = ", ".join(names(order.action))
                 told = f"{what} came with the last steps of the run and was not carried out"
                 self.tell("problem", step=seen.index, problem=told)
-
-    def save_last(self) -> None:
-        """A checkpoint of where the run ends, if the last one is older."""
-        if self.step == self._saved and not self.keeper.in_memory_only(self.step):
-            return
-        if self.driver.may_save():
-            self.save("last")
-            return
-        self.warn(f"the run ends within an accumulation: the last checkpoint is {self._saved}")
 
     def note_ending(self, ending: str) -> None:
         """The journal knows how the process ended; if it does not, it was killed."""
