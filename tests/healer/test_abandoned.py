@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from healcore.runtime.healer import Healer
+from healcore.runtime.run.ending import AlreadyCompleted
 from healcore.runtime.store import StoreInUse
 from tests.healer.loops import loop_of, rules, train
 from tests.healer.reading import events
@@ -53,7 +54,7 @@ def test_one_that_somebody_has_is_in_the_way(framework, tmp_path):
     with pytest.raises(StoreInUse, match="this process: leave the `with` block"):
         train(loop_of(framework, policy=rules()), rules(), range(12), store=tmp_path)
     healer.__exit__(None, None, None)
-    with pytest.raises(Exception, match="completed"):
+    with pytest.raises(AlreadyCompleted, match="completed"):
         train(loop_of(framework, policy=rules()), rules(), range(12), store=tmp_path)
 
 

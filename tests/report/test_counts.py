@@ -165,7 +165,7 @@ def test_an_observed_run_is_counted_from_its_metrics(observed):
     assert told.lr_path[:4] == (1.0, 0.5, 0.25, 0.125)
     assert (told.lr_before, told.lr_after) == (1.0, told.lr_path[-1])
     orders = [e for e in lines_of(observed) if e["kind"] == "order"]
-    back = sum("ROLLBACK" in order["action"] for order in orders)
+    back = sum("ROLLBACK" in order["action"] and "incident" in order for order in orders)
     assert (counts(story).rollbacks, story.repeats) == (1, back - 1)
     assert told.stop_step == next(o["step"] for o in orders if "STOP" in o["action"])
 
@@ -193,7 +193,7 @@ def test_watching_an_observed_run(observed):
     last = told.output.splitlines()[-3:]
     assert "it only observes" in last[0]
     assert "learning rate would be × 0.1" in last[1]
-    would = "it would have skipped 100 or more steps, gone back 3 times, cut the learning rate"
+    would = "it would have skipped 100 or more steps, gone back 4 times, cut the learning rate"
     assert would in last[2]
     assert "rollbacks" not in last[2]
 

@@ -267,7 +267,9 @@ class Recovery:
     def look_for_damage(self) -> None:
         """Tells of the checkpoints that are not even listed any more."""
         store = getattr(self.keeper.store, "disk", self.keeper.store)
-        found = store.damaged() if isinstance(store, DirectoryStore) else []
+        found = []
+        with suppress(StoreError):  # a disk that is gone is told where it is needed
+            found = store.damaged() if isinstance(store, DirectoryStore) else []
         known = {(error.path, error.file) for error in self.damage}
         for error in agreed(self.ranks, found):
             if (error.path, error.file) not in known:

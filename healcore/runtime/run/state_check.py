@@ -61,8 +61,8 @@ class StateCheck:
         fresh = found.keys() - self._known
         self._known |= found.keys()
         terms = self._recovery.terms
-        if not fresh:
-            return None
+        if not fresh or (terms.observes and len(found) > len(fresh)):
+            return None  # where nothing is changed, the first bad save says it all
         order = self._order(found, step, _ACTIONS[terms.nonfinite_state])
         serious = order.action & (Action.ROLLBACK | Action.STOP)
         if serious and self._harmless(order):

@@ -178,7 +178,7 @@ def test_a_healthy_step_reads_no_norm(monkeypatch: pytest.MonkeyPatch):
     run, driver = driven(fused, GOES_BACK)
     read: list[Judged] = []
     monkeypatch.setattr(
-        "healcore.torch.driver.evidence._values",
+        "healcore.torch.measurement.Judged.on_host",
         lambda step: read.append(step) or pytest.fail("read"),
     )
     for i in range(5):
