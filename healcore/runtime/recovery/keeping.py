@@ -167,7 +167,7 @@ class Keeper:
             self._prover.later(self.store, step, self._quarantine_pending)
 
     def in_memory_only(self, step: int) -> bool:
-        """Whether a checkpoint is missing on a disk that was too late for it. Waits for the disk."""
+        """Whether a checkpoint is missing on a disk that was too slow. Waits for the disk."""
         if not hasattr(self.store, "save_in_memory"):
             return False
         self.settle()  # a write that is under way may still succeed
