@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from healcore import policy as policies
 from healcore.core.engine import Engine, EngineConfig
+from healcore.core.verdict import Action, Cause
 from healcore.policy import Policy
 from healcore.policy.recovery import Rollback
 
@@ -33,6 +34,12 @@ class Terms(NamedTuple):
     """Going back needs evidence that the model is worse."""
     nonfinite_state: str = "rollback"
     """What follows when a save finds NaN or Inf in the state: alert, rollback or stop."""
+
+    def goes_back_for(self, causes: Cause) -> bool:
+        """Whether a rule answers any of these causes with a rollback."""
+        rules = self.engine.config.rules
+        back = any(rule.action & Action.ROLLBACK and rule.causes & causes for rule in rules)
+        return back and not self.observes
 
     @property
     def observes(self) -> bool:

@@ -32,7 +32,8 @@ from healcore.runtime.driver import Driver, Told
 from healcore.runtime.incidents.judging import Order
 from healcore.runtime.incidents.stretch import Remembered, Stretch
 
-_HIGH = int(Cause.LOSS_SPIKE | Cause.DIVERGENCE)
+HIGH = Cause.LOSS_SPIKE | Cause.DIVERGENCE
+"""What different data look like too."""
 _NONFINITE = Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
 _BATCHES = 4
 _APART = 16  # steps from one remembered batch to the next
@@ -119,7 +120,7 @@ class Assessor:
             self._asked = None
             if not self._batches or index - self._batches[-1].index >= _APART:
                 self._batches.append(Remembered(index, batch, loss))
-        elif self._asked is None and any(int(each.decision.cause) & _HIGH for each in told):
+        elif self._asked is None and any(int(each.decision.cause) & HIGH for each in told):
             self._asked = self._of_batches(loss, Alarm(batch, told[0].z_loss))
             known = len(self._batches) == _BATCHES  # fewer show too little of the noise
             if self._stretch is None and known and self._asked.verdict is Verdict.DATA:

@@ -11,7 +11,7 @@ from healcore.core.verdict import names
 from healcore.runtime.data import BatchId
 from healcore.runtime.events import Log
 from healcore.runtime.events.metrics import Metrics
-from healcore.runtime.incidents.assessment import Assessor
+from healcore.runtime.incidents.assessment import HIGH, Assessor
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.incident import Facts
 from healcore.runtime.incidents.judging import Judge, Order
@@ -89,6 +89,7 @@ class Run:
         """The batch that the loop is at."""
         # Ranks see different losses, and would not find the same.
         self._asks = loss_fn is not None and recovery.terms.confirm and recovery.ranks.world == 1
+        self._looks_back = self._asks and recovery.terms.goes_back_for(HIGH)
         self._orders = Orders(
             recovery=recovery,
             judge=self.judge,
@@ -213,7 +214,7 @@ class Run:
             if seen.batch is not None:
                 self._assessor.see(seen.index, seen.batch, seen.told)
             self.trials.watch(seen.index, order)
-            if order is None and not self._asks:
+            if order is None and not self._looks_back:
                 continue
             orders = self._orders
             carried = (

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from healcore import Healer
+from healcore.policy import load
 from healcore.runtime.events.reading import read
 
 STEPS = 400
@@ -46,10 +47,12 @@ class Run:
         x, y = self.batch(number)
         return torch.nn.functional.cross_entropy(self.model(x), y)
 
-    def train(self, folder: Path, *, at: Any = None, **options: Any) -> Healer:
+    def train(
+        self, folder: Path, *, at: Any = None, policy: Any = "default", **options: Any
+    ) -> Healer:
         with (
             contextlib.suppress(SystemExit),
-            Healer("default", state=self.state, events=folder / "e.jsonl", **options) as healer,
+            Healer(policy, state=self.state, events=folder / "e.jsonl", **options) as healer,
         ):
             for number in healer.batches(range(STEPS)):
                 if at is not None:
@@ -116,6 +119,20 @@ def test_a_bad_part_of_the_data_is_left_out_when_it_has_ended(tmp_path):
             each.model.eval()
         losses = [float(each.loss(STEPS + 1)) for each in (run, sound)]
     assert losses[0] < 1.1 * losses[1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"mode": "observe"}, {"respond": [{"to": ["loss_spike"], "do": ["alert"]}]}],
+    ids=["observe", "no rollback"],
+)
+def test_only_a_policy_that_goes_back_does_so(tmp_path, change):
+    run = Run(lr=0.03)
+    run.shuffled = range(CHANGE, CHANGE + 60)
+    healer = run.train(tmp_path, policy=load("default", **change), loss_fn=run.loss)
+    assert events(tmp_path, "alarm"), "there was a reason"
+    assert not events(tmp_path, "assessment")
+    assert healer.rollbacks == 0
 
 
 def test_looking_at_earlier_weights_changes_nothing(tmp_path):
