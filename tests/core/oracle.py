@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +38,10 @@ class Expected(NamedTuple):
     told: Told
     close: np.ndarray
     """bool (steps, lanes): too close to call."""
+
+    def until(self, stop: int) -> Expected:
+        """Of the steps before `stop`."""
+        return Expected({name: x[:stop] for name, x in self.told.items()}, self.close[:stop])
 
 
 def lanes_of(trace: Signals) -> tuple[int, int]:
@@ -75,13 +79,21 @@ def reference_run(
 
 def core_run(config: EngineConfig, trace: Signals, *, groups: int = 0) -> Told:
     """Runs the core on all lanes at once."""
-    steps, lanes = lanes_of(trace)
+    *_, whole = growing_run(config, trace, lanes_of(trace)[:1], groups=groups)
+    return whole
+
+
+def growing_run(
+    config: EngineConfig, trace: Signals, stops: Iterable[int], *, groups: int = 0
+) -> Iterator[Told]:
+    """The same, told anew after each of these numbers of steps: all from the first step on."""
     engine = Engine(config)
-    state, rows = engine.init(groups=groups, batch=(lanes,)), []
-    for i in range(steps):
-        state, decision = engine.step(state, fuzz.at(trace, i), xp=np)
-        rows.append(told(state, decision))
-    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    state, rows = engine.init(groups=groups, batch=lanes_of(trace)[1:]), []
+    for stop in stops:
+        for i in range(len(rows), stop):
+            state, decision = engine.step(state, fuzz.at(trace, i), xp=np)
+            rows.append(told(state, decision))
+        yield {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def told(state: EngineState, decision: Decision) -> Told:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
@@ -37,47 +39,52 @@ UNITS = {
 }
 
 
-@pytest.mark.parametrize("unit", UNITS)
-def test_noise_is_no_spike(unit):
-    offset, scale = UNITS[unit]
-    single, lasting = run(offset + scale * noise(1500))
-    assert single.mean() < 1e-3, "single steps: fewer than one in a thousand"
-    assert not lasting.any()
+def in_every_unit(shape: np.ndarray) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """(unit, alarms, rollbacks ordered) for each unit: side by side as lanes of one run."""
+    every = [offset + scale * shape for offset, scale in UNITS.values()]
+    found = run(np.concatenate(every, axis=1))
+    yield from zip(UNITS, *(np.split(x, len(UNITS), axis=1) for x in found), strict=True)
 
 
-@pytest.mark.parametrize("unit", UNITS)
-def test_a_lasting_rise_is_found_within_ten_steps(unit):
-    offset, scale = UNITS[unit]
-    losses = offset + scale * noise(600)
-    losses[400:440] += 20 * scale
-    _, lasting = run(losses)
-    assert not lasting[:400].any()
-    assert lasting[400:410].any(0).all()
+def test_noise_is_no_spike():
+    for unit, single, lasting in in_every_unit(noise(1500)):
+        assert single.mean() < 1e-3, f"{unit}: single steps: fewer than one in a thousand"
+        assert not lasting.any(), unit
 
 
-@pytest.mark.parametrize("unit", UNITS)
-def test_one_bad_batch_is_an_alarm_and_never_a_rollback(unit):
-    offset, scale = UNITS[unit]
-    losses = offset + scale * noise(600)
-    losses[400] += 30 * scale
-    single, lasting = run(losses)
-    assert single[400].all()
-    assert not lasting.any()
-    assert single[401:450].mean() < 0.01, "the step after it is fine again"
+def test_a_lasting_rise_is_found_within_ten_steps():
+    shape = noise(600)
+    shape[400:440] += 20
+    for unit, _, lasting in in_every_unit(shape):
+        assert not lasting[:400].any(), unit
+        assert lasting[400:410].any(0).all(), unit
 
 
-@pytest.mark.parametrize("period", [9, 13, 18])
-def test_a_high_row_that_comes_again_and_again_is_the_runs_own_noise(period):
+def test_one_bad_batch_is_an_alarm_and_never_a_rollback():
+    shape = noise(600)
+    shape[400] += 30
+    for unit, single, lasting in in_every_unit(shape):
+        assert single[400].all(), unit
+        assert not lasting.any(), unit
+        assert single[401:450].mean() < 0.01, f"{unit}: the step after it is fine again"
+
+
+def test_a_high_row_that_comes_again_and_again_is_the_runs_own_noise():
     """As in runs whose every dozenth logged batch comes from another source (ogbg, resnet)."""
-    losses = 1.0 + 0.05 * noise(2000)
-    height = np.linspace(1.0, 2.0, 2000)[:, None] + 0.1 * noise(2000, seed=1)
-    losses[200::period] += height[200::period]
-    single, lasting = run(losses)
-    assert not lasting[400:].any()
-    assert single[600:].mean() < 0.01, "and it is not skipped either"
-    losses[1500:1530] += 6.0
-    _, lasting = run(losses)
-    assert lasting[1500:1512].any(0).all(), "it does not hide a spike above it"
+    periods, runs = (9, 13, 18), []
+    for period in periods:
+        losses = 1.0 + 0.05 * noise(2000)
+        height = np.linspace(1.0, 2.0, 2000)[:, None] + 0.1 * noise(2000, seed=1)
+        losses[200::period] += height[200::period]
+        above = losses.copy()
+        above[1500:1530] += 6.0
+        runs += [losses, above]
+    found = run(np.concatenate(runs, axis=1))
+    single, lasting = (np.split(x, len(runs), axis=1) for x in found)
+    for k, period in enumerate(periods):
+        assert not lasting[2 * k][400:].any(), period
+        assert single[2 * k][600:].mean() < 0.01, f"{period}: and it is not skipped either"
+        assert lasting[2 * k + 1][1500:1512].any(0).all(), f"{period}: it hides no spike above it"
 
 
 def test_a_power_of_two_as_unit_changes_nothing():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from typing import Any
 
@@ -14,6 +15,7 @@ from healcore.core.tree import leaves
 from tests.core import fuzz, policies
 
 
+@functools.cache
 def lived(clip: str, steps: int = 80):
     """An engine and its state after some steps."""
     groups = policies.GROUPS if clip == "adagc" else 0

@@ -8,7 +8,7 @@ import pytest
 from healcore.core.signals import Signals
 from tests.core import fuzz, oracle, policies
 
-STEPS, LANES = 300, 50
+STEPS, LANES = 300, 30
 
 
 @pytest.mark.parametrize("wild", [False, True], ids=["plain", "wild"])

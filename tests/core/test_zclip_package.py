@@ -48,22 +48,22 @@ def published(values: np.ndarray, **settings) -> tuple[np.ndarray, np.ndarray, Z
 @pytest.mark.parametrize("max_norm", [None, 1.0, 6.0])
 @pytest.mark.parametrize("target", MODES)
 def test_the_same_factors_and_statistics(target, max_norm):
-    for seed in range(3):
-        values = norms(seed)
+    runs = np.stack([norms(seed) for seed in range(3)], axis=1)
+    config = RULES["zclip"].ZClipConfig(target=target, max_norm=max_norm)
+    runner = Runner(EngineConfig(clip=("zclip", config)), lanes=3)
+    got, ours = [], []
+    for values in runs:
+        got.append(runner.step(grad_norm=values).grad_scale)
+        ours.append(runner.state.clip.mean)
+    for lane in range(3):
         factors, means, rule = published(
-            values, z_thresh=2.5, max_grad_norm=max_norm, **MODES[target]
+            runs[:, lane], z_thresh=2.5, max_grad_norm=max_norm, **MODES[target]
         )
-        config = RULES["zclip"].ZClipConfig(target=target, max_norm=max_norm)
-        runner = Runner(EngineConfig(clip=("zclip", config)))
-        got, ours = [], []
-        for value in values:
-            got.append(float(runner.step(grad_norm=value).grad_scale))
-            ours.append(float(runner.state.clip.mean))
         assert (factors[25:] < 1).sum() >= 5
-        np.testing.assert_allclose(got, factors, rtol=TOLERANCE)
-        np.testing.assert_allclose(ours[24:], means[24:], rtol=TOLERANCE)
+        np.testing.assert_allclose(np.array(got)[:, lane], factors, rtol=TOLERANCE)
+        np.testing.assert_allclose(np.array(ours)[24:, lane], means[24:], rtol=TOLERANCE)
         assert rule.var is not None
-        np.testing.assert_allclose(float(runner.state.clip.var), rule.var, rtol=10 * TOLERANCE)
+        np.testing.assert_allclose(runner.state.clip.var[lane], rule.var, rtol=10 * TOLERANCE)
 
 
 def test_the_tolerance_would_notice_another_threshold():
