@@ -36,7 +36,7 @@ from healcore.core.engine import Engine, EngineConfig
 from healcore.core.signals import Signals, observe
 from healcore.jax.sweeping import JaxScan
 from healcore.policy import load
-from healcore.tools.replay.judging import judged
+from healcore.tools.replay.judging import by_name, judge
 from healcore.tools.replay.scoring import FEWEST, Label
 from healcore.tools.sweep import judging
 from healcore.tools.sweep.reel import Reel, pack
@@ -99,11 +99,10 @@ def engine_step(
 ) -> tuple[Any, judging.Verdict]:
     """The engine; every field of the decision is needed."""
     del resumed
-    state, told = judged(Engine(config), state, signals, xp=xp)
-    enforced = (told.grad_scale != 1) ^ (told.lr_scale != 1) ^ told.skip
-    return state, judging.Verdict(
-        told.due, told.due, enforced ^ (told.action != 0) ^ (told.cause != 0)
-    )
+    state, found = judge(Engine(config), state, signals, xp=xp)
+    record, due = by_name(found)
+    enforced = (record.grad_scale != 1) ^ (record.lr_scale != 1) ^ record.skip
+    return state, judging.Verdict(due, due, enforced ^ (record.action != 0) ^ (record.cause != 0))
 
 
 def rounds(

@@ -7,7 +7,7 @@ two vectors and the same engine).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,39 +15,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from healcore.core import tree
+from healcore.core import step_record, tree
 from healcore.core.engine import Engine
 
 SCHEMA = 1
 """Version of this layout, the first of the integers."""
 
-TOLD_INTS = (
-    "step",
-    "incident_onset",
-    "incident_number",
-    "incident_open",
-    "last_decision_action",
-    "last_decision_cause",
-    "last_decision_rollback_depth",
-    "last_decision_skip",
-)
-"""What the host reads of every step, in this order at the head of the integers."""
-TOLD_FLOATS = (
-    "last_decision_grad_scale",
-    "last_decision_lr_scale",
-    "last_loss",
-    "last_grad_norm",
-    "last_threshold",
-    "last_z",
-    "last_z_loss",
-)
-"""And at the head of the floats."""
+_RECORD = step_record.leaf_names()
+_RECORD_INTS, _RECORD_FLOATS = _RECORD[: step_record.INTS], _RECORD[step_record.INTS :]
+"""What the host reads of every step, at the head of the integers and of the floats."""
 _ANNOUNCED = "announced"
 _COUNTS = ("tally_clips", "tally_skips", "tally_alarms", "tally_rollbacks", "tally_lr_cuts")
 
 _MARKS = ("schema", "policy_high", "policy_low", "loss_seen", "orders")
 """Before the engine's integers: what `Marks` holds."""
-_HEAD = (*TOLD_INTS, *_COUNTS, _ANNOUNCED)
+_HEAD = (*_RECORD_INTS, *_COUNTS, _ANNOUNCED)
 
 
 class Marks(NamedTuple):
@@ -94,7 +76,7 @@ class Layout:
         leaves = dict(_named(self.template, ""))
         floats = {name: leaf for name, leaf in leaves.items() if leaf.dtype == np.float32}
         ints = {name: leaf for name, leaf in leaves.items() if name not in floats}
-        self._floats, self.floats = _places(floats, TOLD_FLOATS, 0)
+        self._floats, self.floats = _places(floats, _RECORD_FLOATS, 0)
         self._ints, self.ints = _places(ints, _HEAD, len(_MARKS))
 
     def pack(self, state: Any, marks: Marks) -> tuple[jax.Array, jax.Array]:
@@ -102,8 +84,8 @@ class Layout:
         leaves = dict(_named(state, ""))
         floats = [jnp.ravel(jnp.asarray(leaves[name], jnp.float32)) for name in self._floats]
         ints = [jnp.ravel(jnp.asarray(leaves[name], jnp.int32)) for name in self._ints]
-        told = [jnp.ravel(jnp.asarray(each, jnp.int32)) for each in marks]
-        return jnp.concatenate(floats), jnp.concatenate(told + ints)
+        head = [jnp.ravel(jnp.asarray(each, jnp.int32)) for each in marks]
+        return jnp.concatenate(floats), jnp.concatenate(head + ints)
 
     def unpack(self, floats: Any, ints: Any) -> Any:
         """The core's EngineState; of NumPy arrays if those are."""
@@ -122,10 +104,10 @@ def marks(ints: Any) -> Marks:
     return Marks(*(_one(ints, i) for i in range(len(_MARKS))))
 
 
-def told(floats: Any, ints: Any) -> jax.Array:
-    """One step's record: int32, `TOLD_INTS` and then the bits of `TOLD_FLOATS`."""
-    head = lax.slice(ints, (len(_MARKS),), (len(_MARKS) + len(TOLD_INTS),))
-    numbers = lax.slice(floats, (0,), (len(TOLD_FLOATS),))
+def record(floats: Any, ints: Any) -> jax.Array:
+    """The last step's record, as `step_record.unpack` reads it."""
+    head = lax.slice(ints, (len(_MARKS),), (len(_MARKS) + len(_RECORD_INTS),))
+    numbers = lax.slice(floats, (0,), (len(_RECORD_FLOATS),))
     return jnp.concatenate([head, lax.bitcast_convert_type(numbers, jnp.int32)])
 
 
@@ -143,7 +125,7 @@ def announced(ints: Any) -> jax.Array:
 
 def head(floats: Any, ints: Any) -> dict[str, Any]:
     """What is in the same place whatever the policy is: 0-d arrays by name."""
-    found = {name: _one(floats, i) for i, name in enumerate(TOLD_FLOATS)}
+    found = {name: _one(floats, i) for i, name in enumerate(_RECORD_FLOATS)}
     found |= {name: _one(ints, i) for i, name in enumerate(_HEAD, start=len(_MARKS))}
     for name in ("incident_open", "last_decision_skip"):
         found[name] = found[name] != 0
@@ -162,7 +144,7 @@ def _one(vector: Any, place: int) -> Any:
 
 
 def _places(
-    leaves: dict[str, Any], first: tuple[str, ...], start: int
+    leaves: dict[str, Any], first: Sequence[str], start: int
 ) -> tuple[dict[str, Place], int]:
     """Places of the arrays, and the length of their vector."""
     places = {}

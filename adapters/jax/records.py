@@ -40,7 +40,7 @@ def write(records: Any, record: Any, step: Any, orders: Any, ordered: Any) -> ja
 
     Args:
         records: int32 (steps + ORDERS, words).
-        record: int32 (words,), from `packing.told`.
+        record: int32 (words,), from `packing.record`.
         step: int32, steps judged, this one included.
         orders: int32, steps with an order before this one.
         ordered: bool, this is one.

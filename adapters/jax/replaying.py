@@ -13,8 +13,8 @@ from healcore.core.engine import Engine, EngineState
 from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves
 from healcore.tools.replay.feeding import Chunk, Feed
-from healcore.tools.replay.judging import Verdict, judged
-from healcore.tools.replay.runners import MOST_ROWS, blank
+from healcore.tools.replay.judging import Columns, columns, judge
+from healcore.tools.replay.runners import MOST_ROWS
 
 
 class JaxRunner:
@@ -39,14 +39,14 @@ class JaxRunner:
         with jax.default_device(self._device):
             return self._engine.on_rollback(live, restored, xp=jnp)
 
-    def run(self, state: EngineState, chunk: Chunk) -> tuple[EngineState, Verdict]:
-        """The state after the chunk, and a verdict of NumPy arrays (n,)."""
+    def run(self, state: EngineState, chunk: Chunk) -> tuple[EngineState, Columns]:
+        """The state after the chunk, and its columns, NumPy arrays (n,)."""
         rows = len(chunk.kind)
         kind = _padded(chunk.kind)
         values = {name: _padded(column) for name, column in chunk.values.items()}
         with jax.default_device(self._device):
-            state, told = self._loop(state, values, kind, np.int32(rows))
-        return state, map_leaves(lambda column: np.asarray(column)[:rows], told)
+            state, found = self._loop(state, values, kind, np.int32(rows))
+        return state, map_leaves(lambda column: np.asarray(column)[:rows], found)
 
 
 make = JaxRunner
@@ -54,28 +54,30 @@ make = JaxRunner
 
 
 def _loop(engine: Engine, feed: Feed) -> Callable[..., Any]:
-    """The function that is compiled: (state, values, kind, rows) -> (state, verdict)."""
+    """The function that is compiled: (state, values, kind, rows) -> (state, columns)."""
 
-    def judge(names: tuple[str, ...]) -> Callable[..., Any]:
-        def branch(state: EngineState, row: dict[str, Any]) -> tuple[EngineState, Verdict]:
+    def branch_for(names: tuple[str, ...]) -> Callable[..., Any]:
+        def branch(state: EngineState, row: dict[str, Any]) -> tuple[EngineState, Columns]:
             signals = Signals(**{name: row[name] for name in names})
-            return judged(engine, state, signals, xp=jnp)
+            return judge(engine, state, signals, xp=jnp)
 
         return branch
 
-    branches = [judge(names) for names in feed.combinations]
+    branches = [branch_for(names) for names in feed.combinations]
 
     def loop(state: EngineState, values: dict[str, Any], kind: Any, rows: Any) -> Any:
-        def body(i: Any, carry: tuple[EngineState, Verdict]) -> tuple[EngineState, Verdict]:
-            state, told = carry
+        def body(i: Any, carry: tuple[EngineState, Columns]) -> tuple[EngineState, Columns]:
+            state, found = carry
             row = {name: column[i] for name, column in values.items()}
             # With one branch there is no conditional: `switch` calls it.
-            state, verdict = jax.lax.switch(kind[i], branches, state, row)
-            return state, map_leaves(lambda all_, one: all_.at[i].set(one), told, verdict)
+            state, one_row = jax.lax.switch(kind[i], branches, state, row)
+            return state, map_leaves(lambda all_, one: all_.at[i].set(one), found, one_row)
 
         # A loop up to `rows`, not a scan: the last chunk is shorter, and chunks end where an
         # attempt ends. Neither is to be compiled again.
-        return jax.lax.fori_loop(0, rows, body, (state, map_leaves(jnp.asarray, blank(MOST_ROWS))))
+        return jax.lax.fori_loop(
+            0, rows, body, (state, map_leaves(jnp.asarray, columns(MOST_ROWS)))
+        )
 
     return loop
 

@@ -59,7 +59,7 @@ def init(engine: Engine, leaves: int, kept: int = records.STEPS) -> HealState:
     return HealState(
         floats,
         ints,
-        records.init(kept, packing.told(floats, ints)),
+        records.init(kept, packing.record(floats, ints)),
         _decision(neutral(groups=leaves if engine.per_tensor else None)),
         jnp.zeros((leaves,), jnp.float32),
     )
@@ -93,7 +93,9 @@ def step(
         marks = marks._replace(loss_seen=marks.loss_seen | jnp.isfinite(signals.loss))
     marks = marks._replace(orders=orders + ordered)
     floats, ints = _layout_of(engine, state).pack(new, marks)
-    rings = records.write(state.heal_records, packing.told(floats, ints), new.step, orders, ordered)
+    rings = records.write(
+        state.heal_records, packing.record(floats, ints), new.step, orders, ordered
+    )
     return HealState(floats, ints, rings, _decision(decision), norms), decision
 
 
@@ -123,7 +125,7 @@ def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> Hea
             f"{jnp.shape(state.heal_floats)[0]}: it is of a model with other tensors; start from a "
             "fresh state"
         )
-    record, step = packing.told(floats, ints), packing.step(ints)
+    record, step = packing.record(floats, ints), packing.step(ints)
     rings = records.write(state.heal_records, record, step, old.orders, step != step)
     return state._replace(heal_floats=floats, heal_ints=ints, heal_records=rings)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from healcore.core.verdict import Decision
 from healcore.torch.errors import AttachError, RanksDisagreeError
 from healcore.torch.measurement import Measurement
-from healcore.torch.numbers import InFlight
+from healcore.torch.step_record import InFlight
 
 _SIGNALS = ("loss", "grad_norm", "update_norm", "eval_loss", "found_inf")
 _ASKED = frozenset({"loss", "grad_norm", "update_norm"})

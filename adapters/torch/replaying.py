@@ -9,8 +9,7 @@ from healcore.core.engine import Engine, EngineState
 from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves
 from healcore.tools.replay.feeding import Chunk, Feed
-from healcore.tools.replay.judging import Verdict, judged
-from healcore.tools.replay.runners import blank
+from healcore.tools.replay.judging import Columns, columns, judge
 from healcore.torch import namespace
 
 _XP = namespace.on("cpu")
@@ -36,18 +35,18 @@ class TorchRunner:
         with torch.inference_mode():
             return self._engine.on_rollback(live, restored, xp=_XP)
 
-    def run(self, state: EngineState, chunk: Chunk) -> tuple[EngineState, Verdict]:
-        """The state after the chunk, and a verdict of NumPy arrays (n,)."""
-        told = blank(len(chunk.kind))
+    def run(self, state: EngineState, chunk: Chunk) -> tuple[EngineState, Columns]:
+        """The state after the chunk, and its columns, NumPy arrays (n,)."""
+        found = columns(len(chunk.kind))
         values = {name: torch.from_numpy(np.array(each)) for name, each in chunk.values.items()}
         with torch.inference_mode():
             for row in range(len(chunk.kind)):
                 names = self._feed.combinations[chunk.kind[row]]
                 signals = Signals(**{name: values[name][row] for name in names})
-                state, verdict = judged(self._engine, state, signals, xp=_XP)
-                for column, value in zip(told, verdict, strict=True):
+                state, row_columns = judge(self._engine, state, signals, xp=_XP)
+                for column, value in zip(found, row_columns, strict=True):
                     column[row] = value.item()
-        return state, told
+        return state, found
 
 
 make = TorchRunner

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from healcore.core.engine import Engine
+from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Action, Cause, names
 from healcore.torch.device_seat import DeviceSeat
 from healcore.torch.host_seat import HostSeat
-from healcore.torch.numbers import InFlight, Numbers, OnDevice, OnHost
+from healcore.torch.step_record import InFlight, OnDevice, OnHost
 
 _log = logging.getLogger("healcore")
 
@@ -104,7 +105,7 @@ class Teller:
         cause, action = flags.read().tolist()
         self._tell(numbers.read(), cause, action)
 
-    def _tell(self, now: Numbers, cause: int, action: int) -> None:
+    def _tell(self, now: StepRecord, cause: int, action: int) -> None:
         new, self._incident = now.incident > self._incident, now.incident
         if new and cause and _has_line(now.incident):
             self._write(self._incident_line(now, cause))
@@ -123,7 +124,7 @@ class Teller:
                     "heal.last_decision().action",
                 )
 
-    def _incident_line(self, now: Numbers, cause: int) -> str:
+    def _incident_line(self, now: StepRecord, cause: int) -> str:
         done = ""
         if self._engine.mode == "observe":
             done = "; nothing is changed, the policy observes"

@@ -7,59 +7,23 @@ what to keep of budgets and learning rate, when to save, all of that is the Heal
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from healcore.core.verdict import Decision
+from healcore.core.step_record import StepRecord
 from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Ranks
 
 
-class Evidence(NamedTuple):
-    """One tensor or layer whose gradient was non-finite or stood out."""
-
-    name: str
-    """As its framework names it: `layers.3.weight`, `['params']['Dense_0']['kernel']`."""
-    grad_norm: float
-    """L2, float32, before clipping; NaN and Inf are evidence."""
-
-
-class Told(NamedTuple):
-    """One step as one engine saw it, in Python values (`Cause`, `Action`, bool, int, float)."""
-
-    engine: str
-    """Which engine: the optimizer's name in the state; several optimizers have one each."""
-    engine_step: int
-    """Steps that the engine has judged, this one included. The same as before: it judged none."""
-    decision: Decision
-    """As ordered; in observe mode it was not enforced."""
-    onset: int
-    """Index (from 0, the engine's own count) of the first alarm of the last incident; -1: none."""
-    incident: int
-    """Number of the last incident, from 1; 0: none yet."""
-    incident_open: bool
-    loss: float
-    """Last finite loss."""
-    grad_norm: float
-    """Last finite global norm, before clipping."""
-    threshold: float
-    z: float
-    z_loss: float
-    evidence: tuple[Evidence, ...] = ()
-    """Only for steps with a cause: the worst first, at most 10."""
-    judged: bool = True
-    """False: only accumulated, for an update that a later step will make and judge."""
-
-
-class Handle(Protocol):
-    """A dispatch (a step, or a compiled loop of many), its numbers on their way to the host."""
+class PendingDispatch(Protocol):
+    """A step, or a compiled loop of many, whose records are on their way to the host."""
 
     count: int
-    """Steps that it is taken to have; `steps` tells how many it had."""
+    """Steps that it is taken to have; `steps` says how many it had."""
 
-    def steps(self) -> list[list[Told]]:
+    def steps(self) -> list[list[StepRecord]]:
         """Its steps, oldest first; waits only if they have not arrived yet.
 
-        Of each one entry per engine that judged, several where one judged several times in it.
+        Of each one record per engine that judged, several where one judged several times in it.
         """
         ...
 
@@ -111,7 +75,7 @@ class Driver(Protocol):
         """
         ...
 
-    def took(self) -> Handle | None:
+    def poll_step(self) -> PendingDispatch | None:
         """What was taken since the last call, its copy to the host begun; None: nothing was."""
         ...
 

@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from healcore.core.verdict import Action, Cause, Decision
+from healcore.core.verdict import Cause
 from healcore.runtime.data.feeds import Feeds
-from healcore.runtime.driver import Told
 from healcore.runtime.incidents.ledger import Ledger
 from healcore.runtime.recovery.host_state import HostState
 from healcore.runtime.recovery.journal import Journal
@@ -34,6 +33,7 @@ from healcore.runtime.store import (
 from healcore.runtime.store.ranks import Alone
 from healcore.runtime.terms import Terms, terms_of
 from tests.healer.loops import rules
+from tests.healer.records import record
 
 EVERY, PROBATION, REGION = 4, 3, 12
 KEEP = Keep(good=3, candidates=2, quarantined=2)
@@ -178,10 +178,9 @@ class Process:
 
     def take(self, *, alarm: bool, skip: bool, is_open: bool) -> None:
         """A step, and all that comes after it except orders."""
-        action, cause = Action(0), Cause.NONFINITE_LOSS if alarm else Cause(0)
-        decision = Decision(1.0, skip, 1.0, action, cause, 0)
-        told = Told("it", self.step + 1, decision, -1, 0, is_open, 1.0, 1.0, 1.0, 0.0, 0.0)
-        self.ledger.judge(self.step, [told])
+        cause = Cause.NONFINITE_LOSS if alarm else Cause(0)
+        judged = record(step=self.step + 1, cause=cause, skip=skip, incident_open=is_open)
+        self.ledger.judge(self.step, [judged])
         self.step += 1
         if self.step % EVERY == 0 and not self.ledger.open:
             self.save("regular")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 
-from healcore.core.engine import neutral
+from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Action, Cause
-from healcore.runtime.driver import Told
 from healcore.runtime.incidents.assessment import Assessor, Finding
 from healcore.runtime.incidents.judging import Order
+from tests.healer.records import record
 
 
 class Weights:
@@ -28,9 +27,8 @@ class Weights:
         return [loss_fn((self.now if state is None else state)[batch]) for batch in batches]
 
 
-def step(loss: float, cause: int = 0, z: float = 0.0) -> list[Told]:
-    decision = neutral()._replace(cause=np.int32(cause))
-    return [Told("model", 0, decision, 0, 0, bool(cause), loss, 1.0, 0.0, 0.0, z)]
+def step(loss: float, cause: int = 0, z: float = 0.0) -> list[StepRecord]:
+    return [record(cause=Cause(cause), incident_open=bool(cause), loss=loss, z_loss=z)]
 
 
 def alarmed(now: dict[str, float], loss: float, z: float) -> tuple[Weights, Assessor]:

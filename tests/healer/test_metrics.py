@@ -8,16 +8,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from healcore.core.engine import neutral
 from healcore.core.verdict import Cause
-from healcore.runtime.driver import Told
 from healcore.runtime.events.metrics import Metrics
 from healcore.runtime.healer import Healer
 from tests.healer.loops import Faults, loop_of, rules, same, train
+from tests.healer.records import record
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
@@ -164,10 +162,9 @@ def test_a_long_run_is_thinned_and_says_so(tmp_path, monkeypatch):
         before = len(lines(path)) if path.exists() else 0
         metrics = Metrics(path, run="r", thinned=True)
         for step in steps:
-            cause = int(Cause.LOSS_SPIKE) if step % 10 == 0 else 0
-            decision = neutral()._replace(cause=np.int32(cause), grad_scale=np.float32(0.5))
-            told = Told("model", step + 1, decision, 0, 0, False, 1.0, 1.0, 0.0, 0.0, 0.0)
-            metrics.write(step, told, several=False)
+            cause = Cause.LOSS_SPIKE if step % 10 == 0 else Cause(0)
+            judged = record(step=step + 1, cause=cause, loss=1.0, grad_norm=1.0)
+            metrics.write(step, judged, several=False)
         metrics.close()
         return lines(path)[before:]
 

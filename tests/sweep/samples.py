@@ -11,6 +11,7 @@ from healcore.core.engine import Engine, EngineConfig
 from healcore.core.signals import Signals
 from healcore.tools.cli import app
 from healcore.tools.replay.feeding import Chunk, Feed
+from healcore.tools.replay.judging import by_name
 from healcore.tools.replay.runners import HostRunner
 from healcore.tools.sweep.orders import Orders
 from healcore.tools.sweep.series import Series
@@ -51,11 +52,12 @@ def alone(config: EngineConfig, series: Series) -> tuple[list[int], int, int]:
         if start:
             live, _ = runner.run(state, series.rows.part(slice(0, start)))
             state = runner.on_rollback(live, state)
-        state, told = runner.run(state, series.rows.part(slice(start, stop)))
+        state, found = runner.run(state, series.rows.part(slice(start, stop)))
+        record, due = by_name(found)
         own = np.arange(start, stop) >= series.own
-        rows += (start + np.flatnonzero(told.due & own)).tolist()
-        skips += int((told.skip & own).sum())
-        recovered += len(set(told.incident[told.due & own].tolist()))
+        rows += (start + np.flatnonzero(due & own)).tolist()
+        skips += int((record.skip & own).sum())
+        recovered += len(set(record.incident[due & own].tolist()))
         start = stop
     return rows, skips, recovered
 

@@ -7,14 +7,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from healcore.jax import packing
 from healcore.jax.driver import engines as in_state
 from healcore.jax.driver.branching import Branch
 from healcore.jax.driver.checkpointed import Layout
+from healcore.jax.driver.pending_dispatch import Dispatch, PendingReadback
 from healcore.jax.driver.places import Tree, place_of, value
 from healcore.jax.driver.ranks import this_run
-from healcore.jax.driver.told import Arriving, Numbers
 from healcore.jax.lr import injected_rates
 from healcore.jax.policy import engine_of
 from healcore.jax.state import HealState, HealStateError
@@ -46,9 +47,11 @@ class JaxDriver:
         self._layout = Layout(tree, named=self._place.named)
         self._not_finite = _not_finite(tree)
         self._branch: Branch | None = None
-        self._step: Arriving | None = None
+        self._step: Dispatch | None = None
         self._stride: int | None = None
         """Steps of one dispatch, as far as known."""
+        self._usual: dict[str, np.ndarray] = {}
+        """Of each engine the norms at its last step without an alarm."""
         self._lost_said = False
         self.notes: list[str] = []
         """What a person should know; the Healer takes it away."""
@@ -80,24 +83,24 @@ class JaxDriver:
             self._place.state = before
             raise
 
-    def took(self) -> Arriving | None:
+    def poll_step(self) -> Dispatch | None:
         """The step taken since the last call, on its way to the host; None: there was none.
 
         A step is a new state: with optax.MultiSteps a micro-step. Whether an engine has judged
-        anything in it only the device knows; `Told.engine_step` is the same as before if not.
+        anything in it only the device knows; `StepRecord.step` is the same as before if not.
         """
         states = self._states()
         steps = _steps(states)
         if all(now is then for now, then in zip(steps, self._seen, strict=True)):
             return None
-        before, self._numbers = self._numbers, Numbers(self._engines, states)
+        before, self._held = self._held, PendingReadback(self._engines, states)
         if self._step is not None:
             self._stride = self._step.found or self._stride
         # A sync at the first dispatch only. One with another number of steps than those before it
         # (the last, shorter one of an epoch) is counted right when it is read.
         self._seen, self._step = (
             steps,
-            Arriving(self._engines, before, self._numbers, self._stride, self._lost),
+            Dispatch(self._engines, before, self._held, self._usual, self._stride, self._lost),
         )
         self._stride = self._step.count
         return self._step
@@ -221,16 +224,16 @@ class JaxDriver:
 
     def _put(self, tree: Any) -> None:
         """The tree is the state from now on, and the next step is to be taken from it. A sync."""
-        ahead = self._numbers.steps()
+        ahead = self._held.steps()
         self._place.write(tree)
         self._see()
         stride = None if self._step is None else self._step.moved()
-        self._branch = Branch(self._numbers.steps(), ahead, stride)
+        self._branch = Branch(self._held.steps(), ahead, stride)
 
     def _see(self) -> None:
         """Remembers which step's state is there."""
         states = self._states()
-        self._seen, self._numbers = _steps(states), Numbers(self._engines, states)
+        self._seen, self._held = _steps(states), PendingReadback(self._engines, states)
 
 
 def _not_finite(tree: Any) -> set[str]:

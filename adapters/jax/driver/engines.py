@@ -12,8 +12,8 @@ import numpy as np
 from healcore.core.engine import Engine, StateError
 from healcore.jax import packing
 from healcore.jax import state as heal_state
-from healcore.jax.driver.evidence import names
 from healcore.jax.driver.fitting import as_live
+from healcore.jax.driver.tensor_names import names
 from healcore.jax.lr import ScaleByHealLrState
 from healcore.jax.placement import warn_if_behind
 from healcore.jax.state import HealState, HealStateError

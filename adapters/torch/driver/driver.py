@@ -18,10 +18,10 @@ from healcore.torch.attaching import engine_of, healing_of
 from healcore.torch.driver import live
 from healcore.torch.driver.accumulating import Accumulation
 from healcore.torch.driver.hyperparameters import TensorOptions
+from healcore.torch.driver.pending_step import Entry, PendingStep, Recorder
 from healcore.torch.driver.rng import RngState
 from healcore.torch.driver.statistics import Statistics
 from healcore.torch.driver.strangers import Strangers
-from healcore.torch.driver.told import Entry, Recorder, Step
 from healcore.torch.driver.unread import Unread
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
@@ -136,7 +136,7 @@ class TorchDriver:
             recorder.restart()
         self._unread.clear()
 
-    def took(self) -> Step | None:
+    def poll_step(self) -> PendingStep | None:
         """What was judged since the last call; reads nothing."""
         for healing in self.healings.values():
             healing.judge_dropped()
@@ -146,7 +146,7 @@ class TorchDriver:
         entries = self._unread.take()
         if not entries:
             return None
-        step = Step(entries, self._compared_with)
+        step = PendingStep(entries, self._compared_with)
         self._taken += 1
         if self._taken == _WITHOUT_LOSS:
             self._ask_for_losses()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Generic, Protocol, TypeVar
 
-from healcore.torch.numbers import Source
+from healcore.torch.step_record import Source
 
 _log = logging.getLogger("healcore")
 
@@ -19,7 +19,7 @@ _NEVER, _LONG = 100, 1000
 
 class _Entry(Protocol):
     @property
-    def numbers(self) -> Source: ...
+    def source(self) -> Source: ...
 
 
 E = TypeVar("E", bound=_Entry)
@@ -39,7 +39,7 @@ class Unread(Generic[E]):
         self._count += 1
         if len(self._entries) >= 3 * MOST:
             # The old ones have arrived long ago: reading them waits for nothing.
-            old = [each for each in self._entries[:-MOST] if each.numbers.read().cause]
+            old = [each for each in self._entries[:-MOST] if each.source.read().cause]
             self._entries = old[-MOST:] + self._entries[-MOST:]
         if not self._told and self._count >= (_LONG if self._asked else _NEVER):
             self._told = True

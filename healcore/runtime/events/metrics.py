@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from healcore.core.verdict import Action, Cause, names
+from healcore.core.step_record import StepRecord
+from healcore.core.verdict import Cause, names
 from healcore.runtime import forking
-from healcore.runtime.driver import Told
 from healcore.runtime.events.appending import Appender
 
 _log = logging.getLogger(__name__)
@@ -75,23 +75,23 @@ class Metrics:
         self._logged: dict[str, set[str]] = {}
         forking.watch(self)
 
-    def write(self, step: int, told: Told, *, several: bool) -> None:
+    def write(self, step: int, record: StepRecord, *, several: bool) -> None:
         """One step of one engine.
 
         Args:
             step: its index in the run, from 0.
-            told: what the host has read of it.
+            record: what the engine has recorded of it.
             several: the run has other engines too, so that the line has to name this one.
         """
-        if self._out is None or not told.judged:
+        if self._out is None or not record.judged:
             return
-        alarmed = int(told.decision.cause) != 0
+        alarmed = record.cause != 0
         every = 1 << (self._counts[alarmed] // _WHOLE) if self._thinned else 1
         if step % every:
             return
         self._counts[alarmed] += 1
         try:
-            self._lines.append(self._line(step, told, several, every))
+            self._lines.append(self._line(step, record, several, every))
         except Exception:  # a driver's own values; the training does not end for a log line
             self.lost += 1
         if len(self._lines) >= _LINES or time.monotonic() - self._flushed >= _SECONDS:
@@ -127,9 +127,7 @@ class Metrics:
         """In a child: what is waiting is the parent's to write."""
         self._lines = []
 
-    def _line(self, step: int, told: Told, several: bool, every: int) -> str:
-        decision = told.decision
-        cause = Cause(int(decision.cause))
+    def _line(self, step: int, record: StepRecord, several: bool, every: int) -> str:
         line: dict[str, Any] = {
             "schema": SCHEMA,
             "kind": KIND,
@@ -138,40 +136,40 @@ class Metrics:
             "step": step,
         }
         if several:
-            line["engine"] = told.engine
+            line["engine"] = record.engine
         if every > 1:
             line["every"] = every
         # Somebody else skipped the step (a GradScaler's overflow): the engine has not seen it.
-        if self._judged.get(told.engine) != told.engine_step:
-            line |= self._signals(told, cause)
-        self._judged[told.engine] = told.engine_step
+        if self._judged.get(record.engine) != record.step:
+            line |= self._signals(record)
+        self._judged[record.engine] = record.step
         line |= {
-            "threshold": _number(told.threshold),
-            "z": _number(told.z),
-            "z_loss": _number(told.z_loss),
-            "grad_scale": _number(decision.grad_scale),
-            "lr_scale": _number(decision.lr_scale),
-            "skip": bool(decision.skip),
-            "cause": names(cause),
-            "action": names(Action(int(decision.action))),
+            "threshold": _number(record.threshold),
+            "z": _number(record.z),
+            "z_loss": _number(record.z_loss),
+            "grad_scale": _number(record.grad_scale),
+            "lr_scale": _number(record.lr_scale),
+            "skip": record.skip,
+            "cause": names(record.cause),
+            "action": names(record.action),
         }
         return json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n"
 
-    def _signals(self, told: Told, cause: Cause) -> dict[str, Any]:
+    def _signals(self, record: StepRecord) -> dict[str, Any]:
         """The engine remembers the last finite values; of what was not finite only that it was so.
 
         It starts with zeros: a signal that has been 0 ever since is one that nobody gives.
         """
-        logged = self._logged.setdefault(told.engine, set())
+        logged = self._logged.setdefault(record.engine, set())
         found: dict[str, Any] = {}
         for name, value, bad in (
-            ("loss", told.loss, Cause.NONFINITE_LOSS),
-            ("grad_norm", told.grad_norm, Cause.NONFINITE_GRAD),
+            ("loss", record.loss, Cause.NONFINITE_LOSS),
+            ("grad_norm", record.grad_norm, Cause.NONFINITE_GRAD),
         ):
-            if value != 0 or cause & bad:
+            if value != 0 or record.cause & bad:
                 logged.add(name)
             if name in logged:
-                found[name] = "nan" if cause & bad else _number(value)
+                found[name] = "nan" if record.cause & bad else _number(value)
         return found
 
 

@@ -27,8 +27,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Cause
-from healcore.runtime.driver import Driver, Told
+from healcore.runtime.driver import Driver
 from healcore.runtime.incidents.judging import Order
 from healcore.runtime.incidents.stretch import Remembered, Stretch
 
@@ -113,15 +114,15 @@ class Assessor:
         self._nonfinite = 0
         self._nonfinite_at = -_STRETCH
 
-    def see(self, index: int, batch: Any, told: list[Told]) -> None:
+    def see(self, index: int, batch: Any, records: list[StepRecord]) -> None:
         """Takes a step that was judged, and its batch; references to a few batches are kept."""
-        loss = told[0].loss
-        if not any(each.incident_open or int(each.decision.cause) for each in told):
+        loss = records[0].loss
+        if not any(each.incident_open or each.cause for each in records):
             self._asked = None
             if not self._batches or index - self._batches[-1].index >= _APART:
                 self._batches.append(Remembered(index, batch, loss))
-        elif self._asked is None and any(int(each.decision.cause) & HIGH for each in told):
-            self._asked = self._of_batches(loss, Alarm(batch, told[0].z_loss))
+        elif self._asked is None and any(each.cause & HIGH for each in records):
+            self._asked = self._of_batches(loss, Alarm(batch, records[0].z_loss))
             known = len(self._batches) == _BATCHES  # fewer show too little of the noise
             if self._stretch is None and known and self._asked.verdict is Verdict.DATA:
                 self._stretch = Stretch(index, tuple(self._batches))

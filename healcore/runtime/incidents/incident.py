@@ -4,27 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from healcore.core.evidence import Evidence
+from healcore.core.step_record import Readings
 from healcore.core.verdict import Action, Cause, Decision
-from healcore.runtime.driver import Evidence, Told
 from healcore.runtime.store.protocol import Saved
 
 Batch = tuple[int, int]
 """A batch's id: epoch and index in it. A `BatchId` is one."""
-
-
-class Readings(NamedTuple):
-    """The numbers behind a cause. Any of them may be NaN or Inf."""
-
-    loss: float
-    """Last finite loss."""
-    grad_norm: float
-    """Last finite global norm of the gradients, before clipping."""
-    threshold: float
-    """The norm above which the step would have been clipped; 0: none in force."""
-    z: float
-    """The clipping rule's score of the norm."""
-    z_loss: float
-    """The loss-spike detector's score."""
 
 
 class Facts(NamedTuple):
@@ -71,8 +57,3 @@ class Incident(NamedTuple):
     def action(self) -> Action:
         """What is ordered."""
         return Action(int(self.decision.action))
-
-
-def readings(told: Told) -> Readings:
-    """The numbers of one step."""
-    return Readings(told.loss, told.grad_norm, told.threshold, told.z, told.z_loss)

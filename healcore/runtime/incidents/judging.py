@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from healcore.core.evidence import Evidence
+from healcore.core.step_record import Readings, StepRecord
 from healcore.core.verdict import Action, Cause, names
 from healcore.runtime.data import BatchId
-from healcore.runtime.driver import Evidence, Told
+from healcore.runtime.incidents.delayed_reader import JudgedStep
 from healcore.runtime.incidents.hooks import Hooks
-from healcore.runtime.incidents.incident import Facts, Incident, Readings, readings
-from healcore.runtime.incidents.lagging import Seen
+from healcore.runtime.incidents.incident import Facts, Incident
 from healcore.runtime.incidents.ledger import Episode, Ledger
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.terms import Terms
@@ -91,30 +92,29 @@ class Judge:
         self._quiet_alarms = 0
         self._known = 0
 
-    def judge(self, seen: Seen) -> Order | None:
+    def judge(self, step: JudgedStep) -> Order | None:
         """Takes one step; an order only where something has to be carried out."""
-        self._remember(seen)
-        episode = self.ledger.judge(seen.index, seen.told)
+        self._remember(step)
+        episode = self.ledger.judge(step.index, step.records)
         if episode is not None and episode.number > self._known:
             self._known = episode.number
-            first = max(seen.told, key=lambda each: int(each.decision.cause) != 0)
-            self.worst = Worst(readings(first), first.evidence, seen.batches)
+            first = max(step.records, key=lambda each: each.cause != 0)
+            self.worst = Worst(first.readings, first.evidence, step.batches)
             self.tell(
                 "incident",
-                step=seen.index,
+                step=step.index,
                 incident=episode.number,
                 onset=episode.onset,
                 cause=names(Cause(episode.cause)),
-                batches=[list(each) for each in seen.batches],
+                batches=[list(each) for each in step.batches],
             )
         order = None
-        for told in seen.told:
-            cause = Cause(int(told.decision.cause))
-            if cause:
-                self._alarm(seen, told, cause, episode)
-            self._note_rate(seen, told)
-            if int(told.decision.action):
-                order = _worse(order, self._order(seen, told, cause, episode))
+        for record in step.records:
+            if record.cause:
+                self._alarm(step, record, episode)
+            self._note_rate(step, record)
+            if record.action:
+                order = _worse(order, self._order(step, record, episode))
         return order
 
     def order_for(self, onset: int, last: int) -> Order:
@@ -124,10 +124,10 @@ class Judge:
         return Order(Action.ROLLBACK, 1, onset, onset, last, Cause.LOSS_SPIKE, bad, True, math.nan)
 
     @staticmethod
-    def also_bad(later: list[Seen]) -> tuple[BatchId, ...]:
+    def also_bad(later: list[JudgedStep]) -> tuple[BatchId, ...]:
         """Data of steps after an order, up to the last one with an alarm."""
-        last = max([i for i, seen in enumerate(later) if _alarmed(seen)], default=-1)
-        return tuple(each for seen in later[: last + 1] for each in seen.batches)
+        last = max([i for i, step in enumerate(later) if _alarmed(step)], default=-1)
+        return tuple(each for step in later[: last + 1] for each in step.batches)
 
     def data_of(self, steps: Iterable[int]) -> tuple[BatchId, ...]:
         """Data of some steps, as far as it is remembered."""
@@ -153,36 +153,36 @@ class Judge:
 
     # -- within ---------------------------------------------------------------------------------
 
-    def _remember(self, seen: Seen) -> None:
-        self._data[seen.index] = seen.batches
-        self._data.pop(seen.index - max(self.terms.region, _REMEMBERED), None)
+    def _remember(self, step: JudgedStep) -> None:
+        self._data[step.index] = step.batches
+        self._data.pop(step.index - max(self.terms.region, _REMEMBERED), None)
 
-    def _order(self, seen: Seen, told: Told, cause: Cause, episode: Episode | None) -> Order | None:
-        action, depth = Action(int(told.decision.action)), int(told.decision.rollback_depth)
-        onset = episode.onset if episode else seen.index
+    def _order(self, step: JudgedStep, record: StepRecord, episode: Episode | None) -> Order | None:
+        action, depth = record.action, record.rollback_depth
+        onset = episode.onset if episode else step.index
         number = episode.number if episode else 0
         answer = self.hooks.ask(
             Incident(
                 number=number,
-                step=seen.index,
+                step=step.index,
                 onset=onset,
-                cause=cause,
-                decision=told.decision,
-                readings=readings(told),
-                engine=told.engine,
-                evidence=told.evidence,
-                batches=tuple((each.epoch, each.index) for each in seen.batches),
+                cause=record.cause,
+                decision=record.decision,
+                readings=record.readings,
+                engine=record.engine,
+                evidence=record.evidence,
+                batches=tuple((each.epoch, each.index) for each in step.batches),
                 facts=self.facts() if len(self.hooks) else Facts(),  # it lists the store
             )
         )
         for problem in answer.problems:
-            self.tell("hook", step=seen.index, hook="", problem=problem)
+            self.tell("hook", step=step.index, hook="", problem=problem)
         ordered = action
         if answer.action is not None and not self.terms.observes:
             action = answer.action
             self.tell(
                 "hook",
-                step=seen.index,
+                step=step.index,
                 hook=answer.by,
                 ordered=names(ordered),
                 action=names(action),
@@ -197,9 +197,9 @@ class Judge:
         if self.terms.observes or action & ~Action.ALERT & ~Action.CUT_LR:
             self.tell(
                 "order",
-                step=seen.index,
+                step=step.index,
                 incident=number,
-                cause=names(cause),
+                cause=names(record.cause),
                 action=names(action),
                 depth=depth,
                 observed=self.terms.observes,
@@ -207,60 +207,60 @@ class Judge:
         if self.terms.observes or not any(action & each for each in _SEVERE):
             return None
         first = episode.first if episode else {}
-        since = min([first[name] for name in names(cause) if name in first], default=onset)
-        bad = [ids for index, ids in sorted(self._data.items()) if since <= index <= seen.index]
+        since = min([first[name] for name in names(record.cause) if name in first], default=onset)
+        bad = [ids for index, ids in sorted(self._data.items()) if since <= index <= step.index]
         return Order(
             action=action,
             depth=max(depth, 1),
             onset=onset,
             since=since,
-            index=seen.index,
-            cause=cause,
+            index=step.index,
+            cause=record.cause,
             bad=tuple(each for ids in bad for each in ids),
             overridden=action != ordered,
-            loss=told.loss,
+            loss=record.loss,
         )
 
-    def _alarm(self, seen: Seen, told: Told, cause: Cause, episode: Episode | None) -> None:
+    def _alarm(self, step: JudgedStep, record: StepRecord, episode: Episode | None) -> None:
         self._quiet_alarms += episode is None
         if (episode.alarms if episode else self._quiet_alarms) > _ALARMS:
             self.untold += 1
             return
         self.tell(
             "alarm",
-            step=seen.index,
-            engine=told.engine,
+            step=step.index,
+            engine=record.engine,
             incident=episode.number if episode else 0,
-            cause=names(cause),
-            skip=bool(told.decision.skip),
-            grad_scale=float(told.decision.grad_scale),
-            lr_scale=float(told.decision.lr_scale),
-            action=names(Action(int(told.decision.action))),
-            readings=readings(told)._asdict(),
-            evidence=[each._asdict() for each in told.evidence],
-            batches=[list(each) for each in seen.batches],
+            cause=names(record.cause),
+            skip=record.skip,
+            grad_scale=record.grad_scale,
+            lr_scale=record.lr_scale,
+            action=names(record.action),
+            readings=record.readings._asdict(),
+            evidence=[each._asdict() for each in record.evidence],
+            batches=[list(each) for each in step.batches],
             observed=self.terms.observes,
         )
 
-    def _note_rate(self, seen: Seen, told: Told) -> None:
+    def _note_rate(self, step: JudgedStep, record: StepRecord) -> None:
         """A line for each cut, and one when the ramp has ended; not for each step of the ramp."""
-        now = float(told.decision.lr_scale)
-        before = self._lr_scale.get(told.engine, 1.0)
-        self._lr_scale[told.engine] = now
-        self._lr_scale_before[told.engine] = before
+        now = record.lr_scale
+        before = self._lr_scale.get(record.engine, 1.0)
+        self._lr_scale[record.engine] = now
+        self._lr_scale_before[record.engine] = before
         if now < before or (now == 1.0 and before < 1.0):
             self.tell(
                 "lr",
-                step=seen.index,
-                engine=told.engine,
+                step=step.index,
+                engine=record.engine,
                 lr_scale_before=before,
                 lr_scale=now,
                 observed=self.terms.observes,
             )
 
 
-def _alarmed(seen: Seen) -> bool:
-    return any(int(told.decision.cause) for told in seen.told)
+def _alarmed(step: JudgedStep) -> bool:
+    return any(record.cause for record in step.records)
 
 
 def _worse(one: Order | None, other: Order | None) -> Order | None:

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Cause, names
-from healcore.runtime.driver import Told
 from healcore.runtime.recovery.choice import Earlier
 
 _REMEMBERED = 1000
@@ -55,23 +55,23 @@ class Ledger:
     """Episodes so far, also those forgotten."""
     open: bool = False
 
-    def judge(self, index: int, told: Sequence[Told]) -> Episode | None:
-        """Takes one step's words.
+    def judge(self, index: int, records: Sequence[StepRecord]) -> Episode | None:
+        """Takes one step.
 
         Args:
             index: of the step.
-            told: one entry per engine.
+            records: of its engines.
 
         Returns:
             The episode that the step is part of, if it is trouble.
         """
         self.judged = index + 1
-        self.open = any(each.incident_open for each in told)
+        self.open = any(each.incident_open for each in records)
         cause = 0
-        for each in told:
+        for each in records:
             # An alert alone (a clipped gradient spike, a plateau) opens no incident.
-            if each.incident_open or each.decision.skip:
-                cause |= int(each.decision.cause)
+            if each.incident_open or each.skip:
+                cause |= int(each.cause)
         if not cause:
             if not self.open and self.episodes:
                 self.episodes[-1].over = True
@@ -83,8 +83,8 @@ class Ledger:
         for name in names(Cause(cause)):
             episode.first.setdefault(name, index)
         episode.alarms += 1
-        episode.skips += any(each.decision.skip for each in told)
-        episode.lr_scale = min(float(each.decision.lr_scale) for each in told)
+        episode.skips += any(each.skip for each in records)
+        episode.lr_scale = min(each.lr_scale for each in records)
         return episode
 
     def _current(self, index: int) -> Episode:

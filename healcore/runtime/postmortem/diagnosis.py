@@ -9,10 +9,11 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from healcore.core.evidence import Evidence
+from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause
-from healcore.runtime.driver import Evidence
 from healcore.runtime.events.shapes import ENDINGS
-from healcore.runtime.incidents.incident import Batch, Readings
+from healcore.runtime.incidents.incident import Batch
 from healcore.runtime.postmortem.advice import advice
 
 _WIDTH = 96

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from healcore.core.evidence import Evidence
+from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause
-from healcore.runtime.driver import Evidence
 from healcore.runtime.events.reading import Event
-from healcore.runtime.incidents.incident import Readings
 from healcore.runtime.postmortem.diagnosis import Case, Tried
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause
-from healcore.runtime.incidents.incident import Readings
 from healcore.runtime.incidents.judging import Judge
 from healcore.runtime.postmortem.diagnosis import Case, Tried
 from healcore.runtime.recovery.keeping import Keeper

@@ -16,8 +16,8 @@ from healcore.runtime.data.feeds import Feeds
 from healcore.runtime.driver import Driver
 from healcore.runtime.events import Log
 from healcore.runtime.events.metrics import Metrics, path_beside
+from healcore.runtime.incidents.delayed_reader import DelayedReader
 from healcore.runtime.incidents.hooks import Hooks
-from healcore.runtime.incidents.lagging import Lagging
 from healcore.runtime.incidents.ledger import Ledger
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.recovery.host_state import HostState
@@ -75,7 +75,7 @@ class Options(NamedTuple):
         Raises:
             ValueError: a number or a choice is out of range.
         """
-        Lagging(self.lag)
+        DelayedReader(self.lag)
         if self.keep is not None:
             self.keep.checked()
         every = self.save_every
@@ -197,7 +197,7 @@ def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None)
     )
     run = Run(
         recovery=recovery,
-        lagging=Lagging(options.lag),
+        reader=DelayedReader(options.lag),
         hooks=options.hooks,
         log=log,
         metrics=_metrics(options.metrics, log, ranks),

@@ -8,8 +8,8 @@ from typing import NamedTuple, NoReturn
 from healcore.core.verdict import Action, Cause, names
 from healcore.runtime.data import BatchId
 from healcore.runtime.incidents.assessment import Assessor, Finding, Verdict
+from healcore.runtime.incidents.delayed_reader import DelayedReader
 from healcore.runtime.incidents.judging import Judge, Order
-from healcore.runtime.incidents.lagging import Lagging
 from healcore.runtime.postmortem.diagnosis import Case, Tried, explain
 from healcore.runtime.recovery.recovering import Arrival, Recovery, Wanted
 from healcore.runtime.run.ending import RunStopped
@@ -35,7 +35,7 @@ class Orders:
     Args:
         recovery: goes back.
         judge: gave the orders.
-        lagging: steps that are still on their way.
+        reader: steps that are still on their way.
         trials: second tries.
         tell: takes events.
         narrator: talks to a person.
@@ -48,7 +48,7 @@ class Orders:
         *,
         recovery: Recovery,
         judge: Judge,
-        lagging: Lagging,
+        reader: DelayedReader,
         trials: Trials,
         tell: Callable[..., object],
         narrator: Narrator,
@@ -57,7 +57,7 @@ class Orders:
     ) -> None:
         self._recovery = recovery
         self._judge = judge
-        self._lagging = lagging
+        self._reader = reader
         self._trials = trials
         self._tell = tell
         self._narrator = narrator
@@ -182,7 +182,7 @@ class Orders:
         trial, driver = self._trials.wants(order), self._recovery.driver
         rate = driver.learning_rate()
         # Steps that are still on their way belong to the window if they are bad too.
-        bad = order.bad + self._judge.also_bad(list(self._lagging.due(all=True)))
+        bad = order.bad + self._judge.also_bad(list(self._reader.due(all=True)))
         bad, more = self._left_out(order, bad)
         wanted = Wanted(
             onset=order.onset,

@@ -9,13 +9,14 @@ from typing import Any
 
 from healcore.core.verdict import names
 from healcore.runtime.data import BatchId
+from healcore.runtime.driver import PendingDispatch
 from healcore.runtime.events import Log
 from healcore.runtime.events.metrics import Metrics
 from healcore.runtime.incidents.assessment import HIGH, Assessor
+from healcore.runtime.incidents.delayed_reader import DelayedReader, JudgedStep, TakenDispatch
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.incident import Facts
 from healcore.runtime.incidents.judging import Judge, Order
-from healcore.runtime.incidents.lagging import Lagging, Seen, Taken
 from healcore.runtime.postmortem.diagnosis import Case
 from healcore.runtime.recovery.recovering import Recovery
 from healcore.runtime.run.casework import case_of
@@ -40,7 +41,7 @@ class Run:
         self,
         *,
         recovery: Recovery,
-        lagging: Lagging,
+        reader: DelayedReader,
         hooks: Hooks,
         log: Log,
         metrics: Metrics,
@@ -83,7 +84,7 @@ class Run:
             tell=self.tell,
             say=narrator.say,
         )
-        self._lagging = lagging
+        self._reader = reader
         self._assessor = Assessor(recovery.driver, loss_fn, self.warn)
         self._batch: Any = None
         """The batch that the loop is at."""
@@ -93,7 +94,7 @@ class Run:
         self._orders = Orders(
             recovery=recovery,
             judge=self.judge,
-            lagging=lagging,
+            reader=reader,
             trials=self.trials,
             tell=self.tell,
             narrator=narrator,
@@ -167,9 +168,9 @@ class Run:
 
     def after_step(self) -> bool:
         """See `Healer.after_step`."""
-        handle = self.driver.took()
-        if handle is not None:
-            self._push(handle)
+        pending = self.driver.poll_step()
+        if pending is not None:
+            self._push(pending)
             if self._read() or self._save_when_due():
                 return True
             self.keeper.look_after(self.ledger, self.step)
@@ -196,24 +197,24 @@ class Run:
         with self.terminating.idle():
             return self.feeds.next(number)
 
-    def _push(self, handle: Any) -> None:
+    def _push(self, pending: PendingDispatch) -> None:
         """A step was taken, with the batches of the loader that was asked last."""
         ids = self._ids.pop(self._yielded, [])
         self.feeds.stepped(self._yielded, ids[-1] if ids else None)
         batch = self._batch if self._asks and ids else None
-        self._lagging.push(Taken(self.step, handle, tuple(ids), batch))
-        self.step += handle.count
-        self._saver.stepped(handle.count)
+        self._reader.push(TakenDispatch(self.step, pending, tuple(ids), batch))
+        self.step += pending.count
+        self._saver.stepped(pending.count)
 
     def _read(self, *, all: bool = False) -> bool:
         """Reads the steps that are due; whether the run has gone back."""
-        for seen in self._lagging.due(all=all):
+        for step in self._reader.due(all=all):
             self._recount()
-            self._note_metrics(seen)
-            order = self.judge.judge(seen)
-            if seen.batch is not None:
-                self._assessor.see(seen.index, seen.batch, seen.told)
-            self.trials.watch(seen.index, order)
+            self._note_metrics(step)
+            order = self.judge.judge(step)
+            if step.batch is not None:
+                self._assessor.see(step.index, step.batch, step.records)
+            self.trials.watch(step.index, order)
             if order is None and not self._looks_back:
                 continue
             orders = self._orders
@@ -228,20 +229,20 @@ class Run:
         return False
 
     def _recount(self) -> None:
-        """A dispatch had another number of steps than the one before it, see `Handle.count`."""
-        more = self._lagging.miscounted()
+        """A dispatch had more or fewer steps than were counted, see `PendingDispatch.count`."""
+        more = self._reader.miscounted()
         self.step += more
         self._saver.stepped(more)
 
-    def _note_metrics(self, seen: Seen) -> None:
-        for told in seen.told:
-            self.metrics.write(seen.index, told, several=len(seen.told) > 1)
+    def _note_metrics(self, step: JudgedStep) -> None:
+        for record in step.records:
+            self.metrics.write(step.index, record, several=len(step.records) > 1)
 
     def _go_on_from(self, target: int, order: Order | None = None) -> None:
         self.step = target
         self._saver.begins_at(target)
         self._state_check.went_back(order)
-        self._lagging.clear()
+        self._reader.clear()
         self._assessor.went_back(target)
         self.metrics.went_back()
         self._ids.clear()
@@ -286,22 +287,22 @@ class Run:
 
     def drain(self) -> None:
         """Reads what is left at the end of a run. Nothing is carried out any more."""
-        handle = self.driver.took()
-        if handle is not None:
-            self._push(handle)
+        pending = self.driver.poll_step()
+        if pending is not None:
+            self._push(pending)
         self._tell_notes()
         if self._unheard >= _FEW_UNHEARD:
             self._warn_unheard()
         if self.step == self._resumed_at:
             self.warn(f"no step was taken: the data had been used up at step {self.step}")
-        for seen in self._lagging.due(all=True):
+        for step in self._reader.due(all=True):
             self._recount()
-            self._note_metrics(seen)
-            order = self.judge.judge(seen)
+            self._note_metrics(step)
+            order = self.judge.judge(step)
             if order is not None:
                 what = ", ".join(names(order.action))
                 told = f"{what} came with the last steps of the run and was not carried out"
-                self.tell("problem", step=seen.index, problem=told)
+                self.tell("problem", step=step.index, problem=told)
 
     def note_ending(self, ending: str) -> None:
         """The journal knows how the process ended; if it does not, it was killed."""

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from healcore.core.engine import Engine
+from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Action, Cause
-from healcore.tools.replay.judging import Verdict
 
 
 class Decided(NamedTuple):
@@ -32,7 +32,7 @@ class Decided(NamedTuple):
     """Gradient norm above which the row would be clipped; None: the policy has no such limit
     here."""
     spent: bool
-    """A rollback was due and the budget did not pay for it any more: a live run ends here."""
+    """A rollback was due and the budget did not allow it any more: a live run ends here."""
 
 
 class Judged(NamedTuple):
@@ -45,7 +45,10 @@ class Judged(NamedTuple):
     attempt: int
     given: dict[str, np.ndarray]
     """bool by signal: logged in this row."""
-    verdict: Verdict
+    record: StepRecord
+    """Of arrays."""
+    due: np.ndarray
+    """bool: a rollback was due, whether or not the budget still allowed it."""
     again: np.ndarray
     """bool: a rollback was due earlier in the row's incident; see `repeats`."""
     ends: np.ndarray
@@ -54,50 +57,50 @@ class Judged(NamedTuple):
     @property
     def spent(self) -> np.ndarray:
         """bool: see `Decided.spent`."""
-        return self.verdict.due & (self.verdict.action & int(Action.ROLLBACK) == 0)
+        return self.due & (self.record.action & int(Action.ROLLBACK) == 0)
 
     @property
     def action(self) -> np.ndarray:
         """int32: the orders, ROLLBACK wherever one was due."""
-        return self.verdict.action | np.where(self.verdict.due, int(Action.ROLLBACK), 0)
+        return self.record.action | np.where(self.due, int(Action.ROLLBACK), 0)
 
     @property
     def clipped(self) -> np.ndarray:
         """Bool."""
-        return (self.verdict.grad_scale < 1) & ~self.verdict.skip
+        return (self.record.grad_scale < 1) & ~self.record.skip
 
     @property
-    def told(self) -> np.ndarray:
+    def decided(self) -> np.ndarray:
         """bool: the decision is not the neutral one."""
-        verdict = self.verdict
+        record = self.record
         return (
-            (verdict.cause != 0)
-            | (verdict.action != 0)
-            | verdict.skip
-            | (verdict.grad_scale != 1)
-            | (verdict.lr_scale != 1)
-            | verdict.due
+            (record.cause != 0)
+            | (record.action != 0)
+            | record.skip
+            | (record.grad_scale != 1)
+            | (record.lr_scale != 1)
+            | self.due
         )
 
 
 def decided(judged: Judged, engine: Engine) -> Iterator[Decided]:
     """The rows of a chunk whose decision is not neutral, in order."""
-    verdict, action, spent = judged.verdict, judged.action, judged.spent
+    record, action, spent = judged.record, judged.action, judged.spent
     scored = _scored(judged, engine)
     limits = scored.get("grad_norm")
-    for row in np.flatnonzero(judged.told):
+    for row in np.flatnonzero(judged.decided):
         yield Decided(
             index=int(judged.index[row]),
             step=float(judged.step[row]),
             attempt=judged.attempt,
-            cause=Cause(int(verdict.cause[row])),
+            cause=Cause(int(record.cause[row])),
             action=Action(int(action[row])),
-            skip=bool(verdict.skip[row]),
-            grad_scale=shortest(verdict.grad_scale[row]),
-            lr_scale=shortest(verdict.lr_scale[row]),
+            skip=bool(record.skip[row]),
+            grad_scale=shortest(record.grad_scale[row]),
+            lr_scale=shortest(record.lr_scale[row]),
             z={name: shortest(z[row]) for name, (z, has) in scored.items() if has[row]},
             threshold=(
-                None if limits is None or not limits[1][row] else shortest(verdict.threshold[row])
+                None if limits is None or not limits[1][row] else shortest(record.threshold[row])
             ),
             spent=bool(spent[row]),
         )
@@ -112,7 +115,7 @@ def _scored(judged: Judged, engine: Engine) -> dict[str, tuple[np.ndarray, np.nd
     """(scores, rows that have one) by signal; elsewhere the telemetry is that of an older row."""
     scored = {}
     if engine.config.clip is not None and not engine.per_tensor and "grad_norm" in judged.given:
-        scored["grad_norm"] = (judged.verdict.z, judged.given["grad_norm"])
+        scored["grad_norm"] = (judged.record.z, judged.given["grad_norm"])
     if "loss" in judged.given and any(name == "loss_spike" for name, _ in engine.config.detectors):
-        scored["loss"] = (judged.verdict.z_loss, judged.given["loss"])
+        scored["loss"] = (judged.record.z_loss, judged.given["loss"])
     return scored

@@ -34,7 +34,7 @@ class _Open:
     def add(self, judged: Judged, row: int, action: int, spent: bool) -> None:
         """One more alarm."""
         self.last, self.last_step = int(judged.index[row]), float(judged.step[row])
-        self.cause |= Cause(int(judged.verdict.cause[row]))
+        self.cause |= Cause(int(judged.record.cause[row]))
         ordered = Action.ROLLBACK | Action.STOP
         if not self.action & ordered:  # the first such order is where the incident is placed
             self.index, self.step = int(judged.index[row]), float(judged.step[row])
@@ -44,14 +44,14 @@ class _Open:
         elif action & Action.STOP and self.stop < 0:
             self.stop, self.stop_step = self.last, self.last_step
         self.action |= Action(action)
-        self.skipped += bool(judged.verdict.skip[row])
+        self.skipped += bool(judged.record.skip[row])
         self.clipped += bool(judged.clipped[row])
         if again:  # what follows had going back not helped, and there it does not
             self.repeats += bool(action & Action.ROLLBACK) and not spent
             self.spent_again |= spent
         else:
             self.spent |= spent
-            self.lr_after = shortest(judged.verdict.lr_scale[row])
+            self.lr_after = shortest(judged.record.lr_scale[row])
 
 
 class Casebook:
@@ -79,19 +79,19 @@ class Casebook:
 
     def add(self, judged: Judged) -> None:
         """Reads one chunk."""
-        verdict, action, spent = judged.verdict, judged.action, judged.spent
-        previous = np.concatenate(([self._number], verdict.incident[:-1]))
-        opened = verdict.incident != previous
-        alarmed = verdict.open & (verdict.cause != 0)
+        record, action, spent = judged.record, judged.action, judged.spent
+        previous = np.concatenate(([self._number], record.incident[:-1]))
+        opened = record.incident != previous
+        alarmed = record.incident_open & (record.cause != 0)
         for row in np.flatnonzero(opened | alarmed).tolist():
             if opened[row]:
                 self._close()
-                before = self._lr if row == 0 else shortest(verdict.lr_scale[row - 1])
+                before = self._lr if row == 0 else shortest(record.lr_scale[row - 1])
                 self._open = _Open(judged, row, before)
             if self._open is not None:
                 self._open.add(judged, row, int(action[row]), bool(spent[row]))
-        self._number = int(verdict.incident[-1])
-        self._lr = shortest(verdict.lr_scale[-1])
+        self._number = int(record.incident[-1])
+        self._lr = shortest(record.lr_scale[-1])
 
     def close(self) -> None:
         """The trace has ended."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from healcore.core.tree import map_leaves
+from healcore.core.step_record import StepRecord
 from healcore.tools.replay.feeding import Chunk
-from healcore.tools.replay.judging import Verdict
-from healcore.tools.replay.runners import MOST_ROWS, Runner, blank
+from healcore.tools.replay.judging import by_name, columns
+from healcore.tools.replay.runners import MOST_ROWS, Runner
 from healcore.tools.traces import Attempt
 
 
@@ -56,7 +56,7 @@ class Lineage:
         self._state = self._runner.on_rollback(live, self._state)
         return True
 
-    def run(self, index: np.ndarray, chunk: Chunk, first: int) -> Verdict:
+    def run(self, index: np.ndarray, chunk: Chunk, first: int) -> tuple[StepRecord, np.ndarray]:
         """Judges the rows of a chunk.
 
         Args:
@@ -65,21 +65,21 @@ class Lineage:
             first: index of the first row, judged or not.
 
         Returns:
-            NumPy arrays (n,).
+            A record of NumPy arrays (n,), and where a rollback was due, bool (n,).
         """
         # Rows that are not judged change nothing: the state after row w is that after the last
         # judged row up to w, in this chunk or, until proven otherwise, in a later one.
         wanted = self._wanted[bisect_left(self._wanted, first) :]
         places = np.searchsorted(index, np.array(wanted, np.int64), side="right")
-        done, verdicts = 0, [blank(0)]
+        done, parts = 0, [columns(0)]
         for place, after in zip((*places.tolist(), len(index)), (*wanted, None), strict=True):
             for part in _parts(done, place):
-                self._state, verdict = self._runner.run(self._state, chunk.part(part))
-                verdicts.append(verdict)
+                self._state, found = self._runner.run(self._state, chunk.part(part))
+                parts.append(found)
             done = place
             if after is not None:
                 self._kept[after] = self._state
-        return map_leaves(lambda *parts: np.concatenate(parts), *verdicts)
+        return by_name(tuple(map(np.concatenate, zip(*parts, strict=True))))
 
 
 def _parts(start: int, stop: int) -> Iterator[slice]:

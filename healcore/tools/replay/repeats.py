@@ -25,20 +25,20 @@ class Repeats:
         Args:
             judged: rows that follow those of the last call.
         """
-        verdict = judged.verdict
+        record = judged.record
         again = np.zeros(len(judged.index), bool)
         if judged.attempt == self._asked[0]:
-            again = verdict.incident == self._asked[1]
-        for row in np.flatnonzero(verdict.due):
-            incident = (judged.attempt, int(verdict.incident[row]))
+            again = record.incident == self._asked[1]
+        for row in np.flatnonzero(judged.due):
+            incident = (judged.attempt, int(record.incident[row]))
             if incident != self._asked:
                 self._asked = incident
-                again[row + 1 :] = verdict.incident[row + 1 :] == incident[1]
+                again[row + 1 :] = record.incident[row + 1 :] == incident[1]
         # Asking in vain, the engine orders STOP; a rule of the policy orders it without asking.
-        ends = (verdict.action & int(Action.STOP) != 0) & ~(again & verdict.due)
-        due = verdict.due.copy()
+        ends = (record.action & int(Action.STOP) != 0) & ~(again & judged.due)
+        due = judged.due.copy()
         for row in np.flatnonzero(judged.spent):
-            incident = (judged.attempt, int(verdict.incident[row]))
+            incident = (judged.attempt, int(record.incident[row]))
             due[row] = incident != self._unpaid
             self._unpaid = incident
-        return judged._replace(verdict=verdict._replace(due=due), again=again, ends=ends)
+        return judged._replace(due=due, again=again, ends=ends)

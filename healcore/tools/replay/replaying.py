@@ -200,12 +200,14 @@ class Replay:
     def _judge(self, rows: Rows, lineage: Lineage) -> Judged:
         chunk, places = chunk_of(self._feed, self.engine, rows.values, rows.given)
         index = rows.index[places]
+        record, due = lineage.run(index, chunk, rows.start)
         return Judged(
             index=index,
             step=rows.step[places],
             attempt=rows.attempt,
             given={name: rows.given[name][places] for name in self._feed.signals},
-            verdict=lineage.run(index, chunk, rows.start),
+            record=record,
+            due=due,
             again=np.zeros(len(index), bool),
             ends=np.zeros(len(index), bool),
         )

@@ -16,7 +16,7 @@ from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves
 from healcore.extras import require
 from healcore.tools.replay.feeding import Chunk, Feed
-from healcore.tools.replay.judging import Verdict, judged
+from healcore.tools.replay.judging import Columns, columns, judge
 
 BACKENDS = ("numpy", "jax", "torch")
 
@@ -41,28 +41,9 @@ class Runner(Protocol):
         """`Engine.on_rollback`."""
         ...
 
-    def run(self, state: Any, chunk: Chunk) -> tuple[Any, Verdict]:
-        """The state after the chunk of at most `MOST_ROWS`, and a verdict of NumPy arrays (n,)."""
+    def run(self, state: Any, chunk: Chunk) -> tuple[Any, Columns]:
+        """The state after the chunk of at most `MOST_ROWS`, and its columns, NumPy arrays (n,)."""
         ...
-
-
-def blank(rows: int) -> Verdict:
-    """Neutral verdicts on so many rows, to be written over: NumPy arrays (rows,)."""
-    zero, one = np.zeros(rows, np.float32), np.ones(rows, np.float32)
-    flags, never = np.zeros(rows, np.int32), np.zeros(rows, bool)
-    return Verdict(
-        cause=flags,
-        action=flags.copy(),
-        skip=never,
-        grad_scale=one,
-        lr_scale=one.copy(),
-        threshold=zero,
-        z=zero.copy(),
-        z_loss=zero.copy(),
-        due=never.copy(),
-        incident=flags.copy(),
-        open=never.copy(),
-    )
 
 
 def chosen(loops: Iterable[tuple[int, int]], policies: int = 1) -> str:
@@ -120,15 +101,15 @@ class HostRunner:
         """`Engine.on_rollback`."""
         return self._engine.on_rollback(live, restored, xp=host)
 
-    def run(self, state: EngineState, chunk: Chunk) -> tuple[EngineState, Verdict]:
+    def run(self, state: EngineState, chunk: Chunk) -> tuple[EngineState, Columns]:
         """See `Runner.run`."""
-        told = blank(len(chunk.kind))
+        found = columns(len(chunk.kind))
         combinations = self._feed.combinations
         with np.errstate(all="ignore"):  # float32 scalars warn where XLA and torch are silent
             for row in range(len(chunk.kind)):
                 names = combinations[chunk.kind[row]]
                 signals = Signals(**{name: chunk.values[name][row] for name in names})
-                state, verdict = judged(self._engine, state, signals, xp=host)
-                for column, value in zip(told, verdict, strict=True):
+                state, row_columns = judge(self._engine, state, signals, xp=host)
+                for column, value in zip(found, row_columns, strict=True):
                     column[row] = value
-        return state, told
+        return state, found

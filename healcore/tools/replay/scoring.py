@@ -145,9 +145,9 @@ def answer_of(config: EngineConfig) -> str:
 def _answers(judged: Judged, answer: str) -> np.ndarray:
     """Bool (n,): rows with such an order."""
     if answer == SKIPS:
-        return judged.verdict.skip
+        return judged.record.skip
     if answer == ALARMS:
-        return judged.verdict.cause != 0
+        return judged.record.cause != 0
     return judged.action & int(Action.ROLLBACK if answer == ROLLBACKS else Action.STOP) != 0
 
 

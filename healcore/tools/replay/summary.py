@@ -96,11 +96,11 @@ class Tally:
         Returns:
             The rollbacks that were due in it, and the repeats among them.
         """
-        verdict, action = judged.verdict, judged.action
-        self.causes += _count(verdict.cause, Cause)
+        record, action = judged.record, judged.action
+        self.causes += _count(record.cause, Cause)
         self.actions += _count(action, Action)
-        self.alarms += int(np.count_nonzero(verdict.cause))
-        self.skips += int(np.count_nonzero(verdict.skip))
+        self.alarms += int(np.count_nonzero(record.cause))
+        self.skips += int(np.count_nonzero(record.skip))
         self.clips += int(np.count_nonzero(judged.clipped))
         back = np.flatnonzero(action & int(Action.ROLLBACK))
         repeats = int(np.count_nonzero(judged.again[back]))
@@ -111,10 +111,10 @@ class Tally:
             if self.first_rollback is None:
                 self.first_rollback = float(judged.step[back[0]])
             self.last_rollback = float(judged.step[back[-1]])
-        self.lowest_lr = min(self.lowest_lr, float(str(verdict.lr_scale.min())))
+        self.lowest_lr = min(self.lowest_lr, float(str(record.lr_scale.min())))
         cuts = action & int(Action.CUT_LR) != 0
         self.repeat_cuts += int(np.count_nonzero(cuts & judged.again))
-        firsts = verdict.lr_scale[cuts & ~judged.again]
+        firsts = record.lr_scale[cuts & ~judged.again]
         if firsts.size:
             self.lowest_lr_first = min(self.lowest_lr_first, float(str(firsts.min())))
         stops = np.flatnonzero(judged.ends)

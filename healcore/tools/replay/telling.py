@@ -34,7 +34,7 @@ class Storyteller:
         logged = [rows.given[name] & ~np.isfinite(rows.values[name]) for name in curves]
         for name in ("threshold", "lr_scale"):
             curve = np.full(len(rows.index), np.nan, np.float32)
-            curve[places] = getattr(judged.verdict, name)
+            curve[places] = getattr(judged.record, name)
             curves[name] = curve
         curves["threshold"][curves["threshold"] == 0] = np.nan  # 0 = no limit in force
         self._envelope.add(rows.index, curves)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from healcore.core.evidence import Evidence
+from healcore.core.step_record import Readings
 from healcore.core.verdict import Action, Cause
-from healcore.runtime.driver import Evidence
-from healcore.runtime.incidents.incident import Readings
 
 READINGS = Readings(2.31, 14.2, 1.27, 55.0, math.inf)
 EVIDENCE = (Evidence("layers.3.weight", math.nan), Evidence("layers.1.weight", 12.5))

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
+from healcore.core.evidence import Evidence
+from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause
-from healcore.runtime.driver import Evidence
 from healcore.runtime.events.shapes import ENDINGS
-from healcore.runtime.incidents.incident import Readings
 from healcore.runtime.postmortem.advice import advice
 from healcore.runtime.postmortem.diagnosis import Case, Tried, explain
 

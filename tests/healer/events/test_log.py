@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from healcore.core.evidence import Evidence
 from healcore.core.verdict import Action, Cause
-from healcore.runtime.driver import Evidence
 from healcore.runtime.events import Log, log, read
 
 

@@ -170,5 +170,5 @@ def advance(driver: JaxDriver, run: Run, batches: Sequence[Any]) -> list[Any]:
     handles = []
     for each in batches:
         driver.update(run.step(driver.state, each))
-        handles.append(driver.took())
+        handles.append(driver.poll_step())
     return handles

@@ -72,7 +72,7 @@ def test_an_announcement_does_not_hide_the_step_before_it(kind):
     driver.announce()
     (name,) = driver.healing()
     assert driver.healing()[name]["state"]["announced"] is True
-    assert driver.took() is not None
+    assert driver.poll_step() is not None
     compiled = run.compiled()
     advance(driver, run, [batch(1)])
     assert driver.healing()[name]["state"]["announced"] is False

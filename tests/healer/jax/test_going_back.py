@@ -49,7 +49,7 @@ def test_a_run_replays_bit_for_bit_and_is_not_compiled_again(kind, where, tmp_pa
         driver.replace(restored.state)
         assert restored.healing is not None
         driver.load_healing(restored.healing)
-        assert driver.took() is None  # no step was taken
+        assert driver.poll_step() is None  # no step was taken
         again = advance(driver, run, BATCHES[2:])
         assert saved(driver) == after
         assert [each.read() for each in again] == [each.read() for each in first]

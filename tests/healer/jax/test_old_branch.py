@@ -37,10 +37,10 @@ def test_the_state_of_before_is_refused_in_the_next_step(kind, to):
     with pytest.raises(HealStateError, match=r"after a rollback .* from healer\.state"):
         driver.update(run.step(mine, batch(9)))
     assert driver.state is right
-    assert driver.took() is None
+    assert driver.poll_step() is None
     # The loop may mend that.
     (handle,) = advance(driver, run, [batch(9)])
-    assert handle.read()[0].engine_step == to + 1
+    assert handle.read()[0].step == to + 1
 
 
 def test_accumulated_too():
@@ -49,7 +49,7 @@ def test_accumulated_too():
     with pytest.raises(HealStateError, match="after a rollback"):
         driver.update(run.step(mine, batch(9)))
     told = [handle.read()[0] for handle in advance(driver, run, [batch(i) for i in range(4)])]
-    assert [each.engine_step for each in told] == [1, 1, 2, 2]
+    assert [each.step for each in told] == [1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("fresh", [True, False])
@@ -69,9 +69,9 @@ def test_a_resumed_run_is_not_begun_anew(fresh):
             other.update(new)
     else:
         other.update(new)
-        handle = other.took()
+        handle = other.poll_step()
         assert handle is not None
-        assert handle.read()[0].engine_step == 4
+        assert handle.read()[0].step == 4
 
 
 def test_updates_of_several_steps_are_none_of_this():
@@ -88,12 +88,12 @@ def test_updates_of_several_steps_are_none_of_this():
     seen = []
     for _ in range(2):
         driver.update(three(driver.state, 0))
-        driver.took()
+        driver.poll_step()
         if not seen:
             store.save(1, driver.items(), healing=driver.healing())
         seen.append(jax.tree.map(jnp.copy, driver.state))
     driver.update(three(driver.state, 6))
-    driver.took()
+    driver.poll_step()
     mine = jax.tree.map(jnp.copy, driver.state)
     restored = store.restore(1, driver.items())
     driver.replace(restored.state)
@@ -101,9 +101,9 @@ def test_updates_of_several_steps_are_none_of_this():
     with pytest.raises(HealStateError, match="after a rollback"):
         driver.update(three(mine, 3))
     driver.update(three(driver.state, 3))
-    handle = driver.took()
+    handle = driver.poll_step()
     assert handle is not None
-    assert handle.read()[0].engine_step == 6
+    assert handle.read()[0].step == 6
 
 
 def test_only_the_first_step_after_it_is_looked_at():
@@ -114,4 +114,4 @@ def test_only_the_first_step_after_it_is_looked_at():
     begun = plain().state["opt_state"]
     driver.update({**driver.state, "opt_state": begun})
     (handle,) = advance(driver, run, [batch(3)])
-    assert handle.read()[0].engine_step == 1
+    assert handle.read()[0].step == 1

@@ -102,15 +102,15 @@ def test_an_order_is_told_though_the_records_of_its_dispatch_are_more_than_the_s
     state, many = start(records=4)
     driver = JaxDriver(state, POLICY)
     driver.update(many(state, data(20, bad=[3])))
-    handle = driver.took()
+    handle = driver.poll_step()
     assert handle.count == 20
     steps = handle.steps()
-    assert [bool(told.decision.action & Action.ROLLBACK) for (told,) in steps].index(True) == 3
+    assert [bool(told.action & Action.ROLLBACK) for (told,) in steps].index(True) == 3
     assert [told.judged for (told,) in steps].count(True) == 5
     (note,) = driver.notes
     assert "records=20" in note
     driver.update(many(driver.state, data(20)))
-    assert all(not told.decision.action for (told,) in driver.took().steps())
+    assert all(not told.action for (told,) in driver.poll_step().steps())
     assert len(driver.notes) == 1
 
 

@@ -44,13 +44,13 @@ def test_an_order_is_told_once_and_not_at_every_micro_step_after_it(at_once):
         told = [each for one in batches for each in read(advance(driver, run, [one]))]
     else:
         told = read(advance(driver, run, batches))
-    assert [each.engine_step for each in told] == [0, 0, 1, 1, 1]
-    assert told[2].decision.action == Action.ROLLBACK | Action.CUT_LR
+    assert [each.step for each in told] == [0, 0, 1, 1, 1]
+    assert told[2].action == Action.ROLLBACK | Action.CUT_LR
     assert told[2].evidence
     after = told[3:]
     assert all(map(neutral, told[:2] + after))
     assert [each.incident_open for each in told] == [False, False, True, True, True]
-    assert [each.decision.lr_scale for each in told] == [1.0, 1.0, 0.25, 0.25, 0.25]
+    assert [each.lr_scale for each in told] == [1.0, 1.0, 0.25, 0.25, 0.25]
     assert {(each.onset, each.incident) for each in after} == {(0, 1)}
 
 
@@ -65,12 +65,12 @@ def test_a_healing_state_that_was_put_back_orders_nothing_itself(replaced):
     if replaced:
         driver.replace(store.restore(0, driver.items()).state)
     driver.load_healing(driver.healing())
-    assert driver.took() is None
+    assert driver.poll_step() is None
     told = read(advance(driver, run, [batch(i) for i in range(3)]))
-    assert [each.engine_step for each in told] == [1, 1, 2]
+    assert [each.step for each in told] == [1, 1, 2]
     assert neutral(told[0])
     assert neutral(told[1])
-    assert bool(told[2].decision.skip) is not replaced  # the accumulator still has the NaN
+    assert bool(told[2].skip) is not replaced  # the accumulator still has the NaN
 
 
 def test_each_engine_is_told_at_its_own_cadence():
@@ -86,10 +86,10 @@ def test_each_engine_is_told_at_its_own_cadence():
             grads = {"w": jnp.full(3, jnp.nan if bad else 0.5)}
             _, state[name] = tx.update(grads, state[name], params)
         driver.update(state)
-        told.append({each.engine: each for each in driver.took().read()})
-    assert [each["slow"].engine_step for each in told] == [0, 1, 1, 1, 2]
-    assert [each["fast"].engine_step for each in told] == [1, 2, 3, 4, 5]
-    causes = [each["slow"].decision.cause for each in told]
+        told.append({each.engine: each for each in driver.poll_step().read()})
+    assert [each["slow"].step for each in told] == [0, 1, 1, 1, 2]
+    assert [each["fast"].step for each in told] == [1, 2, 3, 4, 5]
+    causes = [each["slow"].cause for each in told]
     assert causes == [0, Cause.NONFINITE_GRAD, 0, 0, 0]
     assert all(neutral(each["slow"]) for each in (told[0], *told[2:]))
     assert all(neutral(each["fast"]) for each in told)
@@ -99,6 +99,6 @@ def test_a_step_is_judged_though_its_numbers_are_read_late_or_twice():
     run = plain()
     driver = JaxDriver(run.state, POLICY)
     handles = advance(driver, run, [batch(i, bad=i == 1) for i in range(3)])
-    first = [read([each])[0].decision.skip for each in reversed(handles)]
-    again = [read([each])[0].decision.skip for each in handles]
+    first = [read([each])[0].skip for each in reversed(handles)]
+    again = [read([each])[0].skip for each in handles]
     assert (first, again) == ([False, True, False], [False, True, False])

@@ -39,7 +39,7 @@ def main(rank: int, port: str) -> None:
 
     def take(number: float) -> str:
         driver.update(run.step(driver.state, batch(number)))
-        handle = driver.took()
+        handle = driver.poll_step()
         assert handle is not None
         return repr(handle.read())
 

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from healcore.core.clipping.fixed import FixedConfig
 from healcore.core.detectors import grad_spike, nonfinite
 from healcore.core.engine import Engine, EngineConfig, IncidentConfig, LrConfig, RuleConfig
+from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Action, Cause
-from healcore.runtime.driver import Told
 from healcore.torch.driver import TorchDriver
 
 NAN = float("nan")
@@ -113,9 +113,9 @@ def go_back(driver: TorchDriver, saved: Any, *, engine: Engine = GOES_BACK) -> N
     driver.load_healing(merged)
 
 
-def only(driver: TorchDriver) -> Told:
-    """The one word on the one step since the last call."""
-    handle = driver.took()
+def only(driver: TorchDriver) -> StepRecord:
+    """The one record of the one step since the last call."""
+    handle = driver.poll_step()
     assert handle is not None
     (told,) = handle.read()
     return told

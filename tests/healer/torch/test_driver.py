@@ -121,7 +121,7 @@ def test_closing_leaves_nothing_behind():
     assert not any(p._post_accumulate_grad_hooks for p in run.model.parameters())
     for a, b in zip(run.step(0), twin.step(0), strict=True):
         assert torch.equal(a, b)
-    assert driver.took() is None
+    assert driver.poll_step() is None
 
 
 def test_options_reach_attach_and_the_scaler_is_found():
@@ -145,7 +145,7 @@ def test_losses_go_to_all_optimizers_or_to_one():
             module(torch.ones(1)).backward()
         for name in ("one", "two"):
             state[name].step()
-        handle = driver.took()
+        handle = driver.poll_step()
         assert handle is not None
         return [told.loss for told in handle.read()]
 
@@ -182,7 +182,7 @@ def test_engine_states_go_there_and_back_or_not_at_all():
     driver.load_healing(found)
     assert driver.healing() == found
     run.step(4)
-    assert only(driver).engine_step == 4
+    assert only(driver).step == 4
 
 
 def test_announcing_opens_the_window():

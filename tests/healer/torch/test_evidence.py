@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, AdamW
 
+from healcore.core.evidence import MOST
 from healcore.core.verdict import Cause
 from healcore.torch.driver import TorchDriver
-from healcore.torch.driver.evidence import MOST
 from tests.healer.torch.runs import GOES_BACK, NAN, only
 
 CALM = 6
@@ -49,7 +49,7 @@ def test_nonfinite_gradients_are_named_first_and_then_what_stood_out(seat: str):
     driver = driver_of(net, seat)
     bad = {"layers.0.weight": 5.0, "layers.1.weight": NAN, "head": 50.0, "layers.2.weight": 3.0}
     told = step(driver, bad, net)
-    assert told.decision.cause & Cause.NONFINITE_GRAD
+    assert told.cause & Cause.NONFINITE_GRAD
     assert [e.name for e in told.evidence] == ["layers.1.weight", "head", "layers.0.weight"]
     assert str([e.grad_norm for e in told.evidence]) == "[nan, 50.0, 5.0]"
 
@@ -59,7 +59,7 @@ def test_a_spike_is_compared_with_the_last_calm_step():
     driver = driver_of(net)
     for _ in range(2):  # the first bad step is not what is usual at the second
         told = step(driver, {"layers.2.weight": 100.0}, net)
-        assert told.decision.cause == Cause.GRAD_SPIKE
+        assert told.cause == Cause.GRAD_SPIKE
         assert [(e.name, e.grad_norm) for e in told.evidence] == [("layers.2.weight", 100.0)]
 
 
@@ -75,7 +75,7 @@ def test_a_loss_that_is_nan_alone_has_no_evidence():
     driver = driver_of(net)
     driver.observe(NAN)
     told = step(driver, {}, net)
-    assert told.decision.cause == Cause.NONFINITE_LOSS
+    assert told.cause == Cause.NONFINITE_LOSS
     assert told.evidence == ()
 
 

@@ -108,7 +108,7 @@ def test_a_state_that_is_turned_away_leaves_no_hook():
 def taken(driver: TorchDriver, run: Run, n: int) -> list[str]:
     for i in range(n):
         run.step(i)
-        driver.took()
+        driver.poll_step()
     return driver.notes
 
 

@@ -151,14 +151,14 @@ def test_the_scalers_state_goes_back_too(fused: bool):
     store.save(1, driver.items(), healing=driver.healing())
     weights = None
     for _ in range(2):
-        driver.took()
+        driver.poll_step()
         step(1)  # the second good one: the scale doubles
         assert scaler.get_scale() == 16.0
-        assert only(driver).engine_step == 2
+        assert only(driver).step == 2
         step(2, NAN)  # and is halved again, which is not ours to judge
         assert scaler.get_scale() == 8.0
-        handle = driver.took()
-        assert handle is None or handle.read()[0].engine_step == 2
+        handle = driver.poll_step()
+        assert handle is None or handle.read()[0].step == 2
         step(3)
         found = parameters(state)
         assert weights is None or all(map(torch.equal, weights, found))

@@ -9,7 +9,7 @@ import pytest
 from torch.optim import AdamW
 
 from healcore.runtime.healer import Healer
-from healcore.torch.driver.told import Entry
+from healcore.torch.driver.pending_step import Entry
 from healcore.torch.driver.unread import MOST
 from tests.healer.torch.runs import Run
 
@@ -56,8 +56,8 @@ def test_an_alarm_among_many_steps_is_not_lost():
             for i in range(300):
                 healer.observe(float("nan") if i == 100 else 1.0)
                 run.step(i)
-            handle = healer.driver.took()
+            handle = healer.driver.poll_step()
             assert handle is not None
             (told,) = handle.steps()
-    assert sum(bool(int(each.decision.cause)) for each in told) == 1
-    assert told[-1].engine_step == 300
+    assert sum(bool(int(each.cause)) for each in told) == 1
+    assert told[-1].step == 300

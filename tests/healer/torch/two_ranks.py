@@ -47,7 +47,7 @@ def main(rank: int, meeting: str, folder: str) -> None:
     step(usual)
     store.save(1, driver.items(), healing=driver.healing())
     moved = step(usual)
-    while driver.took() is not None:
+    while driver.poll_step() is not None:
         pass
 
     # Only rows of the second rank's half are bad, on the first rank's data: both name the tensor.
@@ -55,7 +55,7 @@ def main(rank: int, meeting: str, folder: str) -> None:
     bad[3] = NAN if rank == 0 else bad[3]
     step(bad)
     told = only(driver)
-    assert told.decision.skip
+    assert told.skip
     assert {each.name for each in told.evidence} == {"0.weight", "1.weight"}, told.evidence
     assert all(each.grad_norm != each.grad_norm for each in told.evidence)
 

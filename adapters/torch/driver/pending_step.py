@@ -1,25 +1,24 @@
-"""The handle of a step that the loop has taken: every engine's word on it."""
+"""A step that the loop has taken: what every engine recorded of it."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from healcore.core.verdict import Action, Cause
-from healcore.runtime.driver import Told
+from healcore.core.step_record import StepRecord
 from healcore.runtime.store.ranks import Ranks
-from healcore.torch.driver.evidence import Names, Witness
+from healcore.torch.driver.evidence import EvidenceReader, Names
 from healcore.torch.driver.unread import Unread
 from healcore.torch.errors import RanksDisagreeError
 from healcore.torch.healing import Healing
 from healcore.torch.measurement import Judged
-from healcore.torch.numbers import Numbers, Source, source
+from healcore.torch.step_record import Source, source
 
 
 class Entry(NamedTuple):
     """One judged step of one engine, not read yet."""
 
     recorder: Recorder
-    numbers: Source
+    source: Source
     before: Source | int
     """Where the number of steps judged before this one can be read, or that number."""
     judged: Judged
@@ -38,24 +37,24 @@ class Recorder:
     def __init__(self, name: str, healing: Healing, names: Names, unread: Unread[Entry]) -> None:
         self.name = name
         self.healing = healing
-        self.witness = Witness(names)
+        self.evidence = EvidenceReader(names)
         self._unread = unread
         self._before: Source | int = 0
         self.restart()
         healing.hooks.on_judged = self._record
 
     def restart(self) -> None:
-        """Begins anew after the engine's state was replaced from outside. A sync."""
+        """Begins again after the engine's state was replaced from outside. A sync."""
         self._before = int(self.healing.seat.state.step)
 
     def _record(self, judged: Judged) -> None:
-        numbers = source(self.healing.seat)
-        self._unread.add(Entry(self, numbers, self._before, judged))
-        self._before = numbers
+        record = source(self.healing.seat)
+        self._unread.add(Entry(self, record, self._before, judged))
+        self._before = record
 
 
-class Step:
-    """A `Handle`: what was judged between two calls of `took`, in the order of judging.
+class PendingStep:
+    """What was judged between two calls of `poll_step`, in the order of judging.
 
     An optimizer that was stepped twice has two entries: an order in the first must not be lost.
 
@@ -69,13 +68,13 @@ class Step:
     def __init__(self, entries: list[Entry], ranks: Ranks | None = None) -> None:
         self._entries = entries
         self._ranks = ranks
-        self._told: list[Told] | None = None
+        self._records: list[StepRecord] | None = None
 
-    def steps(self) -> list[list[Told]]:
+    def steps(self) -> list[list[StepRecord]]:
         """The one step."""
         return [self.read()]
 
-    def read(self) -> list[Told]:
+    def read(self) -> list[StepRecord]:
         """Waits only for what has not arrived yet; evidence, on steps with a cause, is a sync.
 
         Raises:
@@ -85,14 +84,14 @@ class Step:
         if self._ranks is not None:
             _compare(self._entries, self._ranks)
             self._ranks = None
-        if self._told is None:
-            self._told = [_told(entry) for entry in self._entries]
+        if self._records is None:
+            self._records = [_record(entry) for entry in self._entries]
             self._entries = []
-        return self._told
+        return self._records
 
 
 def _compare(entries: list[Entry], ranks: Ranks) -> None:
-    mine = [(each.recorder.name, each.numbers.read()) for each in entries]
+    mine = [(each.recorder.name, each.source.read()) for each in entries]
     decided = [(name, n.step, n.action, n.cause, n.skip, n.lr_scale) for name, n in mine]
     if any(other != decided for other in ranks.gather(decided)):
         raise RanksDisagreeError(
@@ -102,33 +101,14 @@ def _compare(entries: list[Entry], ranks: Ranks) -> None:
         )
 
 
-def _told(entry: Entry) -> Told:
-    now = entry.numbers.read()
+def _record(entry: Entry) -> StepRecord:
+    record = entry.source.read()._replace(engine=entry.recorder.name)
     before = entry.before if isinstance(entry.before, int) else entry.before.read().step
-    witness, evidence = entry.recorder.witness, ()
-    if now.step == before:
-        # Somebody else skipped it (a GradScaler), and the state still tells of the step before.
-        now = now._replace(
-            action=Action(0), cause=Cause(0), rollback_depth=0, skip=False, grad_scale=1.0
-        )
-    elif now.cause:
-        evidence = witness.evidence(entry.judged)
-    else:
-        witness.calm(entry.judged)
-    return _worded(entry.recorder.name, now)._replace(evidence=evidence)
-
-
-def _worded(engine: str, numbers: Numbers) -> Told:
-    return Told(
-        engine=engine,
-        engine_step=numbers.step,
-        decision=numbers.decision,
-        onset=numbers.onset,
-        incident=numbers.incident,
-        incident_open=bool(numbers.incident_open),
-        loss=numbers.loss,
-        grad_norm=numbers.grad_norm,
-        threshold=numbers.threshold,
-        z=numbers.z,
-        z_loss=numbers.z_loss,
-    )
+    if record.step == before:
+        # A GradScaler has skipped it, and the state still holds the record of the step before.
+        return record.unjudged()
+    evidence = entry.recorder.evidence
+    if record.cause:
+        return record._replace(evidence=evidence.of(entry.judged))
+    evidence.healthy(entry.judged)
+    return record

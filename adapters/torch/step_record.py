@@ -1,70 +1,36 @@
-"""The numbers of one judged step, on their way from the engine's state to `Told`.
+"""The `StepRecord` of a judged step, on its way from the engine's state to the host.
 
 In the host seat the state is immutable: a reference is enough. In the device seat it is written in
-place, so a step's numbers are packed into one tensor and copied to pinned memory at once, behind
+place, so a step's record is packed into one tensor and copied to pinned memory at once, behind
 the engine and before the optimizer's kernels; by the time they are read they have long arrived.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from healcore.core import step_record
 from healcore.core.engine import EngineState
-from healcore.core.verdict import Action, Cause, Decision
+from healcore.core.step_record import StepRecord
 from healcore.torch.device_seat import DeviceSeat
 from healcore.torch.errors import AttachError
 from healcore.torch.host_seat import HostSeat
 
 
-class Numbers(NamedTuple):
-    """What `Told` says of a step, in Python values; the order is that of the packed tensor."""
-
-    step: int
-    action: int
-    cause: int
-    rollback_depth: int
-    skip: int
-    onset: int
-    incident: int
-    incident_open: int
-    grad_scale: float
-    lr_scale: float
-    loss: float
-    grad_norm: float
-    threshold: float
-    z: float
-    z_loss: float
-
-    @property
-    def decision(self) -> Decision:
-        """As ordered. Without `group_scale`, of which there may be thousands."""
-        return Decision(
-            grad_scale=self.grad_scale,
-            skip=bool(self.skip),
-            lr_scale=self.lr_scale,
-            action=Action(self.action),
-            cause=Cause(self.cause),
-            rollback_depth=self.rollback_depth,
-        )
-
-
-_INTEGERS = Numbers._fields.index("grad_scale")
-
-
 class Source(Protocol):
-    """Numbers that can be read when they are wanted."""
+    """A record that can be read when it is wanted."""
 
-    def read(self) -> Numbers:
+    def read(self) -> StepRecord:
         """Waits only if they have not arrived yet."""
         ...
 
 
 def source(seat: HostSeat | DeviceSeat) -> Source:
-    """The numbers of the step that a seat has just judged."""
+    """The record of the step that a seat has just judged."""
     return OnHost(seat.state) if isinstance(seat, HostSeat) else OnDevice(seat.state)
 
 
@@ -74,11 +40,9 @@ class OnHost:
     def __init__(self, state: EngineState) -> None:
         self._state = state
 
-    def read(self) -> Numbers:
+    def read(self) -> StepRecord:
         """Nothing to wait for."""
-        values = _ordered(self._state)
-        integers = [int(value) for value in values[:_INTEGERS]]
-        return Numbers(*integers, *(float(value) for value in values[_INTEGERS:]))
+        return step_record.on_host(step_record.numbers(self._state))
 
 
 class InFlight:
@@ -109,43 +73,19 @@ class InFlight:
 
 
 class OnDevice:
-    """A state of the device seat: its numbers as int32 (n,), floats by their bits."""
+    """A state of the device seat, packed as `step_record.unpack` reads it."""
 
     def __init__(self, state: EngineState) -> None:
-        values = _ordered(state)
+        values = step_record.numbers(state)
         packed = torch.stack(
-            [value.to(torch.int32) for value in values[:_INTEGERS]]
-            + [value.view(torch.int32) for value in values[_INTEGERS:]]
+            [value.to(torch.int32) for value in values[: step_record.INTS]]
+            + [value.view(torch.int32) for value in values[step_record.INTS :]]
         )
         self._packed = InFlight(packed)
 
-    def read(self) -> Numbers:
+    def read(self) -> StepRecord:
         """Waits for the copy."""
-        values = self._packed.read()
-        floats = values[_INTEGERS:].view(np.float32)
-        return Numbers(*values[:_INTEGERS].tolist(), *floats.tolist())
-
-
-def _ordered(state: EngineState) -> list[Any]:
-    last, incident = state.last, state.incident
-    ordered = last.decision
-    return [
-        state.step,
-        ordered.action,
-        ordered.cause,
-        ordered.rollback_depth,
-        ordered.skip,
-        incident.onset,
-        incident.number,
-        incident.open,
-        ordered.grad_scale,
-        ordered.lr_scale,
-        last.loss,
-        last.grad_norm,
-        last.threshold,
-        last.z,
-        last.z_loss,
-    ]
+        return step_record.unpack(self._packed.read())
 
 
 def _on_its_way(packed: Tensor) -> Tensor:

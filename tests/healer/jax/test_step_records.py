@@ -1,9 +1,11 @@
 # optax types every tree as the union of all trees.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
 # pyright: reportOptionalMemberAccess=false
-"""What a step tells the host: right, one step later, off a state that has been donated since."""
+"""The records of steps on the host: right, one step later, of a state that was donated since."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ import pytest
 from healcore.core.verdict import Action, Cause
 from healcore.jax import heal, metrics, protect
 from healcore.jax.driver import JaxDriver
-from healcore.jax.driver.evidence import worst
+from healcore.policy import load
 from tests.healer.jax.runs import POLICY, RUNS, advance, batch, plain
 from tests.jax import policies
 
@@ -23,25 +25,25 @@ from tests.jax import policies
 def test_steps_are_told_in_order_though_each_was_donated_to_the_next(kind):
     run = RUNS[kind]()
     driver = JaxDriver(run.state, POLICY)
-    assert driver.took() is None
+    assert driver.poll_step() is None
     handles = advance(driver, run, [batch(0), batch(1), batch(2, bad=True), batch(3)])
-    assert driver.took() is None  # no step since
+    assert driver.poll_step() is None  # no step since
     told = [handle.read() for handle in handles]
     assert [len(each) for each in told] == [1] * 4
     first, second, bad, after = (each[0] for each in told)
-    assert [each.engine_step for each in (first, second, bad, after)] == [1, 2, 3, 4]
+    assert [each.step for each in (first, second, bad, after)] == [1, 2, 3, 4]
     assert first.engine == {"nnx": "optimizer"}.get(kind, "opt_state")
     assert first.evidence == ()
-    assert not first.decision.skip
+    assert not first.skip
     assert (first.onset, first.incident, first.incident_open) == (-1, 0, False)
-    assert bad.decision.skip
-    assert bad.decision.cause == Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
-    assert bad.decision.action == Action.ROLLBACK | Action.CUT_LR
+    assert bad.skip
+    assert bad.cause == Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
+    assert bad.action == Action.ROLLBACK | Action.CUT_LR
     assert (bad.onset, bad.incident, bad.incident_open) == (2, 1, True)
-    assert bad.decision.rollback_depth == 1
-    assert bad.decision.lr_scale == 0.25
+    assert bad.rollback_depth == 1
+    assert bad.lr_scale == 0.25
     assert (bad.loss, bad.grad_norm) == (second.loss, second.grad_norm)  # the last finite ones
-    assert after.decision.cause == 0
+    assert after.cause == 0
     assert after.incident_open
 
 
@@ -56,8 +58,8 @@ def test_the_values_are_those_on_the_device_and_have_python_types():
         assert type(value) is float
         assert np.float32(value) == np.asarray(seen[f"heal/{name}"])
     assert told.threshold > 0
-    assert told.decision.grad_scale == float(seen["heal/grad_scale"])
-    assert told.engine_step == 30
+    assert told.grad_scale == float(seen["heal/grad_scale"])
+    assert told.step == 30
     kinds = (float, bool, float, Action, Cause, int, type(None))
     assert tuple(map(type, told.decision)) == kinds
 
@@ -68,8 +70,8 @@ def test_in_observe_mode_the_order_is_told_and_not_enforced():
     driver = JaxDriver(run.state, policy)
     (handle,) = advance(driver, run, [batch(0, bad=True)])
     (told,) = handle.read()
-    assert told.decision.skip
-    assert told.decision.action & Action.ROLLBACK
+    assert told.skip
+    assert told.action & Action.ROLLBACK
     assert np.isnan(driver.state["params"]["hidden"]).all()
 
 
@@ -80,11 +82,11 @@ def test_several_engines_are_told_by_name():
     driver = JaxDriver(state, POLICY)
     _, one = tx.update({"w": jnp.full(3, jnp.nan)}, state["critic"], params)
     driver.update({**state, "critic": one})
-    handle = driver.took()
+    handle = driver.poll_step()
     assert handle is not None
     told = {each.engine: each for each in handle.read()}
-    assert (told["generator"].engine_step, told["critic"].engine_step) == (0, 1)  # it judged none
-    assert told["critic"].decision.skip
+    assert (told["generator"].step, told["critic"].step) == (0, 1)  # it judged none
+    assert told["critic"].skip
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,7 @@ def test_one_bad_tensor_is_named_alone():
     grads = {"a": jnp.ones(2), "b": {"c": jnp.ones(3).at[1].set(jnp.inf), "d": jnp.ones(4)}}
     _, opt_state = jax.jit(tx.update)(grads, driver.state[1], params, value=jnp.float32(1.0))
     driver.update((params, opt_state))
-    handle = driver.took()
+    handle = driver.poll_step()
     assert handle is not None
     (told,) = handle.read()
     assert told.evidence == (("[0]['b']['c']", float("inf")),)
@@ -133,19 +135,32 @@ def test_tensors_that_no_part_of_the_state_has_get_numbers():
     bad = jax.tree.map(lambda leaf: leaf * jnp.nan, params)
     _, opt_state = tx.update(bad, driver.state["opt_state"], params)
     driver.update({"params": params, "opt_state": opt_state})
-    handle = driver.took()
+    handle = driver.poll_step()
     assert handle is not None
     assert [each.name for each in handle.read()[0].evidence] == ["gradient 0 of 1"]
 
 
-def test_the_worst_of_finite_gradients_make_up_the_norm():
-    names = [str(i) for i in range(20)]
-    norms = np.ones(20, np.float32)
-    norms[7], norms[3] = 100.0, 90.0
-    assert [each.name for each in worst(names, norms)] == ["7", "3"]
-    assert len(worst(names, np.ones(20, np.float32))) == 10
-    assert len(worst(names, np.full(20, np.nan, np.float32))) == 10
-    assert worst(names, np.zeros(20, np.float32)) == ()
+def test_a_spike_is_compared_with_the_last_step_without_an_alarm():
+    """The same rule as in torch, see `healcore.core.evidence`."""
+    params = {"a": jnp.ones(1), "b": jnp.ones(1), "c": jnp.ones(1)}
+    policy = load("pretraining").engine()
+    tx = optax.chain(heal(policy), optax.sgd(0.0))
+    driver = JaxDriver((params, tx.init(params)), policy)
+    update = jax.jit(tx.update)
+
+    def step(a: float, b: float = 3.0, c: float = 1.0) -> Any:
+        grads = {"a": jnp.full(1, a), "b": jnp.full(1, b), "c": jnp.full(1, c)}
+        _, opt_state = update(grads, driver.state[1], params, value=jnp.float32(1.0))
+        driver.update((params, opt_state))
+        ((record,),) = driver.poll_step().steps()
+        return record
+
+    for i in range(100):
+        assert step(1.0 + 0.01 * (i % 3)).evidence == ()
+    for _ in range(2):  # the first bad step is not what is usual at the second
+        spike = step(50.0, c=500.0)
+        assert spike.cause & Cause.GRAD_SPIKE
+        assert [each.name for each in spike.evidence] == ["[0]['c']", "[0]['a']"]
 
 
 def test_a_norm_given_by_the_caller_leaves_no_evidence():

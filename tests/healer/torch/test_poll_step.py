@@ -29,12 +29,12 @@ def driven(optimizer: Any, policy: Any, seat: str = "host") -> tuple[Run, TorchD
 @every_seat
 def test_it_says_what_the_engine_ordered(seat: str):
     run, driver = driven(fused, GOES_BACK, seat)
-    assert driver.took() is None
+    assert driver.poll_step() is None
     driver.observe(7.0)
     run.step(0)
     calm = only(driver)
-    assert driver.took() is None
-    assert (calm.engine, calm.engine_step, calm.loss) == ("optimizer", 1, 7.0)
+    assert driver.poll_step() is None
+    assert (calm.engine, calm.step, calm.loss) == ("optimizer", 1, 7.0)
     assert (calm.onset, calm.incident, calm.incident_open) == (-1, 0, False)
     assert calm.decision == (1.0, False, 1.0, Action(0), Cause(0), 0, None)
     norm = torch.nn.utils.get_total_norm(
@@ -45,11 +45,11 @@ def test_it_says_what_the_engine_ordered(seat: str):
     driver.observe(NAN)
     run.step(1, NAN)
     bad = only(driver)
-    assert bad.decision.skip is True
-    assert bad.decision.cause is Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
-    assert bad.decision.action is Action.ROLLBACK | Action.CUT_LR
-    assert (bad.decision.lr_scale, bad.decision.rollback_depth) == (0.5, 1)
-    assert (bad.engine_step, bad.onset, bad.incident, bad.incident_open) == (2, 1, 1, True)
+    assert bad.skip is True
+    assert bad.cause is Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
+    assert bad.action is Action.ROLLBACK | Action.CUT_LR
+    assert (bad.lr_scale, bad.rollback_depth) == (0.5, 1)
+    assert (bad.step, bad.onset, bad.incident, bad.incident_open) == (2, 1, 1, True)
     assert (bad.loss, bad.grad_norm) == (7.0, calm.grad_norm)
 
     for i in (2, 3):
@@ -66,11 +66,11 @@ def test_it_says_what_the_metrics_say(seat: str, policy: str):
         driver.observe(float(i % 3))
         run.step(i, 30.0 if i == 9 else 1.0)
         told, heal = only(driver), driver.healings["optimizer"].metrics()
-        found = (told.loss, told.grad_norm, told.threshold, told.z, told.z_loss, told.engine_step)
+        found = (told.loss, told.grad_norm, told.threshold, told.z, told.z_loss, told.step)
         names = ("loss", "grad_norm", "threshold", "z", "z_loss", "steps")
         assert found == tuple(heal[f"heal/{name}"].item() for name in names)
-        assert told.decision.grad_scale == heal["heal/grad_scale"].item()
-        assert told.decision.cause == heal["heal/cause"].item()
+        assert told.grad_scale == heal["heal/grad_scale"].item()
+        assert told.cause == heal["heal/cause"].item()
 
 
 @every_seat
@@ -80,11 +80,11 @@ def test_it_keeps_the_values_of_its_step(seat: str):
     for i in range(4):
         driver.observe(float(i))
         run.step(i, NAN if i == 1 else 1.0)
-        handles.append(driver.took())
+        handles.append(driver.poll_step())
     told = [handle.read()[0] for handle in handles if handle is not None]
-    assert [each.engine_step for each in told] == [1, 2, 3, 4]
+    assert [each.step for each in told] == [1, 2, 3, 4]
     assert [each.loss for each in told] == [0.0, 1.0, 2.0, 3.0]
-    assert [each.decision.skip for each in told] == [False, True, False, False]
+    assert [each.skip for each in told] == [False, True, False, False]
     assert handles[1].read() is handles[1].read()
 
 
@@ -93,8 +93,8 @@ def test_an_observed_order_is_told_and_not_carried_out(seat: str):
     run, driver = driven(fused, OBSERVES, seat)
     run.step(0, NAN)
     told = only(driver)
-    assert told.decision.skip
-    assert told.decision.action & Action.ROLLBACK
+    assert told.skip
+    assert told.action & Action.ROLLBACK
     assert any(p.isnan().any() for p in run.model.parameters())
 
 
@@ -107,10 +107,10 @@ def test_what_a_scaler_throws_away_was_not_judged(seat: str):
     run.optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
     run.step(1, NAN)
     told = only(driver)
-    assert judged.decision.action
-    assert told.engine_step == judged.engine_step == 1
-    assert (told.decision.cause, told.decision.action, told.decision.skip) == (0, 0, False)
-    assert told.decision.lr_scale == 0.5
+    assert judged.action
+    assert told.step == judged.step == 1
+    assert (told.cause, told.action, told.skip) == (0, 0, False)
+    assert told.lr_scale == 0.5
     assert told.incident_open
     assert told.evidence == ()
 
@@ -123,11 +123,11 @@ def test_the_first_step_after_going_back_was_judged(seat: str):
     engines = driver.healing()
     run.step(1)
     driver.load_healing(engines)
-    assert driver.took() is None, "of the branch that was given up"
+    assert driver.poll_step() is None, "of the branch that was given up"
     run.step(1, NAN)
     told = only(driver)
-    assert told.engine_step == 2
-    assert told.decision.skip
+    assert told.step == 2
+    assert told.skip
 
 
 def test_an_accumulating_loop_takes_a_step_every_few_batches():
@@ -142,7 +142,7 @@ def test_an_accumulating_loop_takes_a_step_every_few_batches():
             assert only(driver).loss == i - 1
             assert driver.may_save()
         else:
-            assert driver.took() is None
+            assert driver.poll_step() is None
             assert not driver.may_save()
 
 
@@ -153,11 +153,11 @@ def test_two_steps_of_one_batch_are_both_told():
     for module, name, grad in ((a, "critic", NAN), (b, "actor", 1.0), (a, "critic", 1.0)):
         module.weight.grad = torch.full_like(module.weight, grad)
         state[name].step()
-    handle = driver.took()
+    handle = driver.poll_step()
     assert handle is not None
     told = handle.read()
-    assert [(t.engine, t.engine_step) for t in told] == [("critic", 1), ("actor", 1), ("critic", 2)]
-    assert [bool(t.decision.action & Action.ROLLBACK) for t in told] == [True, False, False]
+    assert [(t.engine, t.step) for t in told] == [("critic", 1), ("actor", 1), ("critic", 2)]
+    assert [bool(t.action & Action.ROLLBACK) for t in told] == [True, False, False]
 
 
 @every_seat
@@ -168,7 +168,7 @@ def test_nothing_waits_before_it_is_read(seat: str):
         for i in range(4):
             driver.observe(torch.ones(()))
             run.step(i, NAN if i == 2 else 1.0)
-            handles.append(driver.took())
+            handles.append(driver.poll_step())
             driver.may_save()
     assert syncs.count == 0
     assert all(len(handle.read()) == 1 for handle in handles)
@@ -197,7 +197,7 @@ def test_a_compiled_step_is_told_like_any_other():
         step()
         assert driver.may_save()
         told = only(driver)
-        assert (told.engine_step, told.decision.skip) == (i + 1, i == 1)
+        assert (told.step, told.skip) == (i + 1, i == 1)
 
 
 # -- accumulation ---------------------------------------------------------------------------------

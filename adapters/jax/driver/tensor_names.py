@@ -1,47 +1,17 @@
-"""Which tensors a bad gradient came from: names for the norms that the engine was judged by."""
+"""Names for the tensors whose norms an engine was given."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from healcore.jax.norms import judged
 from healcore.jax.stripping import strip
-from healcore.runtime.driver import Evidence
 
-MOST = 10
-"""Entries for one step."""
-SHARE = 0.9
-"""Of the squared global norm: where the tensors named account for that much, the rest is small."""
 _PARAMETERS = ("params", "model")
 
 Path = tuple[Any, ...]
-
-
-def worst(tensors: Sequence[str], norms: np.ndarray) -> tuple[Evidence, ...]:
-    """The tensors to look at, the worst first.
-
-    Args:
-        tensors: their names.
-        norms: float32 (n,), their gradients' L2 norms; all 0 where they are not known.
-
-    Returns:
-        Those that are not finite, if any; else the largest that make up the norm.
-    """
-    finite = np.isfinite(norms)
-    if not finite.all():
-        found = np.flatnonzero(~finite)[:MOST]
-    elif not norms.any():
-        return ()
-    else:
-        order = np.argsort(-norms, kind="stable")
-        reached = np.cumsum(np.square(norms[order], dtype=np.float64))
-        enough = int(np.searchsorted(reached, SHARE * reached[-1])) + 1
-        found = order[: min(enough, MOST)]
-    return tuple(Evidence(tensors[i], float(norms[i])) for i in map(int, found))
 
 
 def names(tree: Any, engine: Path, count: int) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Steps whose numbers are still on their way, read a fixed number of steps later.
+"""Steps whose records are still on their way, read a fixed number of steps later.
 
 Fixed, and not "when they are there": every rank has to act at the same step.
 """
@@ -9,32 +9,34 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from healcore.core.step_record import StepRecord
 from healcore.runtime.data import BatchId
-from healcore.runtime.driver import Handle, Told
+from healcore.runtime.driver import PendingDispatch
 
 
-class Taken(NamedTuple):
-    """One dispatch: a step, or several in a compiled loop."""
+class TakenDispatch(NamedTuple):
+    """A dispatch that the loop has made, and its data."""
 
     index: int
     """Of its first step, from 0."""
-    handle: Handle
+    pending: PendingDispatch
     batches: tuple[BatchId, ...]
     """Its data; several batches where gradients were accumulated, or for several steps."""
     batch: Any = None
     """The last of them itself, where it is wanted."""
 
 
-class Seen(NamedTuple):
+class JudgedStep(NamedTuple):
     """One step that was read."""
 
     index: int
-    told: list[Told]
+    records: list[StepRecord]
+    """One per engine that has judged it, several where one judged several times in it."""
     batches: tuple[BatchId, ...]
     batch: Any = None
 
 
-class Lagging:
+class DelayedReader:
     """A queue of `lag` dispatches."""
 
     def __init__(self, lag: int) -> None:
@@ -49,16 +51,16 @@ class Lagging:
                 f"not {lag!r}"
             )
         self.lag = lag
-        self._queue: deque[Taken] = deque()
-        self._ready: deque[Seen] = deque()
+        self._queue: deque[TakenDispatch] = deque()
+        self._ready: deque[JudgedStep] = deque()
         self._shift = 0
         self._unjudged: tuple[BatchId, ...] = ()
 
-    def push(self, taken: Taken) -> None:
+    def push(self, taken: TakenDispatch) -> None:
         """Adds what was just taken."""
         self._queue.append(taken)
 
-    def due(self, *, all: bool = False) -> Iterator[Seen]:
+    def due(self, *, all: bool = False) -> Iterator[JudgedStep]:
         """The steps to be read now, oldest first.
 
         Args:
@@ -76,20 +78,22 @@ class Lagging:
         shift, self._shift = self._shift, 0
         return shift
 
-    def _read(self, taken: Taken) -> Iterator[Seen]:
-        steps = taken.handle.steps()
-        more = len(steps) - taken.handle.count
+    def _read(self, taken: TakenDispatch) -> Iterator[JudgedStep]:
+        steps = taken.pending.steps()
+        more = len(steps) - taken.pending.count
         if more:
             self._shift += more
             queue = [each._replace(index=each.index + more) for each in self._queue]
             self._queue = deque(queue)
         # As many batches as steps: one for each. Otherwise each step has a part of all of them.
         single = len(steps) > 1 and len(taken.batches) == len(steps)
-        for i, told in enumerate(steps):
+        for i, records in enumerate(steps):
             batches = self._unjudged + ((taken.batches[i],) if single else taken.batches)
             # What was accumulated is the data of the update that it goes into.
-            self._unjudged = () if any(each.judged for each in told) else batches
-            yield Seen(taken.index + i, told, () if self._unjudged else batches, taken.batch)
+            self._unjudged = () if any(each.judged for each in records) else batches
+            yield JudgedStep(
+                taken.index + i, records, () if self._unjudged else batches, taken.batch
+            )
 
     def clear(self) -> None:
         """Forgets steps of a branch that was given up."""

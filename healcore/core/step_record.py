@@ -1,0 +1,147 @@
+"""`StepRecord`: what an engine recorded of one step, and the one list of those numbers.
+
+Drivers bring it to the host, the runtime acts on it, the metrics file and `healcore replay` write
+it down. Whoever needs "the numbers of a step" reads this type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from healcore.core.evidence import Evidence
+from healcore.core.verdict import Action, Cause, Decision
+
+_STATE_PATHS = {
+    "step": "step",
+    "onset": "incident.onset",
+    "incident": "incident.number",
+    "incident_open": "incident.open",
+    "action": "last.decision.action",
+    "cause": "last.decision.cause",
+    "rollback_depth": "last.decision.rollback_depth",
+    "skip": "last.decision.skip",
+    "grad_scale": "last.decision.grad_scale",
+    "lr_scale": "last.decision.lr_scale",
+    "loss": "last.loss",
+    "grad_norm": "last.grad_norm",
+    "threshold": "last.threshold",
+    "z": "last.z",
+    "z_loss": "last.z_loss",
+}
+"""Where each number stands in an EngineState. Packed, they have this order."""
+
+INTS = 8
+"""The first are int32 or bool, the others float32."""
+
+_from_state = attrgetter(*_STATE_PATHS.values())
+
+
+class Readings(NamedTuple):
+    """The numbers behind a cause. Any of them may be NaN or Inf."""
+
+    loss: float
+    """Last finite loss."""
+    grad_norm: float
+    """Last finite global norm of the gradients, before clipping."""
+    threshold: float
+    """The norm above which the step would have been clipped; 0: none in force."""
+    z: float
+    """The clipping rule's score of the norm."""
+    z_loss: float
+    """The loss-spike detector's score."""
+
+
+class StepRecord(NamedTuple):
+    """One step as one engine judged it: Python values on the host, arrays in a replay.
+
+    Decisions are as ordered; in observe mode they were not enforced.
+    """
+
+    step: Any
+    """Steps that the engine has judged, this one included. The same as before: it judged none."""
+    onset: Any
+    """Index (from 0, the engine's own count) of the first alarm of the last incident; -1: none."""
+    incident: Any
+    """Number of the last incident, from 1; 0: none yet."""
+    incident_open: Any
+    """bool."""
+    action: Any
+    """`Action` flags."""
+    cause: Any
+    """`Cause` flags."""
+    rollback_depth: Any
+    """Known-good checkpoints to go back where ROLLBACK is ordered, else 0."""
+    skip: Any
+    """bool."""
+    grad_scale: Any
+    """Factor on the gradients, 1 = untouched."""
+    lr_scale: Any
+    """The learning-rate multiplier."""
+    loss: Any
+    """This and the following as in `Readings`."""
+    grad_norm: Any
+    threshold: Any
+    z: Any
+    z_loss: Any
+    engine: str = ""
+    """Name of the optimizer in the run's state; several optimizers have an engine each."""
+    evidence: tuple[Evidence, ...] = ()
+    """Only for steps with a cause: the worst first, at most 10."""
+    judged: bool = True
+    """False: gradients were only accumulated, for an update that a later step makes."""
+
+    @property
+    def decision(self) -> Decision:
+        """As ordered. Without `group_scale`, of which there may be thousands."""
+        return Decision(*(getattr(self, name) for name in Decision._fields[:6]))
+
+    @property
+    def readings(self) -> Readings:
+        """The numbers behind its cause."""
+        return Readings(*(getattr(self, name) for name in Readings._fields))
+
+    def unjudged(self) -> StepRecord:
+        """The record of a step that the engine did not judge: nothing is ordered, nothing wrong."""
+        return self._replace(
+            action=Action(0), cause=Cause(0), rollback_depth=0, skip=False, grad_scale=1.0
+        )
+
+
+FIELDS = StepRecord._fields[: len(_STATE_PATHS)]
+"""The numbers, in the order in which they are packed."""
+
+
+def numbers(state: Any) -> tuple[Any, ...]:
+    """The numbers of the last step: the arrays of an EngineState, in the order of `FIELDS`."""
+    return _from_state(state)
+
+
+def leaf_names() -> list[str]:
+    """Paths of the numbers in an EngineState, joined by underscores, in the order of `FIELDS`."""
+    return [path.replace(".", "_") for path in _STATE_PATHS.values()]
+
+
+def on_host(values: Sequence[Any], engine: str = "") -> StepRecord:
+    """A record in Python values, from scalars in the order of `FIELDS`."""
+    step, onset, incident, is_open, action, cause, depth, skip = map(int, values[:INTS])
+    return StepRecord(
+        step,
+        onset,
+        incident,
+        bool(is_open),
+        Action(action),
+        Cause(cause),
+        depth,
+        bool(skip),
+        *map(float, values[INTS:]),
+        engine=engine,
+    )
+
+
+def unpack(packed: np.ndarray, engine: str = "") -> StepRecord:
+    """A record from int32 (`len(FIELDS)`,): the integers, then the bits of the floats."""
+    return on_host([*packed[:INTS], *packed[INTS:].view(np.float32)], engine)
