@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from healcore import jax, policy, torch
     from healcore.runtime.healer import Healer
-    from healcore.runtime.run.ending import RunStopped
+    from healcore.runtime.loop.exits import RunStopped
 
 __version__ = "0.1.0"
 __all__ = ["Healer", "RunStopped", "__version__", "jax", "policy", "torch"]
 
 _PARTS = frozenset({"jax", "policy", "torch"})
-_NAMES = {"Healer": "healcore.runtime.healer", "RunStopped": "healcore.runtime.run.ending"}
+_NAMES = {"Healer": "healcore.runtime.healer", "RunStopped": "healcore.runtime.loop.exits"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,15 +1,14 @@
-"""What the adapter measures in one step, and what it is then told to do: between hook and seat."""
+"""What the adapter measures in one step, and what the engine then orders."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from healcore.core.verdict import Decision
 from healcore.torch import norms
 
 
@@ -82,45 +81,6 @@ class DeviceOrder(NamedTuple):
     """0-d float32 in [0, 1]."""
     group_scale: Tensor | None
     """(n,) float32, or None."""
-
-
-class Seat(Protocol):
-    """Where the engine sits: on the host in NumPy, or on the device in torch."""
-
-    name: str
-
-    @property
-    def decision(self) -> Decision | None:
-        """What was enforced at the last step, as arrays of the seat; None before the first."""
-        ...
-
-    def order(self, seen: Measurement) -> Order:
-        """Judges one step and reads the answer: at most one sync."""
-        ...
-
-    def announce(self) -> None:
-        """Opens the grace window at the next step."""
-        ...
-
-    def decline(self) -> None:
-        """Gives back the rollback that was ordered last."""
-        ...
-
-    def grow(self, groups: int) -> None:
-        """Begins a history for parameters that were added after the others."""
-        ...
-
-    def metrics(self) -> dict[str, Tensor]:
-        """Named 0-d tensors, copies, without a sync."""
-        ...
-
-    def to_dict(self) -> dict:
-        """The framework-neutral state; on a device this is a sync."""
-        ...
-
-    def load(self, data: dict, *, rollback: bool) -> None:
-        """Takes over a saved state, whole or not at all."""
-        ...
 
 
 def read(tensors: list[Tensor | None]) -> list[Any]:

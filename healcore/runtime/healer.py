@@ -10,9 +10,9 @@ from typing import Any, Literal, Unpack
 from healcore.policy import Overrides
 from healcore.runtime.driver import Driver
 from healcore.runtime.incidents.hooks import Hook, Hooks
-from healcore.runtime.run.closing import close
-from healcore.runtime.run.opening import Options, open_run
-from healcore.runtime.run.running import Run
+from healcore.runtime.loop.loop import Loop
+from healcore.runtime.loop.setup import Options, open_run
+from healcore.runtime.loop.shutdown import close
 from healcore.runtime.store import CheckpointStore, Keep
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.terms import terms_of
@@ -120,7 +120,7 @@ class Healer:
             driver=driver,
             loss_fn=loss_fn,
         ).checked()
-        self._run: Run | None = None
+        self._run: Loop | None = None
         self._ended = False
         self._pid = 0
 
@@ -230,7 +230,7 @@ class Healer:
     @property
     def good(self) -> int | None:
         """Step of the newest known-good checkpoint."""
-        return self._the_run.keeper.good
+        return self._the_run.checkpoints.good
 
     @property
     def rollbacks(self) -> int:
@@ -240,7 +240,7 @@ class Healer:
     @property
     def store(self) -> CheckpointStore:
         """The checkpoints."""
-        return self._the_run.keeper.store
+        return self._the_run.checkpoints.store
 
     @property
     def driver(self) -> Driver:
@@ -250,13 +250,13 @@ class Healer:
     # -- within ---------------------------------------------------------------------------------
 
     @property
-    def _the_run(self) -> Run:
+    def _the_run(self) -> Loop:
         if self._run is None:
             raise HealerError("use it as `with Healer(...) as healer:`, inside of the block")
         return self._run
 
     @property
-    def _live(self) -> Run:
+    def _live(self) -> Loop:
         if self._ended:
             raise HealerError("the `with` block of this Healer is over: make another one")
         return self._the_run

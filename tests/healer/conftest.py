@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from healcore.runtime.recovery import wait_limit
+from healcore.runtime.checkpoints import wait_limit
 
 
 @pytest.fixture(autouse=True)

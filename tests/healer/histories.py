@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from healcore.core.verdict import Cause
+from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
+from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data.feeds import Feeds
-from healcore.runtime.incidents.ledger import Ledger
-from healcore.runtime.recovery.host_state import HostState
-from healcore.runtime.recovery.journal import Journal
-from healcore.runtime.recovery.keeping import Keeper
-from healcore.runtime.recovery.proving import Prover
-from healcore.runtime.recovery.recovering import Arrival, Recovery, Wanted
+from healcore.runtime.ledger import Ledger
+from healcore.runtime.rollback.host_state import HostState
+from healcore.runtime.rollback.journal import Journal
+from healcore.runtime.rollback.manager import Arrival, RollbackManager, Wanted
 from healcore.runtime.store import (
     CheckpointDamaged,
     Keep,
@@ -133,22 +133,22 @@ class Process:
         self.told: list[dict[str, Any]] = []
         self.journal = Journal(path)
         self.journal.read()
-        self.keeper = Keeper(
+        self.checkpoints = CheckpointManager(
             store,
             every=EVERY,
             keep=KEEP,
             probation=PROBATION,
             region=REGION,
-            prover=Prover(behind=False),
+            verifier=BackgroundVerifier(behind=False),
             ranks=Alone(),
             tell=self.tell,
             warn=lambda line: None,
         )
         driver: Any = Nothing()
-        self.recovery = Recovery(
+        self.rollbacks = RollbackManager(
             terms=TERMS,
             driver=driver,
-            keeper=self.keeper,
+            checkpoints=self.checkpoints,
             journal=self.journal,
             ledger=self.ledger,
             feeds=self.feeds,
@@ -162,17 +162,17 @@ class Process:
         self.told.append({"kind": kind, **fields})
 
     def begin(self) -> None:
-        """As `Run.begin`."""
+        """As `Loop.begins_at`."""
         usable = [s.step for s in self.store.steps() if s.finite and s.status != "quarantined"]
         if self.journal.page.begun is not None:
-            self.step, _ = self.recovery.finish(self.journal.page.begun)
+            self.step, _ = self.rollbacks.finish(self.journal.page.begun)
         elif usable:
-            self.step, _ = self.recovery.resume(usable[::-1])
+            self.step, _ = self.rollbacks.resume(usable[::-1])
         else:
             self.journal.page.first = self.step
-        self.recovery.write_journal(self.step)
-        self.recovery.began_at = self.step
-        self.keeper.take_stock()
+        self.rollbacks.write_journal(self.step)
+        self.rollbacks.began_at = self.step
+        self.checkpoints.take_stock()
         if not self.store.saves:
             self.save("first")
 
@@ -184,14 +184,14 @@ class Process:
         self.step += 1
         if self.step % EVERY == 0 and not self.ledger.open:
             self.save("regular")
-        self.keeper.look_after(self.ledger, self.step)
+        self.checkpoints.look_after(self.ledger, self.step)
 
     def save(self, why: str) -> None:
-        self.keeper.save(self.step, {}, {"ledger": self.ledger.to_dict()}, why)
+        self.checkpoints.save(self.step, {}, {"ledger": self.ledger.to_dict()}, why)
 
     def go_back(self, depth: int) -> Arrival:
         """A rollback in answer to the incident under way."""
-        arrival = self.recovery.go_back(Wanted(self.onset, depth, self.step, ()))
+        arrival = self.rollbacks.go_back(Wanted(self.onset, depth, self.step, ()))
         self.step = arrival.target
         return arrival
 

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from healcore.runtime.recovery.keeping import Keeper
-from healcore.runtime.run import starting
-from healcore.runtime.run.opening import AlreadyCompleted
-from healcore.runtime.run.orders import Orders
+from healcore.runtime.checkpoints.manager import CheckpointManager
+from healcore.runtime.loop import start
+from healcore.runtime.loop.orders import Orders
+from healcore.runtime.loop.setup import AlreadyCompleted
 from healcore.runtime.store import committing
 from tests.healer.loops import Faults, loop_of, rules, train
 
@@ -80,10 +80,10 @@ class Watched:
         """The longest of each phase."""
         self.calls: dict[str, int] = dict.fromkeys(PHASES, 0)
         """The most calls of each phase."""
-        self._watch(Keeper, "save", SAVE)
+        self._watch(CheckpointManager, "save", SAVE)
         self._watch(committing, "commit", WRITE)
         self._watch(Orders, "_go_back", BACK)
-        self._watch(starting, "_finish_rollback", BACK)
+        self._watch(start, "_finish_rollback", BACK)
         for name in CALLS:
             self._count(name)
 

@@ -10,7 +10,7 @@ import pytest
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Action, Cause
 from healcore.runtime.incidents.assessment import Assessor, Finding
-from healcore.runtime.incidents.judging import Order
+from healcore.runtime.incidents.judge import Order
 from tests.healer.records import record
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data.feeds import Feeds
-from healcore.runtime.recovery.journal import Journal
-from healcore.runtime.recovery.keeping import Keeper
-from healcore.runtime.recovery.recovering import Recovery
+from healcore.runtime.rollback.journal import Journal
+from healcore.runtime.rollback.manager import RollbackManager
 from healcore.runtime.store.tiered import TieredStore
 from tests.healer.loops import Faults, loop_of, rules, same, train
 from tests.healer.reading import events, postmortems
@@ -25,9 +25,9 @@ POINTS = [
     (TieredStore, "mark"),
     (TieredStore, "restore"),
     (Journal, "write"),
-    (Keeper, "set_aside"),
-    (Keeper, "take_stock"),
-    (Recovery, "_apply"),
+    (CheckpointManager, "set_aside"),
+    (CheckpointManager, "take_stock"),
+    (RollbackManager, "_apply"),
     (Feeds, "go_back"),
 ]
 BAD = [23, 26]
@@ -42,7 +42,7 @@ def crashing(monkeypatch: pytest.MonkeyPatch, at: int | None) -> Iterator[list[s
     """Raises Crash before the `at`-th point within a rollback; counts them with None."""
     passed: list[str] = []
     inside = False
-    go_back = Recovery.go_back
+    go_back = RollbackManager.go_back
 
     def watched(self: Any, wanted: Any) -> Any:
         nonlocal inside
@@ -64,7 +64,7 @@ def crashing(monkeypatch: pytest.MonkeyPatch, at: int | None) -> Iterator[list[s
         return call
 
     with monkeypatch.context() as patch:
-        patch.setattr(Recovery, "go_back", watched)
+        patch.setattr(RollbackManager, "go_back", watched)
         for kind, name in POINTS:
             patch.setattr(kind, name, counted(kind, name))
         # A killed process says nothing at its end.
@@ -73,11 +73,11 @@ def crashing(monkeypatch: pytest.MonkeyPatch, at: int | None) -> Iterator[list[s
 
 
 def quiet_end(run: Any, error: BaseException | None) -> None:
-    run.keeper.settle()
-    run.terminating.release()
+    run.checkpoints.settle()
+    run.termination.release()
     run.driver.close()
     run.release()
-    run.narrator.end()
+    run.console.end()
     assert error is None or isinstance(error, Crash)
 
 

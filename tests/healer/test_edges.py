@@ -14,8 +14,8 @@ import torch
 from healcore import policy as policies
 from healcore.core.verdict import Action
 from healcore.runtime.healer import Healer
-from healcore.runtime.run.ending import LastStateNotSaved, RunStopped
-from healcore.runtime.run.terminating import Interrupted, Terminating
+from healcore.runtime.loop.exits import LastStateNotSaved, RunStopped
+from healcore.runtime.loop.termination import Interrupted, TerminationWatch
 from healcore.runtime.store import StateMismatch
 from tests.healer.loops import Faults, loop_of, rules, train
 from tests.healer.reading import events, postmortems
@@ -60,7 +60,7 @@ def test_a_run_writes_down_the_policy_with_its_values_replaced(framework, tmp_pa
 
 
 def test_sigterm_in_an_incident_saves_too(tmp_path):
-    from healcore.runtime.run.terminating import Terminated
+    from healcore.runtime.loop.termination import Terminated
 
     def ask(healer, number):
         if number == 24:
@@ -72,7 +72,7 @@ def test_sigterm_in_an_incident_saves_too(tmp_path):
 
 
 def test_sigterm_in_an_accumulation_goes_on_to_its_end(tmp_path):
-    from healcore.runtime.run.terminating import Terminated
+    from healcore.runtime.loop.termination import Terminated
 
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -119,7 +119,7 @@ def test_ctrl_c_finishes_the_step_and_saves(tmp_path, capfd):
 
 def test_two_runs_at_once_share_the_signals():
     before = signal.getsignal(signal.SIGTERM)
-    a, b = Terminating(), Terminating()
+    a, b = TerminationWatch(), TerminationWatch()
     a.watch()
     b.watch()
     a.release()
@@ -134,7 +134,7 @@ def _sleep():
 
 
 def test_a_forked_child_dies_of_a_signal_as_ever():
-    watcher = Terminating()
+    watcher = TerminationWatch()
     watcher.watch()
     try:
         child = multiprocessing.get_context("fork").Process(target=_sleep)

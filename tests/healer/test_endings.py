@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from healcore.runtime.run.ending import RunStopped
-from healcore.runtime.run.terminating import Terminated
+from healcore.runtime.loop.exits import RunStopped
+from healcore.runtime.loop.termination import Terminated
 from tests.healer.loops import Faults, loop_of, rules, train
 from tests.healer.reading import events, postmortems
 

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from healcore.runtime.incidents.ledger import Ledger
-from healcore.runtime.recovery.choice import Earlier
-from healcore.runtime.recovery.journal import Journal
+from healcore.runtime.ledger import Ledger
+from healcore.runtime.rollback.checkpoint_choice import PastRollback
+from healcore.runtime.rollback.journal import Journal
 from healcore.runtime.store import NoGoodCheckpoint
 from tests.healer.histories import KEEP, PROBATION, REGION, Killed, Listed, Process
 
@@ -34,7 +34,7 @@ class History(RuleBasedStateMachine):
         self.process = Process(self.store, self.path)
         self.process.begin()
         self.healthy: list[bool] = []
-        self.back: list[Earlier] = []
+        self.back: list[PastRollback] = []
         self.onset: int | None = None
         self.good: set[int] = set()
         self.stays: set[int] = set()
@@ -84,7 +84,7 @@ class History(RuleBasedStateMachine):
         """As ordered; killed after so many changes, if it takes that many."""
         assert self.onset is not None
         process, journal = self.process, self.process.journal
-        process.keeper.catch_up(process.ledger, before=self.onset)
+        process.checkpoints.catch_up(process.ledger, before=self.onset)
         self.what_is_good()
         expected = self.target(depth)
         self.store.life = life
@@ -125,7 +125,7 @@ class History(RuleBasedStateMachine):
         usable = [s for s in self.store.steps() if s.finite and s.step <= self.onset]
         good = [s.step for s in usable if s.status == "good"]
         # The run's first snapshot before what this process has gone on from.
-        begun = self.process.journal.page.first, self.process.recovery.began_at
+        begun = self.process.journal.page.first, self.process.rollbacks.began_at
         unproven = {s.step for s in usable if s.status == "candidate"}
         last = [step for step in begun if step in unproven]
         tried = [past.target for past in self.back if abs(past.onset - self.onset) < REGION]
@@ -142,7 +142,7 @@ class History(RuleBasedStateMachine):
     def went(self, target: int | None) -> None:
         assert self.onset is not None
         assert target is not None
-        self.back.append(Earlier(self.onset, target))
+        self.back.append(PastRollback(self.onset, target))
         assert target <= self.onset
         assert self.store.saves[target].status != "quarantined"
         del self.healthy[target:]
@@ -187,7 +187,7 @@ class History(RuleBasedStateMachine):
         assert ledger.earlier == self.back
         assert self.process.journal.page.rollbacks == len(self.back)
         unhealthy = {step for step, well in enumerate(self.healthy) if not well}
-        needed = min(self.process.keeper.catalog.waiting, default=self.process.step)
+        needed = min(self.process.checkpoints.catalog.waiting, default=self.process.step)
         assert {step for step in unhealthy if step >= needed} <= {*ledger.unhealthy} <= unhealthy
         assert Ledger.from_dict(ledger.to_dict()) == ledger
         written = Journal(self.path).read()

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from healcore import policy as policies
-from healcore.runtime.recovery.journal import JournalError
-from healcore.runtime.recovery.recovering import Recovery
+from healcore.runtime.rollback.journal import JournalError
+from healcore.runtime.rollback.manager import RollbackManager
 from healcore.runtime.store import NoGoodCheckpoint, StoreError
 from healcore.runtime.store import tiered as tiers
 from tests.healer.loops import RULES, Faults, loop_of, rules, same, train
@@ -211,7 +211,7 @@ def test_a_rollback_that_cannot_be_finished_names_the_file(tmp_path, monkeypatch
     def go() -> None:
         train(loop_of("torch", Faults(always=[13])), rules(), range(40), store=tmp_path)
 
-    crash(monkeypatch, Recovery, "_carry_out", lambda *_, **__: True, go)
+    crash(monkeypatch, RollbackManager, "_carry_out", lambda *_, **__: True, go)
     for each in tmp_path.glob("step-*"):
         (each / "state.json").write_text("{}")
     with pytest.raises(StoreError, match=r"healcore\.json.*delete that file"):

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from healcore.core.verdict import Action
+from healcore.runtime.checkpoints.manager import CheckpointManager
+from healcore.runtime.loop.orders import Orders
 from healcore.runtime.postmortem import postmortem
-from healcore.runtime.recovery.keeping import Keeper
-from healcore.runtime.run.orders import Orders
 from healcore.runtime.store.directory import DirectoryStore
 from healcore.torch.store import DCPStore
 from tests.healer.loops import Faults, loop_of, rules, same, train
@@ -117,7 +117,7 @@ def test_data_that_only_runs_forward_is_not_read_twice(point, tmp_path, monkeypa
         crash(monkeypatch, Orders, point, lambda *_: True, lambda: go("killed"))
     else:
         at = lambda self, steps, now: bool(steps)  # noqa: E731
-        crash(monkeypatch, Keeper, "set_aside", at, lambda: go("killed"))
+        crash(monkeypatch, CheckpointManager, "set_aside", at, lambda: go("killed"))
     loop, facts = go("killed")
     assert facts["step"] == expected["step"]
     assert same(loop.weights(), clean.weights())
@@ -129,7 +129,7 @@ def test_incidents_are_counted_on_through_a_rollback_that_was_cut_short(tmp_path
         loop = loop_of("torch", Faults(always=[13, 33]))
         return train(loop, rules(), range(50), store=tmp_path)
 
-    crash(monkeypatch, Keeper, "set_aside", lambda self, steps, now: now > 30, go)
+    crash(monkeypatch, CheckpointManager, "set_aside", lambda self, steps, now: now > 30, go)
     seen = {}
 
     def look(healer: Any, number: int) -> None:
@@ -183,7 +183,7 @@ def test_a_second_try_is_still_one_after_a_crash(point, tmp_path, monkeypatch):
         return loop, facts
 
     clean, expected = go("clean")
-    owner = Keeper if point == "set_aside" else Orders
+    owner = CheckpointManager if point == "set_aside" else Orders
     crash(monkeypatch, owner, point, lambda *_, **__: True, lambda: go("killed"))
     loop, facts = go("killed")
     assert facts["rollbacks"] == expected["rollbacks"] == 2
@@ -220,14 +220,14 @@ def test_what_a_rollback_has_cost_is_known_below_its_checkpoint_too(tmp_path, mo
 
 
 def test_the_step_a_life_began_at_is_not_deeper_than_what_was_tried(tmp_path):
-    from healcore.runtime.recovery.choice import Earlier, choose
+    from healcore.runtime.rollback.checkpoint_choice import PastRollback, choose
     from healcore.runtime.store import Saved
 
     saves = [
         Saved(15, "good", True, 1, 0.0, True, None),
         Saved(20, "candidate", True, 1, 0.0, True, None),
     ]
-    found = choose(saves, onset=23, earlier=[Earlier(22, 15)], region=30, initial=[20])
+    found = choose(saves, onset=23, earlier=[PastRollback(22, 15)], region=30, initial=[20])
     assert found.order[0] == 15
     assert found.repeated
 

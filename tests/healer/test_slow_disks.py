@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from healcore.jax import store as jax_stores
-from healcore.runtime.recovery import wait_limit
-from healcore.runtime.recovery.keeping import Keeper
-from healcore.runtime.recovery.proving import Prover
-from healcore.runtime.recovery.recovering import Recovery
-from healcore.runtime.run.running import Run
+from healcore.runtime.checkpoints import wait_limit
+from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
+from healcore.runtime.checkpoints.manager import CheckpointManager
+from healcore.runtime.loop.loop import Loop
+from healcore.runtime.rollback.manager import RollbackManager
 from healcore.runtime.store import Keep
 from healcore.runtime.store.ranks import Alone
 from healcore.torch import store as torch_stores
@@ -39,24 +39,28 @@ class Gates:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, writes: Any, proofs: Any) -> None:
         self._step, self._free = 0, False
         self._changed = threading.Condition()
-        settle, go_back, save_last = Keeper.settle, Recovery.go_back, Run.save_last
+        settle, go_back, save_last = (
+            CheckpointManager.settle,
+            RollbackManager.go_back,
+            Loop.save_last,
+        )
 
-        def waits(keeper: Any) -> None:
+        def waits(checkpoints: Any) -> None:
             self.open(True)
-            settle(keeper)
+            settle(checkpoints)
 
         def ends(run: Any) -> None:
             self.open(True)
             save_last(run)
 
-        def goes_back(recovery: Any, wanted: Any) -> Any:
-            arrival = go_back(recovery, wanted)  # begins with `settle`
+        def goes_back(rollbacks: Any, wanted: Any) -> Any:
+            arrival = go_back(rollbacks, wanted)  # begins with `settle`
             self.open(False)
             return arrival
 
-        monkeypatch.setattr(Keeper, "settle", waits)
-        monkeypatch.setattr(Recovery, "go_back", goes_back)
-        monkeypatch.setattr(Run, "save_last", ends)
+        monkeypatch.setattr(CheckpointManager, "settle", waits)
+        monkeypatch.setattr(RollbackManager, "go_back", goes_back)
+        monkeypatch.setattr(Loop, "save_last", ends)
         monkeypatch.setattr(wait_limit, "SECONDS", float("inf"))
         for kind in (torch_stores.DCPStore, jax_stores.OrbaxStore):
             self._hold_up(monkeypatch, kind, writes, proofs)
@@ -246,20 +250,20 @@ def test_waiting_time_does_not_come_back_with_a_success(monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: now["s"], sleep=passes)
     monkeypatch.setattr(wait_limit, "time", clock)
     store, told = Behind(clock, 3.0), []
-    keeper = Keeper(
+    checkpoints = CheckpointManager(
         store,
         every=10,
         keep=Keep(),
         probation=10,
         region=50,
-        prover=Prover(behind=False),
+        verifier=BackgroundVerifier(behind=False),
         ranks=Alone(),
         tell=lambda kind, **fields: told.append(kind),
         warn=lambda line: None,
     )
     for step in range(200):
-        if keeper.due(step):
-            keeper.save(step, {}, {}, "regular")
+        if checkpoints.due(step):
+            checkpoints.save(step, {}, {}, "regular")
         passes(0.03)
     assert now["s"] < 6 + wait_limit.SECONDS + 0.5
     assert told.count("save") >= 3

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from healcore.runtime.healer import Healer
-from healcore.runtime.run.opening import AlreadyCompleted, StoreNotEmpty
+from healcore.runtime.loop.setup import AlreadyCompleted, StoreNotEmpty
 from healcore.runtime.store import SaveFailed, StateMismatch
 from tests.healer.loops import Faults, loop_of, rules, same, train
 from tests.healer.reading import events

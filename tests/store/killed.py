@@ -26,7 +26,7 @@ import jax
 import numpy as np
 import torch
 
-from healcore.runtime.recovery.choice import tainted
+from healcore.runtime.rollback.checkpoint_choice import tainted
 from healcore.runtime.store import Keep, prune
 from tests.store import worlds
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from healcore.runtime.recovery.choice import Choice, Earlier, choose, common, proven, tainted
+from healcore.runtime.checkpoints.catalog import proven
+from healcore.runtime.ledger import PastRollback
+from healcore.runtime.rollback.checkpoint_choice import (
+    Choice,
+    choose,
+    common,
+    tainted,
+)
 from healcore.runtime.store import NoGoodCheckpoint, Saved, Status
 
 
@@ -33,7 +40,7 @@ def test_depth(onset, depth, order):
 
 
 def test_the_second_time_in_a_region_goes_deeper():
-    past = [Earlier(onset=350, target=300)]
+    past = [PastRollback(onset=350, target=300)]
     assert choose(GOOD, onset=360, earlier=past, region=100).order == (200, 100)
     assert choose(GOOD, onset=340, earlier=past, region=100).order == (200, 100)
     assert choose(GOOD, onset=360, earlier=past, region=5).order[0] == 300
@@ -45,12 +52,12 @@ def test_the_second_time_in_a_region_goes_deeper():
 
 
 def test_when_there_is_nothing_deeper_it_says_so():
-    past = [Earlier(150, 100)]
+    past = [PastRollback(150, 100)]
     found = choose(GOOD, onset=160, earlier=past, region=100)
     assert found == Choice((100,), initial=False, repeated=True)
     found = choose(GOOD, onset=160, earlier=past, region=100, initial=[0])
     assert found == Choice((0,), initial=True, repeated=False)
-    past.append(Earlier(160, 0))
+    past.append(PastRollback(160, 0))
     found = choose(GOOD, onset=160, earlier=past, region=100, initial=[0])
     assert found == Choice((0,), initial=True, repeated=True)
 

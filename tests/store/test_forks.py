@@ -87,28 +87,28 @@ def child():
     assert len(memory.steps()) == 1
 assert forked(child) == 0
 
-from healcore.runtime.recovery.proving import Prover
+from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
 class Waits:
     def verify(self, step):
         writing.set()
         assert gate.wait(60)
     def mark(self, step, status):
         pass
-prover = Prover()
-prover.ask(Waits(), 1)
+verifier = BackgroundVerifier()
+verifier.ask(Waits(), 1)
 assert writing.wait(60)
 def child():
-    assert prover.verdicts() == []
+    assert verifier.verdicts() == []
     gate.set()
-    prover.ask(Waits(), 2)
-    prover.finish()
-    assert prover.verdicts() == [(2, None)]
-    prover.ask(Waits(), 3)
-    prover.drop()
+    verifier.ask(Waits(), 2)
+    verifier.finish()
+    assert verifier.verdicts() == [(2, None)]
+    verifier.ask(Waits(), 3)
+    verifier.drop()
 assert forked(child) == 0
 gate.set()
-prover.finish()
-assert prover.verdicts() == [(1, None)]
+verifier.finish()
+assert verifier.verdicts() == [(1, None)]
 print("fine")
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from healcore.runtime.recovery.choice import tainted
+from healcore.runtime.rollback.checkpoint_choice import tainted
 from healcore.runtime.store import CheckpointDamaged, Keep, LastGoodKept, prune
 from tests.store.worlds import ALL, DISKS, TIERS, World, over, same_states
 

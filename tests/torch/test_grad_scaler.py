@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, AdamW, Optimizer
 
 from healcore.runtime.healer import Healer
-from healcore.runtime.run.ending import RunStopped
+from healcore.runtime.loop.exits import RunStopped
 from healcore.torch import attach
 from healcore.torch.amp import SEARCH
 from tests.torch import policies

@@ -19,7 +19,7 @@ from healcore.demo.history import FIXED_CLIP, History
 from healcore.demo.scenario import Scenario
 from healcore.demo.terms import SAVE_EVERY
 from healcore.jax.demo.model import ByteTransformer
-from healcore.runtime.run.ending import RunStopped  # <- healcore
+from healcore.runtime.loop.exits import RunStopped  # <- healcore
 
 
 def optimizer(scenario: Scenario, arm: str, policy: Any) -> optax.GradientTransformationExtraArgs:

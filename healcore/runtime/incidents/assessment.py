@@ -30,7 +30,7 @@ import numpy as np
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Cause
 from healcore.runtime.driver import Driver
-from healcore.runtime.incidents.judging import Order
+from healcore.runtime.incidents.judge import Order
 from healcore.runtime.incidents.stretch import Remembered, Stretch
 
 HIGH = Cause.LOSS_SPIKE | Cause.DIVERGENCE

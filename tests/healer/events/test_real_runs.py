@@ -11,8 +11,8 @@ import pytest
 from healcore.core.verdict import Action
 from healcore.runtime.events import read, schema
 from healcore.runtime.events.kinds import KINDS
+from healcore.runtime.loop.exits import LastStateNotSaved, RunStopped
 from healcore.runtime.postmortem.postmortem import Postmortem, path_for
-from healcore.runtime.run.ending import LastStateNotSaved, RunStopped
 from tests.healer.loops import Faults, loop_of, rules, train
 from tests.healer.test_storage import flip_a_bit
 from tests.store.disks import read_only

@@ -19,7 +19,7 @@ from optax import contrib
 from healcore.core.engine import Engine
 from healcore.jax import decision_of, heal, protect, scale_by_heal_lr, set_lr_scale
 from healcore.jax.driver import JaxDriver
-from healcore.runtime.recovery.returning import gone_back
+from healcore.runtime.rollback.engine_states import gone_back
 from tests.healer.jax.runs import POLICY, advance, batch, plain
 
 WARM = optax.warmup_cosine_decay_schedule(0.0, 1e-2, warmup_steps=6, decay_steps=40)

@@ -12,25 +12,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
+from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data.feeds import Feeds
 from healcore.runtime.driver import Driver
 from healcore.runtime.events import Log
 from healcore.runtime.events.metrics import Metrics, path_beside
 from healcore.runtime.incidents.delayed_reader import DelayedReader
 from healcore.runtime.incidents.hooks import Hooks
-from healcore.runtime.incidents.ledger import Ledger
+from healcore.runtime.ledger import Ledger
+from healcore.runtime.loop.console_log import ConsoleLog
+from healcore.runtime.loop.exits import AlreadyCompleted
+from healcore.runtime.loop.frameworks import driver_for
+from healcore.runtime.loop.loop import Loop
+from healcore.runtime.loop.start import begin
+from healcore.runtime.loop.termination import TerminationWatch
 from healcore.runtime.postmortem import postmortem
-from healcore.runtime.recovery.host_state import HostState
-from healcore.runtime.recovery.journal import NAME, Journal
-from healcore.runtime.recovery.keeping import Keeper
-from healcore.runtime.recovery.proving import Prover
-from healcore.runtime.recovery.recovering import Recovery
-from healcore.runtime.run.ending import AlreadyCompleted
-from healcore.runtime.run.frameworks import driver_for
-from healcore.runtime.run.narrating import Narrator
-from healcore.runtime.run.running import Run
-from healcore.runtime.run.starting import begin
-from healcore.runtime.run.terminating import Terminating
+from healcore.runtime.rollback.host_state import HostState
+from healcore.runtime.rollback.journal import NAME, Journal
+from healcore.runtime.rollback.manager import RollbackManager
 from healcore.runtime.store import CheckpointStore, Keep, Saved, StoreError
 from healcore.runtime.store.claim import Claim, claim
 from healcore.runtime.store.memory import MemoryStore
@@ -40,7 +40,7 @@ from healcore.runtime.terms import Terms
 
 _logger = logging.getLogger("healcore")
 
-_under_way: weakref.WeakSet[Run] = weakref.WeakSet()
+_under_way: weakref.WeakSet[Loop] = weakref.WeakSet()
 """Runs of this process, ended ones too as long as somebody has them."""
 
 
@@ -93,7 +93,7 @@ class Options(NamedTuple):
         return self
 
 
-def open_run(options: Options) -> Run:
+def open_run(options: Options) -> Loop:
     """Everything from attaching to the first snapshot or the checkpoint to go on from.
 
     Raises:
@@ -102,32 +102,32 @@ def open_run(options: Options) -> Run:
         StoreError: the store cannot be used, or nothing in it is intact.
     """
     terms = options.terms
-    if any(run.abandoned is not None and run.abandoned.alive for run in _under_way):
+    if any(loop.abandoned is not None and loop.abandoned.alive for loop in _under_way):
         gc.collect()  # one that nobody has any more may only wait for that
     driver = options.driver or driver_for(options.state, terms, options.framework, options.attach)
     held: Claim | None = None
     try:
         ranks = options.ranks or driver.ranks()
         held, warning = _claimed(options.store, ranks)
-        run = _opened(options, driver, ranks, warning)
-        run.claim = held
-        run.abandoned = weakref.finalize(run, _clear, driver, run.terminating, run.narrator)
-        run.abandoned.atexit = False
-        _under_way.add(run)
+        loop = _opened(options, driver, ranks, warning)
+        loop.claim = held
+        loop.abandoned = weakref.finalize(loop, _clear, driver, loop.termination, loop.console)
+        loop.abandoned.atexit = False
+        _under_way.add(loop)
     except BaseException:
         if held is not None:
             held.release()
         driver.close()
         raise
-    return run
+    return loop
 
 
-def _clear(driver: Driver, terminating: Terminating, narrator: Narrator) -> None:
+def _clear(driver: Driver, termination: TerminationWatch, console: ConsoleLog) -> None:
     """A Healer was forgotten within its block: hooks, handlers and the claim must not outlive it.
 
     The claim clears itself.
     """
-    for end in (terminating.release, driver.close, narrator.end):
+    for end in (termination.release, driver.close, console.end):
         with contextlib.suppress(Exception):
             end()
 
@@ -161,7 +161,7 @@ def _claimed(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
     return held, warning
 
 
-def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None) -> Run:
+def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None) -> Loop:
     terms = options.terms
     store = _store(options, driver, ranks)
     folder = _folder(store)
@@ -171,23 +171,23 @@ def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None)
     host = HostState(feeds.position, driver.generators())
     journal = Journal(None if folder is None else folder / NAME, writes=ranks.rank == 0)
     tell: Callable[..., Any] = log.write
-    narrator = Narrator(speaks=ranks.rank == 0)
+    console = ConsoleLog(speaks=ranks.rank == 0)
     every = options.save_every or terms.probation
-    keeper = Keeper(
+    checkpoints = CheckpointManager(
         store,
         every=every,
         keep=options.keep or _keep(every, terms),
         probation=terms.probation,
         region=terms.region,
-        prover=Prover(behind=ranks.world == 1),
+        verifier=BackgroundVerifier(behind=ranks.world == 1),
         ranks=ranks,
         tell=tell,
-        warn=narrator.warn,
+        warn=console.warn,
     )
-    recovery = Recovery(
+    rollbacks = RollbackManager(
         terms=terms,
         driver=driver,
-        keeper=keeper,
+        checkpoints=checkpoints,
         journal=journal,
         ledger=ledger,
         feeds=feeds,
@@ -195,24 +195,31 @@ def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None)
         ranks=ranks,
         tell=tell,
     )
-    run = Run(
-        recovery=recovery,
+    loop = Loop(
+        terms=terms,
+        driver=driver,
+        ranks=ranks,
+        checkpoints=checkpoints,
+        rollbacks=rollbacks,
+        journal=journal,
+        ledger=ledger,
+        feeds=feeds,
         reader=DelayedReader(options.lag),
         hooks=options.hooks,
         log=log,
         metrics=_metrics(options.metrics, log, ranks),
-        narrator=narrator,
+        console=console,
         rerun=options.rerun,
         loss_fn=options.loss_fn,
     )
     journal.read()
-    saves = recovery.saves()
+    saves = rollbacks.saves()
     try:
         _check(options.resume, agreed(ranks, journal.page.ended), saves, store)
     except AlreadyCompleted as done:
-        narrator.begin()
-        narrator.say(str(done))
-        narrator.end()
+        console.begin()
+        console.say(str(done))
+        console.end()
         raise
     tell(
         "start",
@@ -234,17 +241,17 @@ def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None)
     if warning:
         _logger.warning("%s", warning)
     try:
-        begin(run, resume=bool(saves), died=died)
+        begin(loop, resume=bool(saves), died=died)
     except BaseException as error:
         # Refused, not killed: the next start must not take it for that.
         raised = "".join(traceback.format_exception_only(error)).strip()
-        tell("problem", step=run.step, problem=f"the run did not begin: {raised}")
-        tell("end", step=run.step, ending="exception")
-        run.terminating.release()
-        narrator.end()
+        tell("problem", step=loop.step, problem=f"the run did not begin: {raised}")
+        tell("end", step=loop.step, ending="exception")
+        loop.termination.release()
+        console.end()
         log.close()
         raise
-    return run
+    return loop
 
 
 def _store(options: Options, driver: Driver, ranks: Ranks) -> CheckpointStore:

@@ -11,16 +11,16 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data import BatchId
 from healcore.runtime.data.feeds import Feeds, Moved
 from healcore.runtime.driver import Driver
-from healcore.runtime.incidents.ledger import Ledger
-from healcore.runtime.recovery import lineage
-from healcore.runtime.recovery.choice import Choice, choose, common, tainted
-from healcore.runtime.recovery.host_state import ITEM, HostState, position_in
-from healcore.runtime.recovery.journal import Branch, Journal, Plan
-from healcore.runtime.recovery.keeping import Keeper
-from healcore.runtime.recovery.returning import cut_lr, gone_back, readable, tried_again
+from healcore.runtime.ledger import Ledger
+from healcore.runtime.rollback import lineage
+from healcore.runtime.rollback.checkpoint_choice import Choice, choose, common, tainted
+from healcore.runtime.rollback.engine_states import cut_lr, gone_back, readable, tried_again
+from healcore.runtime.rollback.host_state import ITEM, HostState, position_in
+from healcore.runtime.rollback.journal import Branch, Journal, Plan
 from healcore.runtime.store import (
     CheckpointDamaged,
     Landed,
@@ -56,6 +56,8 @@ class Wanted(NamedTuple):
 class Arrival(NamedTuple):
     """Where it went."""
 
+    number: int
+    """Of the rollback, from 1, over the whole run."""
     target: int
     moved: Moved
     repeated: bool
@@ -73,15 +75,27 @@ class Outcome(NamedTuple):
     """What the checkpoint holds for `HostState`."""
 
 
-class Recovery:
-    """Everything that a rollback needs to get at."""
+class RollbackManager:
+    """Goes back, and goes on from a checkpoint after a start.
+
+    Args:
+        terms: the policy.
+        driver: the live state.
+        checkpoints: of the run.
+        journal: what has to survive the process.
+        ledger: healthy and unhealthy steps, earlier rollbacks.
+        feeds: the loaders.
+        host: random states and positions that a checkpoint holds.
+        ranks: the processes of this run.
+        tell: takes events.
+    """
 
     def __init__(
         self,
         *,
         terms: Terms,
         driver: Driver,
-        keeper: Keeper,
+        checkpoints: CheckpointManager,
         journal: Journal,
         ledger: Ledger,
         feeds: Feeds,
@@ -91,7 +105,7 @@ class Recovery:
     ) -> None:
         self.terms = terms
         self.driver = driver
-        self.keeper = keeper
+        self.checkpoints = checkpoints
         self.journal = journal
         self.ledger = ledger
         self.feeds = feeds
@@ -105,6 +119,19 @@ class Recovery:
         self.unwritten = False
         """The journal on disk is not the one of now: to be tried again with the next save."""
 
+    # -- what a checkpoint holds ------------------------------------------------------------------
+
+    def contents(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The state to save after `step` steps, and what healcore keeps with it."""
+        healing = {
+            "schema": 1,
+            "lineage": self.journal.page.lineage,
+            "step": step,
+            "engines": self.driver.healing(),
+            "ledger": self.ledger.to_dict(),
+        }
+        return {**self.driver.items(), ITEM: self.host}, healing
+
     # -- back -----------------------------------------------------------------------------------
 
     def go_back(self, wanted: Wanted) -> Arrival:
@@ -114,8 +141,8 @@ class Recovery:
             NoGoodCheckpoint: there is nothing to go back to.
             StateMismatch: the checkpoint is of another state; nothing was changed.
         """
-        self.keeper.settle()
-        self.keeper.catch_up(self.ledger, before=wanted.onset)
+        self.checkpoints.settle()
+        self.checkpoints.catch_up(self.ledger, before=wanted.onset)
         self.look_for_damage()
         saves = self.saves()
         choice = self._choice(saves, wanted.onset, wanted.depth)
@@ -151,7 +178,7 @@ class Recovery:
         if outcome.own is not None:
             self.host.load_state_dict(outcome.own)  # after the loaders, which draw random numbers
         self._strike_off(plan, outcome)
-        return Arrival(outcome.target, moved, choice.repeated, choice.initial)
+        return Arrival(plan.number, outcome.target, moved, choice.repeated, choice.initial)
 
     def before(self, onset: int) -> Mapping[str, Any] | None:
         """The state of the checkpoint that a rollback would go to; None: there is none.
@@ -161,7 +188,7 @@ class Recovery:
         try:
             choice = self._choice(self.saves(), onset)
             like = {**self.driver.items(), ITEM: self.host}
-            return self.keeper.store.restore(choice.order[0], like).state
+            return self.checkpoints.store.restore(choice.order[0], like).state
         except StoreError:
             return None
 
@@ -184,11 +211,11 @@ class Recovery:
 
     def _carry_out(self, plan: Plan, *, now: int) -> Outcome:
         """The plan. Doing it twice does the same."""
-        self.keeper.set_aside(plan.aside, now=now)
+        self.checkpoints.set_aside(plan.aside, now=now)
         landed = self._restore(plan.order, now)
         lineage.check(self.journal, landed)
-        self.keeper.set_aside(_newer(self.saves(), landed.step), now=now)
-        self.keeper.quarantine_later(landed.step)
+        self.checkpoints.set_aside(_newer(self.saves(), landed.step), now=now)
+        self.checkpoints.quarantine_later(landed.step)
         merge = gone_back if plan.trial is None else tried_again
         engines = merge(self.terms.engine, plan.engines, self._engines(landed, now))
         own = self._apply(landed, engines)
@@ -204,7 +231,7 @@ class Recovery:
         if plan.trial is not None:
             page.trials.append(plan.onset)
         self.write_journal(outcome.target)
-        self.keeper.take_stock()
+        self.checkpoints.take_stock()
 
     # -- on, after a start ----------------------------------------------------------------------
 
@@ -261,12 +288,12 @@ class Recovery:
 
     def saves(self) -> list[Saved]:
         """The checkpoints that every rank has."""
-        mine = self.keeper.listed()
+        mine = self.checkpoints.listed()
         return mine if self.ranks.world == 1 else common(self.ranks.gather(mine))
 
     def look_for_damage(self) -> None:
         """Tells of the checkpoints that are not even listed any more."""
-        store = getattr(self.keeper.store, "disk", self.keeper.store)
+        store = getattr(self.checkpoints.store, "disk", self.checkpoints.store)
         found = []
         with suppress(StoreError):  # a disk that is gone is told where it is needed
             found = store.damaged() if isinstance(store, DirectoryStore) else []
@@ -277,12 +304,12 @@ class Recovery:
 
     def _note_damage(self, error: CheckpointDamaged) -> None:
         self.damage.append(error)
-        self.keeper.note_damage(error)
+        self.checkpoints.note_damage(error)
 
     def _restore(self, order: Sequence[int], now: int) -> Landed:
         """The first that is intact on every rank: in memory each rank has a copy of its own."""
         like = {**self.driver.items(), ITEM: self.host}
-        store, note = self.keeper.store, self._note_damage
+        store, note = self.checkpoints.store, self._note_damage
         if self.ranks.world == 1:
             return restore_first(store, order, like, note)
         for step in order:
@@ -317,14 +344,14 @@ class Recovery:
     def write_journal(self, now: int) -> None:
         """Puts the journal on disk, or tells that it could not."""
         try:
-            lineage.note_disk(self.journal, self.keeper.store.steps())
+            lineage.note_disk(self.journal, self.checkpoints.store.steps())
             self.journal.write()
         except (OSError, StoreError) as error:
             # Training goes on; only a crash before the next try would miss the note.
             told = f"the journal could not be written: {error}"
             self.tell("problem", step=now, problem=told)
             if not self.unwritten:
-                self.keeper.warn(told)
+                self.checkpoints.warn(told)
             self.unwritten = True
         else:
             self.unwritten = False

@@ -7,15 +7,19 @@ from typing import NamedTuple, NoReturn
 
 from healcore.core.verdict import Action, Cause, names
 from healcore.runtime.data import BatchId
+from healcore.runtime.driver import Driver
 from healcore.runtime.incidents.assessment import Assessor, Finding, Verdict
 from healcore.runtime.incidents.delayed_reader import DelayedReader
-from healcore.runtime.incidents.judging import Judge, Order
+from healcore.runtime.incidents.judge import Judge, Order
+from healcore.runtime.ledger import Ledger
+from healcore.runtime.loop.console_log import ConsoleLog
+from healcore.runtime.loop.exits import RunStopped
+from healcore.runtime.loop.reruns import Reruns
 from healcore.runtime.postmortem.diagnosis import Case, Tried, explain
-from healcore.runtime.recovery.recovering import Arrival, Recovery, Wanted
-from healcore.runtime.run.ending import RunStopped
-from healcore.runtime.run.narrating import Narrator
-from healcore.runtime.run.trials import Trials
+from healcore.runtime.rollback.manager import Arrival, RollbackManager, Wanted
 from healcore.runtime.store import StoreError
+from healcore.runtime.store.ranks import Ranks
+from healcore.runtime.terms import Terms
 
 _OTHER_DATA = 2  # rollbacks in the same region, each past more of the data; then the rate is cut
 
@@ -33,12 +37,16 @@ class Orders:
     """Carries them out.
 
     Args:
-        recovery: goes back.
+        terms: the policy.
+        driver: the live state.
+        ranks: the processes of this run.
+        ledger: rollbacks so far.
+        rollbacks: goes back.
         judge: gave the orders.
         reader: steps that are still on their way.
-        trials: second tries.
+        reruns: second tries.
         tell: takes events.
-        narrator: talks to a person.
+        console: talks to a person.
         case: what is known of a run that is stopped for a reason, for the diagnosis.
         assessor: tells a damaged model from different data.
     """
@@ -46,21 +54,29 @@ class Orders:
     def __init__(
         self,
         *,
-        recovery: Recovery,
+        terms: Terms,
+        driver: Driver,
+        ranks: Ranks,
+        ledger: Ledger,
+        rollbacks: RollbackManager,
         judge: Judge,
         reader: DelayedReader,
-        trials: Trials,
+        reruns: Reruns,
         tell: Callable[..., object],
-        narrator: Narrator,
+        console: ConsoleLog,
         case: Callable[[str], Case],
         assessor: Assessor,
     ) -> None:
-        self._recovery = recovery
+        self._terms = terms
+        self._driver = driver
+        self._ranks = ranks
+        self._ledger = ledger
+        self._rollbacks = rollbacks
         self._judge = judge
         self._reader = reader
-        self._trials = trials
+        self._reruns = reruns
         self._tell = tell
-        self._narrator = narrator
+        self._console = console
         self._case = case
         self._assessor = assessor
         self.tried: list[Tried] = []
@@ -88,7 +104,7 @@ class Orders:
             exhausted = self._exhausted(order)
             if not exhausted:
                 return Carried(target=self._go_back(order, step))
-            finite = self._recovery.ranks.gather(self._recovery.driver.finite())
+            finite = self._ranks.gather(self._driver.finite())
             if not self._needs_evidence(order) or not all(finite):
                 self._stop(step, exhausted)
             finding = Finding(Verdict.DAMAGE, "budget")
@@ -103,7 +119,7 @@ class Orders:
             step: steps done.
         """
         stretch = self._assessor.to_look_back_at()
-        earlier = None if stretch is None else self._recovery.before(stretch.onset)
+        earlier = None if stretch is None else self._rollbacks.before(stretch.onset)
         if stretch is None or earlier is None:
             return Carried()
         order = self._judge.order_for(stretch.onset, stretch.latest[0].index - 1)
@@ -115,7 +131,7 @@ class Orders:
 
     def _needs_evidence(self, order: Order) -> bool:
         """Whether it is asked first: not for what a hook says, nor for a rule that says stop."""
-        terms = self._recovery.terms
+        terms = self._terms
         if not terms.confirm or order.overridden:
             return False
         stops = any(
@@ -127,7 +143,7 @@ class Orders:
     def _assess(self, order: Order, step: int) -> Finding:
         """Whether the model is worse, on any rank; an event says what was found."""
         finding = self._assessor.ask(order)
-        verdicts = self._recovery.ranks.gather(finding.verdict.value)
+        verdicts = self._ranks.gather(finding.verdict.value)
         if Verdict.DAMAGE.value in verdicts:
             finding = finding._replace(verdict=Verdict.DAMAGE)
         self._report(order, step, finding)
@@ -148,7 +164,7 @@ class Orders:
     def _decline(self, order: Order, finding: Finding) -> None:
         """The run goes on, clipped; the attempt is not spent."""
         if order.action & Action.ROLLBACK:  # a stop that was due has spent nothing
-            self._recovery.driver.decline()
+            self._driver.decline()
         if finding.verdict is Verdict.DATA:
             self._assessor.forget()
         cause = " and ".join(names(order.cause)).lower().replace("_", " ")
@@ -158,7 +174,7 @@ class Orders:
             Verdict.UNKNOWN: "nothing shows that the model is worse",
             Verdict.DAMAGE: "the rollbacks that the policy allows are spent",
         }
-        self._narrator.say(f"step {order.index}: {cause}: {why[finding.verdict]}; the run goes on")
+        self._console.say(f"step {order.index}: {cause}: {why[finding.verdict]}; the run goes on")
 
     def _exhausted(self, order: Order) -> str:
         """Why the run may not go back once more; empty: it may.
@@ -166,7 +182,7 @@ class Orders:
         The engine's budget is refunded by health, and steps that are taken again are healthy too;
         hooks are paid by nobody. What counts here is where in the run the trouble was.
         """
-        terms = self._recovery.terms
+        terms = self._terms
         reach = max(terms.refund_after, 1)
         near = self._near(order, reach)
         if near < max(terms.recoveries, 1):
@@ -175,12 +191,11 @@ class Orders:
 
     def _near(self, order: Order, reach: int) -> int:
         """Rollbacks so far whose onset was less than `reach` steps away."""
-        earlier = self._recovery.ledger.earlier
+        earlier = self._ledger.earlier
         return sum(abs(order.onset - past.onset) < reach for past in earlier)
 
     def _go_back(self, order: Order, step: int) -> int:
-        trial, driver = self._trials.wants(order), self._recovery.driver
-        rate = driver.learning_rate()
+        trial, rate = self._reruns.wants(order), self._driver.learning_rate()
         # Steps that are still on their way belong to the window if they are bad too.
         bad = order.bad + self._judge.also_bad(list(self._reader.due(all=True)))
         bad, more = self._left_out(order, bad)
@@ -194,23 +209,23 @@ class Orders:
             trial=order.index if trial else None,
         )
         try:
-            arrival = self._recovery.go_back(wanted)
+            arrival = self._rollbacks.go_back(wanted)
         except StoreError as error:
-            self._recovery.give_up_plan(step)
+            self._rollbacks.give_up_plan(step)
             self._stop(step, str(error))
         self._judge.went_back(arrival.target)
         if trial:
-            self._trials.begin(order.onset, order.index)
+            self._reruns.begin(order.onset, order.index)
             self._tell("rerun", step=step, checkpoint=arrival.target, onset=order.onset)
         else:
-            self._trials.drop()
+            self._reruns.drop()
             self.tried.append(self._tried(order, arrival, step, rate, len(bad)))
         self._tell_arrival(order._replace(bad=bad), arrival, step, trial)
         return arrival.target
 
     def _cuts(self, order: Order, trial: bool) -> bool:
         """Whether the rate is cut, though no rule has: other data have not helped."""
-        terms = self._recovery.terms
+        terms = self._terms
         cuts = terms.engine.cuts_lr and not order.action & Action.CUT_LR
         again = self._near(order, max(terms.region, 1))
         return terms.confirm and cuts and not trial and again >= _OTHER_DATA
@@ -222,15 +237,15 @@ class Orders:
         again. Where the trouble comes back at the same step although they were left out it is wider
         than what was seen of it, and the window doubles each time.
         """
-        again = self._near(order, self._recovery.terms.engine.config.incident.quiet_steps)
+        again = self._near(order, self._terms.engine.config.incident.quiet_steps)
         if order.cause & Cause.INSTABILITY and order.action & Action.CUT_LR and not again:
             return (), 0
-        return bad, len(bad) * (2**again - 1) if self._recovery.terms.confirm else 0
+        return bad, len(bad) * (2**again - 1) if self._terms.confirm else 0
 
     def _tried(
         self, order: Order, arrival: Arrival, step: int, rate: float | None, left_out: int
     ) -> Tried:
-        now = self._recovery.driver.learning_rate()
+        now = self._driver.learning_rate()
         return Tried(
             step=step,
             onset=order.onset,
@@ -242,7 +257,7 @@ class Orders:
 
     def _multiplier(self) -> float:
         """The learning rate's multiplier in force, the smallest of all engines."""
-        engines = self._recovery.driver.healing().values()
+        engines = self._driver.healing().values()
         return min((each["state"]["lr"]["scale"] for each in engines), default=1.0)
 
     def _tell_arrival(self, order: Order, arrival: Arrival, step: int, trial: bool) -> None:
@@ -251,12 +266,12 @@ class Orders:
         self._tell(
             "rollback",
             step=step,
-            number=self._recovery.journal.page.rollbacks,
+            number=arrival.number,
             onset=order.onset,
             cause=names(order.cause),
             checkpoint=arrival.target,
             outcome="trial" if trial else "done",
-            lr=self._recovery.driver.learning_rate(),
+            lr=self._driver.learning_rate(),
             lr_scale_before=before,
             lr_scale=before if trial else after,
             batches=[] if trial else [list(each) for each in order.bad],
@@ -274,13 +289,14 @@ class Orders:
             else f"learning rate × {after:g}, data {how.split(':')[0]}"
         )
         kind = "first snapshot" if arrival.initial else "known-good checkpoint"
-        self._narrator.warn(
+        self._console.warn(
             f"step {order.index}: {what}, since step {order.since}; "
             f"back to the {kind} of step {arrival.target}; {rest}"
         )
 
     def _stop(self, step: int, why: str) -> NoReturn:
-        text, good = explain(self._case(why)), self._recovery.keeper.good
+        case = self._case(why)
+        text, good = explain(case), case.last_good
         self._tell("stop", step=step, why=why, diagnosis=text, checkpoint=good)
         raise RunStopped(text, why, good)
 
@@ -289,7 +305,7 @@ class Orders:
             return f"a save has found NaN or Inf in {', '.join(order.arrays[:3])}"
         if order.overridden:
             return "an on_incident hook said so"
-        engines = self._recovery.driver.healing().values()
+        engines = self._driver.healing().values()
         if any(engine["state"]["budget"]["recoveries"] == 0 for engine in engines):
             return "the budget of recoveries is spent, and the trouble goes on"
         return "a rule of the policy says so"

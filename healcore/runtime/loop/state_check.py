@@ -12,9 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from healcore.core.verdict import Action, Cause, names
-from healcore.runtime.incidents.judging import Judge, Order
-from healcore.runtime.recovery.keeping import Keeper
-from healcore.runtime.recovery.recovering import Recovery
+from healcore.runtime.checkpoints.manager import CheckpointManager
+from healcore.runtime.driver import Driver
+from healcore.runtime.incidents.judge import Judge, Order
+from healcore.runtime.store.ranks import Ranks
+from healcore.runtime.terms import Terms
 
 _ACTIONS = {"alert": Action.ALERT, "rollback": Action.ROLLBACK, "stop": Action.STOP}
 
@@ -30,22 +32,31 @@ class StateCheck:
     """Makes the order.
 
     Args:
-        recovery: of the run.
+        terms: the policy.
+        driver: the live state.
+        checkpoints: of the run.
         judge: knows the data of each step.
+        ranks: the processes of this run.
         tell: takes events.
         warn: takes an event and a line.
     """
 
     def __init__(
         self,
-        recovery: Recovery,
+        *,
+        terms: Terms,
+        driver: Driver,
+        checkpoints: CheckpointManager,
         judge: Judge,
+        ranks: Ranks,
         tell: Callable[..., object],
         warn: Callable[[str], object],
     ) -> None:
-        self._recovery = recovery
-        self._keeper: Keeper = recovery.keeper
+        self._terms = terms
+        self._driver = driver
+        self._checkpoints = checkpoints
         self._judge = judge
+        self._ranks = ranks
         self._tell = tell
         self._warn = warn
         self._known: set[int] = set()
@@ -57,10 +68,10 @@ class StateCheck:
         Args:
             step: steps done. On every rank together.
         """
-        found = self._keeper.found_not_finite()
+        found = self._checkpoints.found_not_finite()
         fresh = found.keys() - self._known
         self._known |= found.keys()
-        terms = self._recovery.terms
+        terms = self._terms
         if not fresh or (terms.observes and len(found) > len(fresh)):
             return None  # where nothing is changed, the first bad save says it all
         order = self._order(found, step, _ACTIONS[terms.nonfinite_state])
@@ -90,7 +101,7 @@ class StateCheck:
 
     def _order(self, found: Mapping[int, tuple[str, ...]], step: int, action: Action) -> Order:
         first = min(found)
-        since = self._keeper.catalog.finite_before(first)
+        since = self._checkpoints.catalog.finite_before(first)
         bad = self._unhealthy(since, first) or list(range(since, first))
         return Order(
             action=action,
@@ -106,16 +117,16 @@ class StateCheck:
         )
 
     def _unhealthy(self, since: int, until: int) -> list[int]:
-        steps = self._recovery.ledger.unhealthy
+        steps = self._judge.ledger.unhealthy
         return steps[bisect.bisect_left(steps, since) : bisect.bisect_left(steps, until)]
 
     def _harmless(self, order: Order) -> bool:
         """Whether going back has been tried, and nothing but the arrays themselves looks ill."""
-        region = self._recovery.terms.region
+        region = self._terms.region
         again = any(
             abs(order.onset - past.onset) < region and {*order.arrays} <= {*past.arrays}
             for past in self._left
         )
         well = not self._unhealthy(order.since, order.index + 1)
-        finite = all(self._recovery.ranks.gather(self._recovery.driver.finite()))
+        finite = all(self._ranks.gather(self._driver.finite()))
         return again and well and finite

@@ -7,23 +7,14 @@ in it, and what was saved later has it.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from healcore.runtime.ledger import PastRollback
 from healcore.runtime.store.errors import NoGoodCheckpoint
 from healcore.runtime.store.protocol import Saved, Status
 
 _WORST_FIRST: tuple[Status, ...] = ("quarantined", "candidate", "good")
-
-
-class Earlier(NamedTuple):
-    """A rollback that the ledger remembers."""
-
-    onset: int
-    """First alarm of the incident it answered."""
-    target: int
-    """Step of the checkpoint that was restored."""
 
 
 class Choice(NamedTuple):
@@ -43,7 +34,7 @@ def choose(
     *,
     onset: int,
     depth: int = 1,
-    earlier: Sequence[Earlier] = (),
+    earlier: Sequence[PastRollback] = (),
     region: int = 0,
     initial: Sequence[int] = (),
 ) -> Choice:
@@ -83,32 +74,6 @@ def choose(
         initial=wanted not in good,
         repeated=wanted in tried,
     )
-
-
-def proven(
-    saves: Sequence[Saved], *, unhealthy: Iterable[int], now: int, probation: int
-) -> list[int]:
-    """Candidates that `probation` healthy steps have followed: to be verified and marked good.
-
-    They need not follow without a gap: in a run with a bad batch now and then, each skipped, no
-    checkpoint would ever be known-good. An unhealthy step is just not counted.
-
-    Args:
-        saves: the checkpoints.
-        unhealthy: indices of steps with an alarm.
-        now: steps judged.
-        probation: how many healthy steps it takes.
-    """
-    bad = sorted(unhealthy)
-
-    def healthy(step: int) -> int:
-        return now - step - (bisect_left(bad, now) - bisect_left(bad, step))
-
-    return [
-        save.step
-        for save in saves
-        if save.status == "candidate" and save.finite and healthy(save.step) >= probation
-    ]
 
 
 def tainted(saves: Sequence[Saved], *, onset: int) -> list[int]:

@@ -38,7 +38,7 @@ class Interrupted(KeyboardInterrupt, SystemExit):
         self.code = 128 + signal.SIGINT
 
 
-class Terminating:
+class TerminationWatch:
     """One run's view of it."""
 
     def __init__(self) -> None:
@@ -85,14 +85,14 @@ class _Handler:
     """The handlers of this process, and the runs that they tell."""
 
     def __init__(self) -> None:
-        self._runs: list[Terminating] = []
+        self._runs: list[TerminationWatch] = []
         self._before: dict[int, Any] = {}
         self._pid = 0
         self._children: Any = None
         self._interrupts: Any = None
         """What Ctrl-C did before, once a first one has come."""
 
-    def add(self, run: Terminating) -> None:
+    def add(self, run: TerminationWatch) -> None:
         self._runs.append(run)
         if self._before:
             return
@@ -102,7 +102,7 @@ class _Handler:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._take(signal.SIGINT)
 
-    def remove(self, run: Terminating) -> None:
+    def remove(self, run: TerminationWatch) -> None:
         with suppress(ValueError):
             self._runs.remove(run)
         if not self._runs and threading.current_thread() is threading.main_thread():

@@ -13,7 +13,7 @@ from healcore.runtime.data import BatchId
 from healcore.runtime.incidents.delayed_reader import JudgedStep
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.incident import Facts, Incident
-from healcore.runtime.incidents.ledger import Episode, Ledger
+from healcore.runtime.ledger import IncidentRecord, Ledger
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.terms import Terms
 
@@ -157,7 +157,9 @@ class Judge:
         self._data[step.index] = step.batches
         self._data.pop(step.index - max(self.terms.region, _REMEMBERED), None)
 
-    def _order(self, step: JudgedStep, record: StepRecord, episode: Episode | None) -> Order | None:
+    def _order(
+        self, step: JudgedStep, record: StepRecord, episode: IncidentRecord | None
+    ) -> Order | None:
         action, depth = record.action, record.rollback_depth
         onset = episode.onset if episode else step.index
         number = episode.number if episode else 0
@@ -221,7 +223,7 @@ class Judge:
             loss=record.loss,
         )
 
-    def _alarm(self, step: JudgedStep, record: StepRecord, episode: Episode | None) -> None:
+    def _alarm(self, step: JudgedStep, record: StepRecord, episode: IncidentRecord | None) -> None:
         self._quiet_alarms += episode is None
         if (episode.alarms if episode else self._quiet_alarms) > _ALARMS:
             self.untold += 1

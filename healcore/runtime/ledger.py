@@ -8,18 +8,26 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Cause, names
-from healcore.runtime.recovery.choice import Earlier
 
 _REMEMBERED = 1000
 """Incidents kept; of a run with more the first ones are the least interesting."""
 
 
+class PastRollback(NamedTuple):
+    """A rollback that was carried out."""
+
+    onset: int
+    """First alarm of the incident it answered."""
+    target: int
+    """Step of the checkpoint that was restored."""
+
+
 @dataclass
-class Episode:
+class IncidentRecord:
     """One incident, from its first alarm to its last."""
 
     number: int
@@ -48,14 +56,14 @@ class Ledger:
     """Index of the next step to be judged."""
     unhealthy: list[int] = field(default_factory=list)
     """Indices of steps with an alarm that some rule acts on, ascending."""
-    episodes: list[Episode] = field(default_factory=list)
-    earlier: list[Earlier] = field(default_factory=list)
+    episodes: list[IncidentRecord] = field(default_factory=list)
+    earlier: list[PastRollback] = field(default_factory=list)
     """Rollbacks so far."""
     counted: int = 0
     """Episodes so far, also those forgotten."""
     open: bool = False
 
-    def judge(self, index: int, records: Sequence[StepRecord]) -> Episode | None:
+    def judge(self, index: int, records: Sequence[StepRecord]) -> IncidentRecord | None:
         """Takes one step.
 
         Args:
@@ -87,10 +95,10 @@ class Ledger:
         episode.lr_scale = min(each.lr_scale for each in records)
         return episode
 
-    def _current(self, index: int) -> Episode:
+    def _current(self, index: int) -> IncidentRecord:
         if not self.episodes or self.episodes[-1].over:
             self.counted += 1
-            self.episodes.append(Episode(self.counted, index, index, 0))
+            self.episodes.append(IncidentRecord(self.counted, index, index, 0))
             del self.episodes[:-_REMEMBERED]
         return self.episodes[-1]
 
@@ -103,7 +111,7 @@ class Ledger:
             counts: False for a trial, which the next choice need not know of.
         """
         if counts:
-            self.earlier.append(Earlier(onset, target))
+            self.earlier.append(PastRollback(onset, target))
         self.judged = target
         self.open = False
         del self.unhealthy[bisect.bisect_left(self.unhealthy, target) :]
@@ -123,7 +131,7 @@ class Ledger:
         if self.episodes:
             self.episodes[-1].over = True
 
-    # -- carrying ---------------------------------------------------------------------------------
+    # -- saving ---------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe."""
@@ -135,8 +143,8 @@ class Ledger:
         return cls(
             judged=data["judged"],
             unhealthy=list(data["unhealthy"]),
-            episodes=[Episode(**each) for each in data["episodes"]],
-            earlier=[Earlier(*each) for each in data["earlier"]],
+            episodes=[IncidentRecord(**each) for each in data["episodes"]],
+            earlier=[PastRollback(*each) for each in data["earlier"]],
             counted=data["counted"],
             open=data["open"],
         )

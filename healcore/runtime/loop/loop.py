@@ -1,4 +1,4 @@
-"""A run under way: what happens between two steps."""
+"""What happens between two steps of a run."""
 
 from __future__ import annotations
 
@@ -8,109 +8,132 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from healcore.core.verdict import names
+from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data import BatchId
-from healcore.runtime.driver import PendingDispatch
+from healcore.runtime.data.feeds import Feeds
+from healcore.runtime.driver import Driver, PendingDispatch
 from healcore.runtime.events import Log
 from healcore.runtime.events.metrics import Metrics
 from healcore.runtime.incidents.assessment import HIGH, Assessor
 from healcore.runtime.incidents.delayed_reader import DelayedReader, JudgedStep, TakenDispatch
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.incident import Facts
-from healcore.runtime.incidents.judging import Judge, Order
+from healcore.runtime.incidents.judge import Judge, Order
+from healcore.runtime.ledger import Ledger
+from healcore.runtime.loop.casework import case_of
+from healcore.runtime.loop.console_log import ConsoleLog
+from healcore.runtime.loop.orders import Orders
+from healcore.runtime.loop.reruns import Reruns
+from healcore.runtime.loop.save_schedule import SaveSchedule
+from healcore.runtime.loop.state_check import StateCheck
+from healcore.runtime.loop.termination import TerminationWatch, ending
 from healcore.runtime.postmortem.diagnosis import Case
-from healcore.runtime.recovery.recovering import Recovery
-from healcore.runtime.run.casework import case_of
-from healcore.runtime.run.narrating import Narrator
-from healcore.runtime.run.orders import Orders
-from healcore.runtime.run.saving import Saver
-from healcore.runtime.run.state_check import StateCheck
-from healcore.runtime.run.terminating import Terminating, ending
-from healcore.runtime.run.trials import Trials
+from healcore.runtime.rollback.journal import Journal
+from healcore.runtime.rollback.manager import RollbackManager
 from healcore.runtime.store import StoreError
 from healcore.runtime.store.claim import Claim
+from healcore.runtime.store.ranks import Ranks
+from healcore.runtime.terms import Terms
 
 _FEW_UNHEARD = 10
 _UNHEARD = 100
 """Batches without a step after which it is asked whether that is meant: it may be accumulation."""
 
 
-class Run:
+class Loop:
     """The live part of a `Healer`. One thread."""
 
     def __init__(
         self,
         *,
-        recovery: Recovery,
+        terms: Terms,
+        driver: Driver,
+        ranks: Ranks,
+        checkpoints: CheckpointManager,
+        rollbacks: RollbackManager,
+        journal: Journal,
+        ledger: Ledger,
+        feeds: Feeds,
         reader: DelayedReader,
         hooks: Hooks,
         log: Log,
         metrics: Metrics,
-        narrator: Narrator,
+        console: ConsoleLog,
         rerun: bool,
         loss_fn: Callable[..., Any] | None,
     ) -> None:
-        self.recovery = recovery
-        self.terms = recovery.terms
-        self.driver = recovery.driver
-        self.keeper = recovery.keeper
-        self.journal = recovery.journal
-        self.ledger = recovery.ledger
-        self.feeds = recovery.feeds
+        self.terms = terms
+        self.driver = driver
+        self.ranks = ranks
+        self.checkpoints = checkpoints
+        self.rollbacks = rollbacks
+        self.journal = journal
+        self.ledger = ledger
+        self.feeds = feeds
         self.log = log
         self.metrics = metrics
         self.tell = log.write
-        self.narrator = narrator
-        self.terminating = Terminating()
+        self.console = console
+        self.termination = TerminationWatch()
         self.claim: Claim | None = None
         """On the store's directory."""
-        self.abandoned: weakref.finalize[..., Run] | None = None
+        self.abandoned: weakref.finalize[..., Loop] | None = None
         """Clears up where the block of its Healer is never left."""
         self.step = 0
         self.began = time.monotonic()
         self.judge = Judge(
-            terms=self.terms,
-            ledger=self.ledger,
-            hooks=hooks,
-            ranks=recovery.ranks,
-            tell=self.tell,
-            facts=self._facts,
+            terms=terms, ledger=ledger, hooks=hooks, ranks=ranks, tell=self.tell, facts=self._facts
         )
-        self.trials = Trials(
+        self.reruns = Reruns(
             wanted=rerun,
-            region=self.terms.region,
-            feeds=self.feeds,
-            ledger=self.ledger,
-            journal=self.journal,
+            region=terms.region,
+            feeds=feeds,
+            ledger=ledger,
+            journal=journal,
             tell=self.tell,
-            say=narrator.say,
+            say=console.say,
         )
         self._reader = reader
-        self._assessor = Assessor(recovery.driver, loss_fn, self.warn)
+        self._assessor = Assessor(driver, loss_fn, self.warn)
         self._batch: Any = None
         """The batch that the loop is at."""
         # Ranks see different losses, and would not find the same.
-        self._asks = loss_fn is not None and recovery.terms.confirm and recovery.ranks.world == 1
-        self._looks_back = self._asks and recovery.terms.goes_back_for(HIGH)
+        self._asks = loss_fn is not None and terms.confirm and ranks.world == 1
+        self._looks_back = self._asks and terms.goes_back_for(HIGH)
         self._orders = Orders(
-            recovery=recovery,
+            terms=terms,
+            driver=driver,
+            ranks=ranks,
+            ledger=ledger,
+            rollbacks=rollbacks,
             judge=self.judge,
             reader=reader,
-            trials=self.trials,
+            reruns=self.reruns,
             tell=self.tell,
-            narrator=narrator,
+            console=console,
             case=lambda why: self.case("stopped", why),
             assessor=self._assessor,
         )
-        self._state_check = StateCheck(recovery, self.judge, self.tell, self.warn)
+        self._state_check = StateCheck(
+            terms=terms,
+            driver=driver,
+            checkpoints=checkpoints,
+            judge=self.judge,
+            ranks=ranks,
+            tell=self.tell,
+            warn=self.warn,
+        )
+        self._saves = SaveSchedule(
+            driver, checkpoints, rollbacks, ledger, observes=terms.observes, warn=self.warn
+        )
         self._ids: dict[int, list[BatchId]] = {}
         """Of each loader the batches since its last step."""
         self._yielded = 0
         """The loader whose batch the loop is at."""
         self._generators: dict[str, Any] | None = None
-        self._saver = Saver(recovery, self.warn)
         self._resumed_at: int | None = None
 
-    # -- the beginning, see `starting` ----------------------------------------------------------
+    # -- the beginning, see `start` ----------------------------------------------------------
 
     def land(self, step: int, generators: dict[str, Any] | None) -> None:
         """The state is that of a checkpoint of an earlier process.
@@ -124,8 +147,8 @@ class Run:
 
     def begins_at(self, step: int, *, resumed: bool) -> None:
         """What this process goes on from."""
-        self.recovery.began_at = step
-        self._saver.begins_at(step)
+        self.rollbacks.began_at = step
+        self._saves.begins_at(step)
         self._resumed_at = step if resumed else None
 
     def note_rates(self) -> None:
@@ -142,7 +165,7 @@ class Run:
         self._restore_generators()
         for line in self.feeds.told:
             self.tell("data", step=self.step, outcome=line)
-            self.narrator.say(f"data: {line}")
+            self.console.say(f"data: {line}")
         self.feeds.told.clear()
         while True:
             try:
@@ -150,7 +173,7 @@ class Run:
             except StopIteration:
                 # What is still on its way may send the run back into this data.
                 # Ranks need not come by here together: an evaluation may be one rank's alone.
-                alone = self.recovery.ranks.world == 1
+                alone = self.ranks.world == 1
                 if not (self._read(all=True) or (alone and self._leave_bad_state())):
                     break
                 continue
@@ -173,10 +196,10 @@ class Run:
             self._push(pending)
             if self._read() or self._save_when_due():
                 return True
-            self.keeper.look_after(self.ledger, self.step)
+            self.checkpoints.look_after(self.ledger, self.step)
         self._tell_notes()
         # In the middle of an accumulation the state cannot be saved: on to its end.
-        asked = self.terminating.asked
+        asked = self.termination.asked
         if asked is not None and (self.whole or self._unheard >= _UNHEARD):
             raise ending(asked)
         return False
@@ -194,7 +217,7 @@ class Run:
     def _next(self, number: int) -> tuple[Any, BatchId]:
         if not self.whole:
             return self.feeds.next(number)
-        with self.terminating.idle():
+        with self.termination.idle():
             return self.feeds.next(number)
 
     def _push(self, pending: PendingDispatch) -> None:
@@ -204,7 +227,7 @@ class Run:
         batch = self._batch if self._asks and ids else None
         self._reader.push(TakenDispatch(self.step, pending, tuple(ids), batch))
         self.step += pending.count
-        self._saver.stepped(pending.count)
+        self._saves.stepped(pending.count)
 
     def _read(self, *, all: bool = False) -> bool:
         """Reads the steps that are due; whether the run has gone back."""
@@ -214,7 +237,7 @@ class Run:
             order = self.judge.judge(step)
             if step.batch is not None:
                 self._assessor.see(step.index, step.batch, step.records)
-            self.trials.watch(step.index, order)
+            self.reruns.watch(step.index, order)
             if order is None and not self._looks_back:
                 continue
             orders = self._orders
@@ -232,7 +255,7 @@ class Run:
         """A dispatch had more or fewer steps than were counted, see `PendingDispatch.count`."""
         more = self._reader.miscounted()
         self.step += more
-        self._saver.stepped(more)
+        self._saves.stepped(more)
 
     def _note_metrics(self, step: JudgedStep) -> None:
         for record in step.records:
@@ -240,7 +263,7 @@ class Run:
 
     def _go_on_from(self, target: int, order: Order | None = None) -> None:
         self.step = target
-        self._saver.begins_at(target)
+        self._saves.begins_at(target)
         self._state_check.went_back(order)
         self._reader.clear()
         self._assessor.went_back(target)
@@ -252,21 +275,21 @@ class Run:
 
     def save(self, why: str) -> None:
         """A checkpoint of this step."""
-        self._saver.save(self.step, why)
+        self._saves.save(self.step, why)
 
     def save_last(self) -> None:
         """A checkpoint of where the run ends, if the last one is older."""
-        self._saver.save_last(self.step)
+        self._saves.save_last(self.step)
 
     def _save_when_due(self) -> bool:
         """A regular save, when its time has come; whether the run has gone back instead."""
-        if not self._saver.due(self.step):
+        if not self._saves.due(self.step):
             return False
         # Unread steps might bring an order, which a start from this save would never get. It does
         # not hold up more than the save: that waits for the device anyway.
         if self._read(all=True):
             return True
-        if self._saver.undisturbed(self.step):
+        if self._saves.undisturbed(self.step):
             if self._leave_bad_state():
                 return True
             self.save("regular")
@@ -283,7 +306,7 @@ class Run:
         self._go_on_from(carried.target, order)
         return True
 
-    # -- the end, see `closing` -----------------------------------------------------------------
+    # -- the end, see `shutdown` -----------------------------------------------------------------
 
     def drain(self) -> None:
         """Reads what is left at the end of a run. Nothing is carried out any more."""
@@ -307,17 +330,17 @@ class Run:
     def note_ending(self, ending: str) -> None:
         """The journal knows how the process ended; if it does not, it was killed."""
         self.journal.page.ended = ending
-        self.recovery.write_journal(self.step)
+        self.rollbacks.write_journal(self.step)
 
     def case(self, ending: str, why: str = "", exception: str | None = None) -> Case:
         """What is known of the run, for a diagnosis."""
         return case_of(
             self.judge,
-            self.keeper,
+            self.checkpoints,
             ending=ending,
             step=self.step,
             tried=self._orders.tried,
-            verdict=self.trials.verdict,
+            verdict=self.reruns.verdict,
             why=why,
             exception=exception,
         )
@@ -334,7 +357,7 @@ class Run:
     def warn(self, told: str) -> None:
         """An event, and a line."""
         self.tell("problem", step=self.step, problem=told)
-        self.narrator.warn(told)
+        self.console.warn(told)
 
     def _warn_unheard(self) -> None:
         """A forgotten `healer.update`, or an optimizer that is not in the state."""
@@ -353,7 +376,7 @@ class Run:
         skipped = self.feeds.skipped(number)
         if skipped:
             self.tell("skipped_batches", step=self.step, batches=[list(each) for each in skipped])
-            self.narrator.say(f"step {self.step}: {len(skipped)} batches left out")
+            self.console.say(f"step {self.step}: {len(skipped)} batches left out")
 
     # -- within ---------------------------------------------------------------------------------
 
@@ -363,11 +386,11 @@ class Run:
         Right after a restart, and again with each loader until there is a first batch.
         """
         if self._generators is not None:
-            self.recovery.host.load_state_dict(self._generators)
+            self.rollbacks.host.load_state_dict(self._generators)
 
     def _facts(self) -> Facts:
         try:
-            saves = self.keeper.listed()
+            saves = self.checkpoints.listed()
         except StoreError:
             saves = []
         return Facts(
@@ -375,9 +398,9 @@ class Run:
             policy=self.terms.name,
             observes=self.terms.observes,
             framework=self.driver.framework,
-            rank=self.recovery.ranks.rank,
+            rank=self.ranks.rank,
             learning_rate=self.driver.learning_rate(),
             rollbacks=self.journal.page.rollbacks,
-            last_good=self.keeper.good,
+            last_good=self.checkpoints.good,
             checkpoints=tuple(saves),
         )

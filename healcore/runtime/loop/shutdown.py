@@ -13,10 +13,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from healcore.runtime.loop.exits import LastStateNotSaved, RunStopped
+from healcore.runtime.loop.loop import Loop
+from healcore.runtime.loop.termination import Terminated
 from healcore.runtime.postmortem import postmortem
-from healcore.runtime.run.ending import LastStateNotSaved, RunStopped
-from healcore.runtime.run.running import Run
-from healcore.runtime.run.terminating import Terminated
 from healcore.runtime.store import StoreError
 from healcore.runtime.store.memory import MemoryStore
 
@@ -43,17 +43,17 @@ def ending_of(error: BaseException | None, asked: int | None = None) -> str:
     return "exception"
 
 
-def close(run: Run, error: BaseException | None) -> LastStateNotSaved | None:
+def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
     """Ends a run.
 
     Args:
-        run: it.
+        loop: of the run.
         error: what has left the block, None if nothing has.
 
     Returns:
         What to raise instead of ending well.
     """
-    ending = ending_of(error, run.terminating.asked)
+    ending = ending_of(error, loop.termination.asked)
     trouble: list[str] = []
 
     def attempt(what: str, action: Callable[[], object]) -> None:
@@ -63,86 +63,88 @@ def close(run: Run, error: BaseException | None) -> LastStateNotSaved | None:
             trouble.append(f"{what}: {type(problem).__name__}: {problem}")
 
     # A rank that ends alone, or a step before the others, must not wait for them.
-    together = ending == "completed" or run.recovery.ranks.world == 1
+    together = ending == "completed" or loop.ranks.world == 1
     if ending == "completed":
-        attempt("the last steps could not be read", run.drain)
-    if together and (ending == "completed" or (run.whole and ending != "stopped")):
+        attempt("the last steps could not be read", loop.drain)
+    if together and (ending == "completed" or (loop.whole and ending != "stopped")):
         # Between two steps, so the state is whole; an exception within one leaves it half done.
-        attempt(_LAST, run.save_last)
-    attempt("checkpoints being written", run.keeper.settle)
+        attempt(_LAST, loop.save_last)
+    attempt("checkpoints being written", loop.checkpoints.settle)
     lost = None
-    if ending == "completed" and any(run.recovery.ranks.gather(_is_lost(run, trouble))):
+    if ending == "completed" and any(loop.ranks.gather(_is_lost(loop, trouble))):
         # Not completed for the journal: the program started again goes on and saves it.
-        error = lost = LastStateNotSaved(_not_saved(run, trouble))
+        error = lost = LastStateNotSaved(_not_saved(loop, trouble))
         ending = "exception"
     if together:
-        attempt("checkpoints on probation", lambda: run.keeper.wrap_up(run.ledger, run.step))
-        attempt("the last saves", run.keeper.found_not_finite)
-    attempt("the journal", lambda: run.note_ending(ending))
+        attempt(
+            "checkpoints on probation", lambda: loop.checkpoints.wrap_up(loop.ledger, loop.step)
+        )
+        attempt("the last saves", loop.checkpoints.found_not_finite)
+    attempt("the journal", lambda: loop.note_ending(ending))
     if ending in ("interrupted", "signal"):
-        saved = run.journal.page.saved if run.journal.path is not None else None
+        saved = loop.journal.page.saved if loop.journal.path is not None else None
         there = "nothing is on disk" if saved is None else f"checkpoint {saved} is on disk"
         ended = "interrupted" if ending == "interrupted" else "ended by a signal"
-        run.narrator.say(f"{ended} after step {run.step}: {there}")
+        loop.console.say(f"{ended} after step {loop.step}: {there}")
     for problem in trouble:
-        run.tell("problem", step=run.step, problem=problem)
-        run.narrator.warn(problem)
-    _report(run, ending, error)
+        loop.tell("problem", step=loop.step, problem=problem)
+        loop.console.warn(problem)
+    _report(loop, ending, error)
     for end in (
-        run.terminating.release,
-        run.keeper.close,
-        run.driver.close,
-        run.release,
-        run.narrator.end,
-        run.metrics.close,
-        run.log.close,
+        loop.termination.release,
+        loop.checkpoints.close,
+        loop.driver.close,
+        loop.release,
+        loop.console.end,
+        loop.metrics.close,
+        loop.log.close,
     ):
         with contextlib.suppress(Exception):
             end()
     return lost
 
 
-def _is_lost(run: Run, trouble: list[str]) -> bool:
+def _is_lost(loop: Loop, trouble: list[str]) -> bool:
     """Whether the save of the last state has failed, at once or in the background."""
-    if isinstance(run.keeper.store, MemoryStore):
+    if isinstance(loop.checkpoints.store, MemoryStore):
         return False  # gone with the process in any case
-    return run.step in run.keeper.unsaved or any(line.startswith(_LAST) for line in trouble)
+    return loop.step in loop.checkpoints.unsaved or any(line.startswith(_LAST) for line in trouble)
 
 
-def _not_saved(run: Run, trouble: list[str]) -> str:
-    store: Any = run.keeper.store
+def _not_saved(loop: Loop, trouble: list[str]) -> str:
+    store: Any = loop.checkpoints.store
     try:  # what outlives the process
         newest = max((save.step for save in getattr(store, "disk", store).steps()), default=None)
         there = "the beginning" if newest is None else f"the checkpoint of step {newest}"
     except (StoreError, OSError):
         there = "the newest checkpoint"
-    why = run.keeper.trouble or next(iter(trouble), "it failed on another rank")
+    why = loop.checkpoints.trouble or next(iter(trouble), "it failed on another rank")
     return (
-        f"healcore: the loop has ended at step {run.step}, and its last state is not saved "
+        f"healcore: the loop has ended at step {loop.step}, and its last state is not saved "
         f"({why}). Make it possible to save, and start the program again: it goes on from {there}"
     )
 
 
-def _report(run: Run, ending: str, error: BaseException | None) -> None:
+def _report(loop: Loop, ending: str, error: BaseException | None) -> None:
     raised = trace = None
     if ending == "exception" and error is not None:
         raised = "".join(traceback.format_exception_only(error)).strip()
         trace = "".join(traceback.format_exception(error))
-    case = run.case(ending, _why(error), raised)
+    case = loop.case(ending, _why(error), raised)
     # First this: a run whose events have an end is not asked any more what it has died of.
-    if run.log.path is not None and not run.recovery.ranks.rank:
-        found = postmortem.of(case, run.log, seconds=time.monotonic() - run.began, trace=trace)
-        problem = postmortem.write(postmortem.path_for(run.log.path, run.log.run), found)
+    if loop.log.path is not None and not loop.ranks.rank:
+        found = postmortem.of(case, loop.log, seconds=time.monotonic() - loop.began, trace=trace)
+        problem = postmortem.write(postmortem.path_for(loop.log.path, loop.log.run), found)
         if problem:
-            run.narrator.warn(problem)
-    run.tell(
+            loop.console.warn(problem)
+    loop.tell(
         "end",
-        step=run.step,
+        step=loop.step,
         ending=ending,
         incidents=case.incidents,
-        rollbacks=run.journal.page.rollbacks,
+        rollbacks=loop.journal.page.rollbacks,
         last_good=case.last_good,
-        untold_alarms=run.judge.untold or None,
+        untold_alarms=loop.judge.untold or None,
     )
 
 

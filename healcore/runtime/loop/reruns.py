@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from healcore.core.verdict import Action
 from healcore.runtime.data.feeds import Feeds
-from healcore.runtime.incidents.judging import Order
-from healcore.runtime.incidents.ledger import Ledger
-from healcore.runtime.recovery.journal import Journal
+from healcore.runtime.incidents.judge import Order
+from healcore.runtime.ledger import Ledger
+from healcore.runtime.rollback.journal import Journal
 
 
 class Trial(NamedTuple):
@@ -20,7 +20,7 @@ class Trial(NamedTuple):
     """Index of the step that brought the order."""
 
 
-class Trials:
+class Reruns:
     """At most one at a time, and one in a region.
 
     Args:

@@ -6,10 +6,10 @@ from the steps alone; a store that is asked instead answers by how fast its disk
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 
-from healcore.runtime.incidents.ledger import Ledger
-from healcore.runtime.recovery.choice import proven
+from healcore.runtime.ledger import Ledger
 from healcore.runtime.store import Keep, Saved, superfluous
 
 
@@ -30,7 +30,7 @@ class Catalog:
         self._surplus: set[int] = set()
 
     def read(self, saves: Sequence[Saved]) -> None:
-        """Begins anew, from what a store lists."""
+        """Starts over, from what a store lists."""
         self._saves = {saved.step: saved for saved in saves}
         self._surplus.clear()
 
@@ -99,3 +99,29 @@ class Catalog:
             good = sorted(s.step for s in saves if s.status == "good" and s.step < last.target)
             stay = {last.target, *good[-1:]}
         return [step for step in superfluous(saves, self._keep) if step not in stay]
+
+
+def proven(
+    saves: Sequence[Saved], *, unhealthy: Iterable[int], now: int, probation: int
+) -> list[int]:
+    """Candidates that `probation` healthy steps have followed: to be verified and marked good.
+
+    They need not follow without a gap: in a run with a bad batch now and then, each skipped, no
+    checkpoint would ever be known-good. An unhealthy step is just not counted.
+
+    Args:
+        saves: the checkpoints.
+        unhealthy: indices of steps with an alarm.
+        now: steps judged.
+        probation: how many healthy steps it takes.
+    """
+    bad = sorted(unhealthy)
+
+    def healthy(step: int) -> int:
+        return now - step - (bisect_left(bad, now) - bisect_left(bad, step))
+
+    return [
+        save.step
+        for save in saves
+        if save.status == "candidate" and save.finite and healthy(save.step) >= probation
+    ]

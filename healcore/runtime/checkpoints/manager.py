@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from healcore.runtime.incidents.ledger import Ledger
-from healcore.runtime.recovery.catalog import Catalog
-from healcore.runtime.recovery.pending_quarantine import PendingQuarantine
-from healcore.runtime.recovery.proving import Prover
-from healcore.runtime.recovery.wait_limit import WaitLimit
+from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
+from healcore.runtime.checkpoints.catalog import Catalog
+from healcore.runtime.checkpoints.pending_quarantine import PendingQuarantine
+from healcore.runtime.checkpoints.wait_limit import WaitLimit
+from healcore.runtime.ledger import Ledger
 from healcore.runtime.store import (
     CheckpointDamaged,
     CheckpointStore,
@@ -35,7 +35,7 @@ _UNHURRIED = frozenset({"regular", "ordered"})
 """Saves that may be left out; the others are asked for once."""
 
 
-class Keeper:
+class CheckpointManager:
     """Looks after the checkpoints of one run.
 
     Args:
@@ -44,7 +44,7 @@ class Keeper:
         keep: how many of each kind stay.
         probation: healthy steps until one is known-good.
         region: steps within which trouble is the same trouble.
-        prover: verifies behind the training loop.
+        verifier: verifies behind the training loop.
         ranks: the processes of this run.
         tell: takes events.
         warn: takes lines for a person.
@@ -58,14 +58,14 @@ class Keeper:
         keep: Keep,
         probation: int,
         region: int,
-        prover: Prover,
+        verifier: BackgroundVerifier,
         ranks: Ranks,
         tell: Tell,
         warn: Callable[[str], object],
     ) -> None:
         self.store = store
         self.every = every
-        self._prover = prover
+        self._verifier = verifier
         self._ranks = ranks
         self._tell = tell
         self.warn = warn
@@ -108,7 +108,7 @@ class Keeper:
 
     def take_stock(self) -> None:
         """Reads the store: after a start, and after a rollback."""
-        self._prover.drop()
+        self._verifier.drop()
         try:
             saves = self.listed()
         except StoreError as error:
@@ -164,7 +164,7 @@ class Keeper:
         self.catalog.saved(step)
         self._tell("save", step=step, why=why, seconds=round(time.monotonic() - began, 6))
         if self._pending_quarantine:
-            self._prover.later(self.store, step, self._quarantine_pending)
+            self._verifier.later(self.store, step, self._quarantine_pending)
 
     def in_memory_only(self, step: int) -> bool:
         """Whether a checkpoint is missing on a disk that was too slow. Waits for the disk."""
@@ -195,13 +195,13 @@ class Keeper:
         """
         everybody = self._ranks.gather(self.catalog.ready(ledger, before))
         self._prove(sorted(set.intersection(*map(set, everybody))), ledger)
-        self._prover.finish()
+        self._verifier.finish()
         self._hear()
 
     def wrap_up(self, ledger: Ledger, step: int) -> None:
         """The last `look_after` of a run, with all that comes of it."""
         self.look_after(ledger, step)
-        self._prover.finish()
+        self._verifier.finish()
         self._hear()
 
     def _agreed(self, ledger: Ledger) -> list[int]:
@@ -224,7 +224,7 @@ class Keeper:
         surplus = agreed(self._ranks, self.catalog.prove(ready, ledger))
         for step in ready:
             tidy = self._deleting(surplus) if step == ready[-1] else _nothing
-            self._prover.ask(self.store, step, tidy, near_only=step in self._near_only)
+            self._verifier.ask(self.store, step, tidy, near_only=step in self._near_only)
             self._near_only.discard(step)
 
     def _deleting(self, surplus: Sequence[int]) -> Callable[[Any], None]:
@@ -241,7 +241,7 @@ class Keeper:
 
     def _hear(self) -> None:
         """Takes what has come of proofs."""
-        for step, error in self._prover.verdicts():
+        for step, error in self._verifier.verdicts():
             if error is None:
                 self.good = max(step, self.good or 0)
                 if step not in self._told_good:
@@ -318,7 +318,7 @@ class Keeper:
 
         A disk that cannot be written does not keep the run from going back: see `quarantine_later`.
         """
-        self._prover.finish()
+        self._verifier.finish()
         saves = self.listed()
         todo = [s.step for s in saves if s.step in steps and s.status != "quarantined"]
         for step in agreed(self._ranks, todo):
@@ -373,11 +373,11 @@ class Keeper:
                 self._failed(failure.step, failure)
             else:
                 break
-        self._prover.finish()
+        self._verifier.finish()
 
     def close(self) -> None:
         """Waits for the background."""
-        self._prover.drop()
+        self._verifier.drop()
 
     def _problem(self, step: int | None, told: str) -> None:
         self._tell("problem", step=step, problem=told)

@@ -24,18 +24,18 @@ class Verdict(NamedTuple):
     """What was wrong; None: it is known-good now."""
 
 
-class Prover:
+class BackgroundVerifier:
     """One proof after another in each tier, none of them in the caller's thread.
 
     Stores with queues of their own (`queues`, which all of healcore's have) are asked in those,
-    another store in a thread that the Prover has for it.
+    another store in a thread that the BackgroundVerifier has for it.
 
     Args:
         behind: False proves in the caller's thread in a store without queues.
     """
 
     def __init__(self, *, behind: bool = True) -> None:
-        self._own = Background("healcore-prover") if behind else None
+        self._own = Background("healcore-verifier") if behind else None
         self._used: list[Background] = []
         self._verdicts: deque[Verdict] = deque()
         forking.watch(self)

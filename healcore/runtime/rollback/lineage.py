@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from healcore.runtime.recovery.journal import Journal, JournalError
+from healcore.runtime.rollback.journal import Journal, JournalError
 from healcore.runtime.store import CheckpointDamaged, Landed, NoGoodCheckpoint, Saved
 from healcore.runtime.store.manifest import STATUS, stated
 

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause
-from healcore.runtime.incidents.judging import Judge
+from healcore.runtime.checkpoints.manager import CheckpointManager
+from healcore.runtime.incidents.judge import Judge
 from healcore.runtime.postmortem.diagnosis import Case, Tried
-from healcore.runtime.recovery.keeping import Keeper
 from healcore.runtime.store import StoreError
 
 
 def case_of(
     judge: Judge,
-    keeper: Keeper,
+    checkpoints: CheckpointManager,
     *,
     ending: str,
     step: int,
@@ -27,7 +27,7 @@ def case_of(
 
     Args:
         judge: with the ledger.
-        keeper: of the checkpoints.
+        checkpoints: of the checkpoints.
         ending: `completed`, `stopped`, `exception`, `signal` or `interrupted`.
         step: steps done.
         tried: rollbacks.
@@ -52,21 +52,21 @@ def case_of(
         tried=tuple(tried),
         lr_scale=judge.lr_scale,
         verdict=verdict,
-        damaged=tuple(keeper.damaged),
-        damaged_in_memory=tuple(keeper.damaged_in_memory),
-        not_finite=tuple(keeper.not_finite),
-        unsaved=keeper.failed,
-        unsaved_why=keeper.trouble,
+        damaged=tuple(checkpoints.damaged),
+        damaged_in_memory=tuple(checkpoints.damaged_in_memory),
+        not_finite=tuple(checkpoints.not_finite),
+        unsaved=checkpoints.failed,
+        unsaved_why=checkpoints.trouble,
         observes=judge.terms.observes,
-        last_good=keeper.good,
-        path=_path(keeper),
+        last_good=checkpoints.good,
+        path=_path(checkpoints),
         exception=exception,
     )
 
 
-def _path(keeper: Keeper) -> str | None:
+def _path(checkpoints: CheckpointManager) -> str | None:
     try:
-        saves = keeper.listed()
+        saves = checkpoints.listed()
     except StoreError:
         return None
-    return next((each.path for each in saves if each.step == keeper.good), None)
+    return next((each.path for each in saves if each.step == checkpoints.good), None)

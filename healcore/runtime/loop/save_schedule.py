@@ -1,25 +1,42 @@
-"""When a run saves, and what a checkpoint holds."""
+"""When a run saves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from healcore.runtime.recovery.host_state import ITEM
-from healcore.runtime.recovery.recovering import Recovery
+from healcore.runtime.checkpoints.manager import CheckpointManager
+from healcore.runtime.driver import Driver
+from healcore.runtime.ledger import Ledger
+from healcore.runtime.rollback.manager import RollbackManager
 
 
-class Saver:
+class SaveSchedule:
     """The checkpoints that a run takes of itself.
 
     Args:
-        recovery: of the run.
+        driver: the live state.
+        checkpoints: of the run.
+        rollbacks: knows what a checkpoint has to hold.
+        ledger: unhealthy steps.
+        observes: the policy changes nothing.
         warn: takes an event and a line.
     """
 
-    def __init__(self, recovery: Recovery, warn: Callable[[str], object]) -> None:
-        self._recovery = recovery
-        self._driver = recovery.driver
-        self._keeper = recovery.keeper
+    def __init__(
+        self,
+        driver: Driver,
+        checkpoints: CheckpointManager,
+        rollbacks: RollbackManager,
+        ledger: Ledger,
+        *,
+        observes: bool,
+        warn: Callable[[str], object],
+    ) -> None:
+        self._driver = driver
+        self._checkpoints = checkpoints
+        self._rollbacks = rollbacks
+        self._ledger = ledger
+        self._observes = observes
         self._warn = warn
         self._taken = 0
         """Steps since it was last asked whether a save is due; a dispatch may have several."""
@@ -39,7 +56,7 @@ class Saver:
     def due(self, step: int) -> bool:
         """Whether to save now, and the state can be saved; once per dispatch."""
         taken, self._taken = self._taken, 0
-        if self._keeper.due(step, taken):
+        if self._checkpoints.due(step, taken):
             self._overdue = self._overdue or step
         return bool(self._overdue) and self.undisturbed(step) and self._driver.may_save()
 
@@ -50,30 +67,21 @@ class Saver:
         of the time. What was saved after an onset is set aside when the run goes back; nothing is
         lost by it.
         """
-        ledger = self._recovery.ledger
-        alarmed = bool(ledger.unhealthy) and ledger.unhealthy[-1] >= step - 2
-        late = step - self._overdue >= self._keeper.every
-        return not alarmed or late or self._recovery.terms.observes
+        unhealthy = self._ledger.unhealthy
+        alarmed = bool(unhealthy) and unhealthy[-1] >= step - 2
+        late = step - self._overdue >= self._checkpoints.every
+        return not alarmed or late or self._observes
 
     def save(self, step: int, why: str) -> None:
         """A checkpoint of this step."""
-        recovery = self._recovery
         self._overdue, self._saved = 0, step
-        healing = {
-            "schema": 1,
-            "lineage": recovery.journal.page.lineage,
-            "step": step,
-            "engines": self._driver.healing(),
-            "ledger": recovery.ledger.to_dict(),
-        }
-        state = {**self._driver.items(), ITEM: recovery.host}
-        self._keeper.save(step, state, healing, why)
-        if recovery.unwritten:
-            recovery.write_journal(step)
+        self._checkpoints.save(step, *self._rollbacks.contents(step), why)
+        if self._rollbacks.unwritten:
+            self._rollbacks.write_journal(step)
 
     def save_last(self, step: int) -> None:
         """A checkpoint of where the run ends, if the last one is older."""
-        if step == self._saved and not self._keeper.in_memory_only(step):
+        if step == self._saved and not self._checkpoints.in_memory_only(step):
             return
         if self._driver.may_save():
             self.save(step, "last")

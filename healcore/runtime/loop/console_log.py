@@ -8,7 +8,7 @@ import sys
 _log = logging.getLogger("healcore")
 
 
-class Narrator:
+class ConsoleLog:
     """Lines on the logger `healcore`, at INFO and WARNING.
 
     Where those would be shown, they are left to the program's own logging. Where not, they go to

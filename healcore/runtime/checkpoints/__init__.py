@@ -1,0 +1,1 @@
+"""Saving, proving and deleting checkpoints behind the training loop."""
