@@ -141,7 +141,7 @@ class Process:
             region=REGION,
             verifier=BackgroundVerifier(behind=False),
             ranks=Alone(),
-            tell=self.tell,
+            log_event=self.tell,
             warn=lambda line: None,
         )
         driver: Any = Nothing()
@@ -154,7 +154,7 @@ class Process:
             feeds=self.feeds,
             host=HostState(self.feeds.position, None),
             ranks=Alone(),
-            tell=self.tell,
+            log_event=self.tell,
         )
         self.step = 0
 

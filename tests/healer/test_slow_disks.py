@@ -258,7 +258,7 @@ def test_waiting_time_does_not_come_back_with_a_success(monkeypatch):
         region=50,
         verifier=BackgroundVerifier(behind=False),
         ranks=Alone(),
-        tell=lambda kind, **fields: told.append(kind),
+        log_event=lambda kind, **fields: told.append(kind),
         warn=lambda line: None,
     )
     for step in range(200):

@@ -28,8 +28,8 @@ from healcore.runtime.store import (
 from healcore.runtime.store.ranks import Ranks, agreed
 from healcore.runtime.store.ring import WHERE
 
-Tell = Callable[..., object]
-"""Writes an event: ``tell(kind, step=..., **fields)``."""
+LogEvent = Callable[..., object]
+"""Writes an event: ``log_event(kind, step=..., **fields)``."""
 
 _UNHURRIED = frozenset({"regular", "ordered"})
 """Saves that may be left out; the others are asked for once."""
@@ -46,8 +46,8 @@ class CheckpointManager:
         region: steps within which trouble is the same trouble.
         verifier: verifies behind the training loop.
         ranks: the processes of this run.
-        tell: takes events.
-        warn: takes lines for a person.
+        log_event: writes an event, see `Log.write`.
+        warn: writes a warning to the console log.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class CheckpointManager:
         region: int,
         verifier: BackgroundVerifier,
         ranks: Ranks,
-        tell: Tell,
+        log_event: LogEvent,
         warn: Callable[[str], object],
     ) -> None:
         self.store = store
         self.every = every
         self._verifier = verifier
         self._ranks = ranks
-        self._tell = tell
+        self._log_event = log_event
         self.warn = warn
         self.catalog = Catalog(keep.checked(), probation=probation, region=region)
         self._wait_limit = WaitLimit()
@@ -162,7 +162,7 @@ class CheckpointManager:
         self.unsaved.discard(step)
         (self._near_only.add if late else self._near_only.discard)(step)
         self.catalog.saved(step)
-        self._tell("save", step=step, why=why, seconds=round(time.monotonic() - began, 6))
+        self._log_event("save", step=step, why=why, seconds=round(time.monotonic() - began, 6))
         if self._pending_quarantine:
             self._verifier.later(self.store, step, self._quarantine_pending)
 
@@ -246,7 +246,7 @@ class CheckpointManager:
                 self.good = max(step, self.good or 0)
                 if step not in self._told_good:
                     self._told_good.add(step)
-                    self._tell("good", step=step)
+                    self._log_event("good", step=step)
             elif isinstance(error, CheckpointDamaged):
                 self.note_damage(error)
                 elsewhere = step in self._told_good or getattr(self.store, "disk", None)
@@ -255,12 +255,12 @@ class CheckpointManager:
             elif isinstance(error, NotFinite):
                 self._note_not_finite(step, error.names)
             else:
-                self._tell("problem", step=step, problem=str(error))
+                self._log_event("problem", step=step, problem=str(error))
         while self._deleted:
             self.catalog.deleted(self._deleted.popleft())
         while self._set_aside_late:
             step = self._set_aside_late.popleft()
-            self._tell("quarantine", step=step, checkpoint=step)
+            self._log_event("quarantine", step=step, checkpoint=step)
 
     # -- what is not finite ---------------------------------------------------------------------
 
@@ -285,7 +285,7 @@ class CheckpointManager:
         if step in self._not_finite:
             return
         told = f"checkpoint {step} is not finite in {', '.join(names[:3])}"
-        self._tell("problem", step=step, problem=told)
+        self._log_event("problem", step=step, problem=told)
         if not self.not_finite:
             self.warn(
                 f"{told}: it can never be known-good. A skipped step does not take back what the "
@@ -328,7 +328,7 @@ class CheckpointManager:
                 self._disk_failed = True
                 self._problem(now, f"checkpoint {step} could not be quarantined: {error}")
             else:
-                self._tell("quarantine", step=now, checkpoint=step)
+                self._log_event("quarantine", step=now, checkpoint=step)
         self._hear_trouble(now)
 
     def quarantine_later(self, target: int) -> None:
@@ -362,7 +362,7 @@ class CheckpointManager:
         if error.path != WHERE:  # a directory's name is never used again
             self._damaged_paths.add(error.path)
         (self.damaged_in_memory if error.path == WHERE else self.damaged).append(error.step)
-        self._tell("damaged", step=error.step, problem=str(error))
+        self._log_event("damaged", step=error.step, problem=str(error))
 
     def settle(self) -> None:
         """Waits for what is being written and proven; failures are told."""
@@ -380,7 +380,7 @@ class CheckpointManager:
         self._verifier.drop()
 
     def _problem(self, step: int | None, told: str) -> None:
-        self._tell("problem", step=step, problem=told)
+        self._log_event("problem", step=step, problem=told)
         self.warn(told)
 
     def _failed(self, step: int, error: Exception) -> None:
@@ -393,7 +393,7 @@ class CheckpointManager:
     def _not_saved(self, step: int, problem: str, line: str) -> None:
         self.failed += 1
         self.trouble = problem
-        self._tell("save_failed", step=step, problem=problem)
+        self._log_event("save_failed", step=step, problem=problem)
         if self.failed & (self.failed - 1) == 0:  # the 1st, 2nd, 4th, ...: a full disk stays full
             self.warn(line)
 

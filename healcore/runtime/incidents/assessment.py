@@ -94,7 +94,7 @@ class Assessor:
         driver: of the run.
         loss_fn: the loss of one batch, see `Healer`; None: batches cannot be evaluated. One that
             raises is not called again: it must not end the run that it is to protect.
-        warn: takes a line for a person.
+        warn: writes a warning to the console log.
     """
 
     def __init__(

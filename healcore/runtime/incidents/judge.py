@@ -63,7 +63,7 @@ class Judge:
         ledger: what is remembered.
         hooks: the user's.
         ranks: the processes of this run.
-        tell: takes events.
+        log_event: writes an event, see `Log.write`.
         facts: how the run stands, for hooks.
     """
 
@@ -74,14 +74,14 @@ class Judge:
         ledger: Ledger,
         hooks: Hooks,
         ranks: Ranks,
-        tell: Callable[..., object],
+        log_event: Callable[..., object],
         facts: Callable[[], Facts],
     ) -> None:
         self.terms = terms
         self.ledger = ledger
         self.hooks = hooks
         self.ranks = ranks
-        self.tell = tell
+        self.log_event = log_event
         self.facts = facts
         self.untold = 0
         """Alarms without a line of their own."""
@@ -100,7 +100,7 @@ class Judge:
             self._known = episode.number
             first = max(step.records, key=lambda each: each.cause != 0)
             self.worst = Worst(first.readings, first.evidence, step.batches)
-            self.tell(
+            self.log_event(
                 "incident",
                 step=step.index,
                 incident=episode.number,
@@ -178,11 +178,11 @@ class Judge:
             )
         )
         for problem in answer.problems:
-            self.tell("hook", step=step.index, hook="", problem=problem)
+            self.log_event("hook", step=step.index, hook="", problem=problem)
         ordered = action
         if answer.action is not None and not self.terms.observes:
             action = answer.action
-            self.tell(
+            self.log_event(
                 "hook",
                 step=step.index,
                 hook=answer.by,
@@ -197,7 +197,7 @@ class Judge:
                 action |= Action(flags)
                 depth = max(depth, deep)
         if self.terms.observes or action & ~Action.ALERT & ~Action.CUT_LR:
-            self.tell(
+            self.log_event(
                 "order",
                 step=step.index,
                 incident=number,
@@ -228,7 +228,7 @@ class Judge:
         if (episode.alarms if episode else self._quiet_alarms) > _ALARMS:
             self.untold += 1
             return
-        self.tell(
+        self.log_event(
             "alarm",
             step=step.index,
             engine=record.engine,
@@ -251,7 +251,7 @@ class Judge:
         self._lr_scale[record.engine] = now
         self._lr_scale_before[record.engine] = before
         if now < before or (now == 1.0 and before < 1.0):
-            self.tell(
+            self.log_event(
                 "lr",
                 step=step.index,
                 engine=record.engine,

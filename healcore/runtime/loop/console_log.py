@@ -1,4 +1,4 @@
-"""What a person at the terminal is told: one line per turn of the story, not per alarm."""
+"""The lines that a run shows at the terminal: one per incident and rollback, not one per alarm."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ _log = logging.getLogger("healcore")
 class ConsoleLog:
     """Lines on the logger `healcore`, at INFO and WARNING.
 
-    Where those would be shown, they are left to the program's own logging. Where not, they go to
-    standard error while the run lasts: most programs set up no logging, and libraries that do (absl
-    is one) only let warnings through.
+    If the program's own logging shows those levels, it shows these lines too. Otherwise they go to
+    standard error for as long as the run lasts: most programs set up no logging, and libraries that
+    do (absl is one) show warnings only.
 
     Args:
-        speaks: only one of several ranks does.
+        enabled: only one of several ranks logs.
     """
 
-    def __init__(self, *, speaks: bool) -> None:
-        self._speaks = speaks
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
         self._handler: logging.Handler | None = None
         self._before = (_log.level, _log.propagate)
 
     def begin(self) -> None:
-        """Makes sure that somebody listens."""
+        """Adds a handler where nothing would show these lines."""
         shown = _log.hasHandlers() and _log.isEnabledFor(logging.INFO)
-        if self._speaks and not shown:
+        if self._enabled and not shown:
             self._handler = logging.StreamHandler(sys.stderr)
             self._handler.setFormatter(logging.Formatter("healcore: %(message)s"))
             _log.addHandler(self._handler)
@@ -35,14 +35,14 @@ class ConsoleLog:
             _log.setLevel(logging.INFO)
             _log.propagate = False
 
-    def say(self, line: str) -> None:
-        """What goes as planned."""
-        if self._speaks:
+    def info(self, line: str) -> None:
+        """Logs what goes as planned."""
+        if self._enabled:
             _log.info("%s", line)
 
-    def warn(self, line: str) -> None:
-        """What does not."""
-        if self._speaks:
+    def warning(self, line: str) -> None:
+        """Logs what does not."""
+        if self._enabled:
             _log.warning("%s", line)
 
     def end(self) -> None:

@@ -72,7 +72,7 @@ class Loop:
         self.feeds = feeds
         self.log = log
         self.metrics = metrics
-        self.tell = log.write
+        self.log_event = log.write
         self.console = console
         self.termination = TerminationWatch()
         self.claim: Claim | None = None
@@ -82,7 +82,12 @@ class Loop:
         self.step = 0
         self.began = time.monotonic()
         self.judge = Judge(
-            terms=terms, ledger=ledger, hooks=hooks, ranks=ranks, tell=self.tell, facts=self._facts
+            terms=terms,
+            ledger=ledger,
+            hooks=hooks,
+            ranks=ranks,
+            log_event=self.log_event,
+            facts=self._facts,
         )
         self.reruns = Reruns(
             wanted=rerun,
@@ -90,8 +95,8 @@ class Loop:
             feeds=feeds,
             ledger=ledger,
             journal=journal,
-            tell=self.tell,
-            say=console.say,
+            log_event=self.log_event,
+            info=console.info,
         )
         self._reader = reader
         self._assessor = Assessor(driver, loss_fn, self.warn)
@@ -109,7 +114,7 @@ class Loop:
             judge=self.judge,
             reader=reader,
             reruns=self.reruns,
-            tell=self.tell,
+            log_event=self.log_event,
             console=console,
             case=lambda why: self.case("stopped", why),
             assessor=self._assessor,
@@ -120,7 +125,7 @@ class Loop:
             checkpoints=checkpoints,
             judge=self.judge,
             ranks=ranks,
-            tell=self.tell,
+            log_event=self.log_event,
             warn=self.warn,
         )
         self._saves = SaveSchedule(
@@ -164,8 +169,8 @@ class Loop:
         number = self.feeds.feed(loader, epochs)
         self._restore_generators()
         for line in self.feeds.told:
-            self.tell("data", step=self.step, outcome=line)
-            self.console.say(f"data: {line}")
+            self.log_event("data", step=self.step, outcome=line)
+            self.console.info(f"data: {line}")
         self.feeds.told.clear()
         while True:
             try:
@@ -325,7 +330,7 @@ class Loop:
             if order is not None:
                 what = ", ".join(names(order.action))
                 told = f"{what} came with the last steps of the run and was not carried out"
-                self.tell("problem", step=step.index, problem=told)
+                self.log_event("problem", step=step.index, problem=told)
 
     def note_ending(self, ending: str) -> None:
         """The journal knows how the process ended; if it does not, it was killed."""
@@ -356,8 +361,8 @@ class Loop:
 
     def warn(self, told: str) -> None:
         """An event, and a line."""
-        self.tell("problem", step=self.step, problem=told)
-        self.console.warn(told)
+        self.log_event("problem", step=self.step, problem=told)
+        self.console.warning(told)
 
     def _warn_unheard(self) -> None:
         """A forgotten `healer.update`, or an optimizer that is not in the state."""
@@ -375,8 +380,10 @@ class Loop:
     def _note_skipped(self, number: int) -> None:
         skipped = self.feeds.skipped(number)
         if skipped:
-            self.tell("skipped_batches", step=self.step, batches=[list(each) for each in skipped])
-            self.console.say(f"step {self.step}: {len(skipped)} batches left out")
+            self.log_event(
+                "skipped_batches", step=self.step, batches=[list(each) for each in skipped]
+            )
+            self.console.info(f"step {self.step}: {len(skipped)} batches left out")
 
     # -- within ---------------------------------------------------------------------------------
 

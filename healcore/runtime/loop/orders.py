@@ -45,7 +45,7 @@ class Orders:
         judge: gave the orders.
         reader: steps that are still on their way.
         reruns: second tries.
-        tell: takes events.
+        log_event: writes an event, see `Log.write`.
         console: talks to a person.
         case: what is known of a run that is stopped for a reason, for the diagnosis.
         assessor: tells a damaged model from different data.
@@ -62,7 +62,7 @@ class Orders:
         judge: Judge,
         reader: DelayedReader,
         reruns: Reruns,
-        tell: Callable[..., object],
+        log_event: Callable[..., object],
         console: ConsoleLog,
         case: Callable[[str], Case],
         assessor: Assessor,
@@ -75,7 +75,7 @@ class Orders:
         self._judge = judge
         self._reader = reader
         self._reruns = reruns
-        self._tell = tell
+        self._log_event = log_event
         self._console = console
         self._case = case
         self._assessor = assessor
@@ -150,7 +150,7 @@ class Orders:
         return finding
 
     def _report(self, order: Order, step: int, finding: Finding) -> None:
-        self._tell(
+        self._log_event(
             "assessment",
             step=step,
             onset=order.onset,
@@ -174,7 +174,7 @@ class Orders:
             Verdict.UNKNOWN: "nothing shows that the model is worse",
             Verdict.DAMAGE: "the rollbacks that the policy allows are spent",
         }
-        self._console.say(f"step {order.index}: {cause}: {why[finding.verdict]}; the run goes on")
+        self._console.info(f"step {order.index}: {cause}: {why[finding.verdict]}; the run goes on")
 
     def _exhausted(self, order: Order) -> str:
         """Why the run may not go back once more; empty: it may.
@@ -216,7 +216,7 @@ class Orders:
         self._judge.went_back(arrival.target)
         if trial:
             self._reruns.begin(order.onset, order.index)
-            self._tell("rerun", step=step, checkpoint=arrival.target, onset=order.onset)
+            self._log_event("rerun", step=step, checkpoint=arrival.target, onset=order.onset)
         else:
             self._reruns.drop()
             self.tried.append(self._tried(order, arrival, step, rate, len(bad)))
@@ -263,7 +263,7 @@ class Orders:
     def _tell_arrival(self, order: Order, arrival: Arrival, step: int, trial: bool) -> None:
         before, after = self._judge.lr_scale_before, self._multiplier()
         moved = arrival.moved
-        self._tell(
+        self._log_event(
             "rollback",
             step=step,
             number=arrival.number,
@@ -279,7 +279,7 @@ class Orders:
             initial=arrival.initial,
         )
         how = "rewound" if moved.rewound else f"goes on forward: {moved.why_not}"
-        self._tell("data", step=arrival.target, outcome=how, rewound=moved.rewound)
+        self._log_event("data", step=arrival.target, outcome=how, rewound=moved.rewound)
         what = " and ".join(names(order.cause)).lower().replace("_", " ") or "an order of a hook"
         if order.arrays:
             what = f"a save has found NaN or Inf in {', '.join(order.arrays[:3])}"
@@ -289,7 +289,7 @@ class Orders:
             else f"learning rate × {after:g}, data {how.split(':')[0]}"
         )
         kind = "first snapshot" if arrival.initial else "known-good checkpoint"
-        self._console.warn(
+        self._console.warning(
             f"step {order.index}: {what}, since step {order.since}; "
             f"back to the {kind} of step {arrival.target}; {rest}"
         )
@@ -297,7 +297,7 @@ class Orders:
     def _stop(self, step: int, why: str) -> NoReturn:
         case = self._case(why)
         text, good = explain(case), case.last_good
-        self._tell("stop", step=step, why=why, diagnosis=text, checkpoint=good)
+        self._log_event("stop", step=step, why=why, diagnosis=text, checkpoint=good)
         raise RunStopped(text, why, good)
 
     def _why_stop(self, order: Order) -> str:

@@ -29,8 +29,8 @@ class Reruns:
         feeds: the data, which has to be rewound for it.
         ledger: rollbacks so far.
         journal: trials so far, in earlier processes too.
-        tell: takes events.
-        say: takes lines for a person.
+        log_event: writes an event, see `Log.write`.
+        info: writes a line to the console log.
     """
 
     def __init__(
@@ -41,16 +41,16 @@ class Reruns:
         feeds: Feeds,
         ledger: Ledger,
         journal: Journal,
-        tell: Callable[..., object],
-        say: Callable[[str], object],
+        log_event: Callable[..., object],
+        info: Callable[[str], object],
     ) -> None:
         self._wanted = wanted
         self._region = region
         self._feeds = feeds
         self._ledger = ledger
         self._journal = journal
-        self._tell = tell
-        self._say = say
+        self._log_event = log_event
+        self._info = info
         self._current: Trial | None = None
         self.verdict = ""
         """What the last one has shown."""
@@ -79,5 +79,5 @@ class Reruns:
             return
         self._current = None
         self.verdict = "reproducible" if again else "transient"
-        self._tell("verdict", step=index, outcome=self.verdict, onset=trial.onset)
-        self._say(f"step {index}: the fault of step {trial.onset} is {self.verdict}")
+        self._log_event("verdict", step=index, outcome=self.verdict, onset=trial.onset)
+        self._info(f"step {index}: the fault of step {trial.onset} is {self.verdict}")

@@ -19,7 +19,7 @@ class SaveSchedule:
         rollbacks: knows what a checkpoint has to hold.
         ledger: unhealthy steps.
         observes: the policy changes nothing.
-        warn: takes an event and a line.
+        warn: writes an event, and a warning to the console log.
     """
 
     def __init__(

@@ -170,8 +170,8 @@ def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None)
     ledger, feeds = Ledger(), Feeds()
     host = HostState(feeds.position, driver.generators())
     journal = Journal(None if folder is None else folder / NAME, writes=ranks.rank == 0)
-    tell: Callable[..., Any] = log.write
-    console = ConsoleLog(speaks=ranks.rank == 0)
+    log_event: Callable[..., object] = log.write
+    console = ConsoleLog(enabled=ranks.rank == 0)
     every = options.save_every or terms.probation
     checkpoints = CheckpointManager(
         store,
@@ -181,8 +181,8 @@ def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None)
         region=terms.region,
         verifier=BackgroundVerifier(behind=ranks.world == 1),
         ranks=ranks,
-        tell=tell,
-        warn=console.warn,
+        log_event=log_event,
+        warn=console.warning,
     )
     rollbacks = RollbackManager(
         terms=terms,
@@ -193,7 +193,7 @@ def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None)
         feeds=feeds,
         host=host,
         ranks=ranks,
-        tell=tell,
+        log_event=log_event,
     )
     loop = Loop(
         terms=terms,
@@ -218,10 +218,10 @@ def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None)
         _check(options.resume, agreed(ranks, journal.page.ended), saves, store)
     except AlreadyCompleted as done:
         console.begin()
-        console.say(str(done))
+        console.info(str(done))
         console.end()
         raise
-    tell(
+    log_event(
         "start",
         step=None,
         policy=terms.name,
@@ -237,7 +237,7 @@ def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None)
         resumes=bool(saves),
     )
     for problem in [*([warning] if warning else []), *store.problems()]:
-        tell("problem", step=None, problem=problem)
+        log_event("problem", step=None, problem=problem)
     if warning:
         _logger.warning("%s", warning)
     try:
@@ -245,8 +245,8 @@ def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None)
     except BaseException as error:
         # Refused, not killed: the next start must not take it for that.
         raised = "".join(traceback.format_exception_only(error)).strip()
-        tell("problem", step=loop.step, problem=f"the run did not begin: {raised}")
-        tell("end", step=loop.step, ending="exception")
+        log_event("problem", step=loop.step, problem=f"the run did not begin: {raised}")
+        log_event("end", step=loop.step, ending="exception")
         loop.termination.release()
         console.end()
         log.close()

@@ -85,10 +85,10 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
         saved = loop.journal.page.saved if loop.journal.path is not None else None
         there = "nothing is on disk" if saved is None else f"checkpoint {saved} is on disk"
         ended = "interrupted" if ending == "interrupted" else "ended by a signal"
-        loop.console.say(f"{ended} after step {loop.step}: {there}")
+        loop.console.info(f"{ended} after step {loop.step}: {there}")
     for problem in trouble:
-        loop.tell("problem", step=loop.step, problem=problem)
-        loop.console.warn(problem)
+        loop.log_event("problem", step=loop.step, problem=problem)
+        loop.console.warning(problem)
     _report(loop, ending, error)
     for end in (
         loop.termination.release,
@@ -136,8 +136,8 @@ def _report(loop: Loop, ending: str, error: BaseException | None) -> None:
         found = postmortem.of(case, loop.log, seconds=time.monotonic() - loop.began, trace=trace)
         problem = postmortem.write(postmortem.path_for(loop.log.path, loop.log.run), found)
         if problem:
-            loop.console.warn(problem)
-    loop.tell(
+            loop.console.warning(problem)
+    loop.log_event(
         "end",
         step=loop.step,
         ending=ending,

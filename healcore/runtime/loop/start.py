@@ -32,7 +32,7 @@ def begin(loop: Loop, *, resume: bool, died: Any | None) -> None:
     loop.checkpoints.accept(page.meant or [])
     _set_aside_again(loop)
     if died is not None:
-        loop.console.warn("the run before this one was killed; its postmortem was written")
+        loop.console.warning("the run before this one was killed; its postmortem was written")
     if page.begun is not None:
         _finish_rollback(loop, page.begun)
     elif resume:
@@ -51,7 +51,7 @@ def begin(loop: Loop, *, resume: bool, died: Any | None) -> None:
     loop.termination.watch()
     mode = "observed" if loop.terms.observes else "healed"
     store = _describe(loop.checkpoints.store)
-    loop.console.say(f"{mode} by policy {loop.terms.name}, from step {loop.step}; {store}")
+    loop.console.info(f"{mode} by policy {loop.terms.name}, from step {loop.step}; {store}")
 
 
 def _begin_lineage(loop: Loop) -> None:
@@ -116,17 +116,17 @@ def _resume(loop: Loop) -> None:
     branch = loop.journal.page.branch
     if branch is not None and not _told(loop, branch.plan.number):
         _tell_late(loop, branch.plan, branch.target)
-    loop.tell("resume", step=step, checkpoint=step)
+    loop.log_event("resume", step=step, checkpoint=step)
     damaged = {error.step: error for error in loop.rollbacks.damage if error.step > step}
     over = [saved for saved in saves if saved.step > step and saved.step not in damaged]
     told = f"goes on from the checkpoint of step {step}"
     if over:
         told += f"; newer ones were passed over: {', '.join(_passed(saved) for saved in over)}"
     if not damaged:
-        loop.console.say(told)
+        loop.console.info(told)
         return
     which = "; ".join(f"{at} ({e.file} {e.difference})" for at, e in sorted(damaged.items()))
-    loop.console.warn(f"newer checkpoints are damaged: {which}. The run {told}")
+    loop.console.warning(f"newer checkpoints are damaged: {which}. The run {told}")
 
 
 def _passed(saved: Saved) -> str:
@@ -141,7 +141,7 @@ def _finish_rollback(loop: Loop, plan: Plan) -> None:
         damage = loop.rollbacks.damage
         raise nothing_left(loop.journal, loop.rollbacks.saves(), damage) from error
     _tell_late(loop, plan, loop.step)
-    loop.console.warn(f"finished a rollback that was cut short: back at step {loop.step}")
+    loop.console.warning(f"finished a rollback that was cut short: back at step {loop.step}")
 
 
 def _told(loop: Loop, number: int) -> bool:
@@ -156,7 +156,7 @@ def _told(loop: Loop, number: int) -> bool:
 
 
 def _tell_late(loop: Loop, plan: Plan, target: int) -> None:
-    loop.tell(
+    loop.log_event(
         "rollback",
         step=plan.step,
         number=plan.number,

@@ -37,8 +37,8 @@ class StateCheck:
         checkpoints: of the run.
         judge: knows the data of each step.
         ranks: the processes of this run.
-        tell: takes events.
-        warn: takes an event and a line.
+        log_event: writes an event, see `Log.write`.
+        warn: writes an event, and a warning to the console log.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class StateCheck:
         checkpoints: CheckpointManager,
         judge: Judge,
         ranks: Ranks,
-        tell: Callable[..., object],
+        log_event: Callable[..., object],
         warn: Callable[[str], object],
     ) -> None:
         self._terms = terms
@@ -57,7 +57,7 @@ class StateCheck:
         self._checkpoints = checkpoints
         self._judge = judge
         self._ranks = ranks
-        self._tell = tell
+        self._log_event = log_event
         self._warn = warn
         self._known: set[int] = set()
         self._left: list[_Left] = []
@@ -83,7 +83,7 @@ class StateCheck:
                 "name them in nonfinite_ok; without, no checkpoint can be known-good"
             )
             return None
-        self._tell(
+        self._log_event(
             "order",
             step=step,
             cause=names(order.cause),

@@ -87,7 +87,7 @@ class RollbackManager:
         feeds: the loaders.
         host: random states and positions that a checkpoint holds.
         ranks: the processes of this run.
-        tell: takes events.
+        log_event: writes an event, see `Log.write`.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class RollbackManager:
         feeds: Feeds,
         host: HostState,
         ranks: Ranks,
-        tell: Callable[..., object],
+        log_event: Callable[..., object],
     ) -> None:
         self.terms = terms
         self.driver = driver
@@ -111,7 +111,7 @@ class RollbackManager:
         self.feeds = feeds
         self.host = host
         self.ranks = ranks
-        self.tell = tell
+        self.log_event = log_event
         self.began_at: int | None = None
         """Step of the snapshot or checkpoint that this process started from."""
         self.damage: list[CheckpointDamaged] = []
@@ -166,7 +166,7 @@ class RollbackManager:
         self.journal.page.begun, self.journal.page.ledger = plan, self.ledger.to_dict()
         self.journal.page.quarantined += lineage.directories(saves, plan.aside)
         self.write_journal(wanted.step)
-        self.tell(
+        self.log_event(
             "rollback_begin",
             step=wanted.step,
             number=plan.number,
@@ -325,7 +325,7 @@ class RollbackManager:
         healing = landed.restored.healing or {}
         engines, wrong = readable(self.terms.engine, healing.get("engines"))
         if wrong:
-            self.tell("problem", step=now, problem=wrong)
+            self.log_event("problem", step=now, problem=wrong)
         return dict(engines)
 
     def _apply(self, landed: Landed, engines: dict[str, Any]) -> dict[str, Any] | None:
@@ -349,7 +349,7 @@ class RollbackManager:
         except (OSError, StoreError) as error:
             # Training goes on; only a crash before the next try would miss the note.
             told = f"the journal could not be written: {error}"
-            self.tell("problem", step=now, problem=told)
+            self.log_event("problem", step=now, problem=told)
             if not self.unwritten:
                 self.checkpoints.warn(told)
             self.unwritten = True
