@@ -68,6 +68,7 @@ class Options(NamedTuple):
     attach: dict[str, Any]
     driver: Driver | None
     loss_fn: Callable[..., Any] | None
+    trust: bool
 
     def checked(self) -> Options:
         """Itself.
@@ -88,6 +89,8 @@ class Options(NamedTuple):
                 f"loss_fn is a function that gives the loss of a batch, or None, not "
                 f"{type(self.loss_fn).__name__}"
             )
+        if not isinstance(self.trust, bool):
+            raise ValueError(f"trust is True or False, not {self.trust!r}")
         if self.resume not in (True, False, "auto"):
             raise ValueError(f'resume is "auto", True or False, not {self.resume!r}')
         return self
@@ -167,8 +170,8 @@ def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None)
     folder = _folder(store)
     log = _log(options.events, folder, ranks)
     died = postmortem.of_killed(log.path) if log.path is not None and ranks.rank == 0 else None
-    ledger, feeds = Ledger(), Feeds()
-    host = HostState(feeds.position, driver.generators())
+    ledger, feeds = Ledger(), Feeds(trust=options.trust)
+    host = HostState(feeds.position, driver.generators(), trust=options.trust)
     journal = Journal(None if folder is None else folder / NAME, writes=ranks.rank == 0)
     tell: Callable[..., Any] = log.write
     narrator = Narrator(speaks=ranks.rank == 0)
@@ -250,7 +253,8 @@ def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None)
 def _store(options: Options, driver: Driver, ranks: Ranks) -> CheckpointStore:
     given = options.store
     if given is None or isinstance(given, str | os.PathLike):
-        return _with_room(driver.store(given, options.nonfinite_ok), driver, ranks)
+        store = driver.store(given, options.nonfinite_ok, trust=options.trust)
+        return _with_room(store, driver, ranks)
     if not isinstance(given, CheckpointStore):
         raise StoreError(
             f"store is a directory, a CheckpointStore or None, not {type(given).__name__}"

@@ -17,6 +17,7 @@ from healcore.runtime.incidents.incident import Facts
 from healcore.runtime.incidents.judging import Judge, Order
 from healcore.runtime.incidents.lagging import Lagging, Seen, Taken
 from healcore.runtime.postmortem.diagnosis import Case
+from healcore.runtime.recovery.host_state import HostParts
 from healcore.runtime.recovery.recovering import Recovery
 from healcore.runtime.run.casework import case_of
 from healcore.runtime.run.narrating import Narrator
@@ -105,18 +106,18 @@ class Run:
         """Of each loader the batches since its last step."""
         self._yielded = 0
         """The loader whose batch the loop is at."""
-        self._generators: dict[str, Any] | None = None
+        self._generators: HostParts | None = None
         self._saver = Saver(recovery, self.warn)
         self._resumed_at: int | None = None
 
     # -- the beginning, see `starting` ----------------------------------------------------------
 
-    def land(self, step: int, generators: dict[str, Any] | None) -> None:
+    def land(self, step: int, generators: HostParts | None) -> None:
         """The state is that of a checkpoint of an earlier process.
 
         Args:
             step: the checkpoint's.
-            generators: what it holds for `HostState.load_state_dict`.
+            generators: what it holds for `HostState.put_back`.
         """
         self.step, self._generators = step, generators
         self._restore_generators()
@@ -362,7 +363,7 @@ class Run:
         Right after a restart, and again with each loader until there is a first batch.
         """
         if self._generators is not None:
-            self.recovery.host.load_state_dict(self._generators)
+            self.recovery.host.put_back(self._generators)
 
     def _facts(self) -> Facts:
         try:
