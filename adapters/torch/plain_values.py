@@ -57,4 +57,5 @@ def value_of(content: dict[str, Any]) -> Any:
     if "bytes" not in content:
         return dtype
     data = np.frombuffer(base64.b64decode(content["bytes"]), np.uint8).copy()
-    return torch.from_numpy(data).view(dtype).reshape(content["shape"])
+    flat = torch.from_numpy(data).view(dtype) if len(data) else torch.empty(0, dtype=dtype)
+    return flat.reshape(content["shape"])
