@@ -149,6 +149,8 @@ def _told(run: Run, number: int) -> bool:
     if run.journal.page.ended is not None or run.log.path is None:
         return True
     try:
+        if not run.log.path.is_file():
+            return True
         events = reading.read(run.log.path).events
     except OSError:
         return True

@@ -33,6 +33,7 @@ from healcore.runtime.store import (
     manifest,
     protocol,
     ranks,
+    regular,
     retention,
     sweeping,
 )
@@ -161,7 +162,7 @@ class DirectoryStore(ABC):
         state = self._read(found, like)
         healing = None
         if found.manifest.healing:
-            healing = json.loads((found.folder / manifest.HEALING).read_bytes())
+            healing = json.loads(regular.read(found.folder / manifest.HEALING))
         return Restored(state, healing)
 
     def mark(self, step: int, status: Status) -> None:
