@@ -341,3 +341,35 @@ def as_before(entries: dict[str, Any]) -> None:
     old["data"] = {"0": place, "count": 1}
     for name, value in old.items():
         item_of(entries["healcore"], name)[1] = {"bytes": base64_of(pickle.dumps(value))}
+
+
+# -- the structure of the state --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        '{"list":' * 100_000 + "[]" + "}" * 100_000,
+        "1" * 10_000,
+        '{"array":{"name":"y.z","kind":"tensor","dtype":"load","shape":[4]}}',
+        '{"array":{"name":"y.z","kind":"numpy","dtype":"O","shape":[4]}}',
+        '{"array":{"name":"y.z","kind":"tensor","dtype":"float32","shape":[-4]}}',
+        '{"array":{"name":"y.z","kind":"tensor","dtype":"float32","shape":["4"]}}',
+        '{"array":3}',
+        '{"os.system":"true"}',
+        '{"list":3}',
+        '{"torch":{"dtype":"load"}}',
+        '{"subclass":{"class":"os.system","context":null,"shape":[],"stride":[],"parts":[]}}',
+        "{}",
+    ],
+)
+def test_a_structure_that_healcore_does_not_write(node, tmp_path):
+    store = DCPStore(tmp_path / "store")
+    store.save(1, {"y": Keeps(torch.arange(4.0))})
+    store.wait()
+    (folder,) = checkpoints(store.root)
+    text = '{"y":{"tree":{"dict":[["at",NODE]]},"stateful":true,"per_rank":false}}'
+    (folder / "state.json").write_text(text.replace("NODE", node))
+    sealed_again(folder)
+    with pytest.raises(StoreError):
+        store.restore(1, {"y": Keeps()})

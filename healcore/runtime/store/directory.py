@@ -53,6 +53,10 @@ from healcore.runtime.store.protocol import Restored, Saved, Status
 from healcore.runtime.store.ranks import Alone, Ranks
 
 
+_CRAFTED = (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError)
+"""What reading a structure raises whose digest holds, and which no store can have written."""
+
+
 class DirectoryStore(ABC):
     """Checkpoints in the directories below one root. A framework adds copying, writing and reading.
 
@@ -159,7 +163,16 @@ class DirectoryStore(ABC):
     def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
         """Verifies every file, then reads."""
         found = self._checked(step)
-        state = self._read(found, like)
+        try:
+            state = self._read(found, like)
+        except StoreError:
+            raise
+        except _CRAFTED as error:
+            told = f"{type(error).__name__}: {str(error)[:200]}"
+            raise StoreError(
+                f"{found.folder} holds a state that healcore does not write ({told}): nothing was "
+                "restored, use an older checkpoint"
+            ) from error
         healing = None
         if found.manifest.healing:
             healing = json.loads(regular.read(found.folder / manifest.HEALING))
