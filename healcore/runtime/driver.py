@@ -122,8 +122,13 @@ class Driver(Protocol):
         """Size of one copy of the state in this process, moments not made yet included."""
         ...
 
-    def store(self, where: Any, nonfinite_ok: tuple[str, ...]) -> CheckpointStore:
-        """The default store: memory, and behind it a directory if `where` is one (None: none)."""
+    def store(
+        self, where: Any, nonfinite_ok: tuple[str, ...], *, trust: bool = False
+    ) -> CheckpointStore:
+        """The default store: memory, and behind it a directory if `where` is one (None: none).
+
+        `trust` as in `Healer`.
+        """
         ...
 
     def ranks(self) -> Ranks:

@@ -71,6 +71,9 @@ class Healer:
         framework: "torch" or "jax"; None looks at the state.
         attach: options of `healcore.torch.attach`.
         driver: instead of the framework's own.
+        trust: pickle objects that have no plain form (of the state and of loaders), and read what
+            was pickled. Reading a pickle runs whatever code its writer put there: only for a
+            directory that nobody else can write to. A store that you make has a `trust` of its own.
         **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`; see
             `healcore.policy.Overrides`. In JAX give the optimizer the same ones.
 
@@ -99,6 +102,7 @@ class Healer:
         framework: Literal["torch", "jax"] | None = None,
         attach: Mapping[str, Any] | None = None,
         driver: Driver | None = None,
+        trust: bool = False,
         **overrides: Unpack[Overrides],
     ) -> None:
         self._options = Options(
@@ -119,6 +123,7 @@ class Healer:
             attach=dict(attach or {}),
             driver=driver,
             loss_fn=loss_fn,
+            trust=trust,
         ).checked()
         self._run: Loop | None = None
         self._ended = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -52,24 +53,21 @@ def replacing(path: Name) -> Iterator[Path]:
     direct = target.exists() and not target.is_file()
     # Through a link the file itself is replaced, not the link.
     place = Path(os.path.realpath(target))
-    draft = (
-        target
-        if direct
-        else place.with_name(
-            f".{place.stem}.{os.getpid()}.part{place.suffix}"  # matplotlib asks the suffix
-        )
-    )
     try:
-        yield draft
-        if not direct:
+        if direct:
+            yield target
+            return
+        # In a folder of our own with a name that nobody can foresee: a link in the place of the
+        # draft would send all of it into somebody's file.
+        with tempfile.TemporaryDirectory(
+            prefix=".healcore-", dir=place.parent, ignore_cleanup_errors=True
+        ) as own:
+            draft = Path(own, place.name)  # matplotlib asks the suffix
+            yield draft
             draft.replace(place)
     except OSError as error:
         why = error.strerror or error
         raise OutputError(f"{target} cannot be written: {why}; name another file") from error
-    finally:
-        if not direct:
-            with contextlib.suppress(OSError):
-                draft.unlink(missing_ok=True)
 
 
 def _files(path: Path) -> Iterator[Path]:

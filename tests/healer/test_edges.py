@@ -233,7 +233,7 @@ def test_a_state_that_becomes_unsavable_costs_checkpoints_and_not_the_run(tmp_pa
     loop.state = {**loop.state, "beside": Beside()}
     with pytest.raises(LastStateNotSaved, match=r"at step 30.*checkpoint of step 10"):
         train(loop, rules(), range(30), store=tmp_path, before=spoil)
-    assert "pickle" in events(tmp_path, "save_failed")[0]["problem"]
+    assert "no plain form" in events(tmp_path, "save_failed")[0]["problem"]
     assert "not saved" in postmortems(tmp_path)[0]["diagnosis"]
 
 

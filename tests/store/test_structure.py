@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,6 +23,7 @@ VALUES = st.recursive(
         st.lists(inner, max_size=3),
         st.lists(inner, max_size=3).map(tuple),
         st.dictionaries(KEYS, inner, max_size=3),
+        st.lists(inner, max_size=3).map(lambda parts: deque(parts, maxlen=5)),
     ),
     max_leaves=8,
 )  # fmt: skip
@@ -45,7 +46,9 @@ def back(value: Any, like: Any = None) -> Any:
 def same(a: Any, b: Any) -> bool:
     if isinstance(a, float) and isinstance(b, float):
         return math.copysign(1, a) == math.copysign(1, b) and (a == b or (a != a and b != b))
-    if isinstance(a, (list, tuple)):
+    if isinstance(a, deque) and isinstance(b, deque) and a.maxlen != b.maxlen:
+        return False
+    if isinstance(a, (list, tuple, deque)):
         return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, dict):
         keys = [(type(key), key) for key in a] == [(type(key), key) for key in b]
@@ -56,6 +59,23 @@ def same(a: Any, b: Any) -> bool:
 @given(VALUES)
 def test_any_value_comes_back(value):
     assert same(value, back(value))
+
+
+@pytest.mark.parametrize(
+    "value", [{1, "a"}, frozenset({(1, 2)}), range(3, 9, 2), bytearray(b"\0x"), deque(), set()]
+)
+def test_what_the_standard_library_has_besides(value):
+    assert same(value, back(value))
+
+
+def test_subclasses_are_told_apart_where_that_is_asked_for():
+    class Special(dict):
+        pass
+
+    for value in (Pair(1, 2), Special(a=1)):
+        with pytest.raises(UnsavableState, match=type(value).__name__):
+            structure.encode({"x": value}, (), unknown, exact=True)
+        structure.encode({"x": value}, (), unknown)
 
 
 def test_kinds_of_dictionaries():

@@ -217,7 +217,7 @@ def test_layouts_and_views(world, tmp_path):
 
 @over(*WORLDS)
 def test_odd_objects_in_a_state_dictionary(world, tmp_path):
-    """Loaders and schedulers keep what they like; what torch would pickle is pickled here too."""
+    """Loaders and schedulers keep what they like."""
 
     class Loader:
         def state_dict(self):

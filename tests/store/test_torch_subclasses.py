@@ -70,7 +70,7 @@ def test_of_a_class_that_nobody_can_find_again(tmp_path):
         pass
 
     store = DCP.make(tmp_path)
-    with pytest.raises(UnsavableState, match=r"state\['x'\]\['y'\] .* cannot be pickled"):
+    with pytest.raises(UnsavableState, match=r"state\['x'\]\['y'\] .* cannot find again"):
         store.save(1, {"x": {"y": Local(torch.ones(2), torch.ones(2))}})
 
 

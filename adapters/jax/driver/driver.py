@@ -188,8 +188,14 @@ class JaxDriver:
             for each in arrays
         )
 
-    def store(self, where: Any, nonfinite_ok: tuple[str, ...]) -> CheckpointStore:
-        """The default store: memory, and behind it Orbax in the directory `where`, if any."""
+    def store(
+        self, where: Any, nonfinite_ok: tuple[str, ...], *, trust: bool = False
+    ) -> CheckpointStore:
+        """The default store: memory, and behind it Orbax in the directory `where`, if any.
+
+        `trust` changes nothing: what lies in either has a plain form.
+        """
+        del trust
         from healcore.jax.store import MemoryStore, OrbaxStore, TieredStore  # loads Orbax
 
         memory = MemoryStore(nonfinite_ok=nonfinite_ok)

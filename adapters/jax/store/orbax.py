@@ -17,7 +17,7 @@ from orbax.checkpoint import v1 as ocp
 from healcore.jax.store.assembling import assemble
 from healcore.jax.store.flattening import Flat, arrays_of, checked
 from healcore.jax.store.host_copy import JaxCopier, JaxSnapshot
-from healcore.runtime.store import inspection, manifest, protocol, structure
+from healcore.runtime.store import atomic, inspection, manifest, protocol, structure
 from healcore.runtime.store.committing import Written
 from healcore.runtime.store.directory import DirectoryStore
 from healcore.runtime.store.errors import StoreError
@@ -88,7 +88,7 @@ class OrbaxStore(DirectoryStore):
                 with self._context():
                     ocp.save_checkpointables(str(folder / manifest.DATA), {_ITEM: arrays})
             bad = checking.result()
-        (folder / manifest.STATE).write_bytes(structure.dumps(captured.structure))
+        atomic.write_new(folder / manifest.STATE, structure.dumps(captured.structure))
         return Written({}, len(captured.entries), bad)
 
     def _read(self, found: Found, like: Mapping[str, Any]) -> dict[str, Any]:

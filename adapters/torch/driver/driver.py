@@ -216,7 +216,7 @@ class TorchDriver:
 
     def state_bytes(self) -> int:
         """Of the arrays in the state. An optimizer without moments yet is taken to be Adam."""
-        leaves = flatten(self.items()).leaves.values()
+        leaves = flatten(self.items(), trust=True).leaves.values()
         trained = sum(
             parameter.nbytes
             for healing in self.healings.values()
@@ -226,12 +226,14 @@ class TorchDriver:
         )
         return sum(leaf.tensor.nbytes for leaf in leaves) + 2 * trained
 
-    def store(self, where: Any, nonfinite_ok: tuple[str, ...]) -> CheckpointStore:
+    def store(
+        self, where: Any, nonfinite_ok: tuple[str, ...], *, trust: bool = False
+    ) -> CheckpointStore:
         """Memory, and behind it a `DCPStore`. Every rank makes its own."""
-        memory = MemoryStore(nonfinite_ok=nonfinite_ok)
+        memory = MemoryStore(nonfinite_ok=nonfinite_ok, trust=trust)
         if where is None:
             return memory
-        return TieredStore(memory, DCPStore(where, nonfinite_ok=nonfinite_ok))
+        return TieredStore(memory, DCPStore(where, nonfinite_ok=nonfinite_ok, trust=trust))
 
     def ranks(self) -> Ranks:
         """The process group's, over gloo; the first call makes a group, on every rank."""

@@ -27,12 +27,20 @@ class MemoryStore(memory.MemoryStore):
     Args:
         keep: how many snapshots of each kind stay. One more is being taken at times.
         nonfinite_ok: patterns of array names (`model.*.mask`) where NaN and Inf are meant.
+        trust: also take objects that have no plain form. The rule is that of `DCPStore`, so that
+            what memory takes can be written to disk behind it.
     """
 
-    def __init__(self, keep: Keep = memory.SMALL, *, nonfinite_ok: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        keep: Keep = memory.SMALL,
+        *,
+        nonfinite_ok: Collection[str] = (),
+        trust: bool = False,
+    ) -> None:
         rank = 0
         if initialized():
             import torch.distributed as dist
 
             rank = dist.get_rank()
-        super().__init__(TorchCopier(rank), keep, nonfinite_ok=nonfinite_ok)
+        super().__init__(TorchCopier(rank, trust=trust), keep, nonfinite_ok=nonfinite_ok)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from healcore.runtime.store import structure
-from healcore.runtime.store.errors import StateMismatch
-from healcore.torch.store.flattening import Flat, flatten
+from healcore.runtime.store.errors import StateMismatch, StoreError, pickled
+from healcore.torch.plain_values import value_of
+from healcore.torch.store.flattening import HOW, Flat, class_name, flatten
 
 
 def assemble(
@@ -21,6 +22,8 @@ def assemble(
     arrays: Mapping[str, Tensor],
     like: Mapping[str, Any],
     devices: Callable[[str], torch.device | None] | None = None,
+    *,
+    trust: bool = False,
 ) -> dict[str, Any]:
     """The state of some names.
 
@@ -29,26 +32,61 @@ def assemble(
         arrays: name of array -> tensor, which becomes part of the result.
         like: name -> live value; named tuples get their type from it.
         devices: where the tensors of plain trees belong; None leaves them where they are.
+        trust: read what was pickled.
+
+    Raises:
+        Untrusted: something was pickled.
     """
     state = {}
     for name, live in like.items():
         entry = entries[name]
         move = None if entry["stateful"] or hasattr(live, "state_dict") else devices
 
-        def fetch(tag: str, content: Any, move: Any = move) -> Any:
+        def fetch(tag: str, content: Any, move: Any = move, name: str = name) -> Any:
             if tag == "pickle":
-                return pickle.loads(base64.b64decode(content))
+                return _unpickled(name, content, trust)
+            if tag == "torch":
+                return value_of(content)
             if tag == "subclass":
-                kind, context = pickle.loads(base64.b64decode(content["made"]))
-                parts = {part: structure.decode(node, fetch) for part, node in content["parts"]}
-                return kind.__tensor_unflatten__(
-                    parts, context, torch.Size(content["shape"]), tuple(content["stride"])
-                )
+                return _subclass(name, content, fetch, trust)
             return _array(content, arrays[content["name"]], move)
 
         tree = None if hasattr(live, "state_dict") else live
         state[name] = structure.decode(entry["tree"], fetch, tree)
     return state
+
+
+def _unpickled(name: str, content: str, trust: bool) -> Any:
+    if not trust:
+        raise pickled(f"something in {structure.place((name,))}", HOW)
+    return pickle.loads(base64.b64decode(content))
+
+
+def _subclass(name: str, content: Mapping[str, Any], fetch: Callable[..., Any], trust: bool) -> Any:
+    """A tensor made of others. Its class is one that this program has, whatever the name says."""
+    if "made" in content:  # by healcore until it wrote plain values
+        kind, context = _unpickled(name, content["made"], trust)
+    else:
+        context = structure.decode(content["context"], fetch)
+        kind = _tensor_classes().get(content["class"])
+    if kind is None:
+        raise StoreError(
+            f"{structure.place((name,))} holds a {content['class']:.200}, which is no class of "
+            "tensors in this program: import the package that it is of, then restore"
+        )
+    parts = {part: structure.decode(node, fetch) for part, node in content["parts"]}
+    shape, stride = torch.Size(content["shape"]), tuple(content["stride"])
+    return kind.__tensor_unflatten__(parts, context, shape, stride)
+
+
+def _tensor_classes() -> dict[str, Any]:
+    """Every class of tensors made of others that has been defined by now."""
+    found, seen = {}, [Tensor]
+    for kind in seen:
+        seen += kind.__subclasses__()
+        if hasattr(kind, "__tensor_unflatten__"):
+            found[class_name(kind)] = kind
+    return found
 
 
 def checked(step: int | None, saved: Mapping[str, Any], like: Mapping[str, Any], rank: int) -> Flat:
@@ -66,7 +104,7 @@ def checked(step: int | None, saved: Mapping[str, Any], like: Mapping[str, Any],
     Raises:
         StateMismatch: it does not fit.
     """
-    flat = flatten(like, rank)
+    flat = flatten(like, rank, trust=True)  # to compare: nothing of it is written
     wrong = [f'there is no "{name}" in it' for name in like if name not in saved]
     for name in like:
         if name in saved and not flat.entries[name]["stateful"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import warnings
 from collections.abc import Collection, Mapping
@@ -24,12 +25,15 @@ from healcore.runtime.store import atomic, inspection, manifest, protocol, ranks
 from healcore.runtime.store.committing import Written
 from healcore.runtime.store.digest import Digest
 from healcore.runtime.store.directory import DirectoryStore
-from healcore.runtime.store.errors import StateMismatch
+from healcore.runtime.store.errors import StateMismatch, pickled
 from healcore.runtime.store.listing import Found
 from healcore.runtime.store.snapshot import aligned
+from healcore.torch.plain_values import DTYPES
+from healcore.torch.store import dcp_index
 from healcore.torch.store.assembling import assemble, checked
+from healcore.torch.store.dcp_index import CheckedReader
 from healcore.torch.store.digesting_writer import DigestingWriter
-from healcore.torch.store.flattening import Flat
+from healcore.torch.store.flattening import HOW, Flat
 from healcore.torch.store.gloo import GlooRanks, initialized
 from healcore.torch.store.host_copy import TorchCopier, TorchSnapshot
 from healcore.torch.store.moments import spread_parameters
@@ -54,6 +58,9 @@ class DCPStore(DirectoryStore):
         nonfinite_ok: patterns of array names (`model.*.mask`) where NaN and Inf are meant.
         process_group: a gloo group for the store alone; by default a new one, if the program has
             several ranks. Every rank makes the store.
+        trust: pickle objects that have no plain form, and read what was pickled, DCP's own index
+            included. That runs whatever code the writer of the directory put there: only for a
+            directory that nobody else can write to.
 
     Raises:
         StoreError: the directory cannot be used.
@@ -67,12 +74,14 @@ class DCPStore(DirectoryStore):
         *,
         nonfinite_ok: Collection[str] = (),
         process_group: Any | None = None,
+        trust: bool = False,
     ) -> None:
         several = process_group is not None or initialized()
         together = GlooRanks(process_group) if several else None
         super().__init__(root, nonfinite_ok=nonfinite_ok, ranks=together)
         self._group = together.group if together else None
-        self._copier = TorchCopier(self._ranks.rank)
+        self.trust = trust
+        self._copier = TorchCopier(self._ranks.rank, trust=trust)
         self._spare: TorchSnapshot | None = None
 
     def _capture(self, state: Mapping[str, Any], *, copy: bool) -> TorchSnapshot:
@@ -137,6 +146,12 @@ class DCPStore(DirectoryStore):
         like = protocol.wanted(saved, like)
         live = self._fitting(found.manifest.step, saved, like)
         entries = {name: saved[name] for name in like}
+        nodes = {
+            node["name"]: node
+            for entry in entries.values()
+            for node in structure.arrays_of(entry["tree"])
+        }
+        reader = self._reader(found, entries, nodes)
         spread = {
             name: (p.to_local(), p._spec)  # type: ignore[attr-defined,operator]
             for name, p in spread_parameters(entries, like).items()
@@ -144,19 +159,37 @@ class DCPStore(DirectoryStore):
         for leaf in live.leaves.values():
             if leaf.spread is not None:
                 spread[leaf.name] = (leaf.tensor, leaf.spread)
-        targets = {
-            node["name"]: _target(node, spread)
-            for entry in entries.values()
-            for node in structure.arrays_of(entry["tree"])
-        }
+        targets = {name: _target(node, spread) for name, node in nodes.items()}
         if any(self._ranks.gather(bool(targets))):
             load(
                 targets,
-                storage_reader=FileSystemReader(found.folder / manifest.DATA),
+                storage_reader=reader,
                 process_group=self._group,
                 no_dist=self._group is None,
             )
-        return assemble(entries, targets, like, live.device)
+        return assemble(entries, targets, like, live.device, trust=self.trust)
+
+    def _reader(
+        self, found: Found, entries: Mapping[str, Any], nodes: Mapping[str, Any]
+    ) -> FileSystemReader:
+        """DCP's own, which is given the index that was read here: it would unpickle the file.
+
+        What is refused on one rank is refused on all: the others would wait for it in `load`.
+        """
+        data = found.folder / manifest.DATA
+        if self.trust:
+            return FileSystemReader(data)
+
+        def check() -> FileSystemReader:
+            for name, entry in entries.items():
+                for at in structure.pickles_in(entry["tree"], (name,)):
+                    raise pickled(at, HOW)
+            wanted = {name: _stored(node) for name, node in nodes.items()}
+            if not wanted:
+                return FileSystemReader(data)  # reads nothing
+            return CheckedReader(data, dcp_index.checked(data, found.manifest.files, wanted))
+
+        return ranks.on_each(self._ranks, check)
 
     def _fitting(self, step: int, saved: Mapping[str, Any], like: Mapping[str, Any]) -> Flat:
         """The live state flattened; if it does not fit on one rank, all of them say so.
@@ -178,6 +211,14 @@ def _own(rank: int) -> str:
     return f"state-rank-{rank:05d}.json"
 
 
+def _stored(node: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
+    """Dtype and shape that an array has in DCP's files: what torch has no dtype for is bytes."""
+    shape = tuple(node["shape"])
+    if node["kind"] == "tensor":
+        return node["dtype"], shape
+    return "uint8", (np.dtype(node["dtype"]).itemsize * math.prod(shape),)
+
+
 def _target(node: Mapping[str, Any], spread: Mapping[str, tuple[Tensor, Any]]) -> Tensor:
     """Fresh memory for an array to be read into: a DTensor where the live state has one.
 
@@ -189,7 +230,7 @@ def _target(node: Mapping[str, Any], spread: Mapping[str, tuple[Tensor, Any]]) -
     if node["kind"] != "tensor":
         size = np.dtype(node["dtype"]).itemsize * int(np.prod(shape, dtype=np.int64))
         return torch.from_numpy(aligned(size))
-    dtype = getattr(torch, node["dtype"])
+    dtype = DTYPES[node["dtype"]]
     part, spec = spread.get(node["name"], (None, None))
     if part is not None and spec is not None and list(spec.shape) == shape:
         from torch.distributed.tensor import DTensor

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
+from healcore.runtime.store import regular
 from healcore.runtime.store.digest import Digest
 
 _BUFFER = 1 << 18
@@ -57,7 +58,10 @@ class _DigestingFiles(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
-        with ThreadPoolExecutor(1) as pool, open(path, "wb", buffering=_BUFFER) as file:
+        with (
+            ThreadPoolExecutor(1) as pool,
+            open(path, "xb", buffering=_BUFFER, opener=regular.create) as file,
+        ):
             through = _Through(file, pool)
             try:
                 yield through

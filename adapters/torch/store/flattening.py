@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import pickle
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -12,8 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from healcore.runtime.plain import pickled_text
 from healcore.runtime.store import structure
-from healcore.runtime.store.errors import StoreError, UnsavableState
+from healcore.runtime.store.errors import StoreError, UnsavableState, no_plain_form
+from healcore.torch.plain_values import node_of
+
+HOW = "the store (or to the Healer that makes it)"
 
 
 class Leaf(NamedTuple):
@@ -41,7 +43,7 @@ class Flat(NamedTuple):
         return None if leaf is None else leaf.tensor.device
 
 
-def flatten(state: Mapping[str, Any], rank: int = 0) -> Flat:
+def flatten(state: Mapping[str, Any], rank: int = 0, *, trust: bool = False) -> Flat:
     """Takes the arrays out of a state. Copies nothing.
 
     An object with `state_dict` is asked for it. One that also says ``per_rank = True`` (the state
@@ -51,6 +53,7 @@ def flatten(state: Mapping[str, Any], rank: int = 0) -> Flat:
     Args:
         state: name -> tree, or object with `state_dict`.
         rank: of this process.
+        trust: pickle what has no plain form.
 
     Raises:
         UnsavableState: something in it cannot be saved.
@@ -59,7 +62,7 @@ def flatten(state: Mapping[str, Any], rank: int = 0) -> Flat:
         raise StoreError(
             f"the state to save maps names to what is saved, and holds something; not {state!r:.60}"
         )
-    flattening = _Flattening()
+    flattening = _Flattening(trust)
     entries = {}
     for name, value in state.items():
         if not isinstance(name, str):
@@ -76,7 +79,8 @@ def flatten(state: Mapping[str, Any], rank: int = 0) -> Flat:
 class _Flattening:
     """Collects the arrays while a tree is encoded."""
 
-    def __init__(self) -> None:
+    def __init__(self, trust: bool) -> None:
+        self._trust = trust
         self.leaves: dict[str, Leaf] = {}
         self._names = structure.Names()
         self._known: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -103,23 +107,36 @@ class _Flattening:
             return {"array": self._tensor(path, value)}
         if isinstance(value, (np.ndarray, np.generic)) and _by_name(value.dtype):
             return {"array": self._numpy(path, np.asarray(value), isinstance(value, np.generic))}
-        # Schedulers and loaders keep whatever they like in their state: a deque, a partial. What
-        # torch itself would pickle into its checkpoints is pickled here, and read back only after
-        # its digest was checked. As with every torch checkpoint: load none that you do not trust.
-        return {"pickle": _pickled(path, value)}
+        if (node := node_of(value)) is not None:
+            return {"torch": node}
+        # Schedulers and loaders keep whatever they like in their state: a partial, a path.
+        return {"pickle": self._pickled(path, value)}
 
     def _subclass(self, path: tuple[Any, ...], value: Any) -> dict[str, Any]:
         """A tensor made of others, such as torchao's moments of 8 bits: its parts, by name.
 
-        As torch.compile takes it apart. It has no memory of its own.
+        As torch.compile takes it apart. It has no memory of its own. Its class is found again
+        among those of the program that reads it; what the class keeps beside the parts (block
+        sizes, dtypes) has to have a plain form.
         """
+        if "<locals>" in type(value).__qualname__:
+            raise UnsavableState(
+                f"{structure.place(path)} is a {class_name(type(value))}, a class that the next "
+                "process cannot find again: define it in a module"
+            )
         names, context = value.__tensor_flatten__()
         return {
-            "made": _pickled(path, (type(value), context)),
+            "class": class_name(type(value)),
+            "context": structure.encode(context, path, self._special, exact=True),
             "shape": list(value.shape),
             "stride": list(value.stride()),
             "parts": [[name, self._special((*path, name), getattr(value, name))] for name in names],
         }
+
+    def _pickled(self, path: tuple[Any, ...], value: Any) -> str:
+        if not self._trust:
+            raise no_plain_form(structure.place(path), value, HOW)
+        return pickled_text(path, value)
 
     def _tensor(self, path: tuple[Any, ...], value: Tensor) -> dict[str, Any]:
         spread = getattr(value, "_spec", None) if hasattr(value, "to_local") else None
@@ -163,19 +180,14 @@ class _Flattening:
         }
 
 
+def class_name(kind: type) -> str:
+    """How a class of tensors is told in a checkpoint."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 def _is_made_of_others(tensor: Any) -> bool:
     """Whether a tensor keeps its numbers in other tensors; a DTensor is known by itself."""
     return is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "to_local")
-
-
-def _pickled(path: tuple[Any, ...], value: Any) -> str:
-    try:
-        return base64.b64encode(pickle.dumps(value)).decode()
-    except Exception as error:
-        raise UnsavableState(
-            f"{structure.place(path)} is a {type(value).__qualname__} that cannot be pickled "
-            f"({error}): leave it out of the state, or give it a state_dict()"
-        ) from None
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:

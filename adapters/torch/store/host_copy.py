@@ -68,16 +68,18 @@ class TorchCopier:
 
     Args:
         rank: of this process, for what is saved per rank.
+        trust: take what has no plain form, as a pickle.
     """
 
-    def __init__(self, rank: int = 0) -> None:
+    def __init__(self, rank: int = 0, *, trust: bool = False) -> None:
         self.rank = rank
+        self.trust = trust
 
     def take(
         self, state: Mapping[str, Any], recycled: TorchSnapshot | None = None
     ) -> TorchSnapshot:
         """A snapshot. On CUDA the copies are queued behind the work of the current stream."""
-        flat = flatten(state, self.rank)
+        flat = flatten(state, self.rank, trust=self.trust)
         leaves = list(flat.leaves.values())
         pinned = any(leaf.tensor.is_cuda for leaf in leaves)
         arena = _arena(sum(rounded(leaf.tensor.nbytes) for leaf in leaves), pinned, recycled)
@@ -99,7 +101,7 @@ class TorchCopier:
 
     def borrow(self, state: Mapping[str, Any]) -> TorchSnapshot:
         """The same form without a copy, of host tensors that nobody changes."""
-        flat = flatten(state, self.rank)
+        flat = flatten(state, self.rank, trust=self.trust)
         return TorchSnapshot(flat.entries, [_borrowed(leaf) for leaf in flat.leaves.values()], None)
 
     def give(
@@ -123,13 +125,13 @@ class TorchCopier:
             if each.spread is not None:
                 fresh = _dtensor(fresh.to(live.device(each.name)), each.spread)
             arrays[each.name] = fresh
-        return assemble(entries, arrays, like, live.device)
+        return assemble(entries, arrays, like, live.device, trust=True)  # of this process
 
     def held(self, snapshot: TorchSnapshot) -> dict[str, Any]:
         """The state in the snapshot's own memory."""
         arrays = {each.name: each.tensor for each in snapshot.entries}
         nothing = dict.fromkeys(snapshot.structure)
-        trees = assemble(snapshot.structure, arrays, nothing)
+        trees = assemble(snapshot.structure, arrays, nothing, trust=True)
         return {
             name: HeldState(tree, snapshot.structure[name]["per_rank"])
             if snapshot.structure[name]["stateful"]

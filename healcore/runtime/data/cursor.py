@@ -23,19 +23,22 @@ class Cursor:
     Args:
         loader: anything that can be iterated over.
         epochs: how many passes; None for no end. A loader that is an iterator has one pass.
+        trust: also take positions of a loader whose state has no plain form, and put back those
+            that were pickled. Reading a pickle runs whatever code its writer put there.
 
     Raises:
         UnusableLoader: it cannot be iterated over, or not that often.
         DataError: `epochs` is no number of epochs.
     """
 
-    def __init__(self, loader: Any, *, epochs: int | None = 1) -> None:
+    def __init__(self, loader: Any, *, epochs: int | None = 1, trust: bool = False) -> None:
         if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
             raise UnusableLoader(
                 f"a loader is something to iterate over, not {loader!r:.80}: "
                 "pass a DataLoader, a dataset of batches or a list"
             )
-        self._passes = Passes(loader)
+        self._trust = trust
+        self._passes = Passes(loader, trust=trust)
         self._left_out: frozenset[BatchId] = frozenset()
         self._skipped: list[BatchId] = []
         self._refused: str | None = None
@@ -117,10 +120,10 @@ class Cursor:
         is from then on one that cannot rewind.
         """
         try:
-            return positions.encode(self._passes.here(), self._left_out)
+            return self._encoded()
         except Exception as error:  # a user's object: anything at all
             self._passes.give_up(error)
-            return positions.encode(self._passes.here(), self._left_out)
+            return self._encoded()
 
     def rewind(self, position: Any) -> bool:
         """Goes to a position, backwards or forwards, also into another epoch.
@@ -139,7 +142,7 @@ class Cursor:
         if not self.can_rewind:
             return False
         try:
-            target, left_out = positions.decode(position)
+            target, left_out = positions.decode(position, trust=self._trust)
         except DataError as error:
             self._refused = str(error)
             return False
@@ -176,7 +179,7 @@ class Cursor:
         Raises:
             DataError: it is no position.
         """
-        target, left_out = positions.decode(position)
+        target, left_out = positions.decode(position, trust=self._trust)
         self._left_out |= left_out
         goal = BatchId(target.epoch, target.index)
         if goal <= self._passes.place:
@@ -217,9 +220,12 @@ class Cursor:
         skipped, self._skipped = self._skipped, []
         return skipped
 
+    def _encoded(self) -> dict[str, Any]:
+        return positions.encode(self._passes.here(), self._left_out, trust=self._trust)
+
     def _return_to(self, here: Any, error: Exception) -> None:
         try:
-            self._passes.go(positions.decode(here)[0])
+            self._passes.go(positions.decode(here, trust=self._trust)[0])
         except Exception:
             raise DataError(
                 f"{self._passes.name} can go on neither from the position nor from where it was: "

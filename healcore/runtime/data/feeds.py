@@ -44,9 +44,14 @@ class Feed:
 
 
 class Feeds:
-    """All loaders of a run."""
+    """All loaders of a run.
 
-    def __init__(self) -> None:
+    Args:
+        trust: as in `Cursor`.
+    """
+
+    def __init__(self, *, trust: bool = False) -> None:
+        self._trust = trust
         self._feeds: dict[int, Feed] = {}
         self._count = 0
         self._resume: dict[str, Any] = {}
@@ -78,7 +83,9 @@ class Feeds:
         number = next((n for n, each in self._feeds.items() if each.loader is loader), None)
         if number is None:
             number, self._count = self._count, self._count + 1
-            feed = self._feeds[number] = Feed(loader, Cursor(loader, epochs=epochs))
+            feed = self._feeds[number] = Feed(
+                loader, Cursor(loader, epochs=epochs, trust=self._trust)
+            )
             feed.over = self._resume_count > number and str(number) not in self._resume
             if not feed.cursor.can_rewind and feed.cursor.why_not not in self._known:
                 self._known.add(feed.cursor.why_not)

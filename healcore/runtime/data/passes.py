@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
 from healcore.runtime.data.epochs import EpochNumbers
 from healcore.runtime.data.errors import EmptyLoader
 from healcore.runtime.data.forward import kind_of
-from healcore.runtime.data.position import BatchId, Position
+from healcore.runtime.data.position import BatchId, Position, frozen, thawed
 from healcore.runtime.data.rewinding import Forward, Source, source_of
 
 _EPOCHS_REMEMBERED = 100
@@ -19,7 +18,8 @@ _EPOCHS_REMEMBERED = 100
 class Passes:
     """Knows which batch is next. A pass begins when its first batch or its state is asked for."""
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, *, trust: bool = False) -> None:
+        self.trust = trust
         self.name = kind_of(loader)
         self.one_pass = isinstance(loader, Iterator)
         self.over = False
@@ -31,7 +31,7 @@ class Passes:
         self._loader = loader
         self._numbers = EpochNumbers(loader)
         self._current: Iterator[Any] | None = None
-        self._first_states: dict[int, bytes] = {}  # of the last epochs begun, pickled
+        self._first_states: dict[int, str] = {}  # of the last epochs begun
         self._between = False  # no pass now, but there was one
         self._resumed = False  # this pass came from a state
 
@@ -51,7 +51,7 @@ class Passes:
             self._numbers.begin(self.epoch, by_user=self.epoch == self.asked_for)
             self._between = self._resumed = False
             if (first := self._first_states.get(self.epoch)) is not None:
-                self._current = self.source.resume(pickle.loads(first))
+                self._current = self.source.resume(thawed(first, trust=self.trust))
             else:
                 self._current = self.source.start()
                 self._remember_start()
@@ -136,7 +136,7 @@ class Passes:
         if self.source.whole:
             return
         try:
-            self._first_states[self.epoch] = pickle.dumps(self.source.state())
+            self._first_states[self.epoch] = frozen(self.source.state(), trust=self.trust)
         except Exception as error:  # a user's object: anything at all
             self.give_up(error)
         while len(self._first_states) > _EPOCHS_REMEMBERED:

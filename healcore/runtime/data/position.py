@@ -1,8 +1,7 @@
 """A place in the data as a value that a checkpoint can hold.
 
 Python values only, whatever framework the loader is of: a JAX run may read from a torch loader, and
-its store knows no torch tensors. A state with anything else in it is pickled; it is read back only
-from a checkpoint whose digests have been verified.
+its store knows no torch tensors. The loader's own state is text in it, by `healcore.runtime.plain`.
 """
 
 from __future__ import annotations
@@ -11,9 +10,14 @@ import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from healcore.runtime import plain
 from healcore.runtime.data.errors import DataError
+from healcore.runtime.store.errors import pickled
 
-_VERSION = 1
+_VERSION = 2
+_PICKLED = 1
+"""Version of the positions whose state is a pickle: of healcore until it wrote plain values."""
+_STATE = ("the loader's state",)
 
 
 class BatchId(NamedTuple):
@@ -38,15 +42,18 @@ class Position(NamedTuple):
     """What `set_epoch` was told for this epoch, where known."""
 
 
-def encode(position: Position, left_out: Iterable[BatchId]) -> dict[str, Any]:
-    """As a value for a checkpoint: a copy, of dictionaries, lists, numbers, strings and bytes.
+def encode(
+    position: Position, left_out: Iterable[BatchId], *, trust: bool = False
+) -> dict[str, Any]:
+    """As a value for a checkpoint: a copy, of dictionaries, lists, numbers and strings.
 
     Args:
         position: the place.
         left_out: batches not to hand out; those still to come go with it.
+        trust: pickle what has no plain form.
 
     Raises:
-        Exception: whatever pickling a state raises that cannot be pickled.
+        UnsavableState: the loader's state has no plain form.
     """
     state = position.state
     to_come = sorted(left for left in left_out if left >= (position.epoch, position.index))
@@ -55,25 +62,49 @@ def encode(position: Position, left_out: Iterable[BatchId]) -> dict[str, Any]:
         "kind": position.kind,
         "epoch": position.epoch,
         "index": position.index,
-        # Pickled even where plain values would do, because that copies: loaders hand out live ones.
-        "state": None if state is None else pickle.dumps(state),
+        "state": None if state is None else frozen(state, trust=trust),
         "told_epoch": position.told_epoch,
         "left_out": [list(left) for left in to_come],
     }
 
 
-def decode(value: Any) -> tuple[Position, frozenset[BatchId]]:
+def frozen(state: Any, *, trust: bool = False) -> str:
+    """A loader's state as text: a copy, because loaders hand out live ones."""
+    return plain.dumps(state, _STATE, trust=trust)
+
+
+def thawed(text: str, *, trust: bool = False) -> Any:
+    """The state again, every time a new one."""
+    return plain.loads(text, _STATE, trust=trust)
+
+
+def is_pickled(value: Any) -> bool:
+    """Whether a position is one of before, with a loader's state that is a pickle."""
+    return isinstance(value, Mapping) and isinstance(value.get("state"), (bytes, bytearray))
+
+
+def decode(value: Any, *, trust: bool = False) -> tuple[Position, frozenset[BatchId]]:
     """The place and the batches left out; every call gives a state of its own.
 
+    Args:
+        value: from `encode`.
+        trust: read what was pickled.
+
     Raises:
-        DataError: it is no position, or one of another version.
+        DataError: it is no position, one of another version, or one with a pickle in it.
     """
-    if not isinstance(value, Mapping) or value.get("version") != _VERSION:
+    if not isinstance(value, Mapping) or value.get("version") not in (_VERSION, _PICKLED):
         raise DataError(
             f"a position is what Cursor.position() of version {_VERSION} gave, not {value!r:.80}"
         )
     try:
-        state = None if value["state"] is None else pickle.loads(value["state"])
+        state = value["state"]
+        if is_pickled(value):
+            if not trust:
+                raise DataError(str(pickled("the loader's state", plain.HOW)))
+            state = pickle.loads(state)
+        elif state is not None:
+            state = thawed(state, trust=trust)
         told = value["told_epoch"]
         (place,) = checked_ids([(value["epoch"], value["index"])])
         told = None if told is None else int(told)
@@ -81,7 +112,7 @@ def decode(value: Any) -> tuple[Position, frozenset[BatchId]]:
         return position, checked_ids(value["left_out"])
     except DataError:
         raise
-    except Exception as error:  # pickle raises anything at all
+    except Exception as error:  # crafted or damaged: anything at all
         raise DataError(
             f"a position that cannot be read: {type(error).__name__}: {error}"
         ) from error

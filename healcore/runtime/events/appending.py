@@ -13,10 +13,13 @@ class Appender:
 
     Args:
         path: the file. Its directory is made.
+        named: the path is the user's. One of healcore's own choice is not written through a link:
+            whoever put that there would choose what is written to.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, named: bool = True) -> None:
         self.path = path
+        self._named = named
         self._handle: int | None = None
 
     def append(self, lines: bytes, *, durable: bool = False) -> None:
@@ -55,29 +58,30 @@ class Appender:
     def _opened(self) -> tuple[int, bool]:
         """The file that is at the path now, and whether its last line has no end."""
         if self._handle is not None:
-            there, ours = _stat(self.path), os.fstat(self._handle)
+            there, ours = _stat(self.path, self._named), os.fstat(self._handle)
             if there is None or not os.path.samestat(there, ours):
                 self.close()
         if self._handle is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._handle = _open(self.path)
+            self._handle = _open(self.path, self._named)
         if not os.fstat(self._handle).st_size:  # a pipe has no size either
             return self._handle, False
         os.lseek(self._handle, -1, os.SEEK_END)  # what is written is appended all the same
         return self._handle, os.read(self._handle, 1) != b"\n"
 
 
-def _open(path: Path) -> int:
-    there = _stat(path)
+def _open(path: Path, named: bool) -> int:
+    there = _stat(path, named)
     plain = there is None or stat.S_ISREG(there.st_mode)
     # Never waiting, for a pipe that nobody reads; not for reading either, which would be a reader.
     special = os.O_WRONLY | getattr(os, "O_NONBLOCK", 0)
     flags = os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    flags |= 0 if named else getattr(os, "O_NOFOLLOW", 0)
     return os.open(path, flags | (os.O_RDWR if plain else special), 0o666)
 
 
-def _stat(path: Path) -> os.stat_result | None:
+def _stat(path: Path, named: bool) -> os.stat_result | None:
     try:
-        return path.stat()
+        return path.stat(follow_symlinks=named)
     except OSError:
         return None

@@ -36,6 +36,7 @@ class Log:
         path: the file; it goes on where an earlier process has left off. Its directory is made.
             None: nothing is written.
         run: id of the run, of this process and no other. None: a new one.
+        named: as in `Appender`.
 
     Attributes:
         run: the id.
@@ -44,14 +45,20 @@ class Log:
         trouble: why the last one could not; None if it could.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None, *, run: str | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        *,
+        run: str | None = None,
+        named: bool = True,
+    ) -> None:
         self.path = None if path is None else Path(path)
         self.run = run or new_run()
         self.seq = 0
         self.lost = 0
         self.trouble: str | None = None
         self._told = 0
-        self._out = None if self.path is None else Appender(self.path)
+        self._out = None if self.path is None else Appender(self.path, named=named)
         # Re-entrant: a signal handler may write while the code that it interrupted does.
         self._lock = threading.RLock()
         forking.watch(self)

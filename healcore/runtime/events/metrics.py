@@ -55,17 +55,23 @@ class Metrics:
         thinned: keep the file small, 15 MB more each time the run gets twice as long: after 50,000
             lines only every second step is written, after 100,000 every fourth, and so on; of the
             steps with an alarm the same. A line that stands for several steps has `"every"`.
+        named: as in `Appender`.
 
     Attributes:
         lost: lines that could not be written.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str] | None, *, run: str, thinned: bool = False
+        self,
+        path: str | os.PathLike[str] | None,
+        *,
+        run: str,
+        thinned: bool = False,
+        named: bool = True,
     ) -> None:
         self.run = run
         self.lost = 0
-        self._out = None if path is None else Appender(Path(path))
+        self._out = None if path is None else Appender(Path(path), named=named)
         self._thinned = thinned
         self._counts = [_lines_in(path) if path is not None and thinned else 0, 0]
         """Lines without and with an alarm."""

@@ -28,6 +28,7 @@ from healcore.runtime.loop.save_schedule import SaveSchedule
 from healcore.runtime.loop.state_check import StateCheck
 from healcore.runtime.loop.termination import TerminationWatch, ending
 from healcore.runtime.postmortem.diagnosis import Case
+from healcore.runtime.rollback.host_state import HostParts
 from healcore.runtime.rollback.journal import Journal
 from healcore.runtime.rollback.manager import RollbackManager
 from healcore.runtime.store import StoreError
@@ -135,17 +136,17 @@ class Loop:
         """Of each loader the batches since its last step."""
         self._yielded = 0
         """The loader whose batch the loop is at."""
-        self._generators: dict[str, Any] | None = None
+        self._generators: HostParts | None = None
         self._resumed_at: int | None = None
 
     # -- the beginning, see `start` ----------------------------------------------------------
 
-    def land(self, step: int, generators: dict[str, Any] | None) -> None:
+    def land(self, step: int, generators: HostParts | None) -> None:
         """The state is that of a checkpoint of an earlier process.
 
         Args:
             step: the checkpoint's.
-            generators: what it holds for `HostState.load_state_dict`.
+            generators: what it holds for `HostState.put_back`.
         """
         self.step, self._generators = step, generators
         self._restore_generators()
@@ -393,7 +394,7 @@ class Loop:
         Right after a restart, and again with each loader until there is a first batch.
         """
         if self._generators is not None:
-            self.rollbacks.host.load_state_dict(self._generators)
+            self.rollbacks.host.put_back(self._generators)
 
     def _facts(self) -> Facts:
         try:

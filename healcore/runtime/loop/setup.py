@@ -34,6 +34,7 @@ from healcore.runtime.rollback.manager import RollbackManager
 from healcore.runtime.store import CheckpointStore, Keep, Saved, StoreError
 from healcore.runtime.store.claim import Claim, claim
 from healcore.runtime.store.memory import MemoryStore
+from healcore.runtime.store.permissions import open_to_others
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_first
 from healcore.runtime.store.room import fits
 from healcore.runtime.terms import Terms
@@ -68,6 +69,7 @@ class Options(NamedTuple):
     attach: dict[str, Any]
     driver: Driver | None
     loss_fn: Callable[..., Any] | None
+    trust: bool
 
     def checked(self) -> Options:
         """Itself.
@@ -88,6 +90,8 @@ class Options(NamedTuple):
                 f"loss_fn is a function that gives the loss of a batch, or None, not "
                 f"{type(self.loss_fn).__name__}"
             )
+        if not isinstance(self.trust, bool):
+            raise ValueError(f"trust is True or False, not {self.trust!r}")
         if self.resume not in (True, False, "auto"):
             raise ValueError(f'resume is "auto", True or False, not {self.resume!r}')
         return self
@@ -167,8 +171,8 @@ def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None)
     folder = _folder(store)
     log = _log(options.events, folder, ranks)
     died = postmortem.of_killed(log.path) if log.path is not None and ranks.rank == 0 else None
-    ledger, feeds = Ledger(), Feeds()
-    host = HostState(feeds.position, driver.generators())
+    ledger, feeds = Ledger(), Feeds(trust=options.trust)
+    host = HostState(feeds.position, driver.generators(), trust=options.trust)
     journal = Journal(None if folder is None else folder / NAME, writes=ranks.rank == 0)
     log_event: Callable[..., object] = log.write
     console = ConsoleLog(enabled=ranks.rank == 0)
@@ -236,10 +240,12 @@ def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None)
         store=_described(store),
         resumes=bool(saves),
     )
-    for problem in [*([warning] if warning else []), *store.problems()]:
+    shared = open_to_others(folder) if folder is not None and ranks.rank == 0 else None
+    warnings = [each for each in (warning, shared) if each is not None]
+    for problem in [*warnings, *store.problems()]:
         log_event("problem", step=None, problem=problem)
-    if warning:
-        _logger.warning("%s", warning)
+    for each in warnings:
+        _logger.warning("%s", each)
     try:
         begin(loop, resume=bool(saves), died=died)
     except BaseException as error:
@@ -257,7 +263,8 @@ def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None)
 def _store(options: Options, driver: Driver, ranks: Ranks) -> CheckpointStore:
     given = options.store
     if given is None or isinstance(given, str | os.PathLike):
-        return _with_room(driver.store(given, options.nonfinite_ok), driver, ranks)
+        store = driver.store(given, options.nonfinite_ok, trust=options.trust)
+        return _with_room(store, driver, ranks)
     if not isinstance(given, CheckpointStore):
         raise StoreError(
             f"store is a directory, a CheckpointStore or None, not {type(given).__name__}"
@@ -313,7 +320,23 @@ def _log(events: Any, folder: Path | None, ranks: Ranks) -> Log:
     if path is not None and ranks.rank:
         # Every rank has its own: two writers can share a file, but not one network disk.
         path = path.with_name(f"{path.stem}.rank{ranks.rank}{path.suffix}")
-    return Log(path)
+    named = events is not None and not ranks.rank
+    if path is not None and not named:
+        _refuse_link(path, "events")
+    return Log(path, named=named)
+
+
+def _refuse_link(path: Path, option: str) -> None:
+    """Nobody has named this path but healcore: a link there is not the user's choice.
+
+    Raises:
+        StoreError: it is one.
+    """
+    if path.is_symlink():
+        raise StoreError(
+            f"{path} is a link, and healcore writes through none that you have not named: remove "
+            f"it, or name the file that it leads to with {option}="
+        )
 
 
 def _metrics(given: Any, log: Log, ranks: Ranks) -> Metrics:
@@ -323,7 +346,9 @@ def _metrics(given: Any, log: Log, ranks: Ranks) -> Metrics:
         return Metrics(given, run=log.run)
     to_file = log.path is not None and (log.path.is_file() or not log.path.exists())
     path = path_beside(log.path) if log.path is not None and to_file else None
-    return Metrics(path, run=log.run, thinned=True)
+    if path is not None:
+        _refuse_link(path, "metrics")
+    return Metrics(path, run=log.run, thinned=True, named=False)
 
 
 def _check(resume: Any, ended: str | None, saves: list[Saved], store: CheckpointStore) -> None:

@@ -149,6 +149,8 @@ def _told(loop: Loop, number: int) -> bool:
     if loop.journal.page.ended is not None or loop.log.path is None:
         return True
     try:
+        if not loop.log.path.is_file():
+            return True
         events = reading.read(loop.log.path).events
     except OSError:
         return True

@@ -1,21 +1,38 @@
 """What every checkpoint holds besides the user's state: random generators and the data's position.
 
 An item of its own, per rank, and optional: checkpoints from before healcore restore without it.
+All of it is plain values, so that reading it runs no code, whoever has written the directory.
 """
 
 from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from healcore.runtime import plain
+from healcore.runtime.data import position as positions
 from healcore.runtime.driver import Generators
+from healcore.runtime.store.errors import StoreError, pickled
 
 ITEM = "healcore"
 """Its name among the saved items."""
+
+_GENERATORS = ("python", "numpy", "framework")
+_DATA = "data"
+
+
+class HostParts(NamedTuple):
+    """What was saved, read."""
+
+    python: Any
+    numpy: Any
+    framework: Any
+    data: dict[str, Any]
+    """Where the loaders were."""
 
 
 class HostState:
@@ -24,38 +41,108 @@ class HostState:
     Args:
         position: tells where the loaders are.
         generators: the framework's, if it has global ones.
+        trust: read what healcore pickled, until it wrote plain values.
     """
 
     per_rank = True
     optional = True
 
     def __init__(
-        self, position: Callable[[], dict[str, Any]], generators: Generators | None
+        self,
+        position: Callable[[], dict[str, Any]],
+        generators: Generators | None,
+        *,
+        trust: bool = False,
     ) -> None:
         self._position = position
         self._generators = generators
+        self._trust = trust
 
     def state_dict(self) -> dict[str, Any]:
         """Generators of Python, NumPy and the framework, and where the loaders are."""
         # Positions first: asking a loader for its own may draw random numbers.
-        data = pickle.dumps(self._position())
+        data = self._position()
         own = self._generators
-        return {
-            "python": pickle.dumps(random.getstate()),
-            "numpy": pickle.dumps(np.random.get_state()),  # noqa: NPY002 (the global one)
-            "framework": pickle.dumps(None if own is None else own.state_dict()),
-            "data": data,
+        states = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),  # noqa: NPY002 (the global one)
+            "framework": None if own is None else own.state_dict(),
         }
+        coded = {name: plain.dumps(state, (ITEM, name)) for name, state in states.items()}
+        return {**coded, _DATA: data}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def read(self, state: Mapping[str, Any] | None) -> HostParts | None:
+        """What a checkpoint holds of it, checked; nothing is set. None of an old checkpoint.
+
+        Raises:
+            Untrusted: it is pickled, and that is not trusted.
+            StoreError: healcore cannot have written it.
+        """
+        if state is None:
+            return None
+        try:
+            data = state[_DATA]
+            if not isinstance(data, Mapping):
+                data = self._unpickled(_DATA, data)
+            generators = {name: self._generator(state, name) for name in _GENERATORS}
+            parts = HostParts(**generators, data=dict(data))
+            if not self._trust and any(map(positions.is_pickled, parts.data.values())):
+                raise pickled(f"a loader's state in state['{ITEM}']['{_DATA}']", plain.HOW)
+            _try_out(parts)
+        except StoreError:
+            raise
+        except Exception as error:  # crafted or damaged: anything at all
+            told = f"{type(error).__name__}: {str(error)[:200]}"
+            raise StoreError(f"state['{ITEM}'] is not what healcore writes: {told}") from error
+        return parts
+
+    def put_back(self, parts: HostParts) -> None:
         """Sets the generators, after the data was moved by who knows what to leave out."""
-        random.setstate(pickle.loads(state["python"]))
-        np.random.set_state(pickle.loads(state["numpy"]))  # noqa: NPY002
-        saved = pickle.loads(state["framework"])
-        if saved is not None and self._generators is not None:
-            self._generators.load_state_dict(saved)
+        random.setstate(parts.python)
+        np.random.set_state(parts.numpy)  # noqa: NPY002
+        if parts.framework is not None and self._generators is not None:
+            self._generators.load_state_dict(parts.framework)
+
+    def _generator(self, state: Mapping[str, Any], name: str) -> Any:
+        found = state[name]
+        if isinstance(found, str):
+            return plain.loads(found, (ITEM, name))
+        return self._unpickled(name, found)
+
+    def _unpickled(self, name: str, data: Any) -> Any:
+        if not self._trust:
+            raise pickled(f"state['{ITEM}']['{name}']", plain.HOW)
+        return pickle.loads(data)
 
 
-def position_in(state: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Where the loaders were, from what `state_dict` gave; None of an old checkpoint."""
-    return None if state is None else pickle.loads(state["data"])
+def pickled_parts(entry: Mapping[str, Any]) -> Iterator[str]:
+    """What of it is pickled in a checkpoint, by its entry in `state.json`: names for people."""
+    for key, node in entry.get("tree", {}).get("dict", ()):
+        if key in (*_GENERATORS, _DATA) and isinstance(node, dict) and "bytes" in node:
+            yield f"state['{ITEM}']['{key}']"
+        elif key == _DATA and isinstance(node, dict):
+            for number, place in node.get("dict", ()):
+                if isinstance(place, dict) and _holds_pickle(dict(place.get("dict", ()))):
+                    yield f"the state of loader {number} in state['{ITEM}']['{_DATA}']"
+
+
+def _holds_pickle(position: Mapping[str, Any]) -> bool:
+    state = position.get("state")
+    return isinstance(state, dict) or (isinstance(state, str) and '{"pickle":' in state)
+
+
+def _try_out(parts: HostParts) -> None:
+    """Sets generators that nobody uses: what these do not take would fail half-way later.
+
+    NumPy looks at everything but the place in the Mersenne Twister's numbers, and reads there.
+
+    Raises:
+        ValueError: a state is none.
+    """
+    random.Random().setstate(parts.python)
+    numpy = parts.numpy
+    inner = numpy.get("state", {}) if isinstance(numpy, dict) else {"pos": numpy[2]}
+    if not 0 <= int(inner.get("pos", 0)) <= 624:
+        raise ValueError("NumPy's generator has no such place")
+    if not isinstance(numpy, dict):
+        np.random.RandomState().set_state(numpy)

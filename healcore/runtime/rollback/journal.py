@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from healcore.runtime.store import atomic
+from healcore.runtime.store import atomic, regular
 from healcore.runtime.store.sealed import Unsealed, seal, unseal
 
 NAME = "healcore.json"
@@ -109,7 +109,7 @@ class Journal:
         if self.path is None or not self.path.exists():
             return self.page
         try:
-            found = unseal(self.path.read_bytes())
+            found = unseal(regular.read(self.path))
         except (OSError, Unsealed) as error:
             raise JournalError(
                 f"{self.path} {error}: it says what the last rollback has cost, and which "

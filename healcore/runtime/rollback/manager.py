@@ -19,7 +19,7 @@ from healcore.runtime.ledger import Ledger
 from healcore.runtime.rollback import lineage
 from healcore.runtime.rollback.checkpoint_choice import Choice, choose, common, tainted
 from healcore.runtime.rollback.engine_states import cut_lr, gone_back, readable, tried_again
-from healcore.runtime.rollback.host_state import ITEM, HostState, position_in
+from healcore.runtime.rollback.host_state import ITEM, HostParts, HostState
 from healcore.runtime.rollback.journal import Branch, Journal, Plan
 from healcore.runtime.store import (
     CheckpointDamaged,
@@ -71,7 +71,7 @@ class Outcome(NamedTuple):
 
     target: int
     engines: dict[str, dict[str, Any]]
-    own: dict[str, Any] | None
+    own: HostParts | None
     """What the checkpoint holds for `HostState`."""
 
 
@@ -174,9 +174,9 @@ class RollbackManager:
             checkpoint=choice.order[0],
         )
         outcome = self._carry_out(plan, now=wanted.step)
-        moved = self.feeds.go_back(position_in(outcome.own), bad, more)
+        moved = self.feeds.go_back(_position(outcome.own), bad, more)
         if outcome.own is not None:
-            self.host.load_state_dict(outcome.own)  # after the loaders, which draw random numbers
+            self.host.put_back(outcome.own)  # after the loaders, which draw random numbers
         self._strike_off(plan, outcome)
         return Arrival(plan.number, outcome.target, moved, choice.repeated, choice.initial)
 
@@ -235,7 +235,7 @@ class RollbackManager:
 
     # -- on, after a start ----------------------------------------------------------------------
 
-    def finish(self, plan: Plan) -> tuple[int, dict[str, Any] | None]:
+    def finish(self, plan: Plan) -> tuple[int, HostParts | None]:
         """Carries out a plan that an earlier process was killed in.
 
         Returns:
@@ -244,16 +244,16 @@ class RollbackManager:
         if self.journal.page.ledger is not None:
             self.ledger.take_over(Ledger.from_dict(self.journal.page.ledger), plan.order[0])
         outcome = self._carry_out(plan, now=plan.step)
-        position = {**(position_in(outcome.own) or {}), **plan.forward}
+        position = {**(_position(outcome.own) or {}), **plan.forward}
         self.feeds.resume(position, plan.left_out)
         self._strike_off(plan, outcome)
         return outcome.target, outcome.own
 
-    def resume(self, order: Sequence[int]) -> tuple[int, dict[str, Any] | None]:
+    def resume(self, order: Sequence[int]) -> tuple[int, HostParts | None]:
         """Goes on from the newest intact checkpoint.
 
         Returns:
-            Its step, and what to give to `HostState.load_state_dict` once the loop has named its
+            Its step, and what to give to `HostState.put_back` once the loop has named its
             loader.
 
         Args:
@@ -281,7 +281,7 @@ class RollbackManager:
         else:
             self.ledger.judged = landed.step
         left_out = {} if branch is None else branch.plan.left_out
-        self.feeds.resume({**(position_in(own) or {}), **forward}, left_out)
+        self.feeds.resume({**(_position(own) or {}), **forward}, left_out)
         return landed.step, own
 
     # -- within ---------------------------------------------------------------------------------
@@ -328,10 +328,14 @@ class RollbackManager:
             self.log_event("problem", step=now, problem=wrong)
         return dict(engines)
 
-    def _apply(self, landed: Landed, engines: dict[str, Any]) -> dict[str, Any] | None:
-        """Puts it into the live run; returns the host's own part."""
+    def _apply(self, landed: Landed, engines: dict[str, Any]) -> HostParts | None:
+        """Puts it into the live run; returns the host's own part.
+
+        Raises:
+            Untrusted: that part is not to be read; nothing was changed.
+        """
         state = dict(landed.restored.state)
-        own = state.pop(ITEM, None)
+        own = self.host.read(state.pop(ITEM, None))
         self.driver.replace(state)
         self.driver.load_healing(engines)
         return own
@@ -355,6 +359,11 @@ class RollbackManager:
             self.unwritten = True
         else:
             self.unwritten = False
+
+
+def _position(own: HostParts | None) -> dict[str, Any] | None:
+    """Where the loaders were; None of an old checkpoint."""
+    return None if own is None else own.data
 
 
 def _newer(saves: Sequence[Saved], step: int) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from healcore.runtime.store import names
+from healcore.runtime.store import names, regular
 
 
 def write(path: Path, data: bytes) -> None:
@@ -32,8 +32,8 @@ def write(path: Path, data: bytes) -> None:
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Writes a file that is not there yet, and waits until it is on disk."""
-    with path.open("xb") as file:
+    """Writes a file that is not there yet, through no link, and waits until it is on disk."""
+    with os.fdopen(regular.create(path), "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -20,6 +20,7 @@ from typing import Any
 
 from healcore.runtime import forking
 from healcore.runtime.events.process import Process, here
+from healcore.runtime.store import regular
 from healcore.runtime.store.errors import StoreError
 from healcore.runtime.store.sealed import Unsealed, seal, unseal
 
@@ -29,6 +30,8 @@ except ImportError:  # Windows
     fcntl = None
 
 LOCK = "healcore.lock"
+_SAFELY = regular.NO_LINK | getattr(os, "O_NONBLOCK", 0)
+"""Even if a link or a pipe took its place just now."""
 _ATTEMPTS = 100
 _PAUSE_S = 0.01
 """Between two of them. Who holds the lock may only be looking, or about to write its name."""
@@ -130,7 +133,7 @@ def held_by_another(root: Path) -> bool:
     try:
         if fcntl is None or not stat.S_ISREG(lock.lstat().st_mode):
             return False
-        handle = os.open(lock, os.O_RDONLY)
+        handle = os.open(lock, os.O_RDONLY | _SAFELY)
     except OSError:
         return False
     try:
@@ -202,12 +205,11 @@ def _opened(lock: Path) -> int:
             f"{lock} is no regular file ({stat.filemode(mode)}), and healcore locks no other: "
             "remove it, or pass another directory"
         )
-    flags = os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     try:
         # To write, even to look: a network disk locks no other file.
-        return os.open(lock, os.O_RDWR | flags, 0o666)
+        return os.open(lock, os.O_RDWR | os.O_CREAT | _SAFELY, 0o666)
     except PermissionError:
-        return os.open(lock, os.O_RDONLY)  # another user's
+        return os.open(lock, os.O_RDONLY | _SAFELY)  # another user's
 
 
 def _flock(handle: int) -> str | None:
@@ -230,7 +232,7 @@ def _flock(handle: int) -> str | None:
 def _read(lock: Path) -> dict[str, Any]:
     """Its content; empty if nobody can have written it whole."""
     try:
-        return unseal(lock.read_bytes())
+        return unseal(regular.read(lock))
     except (OSError, Unsealed):
         return {}
 

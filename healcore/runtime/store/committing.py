@@ -133,7 +133,7 @@ def _hint(error: BaseException) -> str:
 def _complete(root: Path, folder: Path, item: Item, parts: Sequence[Written]) -> None:
     """The last steps: the digests that are still missing, the manifest, the name."""
     if item.healing is not None:
-        (folder / manifest.HEALING).write_bytes(item.healing)
+        atomic.write_new(folder / manifest.HEALING, item.healing)
     paths = digest.files_below(folder)
     known = {path: found for part in parts for path, found in part.digests.items()}
     known.update(_synced(folder, [path for path in paths if path not in known]))

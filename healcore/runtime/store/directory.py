@@ -33,6 +33,7 @@ from healcore.runtime.store import (
     manifest,
     protocol,
     ranks,
+    regular,
     retention,
     sweeping,
 )
@@ -50,6 +51,9 @@ from healcore.runtime.store.errors import (
 from healcore.runtime.store.listing import Found
 from healcore.runtime.store.protocol import Restored, Saved, Status
 from healcore.runtime.store.ranks import Alone, Ranks
+
+_CRAFTED = (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError)
+"""What reading a structure raises whose digest holds, and which no store can have written."""
 
 
 class DirectoryStore(ABC):
@@ -158,10 +162,19 @@ class DirectoryStore(ABC):
     def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
         """Verifies every file, then reads."""
         found = self._checked(step)
-        state = self._read(found, like)
+        try:
+            state = self._read(found, like)
+        except StoreError:
+            raise
+        except _CRAFTED as error:
+            told = f"{type(error).__name__}: {str(error)[:200]}"
+            raise StoreError(
+                f"{found.folder} holds a state that healcore does not write ({told}): nothing was "
+                "restored, use an older checkpoint"
+            ) from error
         healing = None
         if found.manifest.healing:
-            healing = json.loads((found.folder / manifest.HEALING).read_bytes())
+            healing = json.loads(regular.read(found.folder / manifest.HEALING))
         return Restored(state, healing)
 
     def mark(self, step: int, status: Status) -> None:

@@ -127,3 +127,39 @@ class StateMismatch(StoreError):
 
 class UnsavableState(StoreError, TypeError):
     """A value in the state that a checkpoint cannot hold."""
+
+
+class Untrusted(StoreError):
+    """Something in a checkpoint that is read with `trust=True` only: it could run code."""
+
+
+def pickled(what: str, how: str) -> Untrusted:
+    """The error for a pickle that was not read.
+
+    Args:
+        what: where it lies, with what it is of.
+        how: who has to be told to trust: "the store".
+    """
+    return Untrusted(
+        f"{what} is a pickled object, and reading one runs whatever code its writer put there: it "
+        "was not read, and nothing was restored. If nobody but you could write to this directory, "
+        f"pass trust=True to {how} once and save again: random states, positions and everything "
+        "else with a plain form are written as plain values then, and need no trust any more"
+    )
+
+
+def no_plain_form(what: str, value: object, how: str) -> UnsavableState:
+    """The error for an object that only pickle could write.
+
+    Args:
+        what: where it lies.
+        value: the object.
+        how: who has to be told to trust: "the store".
+    """
+    name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    return UnsavableState(
+        f"{what} is a {name}, which has no plain form: keep arrays, "
+        "numbers, strings, lists, tuples and dictionaries in the state, or give the object a "
+        f"state_dict() that returns such. Or pass trust=True to {how}: it is pickled then, and "
+        "reading it back needs trust=True too, in a directory that nobody else can write to"
+    )

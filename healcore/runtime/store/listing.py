@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from healcore.runtime.store import digest, manifest, names
+from healcore.runtime.store import digest, manifest, names, regular
 from healcore.runtime.store.errors import StoreError
 from healcore.runtime.store.manifest import BadManifest, Manifest
 from healcore.runtime.store.sealed import Unsealed, unseal
@@ -121,9 +121,9 @@ def _oddities(found: Found) -> list[str]:
         f"{name} has a file that its manifest does not know: {x}" for x in sorted(there - known)
     ]
     status = found.folder / manifest.STATUS
-    if status.exists():
+    if os.path.lexists(status):
         try:
-            unseal(status.read_bytes())
+            unseal(regular.read(status))
         except (OSError, Unsealed):
             told.append(f"{name} has a damaged {manifest.STATUS}: it counts as not yet proven")
     return told

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import healcore
-from healcore.runtime.store import atomic
+from healcore.runtime.store import atomic, regular
 from healcore.runtime.store.digest import Digest
 from healcore.runtime.store.inspection import unmeant
 from healcore.runtime.store.protocol import STATUSES, Saved, Status
@@ -97,7 +97,7 @@ def read(folder: Path) -> Manifest:
         BadManifest: missing, torn, altered, or of a schema that this version does not know.
     """
     try:
-        content = unseal((folder / MANIFEST).read_bytes())
+        content = unseal(regular.read(folder / MANIFEST))
     except OSError as error:
         raise BadManifest(f"{MANIFEST} cannot be read ({error.strerror})") from None
     except Unsealed as error:
@@ -162,7 +162,7 @@ def read_status(folder: Path) -> Status:
 def stated(folder: Path) -> Status | None:
     """The status, None if its file is missing or damaged."""
     try:
-        status = unseal((folder / STATUS).read_bytes()).get("status")
+        status = unseal(regular.read(folder / STATUS)).get("status")
     except (OSError, Unsealed):
         return None
     return status if status in STATUSES else None

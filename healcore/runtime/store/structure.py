@@ -2,7 +2,8 @@
 
 In the JSON an object always is a node with one tag; everything else stands for itself:
 `null true 3 1.5 "text"`, `{"list": […]}`, `{"tuple": […]}`, `{"dict": [[key, value], …]}`,
-`{"float": "nan"}`, `{"bytes": base64}`, `{"complex": [re, im]}`, `{"array": {"name": …, …}}`.
+`{"float": "nan"}`, `{"bytes": base64}`, `{"complex": [re, im]}`, `{"array": {"name": …, …}}`,
+`{"deque": […], "maxlen": 5}`, `{"set": […]}`, `{"range": [0, 9, 1]}`, `{"bytearray": base64}`.
 Keys are nodes too, so that 0, "0" and (0, 1) stay apart: optimizers number their parameters.
 """
 
@@ -11,8 +12,8 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from healcore.runtime.store.errors import UnsavableState
@@ -20,6 +21,8 @@ from healcore.runtime.store.errors import UnsavableState
 Node = Any
 """A JSON-safe value as described above."""
 
+_SIMPLE = {type(None), bool, int, str}
+"""What stands for itself in JSON."""
 _MAPPINGS: dict[str, Callable[[list[tuple[Any, Any]]], dict[Any, Any]]] = {
     "OrderedDict": OrderedDict,
     "Counter": lambda items: Counter(dict(items)),
@@ -48,7 +51,11 @@ class Names:
 
 
 def encode(
-    value: Any, path: tuple[Any, ...], special: Callable[[tuple[Any, ...], Any], Node | None]
+    value: Any,
+    path: tuple[Any, ...],
+    special: Callable[[tuple[Any, ...], Any], Node | None],
+    *,
+    exact: bool = False,
 ) -> Node:
     """A value as a node.
 
@@ -58,24 +65,28 @@ def encode(
         path: where it lies, for names and errors.
         special: asked about everything that JSON does not have; takes arrays out. Returns a node,
             or None if it does not know the value either.
+        exact: ask `special` about subclasses of dict, list and tuple too. Without it they come back
+            as what they are subclasses of, which is enough for what `load_state_dict` is given.
 
     Raises:
         UnsavableState: nobody knows a value.
     """
     # By exact type: an enum or a NumPy number is an int or a float too, and would come back as one.
-    if value is None or type(value) in (bool, int, str):
+    kind = type(value)
+    if kind in _SIMPLE:
         return value
-    if type(value) is float:
+    if kind is float:
         return value if math.isfinite(value) else {"float": repr(value)}
-    if isinstance(value, dict):
-        return _encode_dict(value, path, special)
-    if isinstance(value, (list, tuple)):
-        tag = "list" if isinstance(value, list) else "tuple"
-        return {tag: [encode(part, (*path, i), special) for i, part in enumerate(value)]}
+    if isinstance(value, dict) and (not exact or kind in (dict, OrderedDict, Counter)):
+        return _encode_dict(value, path, special, exact)
+    if kind in (list, tuple) or (not exact and isinstance(value, (list, tuple))):
+        return {"list" if isinstance(value, list) else "tuple": _parts(value, path, special, exact)}
     if type(value) is bytes:
         return {"bytes": base64.b64encode(value).decode()}
     if type(value) is complex:
         return {"complex": [repr(value.real), repr(value.imag)]}
+    if kind in (deque, set, frozenset, bytearray, range):
+        return _encode_other(value, path, special, exact)
     node = special(path, value)
     if node is None:
         raise UnsavableState(
@@ -86,10 +97,39 @@ def encode(
     return node
 
 
+def _parts(
+    value: Collection[Any],
+    path: tuple[Any, ...],
+    special: Callable[[tuple[Any, ...], Any], Node | None],
+    exact: bool,
+) -> list[Node]:
+    if set(map(type, value)) <= _SIMPLE:  # the order of a million examples
+        return list(value)
+    return [encode(part, (*path, i), special, exact=exact) for i, part in enumerate(value)]
+
+
+def _encode_other(
+    value: Any,
+    path: tuple[Any, ...],
+    special: Callable[[tuple[Any, ...], Any], Node | None],
+    exact: bool,
+) -> Node:
+    """What the standard library has besides, as what it is made from."""
+    if isinstance(value, range):
+        return {"range": [value.start, value.stop, value.step]}
+    if isinstance(value, bytearray):
+        return {"bytearray": base64.b64encode(value).decode()}
+    parts = _parts(value, path, special, exact)
+    if isinstance(value, deque):
+        return {"deque": parts, "maxlen": value.maxlen}
+    return {type(value).__name__: parts}
+
+
 def _encode_dict(
     value: dict[Any, Any],
     path: tuple[Any, ...],
     special: Callable[[tuple[Any, ...], Any], Node | None],
+    exact: bool,
 ) -> Node:
     items = []
     for key, part in value.items():
@@ -98,14 +138,15 @@ def _encode_dict(
                 f"{place(path)} has the key {key!r}, a {type(key).__name__}: "
                 "keys are strings, numbers or tuples of them"
             )
-        items.append([encode(key, path, _nothing), encode(part, (*path, key), special)])
+        part = encode(part, (*path, key), special, exact=exact)
+        items.append([encode(key, path, _nothing), part])
     node: dict[str, Any] = {"dict": items}
     if type(value).__name__ in _MAPPINGS:
         node["type"] = type(value).__name__
     # torch keeps the versions of modules in an attribute of the dictionary.
     versions = getattr(value, "_metadata", None)
     if isinstance(versions, Mapping):
-        node["versions"] = _encode_dict(dict(versions), path, special)
+        node["versions"] = _encode_dict(dict(versions), path, special, exact)
     return node
 
 
@@ -121,8 +162,12 @@ def decode(node: Node, fetch: Callable[[str, Mapping[str, Any]], Any], like: Any
         return node
     if "dict" in node:
         return _decode_dict(node, fetch, like)
+    if "deque" in node:
+        return deque((decode(part, fetch) for part in node["deque"]), node["maxlen"])
     ((tag, content),) = node.items()
     if tag in ("list", "tuple"):
+        if like is None and dict not in set(map(type, content)):
+            return list(content) if tag == "list" else tuple(content)
         fits = isinstance(like, (list, tuple)) and len(like) == len(content)
         beside = like if fits and like is not None else [None] * len(content)
         parts = [decode(part, fetch, other) for part, other in zip(content, beside, strict=True)]
@@ -135,6 +180,12 @@ def decode(node: Node, fetch: Callable[[str, Mapping[str, Any]], Any], like: Any
         return base64.b64decode(content)
     if tag == "complex":
         return complex(float(content[0]), float(content[1]))
+    if tag in ("set", "frozenset"):
+        return (set if tag == "set" else frozenset)(decode(part, fetch) for part in content)
+    if tag == "range":
+        return range(*content)
+    if tag == "bytearray":
+        return bytearray(base64.b64decode(content))
     return fetch(tag, content)
 
 
@@ -163,6 +214,26 @@ def arrays_of(node: Node) -> Iterator[dict[str, Any]]:
     elif isinstance(node, list):
         for part in node:
             yield from arrays_of(part)
+
+
+def pickles_in(node: Node, path: tuple[Any, ...]) -> Iterator[str]:
+    """Where the nodes lie that hold a pickle: `state['scheduler']['last']`."""
+    if isinstance(node, list):
+        for number, part in enumerate(node):
+            yield from pickles_in(part, (*path, number))
+    elif isinstance(node, dict):
+        for tag, content in node.items():
+            if tag == "pickle" or (tag == "subclass" and "made" in content):
+                yield place(path)
+            elif tag == "dict":
+                for key, part in content:
+                    yield from pickles_in(part, (*path, key))
+            elif tag == "subclass":
+                yield from pickles_in(content["context"], path)
+                for name, part in content["parts"]:
+                    yield from pickles_in(part, (*path, name))
+            elif tag != "array":
+                yield from pickles_in(content, path)
 
 
 def dumps(node: Node) -> bytes:

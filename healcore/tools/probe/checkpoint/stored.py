@@ -14,6 +14,7 @@ from healcore.runtime.store.claim import LOCK
 from healcore.runtime.store.listing import Found, Wrong
 from healcore.runtime.store.protocol import Saved
 from healcore.tools.probe.checkpoint.finiteness import look
+from healcore.tools.probe.checkpoint.pickled import pickled_in
 from healcore.tools.probe.checkpoint.thresholds import CheckpointInputs
 from healcore.tools.probe.contents import open_contents
 from healcore.tools.probe.verdict import Check, NothingToProbe, ProbeError, Result, Verdict
@@ -33,6 +34,8 @@ class Judged(NamedTuple):
     """Whether it is the one that a store takes for its step."""
     gone: bool = False
     """It was deleted while it was looked at."""
+    pickled: tuple[str, ...] = ()
+    """Parts that would run code when they are read."""
 
     @property
     def sound(self) -> bool:
@@ -80,7 +83,7 @@ def probe_store(path: Path, inputs: CheckpointInputs) -> Result:
     if not there and not broken:
         which = "" if inputs.step is None else f" of step {inputs.step}"
         raise NothingToProbe(f"{path} holds no checkpoint{which}")
-    checks = [_digests(there, broken), _finite(there), _known_good(there, inputs)]
+    checks = [_digests(there, broken), _finite(there), _known_good(there, inputs), *_pickled(there)]
     newest = next((each.saved.step for each in reversed(there) if each.sound), None)
     facts = {
         "format": "store of healcore",
@@ -107,7 +110,7 @@ def _judged(found: Found, counts: bool, inputs: CheckpointInputs) -> Judged:
             Wrong(name, "holds NaN or Inf that was not there when it was saved") for name in unknown
         ]
         damage += [Wrong("data", told) for told in looked.unreadable]
-    return Judged(saved, tuple(damage), counts)
+    return Judged(saved, tuple(damage), counts, pickled=() if damage else pickled_in(found.folder))
 
 
 def _damage(found: Found) -> list[Wrong]:
@@ -135,11 +138,28 @@ def _digests(judged: list[Judged], broken: list[tuple[Path, Wrong]]) -> Check:
     number = sum(1 for each in judged if each.damage) + len(broken)
     if not bad:
         files = f"all {len(judged)} checkpoint{'s' * (len(judged) != 1)}"
-        return Check("digests", PASS, f"{files}: every file is what was written", 0, 0)
+        told = "every file is what was written"
+        if any(each.pickled for each in judged):
+            # Whoever can write a pickle into a file can write its digest beside it.
+            told = "every digest holds, which tells damage, not malice"
+        return Check("digests", PASS, f"{files}: {told}", 0, 0)
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     # What a run has put aside is no surprise any more.
     known = not broken and all(each.saved.status == "quarantined" for each in judged if each.damage)
     return Check("digests", WARN if known else FAIL, "; ".join(bad[:3]) + more, number, 0)
+
+
+def _pickled(judged: list[Judged]) -> list[Check]:
+    """What in them would run code, if there is any."""
+    found = [f"step {each.saved.step}: {part}" for each in judged for part in each.pickled]
+    if not found:
+        return []
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    message = (
+        f"{'; '.join(found[:3])}{more}: reading these runs whatever is in them, and healcore does "
+        "so with trust=True only"
+    )
+    return [Check("pickled", WARN, message, len(found), 0)]
 
 
 def _finite(judged: list[Judged]) -> Check:
@@ -180,6 +200,7 @@ def _row(each: Judged) -> dict[str, Any]:
         "finite": each.saved.finite,
         "nonfinite": each.saved.nonfinite,
         "intact": not each.damage,
+        "pickled": each.pickled,
         "damage": [f"{wrong.file} {wrong.difference}" for wrong in each.damage],
         "counts": each.counts,
         "bytes": each.saved.bytes,

@@ -1,0 +1,39 @@
+"""JAX's own values as JSON, for `healcore.runtime.plain`."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def node_of(value: Any) -> dict[str, Any] | None:
+    """An array or a random key as JSON; None of anything else."""
+    if not isinstance(value, jax.Array) or not value.is_fully_addressable:
+        return None
+    extra = {}
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        extra = {"impl": str(jax.random.key_impl(value))}
+        value = jax.random.key_data(value)
+    data = np.ascontiguousarray(value)
+    return {
+        "dtype": data.dtype.name,
+        "shape": list(data.shape),
+        "bytes": base64.b64encode(data.tobytes()).decode(),
+        **extra,
+    }
+
+
+def value_of(content: dict[str, Any]) -> jax.Array:
+    """The array or key, where JAX puts new ones.
+
+    Raises:
+        Exception: `node_of` cannot have written this.
+    """
+    data = base64.b64decode(content["bytes"])
+    array = np.frombuffer(data, np.dtype(content["dtype"])).reshape(content["shape"])
+    found = jnp.asarray(array)
+    return jax.random.wrap_key_data(found, impl=content["impl"]) if "impl" in content else found

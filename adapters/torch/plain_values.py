@@ -1,0 +1,61 @@
+"""torch's own values as JSON, for `healcore.runtime.plain` and for the structure of a checkpoint.
+
+Names in a file are looked up in tables of what torch has, never with `getattr`.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+import torch
+
+DTYPES = {
+    str(each).removeprefix("torch."): each
+    for each in vars(torch).values()
+    if isinstance(each, torch.dtype)
+}
+"""By the names that files have them under."""
+
+
+def node_of(value: Any) -> dict[str, Any] | None:
+    """A value as JSON; None of what has no such form.
+
+    Tensors come back on the CPU: the state of a generator lies there anyway.
+    """
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    if isinstance(value, torch.Size):
+        return {"size": list(value)}
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return None
+    if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+        return None
+    plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    data = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return {
+        "dtype": str(value.dtype).removeprefix("torch."),
+        "shape": list(value.shape),
+        "bytes": base64.b64encode(data).decode(),
+    }
+
+
+def value_of(content: dict[str, Any]) -> Any:
+    """The value.
+
+    Raises:
+        Exception: `node_of` cannot have written this.
+    """
+    if "device" in content:
+        return torch.device(content["device"])
+    if "size" in content:
+        return torch.Size(content["size"])
+    dtype = DTYPES[content["dtype"]]
+    if "bytes" not in content:
+        return dtype
+    data = np.frombuffer(base64.b64decode(content["bytes"]), np.uint8).copy()
+    flat = torch.from_numpy(data).view(dtype) if len(data) else torch.empty(0, dtype=dtype)
+    return flat.reshape(content["shape"])

@@ -1,0 +1,143 @@
+"""Any state of a loader or a random generator as text: JSON, with the arrays in it.
+
+Framework-neutral, because a JAX run may read from a torch loader, and its store knows no torch
+tensors. Reading it makes numbers, strings, containers and arrays, and calls nothing that the text
+names. What has no plain form is pickled, where that was asked for with `trust`.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import json
+import pickle
+from typing import Any
+
+import numpy as np
+
+from healcore.runtime.store import structure
+from healcore.runtime.store.errors import StoreError, UnsavableState, no_plain_form, pickled
+
+_ADAPTERS = {
+    "torch": "healcore.torch.plain_values",
+    "jax": "healcore.jax.plain_values",
+    "jaxlib": "healcore.jax.plain_values",
+}
+"""Package that a class is of -> who knows its values. `node_of` and `value_of` are theirs."""
+
+HOW = "the Healer (or the Cursor)"
+
+
+def dumps(value: Any, path: tuple[Any, ...], *, trust: bool = False) -> str:
+    """A value as text. Nothing is shared with it: it is a copy too.
+
+    Args:
+        value: nested dictionaries, lists, tuples, numbers, strings, bytes and arrays.
+        path: where it lies, for the error.
+        trust: pickle what has no plain form.
+
+    Raises:
+        UnsavableState: there is something that has no plain form, or cannot be pickled.
+    """
+
+    def special(path: tuple[Any, ...], value: Any) -> structure.Node:
+        node = _array_node(value)
+        if node is None:
+            node = _framework_node(value)
+        if node is not None:
+            return node
+        if trust:
+            return {"pickle": pickled_text(path, value)}
+        raise no_plain_form(structure.place(path), value, HOW)
+
+    return structure.dumps(structure.encode(value, path, special, exact=True)).decode()
+
+
+def loads(text: str, path: tuple[Any, ...], *, trust: bool = False) -> Any:
+    """The value.
+
+    Args:
+        text: from `dumps`.
+        path: where it lies, for the error.
+        trust: read what was pickled.
+
+    Raises:
+        Untrusted: something was pickled.
+        StoreError: `dumps` cannot have written this.
+    """
+
+    def fetch(tag: str, content: Any) -> Any:
+        if tag == "pickle":
+            if not trust:
+                raise pickled(structure.place(path), HOW)
+            return pickle.loads(base64.b64decode(content))
+        if tag in ("numpy", "number"):
+            return _array(content, number=tag == "number")
+        if tag in ("torch", "jax"):
+            return importlib.import_module(_ADAPTERS[tag]).value_of(content)
+        raise ValueError(f"there is nothing called {tag!r:.40}")
+
+    try:
+        return structure.decode(json.loads(text), fetch)
+    except StoreError:
+        raise
+    except Exception as error:  # crafted or damaged: whatever it makes the reading raise
+        raise StoreError(
+            f"{structure.place(path)} is not what healcore writes: "
+            f"{type(error).__name__}: {str(error)[:200]}"
+        ) from error
+
+
+def pickled_text(path: tuple[Any, ...], value: Any) -> str:
+    """A pickle in base64.
+
+    Raises:
+        UnsavableState: it cannot be pickled.
+    """
+    try:
+        return base64.b64encode(pickle.dumps(value)).decode()
+    except Exception as error:
+        raise UnsavableState(
+            f"{structure.place(path)} is a {type(value).__qualname__} that cannot be pickled "
+            f"({error}): leave it out of the state, or give it a state_dict()"
+        ) from None
+
+
+def _array_node(value: Any) -> structure.Node | None:
+    if type(value) is not np.ndarray and not isinstance(value, np.generic):
+        return None
+    dtype = _dtype_name(value.dtype)
+    if dtype is None:
+        return None
+    data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+    content = {"dtype": dtype, "shape": list(value.shape), "bytes": data}
+    return {"numpy" if isinstance(value, np.ndarray) else "number": content}
+
+
+def _dtype_name(dtype: np.dtype) -> str | None:
+    """A name that gives the dtype back; None of objects and fields."""
+    if dtype.hasobject or dtype.names is not None:
+        return None
+    for name in (dtype.str, dtype.name):  # ml_dtypes has names only
+        try:
+            if np.dtype(name) == dtype:
+                return name
+        except TypeError:
+            continue
+    return None
+
+
+def _array(content: dict[str, Any], *, number: bool) -> Any:
+    data = base64.b64decode(content["bytes"])
+    array = np.frombuffer(data, np.dtype(content["dtype"])).reshape(content["shape"]).copy()
+    return array[()] if number else array
+
+
+def _framework_node(value: Any) -> structure.Node | None:
+    """What a framework's own value is coded as; nothing is imported for a value of nobody's."""
+    for kind in type(value).__mro__:
+        package = kind.__module__.partition(".")[0]
+        if package in _ADAPTERS:
+            node = importlib.import_module(_ADAPTERS[package]).node_of(value)
+            return None if node is None else {package.removesuffix("lib"): node}
+    return None

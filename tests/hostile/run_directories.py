@@ -1,0 +1,101 @@
+"""Run directories with crafted parts, sealed again: every digest in them holds."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from healcore.runtime.store import digest, manifest
+from healcore.runtime.store.sealed import seal, unseal
+from tests.healer.loops import loop_of, rules, train
+
+STEPS = 12
+
+
+class Stopped(Exception):
+    """The process ends here; the next one goes on."""
+
+
+class Code:
+    """Pickled, it is code: reading it makes the folder `at`."""
+
+    def __init__(self, at: Path) -> None:
+        self.at = at
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.at),)
+
+
+def code(at: Path) -> bytes:
+    """A pickle that makes a folder when it is read."""
+    return pickle.dumps(Code(at))
+
+
+def base64_of(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def cut_short(framework: str, root: Path, loader: Any = None, **options: Any) -> None:
+    """A run that was cut short: its checkpoints are there to go on from."""
+
+    def stop(healer: Any, number: int) -> None:
+        if number == STEPS:
+            raise Stopped
+
+    policy = rules()
+    loop = loop_of(framework, policy=policy)
+    data = range(3 * STEPS) if loader is None else loader
+    try:
+        train(loop, policy, data, store=root, before=stop, **options)
+    except Stopped:
+        return
+    raise AssertionError("the run was not cut short")
+
+
+def go_on(framework: str, root: Path, loader: Any = None, **options: Any) -> Any:
+    """The next process."""
+    policy = rules()
+    loop = loop_of(framework, policy=policy)
+    data = range(3 * STEPS) if loader is None else loader
+    return train(loop, policy, data, store=root, **options)
+
+
+def checkpoints(root: Path) -> list[Path]:
+    return sorted(root.glob("step-*"))
+
+
+def sealed_again(folder: Path) -> None:
+    """The manifest of a checkpoint as its files are now: the digests are no secret."""
+    content = unseal((folder / manifest.MANIFEST).read_bytes())
+    known = {*digest.files_below(folder)} - {manifest.MANIFEST, manifest.STATUS}
+    content["files"] = {name: digest.file_digest(folder / name)._asdict() for name in known}
+    (folder / manifest.MANIFEST).write_bytes(seal(content))
+
+
+def change_state(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Changes the entries of every checkpoint, in whichever state file they lie.
+
+    Args:
+        root: the store's directory.
+        change: gets name -> entry, of all names.
+    """
+    for folder in checkpoints(root):
+        files = sorted(folder.glob("state*.json"))
+        parts = {file: json.loads(file.read_bytes()) for file in files}
+        whole: dict[str, Any] = {}
+        for part in parts.values():
+            whole |= part
+        change(whole)
+        for file, part in parts.items():
+            file.write_text(json.dumps({name: whole[name] for name in part}))
+        sealed_again(folder)
+
+
+def item_of(entry: dict[str, Any], key: str) -> list[Any]:
+    """The pair [key, node] of a dictionary that was saved."""
+    return next(pair for pair in entry["tree"]["dict"] if pair[0] == key)

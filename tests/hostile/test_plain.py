@@ -1,0 +1,176 @@
+"""States of loaders and generators as text: all of it comes back, and nothing in it is called."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import OrderedDict, deque
+from typing import Any, NamedTuple
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from healcore.runtime import plain
+from healcore.runtime.store import StoreError, UnsavableState
+from tests.hostile.run_directories import base64_of, code
+
+ARRAYS = [
+    np.arange(6, dtype=np.uint16).reshape(2, 3),
+    np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    np.array(3.5, ">f4"),
+    np.zeros((0, 4), np.int8),
+    np.array(["ab", "c"]),
+    np.array(["2026-01-01"], "M8[D]"),
+    np.array([1.5, np.nan], ml_dtypes.bfloat16),
+]
+
+
+class Pair(NamedTuple):
+    left: int
+    right: int
+
+
+def back(value: Any, **options: Any) -> Any:
+    return plain.loads(plain.dumps(value, ("x",), **options), ("x",), **options)
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=lambda each: each.dtype.name)
+def test_arrays_of_numpy(array):
+    found = back({"a": [array]})["a"][0]
+    assert (found.dtype, found.shape) == (array.dtype, array.shape)
+    assert found.tobytes() == array.tobytes()
+    assert found.flags.writeable
+
+
+def test_numbers_of_numpy():
+    found = back(np.float64(0.1))
+    assert type(found) is np.float64
+    assert found == 0.1
+
+
+def test_the_generators_of_python_and_numpy():
+    ours, numpys = random.Random(3), np.random.RandomState(4)
+    ours.gauss(0, 1)
+    numpys.normal(size=3)
+    again, numpys_again = random.Random(), np.random.RandomState()
+    again.setstate(back(ours.getstate()))
+    numpys_again.set_state(back(numpys.get_state()))
+    assert [again.gauss(0, 1) for _ in range(700)] == [ours.gauss(0, 1) for _ in range(700)]
+    assert (numpys_again.normal(size=700) == numpys.normal(size=700)).all()
+    new, drawn = np.random.default_rng(5), np.random.default_rng()
+    new.random(3)
+    drawn.bit_generator.state = back(new.bit_generator.state)
+    assert (drawn.random(9) == new.random(9)).all()
+
+
+def test_what_torch_has():
+    generator = torch.Generator().manual_seed(3)
+    value = {
+        "state": generator.get_state(),
+        "half": torch.arange(4.0).bfloat16()[::2],
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "scalar": torch.tensor(True),
+        "empty": torch.zeros(0, 3),
+        "dtype": torch.float8_e4m3fn,
+        "size": torch.Size([2, 3]),
+        "device": torch.device("cpu"),
+    }
+    found = back(value)
+    for name, each in value.items():
+        if isinstance(each, torch.Tensor):
+            assert found[name].dtype == each.dtype
+            assert torch.equal(found[name], each.detach())
+        else:
+            assert found[name] == each
+            assert type(found[name]) is type(each)
+
+
+def test_what_jax_has():
+    key = jax.random.key(7)
+    found = back({"key": key, "array": jax.numpy.arange(3, dtype="bfloat16")})
+    assert (jax.random.key_data(found["key"]) == jax.random.key_data(key)).all()
+    assert jax.random.key_impl(found["key"]) == jax.random.key_impl(key)
+    assert found["array"].dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Pair(1, 2), np.array([Pair(1, 2)], object), torch.eye(2).to_sparse(), OrderedDict],
+    ids=["named tuple", "array of objects", "sparse", "class"],
+)
+def test_without_a_plain_form(value):
+    with pytest.raises(UnsavableState, match=r"state\['x'\]\['at'\]\[1\].*trust=True"):
+        plain.dumps({"at": [0, value]}, ("x",))
+    text = plain.dumps({"at": [0, value]}, ("x",), trust=True)
+    with pytest.raises(StoreError, match=r"state\['x'\].*trust=True"):
+        plain.loads(text, ("x",))
+    assert type(plain.loads(text, ("x",), trust=True)["at"][1]) is type(value)
+
+
+def test_what_cannot_be_pickled_either():
+    with pytest.raises(UnsavableState, match="cannot be pickled"):
+        plain.dumps(lambda: None, ("x",), trust=True)
+
+
+NODES = st.recursive(
+    st.one_of(st.none(), st.integers(), st.text(max_size=5), st.just(base64_of(b"abcd"))),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(
+            st.sampled_from([
+                "dict", "type", "versions", "list", "tuple", "deque", "maxlen", "set", "range",
+                "bytes", "float", "complex", "numpy", "number", "torch", "jax", "pickle", "array",
+                "dtype", "shape", "impl", "device", "size", "subclass",
+            ]),
+            inner,
+            max_size=4,
+        ),
+    ),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@given(NODES)
+def test_any_text_is_a_value_or_refused(node):
+    try:
+        plain.loads(json.dumps(node), ("x",))
+    except StoreError as error:
+        assert "state['x']" in str(error)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[" * 100_000,
+        '{"list":' * 100_000,
+        '{"numpy":{"dtype":"O","shape":[1],"bytes":"AAAAAAAAAAA="}}',
+        '{"numpy":{"dtype":"f8","shape":[1099511627776],"bytes":""}}',
+        '{"torch":{"dtype":"load","shape":[1],"bytes":"AAAA"}}',
+        '{"torch":{"dtype":"float32","shape":[1099511627776],"bytes":""}}',
+        '{"jax":{"dtype":"uint32","shape":[2],"bytes":"AAAAAAAAAAA=","impl":"os.system"}}',
+        '{"os.system":"true"}',
+        "1" * 5000,
+    ],
+)
+def test_crafted_texts(text):
+    with pytest.raises(StoreError, match=r"state\['x'\]"):
+        plain.loads(text, ("x",))
+
+
+def test_a_pickle_in_it_runs_no_code(tmp_path):
+    at = tmp_path / "code-ran"
+    text = json.dumps({"list": [{"pickle": base64_of(code(at))}]})
+    with pytest.raises(StoreError, match="trust=True"):
+        plain.loads(text, ("x",))
+    assert not at.exists()
+
+
+def test_deques_and_sets():
+    value = {"queue": deque([1, (2, 3)], maxlen=4), "seen": {1, "a"}}
+    assert back(value) == value

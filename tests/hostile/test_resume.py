@@ -1,0 +1,375 @@
+"""Nothing that lies in a run directory runs code when a run goes on from it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from healcore.runtime.data import Cursor
+from healcore.runtime.store import StoreError
+from healcore.torch.store import DCPStore
+from tests.hostile.run_directories import (
+    STEPS,
+    Code,
+    base64_of,
+    change_state,
+    checkpoints,
+    code,
+    cut_short,
+    go_on,
+    item_of,
+    sealed_again,
+)
+
+BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
+PARTS = pytest.mark.parametrize("part", ["python", "numpy", "framework", "data"])
+REFUSED = r"(?s)pickled.*trust=True.*save again"
+
+
+@pytest.fixture
+def ran(tmp_path) -> Path:
+    """The folder that code in a checkpoint would make."""
+    return tmp_path / "code-ran"
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    return tmp_path / "run"
+
+
+def test_the_code_of_these_tests_runs_where_a_pickle_is_read(ran):
+    pickle.loads(code(ran))
+    assert ran.is_dir()
+
+
+# -- what healcore keeps of the process ------------------------------------------------------------
+
+
+@BOTH
+@PARTS
+def test_random_states_and_positions_of_a_checkpoint_run_no_code(framework, part, root, ran):
+    cut_short(framework, root)
+
+    def change(entries):
+        item_of(entries["healcore"], part)[1] = {"bytes": base64_of(code(ran))}
+
+    change_state(root, change)
+    with pytest.raises(StoreError, match=REFUSED):
+        go_on(framework, root)
+    assert not ran.exists()
+
+
+@BOTH
+def test_the_state_of_a_loader_runs_no_code(framework, root, ran):
+    """A position of before, whose state is a pickle, inside of values that are plain."""
+    cut_short(framework, root)
+
+    def change(entries):
+        bad = {"version": 1, "kind": "sequence", "epoch": 0, "index": 1, "told_epoch": None}
+        items = [[key, value] for key, value in bad.items()]
+        items += [["state", {"bytes": base64_of(code(ran))}], ["left_out", {"list": []}]]
+        position = {"dict": [["0", {"dict": items}], ["count", 1]]}
+        item_of(entries["healcore"], "data")[1] = position
+
+    change_state(root, change)
+    with pytest.raises(StoreError, match=REFUSED):
+        go_on(framework, root)
+    assert not ran.exists()
+
+
+def test_a_cursor_takes_no_pickled_position(ran):
+    cursor = Cursor([1, 2, 3])
+    cursor.next()
+    position = {**cursor.position(), "version": 1, "state": code(ran)}
+    assert not cursor.rewind(position)
+    assert "trust=True" in (cursor.why_not or "")
+    assert cursor.next()[0] == 2
+    assert not ran.exists()
+
+
+@BOTH
+def test_a_checkpoint_holds_no_pickle(framework, root):
+    """Of all that an ordinary run writes: no byte of it is a pickle but DCP's own index."""
+    cut_short(framework, root)
+    for folder in checkpoints(root):
+        for file in sorted(folder.glob("state*.json")):
+            entries = json.loads(file.read_bytes())
+            assert '"pickle"' not in file.read_text()
+            for name in ("python", "numpy", "framework", "data"):
+                if "healcore" in entries:
+                    assert "bytes" not in str(item_of(entries["healcore"], name)[1])[:12]
+
+
+# -- objects of the user's state -------------------------------------------------------------------
+
+
+class Keeps:
+    """An object whose state holds something that only pickle can write."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": {"kept": self.value}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["at"]["kept"]
+
+
+class Thing:
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Thing
+
+
+def test_an_object_without_a_plain_form_is_not_written_without_trust(tmp_path):
+    store = DCPStore(tmp_path)
+    with pytest.raises(
+        StoreError, match=r"state\['x'\]\['at'\]\['kept'\] is a .*Thing.*trust=True"
+    ):
+        store.save(1, {"x": Keeps(Thing())})
+    store.wait()
+    assert store.steps() == []
+
+
+def test_with_trust_it_is_written_and_read(tmp_path):
+    trusting = DCPStore(tmp_path, trust=True)
+    trusting.save(1, {"x": Keeps(Thing())})
+    trusting.wait()
+    assert trusting.restore(1, {"x": Keeps()}).state["x"]["at"]["kept"] == Thing()
+    with pytest.raises(StoreError, match=REFUSED):
+        DCPStore(tmp_path).restore(1, {"x": Keeps()})
+
+
+@pytest.mark.parametrize("tag", ["pickle", "subclass"])
+def test_a_pickled_object_runs_no_code(tag, tmp_path, ran):
+    store = DCPStore(tmp_path / "store")
+    store.save(1, {"x": Keeps(3), "y": {"z": torch.ones(2)}})
+    store.wait()
+    made = {"made": base64_of(code(ran)), "shape": [2], "stride": [1], "parts": []}
+    node = {tag: base64_of(code(ran)) if tag == "pickle" else made}
+
+    def change(entries):
+        item_of(entries["x"], "at")[1] = node
+
+    change_state(store.root, change)
+    with pytest.raises(StoreError, match=r"state\['x'\]\['at'\]"):
+        store.restore(1, {"x": Keeps()})
+    assert not ran.exists()
+
+
+# -- the index of DCP ------------------------------------------------------------------------------
+
+
+def stored(tmp_path: Path) -> tuple[DCPStore, Path]:
+    """A store with one checkpoint of one tensor, and the index of DCP in it."""
+    store = DCPStore(tmp_path / "store")
+    store.save(1, {"y": {"z": torch.arange(4.0)}})
+    store.wait()
+    return store, checkpoints(store.root)[0] / "data" / ".metadata"
+
+
+def refused(store: DCPStore, index: Path, match: str) -> None:
+    """It is not restored, and the tensor is what it was."""
+    sealed_again(index.parent.parent)
+    live = torch.zeros(4)
+    with pytest.raises(StoreError, match=match):
+        store.restore(1, {"y": {"z": live}})
+    assert not live.any()
+
+
+def test_the_index_of_dcp_runs_no_code(tmp_path, ran):
+    store, index = stored(tmp_path)
+    index.write_bytes(code(ran))
+    refused(store, index, r"\.metadata")
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("where", ["planner_data", "storage_meta", "version"])
+def test_nor_where_nobody_looks(where, tmp_path, ran):
+    store, index = stored(tmp_path)
+    metadata = pickle.loads(index.read_bytes())
+    setattr(metadata, where, Code(ran))
+    index.write_bytes(pickle.dumps(metadata))
+    refused(store, index, r"\.metadata")
+    assert not ran.exists()
+
+
+def test_a_value_in_the_place_of_a_tensor_is_not_unpickled(tmp_path, ran):
+    """DCP reads what its index calls bytes with pickle, whatever it is to be read into."""
+    store, index = stored(tmp_path)
+    metadata = pickle.loads(index.read_bytes())
+    (name,) = metadata.state_dict_metadata
+    (place,) = metadata.storage_data.values()
+    file = index.parent / place.relative_path
+    torch.save(Code(ran), file)
+    place.offset, place.length = 0, file.stat().st_size
+    metadata.state_dict_metadata[name] = BytesStorageMetadata()
+    metadata.storage_data = {MetadataIndex(name): place}
+    index.write_bytes(pickle.dumps(metadata))
+    refused(store, index, r"\.metadata")
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("name", ["../../../elsewhere", "/etc/hostname", "sub/../../x", "", "."])
+def test_an_index_leads_nowhere_else(name, tmp_path):
+    store, index = stored(tmp_path)
+    metadata = pickle.loads(index.read_bytes())
+    (place,) = metadata.storage_data.values()
+    (tmp_path / "elsewhere").write_bytes((index.parent / place.relative_path).read_bytes())
+    place.relative_path = name
+    index.write_bytes(pickle.dumps(metadata))
+    refused(store, index, r"\.metadata")
+
+
+def other_shape(metadata: Metadata, shape: tuple[int, ...]) -> None:
+    (name,) = metadata.state_dict_metadata
+    size = torch.Size(shape)
+    chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), size)
+    properties = TensorProperties(torch.float32)
+    metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, size, [chunk])
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 2), (1 << 62,), (-4,), ()])
+def test_an_index_of_another_shape(shape, tmp_path):
+    store, index = stored(tmp_path)
+    metadata = pickle.loads(index.read_bytes())
+    other_shape(metadata, shape)
+    index.write_bytes(pickle.dumps(metadata))
+    refused(store, index, r"\.metadata")
+
+
+def test_an_index_changes_no_class(tmp_path):
+    """BUILD on a class that a pickle names would set attributes on it for the whole process."""
+    store, index = stored(tmp_path)
+    before = dict(vars(ChunkStorageMetadata)), dict(vars(TensorProperties))
+    name = b"ctorch.distributed.checkpoint.metadata\nChunkStorageMetadata\n"
+    index.write_bytes(b"\x80\x04" + name + b"(dS'sizes'\nS'spoiled'\nsb.")
+    refused(store, index, r"\.metadata")
+    assert (dict(vars(ChunkStorageMetadata)), dict(vars(TensorProperties))) == before
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x04K\x01r\xff\xff\xff\x7f.",  # a place in the memo that would take gigabytes
+        b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7f",  # bytes that are not there
+        b"\x80\x04" + b"(" * 100_000,
+        b"\x80\x04" + b"]" * 50_000 + b"a" * 49_999 + b".",
+        b"",
+        b".",
+    ],
+)
+def test_an_index_that_is_damaged_in_a_clever_way(data, tmp_path):
+    store, index = stored(tmp_path)
+    index.write_bytes(data)
+    refused(store, index, r"\.metadata")
+
+
+def test_shapes_that_nothing_lies_behind_take_no_memory(tmp_path):
+    """The state of an object is read as its structure says, and that lies in the directory."""
+
+    class Holder:
+        def state_dict(self) -> dict[str, Any]:
+            return {"z": torch.arange(4.0)}
+
+    store = DCPStore(tmp_path / "store")
+    store.save(1, {"y": Holder()})
+    store.wait()
+
+    def change(entries):
+        item_of(entries["y"], "z")[1]["array"]["shape"] = [1 << 40]
+
+    change_state(store.root, change)
+    with pytest.raises(StoreError, match="z"):
+        store.restore(1, {"y": Holder()})
+
+
+# -- honest ones -----------------------------------------------------------------------------------
+
+
+@BOTH
+def test_an_old_run_is_converted_by_trusting_it_once(framework, root):
+    """Random states and positions as healcore wrote them until now."""
+    cut_short(framework, root)
+    change_state(root, as_before)
+    with pytest.raises(StoreError, match=REFUSED):
+        go_on(framework, root)
+    cut_again(framework, root)
+    assert go_on(framework, root)["step"] == 3 * STEPS
+
+
+def cut_again(framework: str, root: Path) -> None:
+    from tests.healer.loops import loop_of, rules, train
+    from tests.hostile.run_directories import Stopped
+
+    def stop(healer, number):
+        if number == 2 * STEPS:
+            raise Stopped
+
+    policy = rules()
+    loop = loop_of(framework, policy=policy)
+    with pytest.raises(Stopped):
+        train(loop, policy, range(3 * STEPS), store=root, before=stop, trust=True)
+
+
+def as_before(entries: dict[str, Any]) -> None:
+    """A pickle of each part, with a pickle of the loader's state in that of the positions."""
+    import random
+
+    import numpy as np
+
+    old = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),  # noqa: NPY002
+        "framework": {"cpu": torch.get_rng_state(), "cuda": []},
+    }
+    place = {"version": 1, "kind": "sequence", "epoch": 0, "index": 10, "told_epoch": None}
+    place |= {"state": pickle.dumps(10), "left_out": []}
+    old["data"] = {"0": place, "count": 1}
+    for name, value in old.items():
+        item_of(entries["healcore"], name)[1] = {"bytes": base64_of(pickle.dumps(value))}
+
+
+# -- the structure of the state --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        '{"list":' * 100_000 + "[]" + "}" * 100_000,
+        "1" * 10_000,
+        '{"array":{"name":"y.z","kind":"tensor","dtype":"load","shape":[4]}}',
+        '{"array":{"name":"y.z","kind":"numpy","dtype":"O","shape":[4]}}',
+        '{"array":{"name":"y.z","kind":"tensor","dtype":"float32","shape":[-4]}}',
+        '{"array":{"name":"y.z","kind":"tensor","dtype":"float32","shape":["4"]}}',
+        '{"array":3}',
+        '{"os.system":"true"}',
+        '{"list":3}',
+        '{"torch":{"dtype":"load"}}',
+        '{"subclass":{"class":"os.system","context":null,"shape":[],"stride":[],"parts":[]}}',
+        "{}",
+    ],
+)
+def test_a_structure_that_healcore_does_not_write(node, tmp_path):
+    store = DCPStore(tmp_path / "store")
+    store.save(1, {"y": Keeps(torch.arange(4.0))})
+    store.wait()
+    (folder,) = checkpoints(store.root)
+    text = '{"y":{"tree":{"dict":[["at",NODE]]},"stateful":true,"per_rank":false}}'
+    (folder / "state.json").write_text(text.replace("NODE", node))
+    sealed_again(folder)
+    with pytest.raises(StoreError):
+        store.restore(1, {"y": Keeps()})
