@@ -211,8 +211,10 @@ def _loaded(folder: Path, place: _Place) -> tuple[Any, int]:
         if not at.is_file():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         with at.open("rb") as file:
+            if place.offset + place.length > os.fstat(file.fileno()).st_size:
+                raise ProbeError(f"{at} is damaged: it ends before what should lie in it")
             file.seek(place.offset)
-            data = file.read(min(place.length, os.fstat(file.fileno()).st_size))
+            data = file.read(place.length)
         size = check_archive(io.BytesIO(data), str(at), len(data))
         return load(io.BytesIO(data)), size
     except ProbeError:

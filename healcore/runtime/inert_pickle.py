@@ -267,7 +267,9 @@ def _key(key: Any) -> Any:
     elif kind is int:
         simple = key.bit_length() <= 1024
     elif kind is tuple:
-        simple = len(key) <= 16 and not any(type(_key(part)) is tuple for part in key)
+        simple = len(key) <= 16 and all(
+            type(part) is not tuple and _key(part) is part for part in key
+        )
     else:
         simple = kind in _SIMPLE
     if not simple:
