@@ -14,7 +14,6 @@ import os
 import resource
 import signal
 import sys
-import time
 
 LIMIT_SECONDS = 100
 LIMIT_BYTES = 12 << 30
@@ -49,12 +48,12 @@ def _child(request: dict, answer: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_BYTES, LIMIT_BYTES))
     signal.alarm(LIMIT_SECONDS)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    started = time.monotonic()
     try:
         told = {"cli": cli, "call": call}[request["how"]](*request["args"])
     except BaseException as error:
         told = {"crashed": f"{type(error).__name__}: {error}"[:500]}
-    told["seconds"] = time.monotonic() - started
+    # Of this process and its children: a busy machine makes nothing slower.
+    told["seconds"] = sum(os.times()[:4])
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     told["mib"], told["children_mib"] = own / 1024, children / 1024

@@ -22,7 +22,7 @@ _KEY = re.compile(rf"\.(\w+)|\[({_QUOTED})\]|\[<flat index (\d+)>\]|\[([^\]]*)\]
 """One step of a path as JAX writes it: an attribute, a string, the number of a leaf, a number."""
 _NUMBER = re.compile(r"[a-z]{1,8}\d{0,3}")
 """A dtype of numbers. NumPy takes texts for structures of any size."""
-_READERS = {"dcp": "healcore.torch.probing_dcp", "orbax": "healcore.jax.probing"}
+_READERS = {"dcp": "healcore.torch.probing_dcp", "orbax": "healcore.tools.probe.contents.orbax"}
 
 
 def open_stored(folder: Path, format: str) -> Contents:
