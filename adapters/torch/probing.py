@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from healcore.tools.probe.contents.contents import PIECE, Array, Contents, flattened
-from healcore.tools.probe.contents.records import check_records
+from healcore.tools.probe.contents.contents import PIECE, Array, Contents, Names, flattened
+from healcore.tools.probe.contents.records import check_archive, check_legacy
 from healcore.tools.probe.verdict import ProbeError
 
 _SCALARS = (bool, int, float, str, type(None))
@@ -25,15 +25,18 @@ def open_file(path: Path) -> Contents:
 
     Files of torch before 1.6 (no zip) cannot be mapped, and are read as a whole.
 
+    Takes memory for the list of its tensors and values, some hundred bytes for each byte of the
+    pickle in it, and time in proportion to the file: see `torch_pickle` and `Names`.
+
     Raises:
         Damaged: a record is shorter than its tensor.
         ProbeError: it is none, it is damaged, or it holds more than tensors and plain values.
     """
     try:
         mapped = zipfile.is_zipfile(path)
+        # Before torch sees it: torch allocates what a file asks for.
+        size = check_archive(path, str(path), path.stat().st_size) if mapped else check_legacy(path)
         loaded = load(path, mmap=mapped)
-        if mapped:
-            check_records(path)
     except ProbeError:
         raise
     except pickle.UnpicklingError as error:
@@ -45,11 +48,9 @@ def open_file(path: Path) -> Contents:
             f"{path} is no torch checkpoint, or is damaged: {first_line(error)}"
         ) from None
     try:
-        return contents_of("torch file", flattened(plain(loaded)))
-    except RecursionError:
-        raise ProbeError(
-            f"{path} holds itself, or is nested too deeply: there is no end to it"
-        ) from None
+        return contents_of("torch file", loaded, Names(size))
+    except ProbeError as error:
+        raise ProbeError(f"{path}: {error}") from None
 
 
 def load(source: Any, *, mmap: bool = False) -> Any:
@@ -71,13 +72,18 @@ def _numpy_globals() -> list[Any]:
     return [constructor, np.dtype, *kinds]
 
 
-def contents_of(format: str, leaves: Iterable[tuple[tuple[str, ...], Any]]) -> Contents:
-    """The contents that the leaves of a tree make."""
+def contents_of(format: str, tree: Any, names: Names, at: tuple[str, ...] = ()) -> Contents:
+    """The contents that a tree makes.
+
+    Raises:
+        ProbeError: there is no end to it, see `Names`.
+    """
     arrays, values, notes = [], {}, []
-    for keys, leaf in leaves:
+    for keys, leaf in flattened(tree, names, at):
         path = tuple(part for key in keys for part in key.split("."))  # "layers.0.weight"
-        path = path or ("tensor",)  # the whole file is one
+        path = names.take(path) or ("tensor",)  # the whole file is one
         if isinstance(leaf, Tensor):
+            leaf = leaf.to_local() if hasattr(leaf, "to_local") else leaf  # of a DTensor its part
             if (
                 leaf.layout is not torch.strided
                 or leaf.is_quantized
@@ -124,17 +130,6 @@ def _distinct(tensor: Tensor) -> Tensor:
     axes = zip(tensor.shape, tensor.stride(), strict=True)
     span = 1 + sum((size - 1) * stride for size, stride in axes)
     return tensor.as_strided((span,), (1,)) if tensor.numel() > span else tensor
-
-
-def plain(value: Any) -> Any:
-    """Objects that are tensors or dictionaries in disguise, unwrapped."""
-    if isinstance(value, Mapping):
-        return {key: plain(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(part) for part in value]
-    if isinstance(value, Tensor) and hasattr(value, "to_local"):
-        return value.to_local()  # type: ignore[attr-defined]
-    return value
 
 
 def refused(path: Path, error: Exception) -> str:

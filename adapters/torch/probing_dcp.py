@@ -6,19 +6,27 @@ would be executed.
 
 from __future__ import annotations
 
+import errno
 import io
+import itertools
+import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from healcore.tools.probe.contents.contents import Array, Contents, flattened
+from healcore.runtime import inert_pickle
+from healcore.runtime.inert_pickle import Global, Made
+from healcore.tools.probe.contents.contents import MOST_PARTS, Array, Contents, Names, shape_of
+from healcore.tools.probe.contents.records import check_archive
 from healcore.tools.probe.verdict import ProbeError
-from healcore.torch.probing import contents_of, first_line, load, pieces, plain, refused
+from healcore.torch.probing import contents_of, first_line, load, pieces, refused
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_STORAGE_INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 
 
 def open_dcp(folder: Path) -> Contents:
@@ -34,12 +42,10 @@ def open_dcp(folder: Path) -> Contents:
             continue
         for place in entry.places[:1]:
             try:
-                part = contents_of("", flattened(plain(_loaded(folder, place)), entry.path))
+                value, size = _loaded(folder, place)
+                part = contents_of("", value, Names(size), entry.path)
             except ProbeError as error:
                 notes.append(f"{name} was not looked at: {error}")
-                continue
-            except RecursionError:
-                notes.append(f"{name} was not looked at: it holds itself, or is nested too deeply")
                 continue
             arrays += part.arrays
             values |= part.values
@@ -64,35 +70,6 @@ def stored_arrays(data: Path, names: Iterable[str]) -> dict[str, Array]:
     }
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """`.metadata` is a pickle. Only the classes that DCP itself puts there are made from it."""
-
-    _KNOWN: Mapping[str, set[str]] = {
-        "torch.distributed.checkpoint.metadata": {
-            "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex",
-            "StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-        },
-        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-        "torch.serialization": {"_get_layout"},
-        "torch": {"Size"},
-        "collections": {"OrderedDict"},
-    }  # fmt: skip
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module.startswith("pathlib") and name.endswith("Path"):
-            return _no_path
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if name in self._KNOWN.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
-
-
-def _no_path(*parts: str) -> str:
-    """A path in it is not needed, and one of another system could not be made here."""
-    return "/".join(parts)
-
-
 class _Place(NamedTuple):
     """Where a part of an entry lies."""
 
@@ -115,32 +92,96 @@ class _Entry(NamedTuple):
 
 
 def _index(folder: Path) -> dict[str, _Entry]:
-    """What `.metadata` lists, by name."""
+    """What `.metadata` lists, by name.
+
+    It is a pickle, and is read as data: see `inert_pickle`. Takes memory in proportion to its size.
+    """
     at = folder / ".metadata"
     try:
-        with at.open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        places: dict[str, list[_Place]] = {}
-        for index, place in metadata.storage_data.items():
-            plain = not getattr(place, "transform_descriptors", None)
-            found = _Place(str(place.relative_path), int(place.offset), int(place.length), plain)
-            places.setdefault(str(index.fqn), []).append(found)
-        paths = metadata.planner_data or {}
-        return {
-            str(name): _entry(kind, _split(name, paths.get(name)), places.get(name, []))
-            for name, kind in metadata.state_dict_metadata.items()
-        }
+        content = at.read_bytes()
+        listed = _listed(content)
+        _check_room(listed)
+        return listed
     except OSError as error:
         raise ProbeError(f"{at} cannot be read: {error.strerror}") from None
-    except Exception as error:  # a damaged pickle raises anything, or makes anything
+    except (ValueError, TypeError, KeyError, AttributeError) as error:  # ProbeError is a ValueError
         raise ProbeError(f"{at} is damaged: {first_line(error)}") from None
 
 
+def _listed(content: bytes) -> dict[str, _Entry]:
+    metadata = _attributes(inert_pickle.read(content)[0], "Metadata")
+    places: dict[str, list[_Place]] = {}
+    for index, info in _dictionary(metadata["storage_data"]).items():
+        name = _attributes(index, "MetadataIndex")["fqn"]
+        places.setdefault(name, []).append(_place(info))
+    paths = _dictionary(metadata.get("planner_data") or {})
+    names = Names(len(content))
+    return {
+        _text(name): _entry(kind, names.take(_split(name, paths.get(name))), places.get(name, []))
+        for name, kind in _dictionary(metadata["state_dict_metadata"]).items()
+    }
+
+
+def _place(info: Any) -> _Place:
+    state = inert_pickle.state(
+        info, Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+    )
+    if state is None:
+        raise ValueError("a place in it is none")
+    file, offset, length = _text(state["relative_path"]), state["offset"], state["length"]
+    if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts or "\\" in file:
+        raise ValueError(f"it names a file outside the directory: {file[:200]}")
+    if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
+        raise ValueError("a place in it has no number as its offset or length")
+    return _Place(file, offset, length, not state.get("transform_descriptors"))
+
+
+def _check_room(listed: Mapping[str, _Entry]) -> None:
+    """The places of a file lie beside each other: so no byte of it is read many times."""
+    places = sorted(place[:3] for entry in listed.values() for place in entry.places)
+    for (file, offset, length), (following, begin, _) in itertools.pairwise(places):
+        if file == following and offset + length > begin:
+            raise ValueError(f"two parts of it overlap in {file[:200]}")
+
+
 def _entry(kind: Any, path: tuple[str, ...], places: list[_Place]) -> _Entry:
-    if not hasattr(kind, "chunks"):
+    if _is(kind, "BytesStorageMetadata"):
         return _Entry(path, "", (), 0, places)
-    dtype = str(kind.properties.dtype).removeprefix("torch.")
-    return _Entry(path, dtype, tuple(map(int, kind.size)), len(kind.chunks), places)
+    tensor = _attributes(kind, "TensorStorageMetadata")
+    properties, chunks, size = tensor["properties"], tensor["chunks"], tensor["size"]
+    if not _is(properties, "TensorProperties") or type(chunks) is not list:
+        raise ValueError("an entry of it is none of a tensor")
+    dtype = properties.state[0] if type(properties.state) is tuple else properties.state["dtype"]
+    if type(dtype) is not Global or dtype.module != "torch":
+        raise ValueError("the dtype of a tensor in it is none")
+    if type(size) is not Made or size.what != Global("torch", "Size") or len(size.args) != 1:
+        raise ValueError("the shape of a tensor in it is none")
+    return _Entry(path, dtype.name[:40], shape_of(size.args[0]), len(chunks), places)
+
+
+def _is(value: Any, name: str) -> bool:
+    return type(value) is Made and value.what == Global(_METADATA, name)
+
+
+def _attributes(value: Any, name: str) -> Mapping[Any, Any]:
+    """The attributes of an object of DCP's index."""
+    state = inert_pickle.state(value, Global(_METADATA, name))
+    if state is None:
+        raise ValueError(f"it has something else where a {name} should be")
+    return state
+
+
+def _dictionary(value: Any) -> Mapping[Any, Any]:
+    found = inert_pickle.as_dict(value)
+    if found is None:
+        raise ValueError("it has something else where a dictionary should be")
+    return found
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError("it has something else where a name should be")
+    return value
 
 
 def _saved(folder: Path, path: tuple[str, ...], name: str, entry: _Entry) -> Array:
@@ -153,7 +194,7 @@ def _shards(folder: Path, name: str, entry: _Entry) -> Callable[[], Iterator[np.
             there = f"{len(entry.places)} of {entry.chunks} parts of {name} are there"
             raise ProbeError(f"{folder}: {there}")
         for place in entry.places:
-            tensor = _loaded(folder, place)
+            tensor, _ = _loaded(folder, place)
             if not isinstance(tensor, Tensor):
                 raise ProbeError(f"{folder / place.file}: {name} is no tensor there")
             yield from pieces(tensor)
@@ -161,16 +202,23 @@ def _shards(folder: Path, name: str, entry: _Entry) -> Callable[[], Iterator[np.
     return read
 
 
-def _loaded(folder: Path, place: _Place) -> Any:
-    """What lies in one place of one file."""
+def _loaded(folder: Path, place: _Place) -> tuple[Any, int]:
+    """What lies in one place of one file, and the size of its pickle."""
     at = folder / place.file
     if not place.plain:
         raise ProbeError(f"{at} is compressed or transformed, which healcore does not undo")
     try:
+        if not at.is_file():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         with at.open("rb") as file:
+            if place.offset + place.length > os.fstat(file.fileno()).st_size:
+                raise ProbeError(f"{at} is damaged: it ends before what should lie in it")
             file.seek(place.offset)
             data = file.read(place.length)
-        return load(io.BytesIO(data))
+        size = check_archive(io.BytesIO(data), str(at), len(data))
+        return load(io.BytesIO(data)), size
+    except ProbeError:
+        raise
     except OSError as error:
         raise ProbeError(f"{at} cannot be read: {error.strerror or error}") from None
     except pickle.UnpicklingError as error:
@@ -181,6 +229,12 @@ def _loaded(folder: Path, place: _Place) -> Any:
 
 def _split(name: str, planned: Any) -> tuple[str, ...]:
     """Where an entry lies in the tree; planners note it, some do not."""
-    if isinstance(planned, (tuple, list)) and planned:
+    if (
+        isinstance(planned, (tuple, list))
+        and 0 < len(planned) <= MOST_PARTS
+        and all(
+            type(each) is str or (type(each) is int and 0 <= each < 1 << 62) for each in planned
+        )
+    ):
         return tuple(part for each in planned for part in str(each).split("."))
-    return tuple(name.split("."))
+    return tuple(_text(name).split("."))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,10 @@ PolicyLike = str | os.PathLike[str] | Policy
 """What every `policy=` argument takes: a preset's name, a file, or a policy."""
 
 _LARGEST_FILE = 1 << 20  # bytes; a policy has a few kB, a checkpoint given by mistake has more
+
+_MOST_PARTS = 32
+_PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+"""
+_LONG_KEY = re.compile(rf"""(?<![\w.'"-])(?:{_PART}){{{_MOST_PARTS}}}""")
 
 
 def load(policy: PolicyLike, **overrides: Unpack[Overrides]) -> Policy:
@@ -78,7 +83,14 @@ def loads(text: str, *, source: str = "<text>") -> Policy:
 
 
 def _parsed(text: str, source: str) -> dict[str, Any]:
-    """The document, not checked yet."""
+    """The document, not checked yet.
+
+    tomllib takes memory with the square of the parts of a dotted key, so those are few here.
+    """
+    if _LONG_KEY.search(text):
+        rule = f"keys of at most {_MOST_PARTS} parts, as in clip.max_norm"
+        problem = Problem("", "a dotted key of many parts", rule, "the keys of docs/policies.md")
+        raise PolicyError(source, (problem,))
     try:
         return tomllib.loads(text)
     # Not only TOMLDecodeError: dates that no calendar has and numbers with more digits than

@@ -18,6 +18,9 @@ from healcore.policy.values import NONE
 
 Path = tuple[str | int, ...]
 
+_MOST_TOLD = 100
+"""Problems that are told: for each the keys of the format are searched for one like it."""
+
 _EXAMPLES = {
     "schema": "schema = 1",
     "name": 'name = "mine"',
@@ -32,8 +35,12 @@ _EXAMPLES = {
 def problems_in(error: ValidationError) -> tuple[Problem, ...]:
     """Everything pydantic found, in its order."""
     found: list[Problem] = []
-    for detail in error.errors(include_url=False):
+    details = error.errors(include_url=False)
+    for detail in details[:_MOST_TOLD]:
         found.extend(_problems(detail))
+    if len(details) > _MOST_TOLD:
+        rule = f"{len(details) - _MOST_TOLD} more of its keys are wrong"
+        found.append(Problem("policy", "", rule, "correct those above first"))
     return tuple(found)
 
 

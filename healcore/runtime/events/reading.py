@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 SCHEMA = 1
 """Version of the format. Kinds and fields may come without a new number; none changes its meaning
@@ -15,6 +15,8 @@ or goes."""
 Event = dict[str, Any]
 
 _BLOCK = 1 << 16
+LONGEST = 1 << 22
+"""Bytes of a line. No event has as many; a longer one is damage, and is not held in memory."""
 
 
 class Problem(NamedTuple):
@@ -49,6 +51,8 @@ def read(path: str | os.PathLike[str]) -> History:
     Lines that are damaged (torn by a kill, a full disk, a power cut) are left out and named. A last
     line without its end is one of them. Of another writer's lines in between nothing is lost.
 
+    Takes memory for the events, some 30 bytes for each byte of the file, and for one line.
+
     Raises:
         OSError: the file cannot be read.
     """
@@ -57,7 +61,7 @@ def read(path: str | os.PathLike[str]) -> History:
     seen: dict[tuple[str, int], int] = {}
     over, warned = set[str](), set[str]()
     with Path(path).open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(lines(file), start=1):
             if not line.strip():  # where a writer ended a torn line that another had ended already
                 continue
             event = parse(line)
@@ -89,6 +93,8 @@ def read(path: str | os.PathLike[str]) -> History:
 def last(path: str | os.PathLike[str]) -> Event | None:
     """The last whole event of a file; None if there is none. Reads from the end, a block at a time.
 
+    Lines longer than `LONGEST` are passed over, in the memory of one.
+
     Raises:
         OSError: the file cannot be read.
     """
@@ -101,6 +107,8 @@ def last(path: str | os.PathLike[str]) -> Event | None:
 
 def parse(line: bytes) -> Event | str:
     """The event in a line, or in words why there is none."""
+    if len(line) > LONGEST:
+        return f"longer than {LONGEST >> 20} MB, which no event is"
     try:
         event = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -116,17 +124,41 @@ def parse(line: bytes) -> Event | str:
     return event
 
 
+def first_line(path: Path) -> bytes | None:
+    """The first line of a file that is not blank, as far as `LONGEST`; None if there is none.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        return next((line for line in lines(file) if line.strip()), None)
+
+
+def lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file; one that is too long comes as its first `LONGEST` bytes and one more."""
+    while line := file.readline(LONGEST + 1):
+        if len(line) > LONGEST:
+            end = line
+            while end and not end.endswith(b"\n"):
+                end = file.readline(_BLOCK)
+            line = line[:-1] + b"\n" if end else line
+        yield line
+
+
 def _backwards(path: Path) -> Iterator[bytes]:
     """The lines of a file, last first."""
     with path.open("rb") as file:
         place, rest, size = file.seek(0, os.SEEK_END), b"", _BLOCK
+        over = False  # in a line that is too long to be held
         while place > 0:
             size = min(size, place)
             place -= size
             file.seek(place)
-            rest, *lines = (file.read(size) + rest).split(b"\n")
-            yield from reversed(lines)
+            rest, *whole = (file.read(size) + (b"" if over else rest)).split(b"\n")
+            yield from reversed(whole[:-1] if over and whole else whole)
+            over = (over and not whole) or len(rest) > LONGEST
             size = (
-                _BLOCK if lines else 2 * size
+                _BLOCK if whole or over else 2 * size
             )  # a line of many blocks is not split again and again
-        yield rest
+        if not over:
+            yield rest

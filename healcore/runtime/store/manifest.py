@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Collection, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import healcore
@@ -106,12 +106,26 @@ def read(folder: Path) -> Manifest:
         raise BadManifest(f"{MANIFEST} is of a schema this version does not know: upgrade healcore")
     content.pop("finite", None)
     try:
-        files = {name: Digest(**digest) for name, digest in content.pop("files").items()}
+        files = {_inside(name): Digest(**digest) for name, digest in content.pop("files").items()}
+        if not files:
+            raise BadManifest(f"{MANIFEST} lists no file")
         nonfinite = tuple(content.pop("nonfinite"))
         content.setdefault("unnamed", int(len(nonfinite) >= _ONCE_KEPT))
         return Manifest(files=files, nonfinite=nonfinite, **content)
     except (TypeError, KeyError, AttributeError):
         raise BadManifest(f"{MANIFEST} lacks a field") from None
+
+
+def _inside(name: str) -> str:
+    """A path of a manifest; it leads to no file outside the checkpoint.
+
+    Raises:
+        BadManifest: it is absolute, or has `..` in it.
+    """
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\\" in name or not path.parts:
+        raise BadManifest(f"{MANIFEST} lists a file outside the checkpoint: {name!r:.200}")
+    return name
 
 
 def missing_or_resized(folder: Path, manifest: Manifest) -> tuple[str, str] | None:

@@ -44,6 +44,18 @@ class Command(TyperCommand):
         with _no_verdict():
             return super().make_context(*args, **kwargs)
 
+    def invoke(self, ctx: Any) -> Any:
+        """Runs it. Python's own status for an error that nobody had thought of is that of WARN."""
+        try:
+            return super().invoke(ctx)
+        except (typer.Exit, typer.Abort, _UsageError):
+            raise
+        except Exception as error:
+            if isinstance(error, OSError) and error.filename is None:
+                raise  # standard output, see `standard_output`
+            lines = str(error).strip().splitlines() or [""]
+            unusable(f"it could not be judged: {type(error).__name__}: {lines[0][:200]}")
+
 
 class Group(TyperGroup):
     """All of them."""

@@ -179,7 +179,9 @@ def read_labels(path: Path) -> Labels:
         return Labels([_label(each) for each in json.loads(path.read_text(encoding="utf-8"))])
     except OSError as error:
         raise LabelError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (
+        ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError
+    ) as error:  # fmt: skip
         raise LabelError(
             f'{path} is not a list of labels like [{{"file": "run.csv", "points": 1000, "spikes": '
             f'[{{"onset": 400, "end": 430}}], "ambiguous": []}}]: {type(error).__name__} {error}'

@@ -45,9 +45,9 @@ class _Teller:
         step = event["step"]
         if not self.parts or event["run"] != self.ids[-1][0]:
             self._begins(event)
-        handler = getattr(self, f"_{event['kind']}", None)
+        handler = _HANDLERS.get(event["kind"])
         if handler is not None:
-            handler(event, float(step or 0))
+            handler(self, event, float(step or 0))
 
     # -- attempts -------------------------------------------------------------------------------
 
@@ -219,6 +219,21 @@ def open_casebook(events: Sequence[Event]) -> Casebook:
         capped={place: case for place, case in enumerate(teller.cases) if case.capped},
         repeats=sum(max(case.rollbacks - 1, 0) for case in teller.cases),
     )
+
+
+_HANDLERS = {
+    "resume": _Teller._resume,
+    "rollback": _Teller._rollback,
+    "incident": _Teller._incident,
+    "alarm": _Teller._alarm,
+    "order": _Teller._order,
+    "hook": _Teller._hook,
+    "lr": _Teller._lr,
+    "verdict": _Teller._verdict,
+    "stop": _Teller._stop,
+    "end": _Teller._end,
+}
+"""By kind of event."""
 
 
 def _add(to: list[str], names: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from healcore.runtime.events.reading import LONGEST, lines
 from healcore.runtime.events.shapes import NONFINITE
 
 CURVES = ("loss", "grad_norm", "threshold", "lr_scale")
@@ -69,6 +70,7 @@ class Lines:
         self.others = 0
         self.engine: str | None = None
         self.left_out: set[str] = set()
+        self._places = {each: at for at, each in reversed(list(enumerate(self.ids)))}
         self._runs = {run for run, _ in ids}
         self._last: dict[str, float] = {}
         self._ordinal: dict[str, int] = {}
@@ -81,7 +83,7 @@ class Lines:
         """
         rows: list[Row] = []
         with self.path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(lines(file), start=1):
                 if not line.strip():
                     continue
                 row = self._row(number, line)
@@ -123,13 +125,16 @@ class Lines:
         if step <= self._last.get(run, -1.0):
             ordinal += 1
         self._ordinal[run], self._last[run] = ordinal, step
-        if (run, ordinal) not in self.ids:
+        at = self._places.setdefault((run, ordinal), len(self.ids))
+        if at == len(self.ids):
             self.ids.append((run, ordinal))
-        return self.ids.index((run, ordinal))
+        return at
 
 
 def parse(line: bytes) -> dict[str, Any] | str:
     """The object in a metrics line, or in words why there is none."""
+    if len(line) > LONGEST:
+        return f"longer than {LONGEST >> 20} MB, which no line of metrics is"
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from healcore.runtime.events.reading import lines
 from healcore.tools.report import metric_lines
 from healcore.tools.report.casebook import Casebook
 from healcore.tools.report.curves import gather
@@ -77,24 +79,24 @@ def listed(what: str, found: Iterable[str], count: int | None = None) -> list[st
 def _is_ours(path: Path) -> bool:
     """Whether a file is a Healer's: by its first lines, one of which may be torn."""
     with path.open("rb") as file:
-        lines = [line for _, line in zip(range(5), file, strict=False)]
-    return any(not isinstance(metric_lines.parse(line), str) for line in lines)
+        first = list(itertools.islice(lines(file), 5))
+    return any(not isinstance(metric_lines.parse(line), str) for line in first)
 
 
 def _from_lines(book: Casebook, path: Path) -> Drawn:
-    lines = Lines(path, book.ids)
-    series, incidents, tally = gather(lines.chunks(), book.incidents, book.capped)
-    notes = listed(f"{path.name}: damaged", lines.problems, lines.damaged)
+    ours = Lines(path, book.ids)
+    series, incidents, tally = gather(ours.chunks(), book.incidents, book.capped)
+    notes = listed(f"{path.name}: damaged", ours.problems, ours.damaged)
     if not series.rows:
-        what = f"{path.name} has no line of this run ({lines.others} are of others): the points are"
+        what = f"{path.name} has no line of this run ({ours.others} are of others): the points are"
         drawn = _from_alarms(book, f"{what} the steps with an alarm.")
         return drawn._replace(notes=(*notes, *drawn.notes))
-    if lines.left_out:
-        others = ", ".join(sorted(lines.left_out))
-        notes.append(f"The curves are those of the optimizer {lines.engine}; not of {others}.")
-    more = range(len(book.ids), len(lines.ids))
+    if ours.left_out:
+        others = ", ".join(sorted(ours.left_out))
+        notes.append(f"The curves are those of the optimizer {ours.engine}; not of {others}.")
+    more = range(len(book.ids), len(ours.ids))
     parts = (Part(number, 0.0, "not told by an event") for number in more)
-    counted = None if lines.left_out else tally
+    counted = None if ours.left_out else tally
     return Drawn(series, incidents, (*book.parts, *parts), tuple(notes), counted)
 
 

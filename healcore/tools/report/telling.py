@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from healcore.policy import Policy
 from healcore.runtime.events import read
 from healcore.runtime.events.metrics import path_beside, stem
-from healcore.runtime.events.reading import Event, History
+from healcore.runtime.events.reading import Event, History, first_line
 from healcore.tools.report import facts, metric_lines
 from healcore.tools.report.casebook import open_casebook
 from healcore.tools.report.lineages import Lineage, lineages
@@ -101,8 +101,7 @@ def _read(path: Path) -> History:
         raise ReportError(f"{path} cannot be read: {error.strerror or error}") from error
     if history.events:
         return history
-    with path.open("rb") as file:
-        first = next((line for line in file if line.strip()), None)
+    first = first_line(path)
     if first is None:
         raise ReportError(f"{path} is empty: a run's first event comes at its start")
     if not isinstance(metric_lines.parse(first), str):

@@ -12,6 +12,9 @@ from healcore.tools.traces.trace import TraceError
 
 DELIMITERS = ",;\t"
 LONGEST = 1 << 20
+MOST_COLUMNS = 1 << 16
+MOST_RUNS = 4096
+"""Of one export: each is a pass over the file."""
 _BESIDE = ("wall_time", "relative_time_process", "relative_time_wall", "created", "timestamp")
 
 
@@ -38,10 +41,14 @@ def read_header(path: str) -> Header:
                 raise TraceError("it is empty")
     if len(line) == LONGEST:
         raise TraceError("its first line has no end within a megabyte: this is not a table")
-    cells = max((next(csv.reader([line], delimiter=sign)) for sign in DELIMITERS), key=len)
-    delimiter = next(
-        sign for sign in DELIMITERS if next(csv.reader([line], delimiter=sign)) == cells
-    )
+    try:
+        read = {sign: next(csv.reader([line], delimiter=sign)) for sign in DELIMITERS}
+    except csv.Error as error:  # a cell of more than 131,072 characters
+        raise TraceError(f"its first line cannot be read ({error}): this is not a table") from None
+    delimiter = max(read, key=lambda sign: len(read[sign]))
+    cells = read[delimiter]
+    if len(cells) > MOST_COLUMNS:
+        raise TraceError(f"it has {len(cells):,} columns. At most {MOST_COLUMNS:,} are read")
     names = [cell.strip() for cell in cells]
     if all(_is_number(name) for name in names):
         raise TraceError(
@@ -59,9 +66,13 @@ def runs_of(names: list[str]) -> dict[str, dict[str, int]] | None:
 
     Returns:
         For every run the columns that are its own or common to all: metric -> place.
+
+    Raises:
+        TraceError: it has more runs than are read.
     """
     common: dict[str, int] = {}
     runs: dict[str, dict[str, int]] = {}
+    copies: dict[str, int] = {}
     for place, name in enumerate(names):
         run, dash, metric = name.rpartition(" - ")
         if not dash:
@@ -69,11 +80,11 @@ def runs_of(names: list[str]) -> dict[str, dict[str, int]] | None:
                 return None
             common[name] = place
         elif not metric.endswith(("__MIN", "__MAX")) and metric not in ("_step", "_timestamp"):
-            copy, title = 1, run
-            while metric in runs.get(title, {}):  # two runs of one name
-                copy += 1
-                title = f"{run} ({copy})"
-            runs.setdefault(title, {})[metric] = place
+            copies[name] = copy = copies.get(name, 0) + 1
+            title = run if copy == 1 else f"{run} ({copy})"  # two runs of one name
+            runs.setdefault(title, {}).setdefault(metric, place)
+    if len(runs) > MOST_RUNS or len(runs) * len(common) > 1 << 20:
+        raise TraceError(f"it has {len(runs):,} runs. At most {MOST_RUNS:,} are read")
     return {run: {**common, **own} for run, own in runs.items()} if runs else None
 
 

@@ -56,6 +56,9 @@ def open_traces(
             failed.append(Unreadable(path, str(error)))
         except OSError as error:
             failed.append(Unreadable(path, f"it cannot be read: {error.strerror or error}"))
+        except Exception as error:  # damaged bytes raise anything, and the other paths can be read
+            told_of = f"{type(error).__name__}: {str(error)[:200]}"
+            failed.append(Unreadable(path, f"it cannot be read ({told_of})"))
     if parts:
         others = len(paths) - 1
         traces.append(
@@ -87,8 +90,18 @@ def _traces(path: str, asked: Asked, failed: list[Unreadable]) -> list[Trace]:
     return traces
 
 
-def _of_directory(path: str, asked: Asked, failed: list[Unreadable]) -> list[Trace]:
-    """Its runs; where no file of its own can be used, those of the directories in it."""
+def _of_directory(
+    path: str, asked: Asked, failed: list[Unreadable], seen: set[tuple[int, int]] | None = None
+) -> list[Trace]:
+    """Its runs; where no file of its own can be used, those of the directories in it.
+
+    A directory that links lead to again is read once.
+    """
+    seen = set() if seen is None else seen
+    place = os.stat(path)
+    if (place.st_dev, place.st_ino) in seen:
+        raise NoLog("it has been read already, by another name")
+    seen.add((place.st_dev, place.st_ino))
     told = Findings()
     aside = folders(path)
     try:
@@ -97,7 +110,7 @@ def _of_directory(path: str, asked: Asked, failed: list[Unreadable]) -> list[Tra
         within: list[Trace] = []
         for folder in aside:
             try:
-                within += _of_directory(folder, asked, failed)
+                within += _of_directory(folder, asked, failed, seen)
             except NoLog:
                 continue  # weights, pictures: what a run's directories are full of
             except TraceError as error:

@@ -20,6 +20,18 @@ PROBE = 1000
 """Records whose keys decide what is read; keys that come later can only add to it."""
 
 
+_SMALL = frozenset((float, int, bool, type(None)))
+_LONGEST_CELL = 400
+
+
+def _cell(value: Any) -> str:
+    """A cell that is no number, as far as it can be one or is told."""
+    try:
+        return str(value)[:_LONGEST_CELL]
+    except RecursionError:
+        return f"a {type(value).__name__} nested too deeply"
+
+
 class RecordReader:
     """One file of records. Which record counts and what is in it is for `objects` to say."""
 
@@ -73,13 +85,18 @@ class RecordReader:
         """See `Reader`."""
         known, picks = set(self._keys), dict(self._picks)
         lines: list[int] = []
-        chunk: list[Mapping[str, Any]] = []
+        chunk: list[list[Any]] = []  # the cells that are wanted: a record may be a megabyte
         passed = 0
+        wanted = list(picks.values())
         for line, fields in self._objects(findings):
             if not fields.keys() <= known:
                 self._late(fields, known, picks)
+                wanted = list(picks.values())
             lines.append(line)
-            chunk.append(fields)
+            cells = [fields.get(key) for key in wanted]
+            if not _SMALL.issuperset(map(type, cells)):
+                cells = [each if type(each) in _SMALL else _cell(each) for each in cells]
+            chunk.append(cells)
             if len(chunk) == CHUNK:
                 batch = self._columns(chunk, lines, picks, findings)
                 passed += len(chunk) - batch.end
@@ -96,7 +113,7 @@ class RecordReader:
 
     def _columns(
         self,
-        chunk: Sequence[Mapping[str, Any]],
+        chunk: Sequence[list[Any]],
         lines: Sequence[int],
         picks: Mapping[str, str],
         findings: Findings,
@@ -105,7 +122,10 @@ class RecordReader:
         values: dict[str, np.ndarray] = {}
         given: dict[str, np.ndarray] = {}
         logs = np.zeros(len(chunk), bool)
-        raw = {name: [fields.get(key) for fields in chunk] for name, key in picks.items()}
+        raw = {  # a pick that came late has no cell in the records before
+            name: [cells[at] if at < len(cells) else None for cells in chunk]
+            for at, name in enumerate(picks)
+        }
         for name, cells in raw.items():
             if name != STEP:
                 logs |= np.array([cell is not None for cell in cells])

@@ -26,6 +26,8 @@ class _Block(NamedTuple):
     cells: list[list[str]]
 
 
+_CHUNK_CHARACTERS = 1 << 25
+"""In memory at a time, with some ten bytes for each."""
 _TALLEST = 16
 """Lines that one row may have. A quote that is never closed would take in the rest of the file."""
 
@@ -76,7 +78,11 @@ class TableReader:
                 yield batch
 
     def _bounded(self, file: TextIO, line: int, findings: Findings) -> Iterator[str]:
-        """The next `CHUNK` lines; one that has no end is told and comes as a blank one."""
+        """The next `CHUNK` lines, fewer where they are long.
+
+        One that has no end is told and comes as a blank one.
+        """
+        room = _CHUNK_CHARACTERS
         for number in range(line + 1, line + CHUNK + 1):
             text = file.readline(LONGEST)
             if not text:
@@ -88,6 +94,9 @@ class TableReader:
                     text = file.readline(LONGEST)
                 text = "\n"
             yield text
+            room -= len(text)
+            if room < 0:
+                return
 
     def _has_steps(self, numbers: np.ndarray) -> bool:
         return STEP not in self._picks or bool(np.isfinite(numbers[:, self._picks[STEP]]).all())

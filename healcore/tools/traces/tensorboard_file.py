@@ -40,7 +40,7 @@ def objects(path: str, findings: Findings) -> Iterator[tuple[int, dict[str, Any]
     from tensorboard.compat.proto import event_pb2
 
     end = 0
-    for record in RawEventFileLoader(path).Load():
+    for record in _whole(path, RawEventFileLoader(path).Load()):
         end += len(record) + _FRAME
         try:
             event = event_pb2.Event.FromString(record)  # pyright: ignore[reportAttributeAccessIssue]
@@ -48,13 +48,37 @@ def objects(path: str, findings: Findings) -> Iterator[tuple[int, dict[str, Any]
             findings.problem(path, None, f"the record that ends at byte {end:,} is not an event")
             continue
         for value in event.summary.value:
-            number = _scalar(value)
+            try:
+                number = _scalar(value)
+            except (TypeError, ValueError, KeyError, OverflowError) as error:
+                text = f"'{value.tag[:60]}' at byte {end:,} is no number: {str(error)[:100]}"
+                findings.problem(path, None, text)
+                continue
             if number is not None:
                 yield 0, {"step": event.step, value.tag: number}
     size = os.path.getsize(path)
     if end < size:
         text = f"torn or damaged at byte {end:,}: the last {size - end:,} bytes cannot be read"
         findings.problem(path, None, text)
+
+
+def _whole(path: str, records: Iterator[bytes]) -> Iterator[bytes]:
+    """The records up to the first that has no end in the file.
+
+    The reader would ask for as many bytes as a record says that it has, up to 2**64.
+    """
+    with open(path, "rb", buffering=0) as file:
+        at = 0
+        while True:
+            file.seek(at)
+            length = int.from_bytes(file.read(8), "little")
+            if at + length + _FRAME > os.fstat(file.fileno()).st_size:
+                return
+            record = next(records, None)
+            if record is None:
+                return
+            at += len(record) + _FRAME
+            yield record
 
 
 def _scalar(value: Any) -> float | None:

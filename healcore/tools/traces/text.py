@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import zlib
-from typing import BinaryIO, TextIO, cast
+from typing import Any, BinaryIO, TextIO, cast
 
 from healcore.tools.traces.trace import TraceError
 
 GZIP = b"\x1f\x8b"
 HEAD = 1 << 20
+_MOST_PACKED = 200
+_FREE = 1 << 23
+"""Bytes that may be unpacked from however few."""
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 # What reading a file can raise half-way: a cut or damaged .gz, a disk that fails.
@@ -21,8 +25,36 @@ def open_bytes(path: str) -> BinaryIO:
     """The file's content, decompressed."""
     file = open(path, "rb")  # noqa: SIM115 - handed to the caller
     if file.peek(2)[:2] == GZIP:
-        return cast(BinaryIO, gzip.GzipFile(fileobj=file))
+        return cast(BinaryIO, io.BufferedReader(_Unpacked(file), 1 << 16))
     return file
+
+
+class _Unpacked(io.RawIOBase):
+    """The content of a .gz file, as far as it is some log's.
+
+    deflate packs zeros a thousandfold, and a megabyte would be a day of reading. No log shrinks
+    to a part in 200, once there is enough of it to say so.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._packed = gzip.GzipFile(fileobj=file)
+        self._room = _FREE + _MOST_PACKED * os.fstat(file.fileno()).st_size
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._packed.readinto(buffer)
+        self._room -= count
+        if self._room < 0:
+            raise zlib.error(f"they unpack to more than {_MOST_PACKED} times their size: no log")
+        return count
+
+    def close(self) -> None:
+        self._packed.close()
+        self._file.close()
+        super().close()
 
 
 def head(path: str) -> bytes:

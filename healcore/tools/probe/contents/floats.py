@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-_NUMPY = {"float16", "float32", "float64", "complex64", "complex128", "bool"}
+_NUMPY = {
+    "float16", "float32", "float64", "complex64", "complex128", "bool",
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+}  # fmt: skip
 
 
 def widened(raw: np.ndarray, dtype: str) -> np.ndarray:
@@ -27,7 +30,7 @@ def widened(raw: np.ndarray, dtype: str) -> np.ndarray:
         return np.where(raw == 255, np.nan, np.exp2(raw.astype(np.float64) - 127)).astype(
             np.float32
         )
-    if dtype in _NUMPY or dtype.startswith(("int", "uint")):
+    if dtype in _NUMPY:
         return raw.view(np.dtype(dtype).newbyteorder("<"))
     raise ValueError(f"arrays of {dtype} cannot be read here")
 

@@ -102,7 +102,7 @@ def _folder(path: Path) -> Contents:
         )
     if (path / "_METADATA").is_file() or any(path.glob("*/_METADATA")):
         require("jax", "tensorstore")
-        return importlib.import_module("healcore.jax.probing").open_orbax(path)
+        return importlib.import_module("healcore.tools.probe.contents.orbax").open_orbax(path)
     steps = sorted((int(each.name), each) for each in path.iterdir() if each.name.isdecimal())
     for _, newest in reversed(steps):
         if newest.is_dir() and any(newest.glob("*/_METADATA")):

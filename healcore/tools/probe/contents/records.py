@@ -1,81 +1,83 @@
-"""The records of a torch file: does each have the bytes that its tensor needs?
+"""The parts of a torch file: is each no more, and no less, than its tensors need?
 
 `torch.load(mmap=True)` does not ask, and a tensor would go on in what lies behind its record.
 """
 
 from __future__ import annotations
 
-import pickle
+import mmap
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
-from healcore.tools.probe.verdict import Damaged
+from healcore.runtime.inert_pickle import BadPickle, read
+from healcore.tools.probe.contents.torch_pickle import storages
+from healcore.tools.probe.verdict import Damaged, ProbeError
 
-_WIDTHS = {
-    "ByteStorage": 1, "CharStorage": 1, "BoolStorage": 1, "UntypedStorage": 1, "ShortStorage": 2,
-    "HalfStorage": 2, "BFloat16Storage": 2, "IntStorage": 4, "FloatStorage": 4, "LongStorage": 8,
-    "DoubleStorage": 8, "ComplexFloatStorage": 8, "ComplexDoubleStorage": 16,
-}  # fmt: skip
-"""Bytes of an element."""
+_MAGIC = 0x1950A86A20F9469CFC6C
+"""With which a file of torch before 1.6 begins, pickled."""
 
 
-def check_records(path: Path) -> None:
+def check_archive(file: Path | BinaryIO, name: str, size: int) -> int:
     """Holds the records of an archive against the storages that its pickle names.
 
+    Takes time and memory in proportion to the size of the pickle and of the archive's list.
+
+    Args:
+        file: path or content.
+        name: of it, for messages.
+        size: its bytes.
+
+    Returns:
+        Bytes of the pickle.
+
     Raises:
-        Damaged: one is too short.
+        Damaged: a record is too short.
+        ProbeError: it is none of torch.save's, which packs nothing and names no record twice.
+        pickle.UnpicklingError: see `storages`.
         Exception: whatever a damaged archive or pickle makes Python raise.
     """
-    with zipfile.ZipFile(path) as archive:
-        sizes = {record.filename: record.file_size for record in archive.infolist()}
-        root = next(name for name in sizes if name.endswith("/data.pkl")).removesuffix("data.pkl")
-        with archive.open(f"{root}data.pkl") as file:
-            reader = _Storages(file)
-            reader.load()
-    for key, needed in reader.needed.items():
-        there = sizes.get(f"{root}data/{key}")
-        if there is not None and there < needed:
+    with zipfile.ZipFile(file) as archive:
+        records = archive.infolist()
+        if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+            raise ProbeError(f"{name} has compressed records, which torch.save does not write")
+        if sum(record.file_size for record in records) > size:
+            raise Damaged(f"{name} lists more bytes in its records than the file has")
+        root = records[0].filename.partition("/")[0]
+        sizes = {record.filename: record.file_size for record in records}
+        # To torch's reader capitals are the same as small letters.
+        if len({record.lower() for record in sizes}) != len(records):
+            raise Damaged(f"{name} has two records of one name")
+        pickled = archive.read(f"{root}/data.pkl")
+    needed, _ = storages(pickled)
+    for key, storage in needed.items():
+        there = sizes.get(f"{root}/data/{key}")
+        if there is not None and there < storage.bytes:
             raise Damaged(
-                f"{path}: the record data/{key} is shorter than its tensor: {there} of {needed} "
-                "bytes"
+                f"{name}: the record data/{key} is shorter than its tensor: {there} of "
+                f"{storage.bytes} bytes"
             )
+    return len(pickled)
 
 
-class _Inert:
-    """Stands for every object in a pickle: takes whatever it is given and does nothing."""
+def check_legacy(path: Path) -> int:
+    """The same for a file of torch before 1.6: five pickles, and the storages behind them.
 
-    width = 0
-
-    def __new__(cls, *_: Any, **__: Any) -> _Inert:
-        return super().__new__(cls)
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __setstate__(self, _: Any) -> None: ...
-
-    def __setitem__(self, _: Any, __: Any) -> None: ...
-
-    def append(self, _: Any) -> None:
-        """As of a list."""
-
-    def add(self, _: Any) -> None:
-        """As of a set."""
-
-
-class _Storages(pickle.Unpickler):
-    """Reads which storages a pickle names, and makes nothing from it."""
-
-    def __init__(self, file: Any) -> None:
-        super().__init__(file)
-        self.needed: dict[str, int] = {}
-        """Key of the record -> bytes."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        return type(name, (_Inert,), {"width": _WIDTHS.get(name, 0)})
-
-    def persistent_load(self, pid: Any) -> Any:
-        _, kind, key, _, elements = pid
-        needed = int(elements) * int(getattr(kind, "width", 0))
-        self.needed[str(key)] = max(needed, self.needed.get(str(key), 0))
-        return _Inert()
+    Raises:
+        ProbeError: it is no such file, or names more storage than it has bytes.
+        pickle.UnpicklingError: see `storages`.
+        BadPickle: a pickle is damaged.
+    """
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        magic, at = read(data)
+        if magic != _MAGIC:
+            raise BadPickle("it does not begin as a file of torch does")
+        for _ in range(2):  # the version of the protocol, and of the system
+            _, at = read(data, at)
+        needed, end = storages(data, at)
+        if sum(storage.bytes for storage in needed.values()) > len(data):
+            raise ProbeError(f"{path} is cut short: it has fewer bytes than its tensors need")
+        keys, _ = read(data, end)
+        if type(keys) is not list or any(type(key) is not str for key in keys):
+            raise BadPickle("its list of storages is none")
+        return end - at

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from healcore.tools.probe.contents.contents import PIECE, Array, Contents
+from healcore.tools.probe.contents.contents import PIECE, Array, Contents, Names, shape_of
 from healcore.tools.probe.contents.floats import widened
 from healcore.tools.probe.verdict import Damaged, ProbeError
 
@@ -29,6 +29,8 @@ _BYTES = {"bfloat16": 2, "float8_e5m2": 1, "float8_e4m3fn": 1, "float8_e8m0fnu":
 def read_safetensors(path: Path, prefix: tuple[str, ...] = ()) -> Contents:
     """Opens a file.
 
+    Takes memory in proportion to its header, some 30 bytes for each of its bytes.
+
     Args:
         path: of the file.
         prefix: put before the name of every array.
@@ -40,6 +42,7 @@ def read_safetensors(path: Path, prefix: tuple[str, ...] = ()) -> Contents:
     header, begin = _header(path)
     arrays, places = [], []
     room = path.stat().st_size - begin
+    names = Names(begin)
     for name, entry in header.items():
         if name == "__metadata__":
             if not isinstance(entry, dict) or any(type(text) is not str for text in entry.values()):
@@ -49,7 +52,10 @@ def read_safetensors(path: Path, prefix: tuple[str, ...] = ()) -> Contents:
             dtype, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
             if any(type(number) is not int for number in (*shape, first, last)):
                 raise TypeError
-            known, shape = _DTYPES.get(dtype), tuple(shape)
+            known, shape = _DTYPES.get(dtype), shape_of(shape)
+            path_in = names.take((*prefix, *name.split(".")))
+        except ProbeError as error:
+            raise ProbeError(f"{path}: {error}") from None
         except (TypeError, KeyError, ValueError):
             raise ProbeError(f"{path}: the header's entry of {name} is not one") from None
         if not 0 <= first <= last <= room or any(size < 0 for size in shape):
@@ -66,7 +72,6 @@ def read_safetensors(path: Path, prefix: tuple[str, ...] = ()) -> Contents:
             reader = _reader(path, begin + first, last - first, known, width)
         else:
             reader = _unknown(name, dtype)
-        path_in = (*prefix, *name.split("."))
         # Writers sort by size and name.
         arrays.append(Array(path_in, known or dtype, shape, reader, in_order=False))
         places.append((first, last, name))
@@ -141,6 +146,6 @@ def _reader(
 
 def _unknown(name: str, dtype: str) -> Callable[[], Iterator[np.ndarray]]:
     def read() -> Iterator[np.ndarray]:
-        raise ProbeError(f"{name} is of dtype {dtype}, which healcore does not know")
+        raise ProbeError(f"{name} is of dtype {dtype[:40]}, which healcore does not know")
 
     return read

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,14 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from healcore.tools.probe.contents.contents import Array, Contents
+from healcore.tools.probe.contents.contents import Array, Contents, Names, shape_of
 from healcore.tools.probe.contents.floats import widened
 from healcore.tools.probe.verdict import ProbeError
 
-_QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+_QUOTED = r"""'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+\""""
 _KEY = re.compile(rf"\.(\w+)|\[({_QUOTED})\]|\[<flat index (\d+)>\]|\[([^\]]*)\]")
 """One step of a path as JAX writes it: an attribute, a string, the number of a leaf, a number."""
-_READERS = {"dcp": "healcore.torch.probing_dcp", "orbax": "healcore.jax.probing"}
+_NUMBER = re.compile(r"[a-z]{1,8}\d{0,3}")
+"""A dtype of numbers. NumPy takes texts for structures of any size."""
+_READERS = {"dcp": "healcore.torch.probing_dcp", "orbax": "healcore.tools.probe.contents.orbax"}
 
 
 def open_stored(folder: Path, format: str) -> Contents:
@@ -58,57 +61,79 @@ def _leaves(folder: Path) -> Iterator[tuple[tuple[str, ...], str, Any]]:
     """Path, kind and content of everything in the saved state."""
     for file in sorted(folder.glob("state*.json")):
         try:
-            entries = json.loads(file.read_bytes())
-            for name, entry in entries.items():
+            if not file.is_file():
+                raise ValueError("it is no file")
+            content = file.read_bytes()
+            names = Names(len(content))
+            for name, entry in json.loads(content).items():
                 if "tree" in entry:
-                    yield from _walk(entry["tree"], (name,))
+                    yield from _walk(entry["tree"], (name,), names)
                 for keys, node in entry.get("leaves", ()):
-                    yield from _walk(node, (name, *parsed(keys)))
+                    yield from _walk(node, (name, *parsed(keys)), names)
         except (
-            OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError
+            OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError, SyntaxError
         ) as error:  # fmt: skip
-            raise ProbeError(f"{file} is damaged: {error}") from None
+            raise ProbeError(f"{file} is damaged: {str(error)[:200]}") from None
 
 
-def _walk(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str, Any]]:
+def _walk(
+    node: Any, path: tuple[str, ...], names: Names
+) -> Iterator[tuple[tuple[str, ...], str, Any]]:
+    names.take(path)
     if not isinstance(node, dict):
         yield path, "value", node
     elif "dict" in node:
         for key, part in node["dict"]:
             # Dotted keys are paths of modules: "layers.0.weight".
             parts = str(key).split(".") if not isinstance(key, dict) else [json.dumps(key)]
-            yield from _walk(part, (*path, *parts))
+            yield from _walk(part, (*path, *parts), names)
     else:
         ((tag, content),) = node.items()
         if tag in ("list", "tuple"):
             for number, part in enumerate(content):
-                yield from _walk(part, (*path, str(number)))
+                yield from _walk(part, (*path, str(number)), names)
         elif tag == "float":
             yield path, "value", float(content)
-        elif tag in ("array", "pickle"):
+        elif tag == "array":
+            words = (content["name"], content["dtype"], content["kind"])
+            if not all(type(word) is str for word in words):
+                raise ValueError("an array in it has no name, dtype or kind")
+            yield path, tag, {**content, "shape": shape_of(content["shape"])}
+        elif tag == "pickle":
             yield path, tag, content
 
 
 def parsed(keys: str) -> tuple[str, ...]:
-    """The parts of a path as JAX writes it: `.opt_state[0].nu['dense']['kernel']`."""
-    steps = (found.groups() for found in _KEY.finditer(keys))
-    return tuple(
-        str(ast.literal_eval(text)) if text is not None else attribute or leaf or number
-        for attribute, text, leaf, number in steps
-    )
+    """The parts of a path as JAX writes it: `.opt_state[0].nu['dense']['kernel']`.
+
+    Step by step, and not by searching: of a text full of brackets each would be tried. What is no
+    step is a part as it is, up to the end.
+    """
+    parts, at = [], 0
+    while at < len(keys):
+        found = _KEY.match(keys, at)
+        if found is None:
+            return (*parts, keys[at:])
+        attribute, text, leaf, number = found.groups()
+        parts.append(
+            str(ast.literal_eval(text)) if text is not None else attribute or leaf or number
+        )
+        at = found.end()
+    return tuple(parts)
 
 
 def _placed(path: tuple[str, ...], node: Mapping[str, Any], saved: Array | None) -> Array | None:
     """The array of a node; None if its data is not there."""
-    shape = tuple(node["shape"])
-    if not np.prod(shape, dtype=np.int64):
+    shape = node["shape"]
+    if not math.prod(shape):
         return Array(path, node["dtype"], shape, lambda: iter(()))
     if saved is None:
         return None
     # DCP has NumPy's arrays as bytes, Orbax has them as they are.
     if saved.dtype == "uint8" and node["kind"] in ("numpy", "scalar") and saved.shape != shape:
-        dtype = np.dtype(node["dtype"])
-        return Array(path, dtype.name, shape, _viewed(saved, dtype.name), saved.storage)
+        dtype = node["dtype"].removeprefix("<")
+        name = np.dtype(dtype).name if _NUMBER.fullmatch(dtype) else dtype
+        return Array(path, name, shape, _viewed(saved, name), saved.storage)
     return saved._replace(path=path, shape=shape)
 
 

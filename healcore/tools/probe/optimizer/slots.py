@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -39,12 +40,19 @@ class Tree:
             _bare(array.path): array for array in contents.arrays if array.path
         }
         self.values: Mapping[Path, Any] = contents.values
+        self.groups: dict[Path, dict[str, int]] = {}
+        """Of each optimizer which group each of its parameters is in."""
+        for path, value in self.values.items():
+            list_, group, kind = path[-4:-1] if len(path) > 3 else ("", "", "")
+            known = list_ == "param_groups" and kind == "params"
+            if known and group.isdecimal() and len(group) < 10:
+                self.groups.setdefault(path[:-4], {})[str(value)] = int(group)
 
     def number(self, path: Path) -> float | None:
         """A number, whether it was saved as one or as an array of one element."""
         value = self.values.get(path)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
+            return float(value) if abs(value) < 1e300 else math.inf
         array = self.arrays.get(path)
         return array.scalar() if array is not None and array.size == 1 else None
 
@@ -55,7 +63,6 @@ def slots(tree: Tree) -> list[Slot]:
 
 
 def _torch_slots(tree: Tree) -> Iterator[Slot]:
-    groups: dict[Path, dict[str, int]] = {}
     for path, array in tree.arrays.items():
         # bitsandbytes calls them state1 and state2; the 8-bit ones are whole numbers.
         if path[-1] == "exp_avg_sq":
@@ -66,9 +73,7 @@ def _torch_slots(tree: Tree) -> Iterator[Slot]:
             continue
         at = path[:-1]
         optimizer, parameter = _cut(at)
-        if optimizer not in groups:
-            groups[optimizer] = _groups(tree, optimizer)
-        group = groups[optimizer].get(".".join(parameter))
+        group = tree.groups.get(optimizer, {}).get(".".join(parameter))
         yield Slot(
             optimizer,
             parameter,
@@ -106,17 +111,6 @@ def _cut(path: Path) -> tuple[Path, Path]:
         if path[at] == "state":
             return path[:at], path[at + 1 :]
     return path[:-1], path[-1:]
-
-
-def _groups(tree: Tree, optimizer: Path) -> dict[str, int]:
-    """Which group each parameter of an optimizer is in."""
-    found, length = {}, len(optimizer)
-    for path, value in tree.values.items():
-        if path[:length] == optimizer and path[length : length + 1] == ("param_groups",):
-            rest = path[length + 1 :]
-            if len(rest) == 3 and rest[1] == "params" and rest[0].isdecimal():
-                found[str(value)] = int(rest[0])
-    return found
 
 
 def _of_group(optimizer: Path, parameter: Path, group: int | None, *keys: str) -> Iterator[Path]:

@@ -1,0 +1,228 @@
+"""Is the pickle in a file of torch no more than its tensors and plain values, and no larger?
+
+`torch.load(weights_only=True)` runs no code of the file's choice. It does allocate what the file
+asks for: `bytearray(10**10)` takes 12 bytes. So the pickle is read here first, as data.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from healcore.runtime.inert_pickle import BadPickle, Global, Made, read
+
+_WIDTHS = {
+    "ByteStorage": 1, "CharStorage": 1, "BoolStorage": 1, "UntypedStorage": 1, "ShortStorage": 2,
+    "HalfStorage": 2, "BFloat16Storage": 2, "IntStorage": 4, "FloatStorage": 4, "LongStorage": 8,
+    "DoubleStorage": 8, "ComplexFloatStorage": 8, "ComplexDoubleStorage": 16,
+    "QUInt8Storage": 1, "QInt8Storage": 1, "QInt32Storage": 4, "QUInt4x2Storage": 1,
+    "QUInt2x4Storage": 1,
+}  # fmt: skip
+"""Bytes of an element. Storages of other names are counted as if they had none."""
+_MOST_AXES = 64
+_NUMPY_STATE = re.compile(r"\(3, '[<|]', None, None, None, -1, -1, 0\)")
+
+
+class Storage(NamedTuple):
+    """What a pickle says of a storage outside it."""
+
+    key: str
+    width: int
+    """Bytes of an element."""
+    bytes: int
+
+
+def storages(data: Any, at: int = 0) -> tuple[dict[str, Storage], int]:
+    """The storages that a pickle of torch names, and the place behind it.
+
+    Args:
+        data: bytes, or a map of the file.
+        at: where the pickle begins.
+
+    Raises:
+        BadPickle: it is damaged, or asks for more than it has storage for.
+        pickle.UnpicklingError: it sets the state of an object that is neither a tensor nor a plain
+            value. What it calls is for `weights_only` to judge.
+    """
+    found: dict[str, Storage] = {}
+
+    def persistent(pid: Any) -> Storage:
+        storage = _storage(pid)
+        if storage.bytes >= found.get(storage.key, storage).bytes:
+            found[storage.key] = storage
+        return storage
+
+    objects: list[Made] = []
+    _, end = read(data, at, persistent, objects)
+    for made in objects:
+        if type(made.what) is Global:
+            _CALLS.get(made.what, _nothing)(made.args)
+        if made.state is not None:
+            _check_state(made)
+    return found, end
+
+
+def _storage(pid: Any) -> Storage:
+    """A storage by its id: ("storage", class, key, device, elements[, what it is a view of])."""
+    if type(pid) is not tuple or len(pid) not in (5, 6):
+        raise BadPickle("the pickle refers to something that is no storage")
+    _, kind, key, device, elements = pid[:5]
+    view = pid[5] if len(pid) == 6 else None
+    plain = (
+        pid[0] == "storage"
+        and type(kind) is Global
+        and type(key) is type(device) is str
+        and _is_size(elements)
+        and (view is None or (type(view) is tuple and len(view) == 3 and type(view[0]) is str))
+    )
+    if not plain:
+        raise BadPickle("the pickle refers to a storage that is none")
+    width = _WIDTHS.get(kind.name, 0)
+    return Storage(key, width, elements * width)
+
+
+def _is_size(number: Any) -> bool:
+    return type(number) is int and 0 <= number < 1 << 62
+
+
+def _sizes(numbers: Any) -> tuple[int, ...]:
+    if type(numbers) is Made and numbers.what == Global("torch", "Size") and numbers.args:
+        numbers = numbers.args[0]
+    if type(numbers) not in (tuple, list) or len(numbers) > _MOST_AXES:
+        raise BadPickle("the pickle has a shape that is none")
+    if not all(map(_is_size, numbers)):
+        raise BadPickle("the pickle has a shape that is none")
+    return tuple(numbers)
+
+
+def _nothing(args: tuple[Any, ...]) -> None:
+    """Called with these arguments it takes no memory to speak of."""
+
+
+def _view(args: tuple[Any, ...]) -> None:
+    """A tensor: (storage, offset, shape, strides, ...)."""
+    storage, offset, shape, strides = args[:4] if len(args) > 3 else (None,) * 4
+    if type(storage) is not Storage or not _is_size(offset):
+        raise BadPickle("the pickle makes a tensor without a storage")
+    shape, strides = _sizes(shape), _sizes(strides)
+    if len(shape) != len(strides):
+        raise BadPickle("the pickle makes a tensor whose shape and strides differ in length")
+    span = offset
+    if all(shape):
+        span += 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    if span * storage.width > storage.bytes:
+        raise BadPickle(f"a tensor goes beyond the end of its storage {storage.key[:40]}")
+
+
+def _copied(args: tuple[Any, ...]) -> None:
+    """A tensor that torch makes anew, of so many elements as its shape has."""
+    _view(args)
+    if math.prod(_sizes(args[2])) * args[0].width > args[0].bytes:
+        raise BadPickle("the pickle makes a tensor of more elements than are stored")
+
+
+def _copied_tensor(args: tuple[Any, ...]) -> None:
+    if not args or type(args[0]) is not Made or args[0].what not in _TENSORS:
+        raise BadPickle("the pickle makes a tensor from something that is none")
+    _copied(args[0].args)
+
+
+def _forwarded(args: tuple[Any, ...]) -> None:
+    """`_rebuild_from_type_v2(function, class, arguments, state)`: calls the function."""
+    function, inner = (args[0], args[2]) if len(args) == 4 else (None, None)
+    if (
+        type(function) is not Global
+        or type(inner) is not tuple
+        or _CALLS.get(function) is _forwarded
+    ):
+        raise BadPickle("the pickle makes a tensor by something that makes none")
+    _CALLS.get(function, _nothing)(inner)
+
+
+def _never(args: tuple[Any, ...]) -> None:
+    raise BadPickle("the pickle makes a tensor without a storage")
+
+
+def _of_parts(args: tuple[Any, ...]) -> None:
+    """A dictionary or a set: each of its keys is hashed."""
+    for arg in args:
+        if type(arg) not in (list, tuple, dict, set, frozenset):
+            raise BadPickle("the pickle makes a dictionary or a set of something else")
+        for part in () if type(arg) is dict else arg:
+            key = part[0] if type(part) in (list, tuple) and part else part
+            if type(key) in (list, tuple):
+                raise BadPickle("the pickle makes a dictionary or a set of nested parts")
+
+
+def _bytearray(args: tuple[Any, ...]) -> None:
+    """Of a number it would be as many zeros."""
+    first = args[0] if args else b""
+    encoded = type(first) is Made and first.what == _ENCODE
+    if not (encoded or type(first) in (bytes, str)):
+        raise BadPickle("the pickle makes a bytearray of something that is no text")
+
+
+def _encode(args: tuple[Any, ...]) -> None:
+    if len(args) != 2 or type(args[0]) is not str or args[1] not in ("latin1", "latin-1"):
+        raise BadPickle("the pickle encodes something in another way than picklers do")
+
+
+def _layout(args: tuple[Any, ...]) -> None:
+    if len(args) != 1 or type(args[0]) is not str:
+        raise BadPickle("the pickle names a layout by something that is no text")
+
+
+def _sparse(args: tuple[Any, ...]) -> None:
+    if not args or type(args[0]) is not Made:
+        raise BadPickle("the pickle makes a sparse tensor of no layout")
+
+
+def _dtype(args: tuple[Any, ...]) -> None:
+    if not args or type(args[0]) is not str or not re.fullmatch(r"[a-zA-Z?]\d{0,2}", args[0]):
+        raise BadPickle("the pickle makes a dtype of NumPy that is no number's")
+
+
+_ENCODE = Global("_codecs", "encode")
+_DTYPE = Global("numpy", "dtype")
+_ORDERED = Global("collections", "OrderedDict")
+_TENSORS = [Global("torch._utils", f"_rebuild_tensor{tail}") for tail in ("", "_v2", "_v3")]
+_CALLS: dict[Global, Callable[[tuple[Any, ...]], None]] = {
+    **dict.fromkeys(_TENSORS, _view),
+    Global("torch._utils", "_rebuild_qtensor"): _copied,
+    Global("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): _copied_tensor,
+    Global("torch._utils", "_rebuild_sparse_tensor"): _sparse,
+    Global("torch._tensor", "_rebuild_from_type_v2"): _forwarded,
+    **{Global("torch", f"{kind}Tensor"): _never for kind in (
+        "", "Byte", "Char", "Bool", "Short", "Half", "BFloat16", "Int", "Float", "Long", "Double",
+    )},
+    **{Global("torch", name): _never for name in _WIDTHS},
+    **{Global("torch.storage", name): _never for name in ("UntypedStorage", "TypedStorage")},
+    _ORDERED: _of_parts,
+    Global("collections", "Counter"): _of_parts,
+    Global("builtins", "set"): _of_parts,
+    Global("__builtin__", "set"): _of_parts,
+    Global("builtins", "bytearray"): _bytearray,
+    Global("__builtin__", "bytearray"): _bytearray,
+    _ENCODE: _encode,
+    Global("torch.serialization", "_get_layout"): _layout,
+    _DTYPE: _dtype,
+}  # fmt: skip
+"""What torch would make of the arguments."""
+
+
+def _check_state(made: Made) -> None:
+    """Torch sets the state of objects. Those of files that it wrote are few."""
+    if made.what == _ORDERED and type(made.state) is dict:
+        return
+    if made.what == _DTYPE and type(made.state) is tuple and len(made.state) == 8:
+        if any(type(part) in (tuple, list, dict, Made) for part in made.state):
+            raise BadPickle("the pickle makes a dtype of NumPy that is no number's")
+        if _NUMPY_STATE.fullmatch(repr(made.state)):
+            return
+        raise BadPickle("the pickle makes a dtype of NumPy that is no number's")
+    # DTensors: `weights_only` knows them.
+    if type(made.what) is not Global or not made.what.module.startswith("torch.distributed."):
+        raise pickle.UnpicklingError(f"GLOBAL {made.what} has a state")

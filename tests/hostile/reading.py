@@ -1,0 +1,98 @@
+"""Reading a crafted file in a process of its own, held to seconds and MiB."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SECONDS, MIB = 20, 300
+"""Over the imports. Far above what any of the files here needs."""
+_IMPORTS = (
+    "torch", "pandas", "matplotlib", "healcore.torch.probing_dcp", "healcore.tools.probe.optimizer.probing",
+    "healcore.tools.probe.checkpoint.plain", "healcore.tools.probe.checkpoint.stored",
+    "healcore.tools.probe.loss", "healcore.tools.probe.loss.probing", "healcore.tools.probe.text",
+    "healcore.tools.cli", "healcore.tools.report.telling", "healcore.tools.replay.scoring",
+    "healcore.tools.traces", "tensorboard.backend.event_processing.event_file_loader",
+)  # fmt: skip
+
+
+class Told(NamedTuple):
+    """How the reading of a file went."""
+
+    answer: dict[str, Any]
+
+    @property
+    def status(self) -> Any:
+        """Exit status of a command."""
+        return self.answer.get("status")
+
+    @property
+    def text(self) -> str:
+        """What a command printed, on both streams."""
+        return self.answer["out"] + self.answer["err"]
+
+    def verdicts(self) -> list[str]:
+        """Of a probe that was asked for JSON."""
+        return [result["verdict"] for result in json.loads(self.answer["out"])["results"]]
+
+    def messages(self) -> str:
+        """Of all checks of such a probe."""
+        results = json.loads(self.answer["out"])["results"]
+        return " ".join(check["message"] for result in results for check in result["checks"])
+
+
+class Reader:
+    """Commands and functions in processes of their own."""
+
+    def __init__(self) -> None:
+        self._server = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("server.py")), *_IMPORTS],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+            env={**_environment()},
+        )
+        assert self._line() == "ready"
+
+    def _line(self) -> str:
+        assert self._server.stdout is not None
+        return self._server.stdout.readline().strip()
+
+    def _ask(self, how: str, *args: object, seconds: float, mib: float) -> Told:
+        assert self._server.stdin is not None
+        self._server.stdin.write(json.dumps({"how": how, "args": list(map(str, args))}) + "\n")
+        self._server.stdin.flush()
+        answer = json.loads(self._line())
+        assert "crashed" not in answer, answer
+        assert answer["seconds"] < seconds, answer
+        assert answer["mib"] < mib, answer
+        return Told(answer)
+
+    def run(self, *args: object, seconds: float = SECONDS, mib: float = MIB) -> Told:
+        """`healcore ARGS`, within its bounds."""
+        return self._ask("cli", *args, seconds=seconds, mib=mib)
+
+    def probe(self, *args: object, **bounds: float) -> Told:
+        """`healcore probe ARGS --json`; no crash is a verdict, and no traceback is printed."""
+        told = self.run("probe", *args, "--json", **bounds)
+        assert "Traceback" not in told.text, told
+        return told
+
+    def call(self, name: str, *args: object, seconds: float = SECONDS, mib: float = MIB) -> Told:
+        """`module:function(ARGS)`, within its bounds."""
+        return self._ask("call", name, *args, seconds=seconds, mib=mib)
+
+    def close(self) -> None:
+        """Ends the server."""
+        self._server.communicate()
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    here = str(Path(__file__).parents[2])
+    return {**os.environ, "PYTHONPATH": here, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}

@@ -1,0 +1,93 @@
+"""Events files and policies that are crafted. The Healer reads both when it starts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+READING = "healcore.runtime.events.reading"
+EVENT = json.dumps({"schema": 1, "seq": 0, "run": "r", "kind": "start", "step": 0}).encode() + b"\n"
+
+
+def filled(path, size):
+    """A file whose only line is of many bytes, most of them a hole that takes no disk."""
+    with path.open("wb") as file:
+        file.write(EVENT)
+        file.seek(size)
+        file.write(b"x\n")
+    return path
+
+
+@pytest.mark.parametrize("function", ["read", "last"])
+def test_a_line_of_two_gigabytes(reader, tmp_path, function):
+    path = filled(tmp_path / "run.events.jsonl", 2 << 30)
+    told = reader.call(f"{READING}:{function}", path)
+    assert told.answer["returned"] == ("History" if function == "read" else "dict")
+
+
+def test_the_events_before_and_behind_a_long_line_are_read(reader, tmp_path):
+    path = filled(tmp_path / "run.events.jsonl", 20 << 20)
+    with path.open("ab") as file:
+        file.write(EVENT.replace(b'"seq": 0', b'"seq": 1'))
+    told = reader.run("events", "show", path)
+    assert told.status == 1
+    assert told.text.count("start") == 2
+    assert "longer than" in told.text
+
+
+def test_a_long_line_of_metrics(reader, tmp_path):
+    path = tmp_path / "run.events.jsonl"
+    path.write_bytes(EVENT)
+    filled(tmp_path / "run.metrics.jsonl", 1 << 30)
+    assert reader.run("report", path, "--out", tmp_path / "out.html").status in (0, 1)
+
+
+@pytest.mark.parametrize("kind", ["open", "case", "begins", "_class__", "is_of_last", "x" * 10**6])
+def test_a_kind_that_is_the_name_of_a_method(reader, tmp_path, kind):
+    path = tmp_path / "run.events.jsonl"
+    event = {"schema": 1, "seq": 1, "run": "r", "kind": kind, "step": 3}
+    path.write_bytes(EVENT + json.dumps(event).encode() + b"\n")
+    told = reader.run("report", path, "--out", tmp_path / "out.html")
+    assert told.status == 0
+
+
+LINES = {
+    "nested": b"[" * 500_000,
+    "nested objects": b'{"a":' * 500_000,
+    "digits": EVENT.replace(b'"seq": 0', b'"seq": ' + b"9" * 100_000),
+    "lists": b'{"schema":1,"seq":1,"run":"r","kind":"x","y":[' + b"[]," * 1_300_000 + b"[]]}",
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_line_that_is_none(reader, tmp_path, name):
+    path = tmp_path / "run.events.jsonl"
+    path.write_bytes(EVENT + LINES[name] + b"\n")
+    for function in ("read", "last"):
+        assert "returned" in reader.call(f"{READING}:{function}", path).answer
+
+
+POLICIES = {
+    "a dotted key": "a" + ".a" * 19_000 + " = 1\n",
+    "quoted parts": '"\\""' + '."\\""' * 9_000 + " = 1\n",
+    "spaces": "a" + " . a" * 9_000 + " = 1\n",
+    "a table": "[a" + ".a" * 19_000 + "]\n",
+    "an inline table": "x = {a" + ".a" * 19_000 + " = 1}\n",
+    "brackets": "x = " + "[" * 100_000 + "\n",
+    "braces": "x = " + "{a=" * 100_000 + "\n",
+    "unknown keys": "".join(f"k{at} = 1\n" for at in range(50_000)),
+    "a long key": "k" * 900_000 + " = 1\n",
+    "digits": "schema = " + "9" * 900_000 + "\n",
+    "quotes": '"' * 900_000,
+    "words": "a " * 450_000,
+    "dots": "." * 900_000,
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_that_is_none(reader, tmp_path, name):
+    path = tmp_path / "p.toml"
+    path.write_text(POLICIES[name])
+    told = reader.call("healcore.policy:load", path)
+    assert told.answer["raised"] == "PolicyError"
