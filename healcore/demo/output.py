@@ -55,7 +55,7 @@ def show(
     """
     healed = [run for run in runs if run.arm == "healed"]
     stories = {str(run): tell(run.folder / "events.jsonl").stories[0] for run in healed}
-    console.print(_table(runs, stories, scenario))
+    console.print(_table(runs, stories, scenario), "")
     for claim in claims:
         sign = "[green]ok[/]    " if claim.holds else "[red]BROKEN[/]"
         console.print(f"{sign} {claim.text}", highlight=False, soft_wrap=True)
