@@ -1,4 +1,4 @@
-"""`healcore demo` hands everything to healcore.demo; what that does is tested in tests/demo."""
+"""`healcore demo`: options and exit status; what it trains and prints is tested in tests/demo."""
 
 from __future__ import annotations
 
@@ -14,14 +14,52 @@ from healcore.tools.cli import app
 ROOT = Path(__file__).parents[2]
 
 
-def test_help_is_the_demo_s_own():
-    done = CliRunner().invoke(app, ["demo", "--help"])
+def demo(*args: object):
+    return CliRunner().invoke(app, ["demo", *map(str, args)])
+
+
+def test_help_names_the_options():
+    done = demo("--help")
     assert done.exit_code == 0
-    assert "--framework {torch,jax,both}" in done.output
+    for option in ("--framework", "torch|jax|both", "--policy", "--steps", "--quick", "--seeds"):
+        assert option in done.output
 
 
-def test_a_wrong_option_exits_with_2():
-    assert CliRunner().invoke(app, ["demo", "--framework", "tensorflow"]).exit_code == 2
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--framework", "tensorflow"],
+        ["--seeds", "0"],
+        ["--seed", "-1"],
+        ["--seed", "1", "--seeds", "2"],
+    ],
+)
+def test_a_wrong_option_exits_with_2(wrong, tmp_path):
+    assert demo(*wrong, "--out", tmp_path).exit_code == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_policy_that_is_none_exits_with_2(tmp_path):
+    done = demo("--policy", "no-such-policy", "--out", tmp_path)
+    assert done.exit_code == 2
+    assert "no-such-policy" in done.stderr
+
+
+@pytest.mark.parametrize("given", [["--steps", "5"], ["--steps", "0"]])
+def test_too_few_steps_exit_with_2(given, tmp_path):
+    done = demo(*given, "--out", tmp_path)
+    assert done.exit_code == 2
+    assert "at least 30" in done.stderr
+
+
+def test_a_broken_claim_exits_with_1(tmp_path):
+    # 30 steps are too few to train or to be saved in.
+    done = demo("--framework", "torch", "--steps", 30, "--seed", 1, "--quick", "--out", tmp_path)
+    assert done.exit_code == 1
+    assert "BROKEN torch healed, seed 1: trains" in done.output
+    assert (tmp_path / "curves.png").exists()
+    assert (tmp_path / "torch-healed-seed1" / "events.report.html").exists()
+    assert "fixed clip" not in done.output
 
 
 @pytest.mark.parametrize("missing", ["jax", "torch"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -14,12 +14,10 @@ import optax
 from flax import nnx
 
 import healcore.jax  # <- healcore
-from healcore import Healer  # <- healcore
-from healcore.demo.history import FIXED_CLIP, History
+from healcore import Healer, RunStopped  # <- healcore
+from healcore.demo.runs import FIXED_CLIP, SAVE_EVERY, Step
 from healcore.demo.scenario import Scenario
-from healcore.demo.terms import SAVE_EVERY
 from healcore.jax.demo.model import ByteTransformer
-from healcore.runtime.loop.exits import RunStopped  # <- healcore
 
 
 def optimizer(scenario: Scenario, arm: str, policy: Any) -> optax.GradientTransformationExtraArgs:
@@ -34,21 +32,25 @@ def optimizer(scenario: Scenario, arm: str, policy: Any) -> optax.GradientTransf
     return optax.with_extra_args_support(adamw)
 
 
-def train(scenario: Scenario, history: History, policy: Any, folder: Path) -> Iterator[int]:
+def train(
+    scenario: Scenario, arm: str, policy: Any, folder: Path
+) -> Generator[Step, None, jax.Array]:
     """Trains one model, yielding after each step so that runs can take turns.
 
     Args:
         scenario: data, model, learning rates, faults.
-        history: takes the record; its `arm` says how the run is protected.
+        arm: of `ARMS`, how the run is protected.
         policy: of the healed run; anything `healcore.jax.protect` takes.
         folder: the healed run's, for its checkpoints and its events file.
 
     Yields:
-        The number of steps done; it falls when the run goes back.
+        The step; its number falls when the run goes back.
+
+    Returns:
+        Loss on text that it never saw, 0-d.
     """
     graph, params, constants = nnx.split(ByteTransformer(scenario), nnx.Param, ...)
-    healed = history.arm == "healed"
-    tx = optimizer(scenario, history.arm, policy)
+    tx = optimizer(scenario, arm, policy)
     state = (params, tx.init(params))
     batches, healer = range(scenario.steps), None
 
@@ -61,13 +63,11 @@ def train(scenario: Scenario, history: History, policy: Any, folder: Path) -> It
         loss, grads = jax.value_and_grad(loss_of)(params, *batch)
         opt_state = optax.tree.set(opt_state, learning_rate=rate)
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)  # <- healcore
-        # The state is donated: what the host wants to read leaves as outputs of its own.
-        decision = healcore.jax.decision_of(opt_state) if healed else None
-        seen = {"loss": loss, "grad_norm": healcore.jax.global_norm(grads), "decision": decision}
-        return (optax.apply_updates(params, updates), opt_state), seen
+        norm = healcore.jax.global_norm(grads)
+        return (optax.apply_updates(params, updates), opt_state), loss, norm
 
     with suppress(RunStopped), ExitStack() as stack:
-        if healed:
+        if arm == "healed":
             healer = stack.enter_context(  # <- healcore
                 Healer(
                     policy,
@@ -80,13 +80,12 @@ def train(scenario: Scenario, history: History, policy: Any, folder: Path) -> It
         for index in healer.batches(batches) if healer else batches:  # <- healcore
             step = healer.step if healer else index  # <- healcore
             state = healer.state if healer else state  # <- healcore
-            rate = scenario.learning_rate(step)
+            rate = jnp.float32(scenario.learning_rate(step))
             batch = tuple(scenario.training_batch(index))
-            state, seen = train_step(state, batch, jnp.float32(rate))
+            state, loss, norm = train_step(state, batch, rate)
             if healer:
                 healer.update(state)  # <- healcore
-            history.record(step, batch=index, learning_rate=rate, **seen)
-            yield step + 1
+            yield Step(step, index, loss, norm)
 
     params, _ = healer.state if healer else state
-    history.finish(jax.jit(loss_of)(params, *scenario.held_out_batch()))
+    return jax.jit(loss_of)(params, *scenario.held_out_batch())

@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from healcore import Healer  # <- healcore
-from healcore.demo.history import FIXED_CLIP, History
+from healcore import Healer, RunStopped  # <- healcore
+from healcore.demo.runs import FIXED_CLIP, SAVE_EVERY, Step
 from healcore.demo.scenario import Scenario
-from healcore.demo.terms import SAVE_EVERY
-from healcore.runtime.loop.exits import RunStopped  # <- healcore
-from healcore.torch.attaching import healing_of
 from healcore.torch.demo.model import ByteTransformer
 
 
-def train(scenario: Scenario, history: History, policy: Any, folder: Path) -> Iterator[int]:
+def train(
+    scenario: Scenario, arm: str, policy: Any, folder: Path
+) -> Generator[Step, None, torch.Tensor]:
     """Trains one model, yielding after each step so that runs can take turns.
 
     Args:
         scenario: data, model, learning rates, faults.
-        history: takes the record; its `arm` says how the run is protected.
+        arm: of `ARMS`, how the run is protected.
         policy: of the healed run; anything `Healer` takes.
         folder: the healed run's, for its checkpoints and its events file.
 
     Yields:
-        The number of steps done; it falls when the run goes back.
+        The step; its number falls when the run goes back.
+
+    Returns:
+        Loss on text that it never saw, 0-d.
     """
     torch.set_num_threads(1)  # matrices this small lose more to the hand-over than they gain
     model = ByteTransformer(scenario)
@@ -38,7 +40,7 @@ def train(scenario: Scenario, history: History, policy: Any, folder: Path) -> It
     batches, healer = range(scenario.steps), None
 
     with suppress(RunStopped), ExitStack() as stack:
-        if history.arm == "healed":
+        if arm == "healed":
             healer = stack.enter_context(  # <- healcore
                 Healer(
                     policy,
@@ -48,12 +50,10 @@ def train(scenario: Scenario, history: History, policy: Any, folder: Path) -> It
                     save_every=SAVE_EVERY,
                 )
             )
-        heal = healing_of(optimizer)  # the record wants to know more than training does
         for index in healer.batches(batches) if healer else batches:  # <- healcore
             step = healer.step if healer else index  # <- healcore
-            rate = scenario.learning_rate(step)
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = scenario.learning_rate(step)
             batch = scenario.training_batch(index)
 
             optimizer.zero_grad()
@@ -62,23 +62,13 @@ def train(scenario: Scenario, history: History, policy: Any, folder: Path) -> It
             norm = torch.nn.utils.get_total_norm(
                 [p.grad for p in model.parameters() if p.grad is not None]
             )
-            if history.arm == "fixed clip":
+            if arm == "fixed clip":
                 torch.nn.utils.clip_grads_with_norm_(model.parameters(), FIXED_CLIP, norm)
             if healer:
                 healer.observe(loss)  # <- healcore
             optimizer.step()
-
-            history.record(
-                step,
-                batch=index,
-                loss=loss.detach(),
-                grad_norm=norm,
-                learning_rate=rate,
-                decision=heal.decision if heal else None,
-            )
-            yield step + 1
+            yield Step(step, index, loss.detach(), norm)
 
     batch = scenario.held_out_batch()
     with torch.no_grad():
-        loss = model.loss(torch.from_numpy(batch.tokens), torch.from_numpy(batch.weights))
-    history.finish(loss)
+        return model.loss(torch.from_numpy(batch.tokens), torch.from_numpy(batch.weights))

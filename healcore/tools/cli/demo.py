@@ -1,22 +1,79 @@
-"""`healcore demo`: the whole of it lives in `healcore.demo`."""
+"""`healcore demo`.
+
+Exit status: 0 all is as the demo claims, 1 a claim is broken, 2 it could not run.
+"""
 
 from __future__ import annotations
 
+import enum
 import importlib
+from pathlib import Path
+from typing import Annotated
 
 import typer
+
+STEPS, QUICK_STEPS = 300, 240
+
+
+class _Framework(enum.StrEnum):
+    TORCH = "torch"
+    JAX = "jax"
+    BOTH = "both"
 
 
 def add_to(app: typer.Typer) -> None:
     """Adds the command to the app."""
-    app.command(
-        "demo",
-        add_help_option=False,  # --help goes to the demo too
-        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
-        help="A run that fails, unprotected and healed, in torch and in JAX, side by side.",
-    )(_demo)
+    app.command("demo")(_demo)
 
 
-def _demo(context: typer.Context) -> None:
-    main = importlib.import_module("healcore.demo.main")
-    raise typer.Exit(main.main(context.args))
+def _demo(
+    framework: Annotated[
+        _Framework, typer.Option(help="In which framework the runs are trained.")
+    ] = _Framework.BOTH,
+    policy: Annotated[
+        str, typer.Option("--policy", "-p", help="A preset or a TOML file.")
+    ] = "default",
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            show_default=f"{STEPS}",
+            help=f"Of each run. Below {QUICK_STEPS} detectors have little to learn from.",
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help=f"{QUICK_STEPS} steps, and no run with a fixed clip.")
+    ] = False,
+    seed: Annotated[
+        int | None, typer.Option(min=0, show_default="0", help="Of weights and data.")
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="The seeds 0 to N - 1, one by one.")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder for the picture and the healed runs.")
+    ] = Path("healcore-demo"),
+) -> None:
+    """A run that fails, unprotected and healed, in torch and in JAX, side by side."""
+    if seed is not None and seeds is not None:
+        raise typer.BadParameter("--seed names one seed, --seeds how many: write one of them")
+    from healcore.demo.corpus import CorpusError
+    from healcore.demo.scenario import ScenarioError
+    from healcore.extras import MissingExtraError
+    from healcore.policy import PolicyError
+
+    # By name, because the demo is above the tools and uses them.
+    comparison = importlib.import_module("healcore.demo.comparison")
+    arms = ("unprotected", "healed") if quick else ("unprotected", "fixed clip", "healed")
+    try:
+        result = comparison.run_demo(
+            frameworks=("torch", "jax") if framework is _Framework.BOTH else (framework.value,),
+            seeds=(seed or 0,) if seeds is None else range(seeds),
+            arms=arms,
+            steps=(QUICK_STEPS if quick else STEPS) if steps is None else steps,
+            policy=policy,
+            out=out,
+        )
+    except (MissingExtraError, PolicyError, CorpusError, ScenarioError, OSError) as error:
+        typer.echo(f"healcore demo: {error}", err=True)
+        raise typer.Exit(2) from error
+    raise typer.Exit(0 if all(claim.holds for claim in result.claims) else 1)

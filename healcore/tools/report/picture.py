@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +29,21 @@ _LOSS, _NORM, _THRESHOLD, _RATE = "#0072B2", "#007A5A", "#B3520C", "#6A4FB3"
 _UNDONE, _GRID, _QUIET = "#9FB4C3", "#E6E9ED", "#5B6570"
 _KEPT = {"lw": 1.0, "solid_joinstyle": "round"}
 _SIZE = 5.2
+_OTHERS = ("#3D3D3D", "#E69F00", "#CC79A7")
+
+
+class Backdrop(NamedTuple):
+    """What is drawn behind the curves of a story, to compare it with."""
+
+    runs: Mapping[str, Series]
+    """Other runs by their names, at most three; their losses and gradient norms are drawn."""
+    spans: Sequence[tuple[float, float, str]] = ()
+    """First and last step of something that happened to all of them, and what it was."""
+    itself: str | None = None
+    """Name of the story's own curve in the legend."""
+
+
+_NOTHING = Backdrop({})
 
 
 def chosen(stories: Sequence[Story]) -> list[Story]:
@@ -38,13 +54,19 @@ def chosen(stories: Sequence[Story]) -> list[Story]:
     return shown[:STORIES]
 
 
-def draw(stories: Sequence[Story], path: str | os.PathLike[str]) -> None:
+def draw(
+    stories: Sequence[Story],
+    path: str | os.PathLike[str],
+    *,
+    behind: Mapping[str, Backdrop] = MappingProxyType({}),
+) -> None:
     """Draws the stories, one below the other.
 
     Args:
         stories: what is told. The ones in which most happened come first, of many those without
             an incident are left out, and there are at most `STORIES`.
         path: the PNG to write.
+        behind: by title of a story, what it is compared with.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -66,14 +88,14 @@ def draw(stories: Sequence[Story], path: str | os.PathLike[str]) -> None:
     FigureCanvasAgg(figure)
     blocks = figure.subfigures(len(shown), 1, squeeze=False)[:, 0]
     for block, story, name in zip(blocks, shown, short_names(shown), strict=True):
-        _story(block, story, name)
+        _story(block, story, name, behind.get(story.title, _NOTHING))
     if len(stories) > len(shown):
         told = f"The {len(shown)} of {len(stories)} in which most happened; the page has the others"
         figure.text(0.995, 0.002, told, ha="right", fontsize=8, color=_QUIET)
     figure.savefig(path, dpi=120, format="png")
 
 
-def _story(block: Any, story: Story, name: str) -> None:
+def _story(block: Any, story: Story, name: str, behind: Backdrop) -> None:
     series = story.series
     curves = [("loss", series.loss, _LOSS, 5.0)]
     if series.grad_norm is not None and np.isfinite(series.grad_norm).any():
@@ -84,10 +106,13 @@ def _story(block: Any, story: Story, name: str) -> None:
     heights = (0.4 + 0.3 * max(rows) if rows else 0.1, *(share for *_, share in curves))
     lane, *axes = block.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     for axis, (curve, values, colour, _) in zip(axes, curves, strict=True):
-        _curve(axis, series, values, colour, stepped=curve == "LR ×")
+        others = _others(axis, behind, curve)
+        label = behind.itself if curve == "loss" else None
+        _curve(axis, series, values, colour, stepped=curve == "LR ×", label=label)
         axis.set_ylabel(curve, fontsize=9, labelpad=3)
-        if curve != "LR ×" and is_wide(values):
-            _logarithmic(axis, values)
+        whole = np.concatenate((values, *others))
+        if curve != "LR ×" and is_wide(whole):
+            _logarithmic(axis, whole)
         if curve == "LR ×":
             axis.set_ylim(0, 1.1)
     if series.threshold is not None and "gradient norm" in (curve for curve, *_ in curves):
@@ -95,6 +120,7 @@ def _story(block: Any, story: Story, name: str) -> None:
         _line(axes[1], series, series.threshold, ~series.undone(), **style)
     _bad(axes[0], series)
     _incidents(lane, axes, story, rows)
+    _spans(axes, behind)
     for axis in axes:
         axis.grid(color=_GRID, lw=0.7)
         axis.set_axisbelow(True)
@@ -108,8 +134,33 @@ def _story(block: Any, story: Story, name: str) -> None:
     for axis in (lane, *axes[:2]):
         handles, labels = axis.get_legend_handles_labels()
         found |= {label: handle for handle, label in zip(handles, labels, strict=True)}
-    style = {"ncols": 8, "frameon": False, "fontsize": 8.5, "handlelength": 1.5}
+    style = {"ncols": 10, "frameon": False, "fontsize": 8.5, "handlelength": 1.5}
     block.legend(found.values(), found.keys(), loc="upper right", **style)
+
+
+def _others(axis: Any, behind: Backdrop, curve: str) -> list[np.ndarray]:
+    """Draws the other runs; a cross is where one has its last finite value before its end."""
+    found = []
+    for (name, series), colour in zip(behind.runs.items(), _OTHERS, strict=False):
+        values = series.loss if curve == "loss" else series.grad_norm
+        if curve == "LR ×" or values is None:
+            continue
+        found.append(np.where(np.isfinite(values), values, np.nan))
+        axis.plot(series.step, found[-1], color=colour, lw=1.0, label=name)
+        finite = np.flatnonzero(np.isfinite(values))
+        if len(finite) and finite[-1] < len(values) - 1:
+            axis.plot(series.step[finite[-1]], values[finite[-1]], "X", color=colour, ms=6)
+    return found
+
+
+def _spans(axes: Sequence[Any], behind: Backdrop) -> None:
+    for first, last, what in behind.spans:
+        for axis in axes:
+            axis.axvspan(first - 0.5, last + 0.5, color=_QUIET, alpha=0.13, lw=0)
+        place = {"xycoords": axes[0].get_xaxis_transform(), "va": "center", "ha": "center"}
+        paper = {"fc": "white", "ec": "none", "alpha": 0.8, "pad": 1.0}
+        middle = ((first + last) / 2, 0.17)  # mostly between what went well and what did not
+        axes[0].annotate(what, middle, fontsize=8, color=_QUIET, bbox=paper, **place)
 
 
 def _logarithmic(axis: Any, values: np.ndarray) -> None:
@@ -124,15 +175,23 @@ def _logarithmic(axis: Any, values: np.ndarray) -> None:
     axis.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _curve(axis: Any, series: Series, values: np.ndarray, colour: str, *, stepped: bool) -> None:
+def _curve(
+    axis: Any,
+    series: Series,
+    values: np.ndarray,
+    colour: str,
+    *,
+    stepped: bool,
+    label: str | None,
+) -> None:
     undone = series.undone()
     style = {**_KEPT, "drawstyle": "steps-post"} if stepped else _KEPT
     attempts = [] if series.attempt is None else np.unique(series.attempt[undone]).tolist()
     for i, attempt in enumerate(attempts):
         where = undone & (series.attempt == attempt)
-        label = None if i else "undone"
-        _line(axis, series, values, where, color=_UNDONE, label=label, **style)
-    _line(axis, series, values, ~undone, color=colour, **style)
+        named = None if i else "undone"
+        _line(axis, series, values, where, color=_UNDONE, label=named, **style)
+    _line(axis, series, values, ~undone, color=colour, label=label, **style)
 
 
 def _line(axis: Any, series: Series, values: np.ndarray, where: np.ndarray, **style: Any) -> None:

@@ -1,10 +1,12 @@
-"""The demo end to end, small: real training in both frameworks, table, picture and events."""
+"""The demo end to end, small: real training in both frameworks, table, picture, pages, events."""
 
 from __future__ import annotations
 
 import importlib
 import io
+import json
 import struct
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,10 +15,8 @@ import pytest
 from rich.console import Console
 
 from healcore.demo import corpus
-from healcore.demo.acts import ranges
-from healcore.demo.history import ARMS, History
-from healcore.demo.main import main
-from healcore.demo.run import Result, run_demo
+from healcore.demo.comparison import Result, run_demo
+from healcore.demo.runs import ARMS, DemoRun
 from healcore.demo.scenario import Scenario
 from healcore.runtime import events
 from healcore.runtime.events.schema import problems
@@ -47,13 +47,16 @@ def text():
     return corpus.load()
 
 
-def _train(framework: str, scenario: Scenario, policy: str, folder: Path) -> History:
-    """A whole healed run."""
+def _train(
+    framework: str, scenario: Scenario, policy: str, folder: Path, steps: int | None = None
+) -> DemoRun:
+    """A healed run, or its first steps."""
     loop = importlib.import_module(f"healcore.{framework}.demo.training")
-    history = History(framework, "healed", scenario.seed)
-    for _ in loop.train(scenario, history, policy, folder):
-        pass
-    return history
+    taken = loop.train(scenario, "healed", policy, folder)
+    run = DemoRun(framework, "healed", scenario.seed, steps=list(islice(taken, steps)))
+    taken.close()
+    run.finish(np.nan)
+    return run
 
 
 class Demo(NamedTuple):
@@ -61,12 +64,18 @@ class Demo(NamedTuple):
     out: Path
     printed: str
 
+    def run(self, framework: str, arm: str) -> DemoRun:
+        """One of its runs."""
+        (run,) = [run for run in self.result.runs if (run.framework, run.arm) == (framework, arm)]
+        return run
+
     def loss(self, framework: str, arm: str) -> np.ndarray:
         """Training losses of one of its runs."""
-        (history,) = [
-            one for one in self.result.histories if (one.framework, one.arm) == (framework, arm)
-        ]
-        return history.column("loss")
+        return self.run(framework, arm).column("loss")
+
+    def broken(self) -> list[str]:
+        """The claims that do not hold."""
+        return [claim.text for claim in self.result.claims if not claim.holds]
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +88,15 @@ def demo(tmp_path_factory):
 
 
 def test_forty_tiny_steps_are_not_called_trained_nor_saved(demo):
-    printed = demo.printed.replace("\n", " ")
     for framework in FRAMEWORKS:
-        which = f"the healed {framework} run of seed 0"
-        for what in ("did not train", "did not go back"):
-            assert f"{which} {what}" in printed
-            assert any(f"{which} {what}" in sentence for sentence in demo.result.broken)
+        for what in ("trains", "goes back while the learning rate is wrong: never"):
+            (claim,) = [text for text in demo.broken() if f"{framework} healed: {what}" in text]
+            assert f"BROKEN {claim}\n" in demo.printed
+
+
+def test_claims_that_hold_are_printed_too(demo):
+    for framework in FRAMEWORKS:
+        assert f"ok     {framework} healed: runs to its end: completed\n" in demo.printed
 
 
 def test_the_table_has_a_row_per_run(demo):
@@ -92,16 +104,37 @@ def test_the_table_has_a_row_per_run(demo):
     for framework in FRAMEWORKS:
         for arm in ARMS:
             start = [framework, *arm.split()]
-            # The bars begin the same way; the row ends with the verdict.
-            assert any(row[: len(start)] == start and "failed" in row for row in rows)
+            # The bars begin the same way; the row ends with the outcome.
+            assert any(row[: len(start)] == start and row[-1] == "failed" for row in rows)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_table_has_the_numbers_of_the_run(demo, framework):
+    rows = [line.split() for line in demo.printed.splitlines()]
+    clipped = (demo.run(framework, "fixed clip").column("grad_norm") > 1).sum()
+    (row,) = [row for row in rows if row[:3] == [framework, "fixed", "clip"] and len(row) == 8]
+    assert row[4:7] == ["NaN", "0", str(clipped)]
+    (row,) = [row for row in rows if row[:2] == [framework, "healed"] and row[-1] == "failed"]
+    assert row[4] == "1"  # skips: the empty batch
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_each_healed_run_has_its_report(demo, framework):
+    path = demo.out / f"{framework}-healed-seed0" / "events.report.html"
+    assert f"page: {path}\n" in demo.printed
+    page = path.read_text(encoding="utf-8")
+    assert page.startswith("<!DOCTYPE html>")
+    assert f"{framework}-healed-seed0/events.jsonl" in page
+    assert "step skipped" in page or "steps skipped" in page
 
 
 def test_the_picture_is_a_png_of_some_size(demo):
     png = (demo.out / "curves.png").read_bytes()
     assert png[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", png[16:24])
-    assert width > 1500
+    assert width > 1400
     assert height > 1000
+    assert f"picture: {demo.out / 'curves.png'}\n" in demo.printed
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -138,17 +171,10 @@ def test_observing_changes_nothing(demo, text, framework, tmp_path):
 
 def test_both_frameworks_train_the_same_model_on_the_same_data(text, tmp_path):
     scenario = Scenario(text, batch=4, context=32, layers=2, width=32)
-    losses, norms = [], []
-    for framework in FRAMEWORKS:
-        loop = importlib.import_module(f"healcore.{framework}.demo.training")
-        history = History(framework, "healed")
-        for done in loop.train(scenario, history, "default", tmp_path / framework):
-            if done == 5:
-                break
-        losses.append(history.column("loss"))
-        norms.append(history.column("grad_norm"))
-    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
-    np.testing.assert_allclose(norms[0], norms[1], rtol=1e-3)
+    one, other = (_train(name, scenario, "default", tmp_path / name, 5) for name in FRAMEWORKS)
+    assert len(one.steps) == len(other.steps) == 5
+    np.testing.assert_allclose(one.column("loss"), other.column("loss"), rtol=1e-4)
+    np.testing.assert_allclose(one.column("grad_norm"), other.column("grad_norm"), rtol=1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -170,37 +196,36 @@ def gone_back(tmp_path_factory):
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_rollback_goes_to_what_is_known_good_and_leaves_the_batch_out(gone_back, framework):
-    (healed,) = [
-        one
-        for one in gone_back.result.histories
-        if (one.framework, one.arm) == (framework, "healed")
-    ]
+    healed = gone_back.run(framework, "healed")
     # The NaN is at 48; 20 is the last checkpoint with 20 healthy steps after it.
     (back,) = healed.rollbacks
-    assert (back.onset, back.checkpoint, back.known_good) == (48, 20, True)
-    assert (back.lr_scale_before, back.lr_scale) == (1.0, 0.5)
-    assert back.batches[0] == 48
+    assert (back["onset"], back["checkpoint"], back["initial"]) == (48, 20, False)
+    assert (back["lr_scale_before"], back["lr_scale"]) == (1.0, 0.5)
+    left_out = [index for _, index in back["batches"]]
+    assert left_out[0] == 48
     assert healed.ending == "completed"
-    first, second = healed.branches
-    assert first[-1].step == back.step - 1
-    assert second[0].step == 20
-    assert {step.lr_scale for step in second} == {0.5}  # at once, and for the rest of the run
-    assert not {step.batch for step in second} & {*back.batches}
-    assert np.isfinite([step.loss for step in healed.kept]).all()
+    begin = next(i for i in range(1, len(healed.steps)) if healed.steps[i].step == 20 != i)
+    first, second = healed.steps[:begin], healed.steps[begin:]
+    assert [step.step for step in first] == list(range(back["step"]))
+    assert [step.step for step in second] == list(range(20, 20 + len(second)))
+    assert not {step.batch for step in second} & {*left_out}
+    assert np.isfinite([step.loss for step in [*first[:20], *second]]).all()
     # The same batches from the same state: what is undone is taken again, bit by bit, but slower.
     assert second[0].loss == first[20].loss
     assert second[0].batch == first[20].batch
+    lines = (healed.folder / "events.metrics.jsonl").read_text().splitlines()
+    metrics = [json.loads(line) for line in lines]
+    assert [line["step"] for line in metrics[-len(second) :]] == [step.step for step in second]
+    scales = {line["lr_scale"] for line in metrics[-len(second) :]}
+    assert scales == {0.5}  # at once, and for the rest of the run
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_rollback_is_told_while_it_happens_and_in_the_third_act(gone_back, framework):
+def test_a_rollback_is_printed_while_it_happens_and_in_the_table(gone_back, framework):
     lines = gone_back.printed.splitlines()
     assert any(line.startswith(f"{framework}: step 48: nonfinite loss") for line in lines)
-    third = lines[next(i for i, line in enumerate(lines) if line.startswith("Act 3")) :]
-    row = next(line.split() for line in third if line.split()[:1] == [framework])
-    assert row[1] == "48"
-    assert row[3:5] == ["step", "20"]
-    assert row[-1].startswith("48")
+    rows = [line.split() for line in lines]
+    assert any(row[:2] == [framework, "healed"] and "48 → 20 0.5" in " ".join(row) for row in rows)
 
 
 def test_a_policy_that_stops_the_run_is_told(tmp_path):
@@ -215,16 +240,12 @@ def test_a_policy_that_stops_the_run_is_told(tmp_path):
         console=Console(file=io.StringIO()),
         **TINY,
     )
-    (healed,) = result.histories
-    assert healed.stopped
+    (healed,) = result.runs
+    assert healed.ending == "stopped"
     assert healed.steps[-1].step in (24, 25)  # the NaN is at 24, and read a step later
-    (sentence,) = result.broken
-    assert sentence.startswith("the healed torch run of seed 0 was stopped")
-
-
-def test_ranges():
-    assert ranges([112, 113, 114, 120]) == "112-114, 120"
-    assert ranges([]) == "none"
+    assert "torch healed: runs to its end: stopped" in [
+        claim.text for claim in result.claims if not claim.holds
+    ]
 
 
 def test_an_earlier_demo_makes_room(gone_back):
@@ -240,21 +261,3 @@ def test_an_earlier_demo_makes_room(gone_back):
     )
     assert not (folder / "of an earlier demo").exists()
     assert (folder / "events.jsonl").exists()
-
-
-def test_a_policy_that_is_none_exits_with_2(capsys, tmp_path):
-    assert main(["--policy", "no-such-policy", "--out", str(tmp_path)]) == 2
-    assert "no-such-policy" in capsys.readouterr().err
-
-
-def test_too_few_steps_exit_with_2(capsys, tmp_path):
-    assert main(["--steps", "5", "--out", str(tmp_path)]) == 2
-    assert "at least 30" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "wrong", [["--seeds", "0"], ["--seed", "-1"], ["--seed", "1", "--seeds", "2"]]
-)
-def test_seeds_that_are_none_exit_with_2(wrong):
-    with pytest.raises(SystemExit, match="2"):
-        main(wrong)
