@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal, Unpack
 
+from healcore.core.errors import HealcoreError
 from healcore.policy import Overrides
 from healcore.runtime.driver import Driver
 from healcore.runtime.incidents.hooks import Hook, Hooks
@@ -18,7 +19,7 @@ from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.terms import terms_of
 
 
-class HealerError(RuntimeError):
+class HealerError(HealcoreError, RuntimeError):
     """The Healer is used where, or as, it cannot be."""
 
 

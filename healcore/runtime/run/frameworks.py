@@ -7,13 +7,14 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from healcore.core.errors import HealcoreError
 from healcore.runtime.driver import Driver
 from healcore.runtime.terms import Terms
 
 FRAMEWORKS = ("torch", "jax")
 
 
-class UnknownState(TypeError):
+class UnknownState(HealcoreError, TypeError):
     """A state that no driver can take; the message says what to pass."""
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from healcore.core.errors import HealcoreError
 from healcore.tools.report import metric_lines
 from healcore.tools.report.casebook import Casebook
 from healcore.tools.report.curves import gather
@@ -20,7 +21,7 @@ _TOLD = 20
 """Problems of one kind that are told one by one."""
 
 
-class MetricsError(ValueError):
+class MetricsError(HealcoreError, ValueError):
     """A metrics file that cannot be read."""
 
 
