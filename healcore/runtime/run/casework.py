@@ -57,7 +57,7 @@ def case_of(
         not_finite=tuple(keeper.not_finite),
         unsaved=keeper.failed,
         unsaved_why=keeper.trouble,
-        observes=judge.terms.observes,
+        observes=judge.policy.observes,
         last_good=keeper.good,
         path=_path(keeper),
         exception=exception,

@@ -115,12 +115,12 @@ class Orders:
 
     def _needs_evidence(self, order: Order) -> bool:
         """Whether it is asked first: not for what a hook says, nor for a rule that says stop."""
-        terms = self._recovery.terms
-        if not terms.confirm or order.overridden:
+        policy = self._recovery.policy
+        if not policy.confirm or order.overridden:
             return False
         stops = any(
             rule.action & Action.STOP and rule.causes & order.cause
-            for rule in terms.engine.config.rules
+            for rule in policy.engine.config.rules
         )
         return bool(order.action & (Action.ROLLBACK | Action.STOP)) and not stops
 
@@ -166,10 +166,10 @@ class Orders:
         The engine's budget is refunded by health, and steps that are taken again are healthy too;
         hooks are paid by nobody. What counts here is where in the run the trouble was.
         """
-        terms = self._recovery.terms
-        reach = max(terms.refund_after, 1)
+        policy = self._recovery.policy
+        reach = max(policy.refund_after, 1)
         near = self._near(order, reach)
-        if near < max(terms.recoveries, 1):
+        if near < max(policy.recoveries, 1):
             return ""
         return f"it has gone back {near} times within {reach} steps of the run"
 
@@ -210,10 +210,10 @@ class Orders:
 
     def _cuts(self, order: Order, trial: bool) -> bool:
         """Whether the rate is cut, though no rule has: other data have not helped."""
-        terms = self._recovery.terms
-        cuts = terms.engine.cuts_lr and not order.action & Action.CUT_LR
-        again = self._near(order, max(terms.region, 1))
-        return terms.confirm and cuts and not trial and again >= _OTHER_DATA
+        policy = self._recovery.policy
+        cuts = policy.engine.cuts_lr and not order.action & Action.CUT_LR
+        again = self._near(order, max(policy.region, 1))
+        return policy.confirm and cuts and not trial and again >= _OTHER_DATA
 
     def _left_out(self, order: Order, bad: tuple[BatchId, ...]) -> tuple[tuple[BatchId, ...], int]:
         """Which batches are not taken again: the bad window, and how many after it.
@@ -222,10 +222,10 @@ class Orders:
         again. Where the trouble comes back at the same step although they were left out it is wider
         than what was seen of it, and the window doubles each time.
         """
-        again = self._near(order, self._recovery.terms.engine.config.incident.quiet_steps)
+        again = self._near(order, self._recovery.policy.engine.config.incident.quiet_steps)
         if order.cause & Cause.INSTABILITY and order.action & Action.CUT_LR and not again:
             return (), 0
-        return bad, len(bad) * (2**again - 1) if self._recovery.terms.confirm else 0
+        return bad, len(bad) * (2**again - 1) if self._recovery.policy.confirm else 0
 
     def _tried(
         self, order: Order, arrival: Arrival, step: int, rate: float | None, left_out: int

@@ -50,7 +50,7 @@ class Run:
         loss_fn: Callable[..., Any] | None,
     ) -> None:
         self.recovery = recovery
-        self.terms = recovery.terms
+        self.policy = recovery.policy
         self.driver = recovery.driver
         self.keeper = recovery.keeper
         self.journal = recovery.journal
@@ -68,7 +68,7 @@ class Run:
         self.step = 0
         self.began = time.monotonic()
         self.judge = Judge(
-            terms=self.terms,
+            policy=self.policy,
             ledger=self.ledger,
             hooks=hooks,
             ranks=recovery.ranks,
@@ -77,7 +77,7 @@ class Run:
         )
         self.trials = Trials(
             wanted=rerun,
-            region=self.terms.region,
+            region=self.policy.region,
             feeds=self.feeds,
             ledger=self.ledger,
             journal=self.journal,
@@ -89,8 +89,8 @@ class Run:
         self._batch: Any = None
         """The batch that the loop is at."""
         # Ranks see different losses, and would not find the same.
-        self._asks = loss_fn is not None and recovery.terms.confirm and recovery.ranks.world == 1
-        self._looks_back = self._asks and recovery.terms.goes_back_for(HIGH)
+        self._asks = loss_fn is not None and recovery.policy.confirm and recovery.ranks.world == 1
+        self._looks_back = self._asks and recovery.policy.goes_back_for(HIGH)
         self._orders = Orders(
             recovery=recovery,
             judge=self.judge,
@@ -372,8 +372,8 @@ class Run:
             saves = []
         return Facts(
             run=self.log.run,
-            policy=self.terms.name,
-            observes=self.terms.observes,
+            policy=self.policy.name,
+            observes=self.policy.observes,
             framework=self.driver.framework,
             rank=self.recovery.ranks.rank,
             learning_rate=self.driver.learning_rate(),

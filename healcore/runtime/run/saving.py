@@ -53,7 +53,7 @@ class Saver:
         ledger = self._recovery.ledger
         alarmed = bool(ledger.unhealthy) and ledger.unhealthy[-1] >= step - 2
         late = step - self._overdue >= self._keeper.every
-        return not alarmed or late or self._recovery.terms.observes
+        return not alarmed or late or self._recovery.policy.observes
 
     def save(self, step: int, why: str) -> None:
         """A checkpoint of this step."""

@@ -49,9 +49,9 @@ def begin(run: Run, *, resume: bool, died: Any | None) -> None:
         _accept(run)
         run.save("first")
     run.terminating.watch()
-    mode = "observed" if run.terms.observes else "healed"
+    mode = "observed" if run.policy.observes else "healed"
     store = _describe(run.keeper.store)
-    run.narrator.say(f"{mode} by policy {run.terms.name}, from step {run.step}; {store}")
+    run.narrator.say(f"{mode} by policy {run.policy.name}, from step {run.step}; {store}")
 
 
 def _begin_lineage(run: Run) -> None:

@@ -60,10 +60,10 @@ class StateCheck:
         found = self._keeper.found_not_finite()
         fresh = found.keys() - self._known
         self._known |= found.keys()
-        terms = self._recovery.terms
-        if not fresh or (terms.observes and len(found) > len(fresh)):
+        policy = self._recovery.policy
+        if not fresh or (policy.observes and len(found) > len(fresh)):
             return None  # where nothing is changed, the first bad save says it all
-        order = self._order(found, step, _ACTIONS[terms.nonfinite_state])
+        order = self._order(found, step, _ACTIONS[policy.nonfinite_state])
         serious = order.action & (Action.ROLLBACK | Action.STOP)
         if serious and self._harmless(order):
             self._warn(
@@ -78,9 +78,9 @@ class StateCheck:
             cause=names(order.cause),
             action=names(order.action),
             why=f"checkpoint {min(found)} has NaN or Inf in {', '.join(order.arrays[:10])}",
-            observed=terms.observes,
+            observed=policy.observes,
         )
-        return None if terms.observes or not serious else order
+        return None if policy.observes or not serious else order
 
     def went_back(self, order: Order | None) -> None:
         """The saves after the checkpoint are quarantined."""
@@ -111,7 +111,7 @@ class StateCheck:
 
     def _harmless(self, order: Order) -> bool:
         """Whether going back has been tried, and nothing but the arrays themselves looks ill."""
-        region = self._recovery.terms.region
+        region = self._recovery.policy.region
         again = any(
             abs(order.onset - past.onset) < region and {*order.arrays} <= {*past.arrays}
             for past in self._left
