@@ -1,30 +1,72 @@
 """healcore: one policy that heals training runs, the same in JAX and in torch.
 
 Importing this package imports neither JAX nor torch (a test holds it to that). The parts load when
-they are first named: `healcore.policy`, `healcore.jax`, `healcore.torch`.
+they are first named: `healcore.policy`, `healcore.jax`, `healcore.torch`; so do `Healer` and all
+other names in it.
 """
 
 from __future__ import annotations
 
+# ruff: noqa: F403, F405 - the names are listed below, and a test imports each of them
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from healcore.core.errors import HealcoreError
+
 if TYPE_CHECKING:
     from healcore import jax, policy, torch
-    from healcore.runtime.healer import Healer
-    from healcore.runtime.loop.exits import RunStopped
+    from healcore.api import *
 
 __version__ = "0.1.0"
-__all__ = ["Healer", "RunStopped", "__version__", "jax", "policy", "torch"]
+__all__ = [
+    "Action",
+    "AlreadyCompleted",
+    "Cause",
+    "CheckpointDamaged",
+    "CheckpointStore",
+    "DataError",
+    "Decision",
+    "EmptyLoader",
+    "HealcoreError",
+    "Healer",
+    "HealerError",
+    "Incident",
+    "Interrupted",
+    "JournalError",
+    "Keep",
+    "LastGoodKept",
+    "LastStateNotSaved",
+    "MissingExtraError",
+    "NoGoodCheckpoint",
+    "NotFinite",
+    "NotThere",
+    "PolicyError",
+    "RankFailed",
+    "RunStopped",
+    "SaveFailed",
+    "SignalError",
+    "StateError",
+    "StateMismatch",
+    "StoreError",
+    "StoreInUse",
+    "StoreNotEmpty",
+    "Terminated",
+    "UnknownState",
+    "UnsavableState",
+    "UnusableLoader",
+    "__version__",
+    "jax",
+    "policy",
+    "torch",
+]
 
 _PARTS = frozenset({"jax", "policy", "torch"})
-_NAMES = {"Healer": "healcore.runtime.healer", "RunStopped": "healcore.runtime.loop.exits"}
 
 
 def __getattr__(name: str) -> Any:
     """Imports a part on first use (PEP 562), so that `healcore.torch.attach(...)` just works."""
-    if name in _NAMES:
-        return getattr(importlib.import_module(_NAMES[name]), name)
     if name in _PARTS:
         return importlib.import_module(f"healcore.{name}")
+    if name in __all__:
+        return getattr(importlib.import_module("healcore.api"), name)
     raise AttributeError(f"module 'healcore' has no attribute {name!r}; it has {sorted(__all__)}")

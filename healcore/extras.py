@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 
+from healcore.core.errors import HealcoreError
 
-class MissingExtraError(ImportError):
+
+class MissingExtraError(HealcoreError, ImportError):
     """A part of healcore was asked for whose framework is not installed."""
 
 

@@ -10,10 +10,14 @@ name, so that a program without Flax never loads it.
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from healcore.extras import require
 
 require("jax", "jax", "optax", "chex")
 
+from healcore.core.engine import StateError  # noqa: E402
 from healcore.core.signals import SignalError  # noqa: E402
 from healcore.core.verdict import Action, Cause, Decision  # noqa: E402
 from healcore.jax.commit import CommitError, commit  # noqa: E402
@@ -26,6 +30,9 @@ from healcore.jax.state import HealState, HealStateError  # noqa: E402
 from healcore.jax.stripping import attach, strip  # noqa: E402
 from healcore.jax.transform import heal, heal_zclip  # noqa: E402
 
+if TYPE_CHECKING:
+    from healcore.jax.store import Keep, MemoryStore, OrbaxStore, TieredStore
+
 __all__ = [
     "Action",
     "Cause",
@@ -33,9 +40,14 @@ __all__ = [
     "Decision",
     "HealState",
     "HealStateError",
+    "Keep",
+    "MemoryStore",
+    "OrbaxStore",
     "ProtectState",
     "ScaleByHealLrState",
     "SignalError",
+    "StateError",
+    "TieredStore",
     "announce",
     "attach",
     "commit",
@@ -54,3 +66,12 @@ __all__ = [
     "strip",
     "to_dict",
 ]
+
+_STORES = frozenset({"Keep", "MemoryStore", "OrbaxStore", "TieredStore"})
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the stores on first use (PEP 562): they load Orbax."""
+    if name in _STORES:
+        return getattr(importlib.import_module("healcore.jax.store"), name)
+    raise AttributeError(f"module 'healcore.jax' has no attribute {name!r}; it has {__all__}")

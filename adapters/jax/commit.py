@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from healcore.core.errors import HealcoreError
 
-class CommitError(TypeError):
+
+class CommitError(HealcoreError, TypeError):
     """Two train states that cannot be selected between, leaf by leaf."""
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from healcore.jax.packing import announced
-from healcore.jax.policy import engine_of
 from healcore.jax.state import (
     engine_state,
     find,
@@ -18,8 +17,12 @@ from healcore.jax.state import (
     with_engine_state,
 )
 
+if TYPE_CHECKING:
+    from healcore.core.engine import Engine
+    from healcore.policy import PolicyLike
 
-def to_dict(opt_state: Any, policy: Any) -> dict[str, Any]:
+
+def to_dict(opt_state: Any, policy: PolicyLike) -> dict[str, Any]:
     """The engine's state in the framework-neutral, JSON-safe form. Reads the device.
 
     Args:
@@ -32,11 +35,11 @@ def to_dict(opt_state: Any, policy: Any) -> dict[str, Any]:
     Raises:
         HealStateError: there is no healing state in it, or more than one.
     """
-    engine = engine_of(policy)
+    engine = _engine(policy)
     return engine.to_dict(jax.device_get(engine_state(engine, find(opt_state))))
 
 
-def from_dict(opt_state: Any, data: Mapping[str, Any], policy: Any) -> Any:
+def from_dict(opt_state: Any, data: Mapping[str, Any], policy: PolicyLike) -> Any:
     """An optimizer state that goes on from a saved engine state.
 
     Args:
@@ -52,7 +55,7 @@ def from_dict(opt_state: Any, data: Mapping[str, Any], policy: Any) -> Any:
         HealStateError: there is no healing state in `opt_state`, more than one, or one of another
             policy.
     """
-    engine = engine_of(policy)
+    engine = _engine(policy)
     old = find(opt_state)
     engine_state(engine, old)  # raises unless the policy is that of the optimizer
     state = with_engine_state(engine, old, engine.from_dict(data))
@@ -74,7 +77,7 @@ def announce(opt_state: Any) -> Any:
     return replace(opt_state, state._replace(heal_ints=announced(state.heal_ints)))
 
 
-def on_rollback(live: Any, restored: Any, policy: Any) -> Any:
+def on_rollback(live: Any, restored: Any, policy: PolicyLike) -> Any:
     """The optimizer state to go on with after a checkpoint was restored.
 
     Args:
@@ -88,7 +91,13 @@ def on_rollback(live: Any, restored: Any, policy: Any) -> Any:
     Raises:
         HealStateError: one of the two holds no healing state, or more than one.
     """
-    engine = engine_of(policy)
+    engine = _engine(policy)
     now, then = find(live), find(restored)
     state = engine.on_rollback(engine_state(engine, now), engine_state(engine, then), xp=jnp)
     return replace(restored, with_engine_state(engine, then, state))
+
+
+def _engine(policy: PolicyLike) -> Engine:
+    from healcore.policy import engine_of  # here: `import healcore.jax` loads no pydantic
+
+    return engine_of(policy)

@@ -13,15 +13,14 @@ from healcore.jax import updates as on_updates
 from healcore.jax.axes import Axes, AxisName
 from healcore.jax.lr import injected_rates
 from healcore.jax.meshes import on_mesh_of
-from healcore.jax.policy import engine_of
 from healcore.jax.records import STEPS, checked
 from healcore.jax.select_at_definition import step_or_keep
 from healcore.jax.signals import count_leaves, gather, say_if_unseen
 from healcore.jax.state import HealState
 from healcore.jax.transform import enforce, visible
 
-if TYPE_CHECKING:  # not at run time: a policy from an EngineConfig needs no pydantic
-    from healcore.policy import Overrides
+if TYPE_CHECKING:
+    from healcore.policy import Overrides, PolicyLike
 
 
 class ProtectState(NamedTuple):
@@ -39,7 +38,7 @@ class ProtectState(NamedTuple):
 
 def protect(
     inner: optax.GradientTransformation,
-    policy: Any = "default",
+    policy: PolicyLike = "default",
     *,
     axis_name: AxisName = None,
     shard_axis_name: AxisName = None,
@@ -65,7 +64,8 @@ def protect(
         inner: any optax transformation that keeps the structure, shapes and dtypes of its state.
             With an `optax.MultiSteps` inside, each micro-batch is judged on its own, and one that
             is skipped does not enter the accumulator.
-        policy: name of a preset, path of a TOML file, Policy, Engine or EngineConfig.
+        policy: a preset's name, the path of a TOML file, a `healcore.policy.Policy`, an Engine or
+            an EngineConfig, whose numbers may be traced arrays.
         axis_name: mesh axes of a `shard_map` or `pmap` around the update along which the gradients
             are the same (averaged with `pmean`). Loss and norms are averaged over them, so that
             every device decides alike. Not needed under `jit` alone.
@@ -97,6 +97,8 @@ def protect(
         >>> int(optax.tree.get(state, "count"))
         0
     """
+    from healcore.policy import engine_of  # here: `import healcore.jax` loads no pydantic
+
     _check_optimizer(inner)
     axes = Axes.of(axis_name, shard_axis_name)
     engine, kept = engine_of(policy, overrides), checked(records)

@@ -12,6 +12,7 @@ from jax.core import Tracer
 
 from healcore.core import tree
 from healcore.core.engine import Engine, EngineState, StateError, neutral
+from healcore.core.errors import HealcoreError
 from healcore.core.signals import Signals
 from healcore.core.verdict import Decision
 from healcore.jax import namespace, packing, records
@@ -21,7 +22,7 @@ from healcore.jax.placement import warn_if_behind
 _PREFIX = "heal"
 
 
-class HealStateError(ValueError):
+class HealStateError(HealcoreError, ValueError):
     """An optimizer state that holds no healing state, more than one, or that of another policy."""
 
 

@@ -19,13 +19,12 @@ from healcore.jax import state as heal_state
 from healcore.jax import updates as on_updates
 from healcore.jax.axes import Axes, AxisName
 from healcore.jax.meshes import on_mesh_of
-from healcore.jax.policy import engine_of
 from healcore.jax.records import STEPS, checked
 from healcore.jax.signals import count_leaves, gather, say_if_unseen
 from healcore.jax.state import HealState
 
-if TYPE_CHECKING:  # not at run time: `heal_zclip` needs no pydantic
-    from healcore.policy import Overrides
+if TYPE_CHECKING:
+    from healcore.policy import Overrides, PolicyLike
 
 OnSkip = Literal["zero", "nan"]
 _NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
@@ -33,7 +32,7 @@ _TARGETS = ("reciprocal", "mean", "max")
 
 
 def heal(
-    policy: Any = "default",
+    policy: PolicyLike = "default",
     *,
     on_skip: OnSkip = "zero",
     axis_name: AxisName = None,
@@ -50,7 +49,8 @@ def heal(
     - 1))``. The policy's LR multiplier is in the decision; `scale_by_heal_lr` applies it.
 
     Args:
-        policy: name of a preset, path of a TOML file, Policy, Engine or EngineConfig.
+        policy: a preset's name, the path of a TOML file, a `healcore.policy.Policy`, an Engine or
+            an EngineConfig, whose numbers may be traced arrays.
         on_skip: what a skipped step's updates are: "zero", or "nan" as a signal to
             `optax.apply_if_finite` (any other optimizer is ruined by it).
         axis_name: mesh axes of a `shard_map` or `pmap` around the update along which the gradients
@@ -80,6 +80,8 @@ def heal(
         >>> bool(jnp.all(updates["w"] == 0))
         True
     """
+    from healcore.policy import engine_of  # here: `import healcore.jax` loads no pydantic
+
     _check_on_skip(on_skip)
     axes = Axes.of(axis_name, shard_axis_name)
     return _transformation(engine_of(policy, overrides), on_skip, axes, checked(records))

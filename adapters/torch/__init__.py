@@ -11,6 +11,9 @@ host; every other optimizer takes an exact no-op, at one declared sync on an acc
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from healcore.extras import require
 
 require("torch", "torch")
@@ -18,7 +21,6 @@ require("torch", "torch")
 from healcore.core.engine import StateError  # noqa: E402
 from healcore.core.signals import SignalError  # noqa: E402
 from healcore.core.verdict import Action, Cause, Decision  # noqa: E402
-from healcore.torch import namespace  # noqa: E402
 from healcore.torch.attaching import attach  # noqa: E402
 from healcore.torch.errors import (  # noqa: E402
     AttachError,
@@ -29,18 +31,33 @@ from healcore.torch.errors import (  # noqa: E402
 from healcore.torch.healing import Healing  # noqa: E402
 from healcore.torch.report import Report  # noqa: E402
 
+if TYPE_CHECKING:
+    from healcore.torch.store import DCPStore, Keep, MemoryStore, TieredStore
+
 __all__ = [
     "Action",
     "AttachError",
     "Cause",
+    "DCPStore",
     "Decision",
     "Healing",
+    "Keep",
+    "MemoryStore",
     "ObservedTooLateError",
     "ParametersChangedError",
     "RanksDisagreeError",
     "Report",
     "SignalError",
     "StateError",
+    "TieredStore",
     "attach",
-    "namespace",
 ]
+
+_STORES = frozenset({"DCPStore", "Keep", "MemoryStore", "TieredStore"})
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the stores on first use (PEP 562): they load torch's distributed checkpoints."""
+    if name in _STORES:
+        return getattr(importlib.import_module("healcore.torch.store"), name)
+    raise AttributeError(f"module 'healcore.torch' has no attribute {name!r}; it has {__all__}")

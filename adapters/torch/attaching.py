@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
 from torch.optim import Optimizer
 
-from healcore.core.engine import Engine
 from healcore.torch import fused as kernels
 from healcore.torch import gradients
 from healcore.torch.agreeing import Agreement
@@ -21,19 +19,21 @@ from healcore.torch.measuring import Measurer
 from healcore.torch.report import Reporter
 from healcore.torch.step_hooks import StepHooks
 
-if TYPE_CHECKING:  # not at run time: healcore.torch alone loads no pydantic
-    from healcore.policy import Overrides
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from healcore.policy import Overrides, PolicyLike
 
 
 def attach(
     optimizer: Optimizer,
-    policy: Any = "default",
+    policy: PolicyLike = "default",
     *,
     scaler: torch.amp.GradScaler | None = None,
     engine: Literal["auto", "host", "device"] = "auto",
     fused: bool | Literal["auto"] = "auto",
     compile: bool | Literal["auto"] = "auto",
-    process_group: Any = "auto",
+    process_group: ProcessGroup | Literal["auto"] | None = "auto",
     **overrides: Unpack[Overrides],
 ) -> Healing:
     """Heals an optimizer: every `optimizer.step()` is judged first, then clipped, skipped or taken.
@@ -47,7 +47,8 @@ def attach(
 
     Args:
         optimizer: any torch.optim optimizer, or accelerate's or Fabric's wrapper around one.
-        policy: a policy's name, a path to its TOML file, a `healcore.policy.Policy`, or an Engine.
+        policy: a preset's name, the path of a TOML file, a `healcore.policy.Policy`, an Engine or
+            an EngineConfig.
         scaler: the GradScaler, if one is used. Only needed for an optimizer that is not fused,
             which it does not call at an overflow: such a step's losses are dropped with it, and
             overflows that do not end are counted as non-finite steps.
@@ -73,6 +74,8 @@ def attach(
             there is none of. Nothing has changed then.
         healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
     """
+    from healcore.policy import engine_of  # here: `import healcore.torch` loads no pydantic
+
     optimizer = unwrapped(optimizer)
     if engine not in ("auto", "host", "device"):
         raise AttachError(f"engine must be 'auto', 'host' or 'device', got {engine!r}")
@@ -119,16 +122,6 @@ def attach(
         agreement,
         Reporter(measurer, seat, reason, obstacle, enforcer.own_step.stoppable, agreement),
     )
-
-
-def engine_of(policy: Any, overrides: Mapping[str, Any] = {}) -> Engine:
-    """The engine of whatever names a policy, with values to replace in it."""
-    if isinstance(policy, Engine) and not overrides:
-        return policy
-    from healcore.policy import load
-
-    # An Engine with values to replace is refused there.
-    return load(policy, **overrides).engine()  # type: ignore[arg-type]
 
 
 def _seat(wanted: str, obstacle: str | None, home: torch.device, name: str) -> tuple[str, str]:

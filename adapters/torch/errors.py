@@ -6,18 +6,20 @@ A loss that is none raises `healcore.core.signals.SignalError`, a saved state th
 
 from __future__ import annotations
 
+from healcore.core.errors import HealcoreError
 
-class AttachError(TypeError):
+
+class AttachError(HealcoreError, TypeError):
     """`attach` cannot work with what it was given; nothing was changed."""
 
 
-class ObservedTooLateError(RuntimeError):
+class ObservedTooLateError(HealcoreError, RuntimeError):
     """A loss was observed after its step; the step at hand was not taken."""
 
 
-class RanksDisagreeError(RuntimeError):
+class RanksDisagreeError(HealcoreError, RuntimeError):
     """The ranks of one run have decided different things; the step at hand was not taken."""
 
 
-class ParametersChangedError(RuntimeError):
+class ParametersChangedError(HealcoreError, RuntimeError):
     """The optimizer's parameters are not those that `attach` saw; the step was not taken."""

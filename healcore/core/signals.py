@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.core import numerics
+from healcore.core.errors import HealcoreError
 
 
-class SignalError(ValueError):
+class SignalError(HealcoreError, ValueError):
     """A signal that cannot be one: the message says which, what was received, what to pass."""
 
 

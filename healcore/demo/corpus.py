@@ -9,13 +9,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from healcore.core.errors import HealcoreError
+
 SYMBOLS = 256
 """A byte-level vocabulary: no tokenizer."""
 _HELD_OUT_EVERY = 10
 _LARGEST = 4 * 1024 * 1024  # bytes read at most; the list is cut there, always at the same file
 
 
-class CorpusError(RuntimeError):
+class CorpusError(HealcoreError, RuntimeError):
     """The standard library's sources are not where they should be."""
 
 

@@ -24,13 +24,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from healcore.core.errors import HealcoreError
 from healcore.demo.corpus import SYMBOLS, Corpus
 
 SHORTEST = 30
 """Steps below which the faults run into one another."""
 
 
-class ScenarioError(ValueError):
+class ScenarioError(HealcoreError, ValueError):
     """A run that cannot be: the message says what was received and what to pass."""
 
 

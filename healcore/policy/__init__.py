@@ -14,9 +14,10 @@ from healcore.policy.document import SCHEMA, Policy
 from healcore.policy.dumping import dumps, to_dict
 from healcore.policy.errors import PolicyError, Problem
 from healcore.policy.fingerprint import fingerprint
-from healcore.policy.loading import PolicyLike, from_dict, load, loads
+from healcore.policy.loading import PolicySource, from_dict, load, loads
 from healcore.policy.overriding import Overrides
 from healcore.policy.presets import preset_names, preset_text, recipe_names
+from healcore.policy.resolver import PolicyLike, engine_of
 
 __all__ = [
     "SCHEMA",
@@ -25,9 +26,11 @@ __all__ = [
     "Policy",
     "PolicyError",
     "PolicyLike",
+    "PolicySource",
     "Problem",
     "diff",
     "dumps",
+    "engine_of",
     "fingerprint",
     "from_dict",
     "load",

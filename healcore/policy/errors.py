@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
+from healcore.core.errors import HealcoreError
+
 
 class Problem(NamedTuple):
     """One thing that is wrong."""
@@ -25,7 +27,7 @@ class Problem(NamedTuple):
         return "\n".join(line for line in lines if line)
 
 
-class PolicyError(ValueError):
+class PolicyError(HealcoreError, ValueError):
     """A policy that cannot be used. Raised when it is loaded, never during a run.
 
     Attributes:

@@ -19,8 +19,8 @@ from healcore.policy.overriding import Overrides, merged
 from healcore.policy.presets import preset_names, preset_text, recipe_names
 from healcore.policy.problems import problems_in
 
-PolicyLike = str | os.PathLike[str] | Policy
-"""What every `policy=` argument takes: a preset's name, a file, or a policy."""
+PolicySource = str | os.PathLike[str] | Policy
+"""What has a document: a preset's name, a file, or a policy."""
 
 _LARGEST_FILE = 1 << 20  # bytes; a policy has a few kB, a checkpoint given by mistake has more
 
@@ -29,7 +29,7 @@ _PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+"""
 _LONG_KEY = re.compile(rf"""(?<![\w.'"-])(?:{_PART}){{{_MOST_PARTS}}}""")
 
 
-def load(policy: PolicyLike, **overrides: Unpack[Overrides]) -> Policy:
+def load(policy: PolicySource, **overrides: Unpack[Overrides]) -> Policy:
     """Reads a policy and checks all of it.
 
         load("default", clip={"max_norm": 1.0}, detect={"plateau": {}})

@@ -7,18 +7,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal, Unpack
 
-from healcore.policy import Overrides
+from healcore.core.errors import HealcoreError
+from healcore.policy import Overrides, PolicyLike
 from healcore.runtime.driver import Driver
+from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.hooks import Hook, Hooks
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.setup import Options, open_run
 from healcore.runtime.loop.shutdown import close
 from healcore.runtime.store import CheckpointStore, Keep
 from healcore.runtime.store.ranks import Ranks
-from healcore.runtime.terms import terms_of
 
 
-class HealerError(RuntimeError):
+class HealerError(HealcoreError, RuntimeError):
     """The Healer is used where, or as, it cannot be."""
 
 
@@ -41,8 +42,8 @@ class Healer:
                 healer.update(state)
 
     Args:
-        policy: a preset's name, the path of a TOML file, a `healcore.policy.Policy`, or an Engine.
-            In JAX the one that the optimizer was built with.
+        policy: a preset's name, the path of a TOML file, a `healcore.policy.Policy`, an Engine or
+            an EngineConfig. In JAX the one that the optimizer was built with.
         state: what a checkpoint holds. torch: name -> module, optimizer, scheduler, scaler, or any
             object with `state_dict`; optimizers are attached to. JAX: the pytree that the step
             returns, or name -> nnx module and optimizer.
@@ -84,7 +85,7 @@ class Healer:
 
     def __init__(
         self,
-        policy: Any = "default",
+        policy: PolicyLike = "default",
         *,
         state: Any,
         store: str | os.PathLike[str] | CheckpointStore | None = None,
@@ -106,7 +107,7 @@ class Healer:
         **overrides: Unpack[Overrides],
     ) -> None:
         self._options = Options(
-            terms=terms_of(policy, overrides),
+            policy=HostPolicy.of(policy, overrides),
             state=state,
             store=store,
             events=events,

@@ -8,10 +8,12 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from healcore.core.errors import HealcoreError
+
 Name = str | os.PathLike[str]
 
 
-class OutputError(ValueError):
+class OutputError(HealcoreError, ValueError):
     """An output that cannot be written; the message says why, and what to write instead."""
 
 

@@ -15,6 +15,7 @@ from healcore.core.verdict import Cause
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data.feeds import Feeds
+from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.ledger import Ledger
 from healcore.runtime.rollback.host_state import HostState
 from healcore.runtime.rollback.journal import Journal
@@ -31,13 +32,12 @@ from healcore.runtime.store import (
     Status,
 )
 from healcore.runtime.store.ranks import Alone
-from healcore.runtime.terms import Terms, terms_of
 from tests.healer.loops import rules
 from tests.healer.records import record
 
 EVERY, PROBATION, REGION = 4, 3, 12
 KEEP = Keep(good=3, candidates=2, quarantined=2)
-TERMS: Terms = terms_of(rules())._replace(probation=PROBATION, region=REGION)
+POLICY: HostPolicy = HostPolicy.of(rules())._replace(probation=PROBATION, region=REGION)
 
 
 class Killed(BaseException):
@@ -146,7 +146,7 @@ class Process:
         )
         driver: Any = Nothing()
         self.rollbacks = RollbackManager(
-            terms=TERMS,
+            policy=POLICY,
             driver=driver,
             checkpoints=self.checkpoints,
             journal=self.journal,

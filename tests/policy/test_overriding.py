@@ -19,7 +19,7 @@ from healcore.policy import (
     preset_text,
     to_dict,
 )
-from healcore.runtime.terms import terms_of
+from healcore.runtime.host_policy import HostPolicy
 
 
 @pytest.fixture(params=["name", "file", "policy"])
@@ -88,7 +88,7 @@ def test_what_cannot_be_names_key_value_and_rule(default, overrides, key, value,
 def test_an_engine_has_no_values_to_replace():
     for engine in (EngineConfig(), Engine(EngineConfig())):
         with pytest.raises(PolicyError, match="a Policy, where clip is given as a keyword"):
-            terms_of(engine, {"clip": {"max_norm": 1.0}})
+            HostPolicy.of(engine, {"clip": {"max_norm": 1.0}})
 
 
 def test_nothing_given_is_changed():
@@ -105,8 +105,8 @@ def test_the_keywords_are_the_keys_of_a_file():
 
 
 def test_a_run_has_the_fingerprint_and_the_text_of_what_it_does():
-    terms = terms_of("default", {"rollback": {"probation": 7}, "clip": {"max_norm": 1.0}})
+    host = HostPolicy.of("default", {"rollback": {"probation": 7}, "clip": {"max_norm": 1.0}})
     policy = load("default", rollback={"probation": 7}, clip={"max_norm": 1.0})
-    assert (terms.probation, terms.fingerprint) == (7, fingerprint(policy))
-    assert terms.text is not None
-    assert loads(terms.text) == policy
+    assert (host.probation, host.fingerprint) == (7, fingerprint(policy))
+    assert host.text is not None
+    assert loads(host.text) == policy

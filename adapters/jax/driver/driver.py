@@ -17,9 +17,9 @@ from healcore.jax.driver.pending_dispatch import Dispatch, PendingReadback
 from healcore.jax.driver.places import Tree, place_of, value
 from healcore.jax.driver.ranks import this_run
 from healcore.jax.lr import injected_rates
-from healcore.jax.policy import engine_of
 from healcore.jax.state import HealState, HealStateError
 from healcore.jax.stripping import strip
+from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Ranks
 
@@ -39,7 +39,7 @@ class JaxDriver:
 
     framework = "jax"
 
-    def __init__(self, state: Any, policy: Any = "default") -> None:
+    def __init__(self, state: Any, policy: PolicyLike = "default") -> None:
         self._engine = engine_of(policy)
         self._place = place_of(state)
         tree = self._place.read()

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from healcore.core.engine import StateError
+from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.torch import gradients
 from healcore.torch.attaching import attach as attach_to
-from healcore.torch.attaching import engine_of, healing_of
+from healcore.torch.attaching import healing_of
 from healcore.torch.driver import live
 from healcore.torch.driver.accumulating import Accumulation
 from healcore.torch.driver.hyperparameters import TensorOptions
@@ -53,7 +54,10 @@ class TorchDriver:
     framework = "torch"
 
     def __init__(
-        self, state: Mapping[str, Any], policy: Any = "default", attach: Mapping[str, Any] = {}
+        self,
+        state: Mapping[str, Any],
+        policy: PolicyLike = "default",
+        attach: Mapping[str, Any] = {},
     ) -> None:
         self._state = live.checked(state)
         self.healings: dict[str, Healing] = {}

@@ -13,6 +13,7 @@ import numpy as np
 
 from healcore.core.engine.config import EngineConfig
 from healcore.core.engine.state import EngineState, init
+from healcore.core.errors import HealcoreError
 
 SCHEMA = 1
 """Version of the neutral form."""
@@ -20,7 +21,7 @@ SCHEMA = 1
 _MOST_GROUPS = 10_000_000
 
 
-class StateError(ValueError):
+class StateError(HealcoreError, ValueError):
     """A saved state that this policy cannot take; the message names the place and the remedy."""
 
 

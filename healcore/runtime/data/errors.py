@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from healcore.core.errors import HealcoreError
 
-class DataError(RuntimeError):
+
+class DataError(HealcoreError, RuntimeError):
     """What the data cursor refuses or fails at. What a loader raises itself comes as it is."""
 
 

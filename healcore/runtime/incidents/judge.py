@@ -10,12 +10,12 @@ from healcore.core.evidence import Evidence
 from healcore.core.step_record import Readings, StepRecord
 from healcore.core.verdict import Action, Cause, names
 from healcore.runtime.data import BatchId
+from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import JudgedStep
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.incident import Facts, Incident
 from healcore.runtime.ledger import IncidentRecord, Ledger
 from healcore.runtime.store.ranks import Ranks
-from healcore.runtime.terms import Terms
 
 _SEVERE = (Action.STOP, Action.ROLLBACK, Action.SAVE)
 _ALARMS = 100
@@ -59,7 +59,7 @@ class Judge:
     """Keeps the ledger, writes the events of every step, asks the hooks.
 
     Args:
-        terms: the policy.
+        policy: the policy.
         ledger: what is remembered.
         hooks: the user's.
         ranks: the processes of this run.
@@ -70,14 +70,14 @@ class Judge:
     def __init__(
         self,
         *,
-        terms: Terms,
+        policy: HostPolicy,
         ledger: Ledger,
         hooks: Hooks,
         ranks: Ranks,
         log_event: Callable[..., object],
         facts: Callable[[], Facts],
     ) -> None:
-        self.terms = terms
+        self.policy = policy
         self.ledger = ledger
         self.hooks = hooks
         self.ranks = ranks
@@ -155,7 +155,7 @@ class Judge:
 
     def _remember(self, step: JudgedStep) -> None:
         self._data[step.index] = step.batches
-        self._data.pop(step.index - max(self.terms.region, _REMEMBERED), None)
+        self._data.pop(step.index - max(self.policy.region, _REMEMBERED), None)
 
     def _order(
         self, step: JudgedStep, record: StepRecord, episode: IncidentRecord | None
@@ -180,7 +180,7 @@ class Judge:
         for problem in answer.problems:
             self.log_event("hook", step=step.index, hook="", problem=problem)
         ordered = action
-        if answer.action is not None and not self.terms.observes:
+        if answer.action is not None and not self.policy.observes:
             action = answer.action
             self.log_event(
                 "hook",
@@ -196,7 +196,7 @@ class Judge:
             for flags, deep in said:
                 action |= Action(flags)
                 depth = max(depth, deep)
-        if self.terms.observes or action & ~Action.ALERT & ~Action.CUT_LR:
+        if self.policy.observes or action & ~Action.ALERT & ~Action.CUT_LR:
             self.log_event(
                 "order",
                 step=step.index,
@@ -204,9 +204,9 @@ class Judge:
                 cause=names(record.cause),
                 action=names(action),
                 depth=depth,
-                observed=self.terms.observes,
+                observed=self.policy.observes,
             )
-        if self.terms.observes or not any(action & each for each in _SEVERE):
+        if self.policy.observes or not any(action & each for each in _SEVERE):
             return None
         first = episode.first if episode else {}
         since = min([first[name] for name in names(record.cause) if name in first], default=onset)
@@ -241,7 +241,7 @@ class Judge:
             readings=record.readings._asdict(),
             evidence=[each._asdict() for each in record.evidence],
             batches=[list(each) for each in step.batches],
-            observed=self.terms.observes,
+            observed=self.policy.observes,
         )
 
     def _note_rate(self, step: JudgedStep, record: StepRecord) -> None:
@@ -257,7 +257,7 @@ class Judge:
                 engine=record.engine,
                 lr_scale_before=before,
                 lr_scale=now,
-                observed=self.terms.observes,
+                observed=self.policy.observes,
             )
 
 

@@ -57,7 +57,7 @@ def case_of(
         not_finite=tuple(checkpoints.not_finite),
         unsaved=checkpoints.failed,
         unsaved_why=checkpoints.trouble,
-        observes=judge.terms.observes,
+        observes=judge.policy.observes,
         last_good=checkpoints.good,
         path=_path(checkpoints),
         exception=exception,

@@ -5,8 +5,10 @@ None is an `Exception`: a loop that catches those ends all the same.
 
 from __future__ import annotations
 
+from healcore.core.errors import HealcoreError
 
-class RunStopped(SystemExit):
+
+class RunStopped(HealcoreError, SystemExit):
     """The policy ends the run.
 
     Uncaught, Python prints the diagnosis and the process ends with status 1.
@@ -28,7 +30,7 @@ class RunStopped(SystemExit):
         return self.diagnosis
 
 
-class AlreadyCompleted(SystemExit):
+class AlreadyCompleted(HealcoreError, SystemExit):
     """The run in this directory had completed, and there is nothing left to do.
 
     Uncaught, the process ends with status 0: a scheduler that starts a program again until it
@@ -44,7 +46,7 @@ class AlreadyCompleted(SystemExit):
         return self.line
 
 
-class LastStateNotSaved(SystemExit):
+class LastStateNotSaved(HealcoreError, SystemExit):
     """The loop has ended, and its last state is in no checkpoint (a full disk, say).
 
     Uncaught, Python prints the reason and the process ends with status 1. Started again, the

@@ -7,13 +7,14 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from healcore.core.errors import HealcoreError
 from healcore.runtime.driver import Driver
-from healcore.runtime.terms import Terms
+from healcore.runtime.host_policy import HostPolicy
 
 FRAMEWORKS = ("torch", "jax")
 
 
-class UnknownState(TypeError):
+class UnknownState(HealcoreError, TypeError):
     """A state that no driver can take; the message says what to pass."""
 
 
@@ -41,13 +42,13 @@ def framework_of(state: Any) -> str:
 
 
 def driver_for(
-    state: Any, terms: Terms, framework: str | None, attach: Mapping[str, Any]
+    state: Any, policy: HostPolicy, framework: str | None, attach: Mapping[str, Any]
 ) -> Driver:
     """The driver of a state.
 
     Args:
         state: what the user passed.
-        terms: the policy.
+        policy: the policy.
         framework: "torch", "jax", or None to look at the state.
         attach: options of `healcore.torch.attach`, for torch.
 
@@ -61,5 +62,5 @@ def driver_for(
         raise UnknownState(f"attach holds options of healcore.torch.attach; this is {name}")
     adapter = importlib.import_module(f"healcore.{name}.driver")
     if name == "torch":
-        return adapter.TorchDriver(state, terms.engine, attach)
-    return adapter.JaxDriver(state, terms.engine)
+        return adapter.TorchDriver(state, policy.engine, attach)
+    return adapter.JaxDriver(state, policy.engine)

@@ -14,6 +14,7 @@ from healcore.runtime.data.feeds import Feeds
 from healcore.runtime.driver import Driver, PendingDispatch
 from healcore.runtime.events import Log
 from healcore.runtime.events.metrics import Metrics
+from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.assessment import HIGH, Assessor
 from healcore.runtime.incidents.delayed_reader import DelayedReader, JudgedStep, TakenDispatch
 from healcore.runtime.incidents.hooks import Hooks
@@ -34,7 +35,6 @@ from healcore.runtime.rollback.manager import RollbackManager
 from healcore.runtime.store import StoreError
 from healcore.runtime.store.claim import Claim
 from healcore.runtime.store.ranks import Ranks
-from healcore.runtime.terms import Terms
 
 _FEW_UNHEARD = 10
 _UNHEARD = 100
@@ -47,7 +47,7 @@ class Loop:
     def __init__(
         self,
         *,
-        terms: Terms,
+        policy: HostPolicy,
         driver: Driver,
         ranks: Ranks,
         checkpoints: CheckpointManager,
@@ -63,7 +63,7 @@ class Loop:
         rerun: bool,
         loss_fn: Callable[..., Any] | None,
     ) -> None:
-        self.terms = terms
+        self.policy = policy
         self.driver = driver
         self.ranks = ranks
         self.checkpoints = checkpoints
@@ -83,7 +83,7 @@ class Loop:
         self.step = 0
         self.began = time.monotonic()
         self.judge = Judge(
-            terms=terms,
+            policy=policy,
             ledger=ledger,
             hooks=hooks,
             ranks=ranks,
@@ -92,7 +92,7 @@ class Loop:
         )
         self.reruns = Reruns(
             wanted=rerun,
-            region=terms.region,
+            region=policy.region,
             feeds=feeds,
             ledger=ledger,
             journal=journal,
@@ -104,10 +104,10 @@ class Loop:
         self._batch: Any = None
         """The batch that the loop is at."""
         # Ranks see different losses, and would not find the same.
-        self._asks = loss_fn is not None and terms.confirm and ranks.world == 1
-        self._looks_back = self._asks and terms.goes_back_for(HIGH)
+        self._asks = loss_fn is not None and policy.confirm and ranks.world == 1
+        self._looks_back = self._asks and policy.goes_back_for(HIGH)
         self._orders = Orders(
-            terms=terms,
+            policy=policy,
             driver=driver,
             ranks=ranks,
             ledger=ledger,
@@ -121,7 +121,7 @@ class Loop:
             assessor=self._assessor,
         )
         self._state_check = StateCheck(
-            terms=terms,
+            policy=policy,
             driver=driver,
             checkpoints=checkpoints,
             judge=self.judge,
@@ -130,7 +130,7 @@ class Loop:
             warn=self.warn,
         )
         self._saves = SaveSchedule(
-            driver, checkpoints, rollbacks, ledger, observes=terms.observes, warn=self.warn
+            driver, checkpoints, rollbacks, ledger, observes=policy.observes, warn=self.warn
         )
         self._ids: dict[int, list[BatchId]] = {}
         """Of each loader the batches since its last step."""
@@ -403,8 +403,8 @@ class Loop:
             saves = []
         return Facts(
             run=self.log.run,
-            policy=self.terms.name,
-            observes=self.terms.observes,
+            policy=self.policy.name,
+            observes=self.policy.observes,
             framework=self.driver.framework,
             rank=self.ranks.rank,
             learning_rate=self.driver.learning_rate(),

@@ -8,6 +8,7 @@ from typing import NamedTuple, NoReturn
 from healcore.core.verdict import Action, Cause, names
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import Driver
+from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.assessment import Assessor, Finding, Verdict
 from healcore.runtime.incidents.delayed_reader import DelayedReader
 from healcore.runtime.incidents.judge import Judge, Order
@@ -19,7 +20,6 @@ from healcore.runtime.postmortem.diagnosis import Case, Tried, explain
 from healcore.runtime.rollback.manager import Arrival, RollbackManager, Wanted
 from healcore.runtime.store import StoreError
 from healcore.runtime.store.ranks import Ranks
-from healcore.runtime.terms import Terms
 
 _OTHER_DATA = 2  # rollbacks in the same region, each past more of the data; then the rate is cut
 
@@ -37,7 +37,7 @@ class Orders:
     """Carries them out.
 
     Args:
-        terms: the policy.
+        policy: the policy.
         driver: the live state.
         ranks: the processes of this run.
         ledger: rollbacks so far.
@@ -54,7 +54,7 @@ class Orders:
     def __init__(
         self,
         *,
-        terms: Terms,
+        policy: HostPolicy,
         driver: Driver,
         ranks: Ranks,
         ledger: Ledger,
@@ -67,7 +67,7 @@ class Orders:
         case: Callable[[str], Case],
         assessor: Assessor,
     ) -> None:
-        self._terms = terms
+        self._policy = policy
         self._driver = driver
         self._ranks = ranks
         self._ledger = ledger
@@ -131,12 +131,12 @@ class Orders:
 
     def _needs_evidence(self, order: Order) -> bool:
         """Whether it is asked first: not for what a hook says, nor for a rule that says stop."""
-        terms = self._terms
-        if not terms.confirm or order.overridden:
+        policy = self._policy
+        if not policy.confirm or order.overridden:
             return False
         stops = any(
             rule.action & Action.STOP and rule.causes & order.cause
-            for rule in terms.engine.config.rules
+            for rule in policy.engine.config.rules
         )
         return bool(order.action & (Action.ROLLBACK | Action.STOP)) and not stops
 
@@ -182,10 +182,10 @@ class Orders:
         The engine's budget is refunded by health, and steps that are taken again are healthy too;
         hooks are paid by nobody. What counts here is where in the run the trouble was.
         """
-        terms = self._terms
-        reach = max(terms.refund_after, 1)
+        policy = self._policy
+        reach = max(policy.refund_after, 1)
         near = self._near(order, reach)
-        if near < max(terms.recoveries, 1):
+        if near < max(policy.recoveries, 1):
             return ""
         return f"it has gone back {near} times within {reach} steps of the run"
 
@@ -225,10 +225,10 @@ class Orders:
 
     def _cuts(self, order: Order, trial: bool) -> bool:
         """Whether the rate is cut, though no rule has: other data have not helped."""
-        terms = self._terms
-        cuts = terms.engine.cuts_lr and not order.action & Action.CUT_LR
-        again = self._near(order, max(terms.region, 1))
-        return terms.confirm and cuts and not trial and again >= _OTHER_DATA
+        policy = self._policy
+        cuts = policy.engine.cuts_lr and not order.action & Action.CUT_LR
+        again = self._near(order, max(policy.region, 1))
+        return policy.confirm and cuts and not trial and again >= _OTHER_DATA
 
     def _left_out(self, order: Order, bad: tuple[BatchId, ...]) -> tuple[tuple[BatchId, ...], int]:
         """Which batches are not taken again: the bad window, and how many after it.
@@ -237,10 +237,10 @@ class Orders:
         again. Where the trouble comes back at the same step although they were left out it is wider
         than what was seen of it, and the window doubles each time.
         """
-        again = self._near(order, self._terms.engine.config.incident.quiet_steps)
+        again = self._near(order, self._policy.engine.config.incident.quiet_steps)
         if order.cause & Cause.INSTABILITY and order.action & Action.CUT_LR and not again:
             return (), 0
-        return bad, len(bad) * (2**again - 1) if self._terms.confirm else 0
+        return bad, len(bad) * (2**again - 1) if self._policy.confirm else 0
 
     def _tried(
         self, order: Order, arrival: Arrival, step: int, rate: float | None, left_out: int

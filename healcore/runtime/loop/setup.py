@@ -18,6 +18,7 @@ from healcore.runtime.data.feeds import Feeds
 from healcore.runtime.driver import Driver
 from healcore.runtime.events import Log
 from healcore.runtime.events.metrics import Metrics, path_beside
+from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import DelayedReader
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.ledger import Ledger
@@ -37,7 +38,6 @@ from healcore.runtime.store.memory import MemoryStore
 from healcore.runtime.store.permissions import open_to_others
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_first
 from healcore.runtime.store.room import fits
-from healcore.runtime.terms import Terms
 
 _logger = logging.getLogger("healcore")
 
@@ -52,7 +52,7 @@ class StoreNotEmpty(StoreError):
 class Options(NamedTuple):
     """What `Healer` was given."""
 
-    terms: Terms
+    policy: HostPolicy
     state: Any
     store: Any
     events: Any
@@ -105,10 +105,10 @@ def open_run(options: Options) -> Loop:
         StoreNotEmpty: `resume` does not allow what lies in the store.
         StoreError: the store cannot be used, or nothing in it is intact.
     """
-    terms = options.terms
+    policy = options.policy
     if any(loop.abandoned is not None and loop.abandoned.alive for loop in _under_way):
         gc.collect()  # one that nobody has any more may only wait for that
-    driver = options.driver or driver_for(options.state, terms, options.framework, options.attach)
+    driver = options.driver or driver_for(options.state, policy, options.framework, options.attach)
     held: Claim | None = None
     try:
         ranks = options.ranks or driver.ranks()
@@ -166,7 +166,7 @@ def _claimed(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
 
 
 def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None) -> Loop:
-    terms = options.terms
+    policy = options.policy
     store = _store(options, driver, ranks)
     folder = _folder(store)
     log = _log(options.events, folder, ranks)
@@ -176,20 +176,20 @@ def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None)
     journal = Journal(None if folder is None else folder / NAME, writes=ranks.rank == 0)
     log_event: Callable[..., object] = log.write
     console = ConsoleLog(enabled=ranks.rank == 0)
-    every = options.save_every or terms.probation
+    every = options.save_every or policy.probation
     checkpoints = CheckpointManager(
         store,
         every=every,
-        keep=options.keep or _keep(every, terms),
-        probation=terms.probation,
-        region=terms.region,
+        keep=options.keep or _keep(every, policy),
+        probation=policy.probation,
+        region=policy.region,
         verifier=BackgroundVerifier(behind=ranks.world == 1),
         ranks=ranks,
         log_event=log_event,
         warn=console.warning,
     )
     rollbacks = RollbackManager(
-        terms=terms,
+        policy=policy,
         driver=driver,
         checkpoints=checkpoints,
         journal=journal,
@@ -200,7 +200,7 @@ def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None)
         log_event=log_event,
     )
     loop = Loop(
-        terms=terms,
+        policy=policy,
         driver=driver,
         ranks=ranks,
         checkpoints=checkpoints,
@@ -228,10 +228,10 @@ def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None)
     log_event(
         "start",
         step=None,
-        policy=terms.name,
-        fingerprint=terms.fingerprint,
-        policy_toml=terms.text,
-        mode=terms.engine.mode,
+        policy=policy.name,
+        fingerprint=policy.fingerprint,
+        policy_toml=policy.text,
+        mode=policy.engine.mode,
         framework=driver.framework,
         rank=ranks.rank,
         world=ranks.world,
@@ -280,9 +280,9 @@ def _store(options: Options, driver: Driver, ranks: Ranks) -> CheckpointStore:
     return given
 
 
-def _keep(every: int, terms: Terms) -> Keep:
+def _keep(every: int, policy: HostPolicy) -> Keep:
     """By default as many on probation as it lasts, within bounds, and some older ones."""
-    return Keep(candidates=min(max(2, -(-terms.probation // every) + 1), 8), older=True)
+    return Keep(candidates=min(max(2, -(-policy.probation // every) + 1), 8), older=True)
 
 
 def _with_room(store: Any, driver: Driver, ranks: Ranks) -> CheckpointStore:

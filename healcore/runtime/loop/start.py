@@ -49,9 +49,9 @@ def begin(loop: Loop, *, resume: bool, died: Any | None) -> None:
         _accept(loop)
         loop.save("first")
     loop.termination.watch()
-    mode = "observed" if loop.terms.observes else "healed"
+    mode = "observed" if loop.policy.observes else "healed"
     store = _describe(loop.checkpoints.store)
-    loop.console.info(f"{mode} by policy {loop.terms.name}, from step {loop.step}; {store}")
+    loop.console.info(f"{mode} by policy {loop.policy.name}, from step {loop.step}; {store}")
 
 
 def _begin_lineage(loop: Loop) -> None:

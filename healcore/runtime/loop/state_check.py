@@ -14,9 +14,9 @@ from typing import NamedTuple
 from healcore.core.verdict import Action, Cause, names
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.driver import Driver
+from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.judge import Judge, Order
 from healcore.runtime.store.ranks import Ranks
-from healcore.runtime.terms import Terms
 
 _ACTIONS = {"alert": Action.ALERT, "rollback": Action.ROLLBACK, "stop": Action.STOP}
 
@@ -32,7 +32,7 @@ class StateCheck:
     """Makes the order.
 
     Args:
-        terms: the policy.
+        policy: the policy.
         driver: the live state.
         checkpoints: of the run.
         judge: knows the data of each step.
@@ -44,7 +44,7 @@ class StateCheck:
     def __init__(
         self,
         *,
-        terms: Terms,
+        policy: HostPolicy,
         driver: Driver,
         checkpoints: CheckpointManager,
         judge: Judge,
@@ -52,7 +52,7 @@ class StateCheck:
         log_event: Callable[..., object],
         warn: Callable[[str], object],
     ) -> None:
-        self._terms = terms
+        self._policy = policy
         self._driver = driver
         self._checkpoints = checkpoints
         self._judge = judge
@@ -71,10 +71,10 @@ class StateCheck:
         found = self._checkpoints.found_not_finite()
         fresh = found.keys() - self._known
         self._known |= found.keys()
-        terms = self._terms
-        if not fresh or (terms.observes and len(found) > len(fresh)):
+        policy = self._policy
+        if not fresh or (policy.observes and len(found) > len(fresh)):
             return None  # where nothing is changed, the first bad save says it all
-        order = self._order(found, step, _ACTIONS[terms.nonfinite_state])
+        order = self._order(found, step, _ACTIONS[policy.nonfinite_state])
         serious = order.action & (Action.ROLLBACK | Action.STOP)
         if serious and self._harmless(order):
             self._warn(
@@ -89,9 +89,9 @@ class StateCheck:
             cause=names(order.cause),
             action=names(order.action),
             why=f"checkpoint {min(found)} has NaN or Inf in {', '.join(order.arrays[:10])}",
-            observed=terms.observes,
+            observed=policy.observes,
         )
-        return None if terms.observes or not serious else order
+        return None if policy.observes or not serious else order
 
     def went_back(self, order: Order | None) -> None:
         """The saves after the checkpoint are quarantined."""
@@ -122,7 +122,7 @@ class StateCheck:
 
     def _harmless(self, order: Order) -> bool:
         """Whether going back has been tried, and nothing but the arrays themselves looks ill."""
-        region = self._terms.region
+        region = self._policy.region
         again = any(
             abs(order.onset - past.onset) < region and {*order.arrays} <= {*past.arrays}
             for past in self._left

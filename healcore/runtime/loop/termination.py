@@ -17,8 +17,10 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+from healcore.core.errors import HealcoreError
 
-class Terminated(SystemExit):
+
+class Terminated(HealcoreError, SystemExit):
     """The run was asked to end by a signal; its status is the shell's, 128 + the number."""
 
     def __init__(self, number: int) -> None:
@@ -26,7 +28,7 @@ class Terminated(SystemExit):
         self.number = number
 
 
-class Interrupted(KeyboardInterrupt, SystemExit):
+class Interrupted(HealcoreError, KeyboardInterrupt, SystemExit):
     """Ctrl-C, raised between two steps instead of within one.
 
     Uncaught it ends the process with status 130 and no traceback, as SystemExit does. Python does

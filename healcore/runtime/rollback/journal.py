@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from healcore.core.errors import HealcoreError
 from healcore.runtime.store import atomic, regular
 from healcore.runtime.store.sealed import Unsealed, seal, unseal
 
@@ -24,7 +25,7 @@ _READABLE = (1, 2)
 """1: of healcore before a journal knew which run it belongs to."""
 
 
-class JournalError(RuntimeError):
+class JournalError(HealcoreError, RuntimeError):
     """A journal that cannot be used; the message says what to do."""
 
 

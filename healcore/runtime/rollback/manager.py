@@ -15,6 +15,7 @@ from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data import BatchId
 from healcore.runtime.data.feeds import Feeds, Moved
 from healcore.runtime.driver import Driver
+from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.ledger import Ledger
 from healcore.runtime.rollback import lineage
 from healcore.runtime.rollback.checkpoint_choice import Choice, choose, common, tainted
@@ -31,7 +32,6 @@ from healcore.runtime.store import (
 )
 from healcore.runtime.store.directory import DirectoryStore
 from healcore.runtime.store.ranks import Ranks, agreed
-from healcore.runtime.terms import Terms
 
 
 class Wanted(NamedTuple):
@@ -79,7 +79,7 @@ class RollbackManager:
     """Goes back, and goes on from a checkpoint after a start.
 
     Args:
-        terms: the policy.
+        policy: the policy.
         driver: the live state.
         checkpoints: of the run.
         journal: what has to survive the process.
@@ -93,7 +93,7 @@ class RollbackManager:
     def __init__(
         self,
         *,
-        terms: Terms,
+        policy: HostPolicy,
         driver: Driver,
         checkpoints: CheckpointManager,
         journal: Journal,
@@ -103,7 +103,7 @@ class RollbackManager:
         ranks: Ranks,
         log_event: Callable[..., object],
     ) -> None:
-        self.terms = terms
+        self.policy = policy
         self.driver = driver
         self.checkpoints = checkpoints
         self.journal = journal
@@ -149,7 +149,7 @@ class RollbackManager:
         bad, more = (
             ((), 0)
             if wanted.trial is not None
-            else (wanted.bad, self.terms.skip_batches + wanted.more)
+            else (wanted.bad, self.policy.skip_batches + wanted.more)
         )
         aside = {*tainted(saves, onset=wanted.onset), *_newer(saves, choice.order[0])}
         plan = Plan(
@@ -198,7 +198,7 @@ class RollbackManager:
             onset=onset,
             depth=depth,
             earlier=self.ledger.earlier,
-            region=self.terms.region,
+            region=self.policy.region,
             initial=[s for s in (self.journal.page.first, self.began_at) if s is not None],
         )
 
@@ -207,7 +207,7 @@ class RollbackManager:
         live = self.driver.healing()
         if not wanted.cut:
             return live
-        return cut_lr(self.terms.engine, live, self.driver.learning_rate())
+        return cut_lr(self.policy.engine, live, self.driver.learning_rate())
 
     def _carry_out(self, plan: Plan, *, now: int) -> Outcome:
         """The plan. Doing it twice does the same."""
@@ -217,7 +217,7 @@ class RollbackManager:
         self.checkpoints.set_aside(_newer(self.saves(), landed.step), now=now)
         self.checkpoints.quarantine_later(landed.step)
         merge = gone_back if plan.trial is None else tried_again
-        engines = merge(self.terms.engine, plan.engines, self._engines(landed, now))
+        engines = merge(self.policy.engine, plan.engines, self._engines(landed, now))
         own = self._apply(landed, engines)
         self.ledger.went_back(plan.onset, landed.step, counts=plan.trial is None)
         return Outcome(landed.step, engines, own)
@@ -271,9 +271,9 @@ class RollbackManager:
         branch, forward = self.journal.page.branch, {}
         if branch is not None and landed.step <= branch.target:
             # Killed between the rollback and the first save after it, or that one is damaged.
-            live, _ = readable(self.terms.engine, branch.engines)
+            live, _ = readable(self.policy.engine, branch.engines)
             older = landed.step < branch.target
-            engines = gone_back(self.terms.engine, live, engines) if older else live
+            engines = gone_back(self.policy.engine, live, engines) if older else live
             remembered, forward = self.journal.page.ledger, branch.plan.forward
         own = self._apply(landed, engines)
         if remembered is not None:
@@ -323,7 +323,7 @@ class RollbackManager:
 
     def _engines(self, landed: Landed, now: int) -> dict[str, Any]:
         healing = landed.restored.healing or {}
-        engines, wrong = readable(self.terms.engine, healing.get("engines"))
+        engines, wrong = readable(self.policy.engine, healing.get("engines"))
         if wrong:
             self.log_event("problem", step=now, problem=wrong)
         return dict(engines)

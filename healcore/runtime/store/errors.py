@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from healcore.core.errors import HealcoreError
 
-class StoreError(RuntimeError):
+
+class StoreError(HealcoreError, RuntimeError):
     """Anything that a checkpoint store refuses, finds or fails at."""
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
+from healcore.core.errors import HealcoreError
+
 T = TypeVar("T")
 
 
@@ -37,7 +39,7 @@ class Alone:
         return [item]
 
 
-class RankFailed(OSError):
+class RankFailed(HealcoreError, OSError):
     """Another rank met an error; its words are in the message."""
 
 

@@ -6,6 +6,8 @@ import enum
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from healcore.core.errors import HealcoreError
+
 
 class Verdict(enum.Enum):
     """Of one check, or of a whole probe."""
@@ -63,7 +65,7 @@ class Result(NamedTuple):
         return worst(check.verdict for check in self.checks if check.decides)
 
 
-class ProbeError(ValueError):
+class ProbeError(HealcoreError, ValueError):
     """Something cannot be probed: the message names it and says what to pass instead."""
 
 

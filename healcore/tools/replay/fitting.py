@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import Engine
+from healcore.core.errors import HealcoreError
 from healcore.tools.replay.feeding import Feed
 
 
-class ReplayError(ValueError):
+class ReplayError(HealcoreError, ValueError):
     """A trace that a policy cannot be replayed on; the message says why and what to do."""
 
     def __init__(self, trace: str, problem: str) -> None:

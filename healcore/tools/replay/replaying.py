@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 
 from healcore.core.engine import Engine
 from healcore.core.verdict import Action, Cause
-from healcore.runtime.terms import terms_of
+from healcore.policy import PolicyLike
+from healcore.runtime.host_policy import HostPolicy
 from healcore.tools.replay import runners
 from healcore.tools.replay.decided import Decided, Judged, decided
 from healcore.tools.replay.feeding import chunk_of, feed_of
@@ -33,7 +33,7 @@ OnChunk = Callable[[Rows, Judged], None]
 
 def replay(
     trace: Trace,
-    policy: Any,
+    policy: PolicyLike,
     *,
     backend: str | None = None,
     on_chunk: OnChunk | None = None,
@@ -68,17 +68,17 @@ class Replay:
     def __init__(
         self,
         trace: Trace,
-        policy: Any,
+        policy: PolicyLike,
         backend: str | None,
         on_chunk: OnChunk | None,
         name: str | None,
     ) -> None:
         """See `replay`."""
-        terms = terms_of(policy)
+        host = HostPolicy.of(policy)
         self.trace = trace
-        self.policy = name or terms.name
-        self.fingerprint = terms.fingerprint or ""
-        self.engine: Engine = terms.engine
+        self.policy = name or host.name
+        self.fingerprint = host.fingerprint or ""
+        self.engine: Engine = host.engine
         self._survey = trace.survey()
         self._feed = feed_of(self.engine, self._survey.combinations)
         self.missing = resting(self.engine, self._feed, trace=trace.name, policy=self.policy)

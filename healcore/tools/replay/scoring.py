@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.core.engine import EngineConfig
+from healcore.core.errors import HealcoreError
 from healcore.core.verdict import Action
 from healcore.tools.replay.decided import Judged
 from healcore.tools.traces import Rows
@@ -28,7 +29,7 @@ EARLY, LATE, START, FEWEST, IN_TIME = 5, 40, 64, 200, 10
 ROLLBACKS, STOPS, SKIPS, ALARMS = "rollbacks", "stops", "skips", "alarms"
 
 
-class LabelError(ValueError):
+class LabelError(HealcoreError, ValueError):
     """A file of labels that cannot be used; the message says why."""
 
 

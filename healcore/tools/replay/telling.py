@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from healcore.policy import PolicyLike, dumps, load
+from healcore.policy import PolicySource, dumps, load
 from healcore.tools.replay.decided import Judged
 from healcore.tools.replay.replaying import Replay
 from healcore.tools.replay.summary import Summary
@@ -47,7 +47,7 @@ class Storyteller:
         if len(self._index) > _MOST_HELD:
             self._thin(self._envelope.kept()[0])
 
-    def story(self, result: Replay, policy: PolicyLike, notes: tuple[str, ...] = ()) -> Story:
+    def story(self, result: Replay, policy: PolicySource, notes: tuple[str, ...] = ()) -> Story:
         """The story of a replay that has come to its end.
 
         Args:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from healcore.core.errors import HealcoreError
 from healcore.runtime.events.reading import lines
 from healcore.tools.report import metric_lines
 from healcore.tools.report.casebook import Casebook
@@ -22,7 +23,7 @@ _TOLD = 20
 """Problems of one kind that are told one by one."""
 
 
-class MetricsError(ValueError):
+class MetricsError(HealcoreError, ValueError):
     """A metrics file that cannot be read."""
 
 

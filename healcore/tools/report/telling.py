@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from healcore.core.errors import HealcoreError
 from healcore.policy import Policy
 from healcore.runtime.events import read
 from healcore.runtime.events.metrics import path_beside, stem
@@ -19,7 +20,7 @@ from healcore.tools.report.sources import MetricsError, curves_of, listed
 from healcore.tools.report.story import Story
 
 
-class ReportError(ValueError):
+class ReportError(HealcoreError, ValueError):
     """A file that no report can be made of: the file, the rule, what to write instead."""
 
 

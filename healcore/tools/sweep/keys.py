@@ -8,6 +8,7 @@ from typing import Any, get_type_hints
 
 from healcore.core.detectors import CAUSES
 from healcore.core.engine import EngineConfig, IncidentConfig, RuleConfig
+from healcore.core.errors import HealcoreError
 from healcore.core.verdict import Action
 from healcore.policy import Policy, to_dict
 
@@ -20,7 +21,7 @@ _SETTLED = ("warmup", "escape", "first_", "min_rel_std")
 _BLIND = ("clip", "rollback", "lr", "budget", "retry", "grace_steps")
 
 
-class SweepError(ValueError):
+class SweepError(HealcoreError, ValueError):
     """A sweep that cannot be done; the message says what was received and what to write instead."""
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from healcore.policy import Policy, PolicyLike, load
+from healcore.policy import Policy, PolicySource, load
 from healcore.tools.replay.scoring import FEWEST, Label, Labels
 from healcore.tools.sweep import hindsight, outcome, running, scoring, space, splitting
 from healcore.tools.sweep.counting import counted
@@ -75,7 +75,7 @@ class Sweep(NamedTuple):
 
 def sweep(
     traces: Sequence[Trace],
-    policy: PolicyLike = "default",
+    policy: PolicySource = "default",
     *,
     vary: Sequence[str] = (),
     labels: Labels | None = None,

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from healcore.core.errors import HealcoreError
+
 SIGNALS = ("loss", "grad_norm", "update_norm", "eval_loss", "lr")
 """What is looked for in a log, by the names of `healcore.core.signals` (and the learning rate)."""
 
@@ -17,7 +19,7 @@ CHUNK = 4096
 """Most rows of one chunk: what is in memory at a time, whatever the length of the file."""
 
 
-class TraceError(ValueError):
+class TraceError(HealcoreError, ValueError):
     """A trace that cannot be read: the file, the rule, what to write instead."""
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from healcore.core.errors import HealcoreError
 from healcore.policy import Policy
 from healcore.runtime.events.metrics import path_beside
 from healcore.runtime.events.reading import Event
@@ -30,7 +31,7 @@ _FOREIGN = 20
 """Lines without one event among them after which a file is taken to be something else."""
 
 
-class WatchError(ValueError):
+class WatchError(HealcoreError, ValueError):
     """A file that cannot be watched."""
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from healcore.core.signals import Signals
-from healcore.policy import PolicyLike, load
+from healcore.policy import PolicySource, load
 from tests.core.fuzz import at
 from tests.parity import recorded
 
@@ -34,7 +34,7 @@ class Told(NamedTuple):
     """Of the clipping rule."""
 
 
-def port(policy: PolicyLike, runs: list[Trace]) -> list[Told]:
+def port(policy: PolicySource, runs: list[Trace]) -> list[Told]:
     """Drives a policy on all runs at once, a lane each; a shorter run ends in void steps."""
     steps = max(len(run.loss) for run in runs)
     shape = (steps, len(runs))

@@ -13,7 +13,7 @@ from healcore.core import host
 from healcore.core.signals import Signals
 from healcore.core.verdict import Action, Cause
 from healcore.policy import load
-from healcore.runtime.terms import terms_of
+from healcore.runtime.host_policy import HostPolicy
 from tests.catalogue.watch import curves
 from tests.parity import recorded
 
@@ -174,7 +174,7 @@ def test_kempner_the_action_on_nan_is_one_word(kempner):
 @pytest.mark.parametrize("name", ["palm-rollback", "opt-restart", "kempnerforge"])
 def test_the_host_reads_the_same_numbers(name):
     policy = load(name)
-    terms = terms_of(name)
-    assert terms.probation == policy.rollback.probation
-    assert terms.skip_batches == policy.rollback.skip_batches
-    assert terms.recoveries == policy.budget.recoveries
+    host = HostPolicy.of(name)
+    assert host.probation == policy.rollback.probation
+    assert host.skip_batches == policy.rollback.skip_batches
+    assert host.recoveries == policy.budget.recoveries

@@ -1,0 +1,38 @@
+"""What `healcore` has besides its parts: imported when one of these names is first used."""
+
+from __future__ import annotations
+
+from healcore.core.engine import StateError as StateError
+from healcore.core.signals import SignalError as SignalError
+from healcore.core.verdict import Action as Action
+from healcore.core.verdict import Cause as Cause
+from healcore.core.verdict import Decision as Decision
+from healcore.extras import MissingExtraError as MissingExtraError
+from healcore.policy import PolicyError as PolicyError
+from healcore.runtime.data import DataError as DataError
+from healcore.runtime.data import EmptyLoader as EmptyLoader
+from healcore.runtime.data import UnusableLoader as UnusableLoader
+from healcore.runtime.healer import Healer as Healer
+from healcore.runtime.healer import HealerError as HealerError
+from healcore.runtime.incidents.incident import Incident as Incident
+from healcore.runtime.loop.exits import AlreadyCompleted as AlreadyCompleted
+from healcore.runtime.loop.exits import LastStateNotSaved as LastStateNotSaved
+from healcore.runtime.loop.exits import RunStopped as RunStopped
+from healcore.runtime.loop.frameworks import UnknownState as UnknownState
+from healcore.runtime.loop.setup import StoreNotEmpty as StoreNotEmpty
+from healcore.runtime.loop.termination import Interrupted as Interrupted
+from healcore.runtime.loop.termination import Terminated as Terminated
+from healcore.runtime.rollback.journal import JournalError as JournalError
+from healcore.runtime.store import CheckpointDamaged as CheckpointDamaged
+from healcore.runtime.store import CheckpointStore as CheckpointStore
+from healcore.runtime.store import Keep as Keep
+from healcore.runtime.store import LastGoodKept as LastGoodKept
+from healcore.runtime.store import NoGoodCheckpoint as NoGoodCheckpoint
+from healcore.runtime.store import NotFinite as NotFinite
+from healcore.runtime.store import NotThere as NotThere
+from healcore.runtime.store import SaveFailed as SaveFailed
+from healcore.runtime.store import StateMismatch as StateMismatch
+from healcore.runtime.store import StoreError as StoreError
+from healcore.runtime.store import StoreInUse as StoreInUse
+from healcore.runtime.store import UnsavableState as UnsavableState
+from healcore.runtime.store.ranks import RankFailed as RankFailed
