@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.runtime.events.shapes import NONFINITE
+from healcore.runtime.events.models import NONFINITE
 
 CURVES = ("loss", "grad_norm", "threshold", "lr_scale")
 _ROWS = 4096

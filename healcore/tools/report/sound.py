@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from healcore.runtime.events.fields import ENVELOPE, FIELDS
+from healcore.runtime.events.models import EventModel, record
 from healcore.runtime.events.reading import Event
-
-_NAMED = frozenset({"cause", "action", "ordered"})
-"""Lists of names: those of a newer healcore are as good to read."""
 
 
 def sound(event: Event) -> tuple[Event, list[str]]:
@@ -22,17 +18,9 @@ def sound(event: Event) -> tuple[Event, list[str]]:
         The event, and the names of known fields that were left out. `step` is always in it, None
         where it was missing or wrong.
     """
-    kept: dict[str, Any] = {"step": None}
-    wrong = []
-    for name, value in event.items():
-        field = ENVELOPE.get(name) or FIELDS.get(name)
-        if field is None:
-            continue
-        if field.shape.fits(value) or (name in _NAMED and _all_text(value)):
-            kept[name] = value
-        else:
-            wrong.append(name)
-    return kept, wrong
+    _, wrong = record(event)
+    known = {*EventModel.model_fields, "schema"} - set(wrong)
+    return {"step": None, **{n: v for n, v in event.items() if n in known}}, wrong
 
 
 def number(event: Event, name: str) -> float | None:
@@ -44,7 +32,3 @@ def number(event: Event, name: str) -> float | None:
 def words(flags: Sequence[str]) -> str:
     """Names of causes or actions, for a person: "grad spike and loss spike"."""
     return " and ".join(name.lower().replace("_", " ") for name in flags)
-
-
-def _all_text(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
