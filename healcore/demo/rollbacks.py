@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from healcore.history import runs_of
 from healcore.runtime.events import read
 
 
@@ -45,21 +46,20 @@ def told(events: Path) -> Told:
     Raises:
         OSError: it cannot be read.
     """
-    found, ending = [], None
-    for event in read(events).events:
-        if event["kind"] == "rollback":
-            found.append(
-                Rollback(
-                    onset=event["onset"],
-                    cause=tuple(event["cause"]),
-                    step=event["step"],
-                    checkpoint=event["checkpoint"],
-                    known_good=not event["initial"],
-                    lr_scale_before=float(event["lr_scale_before"]),
-                    lr_scale=float(event["lr_scale"]),
-                    batches=tuple(index for _, index in event["batches"]),
-                )
-            )
-        elif event["kind"] == "end":
-            ending = event["ending"]
-    return Told(tuple(found), ending)
+    runs = runs_of(read(events).runs())
+    found = tuple(
+        Rollback(
+            onset=each.onset or 0,
+            cause=tuple(each.cause or ()),
+            step=each.step or 0,
+            checkpoint=each.checkpoint or 0,
+            known_good=not each.initial,
+            lr_scale_before=1.0 if each.lr_scale_before is None else each.lr_scale_before,
+            lr_scale=1.0 if each.lr_scale is None else each.lr_scale,
+            batches=tuple(index for _, index in each.batches or ()),
+        )
+        for run in runs
+        for each in run.rollbacks
+    )
+    end = runs[-1].end if runs else None
+    return Told(found, end.ending if end is not None else None)

@@ -138,7 +138,7 @@ def _has(about: str) -> Any:
     return Field(description=about)
 
 
-class Envelope(_Model):
+class EventHead(_Model):
     """What every event has."""
 
     schema_: WholeFromOne = Field(alias="schema", description="Version of the format: 1.")
@@ -222,7 +222,7 @@ class EventFields(_Model):
     last_good: Whole = _may("Step of the newest known-good checkpoint.")
 
 
-class EventModel(EventFields, Envelope):
+class EventModel(EventFields, EventHead):
     """One event as it should be."""
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from healcore.runtime.events.models import KINDS, Envelope, EventModel, MetricsModel
+from healcore.runtime.events.models import KINDS, EventHead, EventModel, MetricsModel
 from healcore.runtime.events.reading import SCHEMA
 
-ENVELOPE = tuple(field.alias or name for name, field in Envelope.model_fields.items())
+ENVELOPE = tuple(field.alias or name for name, field in EventHead.model_fields.items())
 """Every event has these."""
 
 

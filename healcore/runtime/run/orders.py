@@ -7,6 +7,7 @@ from typing import NamedTuple, NoReturn
 
 from healcore.core.verdict import Action, Cause, names
 from healcore.runtime.data import BatchId
+from healcore.runtime.events.models import RollbackOutcome
 from healcore.runtime.incidents.assessment import Assessor, Finding, Verdict
 from healcore.runtime.incidents.delayed_reader import DelayedReader
 from healcore.runtime.incidents.judging import Judge, Order
@@ -255,7 +256,7 @@ class Orders:
             onset=order.onset,
             cause=names(order.cause),
             checkpoint=arrival.target,
-            outcome="trial" if trial else "done",
+            outcome=RollbackOutcome.TRIAL if trial else RollbackOutcome.DONE,
             lr=self._recovery.driver.learning_rate(),
             lr_scale_before=before,
             lr_scale=before if trial else after,

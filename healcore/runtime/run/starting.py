@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from healcore.runtime.events import reading
+from healcore.runtime.events.models import RollbackOutcome
 from healcore.runtime.recovery.journal import Page, Plan
 from healcore.runtime.recovery.lineage import nothing_left, refuse_if_lost, unstated
 from healcore.runtime.run.running import Run
@@ -162,7 +163,7 @@ def _tell_late(run: Run, plan: Plan, target: int) -> None:
         number=plan.number,
         onset=plan.onset,
         checkpoint=target,
-        outcome="finished after a crash" if plan.trial is None else "trial",
+        outcome=RollbackOutcome.AFTER_CRASH if plan.trial is None else RollbackOutcome.TRIAL,
     )
 
 
