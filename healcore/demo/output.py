@@ -15,10 +15,11 @@ from rich.table import Table
 from healcore.demo.claims import Claim, Outcome, outcome
 from healcore.demo.runs import FIXED_CLIP, SAVE_EVERY, DemoRun, number
 from healcore.demo.scenario import Scenario
+from healcore.history import Curves
 from healcore.policy import Policy
 from healcore.tools.report import page, picture
-from healcore.tools.report.story import Series, Story
-from healcore.tools.report.telling import tell
+from healcore.tools.report.report import RunReport
+from healcore.tools.report.runs import read_reports
 
 _STYLES = {Outcome.TRAINED: "green", Outcome.NEITHER: "yellow", Outcome.FAILED: "red"}
 
@@ -54,17 +55,17 @@ def show(
         out: folder of the picture.
     """
     healed = [run for run in runs if run.arm == "healed"]
-    stories = {str(run): tell(run.folder / "events.jsonl").stories[0] for run in healed}
-    console.print(_table(runs, stories, scenario), "")
+    reports = {str(run): read_reports(run.folder / "events.jsonl").reports[0] for run in healed}
+    console.print(_table(runs, reports, scenario), "")
     for claim in claims:
         sign = "[green]ok[/]    " if claim.holds else "[red]BROKEN[/]"
         console.print(f"{sign} {claim.text}", highlight=False, soft_wrap=True)
     pages = []
     for run in healed:
         pages.append(run.folder / "events.report.html")
-        pages[-1].write_text(page.render([stories[str(run)]]), encoding="utf-8")
+        pages[-1].write_text(page.render([reports[str(run)]]), encoding="utf-8")
     picture.draw(
-        [story._replace(title=name) for name, story in stories.items()],
+        [report._replace(title=name) for name, report in reports.items()],
         out / "curves.png",
         behind={str(run): _behind(run, runs, scenario) for run in healed},
     )
@@ -72,7 +73,7 @@ def show(
     console.print(f"picture: {out / 'curves.png'}", soft_wrap=True)
 
 
-def _table(runs: Sequence[DemoRun], stories: dict[str, Story], scenario: Scenario) -> Table:
+def _table(runs: Sequence[DemoRun], reports: dict[str, RunReport], scenario: Scenario) -> Table:
     """One row per run, as it came out."""
     table = Table(
         caption="loss: nats per byte, the mean of the 20 steps before the empty batch, and at the "
@@ -86,8 +87,8 @@ def _table(runs: Sequence[DemoRun], stories: dict[str, Story], scenario: Scenari
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column(" ", no_wrap=True)
     for run in runs:
-        found, story = outcome(run, scenario.corpus), stories.get(str(run))
-        skips, clips = (story.skips, story.clips) if story else (0, 0)
+        found, report = outcome(run, scenario.corpus), reports.get(str(run))
+        skips, clips = (report.counts.skips, report.counts.clips) if report else (0, 0)
         if run.arm == "fixed clip":
             clips = int((run.column("grad_norm") > FIXED_CLIP).sum())
         table.add_row(
@@ -107,7 +108,7 @@ def _table(runs: Sequence[DemoRun], stories: dict[str, Story], scenario: Scenari
 def _behind(healed: DemoRun, runs: Sequence[DemoRun], scenario: Scenario) -> picture.Backdrop:
     """The other arms of its framework and seed, and where the faults are."""
     others = {
-        run.arm: Series(run.column("step"), run.column("loss"), run.column("grad_norm"))
+        run.arm: Curves(run.column("step"), run.column("loss"), run.column("grad_norm"))
         for run in runs
         if (run.framework, run.seed) == (healed.framework, healed.seed) and run is not healed
     }

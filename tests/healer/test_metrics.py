@@ -13,6 +13,7 @@ import torch
 
 from healcore.core.verdict import Cause
 from healcore.runtime.events.metrics import Metrics
+from healcore.runtime.events.models import MetricsModel
 from healcore.runtime.healer import Healer
 from tests.healer.loops import Faults, loop_of, rules, same, train
 from tests.healer.records import record
@@ -21,12 +22,17 @@ BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Strictly JSON, or the test fails."""
+    """Strictly JSON in the shape of `MetricsModel`, or the test fails."""
 
     def refuse(token: str) -> None:
         raise AssertionError(f"{token} is not JSON")
 
-    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    found = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    known = {"schema", *MetricsModel.model_fields}
+    for line in found:
+        MetricsModel.model_validate(line)
+        assert line.keys() <= known
+    return found
 
 
 @BOTH
@@ -139,7 +145,7 @@ def test_a_forked_child_does_not_write_the_parents_lines(tmp_path):
         os._exit(0)
     os.waitpid(child, 0)
     metrics.close()
-    assert len(lines(path)) == 1
+    assert len(path.read_text().splitlines()) == 1
 
 
 def test_by_default_they_lie_beside_the_events(tmp_path):

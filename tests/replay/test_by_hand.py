@@ -14,7 +14,8 @@ from healcore.core.signals import Signals
 from healcore.core.verdict import Action, Cause
 from healcore.policy import load, loads
 from healcore.tools.replay import replay
-from healcore.tools.replay.telling import facts
+from healcore.tools.replay.report import facts
+from healcore.tools.report.words import outcome
 from tests.healer.loops import rules
 from tests.replay import logs
 from tests.replay.test_backends import OVERFIT
@@ -199,7 +200,7 @@ def test_a_spent_budget_is_told_and_the_replay_goes_on(tmp_path):
     assert again[0].step == summary.stopped_step
     assert again[-1].attempt == 1
     assert all(Action.STOP | Action.ROLLBACK in row.action for row in again)
-    assert "none was left" in result.incidents[recoveries].outcome
+    assert "none was left" in outcome(result.incidents[recoveries])
 
 
 def test_an_incident_that_never_ends_is_unpaid_once(tmp_path):
@@ -237,8 +238,8 @@ def test_the_first_rollback_of_an_incident_is_what_would_have_happened(tmp_path)
     first, second = result.incidents
     assert (first.lr_before, first.lr_after) == (1.0, 0.5)
     assert "STOP" not in second.action
-    assert "would go back (once more had that not helped)" in first.outcome
-    assert "would go back (had that not helped, it would stop)" in second.outcome
+    assert "would go back (once more had that not helped)" in outcome(first)
+    assert "would go back (had that not helped, it would stop)" in outcome(second)
     told = facts(summary, "numpy")
     assert told["rollbacks"] == "2, and 2 more had going back not helped, 1 beyond the budget"
     assert told["cuts of the learning rate"] == "2, and 2 more had going back not helped"
@@ -252,7 +253,7 @@ def test_a_rule_that_stops_ends_the_run_wherever_it_does(tmp_path):
     run["loss"][100] = "nan"
     _, result = replayed(logs.trace(logs.write(tmp_path / "a.csv", run)), loads(STOPS))
     assert (result.summary.stopped_at, result.summary.rollbacks) == (100, 0)
-    assert result.incidents[0].outcome == "would stop"
+    assert outcome(result.incidents[0]) == "would stop"
 
 
 def test_one_rollback_for_each_of_several_lone_alarms(tmp_path):
@@ -304,7 +305,7 @@ def test_incidents_have_their_rows_and_steps(tmp_path):
     assert incident.step == 1000 + 10 * incident.index
     assert "LOSS_SPIKE" in incident.cause
     assert (incident.lr_before, incident.lr_after) == (1.0, 0.5)
-    assert "would go back" in incident.outcome
+    assert "would go back" in outcome(incident)
     assert incident.skipped > 0
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from healcore.tools.cli import app
 from healcore.tools.report.page import render
-from healcore.tools.report.telling import ReportError, tell
+from healcore.tools.report.runs import ReportError, read_reports
 from tests.report.runs import lines_of
 
 ROOT = Path(__file__).parents[2]
@@ -110,9 +110,9 @@ def test_metrics_that_cannot_be_read(copy, tmp_path):
 
 
 def test_metrics_of_another_run(copy, stopped):
-    told = tell(copy, metrics=stopped.with_name("run.metrics.jsonl"))
+    told = read_reports(copy, metrics=stopped.with_name("run.metrics.jsonl"))
     assert any("has no line of this run" in problem for problem in told.problems)
-    assert told.stories[0].series.lonely
+    assert told.reports[0].curves.lonely
 
 
 def test_damaged_lines_are_told_by_number_and_the_rest_is_used(copy):
@@ -130,30 +130,30 @@ def test_damaged_lines_are_told_by_number_and_the_rest_is_used(copy):
     assert f"run.events.jsonl: damaged: line {at + 1}: not JSON" in done.stderr
     assert f"run.events.jsonl: damaged: line {len(lines) + 1}: torn" in done.stderr
     assert "run.metrics.jsonl: damaged: line 8: not JSON" in done.stderr
-    (story,) = tell(copy).stories
-    assert story.series.rows == len(rows) - 1
+    (report,) = read_reports(copy).reports
+    assert report.curves.rows == len(rows) - 1
     # Its alarms still tell of the incident.
-    assert [case.number for case in story.incidents] == list(range(1, len(story.incidents) + 1))
+    assert [case.number for case in report.incidents] == list(range(1, len(report.incidents) + 1))
     assert "damaged: line 8" in copy.with_name("run.report.html").read_text()
 
 
 def test_a_run_that_was_killed(copy):
     lines = copy.read_text().splitlines(keepends=True)
     copy.write_text("".join(line for line in lines if '"kind":"end"' not in line))
-    (story,) = tell(copy).stories
+    (report,) = read_reports(copy).reports
     # The process that wrote it is this one, and it is still there.
-    assert story.facts["Ending"] == "still running"
+    assert report.facts["Ending"] == "still running"
     gone = [json.loads(line) for line in lines]
     gone = [{**event, "boot": "another"} for event in gone if event["kind"] != "end"]
     copy.write_text("".join(json.dumps(event) + "\n" for event in gone))
-    (story,) = tell(copy).stories
-    assert story.facts["Ending"].startswith("killed")
+    (report,) = read_reports(copy).reports
+    assert report.facts["Ending"].startswith("killed")
 
 
 def test_a_postmortem_that_is_none(copy):
     run = lines_of(copy)[0]["run"]
     copy.with_name(f"run.postmortem.{run}.json").write_text("[")
-    assert any("postmortem" in problem for problem in tell(copy).problems)
+    assert any("postmortem" in problem for problem in read_reports(copy).problems)
 
 
 @pytest.mark.parametrize("missing", ["plotly", "matplotlib"])
@@ -191,8 +191,8 @@ def test_any_value_in_any_field_is_a_page_or_a_message(copy):
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         copy.with_name("run.metrics.jsonl").write_text(lines)
         try:
-            stories = tell(copy).stories
+            reports = read_reports(copy).reports
         except ReportError:
             continue
-        page = render(stories)
+        page = render(reports)
         assert "data-incident" in page or "No incident." in page

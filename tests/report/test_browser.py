@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from healcore.history import Curves, Mode
 from healcore.tools.report.page import render
-from healcore.tools.report.story import Series
-from healcore.tools.report.telling import tell
+from healcore.tools.report.runs import read_reports
 from tests.report.chromium import needs_browser, open_page, print_page
 from tests.report.test_page import empty, hostile
 
@@ -25,9 +25,9 @@ const told = { inner: innerWidth, page: document.documentElement.scrollWidth,
 """
 
 
-def page_of(stories, folder: Path, script: str = "") -> Path:
+def page_of(reports, folder: Path, script: str = "") -> Path:
     """A page; with a script of the test's own, the policy that forbids such is taken out."""
-    text = render(stories)
+    text = render(reports)
     if script:
         text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text, count=1)
         own = f"addEventListener('load', () => setTimeout(() => {{{script}}}, 600));"
@@ -38,8 +38,8 @@ def page_of(stories, folder: Path, script: str = "") -> Path:
 
 
 def test_it_draws_asks_for_nothing_and_has_no_error(healed, resumed, tmp_path):
-    stories = [*tell(healed).stories, *tell(resumed).stories]
-    opened = open_page(page_of(stories, tmp_path), tmp_path)
+    reports = [*read_reports(healed).reports, *read_reports(resumed).reports]
+    opened = open_page(page_of(reports, tmp_path), tmp_path)
     assert opened.console == []
     assert opened.asked == []
     assert opened.dom.count('class="main-svg"') >= 2
@@ -58,7 +58,9 @@ def test_a_page_that_asks_would_be_seen(tmp_path):
 
 def test_nothing_overflows_on_a_tablet(stopped, tmp_path):
     script = MEASURE + "document.body.dataset.told = JSON.stringify(told);"
-    opened = open_page(page_of(tell(stopped).stories, tmp_path, script), tmp_path, width=768)
+    opened = open_page(
+        page_of(read_reports(stopped).reports, tmp_path, script), tmp_path, width=768
+    )
     told = json.loads(opened.told("told").replace("&quot;", '"'))
     assert told["out"] == []
     assert told["page"] <= told["inner"]
@@ -67,8 +69,8 @@ def test_nothing_overflows_on_a_tablet(stopped, tmp_path):
 def test_nothing_overflows_on_a_phone(stopped, tmp_path):
     # A window has at least 500 pixels; a frame in it may have fewer, and is laid out like a phone.
     long = hostile()._replace(title="x" * 300, policy_name="y" * 300)
-    stories = [*tell(stopped).stories, long]
-    inner = page_of(stories, tmp_path, MEASURE + "parent.postMessage(JSON.stringify(told), '*');")
+    reports = [*read_reports(stopped).reports, long]
+    inner = page_of(reports, tmp_path, MEASURE + "parent.postMessage(JSON.stringify(told), '*');")
     outer = tmp_path / "outer.html"
     listen = "addEventListener('message', (e) => { document.body.dataset.told = e.data; });"
     frame = f'<iframe src="{inner.name}" style="width:390px;height:844px;border:0"></iframe>'
@@ -81,7 +83,7 @@ def test_nothing_overflows_on_a_phone(stopped, tmp_path):
 
 
 def test_on_paper_everything_is_there(stopped, tmp_path):
-    pdf, console = print_page(page_of(tell(stopped).stories, tmp_path), tmp_path)
+    pdf, console = print_page(page_of(read_reports(stopped).reports, tmp_path), tmp_path)
     assert console == ""
     assert pdf.startswith(b"%PDF")
     # Four sheets of A4, the policy unfolded. Columns too narrow for a word would make many more.
@@ -102,17 +104,17 @@ def test_a_row_zooms_and_the_axes_switch(healed, tmp_path):
     document.body.dataset.told = JSON.stringify(told);
     document.body.dataset.chosen = document.querySelectorAll("tr.chosen").length;
     """
-    (story,) = tell(healed).stories
-    opened = open_page(page_of([story], tmp_path, script), tmp_path)
+    (report,) = read_reports(healed).reports
+    opened = open_page(page_of([report], tmp_path, script), tmp_path)
     assert opened.console == []
     whole, row, linear, recorded = json.loads(opened.told("told").replace("&quot;", '"'))
-    case = story.incidents[0]
+    case = report.incidents[0]
     assert whole[0][0] <= 0
-    assert whole[0][1] >= story.series.step.max()
+    assert whole[0][1] >= report.curves.step.max()
     assert whole[0][0] < row[0][0] < case.onset_step < case.step < row[0][1] < whole[0][1]
     assert (whole[1], row[1], linear[1]) == ("log", "log", "linear")
     assert recorded[2] == "row, as recorded"
-    assert recorded[0][1] >= len(story.series.step) - 1 > whole[0][1]
+    assert recorded[0][1] >= len(report.curves.step) - 1 > whole[0][1]
 
 
 def test_hostile_texts_do_not_run(tmp_path):
@@ -131,14 +133,14 @@ def test_odd_curves_draw(tmp_path):
     huge = np.where(step == 50, np.inf, 3e38)
     few = np.array([3.0, 2.0, 1.0])
     odd = [
-        Series(step, np.sin(step), grad_norm=nan),  # a signed loss
-        Series(step, nan, nonfinite=bad),  # never finite
-        Series(step, huge, nonfinite=~np.isfinite(huge), grad_norm=np.zeros(100)),
-        Series(step[:1], few[:1]),
-        Series(step, nan, grad_norm=step),  # no loss at all
-        Series(step[:3], few, lonely=True, lr_scale=few / 3),
+        Curves(step, np.sin(step), grad_norm=nan),  # a signed loss
+        Curves(step, nan, nonfinite=bad),  # never finite
+        Curves(step, huge, nonfinite=~np.isfinite(huge), grad_norm=np.zeros(100)),
+        Curves(step[:1], few[:1]),
+        Curves(step, nan, grad_norm=step),  # no loss at all
+        Curves(step[:3], few, lonely=True, lr_scale=few / 3),
     ]
-    stories = [hostile()._replace(series=series, title=str(i)) for i, series in enumerate(odd)]
+    reports = [hostile()._replace(curves=series, title=str(i)) for i, series in enumerate(odd)]
     script = """
     scrollTo(0, document.body.scrollHeight);
     document.querySelectorAll("section").forEach((each) => each.scrollIntoView());
@@ -147,7 +149,7 @@ def test_odd_curves_draw(tmp_path):
     setTimeout(() => { document.body.dataset.drawn =
       document.querySelectorAll(".plot:has(.main-svg)").length; }, 500);
     """
-    opened = open_page(page_of([*stories, empty()], tmp_path, script), tmp_path)
+    opened = open_page(page_of([*reports, empty()], tmp_path, script), tmp_path)
     assert opened.console == []
     assert opened.told("drawn") == str(len(odd))
 
@@ -155,8 +157,8 @@ def test_odd_curves_draw(tmp_path):
 def test_a_gap_is_a_break_and_a_stop_has_its_mark(tmp_path):
     step = np.r_[0.0:100.0, 200.0:300.0]
     case = hostile().incidents[0]._replace(action=("ROLLBACK", "STOP"), stop_step=40.0, stop=40)
-    series = Series(step, np.linspace(2, 1, 200), index=np.arange(200))
-    story = hostile()._replace(series=series, incidents=(case,), facts={"Mode": "observe"})
+    series = Curves(step, np.linspace(2, 1, 200), index=np.arange(200))
+    report = hostile()._replace(curves=series, incidents=(case,), mode=Mode.OBSERVE)
     script = """
     const data = document.querySelector(".plot").data;
     const loss = data.find((each) => each.name === "loss");
@@ -167,7 +169,7 @@ def test_a_gap_is_a_break_and_a_stop_has_its_mark(tmp_path):
         .map((each) => [each.name, each.x[0]]),
     ]);
     """
-    opened = open_page(page_of([story], tmp_path, script), tmp_path)
+    opened = open_page(page_of([report], tmp_path, script), tmp_path)
     assert opened.console == []
     around, value, marks = json.loads(opened.told("told").replace("&quot;", '"'))
     assert (around, value) == ([99, None, 200], None)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import re
-from html import escape
 
 import numpy as np
 import pytest
+from markupsafe import escape
 from typer.testing import CliRunner
 
+from healcore.history import Curves, Incident, Mode
+from healcore.history.axis import Mark, MarkKind
+from healcore.history.counts import counts_of
 from healcore.policy import dumps, fingerprint, load, preset_text
 from healcore.tools.cli import app
-from healcore.tools.report.counts import by_kind, counts
-from healcore.tools.report.marking import kind_of, labels, levels, stop_of
+from healcore.tools.report.marks import by_outcome, labels, levels, stop_of
 from healcore.tools.report.page import render
 from healcore.tools.report.picture import chosen, draw
 from healcore.tools.report.plotdata import plot_data
-from healcore.tools.report.story import Incident, Mark, Series, Story
-from healcore.tools.report.telling import tell
+from healcore.tools.report.report import RunReport
+from healcore.tools.report.runs import read_reports
+from healcore.tools.report.words import outcome, repeats
 from tests.report.runs import Loop, lines_of, train
 from tests.report.test_page import EVIL
 
@@ -29,25 +32,34 @@ def words_of(page: str) -> str:
 
 
 def case(number: int, at: float, *action: str, skipped: int = 0) -> Incident:
-    index = int(at)
-    cause = ("LOSS_SPIKE",)
-    return Incident(number, 0, index, index, at, at, cause, action, skipped, "told")
+    return Incident(
+        number=number,
+        attempt=0,
+        onset_step=at,
+        step=at,
+        cause=("LOSS_SPIKE",),
+        action=action,
+        mode=Mode.REPLAY,
+        skipped=skipped,
+        onset=int(at),
+        index=int(at),
+    )
 
 
-def replay(*cases: Incident, title: str = "runs/a.csv", **facts: str) -> Story:
+def replay(*cases: Incident, title: str = "runs/a.csv", **counted: int) -> RunReport:
     policy = load("pretraining")
-    named = {name.replace("_", " "): value for name, value in facts.items()}
     step = np.arange(100.0)
-    return Story(
+    return RunReport(
         title=title,
-        kind="replay",
+        mode=Mode.REPLAY,
         policy_name="pretraining",
         policy_toml=dumps(policy),
         fingerprint=fingerprint(policy),
-        series=Series(step, np.exp(-step / 50), index=np.arange(100)),
+        curves=Curves(step, np.exp(-step / 50), index=np.arange(100)),
         incidents=cases,
-        facts=named,
-        marks=(Mark(40.0, "stop", "a live run would have ended here"),),
+        counts=counts_of(cases, **counted),
+        facts={},
+        marks=(Mark(40.0, MarkKind.STOP),),
     )
 
 
@@ -60,39 +72,38 @@ MIXED = (
 
 
 def test_an_incident_with_a_rollback_and_a_stop_counts_as_both():
-    story = replay(*MIXED, rollbacks="2, and 2 more had going back not helped", steps_clipped="7")
-    counted = counts(story)
-    assert (counted.rollbacks, counted.stops) == (2, 2)
-    assert counted.again == "and 2 more had going back not helped"
-    assert by_kind(story) == [
+    report = replay(*MIXED, repeats=2, clips=7)
+    assert (report.counts.rollbacks, report.counts.stops) == (2, 2)
+    assert repeats(report.counts, would=True) == "and 2 more had going back not helped"
+    assert by_outcome(report) == [
         "2 × would have stopped",
         "2 × would have gone back (and 2 more had going back not helped)",
         "1 × would have skipped",
     ]
-    assert [kind_of(each) for each in MIXED] == ["rollback", "rollback", "stop", "skip"]
-    page = words_of(render([story, story]))
-    assert page.count("2, and 2 more had going back not helped") == 4  # overview and facts
+    assert [each.outcome for each in MIXED] == ["rollback", "rollback", "stop", "skip"]
+    page = words_of(render([report, report]))
+    assert page.count("2, and 2 more had going back not helped") == 2  # overview
     assert page.count("2 would go back, and 2 more had going back not helped") == 2
     assert "would stop" not in page.split("Ends at")[0]
     assert "step 40" in page
 
 
-def test_rows_beyond_one_for_each_incident_are_told_apart():
-    """Facts that count every row with a rollback say the same."""
-    assert counts(replay(*MIXED, rollbacks="5, 1 of them beyond the budget")) == counts(
-        replay(
-            *MIXED, rollbacks="2, and 3 more had going back not helped, 1 of them beyond the budget"
-        )
+def test_rollbacks_that_the_budget_denied_are_named():
+    counts = replay(*MIXED, repeats=3, denied=1).counts
+    assert (
+        repeats(counts, would=True) == "and 3 more had going back not helped, 1 beyond the budget"
     )
+    assert repeats(counts._replace(denied=0), would=False) == "and 3 again in the same incident"
+    assert repeats(counts._replace(repeats=0, denied=0), would=False) == ""
 
 
 def test_a_stop_is_marked_where_it_happens():
-    story = replay(*MIXED)
-    assert [stop_of(story, place) for place in range(4)] == [None, (40.0, -1), None, None]
+    report = replay(*MIXED)
+    assert [stop_of(report, place) for place in range(4)] == [None, (40.0, -1), None, None]
     exact = MIXED[1]._replace(stop_step=33.0, stop=33)
-    story = replay(MIXED[0], exact)
-    assert stop_of(story, 1) == (33.0, 33)
-    assert [each["stop"] for each in plot_data(story)["incidents"]] == [None, [33.0, 33]]
+    report = replay(MIXED[0], exact)
+    assert stop_of(report, 1) == (33.0, 33)
+    assert [each["stop"] for each in plot_data(report)["incidents"]] == [None, [33.0, 33]]
 
 
 def test_a_number_does_not_stand_on_another():
@@ -103,8 +114,10 @@ def test_a_number_does_not_stand_on_another():
 
 
 def test_incidents_that_were_not_kept_count():
-    assert counts(replay(*MIXED, incidents="1,400", rollbacks="900")).incidents == 1400
-    assert counts(replay(*MIXED, incidents="1,400", rollbacks="900")).rollbacks == 900
+    report = replay(*MIXED)
+    report = report._replace(counts=report.counts._replace(incidents=1400, rollbacks=900))
+    page = words_of(render([report, report]))
+    assert page.count("1400 incidents 900 would go back") == 2
 
 
 def test_a_band_ends_at_the_last_alarm():
@@ -124,8 +137,8 @@ def test_the_overview_has_the_most_first_and_what_is_left_out():
 
 def test_a_picture_of_many_has_those_in_which_something_happened():
     quiet, loud = replay(title="quiet"), replay(*MIXED, title="loud")
-    assert [story.title for story in chosen([quiet, loud])] == ["loud", "quiet"]
-    assert [story.title for story in chosen([quiet] * 9 + [loud])] == ["loud"]
+    assert [report.title for report in chosen([quiet, loud])] == ["loud", "quiet"]
+    assert [report.title for report in chosen([quiet] * 9 + [loud])] == ["loud"]
     assert len(chosen([quiet] * 20)) == len(chosen([loud] * 20)) == 12
 
 
@@ -156,23 +169,23 @@ def observed(tmp_path_factory):
 
 
 def test_an_observed_run_is_counted_from_its_metrics(observed):
-    (story,) = tell(observed).stories
+    (report,) = read_reports(observed).reports
     rows = lines_of(observed.with_name("run.metrics.jsonl"))
-    (told,) = story.incidents
-    assert told.skipped == story.skips == sum(row["skip"] for row in rows) == 600
-    assert story.alarms == 600
+    (told,) = report.incidents
+    assert told.skipped == report.counts.skips == sum(row["skip"] for row in rows) == 600
+    assert report.counts.alarms == 600
     assert (told.onset_step, told.end) == (300.0, (899.0, 899))
     assert told.lr_path[:4] == (1.0, 0.5, 0.25, 0.125)
     assert (told.lr_before, told.lr_after) == (1.0, told.lr_path[-1])
     orders = [e for e in lines_of(observed) if e["kind"] == "order"]
     back = sum("ROLLBACK" in order["action"] and "incident" in order for order in orders)
-    assert (counts(story).rollbacks, story.repeats) == (1, back - 1)
+    assert (report.counts.rollbacks, report.counts.repeats) == (1, back - 1)
     assert told.stop_step == next(o["step"] for o in orders if "STOP" in o["action"])
 
 
 def test_an_observed_run_is_told_as_what_would_have_been(observed, tmp_path):
-    (story,) = tell(observed).stories
-    page = words_of(render([story]))
+    (report,) = read_reports(observed).reports
+    page = words_of(render([report]))
     would = "gone back (2 times more had that not helped), stopped the run at step"
     assert f"would have skipped 600 steps, {would}" in page
     assert "600 steps would be skipped" in page
@@ -180,11 +193,11 @@ def test_an_observed_run_is_told_as_what_would_have_been(observed, tmp_path):
     assert "last finite loss" in page
     assert "1 → 0.5 → 0.25 → 0.125 → 0.1" in page
     assert "stopped the run" not in page.replace("helped), stopped the run", "")
-    assert all("would have" in each for each in by_kind(story))
+    assert all("would have" in each for each in by_outcome(report))
     alone = tmp_path / "run.events.jsonl"
     alone.write_bytes(observed.read_bytes())
-    (bare,) = tell(alone).stories
-    assert "skipped 100 steps or more" in bare.incidents[0].outcome
+    (bare,) = read_reports(alone).reports
+    assert "skipped 100 steps or more" in outcome(bare.incidents[0])
 
 
 def test_watching_an_observed_run(observed):
@@ -212,7 +225,7 @@ def test_watching_counts_all_processes(resumed):
 
 
 def test_the_duration_says_whose_it_is(resumed):
-    (story,) = tell(resumed).stories
+    (report,) = read_reports(resumed).reports
     assert re.fullmatch(
-        r"[\d.]+ s in 2 processes together; of the last [\d.]+ s", story.facts["Duration"]
+        r"[\d.]+ s in 2 processes together; of the last [\d.]+ s", report.facts["Duration"]
     )

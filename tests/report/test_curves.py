@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from healcore.history import Curves
 from healcore.tools.report.picture import draw
 from healcore.tools.report.plotdata import plot_data
-from healcore.tools.report.story import Series
-from healcore.tools.report.telling import tell
+from healcore.tools.report.runs import read_reports
 from tests.report.test_page import EVIL, empty, hostile
 
 ROWS = 40_000
@@ -46,11 +46,11 @@ def long(tmp_path) -> Path:
 
 def test_what_matters_stays(long):
     tracemalloc.start()
-    (story,) = tell(long).stories
+    (report,) = read_reports(long).reports
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 14e6  # the file has 5 MB as text, and some 40 MB as objects
-    series = story.series
+    series = report.curves
     assert series.rows == ROWS
     assert 1000 < len(series.step) <= 9000
     assert series.index is not None
@@ -64,7 +64,7 @@ def test_what_matters_stays(long):
     # The place where it went back is sharp.
     assert series.index[series.attempt == 1][0] == BACK
     assert series.step[series.undone()].min() >= TO
-    assert (story.incidents[0].onset, story.incidents[0].index) == (BACK - 1, BACK - 1)
+    assert (report.incidents[0].onset, report.incidents[0].index) == (BACK - 1, BACK - 1)
 
 
 def test_steps_beyond_float32_keep_their_place(tmp_path, long):
@@ -73,23 +73,26 @@ def test_steps_beyond_float32_keep_their_place(tmp_path, long):
     rows = [json.loads(row) for row in metrics.read_text().splitlines()[:100]]
     text = "".join(json.dumps({**row, "step": row["step"] + (1 << 25) + 1}) + "\n" for row in rows)
     metrics.write_text(text)
-    (story,) = tell(long).stories
-    assert story.series.step.tolist() == [(1 << 25) + 1 + i for i in range(100)]
+    (report,) = read_reports(long).reports
+    assert report.curves.step.tolist() == [(1 << 25) + 1 + i for i in range(100)]
 
 
 def test_a_picture_of_anything(healed, stopped, tmp_path):
     step = np.arange(100.0)
     nan, ones = np.full(100, np.nan), np.ones(100)
     odd = [
-        Series(step, np.sin(step)),
-        Series(step, nan, nonfinite=np.ones(100, bool), grad_norm=nan),
-        Series(step, np.where(step == 5, np.inf, 1e30), grad_norm=ones, threshold=ones),
-        Series(step[:1], ones[:1], lr_scale=ones[:1]),
+        Curves(step, np.sin(step)),
+        Curves(step, nan, nonfinite=np.ones(100, bool), grad_norm=nan),
+        Curves(step, np.where(step == 5, np.inf, 1e30), grad_norm=ones, threshold=ones),
+        Curves(step[:1], ones[:1], lr_scale=ones[:1]),
     ]
-    stories = [hostile()._replace(series=series, title=f"$x^{{2$ {EVIL}") for series in odd]
-    draw([*tell(healed).stories, *tell(stopped).stories, *stories, empty()], tmp_path / "a.png")
+    reports = [hostile()._replace(curves=series, title=f"$x^{{2$ {EVIL}") for series in odd]
+    draw(
+        [*read_reports(healed).reports, *read_reports(stopped).reports, *reports, empty()],
+        tmp_path / "a.png",
+    )
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    draw(stories * 4, tmp_path / "b.png")
+    draw(reports * 4, tmp_path / "b.png")
     with pytest.raises(ValueError, match="at least one"):
         draw([], tmp_path / "c.png")
 
@@ -103,5 +106,5 @@ def test_the_axis_is_chosen_by_the_data():
         (np.where(step == 50, 900.0, 2.0), True),
         (np.full(100, np.nan), False),
     ):
-        story = hostile()._replace(series=Series(step, loss))
-        assert plot_data(story)["logLoss"] is wide
+        report = hostile()._replace(curves=Curves(step, loss))
+        assert plot_data(report)["logLoss"] is wide

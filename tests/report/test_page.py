@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import json
 import re
-from html import escape
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from markupsafe import escape
 
+from healcore.core.evidence import Evidence
+from healcore.history import Counts, Curves, Incident, Mode
+from healcore.history.axis import AttemptOrigin, Mark, MarkKind, RunAttempt
+from healcore.history.counts import counts_of
+from healcore.history.process import RunState
+from healcore.runtime.events.models import EventRecord
+from healcore.tools.report import words
 from healcore.tools.report.page import render
-from healcore.tools.report.story import Incident, Mark, Part, Series, Story
-from healcore.tools.report.telling import tell
+from healcore.tools.report.report import RunReport
+from healcore.tools.report.runs import read_reports
 
 EVIL = "</script><script>document.body.dataset.hacked=1</script><img src=x onerror=alert(1)>&'\""
 
 
-def hostile() -> Story:
-    """A story in which every text wants to be a script."""
+def hostile() -> RunReport:
+    """A report in which every text wants to be a script."""
     step = np.arange(50.0)
-    series = Series(
+    series = Curves(
         step=step,
         loss=np.exp(-step / 10),
         attempt=np.zeros(50, int),
@@ -36,22 +43,27 @@ def hostile() -> Story:
         cause=(EVIL,),
         action=(EVIL, "ROLLBACK"),
         skipped=2,
-        outcome=EVIL,
+        measures=(EventRecord(kind="stop", why=EVIL),),
         checkpoint=10,
-        evidence=(EVIL,),
+        evidence=(Evidence(EVIL, 1.0),),
     )
-    return Story(
+    return RunReport(
         title=EVIL,
-        kind="run",
+        mode=Mode.HEAL,
         policy_name=EVIL,
         policy_toml=EVIL,
         fingerprint=EVIL,
-        series=series,
+        curves=series,
         incidents=(case,),
-        facts={EVIL: EVIL, "Ending": EVIL},
+        counts=counts_of((case,)),
+        facts={EVIL: EVIL},
+        state=RunState.UNKNOWN,
         notes=(EVIL,),
-        parts=(Part(0, 0.0, EVIL),),
-        marks=(Mark(30.0, "hook", EVIL),),
+        attempts=(
+            RunAttempt(0, 0.0, AttemptOrigin.RECORDED, EVIL),
+            RunAttempt(1, 0.0, AttemptOrigin.RECORDED, EVIL),
+        ),
+        marks=(Mark(30.0, MarkKind.HOOK, EventRecord(kind="hook", hook=EVIL)),),
         diagnosis=f"{EVIL}\n  - {EVIL}\n    {EVIL}",
     )
 
@@ -81,7 +93,7 @@ class Elements(HTMLParser):
 
 
 def test_nothing_is_loaded(healed):
-    page = render(tell(healed).stories)
+    page = render(read_reports(healed).reports)
     elements = Elements(page)
     for tag, attributes in elements.found:
         assert not {"src", "data", "srcset", "action", "ping"} & attributes.keys(), (
@@ -103,9 +115,9 @@ def test_nothing_is_loaded(healed):
 
 
 def test_plotly_is_there_once_however_many_runs(healed, stopped):
-    stories = [*tell(healed).stories, *tell(stopped).stories]
-    page = render(stories)
-    assert page.count("plotly.js v") == render(stories[:1]).count("plotly.js v") == 1
+    reports = [*read_reports(healed).reports, *read_reports(stopped).reports]
+    page = render(reports)
+    assert page.count("plotly.js v") == render(reports[:1]).count("plotly.js v") == 1
     assert page.count("<section") == 2
     assert re.findall(r'<a href="(#s\d)"', page) == ["#s0", "#s1"]
 
@@ -115,24 +127,24 @@ def test_the_data_is_strict_json(healed, stopped):
         raise AssertionError(f"{token} is not JSON")
 
     for events in (healed, stopped):
-        data = Elements(render(tell(events).stories)).scripts[0]
-        plot = json.loads(data, parse_constant=refuse)["stories"][0]
+        data = Elements(render(read_reports(events).reports)).scripts[0]
+        plot = json.loads(data, parse_constant=refuse)["runs"][0]
         rows = len(plot["step"])
         assert all(len(plot[name]) == rows for name in ("loss", "norm", "lr", "undone", "attempt"))
 
 
 def test_every_incident_has_its_row(healed):
-    (story,) = tell(healed).stories
-    page = render([story])
+    (report,) = read_reports(healed).reports
+    page = render([report])
     rows = re.findall(r'<tr id="s0-i(\d+)".*?</tr>', page)
-    assert [int(row) for row in rows] == list(range(len(story.incidents)))
-    for case in story.incidents:
+    assert [int(row) for row in rows] == list(range(len(report.incidents)))
+    for case in report.incidents:
         assert f"#{case.number}</button>" in page
-        assert escape(case.outcome) in page
+        assert escape(words.outcome(case)) in page
     assert "epoch 0: 250–260 (left out)" in page
     assert "1 → 0.5" in page
     assert "[budget]" in page
-    assert story.fingerprint in page
+    assert report.fingerprint in page
     assert "completed" in page
     assert "from step 0 (the start): 1 incident;" in page  # the attempt's, undone or not
 
@@ -142,29 +154,30 @@ def test_texts_cannot_become_elements():
     assert [tag for tag, _ in elements.found].count("script") == 3
     assert "img" not in {tag for tag, _ in elements.found}
     assert not any(name.startswith("on") for _, attributes in elements.found for name in attributes)
-    assert json.loads(elements.scripts[0])["stories"][0]["incidents"][0]["n"] == 1
+    assert json.loads(elements.scripts[0])["runs"][0]["incidents"][0]["n"] == 1
 
 
-def empty() -> Story:
+def empty() -> RunReport:
     """A run that has begun, and no more."""
-    nothing = Series(np.zeros(0), np.zeros(0, np.float32))
-    return Story("nothing", "run", "default", "", "", nothing, (), {})
+    nothing = Curves(np.zeros(0), np.zeros(0, np.float32))
+    state = RunState.RUNNING
+    return RunReport("nothing", Mode.HEAL, "default", "", "", nothing, (), Counts(), {}, state)
 
 
-def test_a_story_without_rows_is_a_page():
+def test_a_run_without_rows_is_a_page():
     page = render([empty()])
     assert "nothing to draw" in page
     assert "No incident." in page
 
 
-def test_no_story_is_no_page():
+def test_no_run_is_no_page():
     with pytest.raises(ValueError, match="at least one"):
         render([])
 
 
 def test_ten_thousand_incidents_are_a_page_that_opens():
-    story = hostile()
-    many = tuple(story.incidents[0]._replace(number=i, onset_step=i % 50) for i in range(10_000))
-    page = render([story._replace(incidents=many)])
+    report = hostile()
+    many = tuple(report.incidents[0]._replace(number=i, onset_step=i % 50) for i in range(10_000))
+    page = render([report._replace(incidents=many)])
     assert page.count("data-incident=") == 1000
     assert "9000 more are in the plot" in page

@@ -1,4 +1,4 @@
-"""What is drawn behind a story, to compare it with other runs."""
+"""What is drawn behind a run, to compare it with others."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import numpy as np
 from matplotlib import image
 from matplotlib.colors import to_rgb
 
+from healcore.history import Curves
 from healcore.tools.report.picture import Backdrop, draw
-from healcore.tools.report.story import Series
-from healcore.tools.report.telling import tell
+from healcore.tools.report.runs import read_reports
 
 
 def pixels(path, colour: str) -> int:
@@ -17,20 +17,20 @@ def pixels(path, colour: str) -> int:
     return int((np.abs(found - to_rgb(colour)) < 0.01).all(axis=-1).sum())
 
 
-def test_other_runs_are_drawn_behind_the_story_of_that_title(healed, tmp_path):
-    (story,) = tell(healed).stories
-    last = int(story.series.step[-1])
+def test_other_runs_are_drawn_behind_the_run_of_that_title(healed, tmp_path):
+    (report,) = read_reports(healed).reports
+    last = int(report.curves.step[-1])
     loss = np.where(np.arange(last) < last // 2, 1e6, np.nan)
     backdrop = Backdrop(
-        {"first": Series(np.arange(last), loss), "second": Series(np.arange(last), 10 * loss)},
+        {"first": Curves(np.arange(last), loss), "second": Curves(np.arange(last), 10 * loss)},
         [(10, 20, "a fault"), (30, 30, "another")],
         itself="this one",
     )
     counted = {}
-    for title in ("the story", "another story"):
+    for title in ("the run", "another run"):
         path = tmp_path / f"{title}.png"
-        draw([story._replace(title="the story")], path, behind={title: backdrop})
+        draw([report._replace(title="the run")], path, behind={title: backdrop})
         counted[title] = [pixels(path, colour) for colour in ("#3D3D3D", "#E69F00")]
-    assert counted["another story"][1] == 0
-    assert counted["the story"][1] > 40  # the lines are smoothed, the crosses at their ends are not
-    assert counted["the story"][0] > counted["another story"][0] + 40
+    assert counted["another run"][1] == 0
+    assert counted["the run"][1] > 40  # the lines are smoothed, the crosses at their ends are not
+    assert counted["the run"][0] > counted["another run"][0] + 40

@@ -16,8 +16,9 @@ import pytest
 from typer.testing import CliRunner
 
 from healcore.runtime.events import Log
+from healcore.runtime.events.models import EventRecord
 from healcore.tools.cli import app
-from healcore.tools.watch.state import Standing
+from healcore.tools.watch.state import LiveRun
 from healcore.tools.watch.tail import Tail
 from healcore.tools.watch.wording import line, plain
 from tests.report.runs import Loop, lines_of, train
@@ -100,22 +101,22 @@ def test_a_file_that_cannot_be_read(tmp_path):
 
 
 def test_how_a_real_run_stood(healed):
-    standing = Standing()
+    live = LiveRun()
     for each in healed.read_bytes().splitlines():
-        standing.take(each)
+        live.take(each)
     end = lines_of(healed)[-1]
-    assert standing.ending == "completed"
-    assert standing.incidents == end["incidents"]
-    assert standing.rollbacks == end["rollbacks"] == 2
-    assert standing.last_good == end["last_good"]
-    assert standing.budget is not None
-    assert standing.budget.recoveries == 3
+    assert live.ending == "completed"
+    assert live.run.incident_count == end["incidents"]
+    assert live.run.rollback_count == end["rollbacks"] == 2
+    assert live.run.last_good == end["last_good"]
+    assert live.budget is not None
+    assert live.budget.recoveries == 3
     rows = healed.with_name("run.metrics.jsonl").read_bytes().splitlines()
     for each in rows:
-        standing.take_metrics(each)
-    assert standing.metrics["loss"] == json.loads(rows[-1])["loss"]
-    assert standing.speed is not None
-    assert standing.speed > 0
+        live.take_metrics(each)
+    assert live.metrics["loss"] == json.loads(rows[-1])["loss"]
+    assert live.speed is not None
+    assert live.speed > 0
 
 
 def test_once(healed, stopped, tmp_path):
@@ -160,8 +161,8 @@ def test_a_run_whose_process_is_gone(healed, tmp_path):
 
 
 def test_a_log_gives_the_terminal_no_orders():
-    event = {"kind": "problem", "step": 3, "problem": "a\x1b[2Jb\nc\x07 [red]d[/red]"}
-    told = line(event)
+    problem = "a\x1b[2Jb\nc\x07 [red]d[/red]"
+    told = line(EventRecord(kind="problem", step=3, problem=problem))
     assert told is not None
     assert told.endswith("problem: a?[2Jb c? [red]d[/red]")
     assert plain("\u202eabc") == "?abc"

@@ -8,6 +8,7 @@ from typing import NamedTuple, NoReturn
 from healcore.core.verdict import Action, Cause, names
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import Driver
+from healcore.runtime.events.models import RollbackOutcome
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.assessment import Assessor, Finding, Verdict
 from healcore.runtime.incidents.delayed_reader import DelayedReader
@@ -270,7 +271,7 @@ class Orders:
             onset=order.onset,
             cause=names(order.cause),
             checkpoint=arrival.target,
-            outcome="trial" if trial else "done",
+            outcome=RollbackOutcome.TRIAL if trial else RollbackOutcome.DONE,
             lr=self._driver.learning_rate(),
             lr_scale_before=before,
             lr_scale=before if trial else after,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from healcore.core.verdict import Action
 from healcore.runtime.data.feeds import Feeds
+from healcore.runtime.events.models import RerunVerdict
 from healcore.runtime.incidents.judge import Order
 from healcore.runtime.ledger import Ledger
 from healcore.runtime.rollback.journal import Journal
@@ -78,6 +79,6 @@ class Reruns:
         if not again and index < trial.last:
             return
         self._current = None
-        self.verdict = "reproducible" if again else "transient"
+        self.verdict = RerunVerdict.REPRODUCIBLE if again else RerunVerdict.TRANSIENT
         self._log_event("verdict", step=index, outcome=self.verdict, onset=trial.onset)
         self._info(f"step {index}: the fault of step {trial.onset} is {self.verdict}")

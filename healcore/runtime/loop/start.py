@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from healcore.runtime.events import reading
+from healcore.runtime.events.models import RollbackOutcome
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.rollback.journal import Page, Plan
 from healcore.runtime.rollback.lineage import nothing_left, refuse_if_lost, unstated
@@ -164,7 +165,7 @@ def _tell_late(loop: Loop, plan: Plan, target: int) -> None:
         number=plan.number,
         onset=plan.onset,
         checkpoint=target,
-        outcome="finished after a crash" if plan.trial is None else "trial",
+        outcome=RollbackOutcome.AFTER_CRASH if plan.trial is None else RollbackOutcome.TRIAL,
     )
 
 

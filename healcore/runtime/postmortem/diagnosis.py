@@ -12,7 +12,7 @@ from typing import NamedTuple
 from healcore.core.evidence import Evidence
 from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause
-from healcore.runtime.events.shapes import ENDINGS
+from healcore.runtime.events.models import Ending
 from healcore.runtime.incidents.incident import Batch
 from healcore.runtime.postmortem.advice import advice
 
@@ -113,7 +113,7 @@ def _headline(case: Case) -> str:
                 "of its own says why: look for the out-of-memory killer (dmesg), the scheduler's "
                 "time limit or preemption, and the machine's own log."
             )
-    raise ValueError(f"ending is one of {', '.join(ENDINGS)}, not {case.ending!r}")
+    raise ValueError(f"ending is one of {', '.join(Ending)}, not {case.ending!r}")
 
 
 def _seen(case: Case) -> Iterator[str]:

@@ -6,16 +6,20 @@ import json
 import logging
 import os
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from healcore.core.verdict import Cause
+from healcore.history import Run
+from healcore.history.process import KnownGood
 from healcore.runtime.events import Log, encoding, reading
 from healcore.runtime.events.environment import environment
 from healcore.runtime.events.log import now
+from healcore.runtime.events.models import Ending, EventRecord, record
 from healcore.runtime.events.process import Process, here
+from healcore.runtime.events.reading import Event
 from healcore.runtime.postmortem.diagnosis import Case, Tried, explain
-from healcore.runtime.postmortem.retelling import last_run, retell
 from healcore.runtime.store import atomic
 from healcore.runtime.store.sweeping import sweep
 
@@ -155,19 +159,21 @@ def _killed(events: Path) -> Postmortem | None:
     if not events.is_file():
         return None
     everything = reading.read(events).events
-    run = last_run(everything)
-    if not run or any(event["kind"] == "end" for event in run):
+    run = last_process(everything)
+    if run is None or run.end is not None:
         return None
-    start, end = run[0], run[-1]
-    process = Process(start["host"], start["pid"], start.get("boot"), start.get("born"))
+    last = run.processes[-1]
+    process, start = last.process(), last.start or EventRecord()
+    if process is None:
+        raise ValueError("its start has no host and pid")
     gone = process.gone()
     if gone is False:
         return None
     why = "" if gone else f"it ran on {process.host}, which cannot be seen from here"
-    case = retell(run, everything, why=why)
+    case = case_of(run, everything, why=why)
     return Postmortem(
-        run=start["run"],
-        ending="killed",
+        run=last.id,
+        ending=Ending.KILLED,
         step=case.step,
         diagnosis=explain(case),
         cause=_names(case),
@@ -175,12 +181,80 @@ def _killed(events: Path) -> Postmortem | None:
         rollbacks=case.tried,
         lr_scale=case.lr_scale,
         last_good=case.last_good,
-        ended=end["time"],
-        seconds=round(end["mono"] - start["mono"], 6),
-        lost_events=sum(event.get("lost", 0) for event in run),
+        ended=last.last.time or "" if last.last else "",
+        seconds=None if last.seconds is None else round(last.seconds, 6),
+        lost_events=run.lost,
         process=process,
-        environment=start["environment"],
+        environment=start.environment or {},
         certain=bool(gone),
+    )
+
+
+def last_process(events: Sequence[Event]) -> Run | None:
+    """The process that began last, from its `start` on; None: none has begun.
+
+    Args:
+        events: all of a file.
+    """
+    start = next((event for event in reversed(events) if event["kind"] == "start"), None)
+    if start is None:
+        return None
+    own = [e for e in events if e["run"] == start["run"] and e["seq"] >= start["seq"]]
+    run = Run()
+    for event in sorted(own, key=lambda event: event["seq"]):
+        run.add(event)
+    return run
+
+
+def case_of(run: Run, everything: Iterable[Event], *, why: str = "") -> Case:
+    """What is known of a process that was killed.
+
+    Args:
+        run: its events.
+        everything: of the file: an earlier process may have had the last known-good checkpoint.
+        why: for the headline.
+    """
+    good, seen = KnownGood(), run.last_seen
+    for event in everything:
+        good.add(record(event)[0])
+    return Case(
+        ending=Ending.KILLED,
+        step=run.last_step or 0,
+        why=why,
+        cause=_cause(seen.cause),
+        onset=seen.onset,
+        open=None,
+        incidents=run.incident_count,
+        readings=seen.readings,
+        evidence=seen.evidence,
+        batches=seen.batches,
+        skips=run.skips,
+        tried=tuple(_tried(event) for event in run.rollbacks),
+        lr_scale=1.0 if run.lr_scale is None else run.lr_scale,
+        verdict=run.rerun or "",
+        damaged=tuple(run.damaged),
+        observes=run.observes,
+        last_good=good.newest,
+    )
+
+
+def _cause(flags: Iterable[str]) -> Cause:
+    cause = Cause(0)
+    for name in flags:
+        cause |= Cause.__members__.get(name, Cause.UNKNOWN)  # a newer healcore's
+    return cause
+
+
+def _tried(event: EventRecord) -> Tried:
+    step, lr = event.step or 0, event.lr
+    before, after = event.lr_scale_before, event.lr_scale
+    return Tried(
+        step=step,
+        onset=step if event.onset is None else event.onset,
+        target=event.checkpoint or 0,
+        lr_before=None if lr is None or before is None else lr * before,
+        lr_after=None if lr is None or after is None else lr * after,
+        left_out=len(event.batches or ()),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from healcore.runtime.events import read, schema
+from healcore.runtime.events import read
 
 OK, DAMAGED, UNUSABLE = 0, 1, 2
 
@@ -20,9 +20,16 @@ app = typer.Typer(no_args_is_help=True, help="Look at the events of a run.")
 
 
 @app.command("schema")
-def schema_() -> None:
+def schema_(
+    metrics: Annotated[
+        bool, typer.Option("--metrics", help="Of a metrics file instead of an events file.")
+    ] = False,
+) -> None:
     """The JSON Schema of one line of an events file."""
-    typer.echo(json.dumps(schema.json_schema(), indent=2))
+    from healcore.runtime.events import schema  # builds the models, which `show` does without
+
+    found = schema.metrics_schema() if metrics else schema.json_schema()
+    typer.echo(json.dumps(found, indent=2))
 
 
 @app.command()

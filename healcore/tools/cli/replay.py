@@ -127,7 +127,7 @@ def _run(
             readable,
             policies,
             backend=backend,
-            wanted=Wanted(file, known, outputs.stories),
+            wanted=Wanted(file, known, outputs.reports),
             advance=lambda _, done: progress.advance(task, done),
         ):
             if isinstance(result, Result):

@@ -17,11 +17,11 @@ from healcore.tools.writing import OutputError, check_outputs, replacing
 
 if TYPE_CHECKING:  # imported where it is used, so that the other commands start fast
     from healcore.policy import Policy
-    from healcore.tools.report.story import Story
+    from healcore.tools.report.report import RunReport
 
 OK, SOME, UNUSABLE = 0, 1, 2
 
-_TOLD = 20
+_PRINTED = 20
 """Problems that are printed one by one; the page has all that were kept."""
 
 
@@ -63,16 +63,16 @@ def _report(
     from healcore.extras import MissingExtraError, require
     from healcore.policy import PolicyError, load
     from healcore.runtime.events.metrics import stem
-    from healcore.tools.report.telling import ReportError, find_events, tell
+    from healcore.tools.report.runs import ReportError, find_events, read_reports
 
     if metrics is not None and len(events) > 1:
         _fail("--metrics goes with one events file: leave it out, or name one run")
     try:
-        require("report", "plotly", *(["matplotlib"] if png else []))
+        require("report", "plotly", "jinja2", *(["matplotlib"] if png else []))
         given: Policy | None = None if policy is None else load(policy)
     except (MissingExtraError, PolicyError) as error:
         _fail(str(error))
-    stories: list[Story] = []
+    reports: list[RunReport] = []
     inputs: list[Path] = list(events)
     first: Path | None = None
     failed = False
@@ -80,7 +80,7 @@ def _report(
         try:
             found = find_events(path)
             with _reading(found):
-                told = tell(found, metrics=metrics, policy=given)
+                read = read_reports(found, metrics=metrics, policy=given)
         except ReportError as error:
             typer.echo(str(error), err=True)
             failed = True
@@ -88,16 +88,16 @@ def _report(
         first = first or found
         # Its metrics and postmortems lie beside it.
         inputs += [found, *found.parent.glob("*.json"), *found.parent.glob("*.jsonl")]
-        stories += told.stories
-        failed |= bool(told.unreadable)
-        for problem in told.problems[:_TOLD]:
+        reports += read.reports
+        failed |= bool(read.unreadable)
+        for problem in read.problems[:_PRINTED]:
             typer.echo(problem, err=True)
-        if len(told.problems) > _TOLD:
-            typer.echo(f"and {len(told.problems) - _TOLD} more: see the page", err=True)
+        if len(read.problems) > _PRINTED:
+            typer.echo(f"and {len(read.problems) - _PRINTED} more: see the page", err=True)
     if first is None:
         raise typer.Exit(UNUSABLE)
     page = out or first.with_name(f"{stem(first)}.report.html")
-    _write(page, png, stories, [*inputs, *(each for each in (metrics, policy) if each)])
+    _write(page, png, reports, [*inputs, *(each for each in (metrics, policy) if each)])
     raise typer.Exit(SOME if failed else OK)
 
 
@@ -113,20 +113,20 @@ def _reading(path: Path) -> contextlib.AbstractContextManager[object]:
 
 
 def _write(
-    page: Path, png: Path | None, stories: Sequence[Story], inputs: Sequence[str | Path]
+    page: Path, png: Path | None, reports: Sequence[RunReport], inputs: Sequence[str | Path]
 ) -> None:
     from healcore.tools.report.page import render
 
     try:
         check_outputs([page, *([png] if png else [])], inputs)
         with replacing(page) as draft:
-            draft.write_text(render(stories), encoding="utf-8")
+            draft.write_text(render(reports), encoding="utf-8")
         typer.echo(f"page: {page}")
         if png is not None:
             from healcore.tools.report.picture import draw
 
             with replacing(png) as draft:
-                draw(stories, draft)
+                draw(reports, draft)
             typer.echo(f"picture: {png}")
     except OutputError as error:
         _fail(str(error))

@@ -39,7 +39,7 @@ def _watch(
     from rich.console import Console
 
     from healcore.policy import PolicyError, load
-    from healcore.tools.report.telling import ReportError
+    from healcore.tools.report.runs import ReportError
     from healcore.tools.watch import watching
 
     console = Console(highlight=False)
@@ -60,7 +60,7 @@ def _watch(
 
 def _file(events: Path) -> Path:
     """The events file; in a folder the one there, or the one that a Healer would write."""
-    from healcore.tools.report.telling import find_events
+    from healcore.tools.report.runs import find_events
 
     if events.is_dir() and not any(events.glob("*events.jsonl")):
         return events / "healcore.events.jsonl"

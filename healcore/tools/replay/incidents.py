@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 
 import numpy as np
 
 from healcore.core.verdict import Action, Cause, names
+from healcore.history import Incident, Mode
 from healcore.tools.replay.decided import Judged, shortest
-from healcore.tools.report.story import Incident
 
 MOST_KEPT = 1000
 """Incidents of one replay that are kept for the report; all are counted."""
@@ -27,7 +26,7 @@ class _Open:
         self.stop_step: float | None = None
         self.cause, self.action = Cause(0), Action(0)
         self.skipped = self.clipped = 0
-        self.spent = self.spent_again = False
+        self.denied = self.repeat_denied = False
         self.repeats = 0
         self.lr_before = self.lr_after = lr_before
 
@@ -48,13 +47,13 @@ class _Open:
         self.clipped += bool(judged.clipped[row])
         if again:  # what follows had going back not helped, and there it does not
             self.repeats += bool(action & Action.ROLLBACK) and not spent
-            self.spent_again |= spent
+            self.repeat_denied |= spent
         else:
-            self.spent |= spent
+            self.denied |= spent
             self.lr_after = shortest(judged.record.lr_scale[row])
 
 
-class Casebook:
+class ReplayIncidents:
     """Follows the incidents chunk by chunk."""
 
     def __init__(self) -> None:
@@ -119,36 +118,15 @@ class Casebook:
                 cause=tuple(names(case.cause)),
                 action=tuple(names(case.action)),
                 skipped=case.skipped,
-                outcome=_outcome(case),
-                lr_before=case.lr_before if cut else None,
-                lr_after=case.lr_after if cut else None,
+                mode=Mode.REPLAY,
+                clipped=case.clipped,
+                repeats=case.repeats,
+                denied=case.denied,
+                repeat_denied=case.repeat_denied,
+                lr_path=(case.lr_before, case.lr_after) if cut else (),
                 stop=case.stop,
                 stop_step=case.stop_step,
                 last=case.last,
                 last_step=case.last_step,
             )
         )
-
-
-def _had_it_not_helped(case: _Open) -> str:
-    more = "once more" if case.repeats == 1 else f"{case.repeats} times more"
-    if not case.spent_again:
-        return f" ({more} had that not helped)" if case.repeats else ""
-    return f" (had that not helped, {f'{more}, and then ' if case.repeats else ''}it would stop)"
-
-
-def _outcome(case: _Open) -> str:
-    """What would have been done, in words."""
-    told: list[str] = []
-    if case.spent:
-        told.append("a rollback was due and none was left: the run would stop")
-    elif case.action & Action.ROLLBACK:
-        told.append(f"would go back{_had_it_not_helped(case)}")
-    if case.action & Action.STOP and not case.spent:
-        told.append("would stop")
-    counts: list[tuple[int, Callable[[int], str]]] = [
-        (case.skipped, lambda n: f"{n} step{'s' if n > 1 else ''} skipped"),
-        (case.clipped, lambda n: f"{n} clipped"),
-    ]
-    told += [words(count) for count, words in counts if count]
-    return ", ".join(told) or "told, nothing else"

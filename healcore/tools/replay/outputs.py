@@ -41,7 +41,7 @@ class Outputs(NamedTuple):
     png: Path | None = None
 
     @property
-    def stories(self) -> bool:
+    def reports(self) -> bool:
         """Whether curves have to be kept."""
         return bool(self.report or self.png)
 
@@ -56,7 +56,7 @@ class Outputs(NamedTuple):
             healcore.extras.MissingExtraError: what draws is not installed.
         """
         if self.report:
-            require("report", "plotly")
+            require("report", "plotly", "jinja2")
         if self.png:
             require("report", "matplotlib")
         names = (None if self.jsonl == "-" else self.jsonl, self.report, self.png)
@@ -129,18 +129,18 @@ def draw(outputs: Outputs, results: Sequence[Result]) -> list[str]:
         from healcore.tools.report.page import render
 
         chosen = {id(each) for each in ranked[:MOST_ON_A_PAGE]}
-        stories = [each.story for each in results if each.story and id(each) in chosen]
+        reports = [each.report for each in results if each.report and id(each) in chosen]
         with replacing(outputs.report) as draft:
-            page = render(stories, left_out=len(results) - len(stories))
+            page = render(reports, left_out=len(results) - len(reports))
             draft.write_text(page, encoding="utf-8")
-        told.append(_written("page", outputs.report, len(stories), len(results)))
+        told.append(_written("page", outputs.report, len(reports), len(results)))
     if outputs.png:
         from healcore.tools.report import picture
 
-        stories = [each.story for each in ranked if each.story]
+        reports = [each.report for each in ranked if each.report]
         with replacing(outputs.png) as draft:
-            picture.draw(stories, draft)
-        shown = len(picture.chosen(stories))
+            picture.draw(reports, draft)
+        shown = len(picture.chosen(reports))
         told.append(_written("picture", outputs.png, shown, len(results)))
     return told
 

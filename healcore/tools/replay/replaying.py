@@ -14,17 +14,17 @@ import numpy as np
 
 from healcore.core.engine import Engine
 from healcore.core.verdict import Action, Cause
+from healcore.history import Incident
 from healcore.policy import PolicyLike
 from healcore.runtime.host_policy import HostPolicy
 from healcore.tools.replay import runners
 from healcore.tools.replay.decided import Decided, Judged, decided
 from healcore.tools.replay.feeding import chunk_of, feed_of
 from healcore.tools.replay.fitting import resting, sentence
-from healcore.tools.replay.incidents import Casebook
+from healcore.tools.replay.incidents import ReplayIncidents
 from healcore.tools.replay.lineage import Lineage
 from healcore.tools.replay.repeats import Repeats
-from healcore.tools.replay.summary import AttemptSummary, Summary, Tally, in_order
-from healcore.tools.report.story import Incident
+from healcore.tools.replay.summary import AttemptSummary, Summary, SummaryCounter, in_order
 from healcore.tools.traces import Rows, Trace
 
 OnChunk = Callable[[Rows, Judged], None]
@@ -90,7 +90,7 @@ class Replay:
         )
         self._runner = runners.runner(self.engine, self._feed, self.backend)
         self._on_chunk = on_chunk
-        self._tally, self._cases = Tally(), Casebook()
+        self._counter, self._cases = SummaryCounter(), ReplayIncidents()
         self._rows: Counter[int] = Counter()
         self._rollbacks: Counter[int] = Counter()
         self._repeats: Counter[int] = Counter()
@@ -125,7 +125,7 @@ class Replay:
             RuntimeError: the replay has not come to its end.
         """
         self._needs_end()
-        survey, tally = self._survey, self._tally
+        survey, counter = self._survey, self._counter
         rows = sum(self._rows.values())
         return Summary(
             trace=self.trace.name,
@@ -147,24 +147,24 @@ class Replay:
                 )
                 for each in survey.attempts
             ),
-            alarms=tally.alarms,
-            causes=in_order(tally.causes, Cause),
-            actions=in_order(tally.actions, Action),
-            skips=tally.skips,
-            clips=tally.clips,
+            alarms=counter.alarms,
+            causes=in_order(counter.causes, Cause),
+            actions=in_order(counter.actions, Action),
+            skips=counter.skips,
+            clips=counter.clips,
             incidents=self._cases.count,
-            rollbacks=tally.rollbacks,
-            repeats=tally.repeats,
-            spent=tally.spent,
+            rollbacks=counter.rollbacks,
+            repeats=counter.repeats,
+            spent=counter.spent,
             first_incident=self._cases.first,
             last_incident=self._cases.last,
-            first_rollback=tally.first_rollback,
-            last_rollback=tally.last_rollback,
-            repeat_cuts=tally.repeat_cuts,
-            lowest_lr=tally.lowest_lr,
-            lowest_lr_first=tally.lowest_lr_first,
-            stopped_at=tally.stopped_at,
-            stopped_step=tally.stopped_step,
+            first_rollback=counter.first_rollback,
+            last_rollback=counter.last_rollback,
+            repeat_cuts=counter.repeat_cuts,
+            lowest_lr=counter.lowest_lr,
+            lowest_lr_first=counter.lowest_lr_first,
+            stopped_at=counter.stopped_at,
+            stopped_step=counter.stopped_step,
             resting=self.resting,
             problems=survey.problem_count,
         )
@@ -187,7 +187,7 @@ class Replay:
             self._rows[attempt] += len(rows.index)
             if len(judged.index):
                 self._judged += len(judged.index)
-                rollbacks, repeats = self._tally.add(judged)
+                rollbacks, repeats = self._counter.add(judged)
                 self._rollbacks[attempt] += rollbacks
                 self._repeats[attempt] += repeats
                 self._cases.add(judged)

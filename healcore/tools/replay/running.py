@@ -12,10 +12,10 @@ from healcore.tools.replay.decided import Judged
 from healcore.tools.replay.fitting import ReplayError
 from healcore.tools.replay.jsonl import decided_line, summary_line
 from healcore.tools.replay.replaying import replay
+from healcore.tools.replay.report import ReplayReport, survey_notes
 from healcore.tools.replay.scoring import Evidence, Label, Labels, Score, answer_of
 from healcore.tools.replay.summary import Summary
-from healcore.tools.replay.telling import Storyteller, survey_notes
-from healcore.tools.report.story import Story
+from healcore.tools.report.report import RunReport
 from healcore.tools.traces import Rows, Trace, TraceError, Unreadable
 
 
@@ -31,7 +31,7 @@ class Wanted(NamedTuple):
 
     jsonl: TextIO | None = None
     labels: Labels | None = None
-    stories: bool = False
+    reports: bool = False
 
 
 class Result(NamedTuple):
@@ -45,7 +45,7 @@ class Result(NamedTuple):
     """What of the policy is scored: rollbacks, stops, skips or alarms."""
     label: Label | None
     score: Score | None
-    story: Story | None
+    report: RunReport | None
 
 
 def surveyed(
@@ -122,13 +122,13 @@ def _one(
     label = wanted.labels.of(trace.name) if wanted.labels else None
     answer = answer_of(named.policy.engine().config)
     evidence = Evidence(answer) if label else None
-    teller = Storyteller() if wanted.stories else None
+    report = ReplayReport() if wanted.reports else None
 
     def on_chunk(rows: Rows, judged: Judged) -> None:
         if evidence is not None:
             evidence.add(rows, judged)
-        if teller is not None:
-            teller.add(rows, judged)
+        if report is not None:
+            report.add(rows, judged)
         advance(trace.name, len(rows.index))
 
     result = replay(trace, named.policy, backend=backend, on_chunk=on_chunk, name=named.name)
@@ -146,5 +146,5 @@ def _one(
         answer=answer,
         label=label,
         score=evidence.score(label) if evidence and label else None,
-        story=teller.story(result, named.policy, survey_notes(trace)) if teller else None,
+        report=report.finish(result, named.policy, survey_notes(trace)) if report else None,
     )

@@ -76,7 +76,7 @@ class Summary(NamedTuple):
     """Lines of the trace that could not be read."""
 
 
-class Tally:
+class SummaryCounter:
     """Counts chunk by chunk."""
 
     def __init__(self) -> None:

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from healcore import policy as policies
+from healcore.history import Run
+from healcore.history.process import RunState
 from healcore.policy import Policy
-from healcore.runtime.events.process import Process
-from healcore.runtime.events.reading import Event
+from healcore.runtime.events.models import EventRecord
 from healcore.runtime.postmortem import postmortem
-
-_ENDINGS = {
-    "completed": "completed",
-    "stopped": "stopped by the policy",
-    "exception": "ended by an exception",
-    "signal": "ended by a signal",
-    "interrupted": "interrupted from the keyboard",
-    "killed": "killed",
-}
+from healcore.tools.report.words import STATES
 
 
 class Policies(NamedTuple):
@@ -33,20 +25,19 @@ class Policies(NamedTuple):
     """Why there is no text, or why it may be another; empty: all is well."""
 
 
-def policy_of(events: Sequence[Event], given: Policy | None) -> Policies:
+def policy_of(start: EventRecord | None, given: Policy | None) -> Policies:
     """The policy: the one that is given, else the one that the run wrote down.
 
     A preset is shown with its comments, where the run had just that: the fingerprint alone leaves
     out what the host carries out.
 
     Args:
-        events: of the run.
+        start: of the run's last process.
         given: by the user.
     """
-    start: Event = next((e for e in reversed(events) if e["kind"] == "start"), {})
-    name, ran = start.get("policy", ""), start.get("fingerprint", "")
+    start = start or EventRecord()
+    name, ran, written = start.policy or "", start.fingerprint or "", start.policy_toml or ""
     text = "" if given is not None else text_of(name, ran)
-    written = str(start.get("policy_toml") or "")
     if text and written in ("", policies.dumps(policies.loads(text))):
         return Policies(name, text, ran, "")
     if given is None and written:
@@ -77,51 +68,40 @@ def text_of(name: str, print_: str) -> str:
     return policies.preset_text(name) if same else ""
 
 
-def ending_of(events: Sequence[Event], died: dict[str, Any] | None) -> str:
-    """How the last process ended, in words.
+def state_of(run: Run, postmortem: dict[str, Any] | None) -> RunState:
+    """How the run stands or has ended.
 
     Args:
-        events: of the run.
-        died: the last process's postmortem.
+        run: its events.
+        postmortem: of its last process, which the next one has written if it was killed.
     """
-    last = next((e for e in reversed(events) if e["kind"] in ("start", "end")), None)
-    if last is not None and last["kind"] == "end":
-        ending = str(last.get("ending", "not told"))
-        return _ENDINGS.get(ending, ending)
-    if died is not None:
-        return _ENDINGS.get(str(died.get("ending")), str(died.get("ending")))
-    start = last or {}
-    if "host" in start and "pid" in start:
-        process = Process(start["host"], start["pid"], start.get("boot"), start.get("born"))
-        gone = process.gone()
-        if gone is not None:
-            return "killed: it told no end, and its process is gone" if gone else "still running"
-    return "not told: still running, or killed"
+    if run.end is not None or postmortem is None:
+        return run.state
+    ending = postmortem.get("ending")
+    return RunState(ending) if ending in set(RunState) else RunState.ENDED
 
 
-def facts_of(events: Sequence[Event], died: dict[str, Any] | None) -> dict[str, str]:
+def facts_of(run: Run, postmortem: dict[str, Any] | None) -> dict[str, str]:
     """Label -> words, in the order in which they are to be read."""
-    starts = [e for e in events if e["kind"] == "start"]
-    start = starts[-1] if starts else {}
-    end: Event = next((e for e in reversed(events) if e["kind"] == "end"), {})
-    runs = list(dict.fromkeys(e["run"] for e in events))
-    good = [e["last_good"] for e in events if "last_good" in e]
-    versions = start.get("environment", {})
+    found, start = postmortem or {}, run.start or EventRecord()
+    first = next((each.start for each in run.processes if each.start), None)
+    ends = [each.end for each in run.processes if each.end]
+    versions = start.environment or {}
     known = {
-        "Ending": ending_of(events, died),
-        "Run": ", ".join(runs),
-        "Framework": _joined(start.get("framework"), versions.get(start.get("framework", ""))),
-        "Mode": start.get("mode"),
-        "Started": _when(starts[0].get("time") if starts else None),
-        "Last event": _when(events[-1].get("time") if events else None),
-        "Duration": _duration(events),
-        "Step at the end": end.get("step", (died or {}).get("step")),
-        "Last known-good": good[-1] if good else (died or {}).get("last_good"),
-        "Saved every": f"{start['save_every']} steps" if "save_every" in start else None,
-        "Read after": f"{start['lag']} steps" if "lag" in start else None,
-        "Checkpoints": start.get("store"),
-        "Host": start.get("host"),
-        "Processes": start.get("world") if start.get("world", 1) != 1 else None,
+        "Ending": STATES[state_of(run, postmortem)],
+        "Run": ", ".join(each.id for each in run.processes),
+        "Framework": _joined(start.framework, versions.get(start.framework or "")),
+        "Mode": start.mode,
+        "Started": _when(first),
+        "Last event": _when(run.processes[-1].last if run.processes else None),
+        "Duration": _duration(run),
+        "Step at the end": ends[-1].step if ends else found.get("step"),
+        "Last known-good": found.get("last_good") if run.last_good is None else run.last_good,
+        "Saved every": None if start.save_every is None else f"{start.save_every} steps",
+        "Read after": None if start.lag is None else f"{start.lag} steps",
+        "Checkpoints": start.store,
+        "Host": start.host,
+        "Processes": None if start.world == 1 else start.world,
         "healcore": versions.get("healcore"),
         "Python": versions.get("python"),
     }
@@ -146,19 +126,17 @@ def _joined(*words: str | None) -> str:
     return " ".join(word for word in words if word)
 
 
-def _when(time: str | None) -> str | None:
-    return None if time is None else f"{time[:10]} {time[11:19]} UTC"
-
-
-def _duration(events: Sequence[Event]) -> str | None:
-    """Of all processes together, each by its own monotonic clock."""
-    spans: dict[str, list[float]] = {}
-    for event in events:
-        if "mono" in event:
-            spans.setdefault(event["run"], []).append(float(event["mono"]))
-    if not spans:
+def _when(event: EventRecord | None) -> str | None:
+    if event is None or event.time is None:
         return None
-    each = [max(times) - min(times) for times in spans.values()]
+    return f"{event.time[:10]} {event.time[11:19]} UTC"
+
+
+def _duration(run: Run) -> str | None:
+    """Of all processes together, each by its own monotonic clock."""
+    each = [one.seconds for one in run.processes if one.seconds is not None]
+    if not each:
+        return None
     if len(each) == 1:
         return _time(each[0])
     return f"{_time(sum(each))} in {len(each)} processes together; of the last {_time(each[-1])}"

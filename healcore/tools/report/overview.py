@@ -1,64 +1,75 @@
-"""The title of a page and, of several stories, the overview at its top."""
+"""The title of a page and, of several runs, the overview at its top."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
+from typing import NamedTuple
 
-from healcore.tools.report.counts import counts
-from healcore.tools.report.story import Story
-
-
-def title_of(stories: Sequence[Story]) -> str:
-    """The title of a page."""
-    if len(stories) == 1:
-        return short_names(stories)[0]
-    return f"{len(stories)} {'replays' if stories[0].kind == 'replay' else 'runs'}"
+from healcore.history import Mode
+from healcore.tools.report import words
+from healcore.tools.report.report import RunReport
 
 
-def contents(stories: Sequence[Story], left_out: int = 0) -> str:
-    """The table of contents, where there is more than one story.
+class Overview(NamedTuple):
+    """A table with a row for each run."""
+
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    """The first cell is the run's short name."""
+    titles: tuple[str, ...]
+    """The name in full, of each row."""
+
+
+def overview(reports: Sequence[RunReport]) -> Overview:
+    """The overview.
 
     Args:
-        stories: in the order of the page.
-        left_out: how many more there are.
+        reports: in the order of the page.
     """
-    if len(stories) == 1:
-        return ""
-    replays = all(story.kind == "replay" for story in stories)
-    ends = "Ends at" if replays else "Ending"
-    names = ("Run", "Policy", "Rows", "Incidents", "Rollbacks", "Skips", "Clips", ends)
-    head = "".join(f'<th scope="col">{name}</th>' for name in names)
-    rows, short = [], short_names(stories)
-    for number, story in enumerate(stories):
-        title = escape(story.title)
-        link = f'<a href="#s{number}" title="{title}">{escape(short[number])}</a>'
-        counted = counts(story)
-        rollbacks = ", ".join(each for each in (str(counted.rollbacks), counted.again) if each)
-        clips = "–" if counted.clips is None else f"{counted.clips:,}"
-        ending = escape(counted.ends.removeprefix("would stop at ") or "–")
-        first = (link, escape(story.policy_name), escape(rows_of(story)))
-        cells = (*first, counted.incidents, escape(rollbacks), f"{counted.skips:,}", clips, ending)
-        told = (
-            f'<td data-label="{name}">{cell}</td>' for name, cell in zip(names, cells, strict=True)
-        )
-        rows.append(f"<tr>{''.join(told)}</tr>")
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-    rest = f"<p>{left_out:,} more, in which least happened, are left out.</p>" if left_out else ""
-    return f"<nav>{table}{rest}</nav>"
+    ends = "Ends at" if all(each.mode is Mode.REPLAY for each in reports) else "Ending"
+    heads = ("Run", "Policy", "Rows", "Incidents", "Rollbacks", "Skips", "Clips", ends)
+    rows = tuple(
+        (name, *_cells(report)) for name, report in zip(short_names(reports), reports, strict=True)
+    )
+    return Overview(heads, rows, tuple(report.title for report in reports))
 
 
-def short_names(stories: Sequence[Story]) -> list[str]:
+def _cells(report: RunReport) -> tuple[str, ...]:
+    counts = report.counts
+    rollbacks = (str(counts.rollbacks), words.repeats(counts, would=report.would))
+    return (
+        report.policy_name,
+        rows_of(report),
+        str(counts.incidents),
+        ", ".join(each for each in rollbacks if each),
+        f"{counts.skips:,}",
+        "–" if counts.clips is None else f"{counts.clips:,}",
+        words.ends(report) or "–",
+    )
+
+
+def weight(report: RunReport) -> tuple[int, int, int]:
+    """To sort by: the run in which most happened has the least."""
+    return -report.counts.rollbacks, -report.counts.incidents, -report.counts.skips
+
+
+def title_of(reports: Sequence[RunReport]) -> str:
+    """The title of a page."""
+    if len(reports) == 1:
+        return short_names(reports)[0]
+    return f"{len(reports)} {'replays' if reports[0].mode is Mode.REPLAY else 'runs'}"
+
+
+def short_names(reports: Sequence[RunReport]) -> list[str]:
     """Names as short as they may be: the end of a path, or all of it where two would be alike."""
-    ends = ["/".join(story.title.split("/")[-2:]) for story in stories]
-    whole = {end: {s.title for s, e in zip(stories, ends, strict=True) if e == end} for end in ends}
+    ends = ["/".join(each.title.split("/")[-2:]) for each in reports]
+    whole = {end: {r.title for r, e in zip(reports, ends, strict=True) if e == end} for end in ends}
     return [
-        end if len(whole[end]) == 1 else story.title
-        for story, end in zip(stories, ends, strict=True)
+        end if len(whole[end]) == 1 else each.title for each, end in zip(reports, ends, strict=True)
     ]
 
 
-def rows_of(story: Story) -> str:
-    """How many rows a story has, in words."""
-    rows = story.series.rows
-    return f"{len(story.series.step) if rows is None else rows:,}"
+def rows_of(report: RunReport) -> str:
+    """How many rows a run has."""
+    rows = report.curves.rows
+    return f"{len(report.curves.step) if rows is None else rows:,}"

@@ -1,4 +1,4 @@
-"""The same as a PNG: loss, gradient norm and learning rate of every story, incidents marked."""
+"""The same as a PNG: loss, gradient norm and learning rate of every run, incidents marked."""
 
 from __future__ import annotations
 
@@ -10,19 +10,24 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.extras import require
-from healcore.tools.report import gaps
-from healcore.tools.report.counts import by_kind, counts, weight
-from healcore.tools.report.marking import SIGNS, is_wide, kind_of, labels, levels, stop_of
-from healcore.tools.report.overview import short_names
-from healcore.tools.report.story import Series, Story
+from healcore.history import Curves, IncidentOutcome, Mode
+from healcore.tools.report import words
+from healcore.tools.report.marks import SIGNS, by_outcome, is_wide, labels, levels, stop_of
+from healcore.tools.report.overview import short_names, weight
+from healcore.tools.report.report import RunReport
 
-STORIES = 12
-"""Stories that a picture holds; a page holds any number."""
+REPORTS = 12
+"""Runs that a picture holds; a page holds any number."""
 
 _FEW = 4
-"""Stories up to which those without an incident are drawn too."""
+"""Runs up to which those without an incident are drawn too."""
 _NAME = 50
 """Letters of a name in a title."""
+_MODES = {
+    Mode.HEAL: "",
+    Mode.OBSERVE: "observed, nothing was done",
+    Mode.REPLAY: "replay, nothing was done",
+}
 _LANE = 4
 _LABELLED = 60
 _LOSS, _NORM, _THRESHOLD, _RATE = "#0072B2", "#007A5A", "#B3520C", "#6A4FB3"
@@ -33,93 +38,93 @@ _OTHERS = ("#3D3D3D", "#E69F00", "#CC79A7")
 
 
 class Backdrop(NamedTuple):
-    """What is drawn behind the curves of a story, to compare it with."""
+    """What is drawn behind the curves of a run, to compare it with."""
 
-    runs: Mapping[str, Series]
+    runs: Mapping[str, Curves]
     """Other runs by their names, at most three; their losses and gradient norms are drawn."""
     spans: Sequence[tuple[float, float, str]] = ()
     """First and last step of something that happened to all of them, and what it was."""
     itself: str | None = None
-    """Name of the story's own curve in the legend."""
+    """Name of the run's own curve in the legend."""
 
 
 _NOTHING = Backdrop({})
 
 
-def chosen(stories: Sequence[Story]) -> list[Story]:
-    """The stories that a picture of all of them shows, the one in which most happened first."""
-    shown = sorted(stories, key=weight)
+def chosen(reports: Sequence[RunReport]) -> list[RunReport]:
+    """The runs that a picture of all of them shows, the one in which most happened first."""
+    shown = sorted(reports, key=weight)
     if len(shown) > _FEW:
-        shown = [story for story in shown if story.incidents] or shown
-    return shown[:STORIES]
+        shown = [report for report in shown if report.incidents] or shown
+    return shown[:REPORTS]
 
 
 def draw(
-    stories: Sequence[Story],
+    reports: Sequence[RunReport],
     path: str | os.PathLike[str],
     *,
     behind: Mapping[str, Backdrop] = MappingProxyType({}),
 ) -> None:
-    """Draws the stories, one below the other.
+    """Draws the runs, one below the other.
 
     Args:
-        stories: what is told. The ones in which most happened come first, of many those without
-            an incident are left out, and there are at most `STORIES`.
+        reports: of the runs. The ones in which most happened come first, of many those without
+            an incident are left out, and there are at most `REPORTS`.
         path: the PNG to write.
-        behind: by title of a story, what it is compared with.
+        behind: by title of a run, what it is compared with.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
-        ValueError: there is no story.
+        ValueError: there is no run.
         OSError: the file cannot be written.
     """
-    if not stories:
-        raise ValueError("a picture needs at least one story")
+    if not reports:
+        raise ValueError("a picture needs at least one run")
     require("report", "matplotlib")
     # No window, whatever the user's backend.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    shown = chosen(stories)
+    shown = chosen(reports)
     # Its usual hspace is a share of the figure's height: a wide band in a high one.
     layout = ConstrainedLayoutEngine(hspace=0.0)
     figure = Figure(figsize=(12, _SIZE * len(shown) + 0.4), layout=layout)
     FigureCanvasAgg(figure)
     blocks = figure.subfigures(len(shown), 1, squeeze=False)[:, 0]
-    for block, story, name in zip(blocks, shown, short_names(shown), strict=True):
-        _story(block, story, name, behind.get(story.title, _NOTHING))
-    if len(stories) > len(shown):
-        told = f"The {len(shown)} of {len(stories)} in which most happened; the page has the others"
+    for block, report, name in zip(blocks, shown, short_names(shown), strict=True):
+        _report(block, report, name, behind.get(report.title, _NOTHING))
+    if len(reports) > len(shown):
+        told = f"The {len(shown)} of {len(reports)} in which most happened; the page has the others"
         figure.text(0.995, 0.002, told, ha="right", fontsize=8, color=_QUIET)
     figure.savefig(path, dpi=120, format="png")
 
 
-def _story(block: Any, story: Story, name: str, behind: Backdrop) -> None:
-    series = story.series
-    curves = [("loss", series.loss, _LOSS, 5.0)]
-    if series.grad_norm is not None and np.isfinite(series.grad_norm).any():
-        curves.append(("gradient norm", series.grad_norm, _NORM, 3.0))
-    if series.lr_scale is not None:
-        curves.append(("LR ×", series.lr_scale, _RATE, 1.3))
-    rows = _rows(story)
-    heights = (0.4 + 0.3 * max(rows) if rows else 0.1, *(share for *_, share in curves))
+def _report(block: Any, report: RunReport, name: str, behind: Backdrop) -> None:
+    curves = report.curves
+    drawn = [("loss", curves.loss, _LOSS, 5.0)]
+    if curves.grad_norm is not None and np.isfinite(curves.grad_norm).any():
+        drawn.append(("gradient norm", curves.grad_norm, _NORM, 3.0))
+    if curves.lr_scale is not None:
+        drawn.append(("LR ×", curves.lr_scale, _RATE, 1.3))
+    rows = _rows(report)
+    heights = (0.4 + 0.3 * max(rows) if rows else 0.1, *(share for *_, share in drawn))
     lane, *axes = block.subplots(len(heights), 1, sharex=True, height_ratios=heights)
-    for axis, (curve, values, colour, _) in zip(axes, curves, strict=True):
+    for axis, (curve, values, colour, _) in zip(axes, drawn, strict=True):
         others = _others(axis, behind, curve)
         label = behind.itself if curve == "loss" else None
-        _curve(axis, series, values, colour, stepped=curve == "LR ×", label=label)
+        _curve(axis, curves, values, colour, stepped=curve == "LR ×", label=label)
         axis.set_ylabel(curve, fontsize=9, labelpad=3)
         whole = np.concatenate((values, *others))
         if curve != "LR ×" and is_wide(whole):
             _logarithmic(axis, whole)
         if curve == "LR ×":
             axis.set_ylim(0, 1.1)
-    if series.threshold is not None and "gradient norm" in (curve for curve, *_ in curves):
+    if curves.threshold is not None and "gradient norm" in (curve for curve, *_ in drawn):
         style = {"color": _THRESHOLD, "ls": "--", "lw": 0.9, "label": "threshold"}
-        _line(axes[1], series, series.threshold, ~series.undone(), **style)
-    _bad(axes[0], series)
-    _incidents(lane, axes, story, rows)
+        _line(axes[1], curves, curves.threshold, ~curves.undone(), **style)
+    _bad(axes[0], curves)
+    _incidents(lane, axes, report, rows)
     _spans(axes, behind)
     for axis in axes:
         axis.grid(color=_GRID, lw=0.7)
@@ -127,9 +132,9 @@ def _story(block: Any, story: Story, name: str, behind: Backdrop) -> None:
         axis.tick_params(labelsize=8, length=2)
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1].set_xlabel("step", fontsize=9)
-    if not len(series.step):
+    if not len(curves.step):
         axes[0].text(0.5, 0.5, "no row to draw", transform=axes[0].transAxes, ha="center")
-    _words(block, story, name)
+    _words(block, report, name)
     found: dict[str, Any] = {}
     for axis in (lane, *axes[:2]):
         handles, labels = axis.get_legend_handles_labels()
@@ -177,32 +182,32 @@ def _logarithmic(axis: Any, values: np.ndarray) -> None:
 
 def _curve(
     axis: Any,
-    series: Series,
+    curves: Curves,
     values: np.ndarray,
     colour: str,
     *,
     stepped: bool,
     label: str | None,
 ) -> None:
-    undone = series.undone()
+    undone = curves.undone()
     style = {**_KEPT, "drawstyle": "steps-post"} if stepped else _KEPT
-    attempts = [] if series.attempt is None else np.unique(series.attempt[undone]).tolist()
+    attempts = [] if curves.attempt is None else np.unique(curves.attempt[undone]).tolist()
     for i, attempt in enumerate(attempts):
-        where = undone & (series.attempt == attempt)
+        where = undone & (curves.attempt == attempt)
         named = None if i else "undone"
-        _line(axis, series, values, where, color=_UNDONE, label=named, **style)
-    _line(axis, series, values, ~undone, color=colour, label=label, **style)
+        _line(axis, curves, values, where, color=_UNDONE, label=named, **style)
+    _line(axis, curves, values, ~undone, color=colour, label=label, **style)
 
 
-def _line(axis: Any, series: Series, values: np.ndarray, where: np.ndarray, **style: Any) -> None:
+def _line(axis: Any, curves: Curves, values: np.ndarray, where: np.ndarray, **style: Any) -> None:
     """What is not logged is passed over; what is not finite is a gap."""
-    bad = np.zeros(len(values), bool) if series.nonfinite is None else series.nonfinite
+    bad = np.zeros(len(values), bool) if curves.nonfinite is None else curves.nonfinite
     rows = np.flatnonzero(where & (np.isfinite(values) | bad))
-    if series.lonely:
+    if curves.lonely:
         style = {**style, "ls": "none", "marker": ".", "ms": 4}
-    step = series.step[rows]
+    step = curves.step[rows]
     kept = np.where(np.isfinite(values[rows]), values[rows], np.nan)
-    for gap in gaps.gaps(series):
+    for gap in curves.gaps():
         at = int(np.searchsorted(step, gap.high))
         if 0 < at < len(step) and step[at - 1] <= gap.low and rows[at - 1] < gap.row <= rows[at]:
             step, kept = np.insert(step, at, step[at]), np.insert(kept, at, np.nan)
@@ -210,45 +215,45 @@ def _line(axis: Any, series: Series, values: np.ndarray, where: np.ndarray, **st
     axis.plot(step, kept, **style)
 
 
-def _bad(axis: Any, series: Series) -> None:
-    if series.nonfinite is None or not series.nonfinite.any():
+def _bad(axis: Any, curves: Curves) -> None:
+    if curves.nonfinite is None or not curves.nonfinite.any():
         return
-    at = series.step[series.nonfinite]
+    at = curves.step[curves.nonfinite]
     marks = {"transform": axis.get_xaxis_transform(), "color": "#A3210F", "clip_on": False}
     axis.plot(at, np.full(len(at), 0.97), "x", ms=4, mew=1.0, label="NaN or Inf", **marks)
 
 
-def _rows(story: Story) -> list[int]:
+def _rows(report: RunReport) -> list[int]:
     """Of the marks in their lane."""
-    return levels([case.onset_step for case in story.incidents], _room(story), _LANE)
+    return levels([case.onset_step for case in report.incidents], _room(report), _LANE)
 
 
-def _room(story: Story) -> float:
+def _room(report: RunReport) -> float:
     """Steps that a mark with its number takes."""
-    step = story.series.step
+    step = report.curves.step
     return 0.03 * max(float(np.ptp(step)) if len(step) else 1.0, 1.0)
 
 
-def _incidents(lane: Any, axes: Sequence[Any], story: Story, rows: Sequence[int]) -> None:
+def _incidents(lane: Any, axes: Sequence[Any], report: RunReport, rows: Sequence[int]) -> None:
     lane.set_ylim(-0.8, max(rows, default=0) + 0.8)
     lane.axis("off")
-    cases = story.incidents
-    free = labels([case.onset_step for case in cases], rows, _room(story))
+    cases = report.incidents
+    free = labels([case.onset_step for case in cases], rows, _room(report))
     drawn: set[tuple[float, float]] = set()  # bands that lie on one another would darken
-    used: set[str] = set()
+    used: set[IncidentOutcome] = set()
     for place, (case, row) in enumerate(zip(cases, rows, strict=True)):
-        sign, at = SIGNS[kind_of(case)], (case.onset_step, case.end[0])
+        sign, at = SIGNS[case.outcome], (case.onset_step, case.end[0])
         for axis in axes if at not in drawn else ():
             axis.axvspan(*at, color=sign.colour, alpha=0.13, lw=0)
             axis.axvline(at[0], color=sign.colour, lw=1.0, alpha=0.8)
         drawn.add(at)
-        stop = stop_of(story, place)
+        stop = stop_of(report, place)
         marks = [(sign, at[0], float(row))]
         if stop is not None:  # a little lower, so that neither hides the other
-            marks.append((SIGNS["stop"], stop[0], row - 0.45))
+            marks.append((SIGNS[IncidentOutcome.STOP], stop[0], row - 0.45))
         for mark, step, y in marks:
-            label = None if mark.name in used else mark.told(story.would)
-            used.add(mark.name)
+            label = None if mark.outcome in used else mark.text(report.would)
+            used.add(mark.outcome)
             lane.plot(step, y, mark.matplotlib, color=mark.colour, ms=6, label=label, ls="none")
         if len(cases) <= _LABELLED and free[place]:
             place = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
@@ -257,15 +262,19 @@ def _incidents(lane: Any, axes: Sequence[Any], story: Story, rows: Sequence[int]
             lane.plot([case.checkpoint, at[0]], [row, row], ":", color=sign.colour, lw=1)
 
 
-def _words(block: Any, story: Story, name: str) -> None:
-    what = "replay, nothing was done" if story.kind == "replay" else ""
-    what = what or ("observed, nothing was done" if story.would else "")
-    told = [what, counts(story).ends, *by_kind(story), story.fingerprint, *gaps.told(story)[:2]]
+def _ending(report: RunReport) -> str:
+    ends = words.ends(report)
+    return f"would stop at {ends}" if report.mode is Mode.REPLAY and ends else ends
+
+
+def _words(block: Any, report: RunReport, name: str) -> None:
+    parts = [_MODES[report.mode], _ending(report), *by_outcome(report), report.fingerprint]
+    parts += words.gaps(report)[:2]
     # Dollars in a name are not mathematics.
-    title = f"{_short(name)} · {_short(story.policy_name)}".replace("$", r"\$")
+    title = f"{_short(name)} · {_short(report.policy_name)}".replace("$", r"\$")
     block.suptitle(title, x=0.01, ha="left", fontsize=11, weight="bold")
     block.supxlabel(
-        " · ".join(each for each in told if each).replace("$", r"\$"),
+        " · ".join(each for each in parts if each).replace("$", r"\$"),
         x=0.01,
         ha="left",
         fontsize=8.5,

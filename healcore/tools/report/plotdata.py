@@ -7,54 +7,51 @@ from typing import Any
 
 import numpy as np
 
-from healcore.tools.report.gaps import gaps
-from healcore.tools.report.marking import SIGNS, is_wide, kind_of, labels, levels, stop_of
-from healcore.tools.report.sound import words
-from healcore.tools.report.story import Incident, Story
-from healcore.tools.report.table import span
+from healcore.history import Incident
+from healcore.tools.report import words
+from healcore.tools.report.marks import SIGNS, is_wide, labels, levels, stop_of
+from healcore.tools.report.report import RunReport
 
 LANE = 4
 """Rows of the lane above the curves, in which the incidents are marked."""
 _LABELLED = 60
 """Incidents up to which each has its number beside the mark."""
-_MARKED = frozenset({"resume", "stop", "end", "hook", "order", "alarm"})
 
 
-def plot_data(story: Story) -> dict[str, Any]:
-    """Everything that the plot of a story shows."""
-    series = story.series
-    step = series.step
+def plot_data(report: RunReport) -> dict[str, Any]:
+    """Everything that the plot of a run shows."""
+    curves = report.curves
+    step = curves.step
     width = float(step.max() - step.min()) if len(step) else 1.0
-    places = [case.onset_step for case in story.incidents]
+    places = [case.onset_step for case in report.incidents]
     room = max(width, 1.0) * 0.035
     rows = levels(places, room, LANE)
     free = labels(places, rows, room)
     return {
         "step": _numbers(step),
-        "index": None if series.index is None else series.index.tolist(),
-        "undone": series.undone().astype(int).tolist(),
-        "attempt": None if series.attempt is None else series.attempt.tolist(),
-        "loss": _curve(series.loss),
-        "norm": _curve(series.grad_norm),
-        "threshold": _curve(series.threshold),
-        "lr": _curve(series.lr_scale),
+        "index": None if curves.index is None else curves.index.tolist(),
+        "undone": curves.undone().astype(int).tolist(),
+        "attempt": None if curves.attempt is None else curves.attempt.tolist(),
+        "loss": _curve(curves.loss),
+        "norm": _curve(curves.grad_norm),
+        "threshold": _curve(curves.threshold),
+        "lr": _curve(curves.lr_scale),
         "bad": []
-        if series.nonfinite is None
-        else [int(i) for i in np.flatnonzero(series.nonfinite)],
-        "gaps": [{"row": gap.row, "low": gap.low, "high": gap.high} for gap in gaps(series)],
-        "lonely": series.lonely,
-        "would": story.would,
-        "logLoss": is_wide(series.loss),
-        "logNorm": is_wide(series.grad_norm),
-        "labelled": len(story.incidents) <= _LABELLED,
+        if curves.nonfinite is None
+        else [int(i) for i in np.flatnonzero(curves.nonfinite)],
+        "gaps": [{"row": gap.row, "low": gap.low, "high": gap.high} for gap in curves.gaps()],
+        "lonely": curves.lonely,
+        "would": report.would,
+        "logLoss": is_wide(curves.loss),
+        "logNorm": is_wide(curves.grad_norm),
+        "labelled": len(report.incidents) <= _LABELLED,
         "incidents": [
-            {**_incident(case, rows[place], stop_of(story, place)), "label": free[place]}
-            for place, case in enumerate(story.incidents)
+            {**_incident(case, rows[place], stop_of(report, place)), "label": free[place]}
+            for place, case in enumerate(report.incidents)
         ],
         "marks": [
-            {"x": mark.step, "kind": mark.kind, "text": _html(mark.text)}
-            for mark in story.marks
-            if mark.kind in _MARKED
+            {"x": mark.step, "kind": mark.kind, "text": _html(words.mark(mark))}
+            for mark in report.marks
         ],
     }
 
@@ -62,7 +59,7 @@ def plot_data(story: Story) -> dict[str, Any]:
 def signs() -> dict[str, dict[str, str]]:
     """The kinds of incidents, for the script."""
     return {
-        sign.name: {"words": sign.words, "would": sign.would, "symbol": sign.plotly}
+        sign.outcome: {"words": sign.words, "would": sign.would, "symbol": sign.plotly}
         for sign in SIGNS.values()
     }
 
@@ -77,14 +74,14 @@ def _incident(case: Incident, row: int, stop: tuple[float, int] | None) -> dict[
     step, index = case.end
     return {
         "n": case.number,
-        "kind": kind_of(case),
+        "kind": case.outcome,
         "x": [case.onset_step, step],
         "i": None if case.onset < 0 or index < 0 else [case.onset, index],
         "stop": None if stop is None else [stop[0], None if stop[1] < 0 else stop[1]],
         "to": case.checkpoint,
         "row": row,
-        "text": f"<b>#{case.number}</b> step {span(case.onset_step, step)}: "
-        f"{_html(words(case.cause))}<br>{_html(case.outcome)}",
+        "text": f"<b>#{case.number}</b> step {words.steps(case.onset_step, step)}: "
+        f"{_html(words.words(case.cause))}<br>{_html(words.outcome(case))}",
     }
 
 

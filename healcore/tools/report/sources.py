@@ -10,13 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 from healcore.core.errors import HealcoreError
+from healcore.history import Curves, Incident, Run, metric_lines
+from healcore.history.axis import AttemptOrigin, RunAttempt
+from healcore.history.metric_lines import CURVES, Chunk, Lines
+from healcore.history.metrics import MetricCounts, gather
 from healcore.runtime.events.reading import lines
-from healcore.tools.report import metric_lines
-from healcore.tools.report.casebook import Casebook
-from healcore.tools.report.curves import gather
-from healcore.tools.report.metric_lines import CURVES, Chunk, Lines
-from healcore.tools.report.story import Incident, Part, Series
-from healcore.tools.report.tally import Tally
 from healcore.tools.traces import TraceError, open_traces
 
 _TOLD = 20
@@ -30,21 +28,21 @@ class MetricsError(HealcoreError, ValueError):
 class Drawn(NamedTuple):
     """The curves, and what depends on them."""
 
-    series: Series
+    curves: Curves
     incidents: tuple[Incident, ...]
     """With the rows in which they are."""
-    parts: tuple[Part, ...]
+    attempts: tuple[RunAttempt, ...]
     notes: tuple[str, ...]
     """What is missing or damaged."""
-    tally: Tally | None = None
+    counted: MetricCounts | None = None
     """What the metrics have counted; None: they have not, or not of all optimizers."""
 
 
-def curves_of(book: Casebook, metrics: Path | None) -> Drawn:
+def curves_of(run: Run, metrics: Path | None) -> Drawn:
     """The curves of a run.
 
     Args:
-        book: its incidents and attempts.
+        run: its incidents and attempts.
         metrics: the file; None: there is none.
 
     Raises:
@@ -52,12 +50,12 @@ def curves_of(book: Casebook, metrics: Path | None) -> Drawn:
     """
     if metrics is None:
         return _from_alarms(
-            book,
+            run,
             "There is no metrics file: the points are the steps with an alarm, and between them "
             'nothing is known. Healer(metrics="run.metrics.jsonl") writes one.',
         )
     try:
-        return _from_lines(book, metrics) if _is_ours(metrics) else _from_trace(book, metrics)
+        return _from_lines(run, metrics) if _is_ours(metrics) else _from_trace(run, metrics)
     except (OSError, TraceError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise MetricsError(f"{metrics}: the metrics cannot be read: {why}") from error
@@ -84,24 +82,24 @@ def _is_ours(path: Path) -> bool:
     return any(not isinstance(metric_lines.parse(line), str) for line in first)
 
 
-def _from_lines(book: Casebook, path: Path) -> Drawn:
-    ours = Lines(path, book.ids)
-    series, incidents, tally = gather(ours.chunks(), book.incidents, book.capped)
+def _from_lines(run: Run, path: Path) -> Drawn:
+    ours = Lines(path, run.places)
+    curves, incidents, counted = gather(ours.chunks(), run.incidents)
     notes = listed(f"{path.name}: damaged", ours.problems, ours.damaged)
-    if not series.rows:
+    if not curves.rows:
         what = f"{path.name} has no line of this run ({ours.others} are of others): the points are"
-        drawn = _from_alarms(book, f"{what} the steps with an alarm.")
+        drawn = _from_alarms(run, f"{what} the steps with an alarm.")
         return drawn._replace(notes=(*notes, *drawn.notes))
     if ours.left_out:
         others = ", ".join(sorted(ours.left_out))
         notes.append(f"The curves are those of the optimizer {ours.engine}; not of {others}.")
-    more = range(len(book.ids), len(ours.ids))
-    parts = (Part(number, 0.0, "not told by an event") for number in more)
-    counted = None if ours.left_out else tally
-    return Drawn(series, incidents, (*book.parts, *parts), tuple(notes), counted)
+    more = range(len(run.places), len(ours.ids))
+    attempts = (RunAttempt(number, 0.0, AttemptOrigin.METRICS) for number in more)
+    counted = None if ours.left_out else counted
+    return Drawn(curves, incidents, (*run.attempts, *attempts), tuple(notes), counted)
 
 
-def _from_trace(book: Casebook, path: Path) -> Drawn:
+def _from_trace(run: Run, path: Path) -> Drawn:
     """Any other log of the run: loss and norm, without the policy's numbers."""
     traces, unreadable = open_traces([str(path)])
     if unreadable:
@@ -113,7 +111,7 @@ def _from_trace(book: Casebook, path: Path) -> Drawn:
     told = [str(problem) for problem in survey.problems]
     notes = listed(f"{path.name}: damaged", told, survey.problem_count)
 
-    begins = np.array([case.onset_step for case in book.incidents])
+    begins = np.array([case.onset_step for case in run.incidents])
     steps: set[float] = set()
 
     def chunks() -> Iterator[Chunk]:
@@ -126,25 +124,24 @@ def _from_trace(book: Casebook, path: Path) -> Drawn:
                 bad |= rows.given[name] & ~np.isfinite(rows.values[name])
             yield Chunk(rows.step, np.full(len(rows.index), rows.attempt), values, bad)
 
-    series, incidents, _ = gather(chunks(), book.incidents)
+    curves, incidents, _ = gather(chunks(), run.incidents)
     wanted = {case.onset_step for case in incidents}
     if wanted and not wanted & steps:
         notes.append(
             f"{path.name} has none of the steps at which an incident begins: it may be the log of "
             "another run."
         )
-    return Drawn(series, incidents, book.parts, tuple(notes))
+    return Drawn(curves, incidents, tuple(run.attempts), tuple(notes))
 
 
-def _from_alarms(book: Casebook, why: str) -> Drawn:
+def _from_alarms(run: Run, why: str) -> Drawn:
     """What the alarms tell of the curves: the last finite loss and norm, at single steps."""
     rows, bad = [], []
-    for attempt, event in book.alarms:
-        if event["step"] is not None and "readings" in event:
-            told = {**event["readings"], "lr_scale": event.get("lr_scale", "nan")}
-            row = float(event["step"]), attempt, metric_lines.numbers(told)
-            rows.append(metric_lines.Row(*row))
-            bad.append("NONFINITE" in " ".join(event.get("cause", ())))
+    for point in run.points:
+        lr_scale = float("nan") if point.lr_scale is None else point.lr_scale
+        values = metric_lines.numbers({**point.readings._asdict(), "lr_scale": lr_scale})
+        rows.append(metric_lines.Row(point.step, point.attempt, values))
+        bad.append(point.nonfinite)
     chunks = [metric_lines.chunk(rows)._replace(nonfinite=np.array(bad))] if rows else []
-    series, incidents, _ = gather(chunks, book.incidents)
-    return Drawn(series._replace(lonely=True), incidents, book.parts, (why,))
+    curves, incidents, _ = gather(chunks, run.incidents)
+    return Drawn(curves._replace(lonely=True), incidents, tuple(run.attempts), (why,))

@@ -1,13 +1,13 @@
-"""The table of incidents, as HTML."""
+"""The table of incidents: its columns, and the cells of a row as text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from html import escape
+from typing import NamedTuple
 
-from healcore.tools.report.marking import SIGNS, kind_of
-from healcore.tools.report.sound import words
-from healcore.tools.report.story import Incident
+from healcore.history import Incident, IncidentOutcome
+from healcore.tools.report import words
+from healcore.tools.report.marks import SIGNS
 
 ROWS = 1000
 """Incidents that get a row; more would make a page that no browser opens."""
@@ -33,87 +33,89 @@ _BATCHES = 6
 """Stretches of batches that are named."""
 
 
-def incident_table(incidents: Sequence[Incident], section: int, *, would: bool = False) -> str:
-    """All incidents of a story; a row is linked to the plot by its number in `incidents`.
+class Row(NamedTuple):
+    """One incident."""
+
+    number: int
+    outcome: IncidentOutcome
+    text: str
+    """The outcome in a few words."""
+    cells: tuple[tuple[str, ...], ...]
+    """After the first; each has its lines."""
+
+
+class Table(NamedTuple):
+    """The incidents of a run; a row is linked to the plot by its place."""
+
+    columns: tuple[tuple[str, str], ...]
+    """Name and class."""
+    rows: tuple[Row, ...]
+    more: int
+    """Incidents without a row."""
+
+
+def incident_table(incidents: Sequence[Incident], *, would: bool) -> Table:
+    """The table; columns with nothing in them are left out.
 
     Args:
-        incidents: in the order of the story.
-        section: number of the story on its page.
+        incidents: in order.
         would: nothing was done, it is what a policy would have done.
     """
-    if not incidents:
-        return "<p>No incident.</p>"
-    rows = [_cells(case, would) for case in incidents[:ROWS]]
-    shown = [i for i in range(len(_COLUMNS)) if any(row[i] != _NOTHING for row in rows)]
-    columns = {_WOULD.get(name, name) if would else name: kind for name, kind in _COLUMNS.items()}
-    names = [(name, kind) for i, (name, kind) in enumerate(columns.items()) if i in shown]
-    head = "".join(f'<th scope="col" class="{kind}">{name}</th>' for name, kind in names)
-    body = "".join(
-        _row([(name, row[i]) for i, (name, _) in zip(shown, names, strict=True)], section, place)
-        for place, row in enumerate(rows)
+    rows = [_cells(case) for case in incidents[:ROWS]]
+    shown = [i for i in range(len(_COLUMNS) - 1) if any(row[i] != (_NOTHING,) for row in rows)]
+    first, *others = _COLUMNS.items()
+    columns = [(_WOULD.get(name, name) if would else name, kind) for name, kind in others]
+    return Table(
+        (first, *(columns[i] for i in shown)),
+        tuple(
+            Row(case.number, case.outcome, _text(case, would), tuple(row[i] for i in shown))
+            for case, row in zip(incidents, rows, strict=False)
+        ),
+        max(len(incidents) - ROWS, 0),
     )
-    more = len(incidents) - ROWS
-    rest = f"<p>{more} more are in the plot, without a row here.</p>" if more > 0 else ""
-    whole = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
-    return f'<table class="incidents">{whole}</table>{rest}'
 
 
-def _row(cells: Sequence[tuple[str, str]], section: int, place: int) -> str:
-    told = "".join(f'<td data-label="{name}">{cell}</td>' for name, cell in cells)
-    return f'<tr id="s{section}-i{place}" data-incident="{place}">{told}</tr>'
+def _text(case: Incident, would: bool) -> str:
+    text = SIGNS[case.outcome].text(would)
+    if case.outcome is IncidentOutcome.ROLLBACK and "STOP" in case.action:
+        stopped = "stopped" if would else SIGNS[IncidentOutcome.STOP].words
+        text += f", then {stopped}"
+    return text
 
 
-def _cells(case: Incident, would: bool) -> tuple[str, ...]:
-    """As HTML, in the order of the columns."""
-    kind = kind_of(case)
-    told = SIGNS[kind].told(would)
-    if kind == "rollback" and "STOP" in case.action:
-        told += ", then stopped" if would else f", then {SIGNS['stop'].words}"
-    button = (
-        f'<button type="button" title="Show in the plot">'
-        f'<span class="sign {kind}" aria-hidden="true"></span>#{case.number}</button>'
-        f'<span class="kind">{told}</span>'
-    )
-    return (
-        button,
-        escape(span(case.onset_step, case.end[0])),
-        escape(words(case.cause)) or _NOTHING,
-        escape(", ".join(words([name]) for name in case.action)) or _NOTHING,
-        escape(case.outcome) or _NOTHING,
+def _cells(case: Incident) -> list[tuple[str, ...]]:
+    """In the order of the columns, without the first."""
+    cells = (
+        words.steps(case.onset_step, case.end[0]),
+        words.words(case.cause),
+        ", ".join(words.words([name]) for name in case.action),
+        words.outcome(case),
         str(case.skipped),
-        escape(_rate(case)),
-        _NOTHING if case.checkpoint is None else str(case.checkpoint),
-        escape(_batches(case)),
-        "<br>".join(escape(each) for each in case.evidence) or _NOTHING,
+        _rate(case),
+        "" if case.checkpoint is None else str(case.checkpoint),
+        _batches(case),
     )
-
-
-def span(first: float, last: float) -> str:
-    """Steps from one to another, for a person."""
-    return f"{first:.0f}" if first == last else f"{first:.0f}–{last:.0f}"
+    evidence = tuple(words.evidence(each) for each in case.evidence)
+    return [*((cell or _NOTHING,) for cell in cells), evidence or (_NOTHING,)]
 
 
 def _rate(case: Incident) -> str:
-    if case.lr_after is None or case.lr_after == case.lr_before:
-        return _NOTHING
-    if len(case.lr_path) > 2:
-        path = [f"{rate:.4g}" for rate in case.lr_path]
-        if len(path) > _RATES:
-            path[_RATES - 2 : -1] = ["…"]
-        return " → ".join(path)
-    return f"{1.0 if case.lr_before is None else case.lr_before:.4g} → {case.lr_after:.4g}"
+    if case.lr_after == case.lr_before:
+        return ""
+    path = [f"{rate:.4g}" for rate in case.lr_path]
+    if len(path) > _RATES:
+        path[_RATES - 2 : -1] = ["…"]
+    return " → ".join(path)
 
 
 def _batches(case: Incident) -> str:
-    if not case.batches:
-        return _NOTHING
     stretches = list(_stretches(case.batches))
-    told = "; ".join(
-        f"epoch {epoch}: {span(first, last)}" for epoch, first, last in stretches[:_BATCHES]
+    text = "; ".join(
+        f"epoch {epoch}: {words.steps(first, last)}" for epoch, first, last in stretches[:_BATCHES]
     )
     more = len(stretches) - _BATCHES
-    told += f"; and {more} more stretches" if more > 0 else ""
-    return f"{told} (left out)" if case.left_out else told
+    text += f"; and {more} more stretches" if more > 0 else ""
+    return f"{text} (left out)" if text and case.left_out else text
 
 
 def _stretches(batches: Iterable[tuple[int, int]]) -> Iterable[tuple[int, int, int]]:

@@ -5,7 +5,6 @@ for rows in traces[0].rows():
     rows.step, rows.values["loss"], rows.given["loss"]
 """
 
-from healcore.tools.traces.envelope import Envelope
 from healcore.tools.traces.lineage import lineage
 from healcore.tools.traces.opening import open_traces
 from healcore.tools.traces.trace import (
@@ -26,7 +25,6 @@ __all__ = [
     "CHUNK",
     "SIGNALS",
     "Attempt",
-    "Envelope",
     "Problem",
     "Rows",
     "Survey",

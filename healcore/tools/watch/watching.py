@@ -12,9 +12,9 @@ from typing import Any
 from healcore.core.errors import HealcoreError
 from healcore.policy import Policy
 from healcore.runtime.events.metrics import path_beside
-from healcore.runtime.events.reading import Event
+from healcore.runtime.events.models import EventRecord
 from healcore.tools.watch import status, wording
-from healcore.tools.watch.state import Standing
+from healcore.tools.watch.state import LiveRun
 from healcore.tools.watch.tail import Tail
 
 COMPLETED, FAILED, UNUSABLE = 0, 1, 2
@@ -41,15 +41,15 @@ class Watch:
     Args:
         path: the events file; it need not be there yet.
         policy: of the run, for its budget.
-        say: takes lines of the story, and whether each is grave.
+        report: takes a line, and whether it is grave.
     """
 
     def __init__(
-        self, path: Path, *, policy: Policy | None, say: Callable[[str, bool], None]
+        self, path: Path, *, policy: Policy | None, report: Callable[[str, bool], None]
     ) -> None:
         self.path = path
-        self.standing = Standing(policy)
-        self._say = say
+        self.live = LiveRun(policy)
+        self._report = report
         self._events = Tail(path)
         self._metrics = Tail(path_beside(path), last=_METRICS_END)
         self._quiet_since = time.monotonic()
@@ -60,22 +60,22 @@ class Watch:
         return self._events.there
 
     def catch_up(self) -> None:
-        """Everything that is there already; of the story only the end is told.
+        """Reads everything that is there already, and reports only the last lines of it.
 
         Raises:
             WatchError: it is no events file.
         """
-        told: deque[tuple[str, bool]] = deque(maxlen=_HISTORY)
+        lines: deque[tuple[str, bool]] = deque(maxlen=_HISTORY)
         count = 0
         for event in self._new():
             line = wording.line(event)
             if line is not None:
-                told.append((line, event["kind"] in wording.GRAVE))
+                lines.append((line, event.kind in wording.GRAVE))
                 count += 1
-        if count > len(told):
-            self._say(f"({count - len(told)} earlier lines: healcore events show)", False)
-        for line, grave in told:
-            self._say(line, grave)
+        if count > len(lines):
+            self._report(f"({count - len(lines)} earlier lines: healcore events show)", False)
+        for line, grave in lines:
+            self._report(line, grave)
 
     def look(self) -> None:
         """What has come since.
@@ -86,41 +86,39 @@ class Watch:
         for event in self._new():
             line = wording.line(event)
             if line is not None:
-                self._say(line, event["kind"] in wording.GRAVE)
+                self._report(line, event.kind in wording.GRAVE)
 
     def ended(self) -> bool:
         """Whether the run has ended, or its process is gone."""
-        standing = self.standing
-        if standing.ending is not None:
+        if self.live.ending is not None:
             return True
         now = time.monotonic()
         if now - self._quiet_since < _GONE_EVERY:
             return False
         self._quiet_since = now
-        if not standing.is_gone():
+        if not self.live.note_if_gone():
             return False
-        self.look()  # it may have said how just before it went
-        if standing.ending is None:
-            standing.ending = "killed"
-            self._say("the process is gone, and has told no end: it was killed", True)
+        self.look()  # it may have written its end just before it went
+        if self.live.note_if_gone():
+            self._report("the process is gone, and has written no end: it was killed", True)
         return True
 
-    def _new(self) -> Iterator[Event]:
+    def _new(self) -> Iterator[EventRecord]:
         more = True
         while more:
             news = self._events.look()
             more = news.more
             if news.anew:
-                self._say(f"{self.path.name} was emptied or replaced: from its beginning", True)
+                self._report(f"{self.path.name} was emptied or replaced: from its beginning", True)
             if news.lines:
                 self._quiet_since = time.monotonic()
             for line in news.lines:
-                event = self.standing.take(line)
+                event = self.live.take(line)
                 if event is not None:
                     yield event
             if self._events.trouble:
                 raise WatchError(self._events.trouble)
-            seen, damaged = self.standing.seen, self.standing.damaged
+            seen, damaged = self.live.seen, self.live.damaged
             if damaged == seen >= _FOREIGN:
                 raise WatchError(
                     f"{self.path} is no events file: none of its first {seen} lines is an event. "
@@ -132,7 +130,7 @@ class Watch:
             more = news.more
             for line in news.lines:
                 self._quiet_since = time.monotonic()
-                self.standing.take_metrics(line)
+                self.live.take_metrics(line)
 
 
 def once(path: Path, policy: Policy | None, console: Any) -> int:
@@ -141,18 +139,17 @@ def once(path: Path, policy: Policy | None, console: Any) -> int:
     Raises:
         WatchError: there is no such file, or no event in it.
     """
-    watch = Watch(path, policy=policy, say=lambda line, grave: _print(console, line, grave))
+    watch = Watch(path, policy=policy, report=lambda line, grave: _print(console, line, grave))
     watch.catch_up()
     if not watch.there:
         raise WatchError(f"{path} is not there")
-    standing = watch.standing
-    if standing.seen == standing.damaged:
-        raise WatchError(f"{path} has no event in it ({standing.seen} lines)")
-    if standing.is_gone():
-        standing.ending = "killed"
-    for line in status.lines(standing):
+    live = watch.live
+    if live.seen == live.damaged:
+        raise WatchError(f"{path} has no event in it ({live.seen} lines)")
+    live.note_if_gone()
+    for line in status.lines(live):
         _print(console, line, grave=False)
-    return FAILED if standing.failed else COMPLETED
+    return FAILED if live.failed else COMPLETED
 
 
 def follow(path: Path, policy: Policy | None, console: Any, *, forever: bool = False) -> int:
@@ -167,7 +164,7 @@ def follow(path: Path, policy: Policy | None, console: Any, *, forever: bool = F
     Raises:
         WatchError: it is no events file, or cannot be read.
     """
-    watch = Watch(path, policy=policy, say=lambda line, grave: _print(console, line, grave))
+    watch = Watch(path, policy=policy, report=lambda line, grave: _print(console, line, grave))
     with _live(console, watch) as refresh:
         if not path.exists():
             _print(console, f"waiting for {path}", grave=False)
@@ -178,14 +175,14 @@ def follow(path: Path, policy: Policy | None, console: Any, *, forever: bool = F
             watch.look()
         refresh()
     if not console.is_terminal:  # there the panel stays
-        for line in status.lines(watch.standing):
+        for line in status.lines(watch.live):
             _print(console, line, grave=False)
-    return FAILED if watch.standing.failed else COMPLETED
+    return FAILED if watch.live.failed else COMPLETED
 
 
 @contextmanager
 def _live(console: Any, watch: Watch) -> Iterator[Callable[[], None]]:
-    """The panel under the story, where there is a terminal."""
+    """The panel under the lines, where there is a terminal."""
     if not console.is_terminal:
         yield lambda: None
         return
@@ -199,10 +196,10 @@ def _panel(watch: Watch) -> Any:
     from rich.panel import Panel
     from rich.text import Text
 
-    standing = watch.standing
-    colour = "red" if standing.failed else "green" if standing.ending else "cyan"
-    told = status.lines(standing) if watch.there else [f"waiting for {watch.path}"]
-    text = Text("\n".join(told))
+    live = watch.live
+    colour = "red" if live.failed else "green" if live.ending else "cyan"
+    lines = status.lines(live) if watch.there else [f"waiting for {watch.path}"]
+    text = Text("\n".join(lines))
     return Panel(text, title=Text(wording.plain(str(watch.path))), border_style=colour)
 
 

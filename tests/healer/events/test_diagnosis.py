@@ -9,7 +9,7 @@ import pytest
 from healcore.core.evidence import Evidence
 from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause
-from healcore.runtime.events.shapes import ENDINGS
+from healcore.runtime.events.models import Ending
 from healcore.runtime.postmortem.advice import advice
 from healcore.runtime.postmortem.diagnosis import Case, Tried, explain
 
@@ -63,7 +63,7 @@ def test_the_whole_of_it():
     assert max(map(len, text.splitlines())) <= 96
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("ending", Ending)
 def test_the_least_that_can_be_known(ending):
     text = explain(Case(ending, 7))
     assert "step 7" in text.splitlines()[0]

@@ -12,8 +12,8 @@ import jsonschema
 import pytest
 
 from healcore.runtime.events import Log, read, schema
-from healcore.runtime.events.fields import ENVELOPE, FIELDS
-from healcore.runtime.events.kinds import KINDS
+from healcore.runtime.events.models import KINDS, EventFields
+from healcore.runtime.events.schema import ENVELOPE
 from healcore.runtime.postmortem.postmortem import Postmortem
 from tests.healer.events.samples import SAMPLES
 
@@ -23,6 +23,8 @@ DOCS = ROOT / "docs"
 PAGE = (DOCS / "events.md").read_text()
 EXPORTED = json.loads((DOCS / "events.schema.json").read_text())
 VALIDATOR = jsonschema.Draft202012Validator(EXPORTED)
+METRICS = json.loads((DOCS / "metrics.schema.json").read_text())
+FIELDS = tuple(EventFields.model_fields)
 
 
 def written(tmp_path, kind: str) -> dict:
@@ -130,6 +132,9 @@ def test_readers_pass_over_what_later_versions_add(tmp_path):
 def test_the_committed_schema_is_the_one_of_the_code():
     jsonschema.Draft202012Validator.check_schema(EXPORTED)
     assert schema.json_schema() == EXPORTED, "healcore events schema > docs/events.schema.json"
+    jsonschema.Draft202012Validator.check_schema(METRICS)
+    again = "healcore events schema --metrics > docs/metrics.schema.json"
+    assert schema.metrics_schema() == METRICS, again
 
 
 def section(heading: str) -> list[str]:
@@ -138,8 +143,17 @@ def section(heading: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("| `")]
 
 
+def words_of(shape: dict) -> str:
+    shape = EXPORTED["$defs"][shape["$ref"].split("/")[-1]] | shape if "$ref" in shape else shape
+    return "one of " + ", ".join(shape["enum"]) if "enum" in shape else shape["title"]
+
+
 def rows_of_fields(fields) -> list[str]:
-    return [f"| `{name}` | {field.shape.words} | {field.about} |" for name, field in fields.items()]
+    shapes = {name: EXPORTED["properties"][name] for name in fields}
+    return [
+        f"| `{name}` | {words_of(shape)} | {shape['description']} |"
+        for name, shape in shapes.items()
+    ]
 
 
 def test_the_page_lists_every_kind():

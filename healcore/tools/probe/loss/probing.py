@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from healcore.history.envelope import Envelope
 from healcore.tools.probe.loss import judging
 from healcore.tools.probe.loss.events import Events
 from healcore.tools.probe.loss.incidents import Incidents
@@ -14,7 +15,6 @@ from healcore.tools.probe.loss.reduction import Reduction
 from healcore.tools.probe.loss.shape import shape
 from healcore.tools.probe.loss.thresholds import LossInputs
 from healcore.tools.probe.verdict import Check, NothingToProbe, Result, Verdict
-from healcore.tools.traces.envelope import Envelope
 from healcore.tools.traces.trace import Survey, Trace
 
 

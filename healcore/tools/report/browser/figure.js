@@ -1,13 +1,13 @@
-// The whole figure of a story: which panels, how high, and from where to where.
+// The whole figure of a run: which panels, how high, and from where to where.
 
 const AXES = ["yaxis", "yaxis2", "yaxis3"];
 
-function panels(story) {
+function panels(run) {
   const found = [];
-  if (story.loss) found.push({ axis: 0, share: 5, title: "loss", log: "logLoss", of: ["loss"] });
-  if (story.norm) found.push({ axis: 1, share: 3, title: "gradient norm", log: "logNorm", of: ["norm", "threshold"] });
-  if (story.lr) found.push({ axis: 2, share: 1.6, title: "LR ×", log: null, of: ["lr"] });
-  const lane = story.incidents.length || story.marks.length ? 0.12 : 0, gap = 0.035;
+  if (run.loss) found.push({ axis: 0, share: 5, title: "loss", log: "logLoss", of: ["loss"] });
+  if (run.norm) found.push({ axis: 1, share: 3, title: "gradient norm", log: "logNorm", of: ["norm", "threshold"] });
+  if (run.lr) found.push({ axis: 2, share: 1.6, title: "LR ×", log: null, of: ["lr"] });
+  const lane = run.incidents.length || run.marks.length ? 0.12 : 0, gap = 0.035;
   const whole = found.reduce((sum, panel) => sum + panel.share, 0);
   const free = 1 - lane - gap * Math.max(found.length - 1, 0);
   let top = 1 - lane;
@@ -19,11 +19,11 @@ function panels(story) {
   return { found, top: 1 - lane };
 }
 
-function extent(story, panel, state, range) {
-  const place = state.recorded ? story.index : story.step;
+function extent(run, panel, state, range) {
+  const place = state.recorded ? run.index : run.step;
   let low = Infinity, high = -Infinity;
   for (const name of panel.of) {
-    const values = story[name];
+    const values = run[name];
     if (!values) continue;
     for (let row = 0; row < values.length; row++) {
       const value = values[row];
@@ -39,14 +39,14 @@ function extent(story, panel, state, range) {
   return [low - room, high + room * 1.8];
 }
 
-function whole(story, state) {
-  const place = (state.recorded ? story.index : story.step).filter((x) => x !== null);
-  const told = state.recorded ? [] : [...story.incidents.flatMap((i) => i.x), ...story.marks.map((m) => m.x)];
+function whole(run, state) {
+  const place = (state.recorded ? run.index : run.step).filter((x) => x !== null);
+  const marked = state.recorded ? [] : [...run.incidents.flatMap((i) => i.x), ...run.marks.map((m) => m.x)];
   let low = Infinity, high = -Infinity;
-  for (const x of [...place, ...told]) { low = Math.min(low, x); high = Math.max(high, x); }
+  for (const x of [...place, ...marked]) { low = Math.min(low, x); high = Math.max(high, x); }
   if (low > high) return [0, 1];
   const room = (high - low) * 0.02 || 1; // on the right for the number of a last incident too
-  return [low - room, high + room * (story.labelled ? (narrow() ? 6 : 2.5) : 1)];
+  return [low - room, high + room * (run.labelled ? (narrow() ? 6 : 2.5) : 1)];
 }
 
 // Whole numbers times powers of ten, in full: plotly's own minor labels say "2" for 0.02.
@@ -63,8 +63,8 @@ function ticks(range) {
   return { tickmode: "array", tickvals: values, ticktext: values.map(text) };
 }
 
-function layout(story, state) {
-  const { found, top } = panels(story);
+function layout(run, state) {
+  const { found, top } = panels(run);
   const small = narrow() || state.printing;
   const plain = {
     gridcolor: colour("grid"), linecolor: colour("line"), zeroline: false, fixedrange: true,
@@ -79,9 +79,9 @@ function layout(story, state) {
     dragmode: matchMedia("(pointer: coarse)").matches || narrow() ? false : "zoom",
     hoverlabel: { bgcolor: colour("page"), bordercolor: colour("line"), font: { color: colour("text") }, align: "left" },
     legend: { orientation: "h", y: -0.09, yanchor: "top", x: 0, font: { size: 11 } },
-    xaxis: { ...plain, fixedrange: false, range: state.range || whole(story, state), anchor: "free", position: 0,
+    xaxis: { ...plain, fixedrange: false, range: state.range || whole(run, state), anchor: "free", position: 0,
       title: { ...plain.title, text: state.recorded ? "row, as recorded" : "step" }, tickformat: ",d" },
-    shapes: bands(story, state, top),
+    shapes: bands(run, state, top),
     modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("quiet"), activecolor: colour("text") },
     yaxis5: { ...hidden, domain: [top, 1], range: [-1.4, 3.8] },
   };
@@ -89,7 +89,7 @@ function layout(story, state) {
     const log = panel.log && state[panel.log];
     figure[AXES[panel.axis]] = {
       ...plain, domain: panel.domain, type: log ? "log" : "linear", anchor: "x",
-      title: { ...plain.title, text: panel.title }, range: extent(story, panel, state, state.range) || undefined,
+      title: { ...plain.title, text: panel.title }, range: extent(run, panel, state, state.range) || undefined,
       nticks: panel.axis === 2 ? 4 : undefined,
     };
     const range = figure[AXES[panel.axis]].range;
@@ -100,12 +100,12 @@ function layout(story, state) {
   return figure;
 }
 
-function traces(story, state) {
+function traces(run, state) {
   return [
-    ...curve(story, "loss", "loss", "y", "loss", state),
-    ...curve(story, "norm", "gradient norm", "y2", "norm", state),
-    ...curve(story, "threshold", "threshold", "y2", "threshold", state, { dash: "dash", width: 1.2 }),
-    ...curve(story, "lr", "LR multiplier", "y3", "lr", state, { shape: "hv" }),
-    ...otherTraces(story, state), ...incidentTraces(story, state), ...stopTraces(story, state),
+    ...curve(run, "loss", "loss", "y", "loss", state),
+    ...curve(run, "norm", "gradient norm", "y2", "norm", state),
+    ...curve(run, "threshold", "threshold", "y2", "threshold", state, { dash: "dash", width: 1.2 }),
+    ...curve(run, "lr", "LR multiplier", "y3", "lr", state, { shape: "hv" }),
+    ...otherTraces(run, state), ...incidentTraces(run, state), ...stopTraces(run, state),
   ];
 }

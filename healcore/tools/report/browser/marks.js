@@ -4,29 +4,29 @@ const SHAPES = 600; // lines and bands that a browser draws without waiting for 
 
 const span = (incident, recorded) => (recorded ? incident.i : incident.x);
 
-const words = (sign, story) => (story.would ? sign.would : sign.words);
+const words = (sign, run) => (run.would ? sign.would : sign.words);
 
 // Where a run that had gone back was stopped in the same incident.
-function stopTraces(story, state) {
+function stopTraces(run, state) {
   const place = state.recorded ? 1 : 0;
-  const of = story.incidents.map((incident, number) => ({ ...incident, number }))
+  const of = run.incidents.map((incident, number) => ({ ...incident, number }))
     .filter((incident) => incident.stop && incident.stop[place] !== null);
   if (!of.length) return [];
-  const alone = !story.incidents.some((incident) => incident.kind === "stop");
+  const alone = !run.incidents.some((incident) => incident.kind === "stop");
   return [{
-    type: "scatter", mode: "markers", yaxis: "y5", name: words(all.signs.stop, story), legendgroup: "stop",
+    type: "scatter", mode: "markers", yaxis: "y5", name: words(all.signs.stop, run), legendgroup: "stop",
     showlegend: alone, x: of.map((incident) => incident.stop[place]), y: of.map((incident) => incident.row - 0.45),
     customdata: of.map((incident) => incident.number),
     marker: { symbol: all.signs.stop.symbol, size: 10, color: colour("stop"), line: { width: 0 } },
-    hovertext: of.map((incident) => words(all.signs.stop, story) + ", #" + incident.n),
+    hovertext: of.map((incident) => words(all.signs.stop, run) + ", #" + incident.n),
     hovertemplate: "%{hovertext}<extra></extra>",
   }];
 }
 
-function incidentTraces(story, state) {
+function incidentTraces(run, state) {
   const traces = [];
   for (const [kind, sign] of Object.entries(all.signs)) {
-    const of = story.incidents.map((incident, place) => ({ ...incident, place }))
+    const of = run.incidents.map((incident, place) => ({ ...incident, place }))
       .filter((incident) => incident.kind === kind && span(incident, state.recorded));
     if (!of.length) continue;
     const back = { x: [], y: [] };
@@ -38,10 +38,10 @@ function incidentTraces(story, state) {
     const ink = colour(kind);
     if (back.x.length) traces.push({ ...quiet, ...back, yaxis: "y5", line: { color: ink, width: 1.2, dash: "dot" } });
     traces.push({
-      type: "scatter", mode: story.labelled ? "markers+text" : "markers", yaxis: "y5",
+      type: "scatter", mode: run.labelled ? "markers+text" : "markers", yaxis: "y5",
       x: of.map((incident) => span(incident, state.recorded)[0]), y: of.map((incident) => incident.row),
-      customdata: of.map((incident) => incident.place), name: words(sign, story), legendgroup: kind,
-      text: of.map((incident) => (story.labelled && incident.label ? "#" + incident.n : "")), textposition: "middle right",
+      customdata: of.map((incident) => incident.place), name: words(sign, run), legendgroup: kind,
+      text: of.map((incident) => (run.labelled && incident.label ? "#" + incident.n : "")), textposition: "middle right",
       textfont: { size: 11, color: ink }, marker: { symbol: sign.symbol, size: 10, color: ink, line: { width: 0 } },
       hovertext: of.map((incident) => incident.text), hovertemplate: "%{hovertext}<extra></extra>",
     });
@@ -51,11 +51,11 @@ function incidentTraces(story, state) {
 
 // A line at each onset and a band to the last alarm, through all panels. An incident of a later
 // kind in `all.signs` is less grave, and goes without where there are too many for a browser.
-function bands(story, state, top) {
+function bands(run, state, top) {
   const shapes = [], drawn = new Set(); // those that lie on one another would darken
   for (const kind of Object.keys(all.signs)) {
     const ink = colour(kind);
-    for (const incident of story.incidents) {
+    for (const incident of run.incidents) {
       const at = span(incident, state.recorded);
       if (incident.kind !== kind || !at || shapes.length >= SHAPES || drawn.has(String(at))) continue;
       drawn.add(String(at));
@@ -68,25 +68,25 @@ function bands(story, state, top) {
   return shapes;
 }
 
-function otherTraces(story, state) {
+function otherTraces(run, state) {
   const traces = [];
-  const x = state.recorded ? story.index : story.step;
-  if (story.bad.length) {
+  const x = state.recorded ? run.index : run.step;
+  if (run.bad.length) {
     traces.push({
       type: "scatter", mode: "markers", yaxis: "y6", name: "NaN or Inf",
-      x: story.bad.map((row) => x[row]), y: story.bad.map(() => 0.97),
+      x: run.bad.map((row) => x[row]), y: run.bad.map(() => 0.97),
       marker: { symbol: "x-thin", size: 6, line: { width: 1.5, color: colour("bad") } },
       hovertemplate: "loss or norm not finite<extra></extra>",
     });
   }
-  if (story.marks.length && !state.recorded) {
+  if (run.marks.length && !state.recorded) {
     const names = { alarm: "line-ns-open", order: "line-ns-open", resume: "diamond-open", hook: "hexagon-open" };
     traces.push({
       type: "scatter", mode: "markers", yaxis: "y5", name: "other events",
-      x: story.marks.map((mark) => mark.x), y: story.marks.map(() => -0.8),
-      hovertext: story.marks.map((mark) => mark.text), hovertemplate: "%{hovertext}<extra></extra>",
+      x: run.marks.map((mark) => mark.x), y: run.marks.map(() => -0.8),
+      hovertext: run.marks.map((mark) => mark.text), hovertemplate: "%{hovertext}<extra></extra>",
       marker: {
-        symbol: story.marks.map((mark) => names[mark.kind] || "square-open"), size: 8,
+        symbol: run.marks.map((mark) => names[mark.kind] || "square-open"), size: 8,
         color: colour("quiet"), line: { width: 1.2, color: colour("quiet") },
       },
     });

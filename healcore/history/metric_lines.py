@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from healcore.runtime.events.models import NONFINITE
 from healcore.runtime.events.reading import LONGEST, lines
-from healcore.runtime.events.shapes import NONFINITE
 
 CURVES = ("loss", "grad_norm", "threshold", "lr_scale")
 _ROWS = 4096

@@ -1,4 +1,4 @@
-"""What the events of a killed run tell of it."""
+"""What is known of a killed run from its events."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 from healcore.core.verdict import Cause
 from healcore.runtime.events.reading import Event
-from healcore.runtime.postmortem.retelling import last_run, retell
+from healcore.runtime.postmortem.diagnosis import Case
+from healcore.runtime.postmortem.postmortem import case_of, last_process
 
 ALARM: dict[str, Any] = {
     "cause": ["LOSS_SPIKE"],
@@ -22,18 +23,34 @@ def history(*told: tuple[str, int | None, dict[str, Any]], run: str = "a") -> li
     ]
 
 
+def killed(events: list[Event], before: list[Event] = []) -> Case:  # noqa: B006 -- not changed
+    run = last_process(events)
+    assert run is not None
+    return case_of(run, [*before, *events])
+
+
+def ours(events: list[Event]) -> tuple[str, int | None, int | None] | None:
+    """Id, first event and last step of the process that began last."""
+    run = last_process(events)
+    if run is None:
+        return None
+    process = run.processes[0]
+    assert process.start is not None
+    return process.id, process.start.seq, run.last_step
+
+
 START = ("start", None, {"mode": "heal", "store": "there"})
 
 
 def test_a_run_in_which_nothing_happened():
-    case = retell(history(START))
+    case = killed(history(START))
     assert (case.ending, case.step, case.cause, case.incidents) == ("killed", 0, Cause(0), 0)
     assert (case.last_good, case.readings, case.tried, case.lr_scale) == (None, None, (), 1.0)
 
 
 def test_nothing_of_an_older_incident_is_told_of_a_newer_one():
     evidence = [{"name": "old", "grad_norm": 1.0}]
-    case = retell(
+    case = killed(
         history(
             START,
             ("incident", 5, {"incident": 1, "onset": 4, "cause": ["OVERFIT"]}),
@@ -52,7 +69,7 @@ def test_nothing_of_an_older_incident_is_told_of_a_newer_one():
 
 def test_a_trial_is_no_attempt():
     back = {"checkpoint": 80, "lr_scale": 0.5}
-    case = retell(
+    case = killed(
         history(
             START,
             ("rollback", 91, {**back, "outcome": "trial"}),
@@ -68,21 +85,23 @@ def test_the_last_good_checkpoint_is_of_the_last_store():
     other = ("start", None, {"mode": "heal", "store": "elsewhere"})
     first = history(START, ("good", 300, {}), ("good", 400, {}))
     same = history(START, ("damaged", 400, {"problem": "a bit"}), run="b")
-    assert retell(same, first).last_good == 300
-    assert retell(same, first).damaged == (400,)
-    assert retell(history(other, run="b"), first).last_good is None
-    assert retell(history(other, ("good", 20, {}), run="b"), first).last_good == 20
+    assert killed(same, first).last_good == 300
+    assert killed(same, first).damaged == (400,)
+    assert killed(history(other, run="b"), first).last_good is None
+    assert killed(history(other, ("good", 20, {}), run="b"), first).last_good == 20
 
 
-def test_only_the_last_run_is_told():
+def test_only_the_process_that_began_last_is_read():
     one = history(START, ("save", 5, {}))
     two = history(START, ("save", 9, {}), run="b")
-    assert last_run(one + two) == two
-    assert last_run(two + one) == one
-    assert last_run([one[0], two[0], one[1], two[1]]) == two, "two at once"
-    assert last_run(one[1:]) == []
+    assert ours(one + two) == ("b", 0, 9)
+    assert ours(two + one) == ("a", 0, 5)
+    assert ours([one[0], two[0], one[1], two[1]]) == ("b", 0, 9), "two at once"
+    assert ours(one[1:]) is None
 
 
 def test_a_run_id_that_is_used_again_begins_at_its_last_start():
     again = history(START, ("save", 5, {}), START, ("save", 7, {}))
-    assert last_run(again) == again[2:]
+    assert ours(again) == ("a", 2, 7)
+    rollback = ("rollback", 4, {"checkpoint": 2, "outcome": "done"})
+    assert killed(history(START, rollback, START)).tried == ()

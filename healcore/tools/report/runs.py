@@ -1,47 +1,45 @@
-"""From the files of a run to its story."""
+"""From the files of runs to their reports."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from healcore.core.errors import HealcoreError
+from healcore.history import Mode, Run, metric_lines, runs_of
+from healcore.history.counts import counts_of
 from healcore.policy import Policy
 from healcore.runtime.events import read
 from healcore.runtime.events.metrics import path_beside, stem
-from healcore.runtime.events.reading import Event, History, first_line
-from healcore.tools.report import facts, metric_lines
-from healcore.tools.report.casebook import open_casebook
-from healcore.tools.report.lineages import Lineage, lineages
-from healcore.tools.report.sound import sound
+from healcore.runtime.events.reading import History, first_line
+from healcore.tools.report import facts
+from healcore.tools.report.report import RunReport
 from healcore.tools.report.sources import MetricsError, curves_of, listed
-from healcore.tools.report.story import Story
 
 
 class ReportError(HealcoreError, ValueError):
     """A file that no report can be made of: the file, the rule, what to write instead."""
 
 
-class Told(NamedTuple):
-    """What the files of a run have told."""
+class Reports(NamedTuple):
+    """What the files of some runs have."""
 
-    stories: list[Story]
+    reports: list[RunReport]
     """One for each training run in the file, however many processes it took."""
     problems: list[str]
-    """Damage in the files, and what is missing; each is in the notes of its story too."""
+    """Damage in the files, and what is missing; each is in the notes of its report too."""
     unreadable: str
     """Why the metrics could not be read at all; empty: they were, or there are none."""
 
 
-def tell(
+def read_reports(
     events: str | os.PathLike[str],
     *,
     metrics: str | os.PathLike[str] | None = None,
     policy: Policy | None = None,
-) -> Told:
-    """The stories in an events file.
+) -> Reports:
+    """The reports of the runs in an events file.
 
     Args:
         events: the file, or a directory with one.
@@ -54,25 +52,25 @@ def tell(
     """
     path = find_events(Path(events))
     history = _read(path)
-    found = lineages(history.runs())
+    found = runs_of(history.runs())
     source = path_beside(path) if metrics is None else Path(metrics)
     if metrics is None and not source.is_file():
         source = None
     damage = [f"line {each.line}: {each.problem}" for each in history.problems]
     notes = listed(f"{path.name}: damaged", damage)
     unreadable = ""
-    stories = []
-    for lineage in found:
+    reports = []
+    for run in found:
         try:
-            story = _story(path, lineage, source, policy)
+            report = _report(path, run, source, policy)
         except MetricsError as error:
             unreadable, source = str(error), None
             notes.append(unreadable)
-            story = _story(path, lineage, source, policy)
-        title = f"{story.title} · {lineage.runs[0]}" if len(found) > 1 else story.title
-        stories.append(story._replace(title=title, notes=(*notes, *story.notes)))
-    problems = list(dict.fromkeys(note for story in stories for note in story.notes))
-    return Told(stories, problems, unreadable)
+            report = _report(path, run, source, policy)
+        title = f"{report.title} · {run.processes[0].id}" if len(found) > 1 else report.title
+        reports.append(report._replace(title=title, notes=(*notes, *report.notes)))
+    problems = list(dict.fromkeys(note for report in reports for note in report.notes))
+    return Reports(reports, problems, unreadable)
 
 
 def find_events(path: Path) -> Path:
@@ -117,67 +115,54 @@ def _read(path: Path) -> History:
     )
 
 
-def _story(path: Path, lineage: Lineage, metrics: Path | None, policy: Policy | None) -> Story:
-    notes: list[str] = []
-    events = []
-    for event in lineage.events:
-        kept, wrong = sound(event)
-        events.append(kept)
-        if wrong:
-            notes.append(
-                f"event {event['seq']} ({event['kind']}): {', '.join(wrong)} not as agreed"
-            )
-    notes = listed("fields left out, not in their shape", notes)
-    book = open_casebook(events)
-    died, trouble = facts.postmortem_of(path, lineage.runs[-1])
+def _report(path: Path, run: Run, metrics: Path | None, policy: Policy | None) -> RunReport:
+    malformed = [
+        f"event {each.seq} ({each.kind}): {', '.join(each.fields)} not as agreed"
+        for each in run.malformed
+    ]
+    notes = listed("fields left out, not in their shape", malformed)
+    postmortem, trouble = facts.postmortem_of(path, run.processes[-1].id)
     notes += [trouble] if trouble else []
-    drawn = curves_of(book, metrics)
-    ran = facts.policy_of(events, policy)
+    drawn = curves_of(run, metrics)
+    ran = facts.policy_of(run.start, policy)
     notes += [*drawn.notes, *([ran.note] if ran.note else [])]
-    notes += _gaps(events, counted=drawn.tally is not None)
-    alarms = [event for _, event in book.alarms]
-    skips = sum(event.get("skip", False) for event in alarms)
-    return Story(
+    notes += _missing(run, counted=drawn.counted is not None)
+    counted = drawn.counted
+    return RunReport(
         title="/".join(path.absolute().parts[-2:]),  # run.events.jsonl alone names no run
-        kind="run",
+        mode=Mode.OBSERVE if run.observes else Mode.HEAL,
         policy_name=ran.name,
         policy_toml=ran.toml,
         fingerprint=ran.fingerprint,
-        series=drawn.series,
+        curves=drawn.curves,
         incidents=drawn.incidents,
-        facts=facts.facts_of(events, died),
+        counts=counts_of(
+            drawn.incidents,
+            alarms=max(run.alarms, counted.alarms if counted else 0),
+            skips=max(run.skips, counted.skips if counted else 0),
+            clips=counted.clips if counted else None,
+        ),
+        facts=facts.facts_of(run, postmortem),
+        state=facts.state_of(run, postmortem),
         notes=tuple(notes),
-        parts=drawn.parts,
-        marks=book.marks,
-        diagnosis=_diagnosis(events, died),
-        alarms=max(len(alarms), drawn.tally.alarms if drawn.tally else 0),
-        skips=max(skips, drawn.tally.skips if drawn.tally else 0),
-        clips=drawn.tally.clips if drawn.tally else None,
-        repeats=book.repeats,
+        attempts=drawn.attempts,
+        marks=tuple(run.marks),
+        diagnosis=_diagnosis(run, postmortem),
     )
 
 
-def _diagnosis(events: Sequence[Event], died: dict[str, Any] | None) -> str:
-    if died is not None and isinstance(died.get("diagnosis"), str):
-        return died["diagnosis"]
-    last = events[-1]["run"]
-    said = (e["diagnosis"] for e in reversed(events) if e["run"] == last and "diagnosis" in e)
-    return next(said, "")
+def _diagnosis(run: Run, postmortem: dict[str, Any] | None) -> str:
+    written = (postmortem or {}).get("diagnosis")
+    return written if isinstance(written, str) else run.processes[-1].diagnosis
 
 
-def _gaps(events: Sequence[Event], *, counted: bool) -> list[str]:
+def _missing(run: Run, *, counted: bool) -> list[str]:
     """What the run itself could not write, or not in full."""
-    told = []
-    lost = sum(event.get("lost", 0) for event in events)
-    if lost:
-        told.append(f"{lost} events could not be written by the run (a disk that failed).")
-    untold = sum(event.get("untold_alarms", 0) for event in events)
-    if untold:
+    notes = []
+    if run.lost:
+        notes.append(f"{run.lost} events could not be written by the run (a disk that failed).")
+    if run.unreported_alarms:
         where = "the metrics have them" if counted else "they count in no column here"
-        told.append(f"{untold} alarms got no event of their own: {where}.")
-    problems = [
-        f"step {event['step']}: {event['problem']}"
-        for event in events
-        if event["kind"] in ("problem", "save_failed", "damaged") and "problem" in event
-    ]
-    return told + listed("told by the run", problems)
+        notes.append(f"{run.unreported_alarms} alarms got no event of their own: {where}.")
+    problems = [f"step {event.step}: {event.problem}" for event in run.problems]
+    return notes + listed("reported by the run", problems)

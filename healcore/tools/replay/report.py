@@ -1,22 +1,25 @@
-"""The story of a replay, for the HTML report and the picture: bounded, however long the trace."""
+"""The report of a replay, for the page and the picture: bounded, however long the trace."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from healcore.history import Counts, Curves, Mode
+from healcore.history.axis import AttemptOrigin, Mark, MarkKind, RunAttempt
+from healcore.history.envelope import Envelope
 from healcore.policy import PolicySource, dumps, load
 from healcore.tools.replay.decided import Judged
 from healcore.tools.replay.replaying import Replay
 from healcore.tools.replay.summary import Summary
-from healcore.tools.report.story import Mark, Part, Series, Story
-from healcore.tools.traces import Envelope, Rows, Trace
+from healcore.tools.report.report import RunReport
+from healcore.tools.traces import Rows, Trace
 
 _CURVES = ("loss", "grad_norm")
 _MOST_HELD = 50_000
 _UNHELPED = "had going back not helped"
 
 
-class Storyteller:
+class ReplayReport:
     """Collects what is shown of a replay; its `add` goes to `replay(on_chunk=...)`."""
 
     def __init__(self) -> None:
@@ -47,8 +50,10 @@ class Storyteller:
         if len(self._index) > _MOST_HELD:
             self._thin(self._envelope.kept()[0])
 
-    def story(self, result: Replay, policy: PolicySource, notes: tuple[str, ...] = ()) -> Story:
-        """The story of a replay that has come to its end.
+    def finish(
+        self, result: Replay, policy: PolicySource, notes: tuple[str, ...] = ()
+    ) -> RunReport:
+        """The report of a replay that has come to its end.
 
         Args:
             result: the replay that was collected from.
@@ -58,13 +63,14 @@ class Storyteller:
         index, curves = self._envelope.kept()
         self._thin(index)
         summary = result.summary
-        return Story(
+        firsts, incidents = summary.rollbacks - summary.repeats, result.incidents
+        return RunReport(
             title=summary.trace,
-            kind="replay",
+            mode=Mode.REPLAY,
             policy_name=summary.policy,
             policy_toml=dumps(load(policy)),
             fingerprint=summary.fingerprint,
-            series=Series(
+            curves=Curves(
                 step=self._step,
                 loss=curves.get("loss", np.full(len(index), np.nan, np.float32)),
                 grad_norm=curves.get("grad_norm"),
@@ -75,12 +81,21 @@ class Storyteller:
                 nonfinite=self._nonfinite,
                 rows=summary.rows,
             ),
-            incidents=result.incidents,
+            incidents=incidents,
+            counts=Counts(
+                incidents=summary.incidents,
+                rollbacks=firsts,
+                repeats=summary.repeats,
+                denied=summary.spent,
+                stops=sum("STOP" in case.action for case in incidents),
+                skips=summary.skips,
+                clips=summary.clips,
+                alarms=summary.alarms,
+            ),
             facts=facts(summary, result.backend),
             notes=(*result.resting, *notes),
-            parts=_parts(summary),
+            attempts=_attempts(summary),
             marks=_marks(summary),
-            alarms=summary.alarms,
         )
 
     def _thin(self, index: np.ndarray) -> None:
@@ -131,13 +146,16 @@ def _unless_empty(curve: np.ndarray | None) -> np.ndarray | None:
     return None if curve is None or np.isnan(curve).all() else curve
 
 
-def _parts(summary: Summary) -> tuple[Part, ...]:
+def _attempts(summary: Summary) -> tuple[RunAttempt, ...]:
     if len(summary.attempts) < 2:
         return ()
-    return tuple(Part(each.number, each.first_step, each.source) for each in summary.attempts)
+    return tuple(
+        RunAttempt(each.number, each.first_step, AttemptOrigin.RECORDED, each.source)
+        for each in summary.attempts
+    )
 
 
 def _marks(summary: Summary) -> tuple[Mark, ...]:
     if summary.stopped_step is None:
         return ()
-    return (Mark(summary.stopped_step, "stop", "a live run would have ended here"),)
+    return (Mark(summary.stopped_step, MarkKind.STOP),)

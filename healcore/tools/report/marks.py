@@ -7,13 +7,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from healcore.tools.report.story import Incident, Story
+from healcore.history import IncidentOutcome
+from healcore.history.axis import MarkKind
+from healcore.tools.report.report import RunReport
+from healcore.tools.report.words import repeats
+
+_O = IncidentOutcome
 
 
 class Sign(NamedTuple):
-    """One kind of incident."""
+    """How the incidents with one outcome are marked."""
 
-    name: str
+    outcome: IncidentOutcome
     words: str
     would: str
     """The same of what was not done."""
@@ -23,7 +28,7 @@ class Sign(NamedTuple):
     colour: str
     """On white, told apart by the colour-blind too. The page's are in its CSS."""
 
-    def told(self, would: bool) -> str:
+    def text(self, would: bool) -> str:
         """In words.
 
         Args:
@@ -33,44 +38,46 @@ class Sign(NamedTuple):
 
 
 SIGNS = {
-    sign.name: sign
+    sign.outcome: sign
     for sign in (
-        Sign("stop", "stopped the run", "would have stopped", "square", "s", "#000000"),
-        Sign("rollback", "rollback", "would have gone back", "triangle-left", "<", "#C04A00"),
-        Sign("skip", "skipped", "would have skipped", "triangle-down", "v", "#9A6700"),
-        Sign("alert", "alert only", "alert only", "circle", "o", "#A8517F"),
+        Sign(_O.STOP, "stopped the run", "would have stopped", "square", "s", "#000000"),
+        Sign(_O.ROLLBACK, "rollback", "would have gone back", "triangle-left", "<", "#C04A00"),
+        Sign(_O.SKIP, "skipped", "would have skipped", "triangle-down", "v", "#9A6700"),
+        Sign(_O.ALERT, "alert only", "alert only", "circle", "o", "#A8517F"),
     )
 }
 """The gravest first."""
 
 
-def kind_of(incident: Incident) -> str:
-    """What it is marked as where it begins: a key of SIGNS.
+def by_outcome(report: RunReport) -> list[str]:
+    """How many incidents came to what; one with a rollback and a stop is among both."""
+    counts = report.counts
+    found = {one: sum(case.outcome is one for case in report.incidents) for one in SIGNS}
+    found |= {IncidentOutcome.STOP: counts.stops, IncidentOutcome.ROLLBACK: counts.rollbacks}
+    again = repeats(counts, would=report.would)
+    return [
+        f"{found[one]} × {sign.text(report.would)}"
+        + (f" ({again})" if one is IncidentOutcome.ROLLBACK and again else "")
+        for one, sign in SIGNS.items()
+        if found[one]
+    ]
 
-    A rollback comes before the stop of the same incident, which has a mark of its own.
-    """
-    if "ROLLBACK" in incident.action:
-        return "rollback"
-    if "STOP" in incident.action:
-        return "stop"
-    return "skip" if incident.skipped else "alert"
 
-
-def stop_of(story: Story, place: int) -> tuple[float, int] | None:
+def stop_of(report: RunReport, place: int) -> tuple[float, int] | None:
     """Step and index (-1: not known) of a stop that an incident came to after a rollback.
 
     Args:
-        story: with the incident.
+        report: with the incident.
         place: of the incident in it.
     """
-    case = story.incidents[place]
-    if kind_of(case) != "rollback" or "STOP" not in case.action:
+    case = report.incidents[place]
+    if case.outcome is not IncidentOutcome.ROLLBACK or "STOP" not in case.action:
         return None
     if case.stop_step is not None:
         return case.stop_step, case.stop
-    after = story.incidents[place + 1 : place + 2]
+    after = report.incidents[place + 1 : place + 2]
     end = after[0].onset_step if after and after[0].attempt == case.attempt else np.inf
-    stops = (mark.step for mark in story.marks if mark.kind == "stop")
+    stops = (mark.step for mark in report.marks if mark.kind is MarkKind.STOP)
     at = next((step for step in stops if case.onset_step <= step < end), None)
     return None if at is None else (at, -1)
 

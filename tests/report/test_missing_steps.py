@@ -7,18 +7,18 @@ import json
 import numpy as np
 import pytest
 
-from healcore.tools.report import gaps, picture
+from healcore.history import Curves
+from healcore.tools.report import picture, words
 from healcore.tools.report.page import render
 from healcore.tools.report.plotdata import plot_data
-from healcore.tools.report.story import Series
-from healcore.tools.report.telling import tell
+from healcore.tools.report.runs import read_reports
 from tests.report.runs import lines_of
 from tests.report.test_page import hostile
 
 
-def story_of(step, **more):
+def report_of(step, **more):
     step = np.asarray(step, float)
-    return hostile()._replace(series=Series(step, np.ones(len(step)), **more), incidents=())
+    return hostile()._replace(curves=Curves(step, np.ones(len(step)), **more), incidents=())
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def story_of(step, **more):
     ],
 )
 def test_what_is_a_gap(step, told):
-    found = gaps.told(story_of(step))
+    found = words.gaps(report_of(step))
     assert len(found) == len(told)
     assert all(one.startswith(other) for one, other in zip(found, told, strict=True))
 
@@ -43,11 +43,11 @@ def test_what_is_a_gap(step, told):
 def test_thinned_curves_have_no_gap_where_rows_were_left_out():
     step = np.r_[0:40_000, 41_000:80_000]
     kept = np.sort(np.random.default_rng(0).choice(len(step), 3000, replace=False))
-    (told,) = gaps.told(story_of(step[kept], index=kept, rows=len(step)))
+    (told,) = words.gaps(report_of(step[kept], index=kept, rows=len(step)))
     assert told.startswith("no metrics for some 1000 steps between 39")
 
 
-def lines_drawn(story, monkeypatch, tmp_path):
+def lines_drawn(report, monkeypatch, tmp_path):
     """The loss as the picture draws it: x, y of every line."""
     from matplotlib.axes import Axes
 
@@ -59,7 +59,7 @@ def lines_drawn(story, monkeypatch, tmp_path):
 
     plot = Axes.plot
     monkeypatch.setattr(Axes, "plot", spy)
-    picture.draw([story], tmp_path / "a.png")
+    picture.draw([report], tmp_path / "a.png")
     return found
 
 
@@ -69,13 +69,13 @@ def test_metrics_that_a_kill_took(healed, tmp_path, monkeypatch):
     (tmp_path / "run.events.jsonl").write_bytes(healed.read_bytes())
     text = "".join(json.dumps(row) + "\n" for row in kept)
     (tmp_path / "run.metrics.jsonl").write_text(text)
-    (story,) = tell(tmp_path).stories
-    assert "no metrics for steps 31–72" in render([story])
-    (gap,) = plot_data(story)["gaps"]
+    (report,) = read_reports(tmp_path).reports
+    assert "no metrics for steps 31–72" in render([report])
+    (gap,) = plot_data(report)["gaps"]
     assert (gap["low"], gap["high"]) == (30.0, 73.0)
-    assert story.series.step[gap["row"]] == 73
+    assert report.curves.step[gap["row"]] == 73
     broken = []
-    drawn = lines_drawn(story, monkeypatch, tmp_path)
+    drawn = lines_drawn(report, monkeypatch, tmp_path)
     for step, values, *_ in (line for line in drawn if np.ndim(line[0])):
         across = np.flatnonzero((np.asarray(step)[:-1] <= 30) & (np.asarray(step)[1:] >= 73))
         broken += [bool(np.isnan(np.asarray(values, float)[i + 1])) for i in across]
@@ -87,10 +87,10 @@ def test_the_log_of_another_run_is_told(healed, tmp_path):
     (tmp_path / "log.csv").write_text(
         "step,loss\n" + "".join(f"{step},1.5\n" for step in range(9000, 9100))
     )
-    told = tell(healed, metrics=tmp_path / "log.csv")
+    told = read_reports(healed, metrics=tmp_path / "log.csv")
     assert any("the log of another run" in problem for problem in told.problems)
     other = [{**row, "run": "another"} for row in lines_of(healed.with_name("run.metrics.jsonl"))]
     path = tmp_path / "other.metrics.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in other))
-    told = tell(healed, metrics=path)
+    told = read_reports(healed, metrics=path)
     assert any("has no line of this run" in problem for problem in told.problems)

@@ -1,11 +1,11 @@
-// One story: its plot, its buttons, and the links between its plot and its table.
+// One run: its plot, its buttons, and the links between its plot and its table.
 
-function tell(story, number) {
+function attach(run, number) {
   const section = document.getElementById("s" + number);
   const plot = section.querySelector(".plot");
   if (!plot) return null;
-  story.badRows = new Set(story.bad);
-  const state = { range: null, recorded: false, logLoss: story.logLoss, logNorm: story.logNorm, printing: false };
+  run.badRows = new Set(run.bad);
+  const state = { range: null, recorded: false, logLoss: run.logLoss, logNorm: run.logNorm, printing: false };
   const options = {
     responsive: true, displayModeBar: narrow() ? false : "hover", displaylogo: false,
     // By name, not by what to leave out: plotly's own bar has one that sends the chart away.
@@ -13,9 +13,9 @@ function tell(story, number) {
   };
 
   function draw(width) {
-    const figure = layout(story, state);
+    const figure = layout(run, state);
     if (width) { figure.width = width; figure.autosize = false; }
-    return Plotly.react(plot, traces(story, state), figure, options);
+    return Plotly.react(plot, traces(run, state), figure, options);
   }
 
   function show(range) {
@@ -40,16 +40,16 @@ function tell(story, number) {
   }
 
   function zoomTo(place) {
-    const at = span(story.incidents[place], state.recorded);
+    const at = span(run.incidents[place], state.recorded);
     if (!at) return;
-    const [low, high] = whole(story, state);
+    const [low, high] = whole(run, state);
     const room = Math.max((at[1] - at[0]) * 2, (high - low) * 0.03, 5);
     choose(place, false);
     show([at[0] - room, at[1] + room]).then(() => plot.scrollIntoView({ block: "center", behavior: "smooth" }));
   }
 
   function move(by, factor) {
-    const [low, high] = state.range || whole(story, state);
+    const [low, high] = state.range || whole(run, state);
     const middle = (low + high) / 2 + by * (high - low), half = ((high - low) / 2) * factor;
     show([middle - half, middle + half]);
   }
@@ -65,9 +65,9 @@ function tell(story, number) {
   }
   function gap() { const made = document.createElement("span"); made.className = "gap"; bar.append(made); }
 
-  if (story.loss) button("log loss", "Logarithmic axis of the loss", () => { state.logLoss = !state.logLoss; draw(); }, () => state.logLoss);
-  if (story.norm) button("log norm", "Logarithmic axis of the gradient norm", () => { state.logNorm = !state.logNorm; draw(); }, () => state.logNorm);
-  if (story.undone.includes(1) && story.index && !story.lonely) {
+  if (run.loss) button("log loss", "Logarithmic axis of the loss", () => { state.logLoss = !state.logLoss; draw(); }, () => state.logLoss);
+  if (run.norm) button("log norm", "Logarithmic axis of the gradient norm", () => { state.logNorm = !state.logNorm; draw(); }, () => state.logNorm);
+  if (run.undone.includes(1) && run.index && !run.lonely) {
     button("as recorded", "Undone steps in their place, in the order in which they were taken",
       () => { state.recorded = !state.recorded; show(null); }, () => state.recorded);
   }

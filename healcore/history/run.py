@@ -1,0 +1,347 @@
+"""One training run, put together from its events, one after another."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from healcore.core.evidence import Evidence
+from healcore.core.step_record import Readings
+from healcore.history.axis import (
+    AlarmPoint,
+    AttemptOrigin,
+    LastSeen,
+    Malformed,
+    Mark,
+    MarkKind,
+    RunAttempt,
+)
+from healcore.history.incident import MOST_ALARMS, Incident, OpenIncident, add_names, batches_of
+from healcore.history.process import KnownGood, RunProcess, RunState
+from healcore.runtime.events.models import EventRecord, RerunVerdict, RollbackOutcome, record
+from healcore.runtime.events.reading import Event
+
+_LATE = frozenset({"good", "damaged", "save_failed"})
+"""Written when a checkpoint's turn has come; their `step` is the checkpoint's, long gone by."""
+
+
+class Run:
+    """A training run: a process that began afresh, and those that went on from its checkpoints.
+
+    Events are added as they are read, of a file that is complete or of one that grows.
+
+    Attributes:
+        processes: in order.
+        attempts: in order.
+        places: of each attempt the process's id, and its number within that process.
+        marks: in order.
+        points: of every alarm with readings.
+        rollbacks: events of those that were carried out, trials left out.
+        malformed: events with fields that were left out.
+        problems: events that report one.
+        step: where the run is.
+        last_step: of the last event, but for those that come late.
+        lr_scale: the multiplier of the learning rate in force.
+        last_seen: of the last incident.
+        rerun: what the last re-run of a step has shown.
+        damaged: steps of checkpoints that were found damaged.
+        incident_count: incidents, also those whose events were rotated away.
+        rollback_count: the same of rollbacks; of an observing policy, those that it would order.
+        alarms: alarms with an event.
+        skips: of those, the steps that were skipped.
+        cuts: of the learning rate.
+        stops: that an observing policy would order.
+        unreported_alarms: without an event of their own.
+        lost: events that could not be written.
+    """
+
+    def __init__(self) -> None:
+        self.processes: list[RunProcess] = []
+        self.attempts: list[RunAttempt] = []
+        self.places: list[tuple[str, int]] = []
+        self.marks: list[Mark] = []
+        self.points: list[AlarmPoint] = []
+        self.rollbacks: list[EventRecord] = []
+        self.malformed: list[Malformed] = []
+        self.problems: list[EventRecord] = []
+        self.step: int | None = None
+        self.last_step: int | None = None
+        self.lr_scale: float | None = None
+        self.last_seen = LastSeen()
+        self.rerun: RerunVerdict | None = None
+        self.damaged: list[int] = []
+        self.incident_count = self.rollback_count = self.cuts = self.stops = 0
+        self.alarms = self.skips = self.unreported_alarms = self.lost = 0
+        self._known_good = KnownGood()
+        self._incidents: list[OpenIncident] = []
+        self._alarms: Counter[tuple[str, int]] = Counter()
+
+    # -- what is known --------------------------------------------------------------------------
+
+    @property
+    def incidents(self) -> tuple[Incident, ...]:
+        """In order."""
+        return tuple(each.incident() for each in self._incidents)
+
+    @property
+    def start(self) -> EventRecord | None:
+        """The last process's start."""
+        return next((each.start for each in reversed(self.processes) if each.start), None)
+
+    @property
+    def end(self) -> EventRecord | None:
+        """The last process's end; None: it has written none."""
+        return self.processes[-1].end if self.processes else None
+
+    @property
+    def state(self) -> RunState:
+        """How the run stands or has ended, as far as events and the system tell."""
+        return self.processes[-1].state() if self.processes else RunState.UNKNOWN
+
+    @property
+    def last_good(self) -> int | None:
+        """Step of the newest known-good checkpoint."""
+        return self._known_good.newest
+
+    @property
+    def observes(self) -> bool:
+        """Whether the policy only observes."""
+        start = self.start
+        return start is not None and start.mode == "observe"
+
+    @property
+    def capped(self) -> bool:
+        """Some alarms may have no event of their own: `skips` is the least."""
+        return any(count >= MOST_ALARMS for count in self._alarms.values())
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def add(self, event: Mapping[str, Any]) -> EventRecord:
+        """Adds the next event.
+
+        Args:
+            event: as `reading.parse` gives it.
+
+        Returns:
+            The event, without the fields that are not in their shape.
+        """
+        found, wrong = record(event)
+        if wrong:
+            self.malformed.append(Malformed(found.seq, found.kind, tuple(wrong)))
+        if not self.processes or found.run != self.processes[-1].id:
+            self._begin_process(found)
+        self.processes[-1].add(found)
+        self._known_good.add(found)
+        if found.step is not None and found.kind not in _LATE:
+            self.step = self.last_step = found.step
+        if found.lr_scale is not None:
+            self.lr_scale = found.lr_scale
+        if found.problem is not None and found.kind in ("problem", "save_failed", "damaged"):
+            self.problems.append(found)
+        self.lost += found.lost or 0
+        self.unreported_alarms += found.untold_alarms or 0
+        handler = _HANDLERS.get(found.kind)  # by a table: the kind is whatever the file says
+        if handler is not None:
+            handler(self, found, float(found.step or 0))
+        return found
+
+    def _begin_process(self, event: EventRecord) -> None:
+        origin = AttemptOrigin.PROCESS if self.attempts else AttemptOrigin.START
+        self._attempt(event.run, 0, float(event.step or 0), origin)
+        self.processes.append(RunProcess(event.run))
+        self.step = self.last_step = self.lr_scale = None
+
+    def _attempt(self, run: str, number: int, first: float, origin: AttemptOrigin) -> None:
+        self.attempts.append(RunAttempt(len(self.attempts), first, origin))
+        self.places.append((run, number))
+
+    def _add_resume(self, event: EventRecord, step: float) -> None:
+        at = step if event.checkpoint is None else float(event.checkpoint)
+        self.attempts[-1] = self.attempts[-1]._replace(first_step=at, origin=AttemptOrigin.RESUME)
+        self.marks.append(Mark(at, MarkKind.RESUME, event))
+
+    def _add_rollback(self, event: EventRecord, step: float) -> None:
+        target = event.checkpoint
+        trial = event.outcome == RollbackOutcome.TRIAL
+        self.step = event.step if target is None else target
+        if not trial:  # its number tells of those before a rotation
+            self.rollback_count = max(self.rollback_count + 1, event.number or 0)
+        if target is None:
+            return
+        if not trial:
+            self.rollbacks.append(event)
+        onset = step if event.onset is None else float(event.onset)
+        if not self._incidents or self._incidents[-1].onset_step != onset:
+            self._open(event, onset)  # a hook's order: of no incident
+        case = self._incidents[-1]
+        case.measures.append(event)
+        add_names(case.action, ("ROLLBACK",))
+        if not trial:
+            case.checkpoint = target
+            case.rollbacks += 1
+            case.cut(event.lr_scale_before, event.lr_scale)
+            if event.batches:
+                case.batches, case.left_out = batches_of(event), True
+        run, number = self.places[-1]
+        if event.outcome == RollbackOutcome.AFTER_CRASH:  # the process began with it
+            self.attempts[-1] = self.attempts[-1]._replace(
+                first_step=float(target), origin=AttemptOrigin.ROLLBACK
+            )
+            return
+        origin = AttemptOrigin.TRIAL if trial else AttemptOrigin.ROLLBACK
+        self._attempt(run, number + 1, float(target), origin)
+
+    def _add_incident(self, event: EventRecord, step: float) -> None:
+        self.incident_count = max(self.incident_count + 1, event.incident or 0)
+        self.last_seen = _newer(LastSeen(), event)
+        self._open(event, step if event.onset is None else float(event.onset))
+
+    def _add_alarm(self, event: EventRecord, step: float) -> None:
+        cause = event.cause or ()
+        self.alarms += 1
+        self.skips += bool(event.skip)
+        self._alarms[event.run, event.incident or 0] += 1
+        self.last_seen = _newer(self.last_seen, event)
+        readings, attempt = self.last_seen.readings, len(self.attempts) - 1
+        if event.step is not None and event.readings is not None and readings is not None:
+            nonfinite = any("NONFINITE" in name for name in cause)
+            self.points.append(AlarmPoint(step, attempt, readings, event.lr_scale, nonfinite))
+        if event.incident:
+            self._case(event).seen(event)
+        else:
+            self.marks.append(Mark(step, MarkKind.ALARM, event))
+
+    def _add_order(self, event: EventRecord, step: float) -> None:
+        self.last_seen = _newer(self.last_seen, event)
+        if event.observed:
+            self.rollback_count += "ROLLBACK" in (event.action or ())
+            self.stops += "STOP" in (event.action or ())
+        if event.incident:
+            self._case(event).seen(event)
+        else:
+            self.marks.append(Mark(step, MarkKind.ORDER, event))
+
+    def _add_hook(self, event: EventRecord, step: float) -> None:
+        last = self._incidents[-1] if self._incidents else None
+        if last is None or last.attempt != len(self.attempts) - 1 or last.step != step:
+            self.marks.append(Mark(step, MarkKind.HOOK, event))
+            return
+        last.measures.append(event)
+        last.action = [name for name in last.action if name not in (event.ordered or ())]
+        add_names(last.action, event.action or ())
+
+    def _add_lr(self, event: EventRecord, step: float) -> None:
+        before, after = event.lr_scale_before, event.lr_scale
+        if before is None or after is None:
+            return
+        self.cuts += after < before
+        last = self._incidents[-1] if self._incidents else None
+        # What cuts is an incident's order, also where its alarms have no events any more.
+        if after < before and last is not None and last.attempt == len(self.attempts) - 1:
+            last.cut(before, after)
+
+    def _add_verdict(self, event: EventRecord, step: float) -> None:
+        self.rerun = RerunVerdict(event.outcome) if event.outcome in set(RerunVerdict) else None
+        if self._incidents:
+            self._incidents[-1].measures.append(event)
+
+    def _add_stop(self, event: EventRecord, step: float) -> None:
+        self.marks.append(Mark(step, MarkKind.STOP, event))
+        if self._incidents:
+            last = self._incidents[-1]
+            last.measures.append(event)
+            add_names(last.action, ("STOP",))
+            last.stop_step = step if last.stop_step is None else last.stop_step
+
+    def _add_damaged(self, event: EventRecord, step: float) -> None:
+        at = event.step if event.checkpoint is None else event.checkpoint
+        if at is not None:
+            self.damaged.append(at)
+
+    def _add_end(self, event: EventRecord, step: float) -> None:
+        self.incident_count = max(self.incident_count, event.incidents or 0)
+        self.rollback_count = max(self.rollback_count, event.rollbacks or 0)
+        self.marks.append(Mark(step, MarkKind.END, event))
+
+    # -- which incident -------------------------------------------------------------------------
+
+    def _open(self, event: EventRecord, onset: float) -> None:
+        self._incidents.append(
+            OpenIncident(
+                number=event.incident or len(self._incidents) + 1,
+                attempt=len(self.attempts) - 1,
+                onset_step=onset,
+                step=max(onset, float(event.step or 0)),
+                cause=list(event.cause or ()),
+                batches=batches_of(event),
+            )
+        )
+
+    def _case(self, event: EventRecord) -> OpenIncident:
+        """The incident that an event names; a torn line may have taken its begin."""
+        if not self._incidents or self._incidents[-1].number != event.incident:
+            self._open(event, float(event.step or 0))
+        return self._incidents[-1]
+
+
+def _newer(seen: LastSeen, event: EventRecord) -> LastSeen:
+    """With what the event has of it."""
+    readings = event.readings
+    return LastSeen(
+        seen.cause if event.cause is None else tuple(event.cause),
+        seen.onset if event.onset is None else event.onset,
+        seen.readings if readings is None else Readings(**readings.model_dump()),
+        seen.evidence
+        if event.evidence is None
+        else tuple(Evidence(each.name, each.grad_norm) for each in event.evidence),
+        seen.batches if event.batches is None else batches_of(event),
+    )
+
+
+def goes_on(events: Iterable[Event]) -> bool:
+    """Whether a process went on from a checkpoint of the one before.
+
+    A rollback that was cut short by a kill is finished by the next start, which then has no event
+    `resume`.
+
+    Args:
+        events: of the process, from its first on.
+    """
+    for event in events:
+        late = event.get("outcome") == RollbackOutcome.AFTER_CRASH
+        if event["kind"] == "resume" or late or event.get("resumes") is True:
+            return True
+        if event["kind"] in ("save", "alarm", "incident"):
+            return False
+    return False
+
+
+def runs_of(processes: Mapping[str, Sequence[Event]]) -> list[Run]:
+    """The training runs of an events file, however many processes each took.
+
+    Args:
+        processes: run id -> its events, as `reading.History.runs` gives them.
+    """
+    found: list[Run] = []
+    for events in processes.values():
+        if not found or not goes_on(events):
+            found.append(Run())
+        for event in events:
+            found[-1].add(event)
+    return found
+
+
+_HANDLERS = {
+    "resume": Run._add_resume,
+    "rollback": Run._add_rollback,
+    "incident": Run._add_incident,
+    "alarm": Run._add_alarm,
+    "order": Run._add_order,
+    "hook": Run._add_hook,
+    "lr": Run._add_lr,
+    "verdict": Run._add_verdict,
+    "stop": Run._add_stop,
+    "damaged": Run._add_damaged,
+    "end": Run._add_end,
+}

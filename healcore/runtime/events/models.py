@@ -1,0 +1,364 @@
+"""The shapes of an event and of a line of the metrics, as pydantic models.
+
+The JSON Schema, the tables in docs/events.md and every reader go by these. Nothing is validated
+when an event is written: a value that does not fit is better in the file than lost.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+)
+
+from healcore.core.verdict import Action, Cause
+
+NONFINITE = ("nan", "inf", "-inf")
+"""Numbers that JSON does not have, as strings that `float` takes."""
+
+LARGEST = 2**53
+"""Above it, readers that have only doubles round."""
+
+
+class Ending(enum.StrEnum):
+    """How a process ends."""
+
+    COMPLETED = "completed"
+    STOPPED = "stopped"
+    EXCEPTION = "exception"
+    SIGNAL = "signal"
+    INTERRUPTED = "interrupted"
+    KILLED = "killed"
+
+
+class RollbackOutcome(enum.StrEnum):
+    """`outcome` of an event of the kind `rollback`."""
+
+    DONE = "done"
+    TRIAL = "trial"
+    """Taken again from a snapshot, to see whether the fault comes again."""
+    AFTER_CRASH = "finished after a crash"
+    """A kill had cut it short, and the next process has finished it."""
+
+
+class RerunVerdict(enum.StrEnum):
+    """`outcome` of an event of the kind `verdict`: what a re-run of the step has shown."""
+
+    TRANSIENT = "transient"
+    REPRODUCIBLE = "reproducible"
+
+
+# -- shapes: the title is what docs/events.md calls them ------------------------------------------
+
+
+def _names(flags: type[Cause] | type[Action]) -> Any:
+    known = [str(each.name) for each in flags]
+
+    def check(names: list[str]) -> list[str]:
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise ValueError(f"each name is one of {', '.join(known)}, not {unknown[0]!r}")
+        return names
+
+    items = {"type": "string", "enum": known}
+    return AfterValidator(check), WithJsonSchema({"type": "array", "items": items})
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, str) and value in NONFINITE else value
+
+
+Whole = Annotated[int, Field(ge=0, le=LARGEST, title="whole number")]
+WholeFromOne = Annotated[int, Field(ge=1, le=LARGEST, title="whole number from 1")]
+Text = Annotated[str, Field(title="text")]
+Truth = Annotated[bool, Field(title="true or false")]
+Seconds = Annotated[float, Field(allow_inf_nan=False, title="seconds")]
+Number = Annotated[
+    float,
+    BeforeValidator(_number),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string", "enum": list(NONFINITE)}]}),
+    Field(title="number"),
+]
+MaybeNumber = Annotated[Number | None, Field(title="number, or null")]
+MaybeWhole = Annotated[Whole | None, Field(title="whole number, or null")]
+Time = Annotated[
+    str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z$", title="date and time")
+]
+Versions = Annotated[dict[str, str], Field(title="object of texts")]
+Causes = Annotated[list[str], *_names(Cause), Field(title="array of causes")]
+Actions = Annotated[list[str], *_names(Action), Field(title="array of actions")]
+BatchPair = Annotated[list[Whole], Field(min_length=2, max_length=2)]
+BatchList = Annotated[list[BatchPair], Field(title="array of `[epoch, index]`")]
+
+
+class _Model(BaseModel):
+    # A field that a later version adds is passed over.
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+
+class ReadingsRecord(_Model):
+    """`healcore.core.step_record.Readings`."""
+
+    loss: Number
+    grad_norm: Number
+    threshold: Number
+    z: Number
+    z_loss: Number
+
+
+class EvidenceRecord(_Model):
+    """`healcore.core.evidence.Evidence`."""
+
+    name: Text
+    grad_norm: Number
+
+
+ReadingsField = Annotated[
+    ReadingsRecord, Field(title="`{loss, grad_norm, threshold, z, z_loss}`, numbers")
+]
+EvidenceList = Annotated[list[EvidenceRecord], Field(title="array of `{name, grad_norm}`")]
+EndingName = Annotated[Ending, Field(strict=False)]  # from its text
+
+
+def _may(about: str) -> Any:
+    """A field that any event may have. None: it is not in the file, where null would be wrong."""
+    return Field(default=None, description=about)
+
+
+def _has(about: str) -> Any:
+    return Field(description=about)
+
+
+class EventHead(_Model):
+    """What every event has."""
+
+    schema_: WholeFromOne = Field(alias="schema", description="Version of the format: 1.")
+    seq: Whole = _has(
+        "Counts events, also those that could not be written; goes on from the file's last."
+    )
+    run: Text = _has("Id of the run: of one process, from its start to its end.")
+    time: Time = _has("Wall time, ISO 8601, UTC.")
+    mono: Seconds = _has("Monotonic clock, for durations within one run.")
+    kind: Text = _has("What happened; see below.")
+    step: MaybeWhole = _has("Index of the optimizer step, from 0.")
+
+
+class EventFields(_Model):
+    """What any event may have. Which ones a kind always has is in `KINDS`.
+
+    A field means the same, and has the same shape, in every kind of event.
+    """
+
+    lost: WholeFromOne = _may("Events before this one that could not be written.")
+    # What was seen.
+    incident: Whole = _may("Number of the incident that it is part of; 0: of none.")
+    onset: Whole = _may("Step of its first alarm.")
+    engine: Text = _may("The optimizer's name in the state, where there are several.")
+    cause: Causes = _may("Why something is wrong.")
+    readings: ReadingsField = _may("The numbers behind it; the last finite loss and norm.")
+    evidence: EvidenceList = _may("Tensors whose gradients stood out, the worst first.")
+    batches: BatchList = _may("The step's batches, or those that were left out.")
+    # What was done.
+    action: Actions = _may("What is done about it on the host.")
+    ordered: Actions = _may("What the policy had ordered, where a hook overrode it.")
+    observed: Truth = _may("True: nothing is done, the policy only observes.")
+    skip: Truth = _may("The step was skipped within the step.")
+    grad_scale: Number = _may("Factor on the step's gradients.")
+    lr_scale_before: Number = _may("The learning-rate multiplier until now.")
+    lr_scale: Number = _may("The learning-rate multiplier from now on.")
+    lr: Number = _may("The user's own learning rate, without the multiplier.")
+    number: WholeFromOne = _may("Of the rollback, over the whole run.")
+    depth: Whole = _may("How many known-good checkpoints to go back.")
+    checkpoint: Whole = _may("Step of the checkpoint that was used, or is spoken of.")
+    repeated: Truth = _may("An earlier rollback went there too, and nothing is older.")
+    initial: Truth = _may("It is the snapshot that the run started from.")
+    rewound: Truth = _may("The data was put back; false: it goes on forward.")
+    outcome: Text = _may("What came of it, in words.")
+    why: Text = _may("The reason, in words.")
+    problem: Text = _may("What went wrong, in words.")
+    verdict: Literal["damage", "data", "open", "unknown"] = _may(
+        "Whether the model was found to be worse; open: it may come back by itself."
+    )
+    by: Literal[
+        "instability", "weights", "remembered_batches", "earlier_weights", "budget", "nothing"
+    ] = _may("What the verdict rests on.")
+    rise: MaybeNumber = _may("Of the step's loss above that of the remembered batches.")
+    rise_remembered: MaybeNumber = _may(
+        "Of the loss of the remembered batches with the present weights."
+    )
+    hook: Text = _may("Name of the hook.")
+    seconds: Seconds = _may("How long it took.")
+    diagnosis: Text = _may("For a person, in plain words.")
+    # The run.
+    host: Text = _may("Host name.")
+    pid: Whole = _may("Process number.")
+    boot: Text = _may("The kernel's id of the boot.")
+    born: Whole = _may("When the process began, in clock ticks from the boot.")
+    environment: Versions = _may("Versions: healcore, Python, system, frameworks.")
+    policy: Text = _may("Name of the policy.")
+    fingerprint: Text = _may("Of the policy.")
+    policy_toml: Text = _may("The policy as TOML, every key spelt out.")
+    mode: Literal["heal", "observe"] = _may("Of the policy.")
+    framework: Literal["torch", "jax"] = _may("Whose run it is.")
+    store: Text = _may("Where checkpoints go.")
+    lag: Whole = _may("Steps after which a step's numbers are read.")
+    save_every: WholeFromOne = _may("Steps between saves.")
+    rank: Whole = _may("Number of this process in the run.")
+    world: WholeFromOne = _may("How many processes the run has.")
+    ending: EndingName = _may("How the process ended.")
+    resumes: Truth = _may("There are checkpoints of an earlier process to go on from.")
+    untold_alarms: WholeFromOne = _may("Alarms that got no event of their own.")
+    incidents: Whole = _may("Incidents so far.")
+    rollbacks: Whole = _may("Rollbacks so far.")
+    last_good: Whole = _may("Step of the newest known-good checkpoint.")
+
+
+class EventModel(EventFields, EventHead):
+    """One event as it should be."""
+
+
+class EventRecord(EventFields):
+    """One event as it is read: what is not in its shape is not there.
+
+    Sure are `seq`, `run` and `kind`, which `reading.parse` has seen to. Any other field may be
+    None: a file may be damaged, edited, or of a newer healcore.
+    """
+
+    seq: Whole = 0
+    run: Text = ""
+    kind: Text = ""
+    step: MaybeWhole = None
+    time: Time = _may("Wall time.")
+    mono: Seconds = _may("Monotonic clock.")
+
+
+_NAMED = frozenset({"cause", "action", "ordered"})
+"""Lists of names: those of a newer healcore are as good to read."""
+
+
+def record(event: Mapping[str, Any]) -> tuple[EventRecord, list[str]]:
+    """An event as it can be relied upon.
+
+    Args:
+        event: as `reading.parse` gives it.
+
+    Returns:
+        The event, and the names of known fields that were left out of it, not being in their shape.
+    """
+    try:
+        return EventRecord.model_validate(event), []
+    except ValidationError as error:
+        wrong = {str(each["loc"][0]) for each in error.errors(include_url=False)}
+    names = {name: event[name] for name in wrong & _NAMED if _all_text(event[name])}
+    rest = {name: value for name, value in event.items() if name not in wrong}
+    found = EventRecord.model_validate(rest).model_copy(update=names)
+    return found, [name for name in event if name in wrong - names.keys()]
+
+
+def _all_text(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+# -- kinds ----------------------------------------------------------------------------------------
+
+
+class Kind(NamedTuple):
+    """One kind."""
+
+    when: str
+    """When it is written; what `step` is, where it is not the step that the run is at."""
+    needs: tuple[str, ...] = ()
+    """Fields that it always has, besides those of every event. Any other may come with it."""
+
+
+KINDS: dict[str, Kind] = {
+    "start": Kind(
+        "A process begins. Its number, host and versions are added by the log.",
+        ("host", "pid", "environment", "policy"),
+    ),
+    "resume": Kind("The run goes on from a checkpoint of an earlier process.", ("checkpoint",)),
+    "alarm": Kind("A step with a cause. `step` is that step.", ("cause", "readings")),
+    "incident": Kind(
+        "An incident begins. `step` is the step that was judged.", ("incident", "onset", "cause")
+    ),
+    "order": Kind(
+        "The policy orders something of the host. `step` is the step that was judged.",
+        ("action", "cause"),
+    ),
+    "assessment": Kind(
+        "Whether the model is worse or the data are different; only `damage` goes back.",
+        ("verdict", "cause"),
+    ),
+    "save": Kind("A checkpoint's copy was taken. `step` is the checkpoint's."),
+    "save_failed": Kind(
+        "A checkpoint could not be written; training goes on. `step` is the checkpoint's.",
+        ("problem",),
+    ),
+    "good": Kind("A checkpoint is known-good from now on. `step` is the checkpoint's."),
+    "quarantine": Kind(
+        "A checkpoint is set aside: newer than the one gone back to.", ("checkpoint",)
+    ),
+    "damaged": Kind(
+        "A checkpoint's bytes are not those that were saved. `step` is the checkpoint's.",
+        ("problem",),
+    ),
+    "rollback_begin": Kind("A rollback begins, and is in the journal.", ("onset",)),
+    "rollback": Kind(
+        "A rollback is done. `step` is the one it went back from.", ("checkpoint", "outcome")
+    ),
+    "skipped_batches": Kind("Batches were left out, exactly these.", ("batches",)),
+    "data": Kind("What became of the data's position.", ("outcome",)),
+    "lr": Kind(
+        "The learning-rate multiplier was cut, or is back at 1.", ("lr_scale_before", "lr_scale")
+    ),
+    "rerun": Kind("A suspicious step is taken once more from a snapshot.", ("checkpoint",)),
+    "verdict": Kind("What the re-run showed.", ("outcome",)),
+    "hook": Kind("A hook overrode an order, or raised."),
+    "stop": Kind("The policy ends the run.", ("why", "diagnosis")),
+    "problem": Kind(
+        "Something that did not stop the run and that a person should know.", ("problem",)
+    ),
+    "end": Kind("The process ends, in whatever way it still can say so.", ("ending",)),
+}
+
+
+# -- metrics --------------------------------------------------------------------------------------
+
+
+class MetricsModel(_Model):
+    """A line of the metrics file: one step of one engine."""
+
+    schema_: WholeFromOne = Field(alias="schema", description="Version of the format: 1.")
+    kind: Literal["step"] = _has("What the line is.")
+    run: Text = _has("The run's id, as in its events.")
+    time: Seconds = _has("Wall time since 1970.")
+    step: Whole = _has(
+        "Index of the optimizer step, from 0. When it goes back, the run went back, or was "
+        "restarted: what follows replaces the lines from that step on."
+    )
+    every: WholeFromOne = _may(
+        "Steps that a line stands for, where the file is thinned; not there: one."
+    )
+    engine: Text = _may("The optimizer's name in the state, where there are several.")
+    loss: Number = _may(
+        'As judged; "nan" stands for Inf too. Not there: nobody gave it, or somebody else skipped '
+        "the step."
+    )
+    grad_norm: Number = _may("As judged, like `loss`.")
+    threshold: Number = _has("As in an event's `readings`; 0: none is in force.")
+    z: Number = _has("As in an event's `readings`.")
+    z_loss: Number = _has("As in an event's `readings`.")
+    grad_scale: Number = _has("Factor on the step's gradients.")
+    lr_scale: Number = _has("The learning-rate multiplier.")
+    skip: Truth = _has("The step was skipped within the step.")
+    cause: Causes = _has("Why something is wrong.")
+    action: Actions = _has("What is done about it on the host.")

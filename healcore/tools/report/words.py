@@ -1,0 +1,205 @@
+"""Sentences about a run, made of what its history knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from healcore.core.evidence import Evidence
+from healcore.history import Counts, Incident, Mode
+from healcore.history.axis import AttemptOrigin, Mark, MarkKind, RunAttempt
+from healcore.history.process import RunState
+from healcore.runtime.events.models import EventRecord, RollbackOutcome
+from healcore.tools.report.report import RunReport
+
+STATES = {
+    RunState.COMPLETED: "completed",
+    RunState.STOPPED: "stopped by the policy",
+    RunState.EXCEPTION: "ended by an exception",
+    RunState.SIGNAL: "ended by a signal",
+    RunState.INTERRUPTED: "interrupted from the keyboard",
+    RunState.KILLED: "killed",
+    RunState.ENDED: "ended",
+    RunState.GONE: "killed: it wrote no end, and its process is gone",
+    RunState.RUNNING: "still running",
+    RunState.UNKNOWN: "not known: still running, or killed",
+}
+
+_ORIGINS = {
+    AttemptOrigin.START: "the start",
+    AttemptOrigin.PROCESS: "another process",
+    AttemptOrigin.RESUME: "resumed",
+    AttemptOrigin.ROLLBACK: "rollback",
+    AttemptOrigin.TRIAL: "trial",
+    AttemptOrigin.METRICS: "in no event",
+}
+_GAPS = 5
+"""Gaps that are named one by one."""
+
+
+def words(flags: Sequence[str]) -> str:
+    """Names of causes or actions: "grad spike and loss spike"."""
+    return " and ".join(name.lower().replace("_", " ") for name in flags)
+
+
+def count(number: int, what: str) -> str:
+    """A number of something, as in `1 step` and `2 steps`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def steps(first: float, last: float) -> str:
+    """Steps from one to another."""
+    return f"{first:.0f}" if first == last else f"{first:.0f}–{last:.0f}"
+
+
+def evidence(tensor: Evidence) -> str:
+    """A tensor that stood out, and the norm of its gradient."""
+    return f"{tensor.name} ({tensor.grad_norm:.3g})"
+
+
+# -- incidents ------------------------------------------------------------------------------------
+
+
+def outcome(case: Incident) -> str:
+    """What an incident came to."""
+    if case.mode is Mode.REPLAY:
+        return _replayed(case)
+    measures = [_measure(each) for each in case.measures]
+    if case.mode is Mode.OBSERVE:
+        return "; ".join([f"observed only: nothing was done{_would(case)}", *measures])
+    if measures:
+        return "; ".join(measures)
+    return (
+        f"skipped {_skipped(case)}, then training went on" if case.skipped else "training went on"
+    )
+
+
+def _measure(event: EventRecord) -> str:
+    match event.kind:
+        case "rollback" if event.outcome == RollbackOutcome.TRIAL:
+            return f"taken again from step {event.checkpoint}, to see whether it happens again"
+        case "rollback":
+            return _rollback(event)
+        case "hook":
+            return _hook(event)
+        case "verdict":
+            return f"the re-run showed it to be {event.outcome or '?'}"
+    return f"stopped the run: {event.why or ''}"
+
+
+def _rollback(event: EventRecord) -> str:
+    parts = (
+        f"from step {event.step or 0} back to the checkpoint of step {event.checkpoint}",
+        "finished by the next process" if event.outcome == RollbackOutcome.AFTER_CRASH else "",
+        "the snapshot that the run started from" if event.initial else "",
+        "once more: nothing older is there" if event.repeated else "",
+    )
+    return ", ".join(part for part in parts if part)
+
+
+def _hook(event: EventRecord) -> str:
+    if event.problem is not None:
+        return f"a hook failed: {event.problem}"
+    then = words(event.action or ()) or "nothing"
+    return f"the hook {event.hook or ''} made {then} of {words(event.ordered or ())}"
+
+
+def _skipped(case: Incident) -> str:
+    return f"{count(case.skipped, 'step')}{' or more' if case.capped else ''}"
+
+
+def _would(case: Incident) -> str:
+    """What a policy that acts would have done."""
+    parts = [f"skipped {_skipped(case)}"] if case.skipped else []
+    if "ROLLBACK" in case.action:
+        times = "once" if case.repeats == 1 else f"{case.repeats} times"
+        more = f" ({times} more had that not helped)" if case.repeats else ""
+        parts.append(f"gone back{more}")
+    if case.stop_step is not None:
+        parts.append(f"stopped the run at step {case.stop_step:.0f}")
+    return f"; it would have {', '.join(parts)}" if parts else ""
+
+
+def _replayed(case: Incident) -> str:
+    """What would have been done to recorded rows."""
+    parts: list[str] = []
+    if case.denied:
+        parts.append("a rollback was due and none was left: the run would stop")
+    elif "ROLLBACK" in case.action:
+        parts.append(f"would go back{_had_it_not_helped(case)}")
+    if "STOP" in case.action and not case.denied:
+        parts.append("would stop")
+    if case.skipped:
+        parts.append(f"{count(case.skipped, 'step')} skipped")
+    if case.clipped:
+        parts.append(f"{case.clipped} clipped")
+    return ", ".join(parts) or "alert only"
+
+
+def _had_it_not_helped(case: Incident) -> str:
+    more = "once more" if case.repeats == 1 else f"{case.repeats} times more"
+    if not case.repeat_denied:
+        return f" ({more} had that not helped)" if case.repeats else ""
+    return f" (had that not helped, {f'{more}, and then ' if case.repeats else ''}it would stop)"
+
+
+# -- the run --------------------------------------------------------------------------------------
+
+
+def mark(mark: Mark) -> str:
+    """What happened at a place on the axis."""
+    event = mark.event
+    if event is None:
+        return "a live run would have ended here"
+    match mark.kind:
+        case MarkKind.RESUME:
+            return f"resumed from the checkpoint of step {mark.step:g}"
+        case MarkKind.ALARM:
+            return words(event.cause or ())
+        case MarkKind.ORDER:
+            return f"{words(event.action or ())} ordered: {words(event.cause or ())}"
+        case MarkKind.HOOK:
+            return _hook(event)
+        case MarkKind.STOP:
+            return f"stopped: {event.why or ''}"
+    return f"end: {event.ending or 'not known'}"
+
+
+def attempt(report: RunReport, one: RunAttempt) -> str:
+    """Where an attempt begins, and how many incidents it has."""
+    number = sum(case.attempt == one.number for case in report.incidents)
+    incidents = f"{number or 'no'} incident{'s' * (number > 1)}"
+    origin = _ORIGINS.get(one.origin) or one.source or one.number
+    return f"from step {one.first_step:.0f} ({origin}): {incidents}"
+
+
+def repeats(counts: Counts, *, would: bool) -> str:
+    """Rollbacks beyond one for each incident; empty: there are none."""
+    why = "more had going back not helped" if would else "again in the same incident"
+    parts = [f"and {counts.repeats} {why}"] if counts.repeats else []
+    parts += [f"{counts.denied} beyond the budget"] if counts.denied else []
+    return ", ".join(parts)
+
+
+def ends(report: RunReport) -> str:
+    """How a run ended, or at which step a replayed one would have; empty: it would not."""
+    if report.state is not None:
+        return STATES[report.state]
+    stops = [mark.step for mark in report.marks if mark.kind is MarkKind.STOP]
+    return f"step {stops[0]:.0f}" if stops else ""
+
+
+def gaps(report: RunReport) -> list[str]:
+    """Where steps are missing in the curves."""
+    what = "no row" if report.mode is Mode.REPLAY else "no metrics"
+    lines = []
+    for gap in report.curves.gaps():
+        low, high = gap.low + gap.stride, gap.high - gap.stride
+        if gap.exact:
+            lines.append(f"{what} for steps {low:.0f}–{high:.0f}: the curves are broken there")
+        else:
+            lines.append(
+                f"{what} for some {gap.missing:.0f} steps between {gap.low:.0f} and {gap.high:.0f}"
+            )
+    lines = list(dict.fromkeys(lines))  # a stretch that was taken twice may be missing twice
+    more = len(lines) - _GAPS
+    return lines[:_GAPS] + ([f"{what} at {more} more places"] if more > 0 else [])
