@@ -52,7 +52,6 @@ from healcore.runtime.store.listing import Found
 from healcore.runtime.store.protocol import Restored, Saved, Status
 from healcore.runtime.store.ranks import Alone, Ranks
 
-
 _CRAFTED = (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError)
 """What reading a structure raises whose digest holds, and which no store can have written."""
 
