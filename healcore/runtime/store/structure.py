@@ -3,7 +3,7 @@
 In the JSON an object always is a node with one tag; everything else stands for itself:
 `null true 3 1.5 "text"`, `{"list": […]}`, `{"tuple": […]}`, `{"dict": [[key, value], …]}`,
 `{"float": "nan"}`, `{"bytes": base64}`, `{"complex": [re, im]}`, `{"array": {"name": …, …}}`,
-`{"ints": base64}` (a long list, int64), `{"deque": […], "maxlen": 5}`, `{"set": […]}`,
+`{"ints": base64}` (a long list, int64), `{"deque": {"parts": […], "maxlen": 5}}`, `{"set": […]}`,
 `{"range": [0, 9, 1]}`, `{"bytearray": base64}`.
 Keys are nodes too, so that 0, "0" and (0, 1) stay apart: optimizers number their parameters.
 """
@@ -140,7 +140,7 @@ def _encode_other(
         return {"bytearray": base64.b64encode(value).decode()}
     parts = _parts(value, path, special, exact)
     if isinstance(value, deque):
-        return {"deque": parts, "maxlen": value.maxlen}
+        return {"deque": {"parts": parts, "maxlen": value.maxlen}}
     return {type(value).__name__: parts}
 
 
@@ -181,8 +181,6 @@ def decode(node: Node, fetch: Callable[[str, Mapping[str, Any]], Any], like: Any
         return node
     if "dict" in node:
         return _decode_dict(node, fetch, like)
-    if "deque" in node:
-        return deque((decode(part, fetch) for part in node["deque"]), node["maxlen"])
     ((tag, content),) = node.items()
     if tag in ("list", "tuple"):
         if like is None and dict not in set(map(type, content)):
@@ -201,6 +199,8 @@ def decode(node: Node, fetch: Callable[[str, Mapping[str, Any]], Any], like: Any
         return base64.b64decode(content)
     if tag == "complex":
         return complex(float(content[0]), float(content[1]))
+    if tag == "deque":
+        return deque((decode(part, fetch) for part in content["parts"]), content["maxlen"])
     if tag in ("set", "frozenset"):
         return (set if tag == "set" else frozenset)(decode(part, fetch) for part in content)
     if tag == "range":

@@ -80,6 +80,8 @@ def _walk(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], s
             yield from _walk(part, (*path, *parts))
     else:
         ((tag, content),) = node.items()
+        if tag == "deque":
+            tag, content = "list", content["parts"]
         if tag in ("list", "tuple"):
             for number, part in enumerate(content):
                 yield from _walk(part, (*path, str(number)))
