@@ -2,8 +2,14 @@
 #   make demo                 watch one policy heal a run in torch and in JAX
 #   make test                 the tests            (ARGS="-k zclip" for some of them)
 #   make demo PYTHON=python3.12
+# Every package is installed by its hash (requirements/hashed), torch by its version: which of its
+# files is meant depends on the machine.
+#   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu     torch alone from another index
+#   make demo HASHES=no       by versions alone, on systems whose files have no hash there
 
 PYTHON ?= python3
+HASHES ?= yes
+TORCH_INDEX ?=
 JOBS   ?= 2
 ARGS   ?=
 
@@ -11,6 +17,18 @@ VENV := .venv
 BIN  := $(VENV)/bin
 LOCK := requirements/lock.txt
 PIP  := $(BIN)/python -m pip --disable-pip-version-check -qq
+BY_HASH := --require-hashes --no-deps -r requirements/hashed/
+
+# $(call installed,SET,WHAT): a file of requirements/hashed; without hashes what pip makes of WHAT.
+ifeq ($(HASHES),no)
+installed = $(PIP) install -c $(LOCK) --no-build-isolation $(2)
+else
+installed = $(PIP) install $(BY_HASH)$(1).txt
+endif
+# One package from one index: with two indexes pip would take any package from either.
+TORCH := $(PIP) install -c $(LOCK) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX) --no-deps,) torch
+# Without isolation: it would download a setuptools that nothing pins.
+HEALCORE := $(PIP) install --no-deps --no-build-isolation -e .
 
 .PHONY: help setup demo test lint bench docs lock clean
 .DELETE_ON_ERROR:
@@ -28,32 +46,33 @@ $(VENV)/.made:
 	  echo "Name another one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
 	@echo "setting up $(VENV) (once; a few minutes, most of it downloads)"
 	@$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { $(PYTHON) -m venv --clear --without-pip $(VENV) && \
-	  $(PYTHON) -m pip --quiet --python $(BIN)/python install pip; }
+	  $(PYTHON) -m pip --quiet --python $(BIN)/python install $(BY_HASH)base.txt; }
 	@touch $@
 
-# setuptools first, and no build isolation: the editable install then downloads nothing unpinned.
 $(VENV)/.base: $(VENV)/.made $(LOCK)
-	@$(PIP) install -c $(LOCK) pip setuptools wheel
+	@$(call installed,base,pip setuptools wheel)
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.base pyproject.toml
-	@$(PIP) install -c $(LOCK) --no-build-isolation -e '.[jax,torch,report]'
+	@$(call installed,demo,-e '.[jax,torch,report]')
+	@$(TORCH)
+	@$(HEALCORE)
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.demo
-	@$(PIP) install -c $(LOCK) --no-build-isolation -e '.[jax,torch,report,dev]'
+	@$(call installed,test,-e '.[jax,torch,report,dev]')
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.test requirements/lint.txt
-	@$(PIP) install -r requirements/lint.txt
+	@$(call installed,lint,-r requirements/lint.txt)
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.demo requirements/bench.txt
-	@$(PIP) install -r requirements/bench.txt
+	@$(call installed,bench,-r requirements/bench.txt)
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.base requirements/docs.txt
-	@$(PIP) install -r requirements/docs.txt
+	@$(call installed,docs,-r requirements/docs.txt)
 	@touch $@
 
 # --- targets --------------------------------------------------------------------------------------
@@ -78,8 +97,8 @@ bench: $(VENV)/.bench
 docs: $(VENV)/.docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo "site/index.html"
 
-# Resolves everything anew and writes the pins. Torch stays where the file has it.
-lock: $(VENV)/.base
+# Resolves everything anew and writes the pins and the hashes. Torch stays where the file has it.
+lock: $(VENV)/.test
 	@$(BIN)/python requirements/make_lock.py
 
 clean:

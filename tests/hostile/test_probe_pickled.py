@@ -49,3 +49,24 @@ def test_a_pickled_object_is_listed(tmp_path):
     assert checks["pickled"].verdict.value == "WARN"
     assert "step 1: state['x']['at']['kept']" in checks["pickled"].message
     assert result.verdict.value == "WARN"
+
+
+def test_what_has_a_plain_form_of_its_own_is_looked_at(tmp_path):
+    """A deque, a set, a dtype, a tensor made of others: no damage, and the arrays are found."""
+    from collections import deque
+
+    import torch
+
+    class Holder:
+        def state_dict(self):
+            bad = torch.tensor([1.0, float("nan")])
+            return {"queue": deque([bad], 4), "seen": {1}, "dtype": torch.half, "far": range(3)}
+
+    store = DCPStore(tmp_path, nonfinite_ok=["*"])
+    store.save(1, {"x": Holder()})
+    store.wait()
+    result = probe_checkpoint(next(tmp_path.glob("step-*")) / "..", CheckpointInputs(deep=True))
+    checks = {check.name: check for check in result.checks}
+    assert checks["digests"].verdict.value == "PASS"
+    assert checks["finite"].verdict.value == "FAIL"
+    assert "x.queue.0" in checks["finite"].message

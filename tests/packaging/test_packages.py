@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -58,7 +59,6 @@ def test_symlinks_stand_for_the_mapped_folders():
 
 def test_dependencies_are_pinned_for_the_makefile():
     """Whatever the Makefile installs has its version in the lock file."""
-    import re
 
     def name_of(requirement: str) -> str:
         return re.sub(r"[-_.]+", "-", re.split(r"[\s<>=!~\[;]", requirement)[0]).lower()
@@ -76,3 +76,27 @@ def test_dependencies_are_pinned_for_the_makefile():
     assert all("==" in pin for pin in pins)
     assert pins[0].startswith("torch==")
     assert wanted <= {name_of(pin) for pin in pins}
+
+
+def test_every_pin_but_torch_has_a_hash():
+    """What `make` installs is known by its content, not only by its version."""
+    lock = (ROOT / "requirements" / "lock.txt").read_text().splitlines()
+    pins = {line.replace("_", "-") for line in lock if "==" in line and not line.startswith("#")}
+    hashed = {}
+    for path in sorted((ROOT / "requirements" / "hashed").glob("*.txt")):
+        text = path.read_text().replace("\\\n", "")
+        for line in text.splitlines():
+            if not line.startswith("#"):
+                pin, *hashes = line.split()
+                assert hashes, f"{path.name}: {pin} has no hash"
+                assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", each) for each in hashes)
+                hashed[pin] = path.name
+    (torch,) = (pin for pin in pins if pin.startswith("torch=="))
+    assert set(hashed) == pins - {torch}
+
+
+def test_no_document_mixes_two_indexes():
+    """With two, pip takes any package from either."""
+    for path in [ROOT / "README.md", ROOT / "Makefile", *ROOT.glob("docs/**/*.md")]:
+        text = path.read_text()
+        assert not re.search(r"--extra-index-url|PIP_EXTRA_INDEX_URL=", text), path

@@ -68,6 +68,20 @@ def test_what_the_standard_library_has_besides(value):
     assert same(value, back(value))
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        list(range(-5, 5000)),
+        [2**63 - 1, -(2**63)] * 600,
+        [2**63] * 1200,
+        [True, 0] * 600,
+        [1.0] * 1200,
+    ],
+)
+def test_long_lists(value):
+    assert same(value, back(value))
+
+
 def test_subclasses_are_told_apart_where_that_is_asked_for():
     class Special(dict):
         pass

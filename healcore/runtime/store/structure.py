@@ -3,7 +3,8 @@
 In the JSON an object always is a node with one tag; everything else stands for itself:
 `null true 3 1.5 "text"`, `{"list": […]}`, `{"tuple": […]}`, `{"dict": [[key, value], …]}`,
 `{"float": "nan"}`, `{"bytes": base64}`, `{"complex": [re, im]}`, `{"array": {"name": …, …}}`,
-`{"deque": […], "maxlen": 5}`, `{"set": […]}`, `{"range": [0, 9, 1]}`, `{"bytearray": base64}`.
+`{"ints": base64}` (a long list, int64), `{"deque": {"parts": […], "maxlen": 5}}`, `{"set": […]}`,
+`{"range": [0, 9, 1]}`, `{"bytearray": base64}`.
 Keys are nodes too, so that 0, "0" and (0, 1) stay apart: optimizers number their parameters.
 """
 
@@ -16,6 +17,8 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from healcore.runtime.store.errors import UnsavableState
 
 Node = Any
@@ -23,6 +26,7 @@ Node = Any
 
 _SIMPLE = {type(None), bool, int, str}
 """What stands for itself in JSON."""
+_LONG = 1000
 _MAPPINGS: dict[str, Callable[[list[tuple[Any, Any]]], dict[Any, Any]]] = {
     "OrderedDict": OrderedDict,
     "Counter": lambda items: Counter(dict(items)),
@@ -79,6 +83,8 @@ def encode(
         return value if math.isfinite(value) else {"float": repr(value)}
     if isinstance(value, dict) and (not exact or kind in (dict, OrderedDict, Counter)):
         return _encode_dict(value, path, special, exact)
+    if kind is list and len(value) >= _LONG and (packed := _packed(value)) is not None:
+        return {"ints": packed}
     if kind in (list, tuple) or (not exact and isinstance(value, (list, tuple))):
         return {"list" if isinstance(value, list) else "tuple": _parts(value, path, special, exact)}
     if type(value) is bytes:
@@ -103,9 +109,22 @@ def _parts(
     special: Callable[[tuple[Any, ...], Any], Node | None],
     exact: bool,
 ) -> list[Node]:
-    if set(map(type, value)) <= _SIMPLE:  # the order of a million examples
+    if set(map(type, value)) <= _SIMPLE:
         return list(value)
     return [encode(part, (*path, i), special, exact=exact) for i, part in enumerate(value)]
+
+
+def _packed(value: Any) -> str | None:
+    """A long list of integers as bytes: the order of a million examples, saved between two steps.
+
+    None of anything else, and of integers that are too large.
+    """
+    if set(map(type, value)) != {int}:
+        return None
+    try:
+        return base64.b64encode(np.array(value, "<i8").tobytes()).decode()
+    except OverflowError:
+        return None
 
 
 def _encode_other(
@@ -121,7 +140,7 @@ def _encode_other(
         return {"bytearray": base64.b64encode(value).decode()}
     parts = _parts(value, path, special, exact)
     if isinstance(value, deque):
-        return {"deque": parts, "maxlen": value.maxlen}
+        return {"deque": {"parts": parts, "maxlen": value.maxlen}}
     return {type(value).__name__: parts}
 
 
@@ -162,8 +181,6 @@ def decode(node: Node, fetch: Callable[[str, Mapping[str, Any]], Any], like: Any
         return node
     if "dict" in node:
         return _decode_dict(node, fetch, like)
-    if "deque" in node:
-        return deque((decode(part, fetch) for part in node["deque"]), node["maxlen"])
     ((tag, content),) = node.items()
     if tag in ("list", "tuple"):
         if like is None and dict not in set(map(type, content)):
@@ -174,12 +191,16 @@ def decode(node: Node, fetch: Callable[[str, Mapping[str, Any]], Any], like: Any
         if tag == "list":
             return parts
         return type(like)(*parts) if fits and hasattr(like, "_fields") else tuple(parts)
+    if tag == "ints":
+        return np.frombuffer(base64.b64decode(content), "<i8").tolist()
     if tag == "float":
         return float(content)
     if tag == "bytes":
         return base64.b64decode(content)
     if tag == "complex":
         return complex(float(content[0]), float(content[1]))
+    if tag == "deque":
+        return deque((decode(part, fetch) for part in content["parts"]), content["maxlen"])
     if tag in ("set", "frozenset"):
         return (set if tag == "set" else frozenset)(decode(part, fetch) for part in content)
     if tag == "range":

@@ -89,6 +89,8 @@ def _walk(
             yield from _walk(part, (*path, *parts), names)
     else:
         ((tag, content),) = node.items()
+        if tag == "deque":
+            tag, content = "list", content["parts"]
         if tag in ("list", "tuple"):
             for number, part in enumerate(content):
                 yield from _walk(part, (*path, str(number)), names)
