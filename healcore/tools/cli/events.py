@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from healcore.runtime.events import read, schema
+from healcore.tools.terminal import say, say_json
 
 OK, DAMAGED, UNUSABLE = 0, 1, 2
 
@@ -22,7 +23,7 @@ app = typer.Typer(no_args_is_help=True, help="Look at the events of a run.")
 @app.command("schema")
 def schema_() -> None:
     """The JSON Schema of one line of an events file."""
-    typer.echo(json.dumps(schema.json_schema(), indent=2))
+    say_json(json.dumps(schema.json_schema(), indent=2))
 
 
 @app.command()
@@ -36,7 +37,7 @@ def show(
     try:
         history = read(file)
     except OSError as error:
-        typer.echo(f"{file} cannot be read: {error.strerror or error}", err=True)
+        say(f"{file} cannot be read: {error.strerror or error}", err=True)
         raise typer.Exit(UNUSABLE) from error
     run = None
     for event in history.events:
@@ -44,10 +45,10 @@ def show(
             continue
         if event["run"] != run:
             run = event["run"]
-            typer.echo(f"run {run}")
-        typer.echo(_line(event))
+            say(f"run {run}")
+        say(_line(event))
     for problem in history.problems:
-        typer.echo(f"line {problem.line}: {problem.problem}", err=True)
+        say(f"line {problem.line}: {problem.problem}", err=True)
     raise typer.Exit(DAMAGED if history.problems else OK)
 
 
