@@ -18,8 +18,9 @@ from healcore.torch.store import DCPStore
 @pytest.fixture
 def folder(tmp_path):
     """One checkpoint of a store."""
-    with DCPStore(tmp_path / "store") as store:
-        store.save(1, {"model": {"w": torch.ones(8)}})
+    store = DCPStore(tmp_path / "store")
+    store.save(1, {"model": {"w": torch.ones(8)}})
+    store.wait()
     (found,) = (each for each in (tmp_path / "store").iterdir() if each.is_dir())
     return found
 
