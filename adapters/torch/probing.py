@@ -35,7 +35,11 @@ def open_file(path: Path) -> Contents:
     try:
         mapped = zipfile.is_zipfile(path)
         # Before torch sees it: torch allocates what a file asks for.
-        size = check_archive(path, str(path), path.stat().st_size) if mapped else check_legacy(path)
+        if mapped:
+            with zipfile.ZipFile(path) as archive:
+                size = check_archive(archive, str(path), path.stat().st_size).pickled
+        else:
+            size = check_legacy(path)
         loaded = load(path, mmap=mapped)
     except ProbeError:
         raise

@@ -11,22 +11,31 @@ import io
 import itertools
 import os
 import pickle
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from healcore.runtime import inert_pickle
 from healcore.runtime.inert_pickle import Global, Made
 from healcore.tools.probe.contents.contents import MOST_PARTS, Array, Contents, Names, shape_of
-from healcore.tools.probe.contents.records import check_archive
+from healcore.tools.probe.contents.records import Checked, check_archive
+from healcore.tools.probe.contents.torch_pickle import plain_tensor
 from healcore.tools.probe.verdict import ProbeError
 from healcore.torch.probing import contents_of, first_line, load, pieces, refused
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _STORAGE_INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+_DTYPES = {
+    "FloatStorage": torch.float32, "DoubleStorage": torch.float64, "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
+    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}  # fmt: skip
 
 
 def open_dcp(folder: Path) -> Contents:
@@ -215,8 +224,11 @@ def _loaded(folder: Path, place: _Place) -> tuple[Any, int]:
                 raise ProbeError(f"{at} is damaged: it ends before what should lie in it")
             file.seek(place.offset)
             data = file.read(place.length)
-        size = check_archive(io.BytesIO(data), str(at), len(data))
-        return load(io.BytesIO(data)), size
+        file = io.BytesIO(data)
+        with zipfile.ZipFile(file) as archive:
+            checked = check_archive(archive, str(at), len(data))
+            tensor = _tensor(checked)
+        return (load(file) if tensor is None else tensor), checked.pickled
     except ProbeError:
         raise
     except OSError as error:
@@ -225,6 +237,22 @@ def _loaded(folder: Path, place: _Place) -> tuple[Any, int]:
         raise ProbeError(refused(at, error)) from None
     except Exception as error:  # damaged bytes raise anything
         raise ProbeError(f"{at} is damaged: {first_line(error)}") from None
+
+
+def _tensor(checked: Checked) -> Tensor | None:
+    """The tensor in a part, which most parts are: made here in a third of the time of torch.load.
+
+    None: it is something else.
+    """
+    plain = plain_tensor(checked.value)
+    dtype = None if plain is None else _DTYPES.get(plain[0].kind)
+    if plain is None or dtype is None:
+        return None
+    storage, offset, shape, strides = plain
+    content = checked.content(storage) if storage.bytes else None
+    if not content:
+        return None
+    return torch.frombuffer(bytearray(content), dtype=dtype).as_strided(shape, strides, offset)
 
 
 def _split(name: str, planned: Any) -> tuple[str, ...]:

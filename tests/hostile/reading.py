@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+ROOT = Path(__file__).parents[2]
 SECONDS, MIB = 20, 300
 """Over the imports. Far above what any of the files here needs."""
 _IMPORTS = (
-    "torch", "pandas", "matplotlib", "healcore.torch.probing_dcp", "healcore.tools.probe.optimizer.probing",
+    "torch", "matplotlib", "plotly", "healcore.torch.probing_dcp", "healcore.tools.report.page",
+    "healcore.tools.probe.optimizer.probing", "healcore.tools.report.telling",
     "healcore.tools.probe.checkpoint.plain", "healcore.tools.probe.checkpoint.stored",
     "healcore.tools.probe.loss", "healcore.tools.probe.loss.probing", "healcore.tools.probe.text",
-    "healcore.tools.cli", "healcore.tools.report.telling", "healcore.tools.replay.scoring",
+    "healcore.tools.cli", "healcore.tools.replay.scoring",
     "healcore.tools.traces", "tensorboard.backend.event_processing.event_file_loader",
 )  # fmt: skip
 
@@ -53,8 +56,8 @@ class Reader:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            cwd=Path(__file__).parents[2],
-            env={**_environment()},
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
         )
         assert self._line() == "ready"
 
@@ -89,10 +92,3 @@ class Reader:
     def close(self) -> None:
         """Ends the server."""
         self._server.communicate()
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    here = str(Path(__file__).parents[2])
-    return {**os.environ, "PYTHONPATH": here, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}

@@ -24,6 +24,10 @@ from tests.hostile.pickles import (
 HUGE = 10**11
 
 
+def dtype(name: str) -> bytes:
+    return called("numpy.dtype", text(name), b"\x89", b"\x88")
+
+
 def state_of(build: bytes) -> bytes:
     return BEGIN + build + END
 
@@ -44,9 +48,9 @@ BOMBS = {
     "a million dots": state_of(b"}" + text("." * 60_000) + b"q\x00Nsh\x00Ns"),
     "state of a class": state_of(named("torch.Tensor") + b"}" + text("sum") + b"Nsb"),
     "state of a dtype": state_of(
-        called("numpy.dtype", text("f8"), b"\x89", b"\x88") + b"(K\x03" + text(">") + b"NNNK\x01K\x01K\x00tb"
+        dtype("f8") + b"(K\x03" + text(">") + b"NNNK\x01K\x01K\x00tb"
     ),
-    "a dtype of gigabytes": state_of(called("numpy.dtype", text("(1000000000,)f8"), b"\x89", b"\x88")),
+    "a dtype of gigabytes": state_of(dtype("(1000000000,)f8")),
     "a codec": state_of(called("_codecs.encode", text("x" * 300_000), text("idna"))),
     "no storage": state_of(
         called("torch._utils._rebuild_qtensor", storage(1), number(0), number(HUGE), b")", b")")

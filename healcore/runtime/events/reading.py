@@ -15,7 +15,7 @@ or goes."""
 Event = dict[str, Any]
 
 _BLOCK = 1 << 16
-LONGEST = 1 << 22
+LONGEST = 1 << 24
 """Bytes of a line. No event has as many; a longer one is damage, and is not held in memory."""
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from healcore.runtime.events import read
+from healcore.tools.terminal import say, say_json
 
 OK, DAMAGED, UNUSABLE = 0, 1, 2
 
@@ -29,7 +30,7 @@ def schema_(
     from healcore.runtime.events import schema  # builds the models, which `show` does without
 
     found = schema.metrics_schema() if metrics else schema.json_schema()
-    typer.echo(json.dumps(found, indent=2))
+    say_json(json.dumps(found, indent=2))
 
 
 @app.command()
@@ -43,7 +44,7 @@ def show(
     try:
         history = read(file)
     except OSError as error:
-        typer.echo(f"{file} cannot be read: {error.strerror or error}", err=True)
+        say(f"{file} cannot be read: {error.strerror or error}", err=True)
         raise typer.Exit(UNUSABLE) from error
     run = None
     for event in history.events:
@@ -51,10 +52,10 @@ def show(
             continue
         if event["run"] != run:
             run = event["run"]
-            typer.echo(f"run {run}")
-        typer.echo(_line(event))
+            say(f"run {run}")
+        say(_line(event))
     for problem in history.problems:
-        typer.echo(f"line {problem.line}: {problem.problem}", err=True)
+        say(f"line {problem.line}: {problem.problem}", err=True)
     raise typer.Exit(DAMAGED if history.problems else OK)
 
 

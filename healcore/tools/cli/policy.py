@@ -12,7 +12,6 @@ from itertools import repeat
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -29,6 +28,7 @@ from healcore.policy import (
     to_dict,
 )
 from healcore.tools.cli.overriding import Set, overrides_of
+from healcore.tools.terminal import console, say, say_json
 
 OK, WRONG, UNUSABLE = 0, 1, 2
 
@@ -56,21 +56,21 @@ def list_(as_json: _Json = False) -> None:
             }
             for policy, kind in kinds
         ]
-        typer.echo(json.dumps(rows, indent=2))
+        say_json(json.dumps(rows, indent=2))
         return
-    console = Console()
+    printer = console()
     table = Table("preset", "mode", "clip", "what it does", box=None, pad_edge=False)
     for policy in presets:
         # Text, not str: brackets in a description are not rich markup.
         table.add_row(policy.name, policy.mode, policy.clip.kind, Text(policy.description))
-    console.print(table)
+    printer.print(table)
     table = Table(box=None, pad_edge=False)
     table.add_column("published recipe", no_wrap=True)
     table.add_column("what it does")
     for policy in recipes:
         table.add_row(policy.name, Text(policy.description))
-    console.print()
-    console.print(table)
+    printer.print()
+    printer.print(table)
 
 
 @app.command()
@@ -85,11 +85,11 @@ def show(
     """A policy as TOML: a preset or recipe with its comments, or with --full or --set every key."""
     loaded = _load(policy, set_)
     if as_json:
-        typer.echo(json.dumps(to_dict(loaded), indent=2))
+        say_json(json.dumps(to_dict(loaded), indent=2))
     elif full or set_ or policy not in (*preset_names(), *recipe_names()):
-        typer.echo(dumps(loaded), nl=False)
+        say(dumps(loaded), nl=False)
     else:
-        typer.echo(preset_text(policy), nl=False)
+        say(preset_text(policy), nl=False)
 
 
 @app.command()
@@ -104,12 +104,12 @@ def check(
         try:
             policy = load(name)
         except PolicyError as error:
-            typer.echo(str(error), err=True)
+            say(str(error), err=True)
             status = max(status, UNUSABLE if error.unreadable else WRONG)
         else:
             rules = len(policy.respond)
             watched = ", ".join(_detectors(policy)) or "nothing"
-            typer.echo(
+            say(
                 f"{name}: ok ({policy.mode}, clip {policy.clip.kind}, watches {watched}; "
                 f"{rules} rule{'s' if rules != 1 else ''}; {fingerprint(policy)})"
             )
@@ -121,14 +121,14 @@ def diff_(left: _Named, right: _Named, as_json: _Json = False) -> None:
     """The keys in which two policies differ, defaults included."""
     found = diff(_load(left), _load(right))
     if as_json:
-        typer.echo(json.dumps([difference._asdict() for difference in found], indent=2))
+        say_json(json.dumps([difference._asdict() for difference in found], indent=2))
     elif found:
         table = Table("key", left, right, box=None, pad_edge=False)
         for key, a, b in found:
             table.add_row(key, _cell(a), _cell(b))
-        Console().print(table)
+        console().print(table)
     else:
-        typer.echo("no difference")
+        say("no difference")
     raise typer.Exit(WRONG if found else OK)
 
 
@@ -136,7 +136,7 @@ def _load(name: str, pairs: list[str] | None = None) -> Policy:
     try:
         return load(name, **overrides_of(pairs))
     except PolicyError as error:
-        typer.echo(str(error), err=True)
+        say(str(error), err=True)
         raise typer.Exit(UNUSABLE) from error
 
 

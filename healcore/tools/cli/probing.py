@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from healcore.tools.terminal import console, say, say_json
 
 if TYPE_CHECKING:  # imported where they are used, so that the other commands start fast
     from pydantic import BaseModel
@@ -141,17 +142,15 @@ def finish(results: Sequence[Result], inputs: BaseModel, as_json: bool) -> NoRet
     from healcore.tools.probe.verdict import worst
 
     if as_json:
-        typer.echo(dumps(results, inputs))
+        say_json(dumps(results, inputs))
     else:
-        from rich.console import Console
-
         from healcore.tools.probe.text import show
 
-        show(results, Console())
+        show(results, console())
     raise typer.Exit(worst(result.verdict for result in results).exit_code)
 
 
 def unusable(told: str) -> NoReturn:
     """Says what is wrong with the command line and exits."""
-    print(f"healcore probe: {told}", file=sys.stderr)
+    say(f"healcore probe: {told}", err=True)
     raise typer.Exit(CANNOT_SAY)

@@ -18,6 +18,7 @@ import typer
 
 from healcore.tools.cli.columns import columns_of
 from healcore.tools.cli.overriding import Set, overrides_of
+from healcore.tools.terminal import console, say
 from healcore.tools.writing import OutputError
 
 if TYPE_CHECKING:  # imported where they are used, so that the other commands start fast
@@ -100,7 +101,7 @@ def _replay(
     except (OSError, OutputError, MissingExtraError) as error:
         _fail(str(error))
     for each in (*unreadable, *more):
-        typer.echo(f"{each.path}: {each.problem}", err=True)
+        say(f"{each.path}: {each.problem}", err=True)
     if not results:
         _fail("nothing was replayed")
     raise typer.Exit(SOME if unreadable or more else OK)
@@ -136,10 +137,10 @@ def _run(
                 failed.append(result)
     if results:
         written = draw(outputs, results)  # first: the reader of the table may not wait for its end
-        console = outputs.console()
-        show(console, results, readable)
+        printer = outputs.console()
+        show(printer, results, readable)
         for line in written:
-            console.print(line, markup=False, highlight=False)
+            printer.print(line, markup=False, highlight=False)
     return results, failed
 
 
@@ -166,7 +167,6 @@ def _check_backend(backend: str | None) -> None:
 @contextlib.contextmanager
 def _progress() -> Iterator[Progress]:
     """A bar on standard error, where that is a terminal."""
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -175,18 +175,18 @@ def _progress() -> Iterator[Progress]:
         TimeRemainingColumn,
     )
 
-    console = Console(stderr=True)
+    printer = console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(
         *columns,
         TimeRemainingColumn(),
-        console=console,
+        console=printer,
         transient=True,
-        disable=not console.is_terminal,
+        disable=not printer.is_terminal,
     ) as progress:
         yield progress
 
 
 def _fail(why: str) -> NoReturn:
-    typer.echo(why, err=True)
+    say(why, err=True)
     raise typer.Exit(UNUSABLE)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from healcore.tools.terminal import clean, console, say
 from healcore.tools.writing import OutputError, check_outputs, replacing
 
 if TYPE_CHECKING:  # imported where it is used, so that the other commands start fast
@@ -82,7 +83,7 @@ def _report(
             with _reading(found):
                 read = read_reports(found, metrics=metrics, policy=given)
         except ReportError as error:
-            typer.echo(str(error), err=True)
+            say(str(error), err=True)
             failed = True
             continue
         first = first or found
@@ -91,9 +92,9 @@ def _report(
         reports += read.reports
         failed |= bool(read.unreadable)
         for problem in read.problems[:_PRINTED]:
-            typer.echo(problem, err=True)
+            say(problem, err=True)
         if len(read.problems) > _PRINTED:
-            typer.echo(f"and {len(read.problems) - _PRINTED} more: see the page", err=True)
+            say(f"and {len(read.problems) - _PRINTED} more: see the page", err=True)
     if first is None:
         raise typer.Exit(UNUSABLE)
     page = out or first.with_name(f"{stem(first)}.report.html")
@@ -103,13 +104,12 @@ def _report(
 
 def _reading(path: Path) -> contextlib.AbstractContextManager[object]:
     """Says so at a terminal: a gigabyte of metrics takes its time."""
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    printer = console(stderr=True)
+    if not printer.is_terminal:
         return contextlib.nullcontext()
-    return console.status(Text(f"reading {path.name}"))
+    return printer.status(Text(clean(f"reading {path.name}")))
 
 
 def _write(
@@ -121,17 +121,17 @@ def _write(
         check_outputs([page, *([png] if png else [])], inputs)
         with replacing(page) as draft:
             draft.write_text(render(reports), encoding="utf-8")
-        typer.echo(f"page: {page}")
+        say(f"page: {page}")
         if png is not None:
             from healcore.tools.report.picture import draw
 
             with replacing(png) as draft:
                 draw(reports, draft)
-            typer.echo(f"picture: {png}")
+            say(f"picture: {png}")
     except OutputError as error:
         _fail(str(error))
 
 
 def _fail(why: str) -> NoReturn:
-    typer.echo(why, err=True)
+    say(why, err=True)
     raise typer.Exit(UNUSABLE)

@@ -18,6 +18,7 @@ import typer
 
 from healcore.tools.cli.columns import columns_of
 from healcore.tools.cli.overriding import Set, overrides_of
+from healcore.tools.terminal import console, say, say_json
 from healcore.tools.writing import OutputError, check_outputs, replacing
 
 if TYPE_CHECKING:  # imported where they are used, so that the other commands start fast
@@ -116,7 +117,7 @@ def _sweep(
         known = read_labels(labels) if labels else None
         opened, unreadable = open_traces(traces, columns=columns_of(column or []), join=join)
         for each in unreadable:
-            typer.echo(f"{each.path}: {each.problem}", err=True)
+            say(f"{each.path}: {each.problem}", err=True)
         plan = Plan(
             variants=variants,
             objective=objective,
@@ -140,24 +141,23 @@ def _sweep(
     except (PolicyError, LabelError, MissingExtraError, SweepError, TraceError) as error:
         _fail(str(error))
     for each in found.failed:
-        typer.echo(each.problem, err=True)
+        say(each.problem, err=True)
     _show(found, output, as_json=as_json)
     raise typer.Exit(SOME if unreadable or found.failed else OK)
 
 
 def _show(found: Sweep, output: Path, *, as_json: bool) -> None:
-    from rich.console import Console
 
     from healcore.tools.sweep.as_json import to_json
     from healcore.tools.sweep.telling import shown
 
     if as_json:
         told = to_json(found) | {"written": str(output)}
-        typer.echo(json.dumps(told, indent=2, allow_nan=False))
+        say_json(json.dumps(told, indent=2, allow_nan=False))
         return
-    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
-    console.print(shown(found))
-    console.print(f"policy written: {output}", markup=False, soft_wrap=True)
+    printer = console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+    printer.print(shown(found))
+    printer.print(f"policy written: {output}", markup=False, soft_wrap=True)
 
 
 def _check_output(output: Path, overwrite: bool, inputs: list[str]) -> None:
@@ -196,13 +196,12 @@ def _write(text: str, output: Path) -> None:
 @contextlib.contextmanager
 def _progress() -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
     """A bar on standard error, where that is a terminal."""
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-    console = Console(stderr=True)
+    printer = console(stderr=True)
     columns: tuple[Any, ...] = (TextColumn("sweeping"), BarColumn(), TaskProgressColumn())
     with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
+        *columns, console=printer, transient=True, disable=not printer.is_terminal
     ) as bar:
         task = bar.add_task("sweeping", total=None)
         yield (
@@ -212,5 +211,5 @@ def _progress() -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]
 
 
 def _fail(why: str) -> NoReturn:
-    typer.echo(why, err=True)
+    say(why, err=True)
     raise typer.Exit(UNUSABLE)

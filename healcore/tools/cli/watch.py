@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from healcore.tools.terminal import console, say
+
 UNUSABLE, INTERRUPTED = 2, 130
 
 
@@ -36,22 +38,20 @@ def _watch(
     ] = None,
 ) -> None:
     """Follows a run in the terminal: how it stands, and incidents as they happen."""
-    from rich.console import Console
-
     from healcore.policy import PolicyError, load
     from healcore.tools.report.runs import ReportError
     from healcore.tools.watch import watching
 
-    console = Console(highlight=False)
+    printer = console(highlight=False)
     try:
         given = None if policy is None else load(policy)
         path = _file(events)
         if once:
-            status = watching.once(path, given, console)
+            status = watching.once(path, given, printer)
         else:
-            status = watching.follow(path, given, console, forever=forever)
+            status = watching.follow(path, given, printer, forever=forever)
     except (PolicyError, ReportError, watching.WatchError) as error:
-        typer.echo(str(error), err=True)
+        say(str(error), err=True)
         raise typer.Exit(UNUSABLE) from error
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from healcore.tools.probe.verdict import Result, Verdict
+from healcore.tools.terminal import clean
 
 _COLOURS = {
     Verdict.PASS: "bold green",
@@ -34,18 +35,20 @@ def show(results: Sequence[Result], console: Console) -> None:
 
 def _shown(result: Result) -> RenderableType:
     # Text, not str: brackets in a path are not rich markup.
-    head = Text.assemble(_verdict(result.verdict), " ", (_clean(result.subject), "bold"))
+    head = Text.assemble(_verdict(result.verdict), " ", (clean(result.subject, keep=""), "bold"))
     checks = Table.grid(padding=(0, 2))
     checks.add_column(no_wrap=True)
     checks.add_column(no_wrap=True)
     checks.add_column(ratio=1, overflow="fold")  # a path is to be copied
     for check in result.checks:
         verdict = _verdict(check.verdict) if check.decides else Text("-", "dim")
-        checks.add_row(verdict, check.name.replace("_", " "), Text(_clean(check.message)))
+        checks.add_row(verdict, check.name.replace("_", " "), Text(clean(check.message, keep="")))
     parts: list[RenderableType] = [head, Padding(checks, (0, 0, 0, 2))]
     for title, rows in _tables(result.facts):
         parts.append(Padding(_table(title, rows), (0, 0, 0, 2)))
-    parts += [Padding(Text(_clean(f"note: {note}"), "dim"), (0, 0, 0, 2)) for note in result.notes]
+    parts += [
+        Padding(Text(clean(f"note: {note}", keep=""), "dim"), (0, 0, 0, 2)) for note in result.notes
+    ]
     return Group(*parts)
 
 
@@ -85,15 +88,8 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     for title in titles:
         table.add_column(title, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(_clean(cell)) for cell in row))
+        table.add_row(*(Text(clean(cell, keep="")) for cell in row))
     return table
-
-
-def _clean(text: str) -> str:
-    """What a terminal would obey, spelled out: names in a checkpoint are anybody's."""
-    return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
-    )
 
 
 def _verdict(verdict: Verdict) -> Text:

@@ -15,6 +15,7 @@ from rich.text import Text
 from healcore.extras import require
 from healcore.tools.replay import remarks, table
 from healcore.tools.replay.running import Result
+from healcore.tools.terminal import console
 from healcore.tools.traces import Trace
 from healcore.tools.writing import check_outputs, replacing
 
@@ -78,7 +79,7 @@ class Outputs(NamedTuple):
     def console(self) -> Console:
         """Where the table goes."""
         known = sys.stdout.isatty() or os.environ.get("COLUMNS")
-        return _Piped(stderr=self.jsonl == "-", width=None if known else _PIPE_WIDTH)
+        return console(_Piped, stderr=self.jsonl == "-", width=None if known else _PIPE_WIDTH)
 
 
 class _Piped(Console):

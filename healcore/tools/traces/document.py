@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from healcore.tools.traces.cells import shown
 from healcore.tools.traces.findings import Findings
+from healcore.tools.traces.jsonl import LONG, shortened
 from healcore.tools.traces.text import BROKEN, open_text, why_broken
 
 LOG_HISTORY = re.compile(r'"log_history"\s*:\s*\[')
@@ -97,8 +98,8 @@ def _records(
             findings.problem(path, window.line, text)
             return
         window.count_to(at)
-        at = end
+        start, at = at, end
         if isinstance(value, dict):
-            yield window.line, value
+            yield window.line, value if end - start < LONG else shortened(value)
         else:
             findings.problem(path, window.line, f"not a record: {shown(str(value))}: left out")

@@ -13,6 +13,28 @@ from healcore.tools.traces.text import BROKEN, open_text, why_broken
 LONGEST = 1 << 24
 """Characters of the longest line that is read: what bounds the memory."""
 
+LONG = 1 << 12
+"""Characters of a record from which on it is shortened."""
+_SMALL = frozenset((float, int, bool, type(None)))
+_TOLD = 400
+"""Characters of a value that is no number: a number written as text has fewer."""
+
+
+def shortened(record: dict[str, Any], *, within: bool = False) -> dict[str, Any]:
+    """A long record without what no reader reads: lists, and what is nested more than once.
+
+    Thousands of records are in memory at a time, and a list of lists takes twenty times its text.
+    """
+    short: dict[str, Any] = {}
+    for key, value in record.items():
+        if type(value) is dict and not within:
+            short[key] = shortened(value, within=True)
+        elif type(value) in _SMALL:
+            short[key] = value
+        else:
+            short[key] = value[:_TOLD] if type(value) is str else f"a {type(value).__name__}"
+    return short
+
 
 def objects(path: str, findings: Findings) -> Iterator[tuple[int, dict[str, Any]]]:
     """Every object of the file with its line number. Damaged lines are told and left out."""
@@ -46,4 +68,4 @@ def objects(path: str, findings: Findings) -> Iterator[tuple[int, dict[str, Any]
                 what = "more than one JSON value" if end != len(text) else "not a JSON object"
                 findings.problem(path, number, f"{what}: {shown(text)}: left out")
                 continue
-            yield number, value
+            yield number, value if len(text) < LONG else shortened(value)

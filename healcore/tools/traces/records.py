@@ -19,17 +19,8 @@ Objects = Callable[[Findings], Iterator[tuple[int, dict[str, Any]]]]
 PROBE = 1000
 """Records whose keys decide what is read; keys that come later can only add to it."""
 
-
-_SMALL = frozenset((float, int, bool, type(None)))
-_LONGEST_CELL = 400
-
-
-def _cell(value: Any) -> str:
-    """A cell that is no number, as far as it can be one or is told."""
-    try:
-        return str(value)[:_LONGEST_CELL]
-    except RecursionError:
-        return f"a {type(value).__name__} nested too deeply"
+_WIDE = 256
+"""Fields of a record from which on only those are kept that are read."""
 
 
 class RecordReader:
@@ -85,18 +76,15 @@ class RecordReader:
         """See `Reader`."""
         known, picks = set(self._keys), dict(self._picks)
         lines: list[int] = []
-        chunk: list[list[Any]] = []  # the cells that are wanted: a record may be a megabyte
+        chunk: list[Mapping[str, Any]] = []
         passed = 0
-        wanted = list(picks.values())
         for line, fields in self._objects(findings):
             if not fields.keys() <= known:
                 self._late(fields, known, picks)
-                wanted = list(picks.values())
             lines.append(line)
-            cells = [fields.get(key) for key in wanted]
-            if not _SMALL.issuperset(map(type, cells)):
-                cells = [each if type(each) in _SMALL else _cell(each) for each in cells]
-            chunk.append(cells)
+            if len(fields) > _WIDE:
+                fields = {key: fields[key] for key in picks.values() if key in fields}
+            chunk.append(fields)
             if len(chunk) == CHUNK:
                 batch = self._columns(chunk, lines, picks, findings)
                 passed += len(chunk) - batch.end
@@ -113,7 +101,7 @@ class RecordReader:
 
     def _columns(
         self,
-        chunk: Sequence[list[Any]],
+        chunk: Sequence[Mapping[str, Any]],
         lines: Sequence[int],
         picks: Mapping[str, str],
         findings: Findings,
@@ -122,10 +110,7 @@ class RecordReader:
         values: dict[str, np.ndarray] = {}
         given: dict[str, np.ndarray] = {}
         logs = np.zeros(len(chunk), bool)
-        raw = {  # a pick that came late has no cell in the records before
-            name: [cells[at] if at < len(cells) else None for cells in chunk]
-            for at, name in enumerate(picks)
-        }
+        raw = {name: [fields.get(key) for fields in chunk] for name, key in picks.items()}
         for name, cells in raw.items():
             if name != STEP:
                 logs |= np.array([cell is not None for cell in cells])

@@ -87,14 +87,15 @@ class TableReader:
             text = file.readline(LONGEST)
             if not text:
                 return
-            if len(text) == LONGEST and not text.endswith("\n"):
+            length = len(text)
+            if length == LONGEST and not text.endswith("\n"):
                 why = f"the line is longer than {LONGEST >> 20} MB: left out"
                 findings.problem(self.path, number, why)
                 while text and not text.endswith("\n"):
                     text = file.readline(LONGEST)
                 text = "\n"
             yield text
-            room -= len(text)
+            room -= length
             if room < 0:
                 return
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -67,13 +68,12 @@ def _whole(path: str, records: Iterator[bytes]) -> Iterator[bytes]:
 
     The reader would ask for as many bytes as a record says that it has, up to 2**64.
     """
-    with open(path, "rb", buffering=0) as file:
-        at = 0
-        while True:
-            file.seek(at)
-            length = int.from_bytes(file.read(8), "little")
-            if at + length + _FRAME > os.fstat(file.fileno()).st_size:
-                return
+    with (
+        open(path, "rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):
+        at, size = 0, len(data)
+        while at + int.from_bytes(data[at : at + 8], "little") + _FRAME <= size:
             record = next(records, None)
             if record is None:
                 return

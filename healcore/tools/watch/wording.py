@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from healcore.runtime.events.models import EventRecord, RollbackOutcome
 from healcore.tools.report.words import words
+from healcore.tools.terminal import clean
 
 GRAVE = frozenset({"rollback", "stop", "problem", "save_failed", "damaged"})
 """Kinds that should catch the eye."""
@@ -21,8 +22,8 @@ def line(event: EventRecord) -> str | None:
 
 
 def plain(text: str) -> str:
-    """Without what a terminal would take for an order: a log may hold anything."""
-    return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
+    """In one line, without what a terminal would take for an order."""
+    return clean(" ".join(text.split()), keep="")
 
 
 def _start(event: EventRecord) -> str:

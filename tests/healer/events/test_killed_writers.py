@@ -15,7 +15,7 @@ from tests.healer.events.processes import first_line, output, writer
 ROUNDS, ROUNDS_AT_MOST = 25, 100
 ENOUGH = 5
 """Kills that hit a write."""
-LARGE = 4 << 20
+LARGE = 3 << 20
 """Characters of an event: the kernel looks for a kill between two pages of a long write."""
 
 

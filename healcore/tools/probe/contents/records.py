@@ -6,30 +6,45 @@
 from __future__ import annotations
 
 import mmap
+import sys
 import zipfile
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, NamedTuple
 
 from healcore.runtime.inert_pickle import BadPickle, read
-from healcore.tools.probe.contents.torch_pickle import storages
+from healcore.tools.probe.contents.torch_pickle import Storage, storages
 from healcore.tools.probe.verdict import Damaged, ProbeError
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 """With which a file of torch before 1.6 begins, pickled."""
 
 
-def check_archive(file: Path | BinaryIO, name: str, size: int) -> int:
+class Checked(NamedTuple):
+    """An archive whose records are as its pickle has them."""
+
+    pickled: int
+    """Bytes of the pickle."""
+    value: Any
+    """What the pickle is, as data."""
+    archive: zipfile.ZipFile
+    root: str
+
+    def content(self, storage: Storage) -> bytes | None:
+        """The bytes of a storage; None if they are not those of this machine, or not there."""
+        if self.archive.read(f"{self.root}/byteorder") != sys.byteorder.encode():
+            return None
+        return self.archive.read(f"{self.root}/data/{storage.key}")
+
+
+def check_archive(archive: zipfile.ZipFile, name: str, size: int) -> Checked:
     """Holds the records of an archive against the storages that its pickle names.
 
     Takes time and memory in proportion to the size of the pickle and of the archive's list.
 
     Args:
-        file: path or content.
+        archive: open.
         name: of it, for messages.
         size: its bytes.
-
-    Returns:
-        Bytes of the pickle.
 
     Raises:
         Damaged: a record is too short.
@@ -37,27 +52,26 @@ def check_archive(file: Path | BinaryIO, name: str, size: int) -> int:
         pickle.UnpicklingError: see `storages`.
         Exception: whatever a damaged archive or pickle makes Python raise.
     """
-    with zipfile.ZipFile(file) as archive:
-        records = archive.infolist()
-        if any(record.compress_type != zipfile.ZIP_STORED for record in records):
-            raise ProbeError(f"{name} has compressed records, which torch.save does not write")
-        if sum(record.file_size for record in records) > size:
-            raise Damaged(f"{name} lists more bytes in its records than the file has")
-        root = records[0].filename.partition("/")[0]
-        sizes = {record.filename: record.file_size for record in records}
-        # To torch's reader capitals are the same as small letters.
-        if len({record.lower() for record in sizes}) != len(records):
-            raise Damaged(f"{name} has two records of one name")
-        pickled = archive.read(f"{root}/data.pkl")
-    needed, _ = storages(pickled)
-    for key, storage in needed.items():
+    records = archive.infolist()
+    if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+        raise ProbeError(f"{name} has compressed records, which torch.save does not write")
+    if sum(record.file_size for record in records) > size:
+        raise Damaged(f"{name} lists more bytes in its records than the file has")
+    root = records[0].filename.partition("/")[0]
+    sizes = {record.filename: record.file_size for record in records}
+    # To torch's reader capitals are the same as small letters.
+    if len({record.lower() for record in sizes}) != len(records):
+        raise Damaged(f"{name} has two records of one name")
+    pickled = archive.read(f"{root}/data.pkl")
+    found = storages(pickled)
+    for key, storage in found.storages.items():
         there = sizes.get(f"{root}/data/{key}")
         if there is not None and there < storage.bytes:
             raise Damaged(
                 f"{name}: the record data/{key} is shorter than its tensor: {there} of "
                 f"{storage.bytes} bytes"
             )
-    return len(pickled)
+    return Checked(len(pickled), found.value, archive, root)
 
 
 def check_legacy(path: Path) -> int:
@@ -74,7 +88,7 @@ def check_legacy(path: Path) -> int:
             raise BadPickle("it does not begin as a file of torch does")
         for _ in range(2):  # the version of the protocol, and of the system
             _, at = read(data, at)
-        needed, end = storages(data, at)
+        _, needed, end = storages(data, at)
         if sum(storage.bytes for storage in needed.values()) > len(data):
             raise ProbeError(f"{path} is cut short: it has fewer bytes than its tensors need")
         keys, _ = read(data, end)

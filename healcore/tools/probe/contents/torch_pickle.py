@@ -30,13 +30,25 @@ class Storage(NamedTuple):
     """What a pickle says of a storage outside it."""
 
     key: str
+    kind: str
+    """Name of its class: "FloatStorage"."""
     width: int
     """Bytes of an element."""
     bytes: int
 
 
-def storages(data: Any, at: int = 0) -> tuple[dict[str, Storage], int]:
-    """The storages that a pickle of torch names, and the place behind it.
+class Pickled(NamedTuple):
+    """A pickle of torch."""
+
+    value: Any
+    """As `inert_pickle` reads it."""
+    storages: dict[str, Storage]
+    end: int
+    """The place behind it."""
+
+
+def storages(data: Any, at: int = 0) -> Pickled:
+    """The storages that a pickle of torch names.
 
     Args:
         data: bytes, or a map of the file.
@@ -56,13 +68,21 @@ def storages(data: Any, at: int = 0) -> tuple[dict[str, Storage], int]:
         return storage
 
     objects: list[Made] = []
-    _, end = read(data, at, persistent, objects)
+    value, end = read(data, at, persistent, objects)
     for made in objects:
         if type(made.what) is Global:
             _CALLS.get(made.what, _nothing)(made.args)
         if made.state is not None:
             _check_state(made)
-    return found, end
+    return Pickled(value, found, end)
+
+
+def plain_tensor(value: Any) -> tuple[Storage, int, tuple[int, ...], tuple[int, ...]] | None:
+    """Storage, offset, shape and strides of a value that is one tensor; None for any other."""
+    if type(value) is not Made or value.what not in _TENSORS[:2] or any(value.args[6:]):
+        return None
+    storage, offset, shape, strides = value.args[:4]
+    return storage, offset, _sizes(shape), _sizes(strides)
 
 
 def _storage(pid: Any) -> Storage:
@@ -81,7 +101,7 @@ def _storage(pid: Any) -> Storage:
     if not plain:
         raise BadPickle("the pickle refers to a storage that is none")
     width = _WIDTHS.get(kind.name, 0)
-    return Storage(key, width, elements * width)
+    return Storage(key, kind.name, width, elements * width)
 
 
 def _is_size(number: Any) -> bool:

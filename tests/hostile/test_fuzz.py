@@ -1,0 +1,171 @@
+"""Bytes of good files changed at random: each reader raises its own errors, and no others."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import json
+import os
+import pickle
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from healcore.policy import PolicyError, dumps, load, loads
+from healcore.runtime.events import reading
+from healcore.runtime.inert_pickle import BadPickle, read
+from healcore.tools.probe.checkpoint import probe_checkpoint
+from healcore.tools.probe.contents.torch_pickle import storages
+from healcore.tools.probe.optimizer import probe_optimizer
+from healcore.tools.probe.verdict import ProbeError
+from healcore.tools.replay.scoring import LabelError, read_labels
+from healcore.tools.traces import TraceError, open_traces
+from tests.hostile.pickles import dcp, packed
+from tests.hostile.test_events import EVENT
+from tests.hostile.test_logs import ROWS, event, framed
+
+STATE = {"w": torch.ones(4), "n": [1, 2.5, "x", None, {"a": True}], "b": torch.zeros(2, 2)}
+
+
+def _file(suffix: str, content: bytes, use: Callable[[Path], object]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"file{suffix}"
+        path.write_bytes(content)
+        use(path)
+
+
+def _traced(path: Path) -> None:
+    traces, _ = open_traces([os.fspath(path)])
+    for trace in traces:
+        trace.survey()
+        list(trace.rows())
+
+
+def _checkpoint(path: Path) -> None:
+    probe_checkpoint(path)
+    probe_optimizer(path)
+
+
+def _index(content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / ".metadata").write_bytes(content)
+        _checkpoint(Path(folder))
+
+
+def _dcp() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        return (dcp(Path(folder) / "c") / ".metadata").read_bytes()
+
+
+def _safetensors() -> bytes:
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    header = json.dumps({"w": entry, "__metadata__": {"a": "b"}}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(8)
+
+
+def _legacy() -> bytes:
+    file = io.BytesIO()
+    torch.save(STATE, file, _use_new_zipfile_serialization=False)
+    return file.getvalue()
+
+
+def _tensorboard() -> bytes:
+    from tensorboard.compat.proto import event_pb2
+
+    start = event_pb2.Event(file_version="brain.Event:2").SerializeToString()  # type: ignore[attr-defined]
+    return framed(start) + b"".join(framed(event(at, simple_value=1.0)) for at in range(9))
+
+
+LINES = "".join(json.dumps({"step": at, "loss": 1 / (at + 1)}) + "\n" for at in range(9))
+DOCUMENT = json.dumps({"log_history": [json.loads(line) for line in LINES.splitlines()]})
+LABELS = json.dumps([{"file": "a", "points": 9, "spikes": [{"onset": 1, "end": 2}]}])
+
+READERS: dict[str, tuple[bytes, Callable[[bytes], object], tuple[type[Exception], ...]]] = {
+    "pickle": (pickle.dumps([1, {"a": (2, 3)}, {4}, b"x", 2**70], 4), read, (BadPickle,)),
+    "torch pickle": (
+        pickle.dumps(torch.nn.Linear(2, 2).state_dict(), 2), storages,
+        (BadPickle, pickle.UnpicklingError),
+    ),
+    "torch": (packed(STATE), lambda data: _file(".pt", data, _checkpoint), (ProbeError,)),
+    "old torch": (_legacy(), lambda data: _file(".pt", data, _checkpoint), (ProbeError,)),
+    "safetensors": (
+        _safetensors(), lambda data: _file(".safetensors", data, _checkpoint), (ProbeError,)
+    ),
+    "DCP": (_dcp(), _index, (ProbeError,)),
+    "CSV": (ROWS.encode(), lambda data: _file(".csv", data, _traced), (TraceError,)),
+    "CSV.gz": (
+        gzip.compress(ROWS.encode()), lambda data: _file(".gz", data, _traced), (TraceError,)
+    ),
+    "JSON Lines": (LINES.encode(), lambda data: _file(".jsonl", data, _traced), (TraceError,)),
+    "Trainer": (DOCUMENT.encode(), lambda data: _file(".json", data, _traced), (TraceError,)),
+    "TensorBoard": (_tensorboard(), lambda data: _file("", data, _traced), (TraceError,)),
+    "events": (
+        EVENT * 3, lambda data: _file("", data, lambda at: (reading.read(at), reading.last(at))), ()
+    ),
+    "policy": (
+        dumps(load("default")).encode(),
+        lambda data: loads(data.decode("utf-8", "replace")),
+        (PolicyError,),
+    ),
+    "labels": (LABELS.encode(), lambda data: _file("", data, read_labels), (LabelError,)),
+}  # fmt: skip
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> list[tuple[float, str, bytes]]:
+    """Where to change a file (as a part of it), how, and to what."""
+    place = st.floats(0, 1, exclude_max=True)
+    how = st.sampled_from(("set", "insert", "cut", "repeat"))
+    tokens = st.sampled_from(
+        (b"\xff" * 8, b"[", b"{", b'"', b"9" * 400, b"1e999", b".", b"r", b"\0")
+    )
+    return draw(st.lists(st.tuples(place, how, tokens | st.binary(max_size=9)), max_size=5))
+
+
+def changed(content: bytes, asked: list[tuple[float, str, bytes]]) -> bytes:
+    """The content with these changes."""
+    for part, how, new in asked:
+        at = int(part * (len(content) + 1))
+        if how == "set":
+            content = content[:at] + new + content[at + len(new) :]
+        elif how == "insert":
+            content = content[:at] + new + content[at:]
+        elif how == "cut":
+            content = content[:at] + content[at + len(new) :]
+        else:
+            content = content[:at] + content[at : at + 40] * 3 + content[at + 40 :]
+    return content
+
+
+def _holds(name: str, examples: int) -> None:
+    content, use, errors = READERS[name]
+
+    @settings(
+        max_examples=examples, deadline=None, database=None, derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(changes())
+    def holds(asked):
+        with contextlib.suppress(errors):
+            use(changed(content, asked))
+
+    holds()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", READERS)
+def test_changed_bytes(name):
+    _holds(name, 100)
+
+
+@pytest.mark.stress
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", READERS)
+def test_many_changed_bytes(name):
+    _holds(name, 20_000)
