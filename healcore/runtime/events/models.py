@@ -182,7 +182,10 @@ class EventFields(_Model):
     repeated: Truth = _may("An earlier rollback went there too, and nothing is older.")
     initial: Truth = _may("It is the snapshot that the run started from.")
     rewound: Truth = _may("The data was put back; false: it goes on forward.")
-    outcome: Text = _may("What came of it, in words.")
+    outcome: Text = _may(
+        f"What came of it. Of a rollback: {', '.join(RollbackOutcome)}; of a re-run: "
+        f"{', '.join(RerunVerdict)}; of the data: in words."
+    )
     why: Text = _may("The reason, in words.")
     problem: Text = _may("What went wrong, in words.")
     verdict: Literal["damage", "data", "open", "unknown"] = _may(

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from rich.filesize import decimal
 
 from healcore.runtime.store import inspection, protocol, retention
 from healcore.runtime.store.background import Background
@@ -161,7 +162,7 @@ class MemoryStore:
         """
         most = self.keep.most + 1
         one = max((saved.bytes for saved in self.steps()), default=state_bytes or 0)
-        size = f" ({most} × {_told(one)} = {_told(most * one)})" if one else ""
+        size = f" ({most} × {decimal(one)} = {decimal(most * one)})" if one else ""
         return (
             f"at most {most} copies of the state in host memory{size}: "
             f"{self.keep.good} known-good, {self.keep.candidates} on probation, "
@@ -224,13 +225,6 @@ class MemoryStore:
             self._told.append(
                 f"the snapshot of step {slot.step} has NaN or Inf in {names} and was not kept"
             )
-
-
-def _told(nbytes: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}"
-    return f"{nbytes} bytes"
 
 
 class Hold:

@@ -1,0 +1,145 @@
+"""A run is what its events say: incidents, attempts, counts, and how it ended."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import healcore.history
+from healcore.history import IncidentOutcome, Mode, Run, runs_of
+from healcore.history.axis import MarkKind
+from healcore.history.process import RunState
+from healcore.runtime.events.models import RerunVerdict
+from healcore.runtime.events.reading import Event
+
+START = ("start", 0, {"mode": "heal", "store": "there", "host": "h", "pid": 1})
+NAN = {"cause": ["NONFINITE_LOSS"], "skip": True, "incident": 1}
+BEGIN = ("incident", 5, {"incident": 1, "onset": 4, "cause": ["NONFINITE_LOSS"]})
+BACK = {"onset": 4, "checkpoint": 2, "outcome": "done", "lr_scale_before": 1.0, "lr_scale": 0.5}
+
+
+def events(*happened: tuple[str, int | None, dict[str, Any]], run: str = "a") -> list[Event]:
+    return [
+        {"schema": 1, "seq": seq, "run": run, "kind": kind, "step": step, **fields}
+        for seq, (kind, step, fields) in enumerate(happened)
+    ]
+
+
+def run_of(*happened: tuple[str, int | None, dict[str, Any]]) -> Run:
+    (run,) = runs_of({"a": events(START, *happened)})
+    return run
+
+
+def test_an_incident_with_its_rollback():
+    alarms = [
+        ("alarm", step, {**NAN, "evidence": [{"name": "w", "grad_norm": "nan"}]}) for step in (4, 5)
+    ]
+    left_out = {**BACK, "batches": [[0, 4], [0, 5]]}
+    run = run_of(BEGIN, *alarms, ("rollback", 6, left_out), ("save", 3, {}))
+    (case,) = run.incidents
+    assert (case.number, case.onset_step, case.step, case.skipped) == (1, 4.0, 5.0, 2)
+    assert (case.outcome, case.mode) == (IncidentOutcome.ROLLBACK, Mode.HEAL)
+    assert (case.checkpoint, case.batches, case.left_out) == (2, ((0, 4), (0, 5)), True)
+    assert case.lr_path == (1.0, 0.5)
+    assert case.evidence[0].name == "w"
+    assert [each.kind for each in case.measures] == ["rollback"]
+    assert [(each.first_step, each.origin) for each in run.attempts] == [
+        (0.0, "start"),
+        (2.0, "rollback"),
+    ]
+    assert (run.step, run.last_step, run.rollback_count, run.skips) == (3, 3, 1, 2)
+
+
+def test_a_trial_is_no_rollback_and_its_verdict_is_known():
+    trial = {**BACK, "outcome": "trial"}
+    verdict = ("verdict", 7, {"outcome": "transient"})
+    run = run_of(BEGIN, ("rollback", 6, trial), verdict)
+    assert (run.rollbacks, run.rollback_count, run.rerun) == ([], 0, RerunVerdict.TRANSIENT)
+    assert run.attempts[-1].origin == "trial"
+    assert [each.kind for each in run.incidents[0].measures] == ["rollback", "verdict"]
+    unknown = run_of(("verdict", 7, {"outcome": "of a newer healcore"}))
+    assert unknown.rerun is None
+
+
+def test_what_an_observing_policy_would_have_done():
+    order = {"incident": 1, "observed": True, "cause": ["NONFINITE_LOSS"]}
+    back, stop = {**order, "action": ["ROLLBACK"]}, {**order, "action": ["STOP"]}
+    run = run_of(BEGIN, ("order", 6, back), ("order", 8, back), ("order", 9, stop))
+    (case,) = run.incidents
+    assert (case.mode, case.repeats, case.stop_step) == (Mode.OBSERVE, 1, 9.0)
+    assert (run.rollback_count, run.stops, run.rollbacks) == (2, 1, [])
+
+
+def test_a_hook_that_overrides_an_order():
+    order = ("order", 5, {"incident": 1, "action": ["ROLLBACK"], "cause": ["NONFINITE_LOSS"]})
+    hook = ("hook", 5, {"hook": "mine", "ordered": ["ROLLBACK"], "action": ["SAVE"]})
+    (case,) = run_of(BEGIN, order, hook).incidents
+    assert (case.action, case.outcome) == (("SAVE",), IncidentOutcome.ALERT)
+
+
+@pytest.mark.parametrize(
+    ("first", "together"),
+    [
+        (("resume", 3, {"checkpoint": 3}), True),
+        (("rollback", 3, {**BACK, "outcome": "finished after a crash"}), True),
+        (("start", 3, {"resumes": True}), True),
+        (("start", 0, {"resumes": False}), False),
+        (("save", 3, {}), False),
+    ],
+)
+def test_which_processes_are_one_run(first, together):
+    """Also one that was killed before it could write that it has resumed."""
+    two = {"a": events(START, ("save", 3, {})), "b": events(first, ("save", 4, {}), run="b")}
+    runs = runs_of(two)
+    assert len(runs) == (1 if together else 2)
+    assert [each.id for each in runs[-1].processes] == (["a", "b"] if together else ["b"])
+
+
+@pytest.mark.parametrize(
+    ("last", "state"),
+    [
+        (("end", 9, {"ending": "completed"}), RunState.COMPLETED),
+        (("end", 9, {"ending": "stopped"}), RunState.STOPPED),
+        (("end", 9, {"ending": "evaporated"}), RunState.ENDED),
+        (("save", 9, {}), RunState.UNKNOWN),
+    ],
+)
+def test_how_a_run_ended(last, state):
+    run = run_of(last)
+    assert run.state is state
+    assert [mark.kind for mark in run.marks] == [MarkKind.END] * (last[0] == "end")
+
+
+def test_the_newest_known_good_checkpoint_is_that_of_the_store():
+    run = run_of(("good", 3, {}), ("good", 5, {}), ("quarantine", 7, {"checkpoint": 5}))
+    assert run.last_good == 3
+    run.add({**events(START, run="b")[0], "store": "elsewhere"})
+    assert run.last_good is None
+
+
+def test_fields_that_are_not_in_their_shape_are_left_out_and_named():
+    wrong = {"checkpoint": "two", "lr_scale": None, "cause": ["OF_A_NEWER_ONE"], "colour": 1}
+    run = run_of(("rollback", 6, {**BACK, **wrong}), ("alarm", -1, {"cause": 3}))
+    assert [(each.kind, each.fields) for each in run.malformed] == [
+        ("rollback", ("checkpoint", "lr_scale")),
+        ("alarm", ("step", "cause")),
+    ]
+    assert run.rollbacks == []
+
+
+def test_the_history_has_no_sentences():
+    """Words for people are made by the tools; a reader's own errors are the exception."""
+    folder = Path(healcore.history.__file__).parent
+    for path in folder.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and id(node) not in bare
+            ):
+                assert path.name == "metric_lines.py" or " " not in node.value.strip(), node.value
