@@ -97,7 +97,7 @@ def check_skip(skip: Any) -> None:
     if jnp.shape(skip) != () or jnp.result_type(skip) != jnp.bool_:
         raise CommitError(
             f"skip must be one bool, got {jnp.result_type(skip)}{jnp.shape(skip)}: pass "
-            "decision.skip, as in commit(decision_of(opt_state).skip, old, new)"
+            "decision.skip, as in commit(last_decision(opt_state).skip, old, new)"
         )
 
 

@@ -17,14 +17,14 @@ from healcore.jax.norms import judged
 from healcore.jax.state import HealStateError
 
 
-def decision_of(opt_state: Any) -> Decision:
+def last_decision(opt_state: Any) -> Decision:
     """The decision of the last step.
 
     Return it from the compiled step as an output of its own: a donated state cannot be read
     afterwards.
 
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
-        return optax.apply_updates(params, updates), opt_state, decision_of(opt_state)
+        return optax.apply_updates(params, updates), opt_state, last_decision(opt_state)
 
     Args:
         opt_state: any nesting of optax states with one `heal`, `heal_zclip` or `protect` in it.

@@ -31,7 +31,7 @@ def scale_by_heal_lr() -> optax.GradientTransformationExtraArgs:
 
         tx = optax.chain(heal("default"), optax.adamw(schedule), scale_by_heal_lr())
         ...
-        decision = decision_of(opt_state)
+        decision = last_decision(opt_state)
         opt_state = set_lr_scale(opt_state, decision.lr_scale)  # from the next step on
 
     `protect` applies the multiplier itself, in the same step, and does not need this.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from healcore.jax.packing import announced
+from healcore.jax.packing import with_change_expected
 from healcore.jax.state import (
     engine_state,
     find,
@@ -62,10 +62,10 @@ def from_dict(opt_state: Any, data: Mapping[str, Any], policy: PolicyLike) -> An
     return replace(opt_state, state._replace(heal_decision=neutral_decision(old)))
 
 
-def announce(opt_state: Any) -> Any:
+def expect_change(opt_state: Any) -> Any:
     """Opens the grace window at the next step: LR, batch, data or weights are about to change.
 
-    The same as ``announced=True`` in that step's update, for a host that does not make the call.
+    The same as ``change_expected=True`` in that step's update, for a host that does not call it.
 
     Args:
         opt_state: any nesting of optax states with one healing state in it.
@@ -74,7 +74,7 @@ def announce(opt_state: Any) -> Any:
         HealStateError: there is no healing state in it, or more than one.
     """
     state = find(opt_state)
-    return replace(opt_state, state._replace(heal_ints=announced(state.heal_ints)))
+    return replace(opt_state, state._replace(heal_ints=with_change_expected(state.heal_ints)))
 
 
 def on_rollback(live: Any, restored: Any, policy: PolicyLike) -> Any:

@@ -127,10 +127,10 @@ def protect(
         params: optax.Params | None = None,
         *,
         value: Any = None,
-        eval_value: Any = None,
+        eval_loss: Any = None,
         grad_norm: Any = None,
         update_norm: Any = None,
-        announced: Any = None,
+        change_expected: Any = None,
         void: Any = None,
         learning_rate: Any = None,
         **extra_args: Any,
@@ -140,10 +140,10 @@ def protect(
         say_if_unseen(engine, value)
         given = {
             "value": value,
-            "eval_value": eval_value,
+            "eval_loss": eval_loss,
             "grad_norm": grad_norm,
             "update_norm": update_norm,
-            "announced": announced,
+            "change_expected": change_expected,
             "void": void,
             "learning_rate": learning_rate,
         }

@@ -64,8 +64,8 @@ def heal(
 
     Returns:
         A transformation whose `update` takes, all optional and by keyword: `value` (loss, one
-        floating number), `eval_value` (NaN at steps without evaluation), `grad_norm` (when it has
-        to be reduced over a mesh first), `update_norm`, `announced` and `void` (bools), and
+        floating number), `eval_loss` (NaN at steps without evaluation), `grad_norm` (when it has
+        to be reduced over a mesh first), `update_norm`, `change_expected` and `void` (bools), and
         `learning_rate` (the schedule's, so that a limit on it is absolute). Without
         `value` the detectors of the loss rest. Unknown keywords are ignored. `update` raises
         SignalError, while tracing, for a signal that is not one number of the right kind.
@@ -178,10 +178,10 @@ def _transformation(
         params: optax.Params | None = None,
         *,
         value: Any = None,
-        eval_value: Any = None,
+        eval_loss: Any = None,
         grad_norm: Any = None,
         update_norm: Any = None,
-        announced: Any = None,
+        change_expected: Any = None,
         void: Any = None,
         learning_rate: Any = None,
         **extra_args: Any,
@@ -193,10 +193,10 @@ def _transformation(
             visible(engine, updates),
             per_tensor=engine.per_tensor,
             value=value,
-            eval_value=eval_value,
+            eval_loss=eval_loss,
             grad_norm=grad_norm,
             update_norm=update_norm,
-            announced=announced,
+            change_expected=change_expected,
             void=void,
             learning_rate=learning_rate,
         )

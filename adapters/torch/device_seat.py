@@ -116,9 +116,9 @@ class DeviceSeat:
 
     # -- beside the step ------------------------------------------------------------------------
 
-    def announce(self) -> None:
+    def expect_change(self) -> None:
         """Opens the grace window at the next step."""
-        _write(self.state, self.engine.announce(self.state, xp=self._xp))
+        _write(self.state, self.engine.expect_change(self.state, xp=self._xp))
 
     def decline(self) -> None:
         """Gives back the rollback that was ordered last."""

@@ -88,12 +88,12 @@ class Healing:
         """
         self._measurer.add_beside("update_norm", update_norm)
 
-    def announce(self) -> None:
+    def expect_change(self) -> None:
         """Says that the next step differs on purpose (LR, batch size, data, weights).
 
         Baselines warm up again, and only non-finite values are alarms for `grace_steps` steps.
         """
-        self.seat.announce()
+        self.seat.expect_change()
 
     def decline(self) -> None:
         """Says that the rollback ordered last is not carried out: `Engine.decline`."""

@@ -91,9 +91,9 @@ class HostSeat:
             self._programs[there] = record(self.engine.step, self.state, signals)
         return self._programs[there]
 
-    def announce(self) -> None:
+    def expect_change(self) -> None:
         """Opens the grace window at the next step."""
-        self.state = self.engine.announce(self.state, xp=host)
+        self.state = self.engine.expect_change(self.state, xp=host)
 
     def decline(self) -> None:
         """Gives back the rollback that was ordered last."""

@@ -98,7 +98,7 @@ class Seat(Protocol):
         """Judges one step and reads the answer: at most one sync."""
         ...
 
-    def announce(self) -> None:
+    def expect_change(self) -> None:
         """Opens the grace window at the next step."""
         ...
 

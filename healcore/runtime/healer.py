@@ -201,7 +201,7 @@ class Healer:
 
     def observe_eval(self, eval_loss: Any, optimizer: str | None = None) -> None:
         """torch: reports an evaluation's loss."""
-        side = self._side("observe_eval", "in JAX pass eval_value=... to tx.update")
+        side = self._side("observe_eval", "in JAX pass eval_loss=... to tx.update")
         side(eval_loss, optimizer)
 
     def update(self, state: Any = None) -> None:
@@ -213,9 +213,9 @@ class Healer:
         """What is protected. In JAX the state to take the next step from; also after the block."""
         return getattr(self._the_run.driver, "state", self._options.state)
 
-    def announce(self) -> None:
+    def expect_change(self) -> None:
         """Says that the next step differs on purpose (LR, batch size, data, weights)."""
-        self._live.driver.announce()
+        self._live.driver.expect_change()
 
     def save(self) -> None:
         """Saves now, besides the regular saves. Call it between two steps."""

@@ -62,7 +62,7 @@ def train(scenario: Scenario, history: History, policy: Any, folder: Path) -> It
         opt_state = optax.tree.set(opt_state, learning_rate=rate)
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)  # <- healcore
         # The state is donated: what the host wants to read leaves as outputs of its own.
-        decision = healcore.jax.decision_of(opt_state) if healed else None
+        decision = healcore.jax.last_decision(opt_state) if healed else None
         seen = {"loss": loss, "grad_norm": healcore.jax.global_norm(grads), "decision": decision}
         return (optax.apply_updates(params, updates), opt_state), seen
 

@@ -174,10 +174,10 @@ class TorchDriver:
         rate = groups[0].get("lr")
         return None if rate is None else float(rate)
 
-    def announce(self) -> None:
+    def expect_change(self) -> None:
         """Opens every engine's grace window at its next step."""
         for healing in self.healings.values():
-            healing.announce()
+            healing.expect_change()
         self._statistics.take()  # whoever has loaded weights has loaded these too
 
     def decline(self) -> None:
