@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import optax
@@ -11,8 +11,12 @@ from healcore.jax.lr import ScaleByHealLrState
 from healcore.jax.protect import ProtectState
 from healcore.jax.state import HealState, HealStateError
 
+PyTree = Any
+"""Any nesting of registered nodes: JAX has no type for it."""
+State = TypeVar("State")
 
-def without_heal_state(state: Any) -> Any:
+
+def without_heal_state(state: PyTree) -> PyTree:
     """The state as it was before anybody healed it: what a checkpoint of a plain optax run holds.
 
     A `protect` becomes the optimizer it protects; a member of a chain (`heal`, `heal_zclip`,
@@ -32,7 +36,7 @@ def without_heal_state(state: Any) -> Any:
     )
 
 
-def with_heal_state(bare: Any, like: Any) -> Any:
+def with_heal_state(bare: PyTree, like: State) -> State:
     """The opposite of `without_heal_state`.
 
     Also the way from a run without healcore, or with another policy: `protect` begins with the

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax.training import train_state
+from jax.typing import ArrayLike
 
 from healcore.core.verdict import Decision
 from healcore.jax.commit import commit
@@ -46,13 +47,13 @@ class HealTrainState(train_state.TrainState):
         self,
         *,
         grads: Any,
-        value: Any = None,
-        eval_loss: Any = None,
-        grad_norm: Any = None,
-        update_norm: Any = None,
-        change_expected: Any = None,
-        void: Any = None,
-        learning_rate: Any = None,
+        value: ArrayLike | None = None,
+        eval_loss: ArrayLike | None = None,
+        grad_norm: ArrayLike | None = None,
+        update_norm: ArrayLike | None = None,
+        change_expected: ArrayLike | None = None,
+        void: ArrayLike | None = None,
+        learning_rate: ArrayLike | None = None,
         **kwargs: Any,
     ) -> Self:
         """One optimizer step.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from healcore.jax.packing import with_change_expected
 from healcore.jax.state import (
@@ -21,8 +22,11 @@ if TYPE_CHECKING:
     from healcore.core.engine import Engine
     from healcore.policy import PolicyLike
 
+State = TypeVar("State")
+"""Any nesting of optax states."""
 
-def to_dict(opt_state: Any, policy: PolicyLike) -> dict[str, Any]:
+
+def to_dict(opt_state: optax.OptState, policy: PolicyLike) -> dict[str, Any]:
     """The engine's state in the framework-neutral, JSON-safe form. Reads the device.
 
     Args:
@@ -39,7 +43,7 @@ def to_dict(opt_state: Any, policy: PolicyLike) -> dict[str, Any]:
     return engine.to_dict(jax.device_get(engine_state(engine, find(opt_state))))
 
 
-def from_dict(opt_state: Any, data: Mapping[str, Any], policy: PolicyLike) -> Any:
+def from_dict(opt_state: State, data: Mapping[str, Any], policy: PolicyLike) -> State:
     """An optimizer state that goes on from a saved engine state.
 
     Args:
@@ -62,7 +66,7 @@ def from_dict(opt_state: Any, data: Mapping[str, Any], policy: PolicyLike) -> An
     return replace(opt_state, state._replace(heal_decision=neutral_decision(old)))
 
 
-def expect_change(opt_state: Any) -> Any:
+def expect_change(opt_state: State) -> State:
     """Opens the grace window at the next step: LR, batch, data or weights are about to change.
 
     The same as ``change_expected=True`` in that step's update, for a host that does not call it.
@@ -77,7 +81,7 @@ def expect_change(opt_state: Any) -> Any:
     return replace(opt_state, state._replace(heal_ints=with_change_expected(state.heal_ints)))
 
 
-def on_rollback(live: Any, restored: Any, policy: PolicyLike) -> Any:
+def on_rollback(live: State, restored: State, policy: PolicyLike) -> State:
     """The optimizer state to go on with after a checkpoint was restored.
 
     Args:

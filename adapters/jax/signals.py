@@ -9,6 +9,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import Engine
@@ -20,13 +21,13 @@ def gather(
     updates: Any,
     *,
     per_tensor: bool,
-    value: Any = None,
-    eval_loss: Any = None,
-    grad_norm: Any = None,
-    update_norm: Any = None,
-    change_expected: Any = None,
-    void: Any = None,
-    learning_rate: Any = None,
+    value: ArrayLike | None = None,
+    eval_loss: ArrayLike | None = None,
+    grad_norm: ArrayLike | None = None,
+    update_norm: ArrayLike | None = None,
+    change_expected: ArrayLike | None = None,
+    void: ArrayLike | None = None,
+    learning_rate: ArrayLike | None = None,
 ) -> tuple[Signals, chex.Array | None]:
     """Makes one step's `Signals`.
 

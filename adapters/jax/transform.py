@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from healcore.core.clipping.zclip import ZClipConfig
 from healcore.core.detectors import nonfinite
@@ -177,13 +178,13 @@ def _transformation(
         state: Any,
         params: optax.Params | None = None,
         *,
-        value: Any = None,
-        eval_loss: Any = None,
-        grad_norm: Any = None,
-        update_norm: Any = None,
-        change_expected: Any = None,
-        void: Any = None,
-        learning_rate: Any = None,
+        value: ArrayLike | None = None,
+        eval_loss: ArrayLike | None = None,
+        grad_norm: ArrayLike | None = None,
+        update_norm: ArrayLike | None = None,
+        change_expected: ArrayLike | None = None,
+        void: ArrayLike | None = None,
+        learning_rate: ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, HealState]:
         del params, extra_args

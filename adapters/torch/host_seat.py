@@ -7,7 +7,7 @@ one sync a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -117,7 +117,7 @@ class HostSeat:
         """The framework-neutral state."""
         return self.engine.to_dict(self.state)
 
-    def load(self, data: dict[str, Any], *, rollback: bool) -> None:
+    def load(self, data: Mapping[str, Any], *, rollback: bool) -> None:
         """Takes over a saved state; with `rollback`, budgets and LR multiplier stay."""
         saved = restored(self.engine, data, self.groups)
         if rollback:

@@ -94,10 +94,12 @@ class TorchDriver:
         for healing in self._meant(optimizer):
             healing.observe(loss)
 
-    def observe_eval(self, loss: Tensor | float, optimizer: str | Optimizer | None = None) -> None:
+    def observe_eval(
+        self, eval_loss: Tensor | float, optimizer: str | Optimizer | None = None
+    ) -> None:
         """Reports an evaluation's loss; the next step sees it."""
         for healing in self._meant(optimizer):
-            healing.observe_eval(loss)
+            healing.observe_eval(eval_loss)
 
     # -- the protocol ---------------------------------------------------------------------------
 
@@ -136,7 +138,7 @@ class TorchDriver:
             readable(healing.engine, data, healing.seat.groups)
         for recorder in self._recorders:
             if recorder.name in engines:
-                recorder.healing.load_state_dict(dict(engines[recorder.name]))
+                recorder.healing.load_state_dict(engines[recorder.name])
             recorder.restart()
         self._unread.clear()
 
