@@ -20,14 +20,14 @@ require("jax", "jax", "optax", "chex")
 from healcore.core.engine import StateError  # noqa: E402
 from healcore.core.signals import SignalError  # noqa: E402
 from healcore.core.verdict import Action, Cause, Decision  # noqa: E402
+from healcore.jax.bare_state import with_heal_state, without_heal_state  # noqa: E402
 from healcore.jax.commit import CommitError, commit  # noqa: E402
-from healcore.jax.decision import decision_of, gradient_norms, metrics  # noqa: E402
+from healcore.jax.decision import gradient_norms, last_decision, metrics  # noqa: E402
 from healcore.jax.lr import ScaleByHealLrState, scale_by_heal_lr, set_lr_scale  # noqa: E402
 from healcore.jax.norms import global_norm, leaf_norms  # noqa: E402
-from healcore.jax.porting import announce, from_dict, on_rollback, to_dict  # noqa: E402
+from healcore.jax.porting import expect_change, from_dict, on_rollback, to_dict  # noqa: E402
 from healcore.jax.protect import ProtectState, protect  # noqa: E402
 from healcore.jax.state import HealState, HealStateError  # noqa: E402
-from healcore.jax.stripping import attach, strip  # noqa: E402
 from healcore.jax.transform import heal, heal_zclip  # noqa: E402
 
 if TYPE_CHECKING:
@@ -48,23 +48,23 @@ __all__ = [
     "SignalError",
     "StateError",
     "TieredStore",
-    "announce",
-    "attach",
     "commit",
-    "decision_of",
+    "expect_change",
     "from_dict",
     "global_norm",
     "gradient_norms",
     "heal",
     "heal_zclip",
+    "last_decision",
     "leaf_norms",
     "metrics",
     "on_rollback",
     "protect",
     "scale_by_heal_lr",
     "set_lr_scale",
-    "strip",
     "to_dict",
+    "with_heal_state",
+    "without_heal_state",
 ]
 
 _STORES = frozenset({"Keep", "MemoryStore", "OrbaxStore", "TieredStore"})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import chex
 import jax
@@ -11,12 +11,14 @@ import numpy as np
 
 from healcore.core.errors import HealcoreError
 
+State = TypeVar("State")
+
 
 class CommitError(HealcoreError, TypeError):
     """Two train states that cannot be selected between, leaf by leaf."""
 
 
-def commit(skip: chex.Array, old: Any, new: Any) -> Any:
+def commit(skip: chex.Array, old: State, new: State) -> State:
     """Returns `old` where `skip`, else `new`: the train state as one transaction.
 
     A skipped optimizer step alone leaves what the forward pass wrote (BatchNorm statistics, EMA
@@ -97,7 +99,7 @@ def check_skip(skip: Any) -> None:
     if jnp.shape(skip) != () or jnp.result_type(skip) != jnp.bool_:
         raise CommitError(
             f"skip must be one bool, got {jnp.result_type(skip)}{jnp.shape(skip)}: pass "
-            "decision.skip, as in commit(decision_of(opt_state).skip, old, new)"
+            "decision.skip, as in commit(last_decision(opt_state).skip, old, new)"
         )
 
 

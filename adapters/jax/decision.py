@@ -8,6 +8,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import optax
 
 from healcore.core.engine import readout
 from healcore.core.verdict import Decision
@@ -17,14 +18,14 @@ from healcore.jax.norms import judged
 from healcore.jax.state import HealStateError
 
 
-def decision_of(opt_state: Any) -> Decision:
+def last_decision(opt_state: optax.OptState) -> Decision:
     """The decision of the last step.
 
     Return it from the compiled step as an output of its own: a donated state cannot be read
     afterwards.
 
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
-        return optax.apply_updates(params, updates), opt_state, decision_of(opt_state)
+        return optax.apply_updates(params, updates), opt_state, last_decision(opt_state)
 
     Args:
         opt_state: any nesting of optax states with one `heal`, `heal_zclip` or `protect` in it.
@@ -38,7 +39,7 @@ def decision_of(opt_state: Any) -> Decision:
     return heal_state.decision(heal_state.find(opt_state))
 
 
-def metrics(opt_state: Any) -> dict[str, chex.Array]:
+def metrics(opt_state: optax.OptState) -> dict[str, chex.Array]:
     """Named scalars for a logger: 0-d arrays under `heal/...`, without a sync or a copy.
 
     Args:
@@ -65,7 +66,7 @@ def _metrics(floats: chex.Array, ints: chex.Array) -> dict[str, chex.Array]:
     return {**found, "heal/loss": loss}
 
 
-def gradient_norms(opt_state: Any, params: Any) -> dict[str, chex.Array]:
+def gradient_norms(opt_state: optax.OptState, params: optax.Params) -> dict[str, chex.Array]:
     """The norm of each parameter's gradient at the last step, before clipping, for a logger.
 
     They were computed for the decision anyway, and naming them costs a step nothing.

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax.training import train_state
+from jax.typing import ArrayLike
 
 from healcore.core.verdict import Decision
 from healcore.jax.commit import commit
-from healcore.jax.decision import decision_of
+from healcore.jax.decision import last_decision
 
 _RAW_KEYS = ((2,), (4,))  # threefry; rbg and unsafe_rbg
 
@@ -39,20 +40,20 @@ class HealTrainState(train_state.TrainState):
         def step(state, batch):
             (loss, stats), grads = ...
             state = state.apply_gradients(grads=grads, value=loss, batch_stats=stats)
-            return state, loss, state.decision
+            return state, loss, state.last_decision
     """
 
     def apply_gradients(
         self,
         *,
         grads: Any,
-        value: Any = None,
-        eval_value: Any = None,
-        grad_norm: Any = None,
-        update_norm: Any = None,
-        announced: Any = None,
-        void: Any = None,
-        learning_rate: Any = None,
+        value: ArrayLike | None = None,
+        eval_loss: ArrayLike | None = None,
+        grad_norm: ArrayLike | None = None,
+        update_norm: ArrayLike | None = None,
+        change_expected: ArrayLike | None = None,
+        void: ArrayLike | None = None,
+        learning_rate: ArrayLike | None = None,
         **kwargs: Any,
     ) -> Self:
         """One optimizer step.
@@ -60,10 +61,10 @@ class HealTrainState(train_state.TrainState):
         Args:
             grads: gradients like ``.params``.
             value: the loss, one floating number; None and the loss detectors rest.
-            eval_value: evaluation loss, NaN at steps without one.
+            eval_loss: evaluation loss, NaN at steps without one.
             grad_norm: global norm, where the caller has to reduce it over a mesh.
             update_norm: norm of the last update; `protect` knows it itself.
-            announced: bool, a change of LR, batch, data or weights.
+            change_expected: bool, a change of LR, batch, data or weights.
             void: bool, skip this step, which is neither learnt nor counted.
             learning_rate: the schedule's rate at this step, for a limit in absolute terms.
             **kwargs: fields to replace, for example ``batch_stats``; on a skip only keys are.
@@ -78,10 +79,10 @@ class HealTrainState(train_state.TrainState):
         """
         given = {
             "value": value,
-            "eval_value": eval_value,
+            "eval_loss": eval_loss,
             "grad_norm": grad_norm,
             "update_norm": update_norm,
-            "announced": announced,
+            "change_expected": change_expected,
             "void": void,
             "learning_rate": learning_rate,
         }
@@ -98,14 +99,14 @@ class HealTrainState(train_state.TrainState):
         names = ["step", "params", *(name for name in kwargs if name in _array_fields(self))]
         after = {name: getattr(new, name) for name in names}
         before = {name: getattr(self, name) for name in names}
-        kept = commit(decision_of(new.opt_state).skip, before, after)
+        kept = commit(last_decision(new.opt_state).skip, before, after)
         kept = jax.tree.map(lambda old, now: now if _is_key(now) else old, kept, after)
         return new.replace(tx=self.tx, **kept)
 
     @property
-    def decision(self) -> Decision:
+    def last_decision(self) -> Decision:
         """The decision of the last step; return it beside the state, which may be donated."""
-        return decision_of(self.opt_state)
+        return last_decision(self.opt_state)
 
 
 def _is_key(leaf: Any) -> bool:

@@ -60,16 +60,16 @@ def update(
     """
     count = optimizer.step[...]
     optimizer.update(model, grads, **signals)
-    decision = decision_of(optimizer)
+    decision = last_decision(optimizer)
     optimizer.step[...] = jnp.where(decision.skip, count, optimizer.step[...])
     if before is not None:
         nnx.update(model, commit(decision.skip, before, snapshot(model)))
     return decision
 
 
-def decision_of(optimizer: nnx.Optimizer) -> Decision:
-    """The decision of the optimizer's last step; see `healcore.jax.decision_of`."""
-    return in_state.decision_of(_arrays(optimizer.opt_state))
+def last_decision(optimizer: nnx.Optimizer) -> Decision:
+    """The decision of the optimizer's last step; see `healcore.jax.last_decision`."""
+    return in_state.last_decision(_arrays(optimizer.opt_state))
 
 
 def metrics(optimizer: nnx.Optimizer) -> dict[str, Any]:

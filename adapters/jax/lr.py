@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import chex
 import jax
@@ -14,6 +14,8 @@ from jax.core import Tracer
 from healcore.jax import updates as on_updates
 from healcore.jax.meshes import on_mesh_of
 from healcore.jax.state import HealStateError
+
+State = TypeVar("State")
 
 
 class ScaleByHealLrState(NamedTuple):
@@ -31,7 +33,7 @@ def scale_by_heal_lr() -> optax.GradientTransformationExtraArgs:
 
         tx = optax.chain(heal("default"), optax.adamw(schedule), scale_by_heal_lr())
         ...
-        decision = decision_of(opt_state)
+        decision = last_decision(opt_state)
         opt_state = set_lr_scale(opt_state, decision.lr_scale)  # from the next step on
 
     `protect` applies the multiplier itself, in the same step, and does not need this.
@@ -56,7 +58,7 @@ def scale_by_heal_lr() -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def set_lr_scale(opt_state: Any, scale: chex.Numeric) -> Any:
+def set_lr_scale(opt_state: State, scale: chex.Numeric) -> State:
     """Sets the multiplier of every `scale_by_heal_lr` in an optimizer state.
 
     Args:

@@ -28,7 +28,7 @@ def square_sums(tree: Any) -> list[chex.Array]:
     return [_square_sum(leaf) for leaf in judged_leaves(tree)]
 
 
-def global_norm(tree: Any) -> chex.Array:
+def global_norm(tree: chex.ArrayTree) -> chex.Array:
     """L2 norm over all leaves.
 
     Args:
@@ -41,7 +41,7 @@ def global_norm(tree: Any) -> chex.Array:
     return jnp.sqrt(_total(square_sums(tree)))
 
 
-def leaf_norms(tree: Any) -> chex.Array:
+def leaf_norms(tree: chex.ArrayTree) -> chex.Array:
     """L2 norm of each gradient leaf, in flattening order.
 
     Returns:

@@ -24,12 +24,12 @@ SCHEMA = 1
 _RECORD = step_record.leaf_names()
 _RECORD_INTS, _RECORD_FLOATS = _RECORD[: step_record.INTS], _RECORD[step_record.INTS :]
 """What the host reads of every step, at the head of the integers and of the floats."""
-_ANNOUNCED = "announced"
+_CHANGE_EXPECTED = "change_expected"
 _COUNTS = ("tally_clips", "tally_skips", "tally_alarms", "tally_rollbacks", "tally_lr_cuts")
 
 _MARKS = ("schema", "policy_high", "policy_low", "loss_seen", "orders")
 """Before the engine's integers: what `Marks` holds."""
-_HEAD = (*_RECORD_INTS, *_COUNTS, _ANNOUNCED)
+_HEAD = (*_RECORD_INTS, *_COUNTS, _CHANGE_EXPECTED)
 
 
 class Marks(NamedTuple):
@@ -116,10 +116,10 @@ def step(ints: Any) -> Any:
     return _one(ints, len(_MARKS) + _HEAD.index("step"))
 
 
-def announced(ints: Any) -> jax.Array:
-    """The integers with the engine's flag set that a change is announced."""
+def with_change_expected(ints: Any) -> jax.Array:
+    """The integers with the engine's flag set that a change is expected."""
     flag = np.zeros(ints.shape[-1], np.int32)
-    flag[len(_MARKS) + _HEAD.index(_ANNOUNCED)] = 1
+    flag[len(_MARKS) + _HEAD.index(_CHANGE_EXPECTED)] = 1
     return ints | flag  # an indexed update fails outside of jit on a mesh of several processes
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from healcore.jax.packing import announced
+from healcore.jax.packing import with_change_expected
 from healcore.jax.state import (
     engine_state,
     find,
@@ -21,8 +22,11 @@ if TYPE_CHECKING:
     from healcore.core.engine import Engine
     from healcore.policy import PolicyLike
 
+State = TypeVar("State")
+"""Any nesting of optax states."""
 
-def to_dict(opt_state: Any, policy: PolicyLike) -> dict[str, Any]:
+
+def to_dict(opt_state: optax.OptState, policy: PolicyLike) -> dict[str, Any]:
     """The engine's state in the framework-neutral, JSON-safe form. Reads the device.
 
     Args:
@@ -39,7 +43,7 @@ def to_dict(opt_state: Any, policy: PolicyLike) -> dict[str, Any]:
     return engine.to_dict(jax.device_get(engine_state(engine, find(opt_state))))
 
 
-def from_dict(opt_state: Any, data: Mapping[str, Any], policy: PolicyLike) -> Any:
+def from_dict(opt_state: State, data: Mapping[str, Any], policy: PolicyLike) -> State:
     """An optimizer state that goes on from a saved engine state.
 
     Args:
@@ -62,10 +66,10 @@ def from_dict(opt_state: Any, data: Mapping[str, Any], policy: PolicyLike) -> An
     return replace(opt_state, state._replace(heal_decision=neutral_decision(old)))
 
 
-def announce(opt_state: Any) -> Any:
+def expect_change(opt_state: State) -> State:
     """Opens the grace window at the next step: LR, batch, data or weights are about to change.
 
-    The same as ``announced=True`` in that step's update, for a host that does not make the call.
+    The same as ``change_expected=True`` in that step's update, for a host that does not call it.
 
     Args:
         opt_state: any nesting of optax states with one healing state in it.
@@ -74,10 +78,10 @@ def announce(opt_state: Any) -> Any:
         HealStateError: there is no healing state in it, or more than one.
     """
     state = find(opt_state)
-    return replace(opt_state, state._replace(heal_ints=announced(state.heal_ints)))
+    return replace(opt_state, state._replace(heal_ints=with_change_expected(state.heal_ints)))
 
 
-def on_rollback(live: Any, restored: Any, policy: PolicyLike) -> Any:
+def on_rollback(live: State, restored: State, policy: PolicyLike) -> State:
     """The optimizer state to go on with after a checkpoint was restored.
 
     Args:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 import chex
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from healcore.jax import state as heal_state
 from healcore.jax import updates as on_updates
@@ -126,13 +127,13 @@ def protect(
         state: Any,
         params: optax.Params | None = None,
         *,
-        value: Any = None,
-        eval_value: Any = None,
-        grad_norm: Any = None,
-        update_norm: Any = None,
-        announced: Any = None,
-        void: Any = None,
-        learning_rate: Any = None,
+        value: ArrayLike | None = None,
+        eval_loss: ArrayLike | None = None,
+        grad_norm: ArrayLike | None = None,
+        update_norm: ArrayLike | None = None,
+        change_expected: ArrayLike | None = None,
+        void: ArrayLike | None = None,
+        learning_rate: ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, ProtectState]:
         if not isinstance(state, ProtectState):
@@ -140,10 +141,10 @@ def protect(
         say_if_unseen(engine, value)
         given = {
             "value": value,
-            "eval_value": eval_value,
+            "eval_loss": eval_loss,
             "grad_norm": grad_norm,
             "update_norm": update_norm,
-            "announced": announced,
+            "change_expected": change_expected,
             "void": void,
             "learning_rate": learning_rate,
         }

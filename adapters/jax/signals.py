@@ -9,6 +9,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import Engine
@@ -20,13 +21,13 @@ def gather(
     updates: Any,
     *,
     per_tensor: bool,
-    value: Any = None,
-    eval_value: Any = None,
-    grad_norm: Any = None,
-    update_norm: Any = None,
-    announced: Any = None,
-    void: Any = None,
-    learning_rate: Any = None,
+    value: ArrayLike | None = None,
+    eval_loss: ArrayLike | None = None,
+    grad_norm: ArrayLike | None = None,
+    update_norm: ArrayLike | None = None,
+    change_expected: ArrayLike | None = None,
+    void: ArrayLike | None = None,
+    learning_rate: ArrayLike | None = None,
 ) -> tuple[Signals, chex.Array | None]:
     """Makes one step's `Signals`.
 
@@ -34,11 +35,11 @@ def gather(
         updates: the gradients; their norm is taken in float32.
         per_tensor: ``engine.per_tensor``; take one norm per leaf as well.
         value: training loss, one floating number of any precision, or None.
-        eval_value: evaluation loss; NaN at a step without one.
+        eval_loss: evaluation loss; NaN at a step without one.
         grad_norm: the global norm, when the caller knows better than this process (inside
             shard_map it has to be reduced over the mesh first).
         update_norm: global norm of the last applied update.
-        announced: bool, the host announces a change of LR, batch, data or weights.
+        change_expected: bool, the host expects a change of LR, batch, data or weights.
         void: bool, skip this step, which is neither learnt nor counted.
         learning_rate: the schedule's rate at this step, for a limit in absolute terms.
 
@@ -60,9 +61,9 @@ def gather(
         loss=_number("value", value),
         grad_norm=_number("grad_norm", grad_norm),
         update_norm=_number("update_norm", update_norm),
-        eval_loss=_number("eval_value", eval_value),
+        eval_loss=_number("eval_loss", eval_loss),
         group_norms=leaf_norms if per_tensor else None,
-        announced=_flag("announced", announced),
+        change_expected=_flag("change_expected", change_expected),
         void=_flag("void", void),
         learning_rate=_number("learning_rate", learning_rate),
     )

@@ -151,8 +151,8 @@ def check(engine: Engine, state: Any) -> None:
     if (marks[0] != packing.SCHEMA).any():
         raise HealStateError(
             f"this healing state has layout {marks[0]}, this release has {packing.SCHEMA}: take "
-            "the healing part of a fresh state, healcore.jax.attach(healcore.jax.strip(old), "
-            "like=tx.init(params))"
+            "the healing part of a fresh state, "
+            "with_heal_state(without_heal_state(old), like=tx.init(params))"
         )
     words = layout.marks.policy_high, layout.marks.policy_low
     for word, own in zip(marks[1:], words, strict=True):
@@ -167,7 +167,7 @@ def check(engine: Engine, state: Any) -> None:
 _REMEDY = (
     "Name one policy everywhere, as in protect(tx, policy) and Healer(policy); to go on with "
     "another one than the state was made with, let its detectors begin anew: "
-    "healcore.jax.attach(healcore.jax.strip(old), like=tx.init(params))"
+    "with_heal_state(without_heal_state(old), like=tx.init(params))"
 )
 
 
@@ -177,7 +177,7 @@ def foreign(state: Any) -> HealStateError:
         f"this optimizer state ({type(state).__name__}) is of an optimizer without healcore, or of "
         "another chain: an optimizer made with protect(), heal() or heal_zclip() begins with its "
         "own tx.init(params). To go on from the moments of a bare or clipped optimizer: "
-        "opt_state = healcore.jax.attach(old_opt_state, like=tx.init(params))"
+        "opt_state = with_heal_state(old_opt_state, like=tx.init(params))"
     )
 
 
@@ -233,7 +233,7 @@ def find(opt_state: Any) -> HealState:
     raise HealStateError(
         f"no healing state in this {type(opt_state).__name__}: pass the opt_state of a "
         "transformation that contains heal(), heal_zclip() or protect() (a TrainState has it at "
-        ".opt_state; for an nnx.Optimizer use healcore.jax.flax_nnx.decision_of)"
+        ".opt_state; for an nnx.Optimizer use healcore.jax.flax_nnx.last_decision)"
     )
 
 

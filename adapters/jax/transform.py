@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from healcore.core.clipping.zclip import ZClipConfig
 from healcore.core.detectors import nonfinite
@@ -64,8 +65,8 @@ def heal(
 
     Returns:
         A transformation whose `update` takes, all optional and by keyword: `value` (loss, one
-        floating number), `eval_value` (NaN at steps without evaluation), `grad_norm` (when it has
-        to be reduced over a mesh first), `update_norm`, `announced` and `void` (bools), and
+        floating number), `eval_loss` (NaN at steps without evaluation), `grad_norm` (when it has
+        to be reduced over a mesh first), `update_norm`, `change_expected` and `void` (bools), and
         `learning_rate` (the schedule's, so that a limit on it is absolute). Without
         `value` the detectors of the loss rest. Unknown keywords are ignored. `update` raises
         SignalError, while tracing, for a signal that is not one number of the right kind.
@@ -177,13 +178,13 @@ def _transformation(
         state: Any,
         params: optax.Params | None = None,
         *,
-        value: Any = None,
-        eval_value: Any = None,
-        grad_norm: Any = None,
-        update_norm: Any = None,
-        announced: Any = None,
-        void: Any = None,
-        learning_rate: Any = None,
+        value: ArrayLike | None = None,
+        eval_loss: ArrayLike | None = None,
+        grad_norm: ArrayLike | None = None,
+        update_norm: ArrayLike | None = None,
+        change_expected: ArrayLike | None = None,
+        void: ArrayLike | None = None,
+        learning_rate: ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, HealState]:
         del params, extra_args
@@ -193,10 +194,10 @@ def _transformation(
             visible(engine, updates),
             per_tensor=engine.per_tensor,
             value=value,
-            eval_value=eval_value,
+            eval_loss=eval_loss,
             grad_norm=grad_norm,
             update_norm=update_norm,
-            announced=announced,
+            change_expected=change_expected,
             void=void,
             learning_rate=learning_rate,
         )

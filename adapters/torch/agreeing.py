@@ -140,7 +140,7 @@ def _raise_if(differs: InFlight) -> None:
     if differs.read():
         raise RanksDisagreeError(
             "the ranks decided different things at the step before, so that their parameters "
-            "differ: attach with one policy, and call announce(), load_state_dict() and "
+            "differ: attach with one policy, and call expect_change(), load_state_dict() and "
             "on_rollback() on every rank before the same step; go back to a checkpoint"
         )
 

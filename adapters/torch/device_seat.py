@@ -9,6 +9,7 @@ therefore compiled into a few kernels (``torch.compile(fullgraph=True)``).
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -116,9 +117,9 @@ class DeviceSeat:
 
     # -- beside the step ------------------------------------------------------------------------
 
-    def announce(self) -> None:
+    def expect_change(self) -> None:
         """Opens the grace window at the next step."""
-        _write(self.state, self.engine.announce(self.state, xp=self._xp))
+        _write(self.state, self.engine.expect_change(self.state, xp=self._xp))
 
     def decline(self) -> None:
         """Gives back the rollback that was ordered last."""
@@ -142,7 +143,7 @@ class DeviceSeat:
         """The framework-neutral state. A sync."""
         return self.engine.to_dict(map_leaves(lambda leaf: leaf.cpu().numpy(), self.state))
 
-    def load(self, data: dict[str, Any], *, rollback: bool) -> None:
+    def load(self, data: Mapping[str, Any], *, rollback: bool) -> None:
         """Takes over a saved state in place; with `rollback`, budgets and LR multiplier stay."""
         saved = map_leaves(self._placed, restored(self.engine, data, self.groups))
         if rollback:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -88,12 +88,12 @@ class Healing:
         """
         self._measurer.add_beside("update_norm", update_norm)
 
-    def announce(self) -> None:
+    def expect_change(self) -> None:
         """Says that the next step differs on purpose (LR, batch size, data, weights).
 
         Baselines warm up again, and only non-finite values are alarms for `grace_steps` steps.
         """
-        self.seat.announce()
+        self.seat.expect_change()
 
     def decline(self) -> None:
         """Says that the rollback ordered last is not carried out: `Engine.decline`."""
@@ -206,7 +206,7 @@ class Healing:
         """
         return self.seat.to_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a saved state as if the run had never stopped.
 
         Raises:
@@ -214,7 +214,7 @@ class Healing:
         """
         self._load(state, rollback=False)
 
-    def on_rollback(self, state: dict[str, Any]) -> None:
+    def on_rollback(self, state: Mapping[str, Any]) -> None:
         """Goes back to a checkpoint's state: detectors of then, budgets and LR multiplier of now.
 
         Raises:
@@ -222,7 +222,7 @@ class Healing:
         """
         self._load(state, rollback=True)
 
-    def _load(self, state: dict[str, Any], *, rollback: bool) -> None:
+    def _load(self, state: Mapping[str, Any], *, rollback: bool) -> None:
         self.seat.load(state, rollback=rollback)
         self.hooks.loaded()
 

@@ -7,7 +7,7 @@ one sync a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -91,9 +91,9 @@ class HostSeat:
             self._programs[there] = record(self.engine.step, self.state, signals)
         return self._programs[there]
 
-    def announce(self) -> None:
+    def expect_change(self) -> None:
         """Opens the grace window at the next step."""
-        self.state = self.engine.announce(self.state, xp=host)
+        self.state = self.engine.expect_change(self.state, xp=host)
 
     def decline(self) -> None:
         """Gives back the rollback that was ordered last."""
@@ -117,7 +117,7 @@ class HostSeat:
         """The framework-neutral state."""
         return self.engine.to_dict(self.state)
 
-    def load(self, data: dict[str, Any], *, rollback: bool) -> None:
+    def load(self, data: Mapping[str, Any], *, rollback: bool) -> None:
         """Takes over a saved state; with `rollback`, budgets and LR multiplier stay."""
         saved = restored(self.engine, data, self.groups)
         if rollback:

@@ -31,8 +31,8 @@ class Signals(NamedTuple):
     """Evaluation loss; NaN at a step without an evaluation."""
     group_norms: Any = None
     """(n,) L2 norm of each tensor's gradient, for per-tensor clipping."""
-    announced: Any = None
-    """bool: the host announces a change (LR, batch, data, weights): open the grace window."""
+    change_expected: Any = None
+    """bool: the host expects a change (LR, batch, data, weights): open the grace window."""
     void: Any = None
     """bool: somebody else skips this step (a GradScaler's overflow): learn and count nothing."""
     learning_rate: Any = None
@@ -59,7 +59,7 @@ class Observed(NamedTuple):
     has_eval: Any
     """bool or None: this step carries an evaluation."""
     restart: Any
-    """bool: a change was announced: baselines begin their warm-up again."""
+    """bool: a change was expected: baselines begin their warm-up again."""
     learning_rate: Any = None
     """float32 or None: the schedule's rate; 0 where it is not finite."""
     loss_outlier: Any = None

@@ -11,7 +11,7 @@ from healcore.core.detectors import CAUSES, DETECTORS
 from healcore.core.engine import Engine, EngineConfig
 from healcore.policy.clip import Clip, NoClip
 from healcore.policy.detect import Detect
-from healcore.policy.recovery import Budget, Incident, Lr, Retry, Rollback
+from healcore.policy.recovery import Budget, Incident, Lr, Rollback
 from healcore.policy.respond import Respond
 from healcore.policy.table import Conflict, Table
 from healcore.policy.values import Listed, Mode, Name, StepsOrZero, Text, Whole, Words, broken
@@ -20,7 +20,7 @@ SCHEMA = 1
 """Version of the file format that this release reads and writes."""
 
 
-_PAID = (("rollback", "recoveries"), ("cut_lr", "lr_cuts"), ("shrink_microbatch", "shrinks"))
+_PAID = (("rollback", "recoveries"), ("cut_lr", "lr_cuts"))
 
 
 def _entries(value: Any) -> Any:
@@ -52,12 +52,11 @@ class Policy(Table):
     rollback: Rollback = Rollback()
     lr: Lr = Lr()
     budget: Budget = Budget()
-    retry: Retry = Retry()
 
     def conflicts(self) -> Iterator[Conflict]:
         """Every rule has to be able to fire and to be carried out."""
         for i, rule in enumerate(self.respond):
-            for j, cause in enumerate(() if rule.for_host else rule.to):
+            for j, cause in enumerate(rule.to):
                 detector = detector_of(cause)
                 if getattr(self.detect, detector) is None:
                     yield Conflict(
@@ -100,7 +99,7 @@ class Policy(Table):
             mode=self.mode,
             clip=None if isinstance(clip, NoClip) else (clip.kind, clip.config()),
             detectors=tuple((name, table.config()) for name, table in watched if table is not None),
-            rules=tuple(rule.config() for rule in self.respond if not rule.for_host),
+            rules=tuple(rule.config() for rule in self.respond),
             incident=self.incident.config(),
             rollback=self.rollback.config(),
             lr=self.lr.config(),

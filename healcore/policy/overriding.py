@@ -30,7 +30,6 @@ class Overrides(TypedDict, total=False):
     rollback: _Table
     lr: _Table
     budget: _Table
-    retry: _Table
 
 
 def merged(data: _Table, overrides: _Table) -> dict[str, Any]:

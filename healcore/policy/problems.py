@@ -31,6 +31,17 @@ _EXAMPLES = {
 }
 """What to write for a key without a default of its own."""
 
+_SEES, _DOES = "that this version of healcore sees", "that this version of healcore carries out"
+_NOT_CARRIED_OUT = {
+    ("retry",): f"a table {_DOES}",
+    ("budget", "shrinks"): f"a key {_DOES}",
+    **{("to", word): f"a cause {_SEES}" for word in ("oom", "data", "network", "hang", "unknown")},
+    **{
+        ("do", word): f"an action {_DOES}" for word in ("shrink_microbatch", "clear_cache", "retry")
+    },
+}
+"""What later versions may have, and nothing carries out yet: key, or list and word -> rule."""
+
 
 def problems_in(error: ValidationError) -> tuple[Problem, ...]:
     """Everything pydantic found, in its order."""
@@ -53,7 +64,10 @@ def _problems(detail: ErrorDetails) -> Iterator[Problem]:
     elif kind == "missing":
         yield Problem(dotted(path), "", "required, and missing", _EXAMPLES[str(path[-1])])
     elif kind == "extra_forbidden":
-        yield Problem(dotted(path), value, "a key of this table", _known_keys(str(path[-1]), table))
+        rule, write = "a key of this table", _known_keys(str(path[-1]), table)
+        if path in _NOT_CARRIED_OUT:
+            rule, write = _NOT_CARRIED_OUT[path], f"drop {dotted(path)}"
+        yield Problem(dotted(path), value, rule, write)
     elif kind in ("union_tag_not_found", "union_tag_invalid"):
         received = detail["input"].get("kind") if isinstance(detail["input"], dict) else None
         rule = "one of " + ", ".join(f'"{name}"' for name in KINDS)
@@ -65,8 +79,12 @@ def _problems(detail: ErrorDetails) -> Iterator[Problem]:
         received = detail["input"]
         if "entry" in context:
             path, received = (*path, context["entry"]), received[context["entry"]]
-        write = _instead(path, table, received, context.get("words", ()))
-        yield Problem(dotted(path), shown(received), context["rule"], write)
+        rule, write = context["rule"], _instead(path, table, received, context.get("words", ()))
+        planned = (*path[-2:-1], received) if isinstance(received, str) else ()
+        if planned in _NOT_CARRIED_OUT:
+            rule = _NOT_CARRIED_OUT[planned]
+            write = f"drop {shown(received)}, and the rule if nothing else is left in it"
+        yield Problem(dotted(path), shown(received), rule, write)
     else:  # a table was wanted: model_type, model_attributes_type, dict_type
         rule_itself = len(path) == 2 and path[0] == "respond"
         write = "[[respond]]" if rule_itself else f"[{dotted(path)}]" if path else "key = value"

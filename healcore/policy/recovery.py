@@ -1,4 +1,4 @@
-"""`[incident]`, `[rollback]`, `[lr]`, `[budget]`, `[retry]`: how far and how often."""
+"""`[incident]`, `[rollback]`, `[lr]`, `[budget]`: how far and how often."""
 
 from __future__ import annotations
 
@@ -64,28 +64,7 @@ class Budget(Table):
     """How often. With no recovery left a run that gets worse is stopped, any other goes on."""
 
     core = BudgetConfig
-    host_only = frozenset({"shrinks"})
 
     recoveries: _Few = _budget.recoveries
     lr_cuts: _Few = _budget.lr_cuts
-    shrinks: _Few = 3
     refund_after: Steps = _budget.refund_after
-
-
-class Retry(Table):
-    """How long to wait before something that failed outside (network, storage) is tried again."""
-
-    base_delay_s: Annotated[float, Number(above=0, most=86_400)] = 30.0
-    factor: Annotated[float, Number(least=1, most=100)] = 2.0
-    max_delay_s: Annotated[float, Number(above=0, most=86_400)] = 600.0
-    jitter: Annotated[float, Number(least=0, most=1)] = 0.1
-
-    def conflicts(self) -> Iterator[Conflict]:
-        """The longest wait is not shorter than the first."""
-        if self.max_delay_s < self.base_delay_s:
-            yield Conflict(
-                ("max_delay_s",),
-                self.max_delay_s,
-                f"at least base_delay_s, which is {self.base_delay_s}",
-                f"max_delay_s = {self.base_delay_s}, or a shorter base_delay_s",
-            )

@@ -11,12 +11,6 @@ from healcore.core.verdict import Action
 from healcore.policy.table import Conflict, Table
 from healcore.policy.values import Listed, OneOf, OnOff, Whole
 
-HOST_CAUSES = ("oom", "data", "network", "hang", "unknown")
-"""What only the host can see; no detector stands behind them."""
-
-HOST_ACTIONS = ("shrink_microbatch", "clear_cache", "retry")
-"""What only helps against those."""
-
 SKIP = "skip"
 ACTIONS = {action.name.lower(): action for action in Action if action.name}
 """What `do` may name besides "skip", which is no action: the device does it within the step."""
@@ -53,43 +47,9 @@ class When(Table):
 class Respond(Table):
     """One rule."""
 
-    to: Annotated[tuple[str, ...], Listed(OneOf((*CAUSES, *HOST_CAUSES)))]
-    do: Annotated[tuple[str, ...], Listed(OneOf((SKIP, *ACTIONS, *HOST_ACTIONS)))]
+    to: Annotated[tuple[str, ...], Listed(OneOf(tuple(CAUSES)))]
+    do: Annotated[tuple[str, ...], Listed(OneOf((SKIP, *ACTIONS)))]
     when: When = When()
-
-    @property
-    def for_host(self) -> bool:
-        """Whether it answers what only the host can see; the engine does not have such rules."""
-        return self.to[0] in HOST_CAUSES
-
-    def conflicts(self) -> Iterator[Conflict]:
-        """A rule is for the device or for the host, not for both."""
-        for j, cause in enumerate(self.to):
-            if (cause in HOST_CAUSES) != self.for_host:
-                yield Conflict(
-                    ("to", j),
-                    cause,
-                    f"of one kind with {self.to[0]!r}: {', '.join(HOST_CAUSES)} are seen by the "
-                    "host, all others by detectors",
-                    "one rule for each kind",
-                )
-        for j, action in enumerate(self.do):
-            if action in HOST_ACTIONS and not self.for_host:
-                yield Conflict(
-                    ("do", j),
-                    action,
-                    f"an action that helps against {self.to[0]!r}; this one is for the host's own "
-                    f"causes ({', '.join(HOST_CAUSES)})",
-                    "skip, rollback, cut_lr, alert, save or stop",
-                )
-            if action in (SKIP, "cut_lr") and self.for_host:
-                yield Conflict(
-                    ("do", j),
-                    action,
-                    f"an action of the host; {action!r} happens within a step, and {self.to[0]!r} "
-                    "is not seen there",
-                    "alert, save, rollback, stop, " + ", ".join(HOST_ACTIONS),
-                )
 
     def config(self) -> RuleConfig:
         """The core's rule: words become flags."""

@@ -32,7 +32,7 @@ class Table(BaseModel):
 
     core: ClassVar[type | None] = None
     host_only: ClassVar[frozenset[str]] = frozenset()
-    """Keys that steer the host (restoring, retrying), which the engine on the device has not."""
+    """Keys that steer the host (restoring), which the engine on the device has not."""
 
     def conflicts(self) -> Iterator[Conflict]:
         """Yields what no single field can see; overridden where there is something to see."""

@@ -110,7 +110,7 @@ class Driver(Protocol):
         """The user's own learning rate now, without the multiplier; None where it is not known."""
         ...
 
-    def announce(self) -> None:
+    def expect_change(self) -> None:
         """Opens every engine's grace window."""
         ...
 

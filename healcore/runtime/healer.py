@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Literal, Unpack
+from typing import Any, Generic, Literal, Self, SupportsFloat, TypeVar, Unpack
 
 from healcore.core.errors import HealcoreError
 from healcore.policy import Overrides, PolicyLike
@@ -18,12 +18,15 @@ from healcore.runtime.loop.shutdown import close
 from healcore.runtime.store import CheckpointStore, Keep
 from healcore.runtime.store.ranks import Ranks
 
+State = TypeVar("State")
+Batch = TypeVar("Batch")
+
 
 class HealerError(HealcoreError, RuntimeError):
     """The Healer is used where, or as, it cannot be."""
 
 
-class Healer:
+class Healer(Generic[State]):
     """Drives a loop: saves what is known to be good, goes back to it, stops where that is honest.
 
         with Healer("default", state={"model": model, "optimizer": optimizer},
@@ -87,14 +90,14 @@ class Healer:
         self,
         policy: PolicyLike = "default",
         *,
-        state: Any,
+        state: State,
         store: str | os.PathLike[str] | CheckpointStore | None = None,
         events: str | os.PathLike[str] | None = None,
         metrics: str | os.PathLike[str] | None = "auto",
         save_every: int | None = None,
         lag: int = 1,
         keep: Keep | None = None,
-        loss_fn: Callable[..., Any] | None = None,
+        loss_fn: Callable[..., SupportsFloat] | None = None,
         on_incident: Hook | Iterable[Hook] = (),
         rerun: bool = False,
         resume: bool | Literal["auto"] = "auto",
@@ -132,7 +135,7 @@ class Healer:
 
     # -- the block ------------------------------------------------------------------------------
 
-    def __enter__(self) -> Healer:
+    def __enter__(self) -> Self:
         """Attaches, and goes on from an earlier run or takes the first snapshot.
 
         Raises:
@@ -166,7 +169,7 @@ class Healer:
 
     # -- the loop -------------------------------------------------------------------------------
 
-    def batches(self, loader: Any, *, epochs: int | None = 1) -> Iterator[Any]:
+    def batches(self, loader: Iterable[Batch], *, epochs: int | None = 1) -> Iterator[Batch]:
         """The loader's batches; whatever has to be done between two steps is done here.
 
         After a rollback they go on from the checkpoint, without the bad window, where the loader
@@ -195,7 +198,7 @@ class Healer:
         """
         return self._live.after_step()
 
-    def observe(self, loss: Any, optimizer: str | None = None) -> None:
+    def observe(self, loss: SupportsFloat, optimizer: str | None = None) -> None:
         """torch: reports the loss of one (micro-)batch, see `healcore.torch.Healing.observe`.
 
         Args:
@@ -204,23 +207,23 @@ class Healer:
         """
         self._side("observe", "in JAX pass value=loss to tx.update")(loss, optimizer)
 
-    def observe_eval(self, eval_loss: Any, optimizer: str | None = None) -> None:
+    def observe_eval(self, eval_loss: SupportsFloat, optimizer: str | None = None) -> None:
         """torch: reports an evaluation's loss."""
-        side = self._side("observe_eval", "in JAX pass eval_value=... to tx.update")
+        side = self._side("observe_eval", "in JAX pass eval_loss=... to tx.update")
         side(eval_loss, optimizer)
 
-    def update(self, state: Any = None) -> None:
+    def update(self, state: State | None = None) -> None:
         """JAX: the state after the step; with nnx objects, which change in place, nothing."""
         self._side("update", "in torch the state changes in place")(state)
 
     @property
-    def state(self) -> Any:
+    def state(self) -> State:
         """What is protected. In JAX the state to take the next step from; also after the block."""
         return getattr(self._the_run.driver, "state", self._options.state)
 
-    def announce(self) -> None:
+    def expect_change(self) -> None:
         """Says that the next step differs on purpose (LR, batch size, data, weights)."""
-        self._live.driver.announce()
+        self._live.driver.expect_change()
 
     def save(self) -> None:
         """Saves now, besides the regular saves. Call it between two steps."""

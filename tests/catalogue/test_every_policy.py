@@ -139,7 +139,7 @@ def test_it_is_attached_in_torch_and_protects_in_jax(name):
         assert decision is not None
         for where, skip in (
             ("torch", decision.skip),
-            ("jax", bool(healcore.jax.decision_of(state).skip)),
+            ("jax", bool(healcore.jax.last_decision(state).skip)),
         ):
             if skip:
                 skipped[where].append(i)

@@ -33,7 +33,7 @@ def signals(
 
     Returns:
         float32 (steps, lanes) for loss, grad_norm, update_norm and eval_loss (NaN at most steps),
-        bool (steps, lanes) for announced and void, float32 (steps, lanes, groups) or None,
+        bool (steps, lanes) for change_expected and void, float32 (steps, lanes, groups) or None,
         float32 (steps, lanes) for learning_rate.
     """
     shape = (steps, lanes)
@@ -57,7 +57,7 @@ def signals(
         update_norm=_disturb(rng, update, wild=wild),
         eval_loss=evaluation,
         group_norms=per_group,
-        announced=rng.random(shape) < rare,
+        change_expected=rng.random(shape) < rare,
         void=rng.random(shape) < 2 * rare,
         learning_rate=_rates(rng, shape, wild=wild),
     )

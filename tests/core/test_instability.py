@@ -249,9 +249,9 @@ def test_nan_and_inf_teach_nothing():
 def test_an_announced_change_begins_anew(at):
     """From there on it says what it would of a run that begins there."""
     losses, norms = scenario()
-    announced = np.arange(160) == at
-    flags = np.broadcast_to(announced[:, None], losses.shape)
-    found = run(losses, norms, announced=flags)
+    change_expected = np.arange(160) == at
+    flags = np.broadcast_to(change_expected[:, None], losses.shape)
+    found = run(losses, norms, change_expected=flags)
     np.testing.assert_array_equal(found[:at], run(losses, norms)[:at])
     np.testing.assert_array_equal(found[at:], run(losses[at:], norms[at:]))
 
@@ -259,8 +259,8 @@ def test_an_announced_change_begins_anew(at):
 def test_a_change_announced_at_a_nan_step_begins_anew_too():
     losses, norms = scenario()
     losses[104] = np.nan
-    announced = np.broadcast_to((np.arange(160) == 104)[:, None], losses.shape)
-    found = run(losses, norms, announced=announced)
+    change_expected = np.broadcast_to((np.arange(160) == 104)[:, None], losses.shape)
+    found = run(losses, norms, change_expected=change_expected)
     np.testing.assert_array_equal(found[105:], run(losses[105:], norms[105:]))
 
 

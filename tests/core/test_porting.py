@@ -66,7 +66,7 @@ def broken(data: dict[str, Any], *path: Any, value: Any = ...) -> dict[str, Any]
 
 DAMAGE = {
     "no schema": (("schema",), ...),
-    "another schema": (("schema",), 2),
+    "another schema": (("schema",), 1),
     "schema true": (("schema",), True),
     "another clip": (("clip",), "adagc"),
     "another list of detectors": (("detectors",), ["nonfinite"]),
@@ -83,7 +83,7 @@ DAMAGE = {
     "a whole float for a count": (("state", "step"), 3.0),
     "a count out of range": (("state", "step"), 2**40),
     "a bool for a count": (("state", "step"), True),
-    "a count for a bool": (("state", "announced"), 1),
+    "a count for a bool": (("state", "change_expected"), 1),
     "a list for a number": (("state", "clip", "var"), [1.0]),
     "a mapping for a number": (("state", "clip", "var"), {}),
     "a short window": (("state", "rules", 3, "window"), [0, 1]),
@@ -107,7 +107,7 @@ def test_damaged_data_is_refused(damage):
     assert repr(data) == repr(before), "what is refused is left as it was"
 
 
-@pytest.mark.parametrize("data", [None, 3, "state", [], [1, 2], {}, {"schema": 1}])
+@pytest.mark.parametrize("data", [None, 3, "state", [], [1, 2], {}, {"schema": 1}, {"schema": 2}])
 def test_foreign_data_is_refused(data):
     engine, _ = lived("zclip", 1)
     with pytest.raises(StateError):

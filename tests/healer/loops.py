@@ -171,9 +171,9 @@ class JaxLoop:
 
     def weights(self) -> list[np.ndarray]:
         """Everything that a step changes, as NumPy arrays; the healing state aside."""
-        from healcore.jax.stripping import strip
+        from healcore.jax.bare_state import without_heal_state
 
-        return [np.asarray(leaf) for leaf in jax.tree.leaves(strip(self.state))]
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(without_heal_state(self.state))]
 
 
 def loop_of(framework: str, faults: Faults | None = None, policy: Any = None) -> Any:

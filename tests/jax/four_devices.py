@@ -18,10 +18,10 @@ import optax
 from jax.sharding import AxisType, PartitionSpec
 
 from healcore.jax import (
-    decision_of,
     gradient_norms,
     heal,
     heal_zclip,
+    last_decision,
     metrics,
     protect,
     scale_by_heal_lr,
@@ -44,7 +44,7 @@ def compiled(make, *, split, check=False, **axes):
             params = optax.apply_updates(params, updates)
             after.append(params)
         told = {name: jnp.asarray(x, jnp.float32)[None] for name, x in metrics(state).items()}
-        told["skip"] = decision_of(state).skip[None]
+        told["skip"] = last_decision(state).skip[None]
         told["norm"] = gradient_norms(state, params)[""][None]
         return jnp.stack(after) if split else jnp.stack(after)[:, None], told
 

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from healcore.core.verdict import Cause
-from healcore.jax import decision_of, metrics, protect
+from healcore.jax import last_decision, metrics, protect
 from healcore.jax.updates import SMALL
 from tests.jax import policies
 from tests.jax.bits import assert_same_bits
@@ -38,8 +38,8 @@ def test_a_bad_update_is_not_applied_and_counted_at_the_next_step(name, policy, 
     assert bool(state.heal_bad_update)
     _, state = step(LIVE, state)
     if policy is policies.SKIP:
-        assert int(decision_of(state).cause) == Cause.NONFINITE_GRAD
-        assert bool(decision_of(state).skip)
+        assert int(last_decision(state).cause) == Cause.NONFINITE_GRAD
+        assert bool(last_decision(state).skip)
         assert int(metrics(state)["heal/skips"]) == 1
     assert not bool(state.heal_bad_update) or policy is policies.UPDATES
     updates, state = step(LIVE, state)
@@ -68,5 +68,5 @@ def test_observing_changes_nothing_and_tells():
 def test_a_skipped_step_is_no_bad_update():
     tx = protect(optax.adam(0.1, eps=0.0), policies.SKIP)
     _, state = tx.update({**LIVE, "dead": jnp.full(2, jnp.nan)}, tx.init(PARAMS), PARAMS)
-    assert bool(decision_of(state).skip)
+    assert bool(last_decision(state).skip)
     assert not bool(state.heal_bad_update)

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from healcore.core.clipping.zclip import ZClipConfig
-from healcore.jax import HealState, decision_of, heal, heal_zclip, metrics, protect
+from healcore.jax import HealState, heal, heal_zclip, last_decision, metrics, protect
 from tests.jax import policies
 from tests.jax.bits import assert_same_bits, differs
 
@@ -63,7 +63,7 @@ def test_takes_unknown_arguments_and_traces_once(name):
     state = tx.init(params)
     for _ in range(3):
         params, state = step(params, state)
-    assert int(decision_of(state).cause) == 0
+    assert int(last_decision(state).cause) == 0
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_multisteps_nested_in_a_chain_drops_the_loss_unless_wrapped():
         state = chain.init(params)
         update = jax.jit(chain.update)
         _, state = update(grads, state, params, value=jnp.float32(jnp.nan))
-        assert bool(decision_of(state).skip) is heard
+        assert bool(last_decision(state).skip) is heard
 
 
 def test_a_bad_micro_batch_does_not_enter_the_accumulator_of_a_protected_multisteps():
@@ -216,11 +216,11 @@ def test_masked_tensors_are_neither_judged_nor_changed(name):
     state = tx.init(params)
     grads = {"a": jnp.full(3, 0.1), "b": jnp.full(3, jnp.nan)}
     updates, state = jax.jit(tx.update)(grads, state, params, value=jnp.float32(1.0))
-    assert not bool(decision_of(state).skip)
+    assert not bool(last_decision(state).skip)
     assert_same_bits(updates["b"], grads["b"])
     grads = {"a": jnp.full(3, jnp.nan), "b": jnp.full(3, 0.1)}
     updates, state = jax.jit(tx.update)(grads, state, params, value=jnp.float32(1.0))
-    assert bool(decision_of(state).skip)
+    assert bool(last_decision(state).skip)
     assert jnp.isfinite(updates["a"]).all()
 
 
@@ -235,8 +235,8 @@ def test_multi_transform_heals_each_group_by_itself():
     updates, state = jax.jit(tx.update)(grads, state, params, value=jnp.float32(1.0))
     assert updates["a"].tolist() == [-1.0, -1.0]
     assert updates["b"].tolist() == [0.0, 0.0]
-    assert not bool(decision_of(state.inner_states["x"]).skip)
-    assert bool(decision_of(state.inner_states["y"]).skip)
+    assert not bool(last_decision(state.inner_states["x"]).skip)
+    assert bool(last_decision(state.inner_states["y"]).skip)
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -273,7 +273,7 @@ def test_survives_donation_even_after_an_eager_step(name):
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, grads):
         updates, state = tx.update(grads, state, params, value=jnp.float32(1.0))
-        return optax.apply_updates(params, updates), state, decision_of(state)
+        return optax.apply_updates(params, updates), state, last_decision(state)
 
     state = tx.init(params)
     _, state = tx.update(grads, state, params, value=jnp.float32(1.0))
@@ -337,7 +337,7 @@ def test_observe_mode_changes_no_bit(kind):
         v, t = jax.jit(inner.update)(grads, t, q)
         assert_same_bits(u, v)
         p, q = optax.apply_updates(p, u), optax.apply_updates(q, v)
-    assert not bool(decision_of(s).skip)
+    assert not bool(last_decision(s).skip)
     assert int(metrics(s)["heal/skips"]) >= 1  # it would have
 
 

@@ -13,7 +13,7 @@ import pytest
 from flax import serialization
 from orbax.checkpoint import v1 as ocp
 
-from healcore.jax import decision_of, from_dict, protect, to_dict
+from healcore.jax import from_dict, last_decision, protect, to_dict
 from tests.jax import policies
 from tests.jax.bits import assert_same_bits
 
@@ -28,7 +28,7 @@ GRADS[13] = np.nan
 def run(state, grads):
     def step(state, g):
         _, state = TX.update({"w": g}, state, PARAMS, value=jnp.float32(1.0))
-        return state, decision_of(state)
+        return state, last_decision(state)
 
     return jax.lax.scan(step, state, grads)
 

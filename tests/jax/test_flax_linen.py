@@ -52,7 +52,7 @@ def step(state, x):
 
     (loss, stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
     state = state.apply_gradients(grads=grads, value=loss, batch_stats=stats)
-    return state, loss, state.decision
+    return state, loss, state.last_decision
 
 
 def whole(state):
@@ -124,7 +124,7 @@ def test_random_keys_go_on_over_a_skip(make):
     new = jax.jit(lambda s, k: s.apply_gradients(grads=bad, value=jnp.float32(1.0), key=k))(
         state, make(1)
     )
-    assert bool(new.decision.skip)
+    assert bool(new.last_decision.skip)
     assert int(new.step) == 0
     data = lambda key: jax.tree.map(_bits, key)  # noqa: E731
     chex.assert_trees_all_equal(data(new.key), data(make(1)))

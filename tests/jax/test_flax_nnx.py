@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from healcore.jax import HealStateError, heal_zclip, protect
-from healcore.jax.flax_nnx import decision_of, metrics, snapshot, update
+from healcore.jax.flax_nnx import last_decision, metrics, snapshot, update
 from tests.jax import policies
 from tests.jax.bits import assert_same_bits, differs
 
@@ -50,7 +50,7 @@ def test_a_bad_batch_is_taken_back_whole_and_training_goes_on():
     assert_same_bits(copied(snapshot_of(model)), weights)
     assert_same_bits(copied(optimizer)["opt_state"]["inner_state"], moments)
     assert int(optimizer.step[...]) == 1
-    assert bool(decision_of(optimizer).skip)
+    assert bool(last_decision(optimizer).skip)
     assert int(metrics(optimizer)["heal/skips"]) == 1
     for _ in range(30):
         loss, _ = step(model, optimizer, X)
@@ -80,7 +80,7 @@ def test_plain_optimizer_update_hears_the_loss():
 def test_an_optimizer_that_does_not_heal_is_an_error():
     _, optimizer = build(optax.sgd(0.1))
     with pytest.raises(HealStateError, match="no healing state"):
-        decision_of(optimizer)
+        last_decision(optimizer)
 
 
 def drawn(model):

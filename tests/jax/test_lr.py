@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from healcore.jax import HealStateError, decision_of, heal, scale_by_heal_lr, set_lr_scale
+from healcore.jax import HealStateError, heal, last_decision, scale_by_heal_lr, set_lr_scale
 from tests.jax import policies
 
 PARAMS = {"w": jnp.ones(2), "b": jnp.ones(2, jnp.bfloat16)}
@@ -34,7 +34,7 @@ def test_a_chain_follows_the_policy_one_step_later():
     @jax.jit
     def step(state, g):
         updates, state = tx.update(jnp.full(1, g), state, value=jnp.float32(1.0))
-        return updates[0], set_lr_scale(state, decision_of(state).lr_scale)
+        return updates[0], set_lr_scale(state, last_decision(state).lr_scale)
 
     state = tx.init(jnp.ones(1))
     moved = []

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from healcore.core.engine import Engine
-from healcore.jax import decision_of, heal, heal_zclip, metrics, protect
+from healcore.jax import heal, heal_zclip, last_decision, metrics, protect
 from healcore.jax.driver import engines
 from healcore.policy import PolicyError
 from tests.jax import policies
@@ -73,7 +73,7 @@ BEFORE = {
 @pytest.mark.parametrize("name", BEHIND)
 def test_healing_behind_the_optimizer_is_told(name):
     state = BEHIND[name].init(PARAMS)
-    for look in (decision_of, metrics, jax.jit(decision_of)):
+    for look in (last_decision, metrics, jax.jit(last_decision)):
         with pytest.warns(UserWarning, match=r"optax\.chain\(heal_zclip\(\), optax\.adamw"):
             look(state)
     with pytest.warns(UserWarning, match="the healing first"):
@@ -85,7 +85,7 @@ def test_healing_before_the_optimizer_is_not(name):
     state = BEFORE[name].init(PARAMS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        decision_of(state)
+        last_decision(state)
         driver_of((PARAMS, state))
         driver_of((PARAMS, optax.adam(1e-3).init(PARAMS), state))
 

@@ -16,14 +16,14 @@ from healcore import Healer, policy
 from healcore.core.engine import StateError
 from healcore.jax import (
     HealStateError,
-    attach,
     from_dict,
     heal,
     metrics,
     on_rollback,
     protect,
-    strip,
     to_dict,
+    with_heal_state,
+    without_heal_state,
 )
 
 PARAMS = {"w": jnp.linspace(-1.0, 1.0, 8), "b": jnp.ones(3)}
@@ -54,7 +54,7 @@ def test_a_state_of_another_policy_is_refused(other):
         lambda: protect(optax.adam(0.1), other).update(PARAMS, state, PARAMS, value=LOSS),
         lambda: Healer(other, state={"params": PARAMS, "opt": state}).__enter__(),
     ):
-        with pytest.raises(HealStateError, match=r"of another policy.*attach"):
+        with pytest.raises(HealStateError, match=r"of another policy.*with_heal_state"):
             use()
     with pytest.raises(StateError, match="of a policy with"):
         from_dict(protect(optax.adam(0.1), other).init(PARAMS), saved, other)
@@ -91,9 +91,11 @@ OTHERS = {
 def test_moments_of_an_optimizer_without_healcore_can_be_taken_over(name):
     old = stepped(optax.with_extra_args_support(OTHERS[name]))
     tx = protect(optax.adam(0.1), "default")
-    with pytest.raises(HealStateError, match=r"attach\(old_opt_state, like=tx.init\(params\)\)"):
+    with pytest.raises(
+        HealStateError, match=r"with_heal_state\(old_opt_state, like=tx.init\(params\)\)"
+    ):
         tx.update(PARAMS, old, PARAMS, value=LOSS)
-    state = attach(old, like=tx.init(PARAMS))
+    state = with_heal_state(old, like=tx.init(PARAMS))
     mu = optax.tree.get(old, "mu")
     assert jax.tree.all(jax.tree.map(jnp.array_equal, optax.tree.get(state, "mu"), mu))
     assert int(optax.tree.get(state, "count")) == 3
@@ -103,9 +105,9 @@ def test_moments_of_an_optimizer_without_healcore_can_be_taken_over(name):
 def test_a_chain_with_a_clip_becomes_one_with_heal():
     old = stepped(optax.with_extra_args_support(OTHERS["clip"]))
     tx = optax.chain(heal("default"), optax.adam(0.1))
-    with pytest.raises(HealStateError, match="attach"):
+    with pytest.raises(HealStateError, match="with_heal_state"):
         tx.update(PARAMS, old, PARAMS, value=LOSS)
-    state = attach(old, like=tx.init(PARAMS))
+    state = with_heal_state(old, like=tx.init(PARAMS))
     assert int(optax.tree.get(state, "count")) == 3
     tx.update(PARAMS, state, PARAMS, value=LOSS)
 
@@ -113,7 +115,7 @@ def test_a_chain_with_a_clip_becomes_one_with_heal():
 def test_a_run_goes_on_with_another_policy():
     old = stepped(protect(optax.adam(0.1), "default"))
     tx = protect(optax.adam(0.1), "observe")
-    state = attach(strip(old), like=tx.init(PARAMS))
+    state = with_heal_state(without_heal_state(old), like=tx.init(PARAMS))
     assert int(optax.tree.get(state, "count")) == 3
     tx.update(PARAMS, state, PARAMS, value=LOSS)
 
@@ -121,7 +123,7 @@ def test_a_run_goes_on_with_another_policy():
 def test_what_does_not_fit_is_not_taken():
     tx = protect(optax.adam(0.1), "default")
     with pytest.raises(HealStateError, match="structure"):
-        attach(optax.adagrad(0.1).init(PARAMS), like=tx.init(PARAMS))
+        with_heal_state(optax.adagrad(0.1).init(PARAMS), like=tx.init(PARAMS))
 
 
 @pytest.mark.parametrize("make", [protect, lambda tx, p: optax.chain(heal(p), tx)])

@@ -4,8 +4,8 @@ import numpy as np
 import optax
 import pytest
 
-from healcore.jax import SignalError, decision_of, heal, heal_zclip, metrics, protect
-from healcore.jax.stripping import strip
+from healcore.jax import SignalError, heal, heal_zclip, last_decision, metrics, protect
+from healcore.jax.bare_state import without_heal_state
 from tests.jax import policies
 from tests.jax.bits import assert_same_bits
 
@@ -30,10 +30,10 @@ every_transformation = pytest.mark.parametrize("name", TRANSFORMATIONS)
         ({"value": np.complex64(1j)}, "value must be a floating number, got complex64"),
         ({"value": "1.0"}, "value must be one number, got str"),
         ({"value": {"loss": 1.0}}, "value must be one number, got dict"),
-        ({"eval_value": np.ones((2, 2), np.float32)}, r"eval_value .* got shape \(2, 2\)"),
+        ({"eval_loss": np.ones((2, 2), np.float32)}, r"eval_loss .* got shape \(2, 2\)"),
         ({"grad_norm": np.int32(1)}, "grad_norm must be a floating number"),
         ({"update_norm": np.ones(2, np.float32)}, "update_norm must be one number"),
-        ({"announced": np.float32(1)}, "announced must be a bool, got float32"),
+        ({"change_expected": np.float32(1)}, "change_expected must be a bool, got float32"),
         ({"void": np.ones(2, bool)}, "void must be one number"),
     ],
 )
@@ -66,9 +66,9 @@ def test_without_a_loss_the_gradients_are_still_judged(name):
     state = tx.init(PARAMS)
     update = jax.jit(tx.update)
     _, state = update(PARAMS, state, PARAMS)
-    assert not bool(decision_of(state).skip)
+    assert not bool(last_decision(state).skip)
     _, state = update({"w": jnp.asarray([1.0, jnp.nan, 0.0])}, state, PARAMS)
-    assert bool(decision_of(state).skip)
+    assert bool(last_decision(state).skip)
 
 
 @every_transformation
@@ -76,9 +76,9 @@ def test_a_given_norm_replaces_the_own_one(name):
     tx = TRANSFORMATIONS[name]()
     _, state = jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS, grad_norm=jnp.float32(10.0))
     assert float(metrics(state)["heal/grad_norm"]) == 10.0
-    np.testing.assert_allclose(decision_of(state).grad_scale, 0.1, rtol=1e-5)
+    np.testing.assert_allclose(last_decision(state).grad_scale, 0.1, rtol=1e-5)
     _, state = jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS, grad_norm=jnp.float32(jnp.inf))
-    assert bool(decision_of(state).skip)
+    assert bool(last_decision(state).skip)
 
 
 def test_a_given_norm_replaces_the_own_one_with_norms_per_tensor_too():
@@ -96,11 +96,13 @@ def test_a_void_step_is_not_applied_and_neither_learnt_nor_counted(name, bad):
     _, state = update({"w": jnp.ones(3)}, tx.init(PARAMS), PARAMS, value=jnp.float32(1.0))
     updates, new = update({"w": jnp.full(3, bad)}, state, PARAMS, void=jnp.bool_(True))
     assert not jnp.any(updates["w"])
-    assert bool(decision_of(new).skip)
+    assert bool(last_decision(new).skip)
     assert int(metrics(new)["heal/skips"]) == 0
     assert int(metrics(new)["heal/steps"]) == 1
     for before, after in zip(
-        jax.tree.leaves(strip(state)), jax.tree.leaves(strip(new)), strict=True
+        jax.tree.leaves(without_heal_state(state)),
+        jax.tree.leaves(without_heal_state(new)),
+        strict=True,
     ):
         np.testing.assert_array_equal(before, after)
 
@@ -143,7 +145,7 @@ def test_no_parameters_are_a_step_of_norm_zero(name, tree):
     updates, state = jax.jit(tx.update)(tree, tx.init(tree), tree, value=jnp.float32(1.0))
     assert updates == tree
     assert float(metrics(state)["heal/grad_norm"]) == 0.0
-    assert not bool(decision_of(state).skip)
+    assert not bool(last_decision(state).skip)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from healcore.jax import decision_of, protect
+from healcore.jax import last_decision, protect
 from tests.jax import policies
 from tests.jax.bits import assert_same_bits, differs
 
@@ -61,7 +61,7 @@ def training(name):
     params, state = PARAMS, tx.init(PARAMS)
     for i in range(policies.WARMUP + 2):
         params, state, _ = step(params, state, gradients(i), jnp.float32(1.0))
-    assert not bool(decision_of(state).skip)
+    assert not bool(last_decision(state).skip)
     return step, params, state
 
 
@@ -83,7 +83,7 @@ def test_a_skip_changes_no_bit(name, kind):
     step, params, state = training(name)
     grads, value = BAD[kind]
     new_params, new_state, updates = step(params, state, grads, jnp.float32(value))
-    assert bool(decision_of(new_state).skip)
+    assert bool(last_decision(new_state).skip)
     assert_same_bits(new_params, params)
     assert_same_bits(new_state.inner_state, state.inner_state)
     assert all(np.signbit(np.asarray(u, np.float32)).all() for u in jax.tree.leaves(updates))
@@ -166,7 +166,7 @@ def test_the_lr_is_cut_in_the_same_run_and_comes_back_to_exactly_one():
     scales, steps = [], []
     for g in [1.0, jnp.nan] + [1.0] * 40:
         updates, state = update(jnp.asarray([g]), state, params, value=jnp.float32(1.0))
-        scales.append(float(decision_of(state).lr_scale))
+        scales.append(float(last_decision(state).lr_scale))
         steps.append(float(updates[0]))
     assert scales[0] == 1.0
     assert min(scales) == 0.5
@@ -181,7 +181,7 @@ def test_an_update_spike_is_seen_one_step_later():
     skips = []
     for g in [1.0, 1.1, 0.9, 1.0, 1.0, 1e4, 1.0, 1.0]:
         _, state = update(jnp.full(2, g), state)
-        skips.append(bool(decision_of(state).skip))
+        skips.append(bool(last_decision(state).skip))
     assert skips == [False] * 6 + [True, False]
 
 
@@ -195,7 +195,7 @@ def test_each_tensor_has_its_own_factor_under_adagc():
         _, state = update(calm, state, params, value=jnp.float32(1.0))
     spike = {**calm, "a": calm["a"] * 100}
     updates, state = update(spike, state, params, value=jnp.float32(1.0))
-    factors = decision_of(state).group_scale
+    factors = last_decision(state).group_scale
     assert factors.shape == (2,)
     assert float(factors[0]) < 0.02
     assert float(factors[1]) == 1.0

@@ -13,10 +13,10 @@ from healcore.core.engine import Engine, StateError
 from healcore.core.signals import Signals
 from healcore.jax import (
     HealStateError,
-    announce,
-    decision_of,
+    expect_change,
     from_dict,
     heal,
+    last_decision,
     metrics,
     on_rollback,
     protect,
@@ -43,7 +43,7 @@ def drive(tx, state, norms, params=PARAMS):
     for i, norm in enumerate(norms):
         grads = jax.tree.map(lambda p: jnp.full_like(p, norm / np.sqrt(11)), params)  # noqa: B023
         _, state = update(grads, state, params, value=jnp.float32(1.0 + 0.01 * i))
-        decisions.append(jax.tree.map(np.asarray, decision_of(state)))
+        decisions.append(jax.tree.map(np.asarray, last_decision(state)))
     return state, decisions
 
 
@@ -58,20 +58,20 @@ def noisy_norms(n, seed=0):
 def test_the_decision_is_found_in_any_nesting(name):
     tx = NESTINGS[name](heal(policies.ZCLIP))
     state = tx.init(PARAMS)
-    assert not bool(decision_of(state).skip)  # neutral before the first step
-    assert float(decision_of(state).lr_scale) == 1.0
+    assert not bool(last_decision(state).skip)  # neutral before the first step
+    assert float(last_decision(state).lr_scale) == 1.0
     _, state = jax.jit(tx.update)(PARAMS, state, PARAMS, value=jnp.float32(jnp.nan))
     if name == "masked" or name != "apply_if_finite":
-        assert bool(decision_of(state).skip)
-    assert decision_of(state).group_scale is None
+        assert bool(last_decision(state).skip)
+    assert last_decision(state).group_scale is None
 
 
 def test_none_and_several_are_errors_that_say_where():
     with pytest.raises(HealStateError, match="no healing state in this tuple"):
-        decision_of(optax.adamw(1e-3).init(PARAMS))
+        last_decision(optax.adamw(1e-3).init(PARAMS))
     both = optax.chain(heal(policies.ZCLIP), protect(optax.sgd(0.1), policies.SKIP))
     with pytest.raises(HealStateError, match=r"2 healing states, at opt_state\[0\], opt_state"):
-        decision_of(both.init(PARAMS))
+        last_decision(both.init(PARAMS))
 
 
 def test_names_in_the_state_collide_with_nothing():
@@ -131,7 +131,7 @@ def test_a_run_that_moves_decides_as_one_that_stayed(policy):
     for i, norm in enumerate(norms[30:], start=30):
         grads = jax.tree.map(lambda p: jnp.full_like(p, norm / np.sqrt(11)), PARAMS)  # noqa: B023
         _, moved = update(grads, moved, PARAMS, value=jnp.float32(1.0 + 0.01 * i))
-        second.append(jax.tree.map(np.asarray, decision_of(moved)))
+        second.append(jax.tree.map(np.asarray, last_decision(moved)))
     assert_same_bits(first + second, expected)
     assert_same_bits(moved.heal[:2], stayed.heal[:2])
 
@@ -158,7 +158,7 @@ def drive_by_norm(tx, state, norms):
         _, state = update(
             PARAMS, state, PARAMS, value=jnp.float32(1.0), grad_norm=jnp.float32(norm)
         )
-        decisions.append(jax.tree.map(np.asarray, decision_of(state)))
+        decisions.append(jax.tree.map(np.asarray, last_decision(state)))
     return state, decisions
 
 
@@ -183,21 +183,21 @@ def test_an_announcement_opens_the_grace_window():
     calm, _ = drive(tx, tx.init(PARAMS), [1.0, 1.1, 0.9, 1.0, 1.0, 1.1])
     _, (judged,) = drive(tx, calm, [1e4])
     assert judged.skip
-    told = announce(calm)
+    told = expect_change(calm)
     assert _avals(told) == _avals(calm)
     _, (graced,) = drive(tx, told, [1e4])
     assert not graced.skip
     _, by_keyword = jax.jit(tx.update)(
-        jax.tree.map(lambda p: jnp.full_like(p, 1e4), PARAMS), calm, announced=jnp.bool_(True)
+        jax.tree.map(lambda p: jnp.full_like(p, 1e4), PARAMS), calm, change_expected=jnp.bool_(True)
     )
-    assert not bool(decision_of(by_keyword).skip)
+    assert not bool(last_decision(by_keyword).skip)
 
 
 def test_budgets_and_the_lr_survive_a_rollback():
     tx = protect(optax.sgd(0.1), policies.CUT_LR)
     good, _ = drive(tx, tx.init(PARAMS), [1.0, 1.1, 0.9])
     live, _ = drive(tx, good, [np.nan])
-    assert float(decision_of(live).lr_scale) == 0.5
+    assert float(last_decision(live).lr_scale) == 0.5
     back = on_rollback(live, good, policies.CUT_LR)
     assert _avals(back) == _avals(good)
     _, (next_decision,) = drive(tx, back, [1.0])

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import healcore.jax as hj
-from healcore.jax import decision_of, heal, protect
+from healcore.jax import heal, last_decision, protect
 from healcore.policy import preset_names
 from tests.jax import policies
 
@@ -28,23 +28,23 @@ PUBLIC = [
     "SignalError",
     "StateError",
     "TieredStore",
-    "announce",
-    "attach",
     "commit",
-    "decision_of",
+    "expect_change",
     "from_dict",
     "global_norm",
     "gradient_norms",
     "heal",
     "heal_zclip",
+    "last_decision",
     "leaf_norms",
     "metrics",
     "on_rollback",
     "protect",
     "scale_by_heal_lr",
     "set_lr_scale",
-    "strip",
     "to_dict",
+    "with_heal_state",
+    "without_heal_state",
 ]
 
 
@@ -107,4 +107,4 @@ def test_a_policy_may_be_an_object_too():
     from healcore.core.engine import Engine
 
     for each in (policy.load("zclip"), policies.ZCLIP, Engine(policies.ZCLIP)):
-        assert not bool(decision_of(heal(each).init(jnp.ones(2))).skip)
+        assert not bool(last_decision(heal(each).init(jnp.ones(2))).skip)

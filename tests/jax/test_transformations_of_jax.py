@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from healcore.core.clipping.zclip import ZClipConfig
 from healcore.core.engine import EngineConfig
-from healcore.jax import decision_of, heal, heal_zclip, metrics, protect
+from healcore.jax import heal, heal_zclip, last_decision, metrics, protect
 from tests.jax import policies
 from tests.jax.bits import assert_same_bits
 
@@ -34,7 +34,7 @@ def test_scan_decides_as_a_loop_of_compiled_steps(tx):
     def step(carry, grads):
         params, state = carry
         updates, state = tx.update(grads, state, params, value=jnp.float32(1.0))
-        return (optax.apply_updates(params, updates), state), decision_of(state)
+        return (optax.apply_updates(params, updates), state), last_decision(state)
 
     start = (params, tx.init(params))
     (scanned, _), decisions = jax.jit(lambda c: jax.lax.scan(step, c, jnp.asarray(GRADS)))(start)
@@ -56,7 +56,7 @@ def test_vmapped_runs_are_judged_each_by_itself():
     grads = jnp.ones((3, 4)).at[1, 2].set(jnp.nan)
     step = jax.jit(jax.vmap(lambda g, s, p: tx.update(g, s, p, value=jnp.float32(1.0))))
     updates, new = step(grads, state, params)
-    assert decision_of(new).skip.tolist() == [False, True, False]
+    assert last_decision(new).skip.tolist() == [False, True, False]
     moved = optax.apply_updates(params, updates)
     assert_same_bits(moved[1], params[1])
     assert_same_bits(
@@ -119,7 +119,7 @@ def test_inside_shard_map_with_a_reduced_norm(kind):
     moved, state = run(params, state, jnp.ones_like(params))
     assert (moved < params).all()
     kept, state = run(moved, state, jnp.ones_like(params).at[-1].set(jnp.nan))
-    assert bool(decision_of(state).skip)
+    assert bool(last_decision(state).skip)
     if kind == "protect":
         assert_same_bits(kept, moved)
 

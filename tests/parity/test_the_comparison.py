@@ -73,7 +73,7 @@ def test_what_the_fuzz_has_in_it():
         assert (np.where(finite, part == rounded, True).all(axis=0)).any(), "bfloat16 lanes"
     assert (trace.loss < 0).any()
     assert (trace.loss == trace.loss[0]).all(0).any(), "constant"
-    assert trace.announced.any()
+    assert trace.change_expected.any()
     assert trace.void.any()
     assert np.isfinite(trace.eval_loss).any()
     rate = trace.learning_rate

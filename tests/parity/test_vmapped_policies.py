@@ -228,7 +228,7 @@ def test_vmap_over_instability_and_the_ceiling_of_the_learning_rate():
         grad_norm=((1 + 10 * grown) * np.exp(0.2 * rng.normal(size=STEPS))).astype(np.float32),
         update_norm=np.ones(STEPS, np.float32),
         learning_rate=(1e-3 * (1.01 - t / STEPS)).astype(np.float32),
-        announced=np.zeros(STEPS, bool),
+        change_expected=np.zeros(STEPS, bool),
     )
 
     def run(numbers: Any) -> Any:

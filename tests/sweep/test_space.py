@@ -119,12 +119,10 @@ def test_a_variant_is_the_policy_that_would_be_written():
 
 def test_rules_are_counted_as_the_engine_has_them():
     text = (
-        'schema = 1\nname = "x"\n[detect.nonfinite]\n[[respond]]\nto = ["oom"]\n'
-        'do = ["clear_cache"]\n[[respond]]\nto = ["nonfinite"]\ndo = ["rollback"]\n'
+        'schema = 1\nname = "x"\n[detect.nonfinite]\n[[respond]]\nto = ["nonfinite"]\n'
+        'do = ["alert"]\n[[respond]]\nto = ["nonfinite"]\ndo = ["rollback"]\n'
     )
     policy = loads(text)
-    assert place_of(policy, "respond[1].when.consecutive") == ("rules", 0, "consecutive")
-    with pytest.raises(SweepError, match="only the host sees"):
-        place_of(policy, "respond[0].when.consecutive")
+    assert place_of(policy, "respond[1].when.consecutive") == ("rules", 1, "consecutive")
     with pytest.raises(SweepError, match="has a number"):
         default_axes(policy)

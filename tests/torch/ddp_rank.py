@@ -44,7 +44,7 @@ class Scenario(NamedTuple):
     """By DDP; else every rank steps with the gradients of its own data."""
     no_gradient: bool = False
     """Rank 1 has none at that step."""
-    announces: bool = False
+    expects_change: bool = False
     looks: bool = False
     """Rank 1 asks for the state of its fresh optimizer, which torch makes with a step."""
     group: Any = "auto"
@@ -61,8 +61,8 @@ SCENARIOS = {
         "local NaN gradient": Scenario(trained=NAN, wrapped=False),
         "local gradients clipped": Scenario(policy=policies.fixed(0.01), wrapped=False),
         "no gradient on one rank": Scenario(wrapped=False, no_gradient=True),
-        "announced on one rank": Scenario(
-            observed=1e4, announces=True, policy=policies.LOSSES, wrapped=True
+        "change expected on one rank": Scenario(
+            observed=1e4, expects_change=True, policy=policies.LOSSES, wrapped=True
         ),
         "fresh state on one rank": Scenario(looks=True),
         "Healer": Scenario(observed=1e4, healer=True),
@@ -125,8 +125,8 @@ def run(scenario: Scenario, root: Path) -> dict[str, Any]:
                 get_optimizer_state_dict(net, optimizer)
             for taken in range(STEPS):
                 trained, observed = loss_at(taken)
-                if scenario.announces and rank == 1 and taken == BAD:
-                    heal.announce()
+                if scenario.expects_change and rank == 1 and taken == BAD:
+                    heal.expect_change()
                 heal.observe(observed)
                 trained.backward()
                 if scenario.no_gradient and rank == 1 and taken == BAD:

@@ -11,7 +11,6 @@ import torch
 from torch.nn import Linear, Parameter
 from torch.optim import SGD, AdamW
 
-import healcore.torch
 from healcore.policy import PolicyError, load
 from healcore.torch import AttachError, ParametersChangedError, attach
 from tests.torch import policies
@@ -141,25 +140,6 @@ def test_a_group_that_is_not_fused_any_more_is_skipped_by_hand():
     assert torch.equal(before[0], p.detach())
     assert torch.equal(before[1], q.detach())
     assert int(heal.metrics()["heal/skips"]) == 1
-
-
-def test_the_public_names_are_frozen():
-    assert healcore.torch.__all__ == [
-        "Action",
-        "AttachError",
-        "Cause",
-        "Decision",
-        "Healing",
-        "ObservedTooLateError",
-        "ParametersChangedError",
-        "RanksDisagreeError",
-        "Report",
-        "SignalError",
-        "StateError",
-        "attach",
-        "namespace",
-    ]
-    assert all(hasattr(healcore.torch, name) for name in healcore.torch.__all__)
 
 
 def test_without_torch_the_import_says_what_to_install():

@@ -111,9 +111,9 @@ def test_one_rank_may_ask_for_the_state_of_a_fresh_optimizer(seat: str, pair: Pa
 
 @every_seat
 def test_decisions_that_differ_all_the_same_are_an_error(seat: str, pair: Pair):
-    for told in pair.said(f"announced on one rank, {seat}"):
+    for told in pair.said(f"change expected on one rank, {seat}"):
         assert told["raised"].startswith(f"{BAD + 1}: "), told
-        assert "announce" in told["raised"]
+        assert "expect_change" in told["raised"]
 
 
 def test_a_healer_whose_engines_exchange_nothing_raises_instead_of_waiting(pair: Pair):

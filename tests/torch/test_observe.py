@@ -148,16 +148,16 @@ def test_side_signals_reach_the_next_step_only(seat: Seat):
 
 @every_seat
 def test_an_announced_change_is_no_alarm(seat: Seat):
-    def jump(announced: bool) -> int:
+    def jump(change_expected: bool) -> int:
         p, optimizer, heal = healed(seat)
         for i in range(20):
             heal.observe(1.0 + 0.01 * (i % 3))
             take(p, optimizer, heal)
-        if announced:
-            heal.announce()
+        if change_expected:
+            heal.expect_change()
         heal.observe(50.0)
         take(p, optimizer, heal)
         return int(heal.metrics()["heal/alarms"])
 
-    assert jump(announced=False) == 1
-    assert jump(announced=True) == 0
+    assert jump(change_expected=False) == 1
+    assert jump(change_expected=True) == 0

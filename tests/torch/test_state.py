@@ -186,7 +186,7 @@ def test_the_device_state_keeps_its_addresses():
     before = [leaf.data_ptr() for leaf in leaves(heal.seat.state)]
     assert len(set(before)) == len(before)
     run(optimizer, heal, range(3))
-    heal.announce()
+    heal.expect_change()
     heal.load_state_dict(heal.state_dict())
     heal.on_rollback(heal.state_dict())
     assert [leaf.data_ptr() for leaf in leaves(heal.seat.state)] == before

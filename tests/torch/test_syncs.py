@@ -38,7 +38,7 @@ def counted(case: Case, seat: Seat, engine: Any, steps: int, *, attached: bool =
         if heal is not None:
             heal.metrics()
             heal.observe_eval(torch.tensor(1.0))
-            heal.announce()
+            heal.expect_change()
     return syncs.count
 
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import keystr
 
+from healcore.jax.bare_state import with_heal_state, without_heal_state
 from healcore.jax.driver.fitting import as_live, as_saved, form, is_number
-from healcore.jax.stripping import attach, strip
 from healcore.runtime.store.errors import StateMismatch
 
 STATE = "state"
@@ -63,9 +63,9 @@ class Layout:
         bare = jax.tree_util.tree_map_with_path(
             lambda path, new, live: as_live(beside.get(keystr(path), new), live),
             found if self._named else found[STATE],
-            strip(tree),
+            without_heal_state(tree),
         )
-        new = attach(_without_accumulated(bare), like=tree)
+        new = with_heal_state(_without_accumulated(bare), like=tree)
         return jax.tree_util.tree_map_with_path(
             lambda path, leaf: _norm(beside, path, leaf) if _is_norm(path) else leaf, new
         )
@@ -90,7 +90,7 @@ class Beside:
     optional = True  # checkpoints of a run without healcore lack it
 
     def __init__(self, tree: Any) -> None:
-        bare = jax.tree_util.tree_leaves_with_path(strip(tree))
+        bare = jax.tree_util.tree_leaves_with_path(without_heal_state(tree))
         whole = jax.tree_util.tree_leaves_with_path(tree)
         self._kept = {
             **{keystr(path): leaf for path, leaf in bare if is_number(leaf)},
@@ -106,7 +106,7 @@ class Beside:
 
 
 def _saved(tree: Any) -> Any:
-    return jax.tree.map(as_saved, strip(tree))
+    return jax.tree.map(as_saved, without_heal_state(tree))
 
 
 def _norm(beside: Mapping[str, Any], path: tuple[Any, ...], live: Any) -> Any:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from healcore.jax import packing
+from healcore.jax.bare_state import without_heal_state
 from healcore.jax.driver import engines as in_state
 from healcore.jax.driver.branching import Branch
 from healcore.jax.driver.checkpointed import Layout
@@ -18,7 +19,6 @@ from healcore.jax.driver.places import Tree, place_of, value
 from healcore.jax.driver.ranks import this_run
 from healcore.jax.lr import injected_rates
 from healcore.jax.state import HealState, HealStateError
-from healcore.jax.stripping import strip
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Ranks
@@ -138,9 +138,9 @@ class JaxDriver:
         tree = self._place.read()
         self._put(in_state.loaded(self._engine, self._engines, tree, engines))
 
-    def announce(self) -> None:
+    def expect_change(self) -> None:
         """Opens every engine's grace window."""
-        self._place.write(in_state.announced(self._place.read()))
+        self._place.write(in_state.with_change_expected(self._place.read()))
 
     def decline(self) -> None:
         """Tells every engine that the rollback it ordered is not carried out."""
@@ -246,7 +246,7 @@ def _not_finite(tree: Any) -> set[str]:
     """Paths of the floating arrays with a NaN or an Inf in them."""
     floats = [
         (jax.tree_util.keystr(path), jnp.isfinite(leaf).all())
-        for path, leaf in jax.tree_util.tree_leaves_with_path(strip(tree))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(without_heal_state(tree))
         if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
     ]
     finite = jax.device_get([flag for _, flag in floats])

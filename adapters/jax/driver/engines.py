@@ -123,13 +123,13 @@ def loaded(
     return jax.tree_util.tree_map_with_path(one, tree, is_leaf=_is_healing)
 
 
-def announced(tree: Any) -> Any:
+def with_change_expected(tree: Any) -> Any:
     """The tree with every engine's grace window opened."""
 
     def one(node: Any) -> Any:
         if not _is_heal(node):
             return node
-        told = as_live(packing.announced(node.heal_ints), node.heal_ints)
+        told = as_live(packing.with_change_expected(node.heal_ints), node.heal_ints)
         return node._replace(heal_ints=told)
 
     return jax.tree.map(one, tree, is_leaf=_is_heal)

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
+from healcore.jax.bare_state import without_heal_state
 from healcore.jax.norms import judged
-from healcore.jax.stripping import strip
 
 _PARAMETERS = ("params", "model")
 
@@ -30,7 +30,7 @@ def names(tree: Any, engine: Path, count: int) -> tuple[str, ...]:
         As JAX writes paths, `['params']['Dense_0']['kernel']`. Numbers where that would be a guess.
     """
     parts: dict[Path, list[Path]] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(strip(tree)):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(without_heal_state(tree)):
         if judged(leaf):
             for depth in range(len(path) + 1):
                 parts.setdefault(path[:depth], []).append(path)

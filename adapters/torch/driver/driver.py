@@ -94,10 +94,12 @@ class TorchDriver:
         for healing in self._meant(optimizer):
             healing.observe(loss)
 
-    def observe_eval(self, loss: Tensor | float, optimizer: str | Optimizer | None = None) -> None:
+    def observe_eval(
+        self, eval_loss: Tensor | float, optimizer: str | Optimizer | None = None
+    ) -> None:
         """Reports an evaluation's loss; the next step sees it."""
         for healing in self._meant(optimizer):
-            healing.observe_eval(loss)
+            healing.observe_eval(eval_loss)
 
     # -- the protocol ---------------------------------------------------------------------------
 
@@ -136,7 +138,7 @@ class TorchDriver:
             readable(healing.engine, data, healing.seat.groups)
         for recorder in self._recorders:
             if recorder.name in engines:
-                recorder.healing.load_state_dict(dict(engines[recorder.name]))
+                recorder.healing.load_state_dict(engines[recorder.name])
             recorder.restart()
         self._unread.clear()
 
@@ -174,10 +176,10 @@ class TorchDriver:
         rate = groups[0].get("lr")
         return None if rate is None else float(rate)
 
-    def announce(self) -> None:
+    def expect_change(self) -> None:
         """Opens every engine's grace window at its next step."""
         for healing in self.healings.values():
-            healing.announce()
+            healing.expect_change()
         self._statistics.take()  # whoever has loaded weights has loaded these too
 
     def decline(self) -> None:

@@ -21,7 +21,7 @@ from benchmarks.healbench.jax_tasks.models import Arrays
 from benchmarks.healbench.jax_tasks.problem import Problem, State, running
 from benchmarks.healbench.training import Run
 from healcore.core.verdict import Cause
-from healcore.jax import commit, decision_of, metrics, protect
+from healcore.jax import commit, last_decision, metrics, protect
 
 _NONFINITE = Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
 _FOR_EVER = 2**31 - 1
@@ -160,12 +160,12 @@ class Attached(Training):
 
     def record(self, grads: Arrays, opt_state: Any) -> Any:
         """Whether the step was skipped, and what was wrong."""
-        decision = decision_of(opt_state)
+        decision = last_decision(opt_state)
         return decision.skip, decision.cause
 
     def keep(self, opt_state: Any, old: Arrays, new: Arrays) -> Arrays:
         """A skipped step leaves no statistics behind."""
-        return commit(decision_of(opt_state).skip, old, new)
+        return commit(last_decision(opt_state).skip, old, new)
 
     def count(self, records: list[Any], opt_state: Any) -> None:
         """Skipped steps, undone ones included, and what the healing state has counted itself."""

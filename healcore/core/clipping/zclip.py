@@ -208,7 +208,7 @@ def _learn(
     var = var + xp.where(learn, step, 0.0)
     # Rounding can leave a variance of -1e-12 after equal values.
     var = xp.where(var > 0, var, 0.0)
-    # Skipped before anything was learnt: the old baseline is still what an announcement left.
+    # Skipped before anything was learnt: the old baseline is still what an expected change left.
     mean, var = xp.where(learn, mean, state.mean), xp.where(learn, var, state.var)
     mean, var = numerics.settle(mean, xp=xp), numerics.settle(var, xp=xp)
     return state._replace(count=seen, mean=mean, var=var)

@@ -12,7 +12,7 @@ Where the published rules break, this follows what they are for:
   its own).
 * **One step, one count.** Axolotl looks at the last log entry at every step: a single high entry
   counts `logging_steps` times.
-* **The first losses are finite ones that somebody counted**, and an announced change (other data,
+* **The first losses are finite ones that somebody counted**, and an expected change (other data,
   other weights) has them counted again.
 
 It rejects nothing and learns only at the beginning, so there is nothing to lock in: above the

@@ -66,7 +66,7 @@ def init() -> LevelState:
 
 
 def begin(state: LevelState, loss: Any, restart: Any, *, xp: Any) -> LevelState:
-    """The level before this step: at the first one, or after an announcement, it is the loss."""
+    """The level before this step: at the first one, or after an expected change, it is the loss."""
     count = xp.where(restart, 0, state.count)
     first = count == 0
     return state._replace(

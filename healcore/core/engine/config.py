@@ -92,4 +92,4 @@ class EngineConfig(NamedTuple):
     max_skips: Any = 10
     """Steps with finite signals skipped in a row; then they pass (clipped) until one is calm."""
     grace_steps: Any = 50
-    """Steps after an announced change in which only non-finite values are alarms."""
+    """Steps after an expected change in which only non-finite values are alarms."""

@@ -147,13 +147,15 @@ class Engine:
 
     # -- what the host says ---------------------------------------------------------------------
 
-    def announce(self, state: EngineState, *, xp: Any) -> EngineState:
+    def expect_change(self, state: EngineState, *, xp: Any) -> EngineState:
         """Opens the grace window at the next step: the LR, the batch or the data changes.
 
         Baselines begin their warm-up again, and only non-finite values are alarms for
         `grace_steps` steps.
         """
-        return state._replace(announced=xp.where(state.step >= 0, True, state.announced))
+        return state._replace(
+            change_expected=xp.where(state.step >= 0, True, state.change_expected)
+        )
 
     def on_rollback(self, live: EngineState, restored: EngineState, *, xp: Any) -> EngineState:
         """The state after going back: detectors of then, budgets and LR multiplier of now.

@@ -34,12 +34,12 @@ def judge(
         signals: what the step observed.
         xp: the array namespace.
     """
-    announced = state.announced
-    if signals.announced is not None:
-        announced = announced | signals.announced
+    change_expected = state.change_expected
+    if signals.change_expected is not None:
+        change_expected = change_expected | signals.change_expected
     spent = xp.where(state.grace > 0, state.grace - 1, 0)
-    grace = xp.where(announced, config.grace_steps, spent)
-    seen = observe(signals, announced, xp=xp)
+    grace = xp.where(change_expected, config.grace_steps, spent)
+    seen = observe(signals, change_expected, xp=xp)
 
     detectors, readings = _read(config, state, seen, grace > 0, xp=xp)
     if "loss_spike" in readings:
@@ -109,7 +109,7 @@ def judge(
     )
     return EngineState(
         step=state.step + 1,
-        announced=never,
+        change_expected=never,
         grace=grace,
         clip=clip_state,
         detectors=detectors,

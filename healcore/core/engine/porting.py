@@ -15,7 +15,7 @@ from healcore.core.engine.config import EngineConfig
 from healcore.core.engine.state import EngineState, init
 from healcore.core.errors import HealcoreError
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the neutral form."""
 
 _MOST_GROUPS = 10_000_000
@@ -34,7 +34,7 @@ def to_dict(config: EngineConfig, state: EngineState, policy: str | None) -> dic
         policy: its fingerprint, see `Engine.fingerprint`.
 
     Returns:
-        `{"schema": 1, "policy": fingerprint, "clip": name, "detectors": [names], "groups": n,
+        `{"schema": 2, "policy": fingerprint, "clip": name, "detectors": [names], "groups": n,
         "state": {...}}`.
     """
     scale = state.last.decision.group_scale

@@ -34,8 +34,8 @@ class EngineState(NamedTuple):
 
     step: Any
     """int32: steps judged."""
-    announced: Any
-    """bool: a change was announced since the last step."""
+    change_expected: Any
+    """bool: a change was expected since the last step."""
     grace: Any
     """int32: steps left in the grace window."""
     clip: Any
@@ -88,7 +88,7 @@ def init(config: EngineConfig, *, groups: int = 0, batch: tuple[int, ...] = ()) 
     zero, none = np.zeros((), np.float32), np.zeros((), np.int32)
     state = EngineState(
         step=none,
-        announced=np.zeros((), bool),
+        change_expected=np.zeros((), bool),
         grace=none.copy(),
         clip=clip_state,
         detectors=tuple(DETECTORS[name].init(each) for name, each in config.detectors),

@@ -18,7 +18,7 @@ Place = tuple[str | int, ...]
 _PART = re.compile(r"([A-Za-z_]\w*)((?:\[\d+\])*)")
 _SETTLED = ("warmup", "escape", "first_", "min_rel_std")
 """How the names of numbers begin that say how a baseline is learnt, not when it is left."""
-_BLIND = ("clip", "rollback", "lr", "budget", "retry", "grace_steps")
+_BLIND = ("clip", "rollback", "lr", "budget", "grace_steps")
 
 
 class SweepError(HealcoreError, ValueError):
@@ -92,11 +92,8 @@ def place_of(policy: Policy, key: str) -> Place:
         _varies(key, type(config), str(way[-1]))
         return place
     if way[0] == "respond" and isinstance(way[1], int):
-        rules = [i for i, rule in enumerate(policy.respond) if not rule.for_host]
-        if way[1] not in rules:
-            raise SweepError(f"{key} answers what only the host sees; no curve has recorded that")
         _varies(key, RuleConfig, str(way[-1]))
-        return ("rules", rules.index(way[1]), str(way[-1]))
+        return ("rules", way[1], str(way[-1]))
     if way[0] == "incident":
         _varies(key, IncidentConfig, str(way[-1]))
         return way

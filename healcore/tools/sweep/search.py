@@ -101,7 +101,7 @@ def sweep(
     """
     _check(plan)
     base = load(policy)
-    if not any("rollback" in rule.do for rule in base.respond if not rule.for_host):
+    if not any("rollback" in rule.do for rule in base.respond):
         raise SweepError(
             f"policy {base.name} never goes back: a sweep ranks recoveries. Give one with a rule "
             'that has do = ["rollback"], for example default'

@@ -50,10 +50,9 @@ def test_the_numbers_of_the_presets(preset):
     assert policy.detect.plateau.chance_margin == 0.01
     assert policy.detect.overfit.max_gap == 2
     assert policy.respond[1].when.consecutive == nan
-    budget, lr, retry = policy.budget, policy.lr, policy.retry
-    assert (budget.recoveries, budget.lr_cuts, budget.shrinks) == (recoveries, 4, 3)
+    budget, lr = policy.budget, policy.lr
+    assert (budget.recoveries, budget.lr_cuts) == (recoveries, 4)
     assert (lr.factor, lr.floor) == (0.5, 0.5**4)
-    assert (retry.base_delay_s, retry.factor, retry.max_delay_s) == (30, 2, 600)
 
 
 def test_the_presets_differ_in_nothing_else():
@@ -141,22 +140,6 @@ def test_what_needs_a_person_is_told_and_no_more(preset, failure, cause):
     assert told.says(cause).any()
     assert set(told.action[told.action != 0]) == {int(Action.ALERT)}
     assert not told.skip.any()
-
-
-@pytest.mark.parametrize(
-    ("cause", "actions"),
-    [
-        ("oom", ("shrink_microbatch", "clear_cache")),
-        ("data", ("alert", "retry")),
-        ("network", ("retry",)),
-        ("unknown", ("save", "alert")),
-    ],
-)
-def test_the_host_s_rules_are_read_and_kept(preset, cause, actions):
-    """Nothing carries them out yet; the engine on the device does not have them."""
-    policy, _ = preset
-    assert [rule.do for rule in policy.respond if rule.to == (cause,)] == [actions]
-    assert len(policy.engine().config.rules) == sum(not rule.for_host for rule in policy.respond)
 
 
 # -- its faults -----------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ class Engine:
 
     def __init__(self, config: Any, *, groups: int = 0) -> None:
         self.config, self.ties = config, Ties()
-        self.step, self.grace, self.announced = 0, 0, False
+        self.step, self.grace, self.change_expected = 0, 0, False
         self.clip = None
         if config.clip is not None:
             name, settings = config.clip
@@ -185,7 +185,7 @@ class Engine:
         update_norm: float | None = None,
         eval_loss: float | None = None,
         group_norms: list[float] | None = None,
-        announced: bool = False,
+        change_expected: bool = False,
         void: bool = False,
         learning_rate: float | None = None,
     ) -> Verdict:
@@ -193,8 +193,8 @@ class Engine:
         self.ties.forget()
         if void:
             return self.neutral(1.0 if self.config.mode == "observe" else self.lr.scale)
-        restart = announced or self.announced
-        self.announced = False
+        restart = change_expected or self.change_expected
+        self.change_expected = False
         self.grace = self.config.grace_steps if restart else max(0, self.grace - 1)
         step, groups = _observed(loss, grad_norm, update_norm, eval_loss, group_norms, restart)
         absent = {

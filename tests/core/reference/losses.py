@@ -99,7 +99,7 @@ class LossSpike:
     def see(self, step: Any) -> Word:
         c, level, x = self.config, self.level, step.loss
         if step.restart:
-            # The noise is remembered: what is announced is another level, not another noise.
+            # The noise is remembered: what is expected is another level, not another noise.
             level.count = 0
         if level.count == 0:
             level.mean = level.slow = level.now = level.last = x

@@ -11,7 +11,15 @@ import optax
 import pytest
 
 from healcore.core.engine import Engine, StateError
-from healcore.jax import HealStateError, attach, heal, heal_zclip, protect, scale_by_heal_lr, strip
+from healcore.jax import (
+    HealStateError,
+    heal,
+    heal_zclip,
+    protect,
+    scale_by_heal_lr,
+    with_heal_state,
+    without_heal_state,
+)
 from healcore.jax.driver import JaxDriver
 from healcore.runtime.healer import Healer
 from tests.healer.jax.runs import POLICY, RUNS, advance, batch, plain
@@ -69,13 +77,13 @@ def test_an_announcement_does_not_hide_the_step_before_it(kind):
     run = RUNS[kind]()
     driver = JaxDriver(run.state, POLICY)
     driver.update(run.step(driver.state, batch(0)))
-    driver.announce()
+    driver.expect_change()
     (name,) = driver.healing()
-    assert driver.healing()[name]["state"]["announced"] is True
+    assert driver.healing()[name]["state"]["change_expected"] is True
     assert driver.poll_step() is not None
     compiled = run.compiled()
     advance(driver, run, [batch(1)])
-    assert driver.healing()[name]["state"]["announced"] is False
+    assert driver.healing()[name]["state"]["change_expected"] is False
     assert run.compiled() == compiled
 
 
@@ -108,14 +116,14 @@ def test_engines_of_one_optimizer_have_their_places_as_names():
 def test_without_its_healing_part_a_state_is_that_of_plain_optax(healed, plain_one):
     before = plain_one.init(PARAMS)
     like = healed.init(PARAMS)
-    assert_same_bits(strip(like), before)
+    assert_same_bits(without_heal_state(like), before)
     old = jax.tree.map(lambda leaf: leaf + 1, before)
-    state = attach(old, like)
+    state = with_heal_state(old, like)
     assert jax.tree.structure(state) == jax.tree.structure(like)
-    assert_same_bits(strip(state), old)
+    assert_same_bits(without_heal_state(state), old)
     healed.update(PARAMS, state, PARAMS)
-    with pytest.raises(HealStateError, match="structure of strip"):
-        attach(optax.sgd(0.1).init({"q": PARAMS}), like)
+    with pytest.raises(HealStateError, match="structure of without_heal_state"):
+        with_heal_state(optax.sgd(0.1).init({"q": PARAMS}), like)
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])

@@ -156,7 +156,7 @@ def test_sharded_and_committed_arrays_stay_so():
     restored = store.restore(1, driver.items())
     driver.replace(restored.state)
     driver.load_healing(restored.healing or {})
-    driver.announce()
+    driver.expect_change()
     for before, after in zip(live, jax.tree.leaves(driver.state), strict=True):
         assert before.committed
         assert after.committed

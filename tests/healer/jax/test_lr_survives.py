@@ -17,7 +17,7 @@ import pytest
 from optax import contrib
 
 from healcore.core.engine import Engine
-from healcore.jax import decision_of, heal, protect, scale_by_heal_lr, set_lr_scale
+from healcore.jax import heal, last_decision, protect, scale_by_heal_lr, set_lr_scale
 from healcore.jax.driver import JaxDriver
 from healcore.runtime.rollback.engine_states import gone_back
 from tests.healer.jax.runs import POLICY, advance, batch, plain
@@ -40,7 +40,7 @@ def chained(inner: Any, policy: Any) -> Any:
 
     def update(updates: Any, state: Any, params: Any = None, **signals: Any) -> Any:
         updates, state = chain.update(updates, state, params, **signals)
-        return updates, set_lr_scale(state, decision_of(state).lr_scale)
+        return updates, set_lr_scale(state, last_decision(state).lr_scale)
 
     return optax.GradientTransformationExtraArgs(chain.init, update)
 
@@ -137,4 +137,4 @@ def test_the_users_own_learning_rate_is_told_where_it_is_known(name, rate):
     found = driver.learning_rate()
     assert (found is None) == (rate is None)
     assert rate is None or found == pytest.approx(rate)
-    assert float(jnp.asarray(decision_of(driver.state["opt_state"]).lr_scale)) == 0.25
+    assert float(jnp.asarray(last_decision(driver.state["opt_state"]).lr_scale)) == 0.25

@@ -56,7 +56,7 @@ def main(rank: int, port: str) -> None:
     assert ranks.gather(told) == [told, told]
     # One process's NaN is everybody's.
     assert "nan" in take(jnp.nan if rank else 1.0)
-    driver.announce()
+    driver.expect_change()
     driver.decline()
     take(1.0)
     print("done")

@@ -188,7 +188,7 @@ def test_engine_states_go_there_and_back_or_not_at_all():
 def test_announcing_opens_the_window():
     run = Run(adam)
     driver = TorchDriver(run.state, GOES_BACK)
-    driver.announce()
+    driver.expect_change()
     run.step(0)
     grace = driver.healing()["optimizer"]["state"]["grace"]
     assert grace == GOES_BACK.config.grace_steps

@@ -287,7 +287,7 @@ def test_going_back_and_loading_are_not_undone_by_the_next_skip():
     life.step(4, NAN)
     assert life.statistics == saved
     life.norm.reset_running_stats()
-    life.driver.announce()
+    life.driver.expect_change()
     fresh = life.statistics
     life.step(5, NAN)
     assert life.statistics == fresh

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import optax
@@ -11,15 +11,19 @@ from healcore.jax.lr import ScaleByHealLrState
 from healcore.jax.protect import ProtectState
 from healcore.jax.state import HealState, HealStateError
 
+PyTree = Any
+"""Any nesting of registered nodes: JAX has no type for it."""
+State = TypeVar("State")
 
-def strip(state: Any) -> Any:
+
+def without_heal_state(state: PyTree) -> PyTree:
     """The state as it was before anybody healed it: what a checkpoint of a plain optax run holds.
 
     A `protect` becomes the optimizer it protects; a member of a chain (`heal`, `heal_zclip`,
     `scale_by_heal_lr`) becomes the empty state of a stateless one, as `clip_by_global_norm` has it.
 
-        old = store.restore(step, {"state": strip(state)}).state["state"]
-        state = attach(old, like=state)
+        old = store.restore(step, {"state": without_heal_state(state)}).state["state"]
+        state = with_heal_state(old, like=state)
 
     Args:
         state: any pytree: a train state, an optimizer state.
@@ -32,18 +36,20 @@ def strip(state: Any) -> Any:
     )
 
 
-def attach(bare: Any, like: Any) -> Any:
-    """The opposite of `strip`.
+def with_heal_state(bare: PyTree, like: State) -> State:
+    """The opposite of `without_heal_state`.
 
     Also the way from a run without healcore, or with another policy: `protect` begins with the
     moments that the optimizer has,
 
-        opt_state = attach(old, like=tx.init(params))         # old: of adamw, or chain(clip, adamw)
-        opt_state = attach(strip(old), like=tx.init(params))  # old: of another policy
+        # old: of adamw, or of chain(clip, adamw)
+        opt_state = with_heal_state(old, like=tx.init(params))
+        # old: of another policy
+        opt_state = with_heal_state(without_heal_state(old), like=tx.init(params))
 
     Args:
-        bare: a tree of the structure of ``strip(like)``, or a chain with one such tree in it and
-            otherwise stateless members.
+        bare: a tree of the structure of ``without_heal_state(like)``, or a chain with one such
+            tree in it and otherwise stateless members.
         like: the state whose healing part is to be taken over, live or fresh from ``tx.init``.
 
     Returns:
@@ -52,14 +58,14 @@ def attach(bare: Any, like: Any) -> Any:
     Raises:
         HealStateError: `bare` has another structure.
     """
-    bare = _part_like(strip(like), bare)
+    bare = _part_like(without_heal_state(like), bare)
     nodes, structure = jax.tree.flatten(like, is_leaf=_healing)
     try:
         parts = structure.flatten_up_to(bare)
     except ValueError as error:
         raise HealStateError(
-            f"this state does not have the structure of strip(like): {error}. Pass a state of the "
-            "same model and optimizer"
+            f"this state does not have the structure of without_heal_state(like): {error}. Pass a "
+            "state of the same model and optimizer"
         ) from None
     return structure.unflatten(
         _whole(part, node) if _healing(node) else part
@@ -81,13 +87,15 @@ def _part_like(wanted: Any, tree: Any) -> Any:
 
 
 def _bare(node: Any) -> Any:
-    return strip(node.inner_state) if isinstance(node, ProtectState) else optax.EmptyState()
+    if isinstance(node, ProtectState):
+        return without_heal_state(node.inner_state)
+    return optax.EmptyState()
 
 
 def _whole(bare: Any, node: Any) -> Any:
     if not isinstance(node, ProtectState):
         return node
-    return node._replace(inner_state=attach(bare, node.inner_state))
+    return node._replace(inner_state=with_heal_state(bare, node.inner_state))
 
 
 def _healing(node: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What the host says: announced changes, void steps, rollbacks; and what a mode does not do."""
+"""What the host says: expected changes, void steps, rollbacks; and what a mode does not do."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def test_an_announced_jump_is_no_alarm(way):
     told.feed(**steps)
     assert any(d.cause for d in silent.feed(**jump))
     if way == "method":
-        told.state = told.engine.announce(told.state, xp=np)
+        told.state = told.engine.expect_change(told.state, xp=np)
         flags = np.zeros(60, bool)
     else:
         flags = np.arange(60) == 0
-    assert not any(d.cause & ~int(Cause.PLATEAU) for d in told.feed(**jump, announced=flags))
+    assert not any(d.cause & ~int(Cause.PLATEAU) for d in told.feed(**jump, change_expected=flags))
 
 
 def test_nan_is_caught_in_the_grace_window_and_in_warm_up():
     runner = Runner(CONFIG)
     assert runner.step(loss=np.nan, grad_norm=1.0).skip, "the very first step"
-    runner.step(loss=1.0, grad_norm=1.0, announced=True)
+    runner.step(loss=1.0, grad_norm=1.0, change_expected=True)
     decision = runner.step(loss=1.0, grad_norm=np.nan)
     assert decision.skip
     assert decision.cause == Cause.NONFINITE_GRAD
@@ -52,7 +52,7 @@ def test_the_window_lasts_grace_steps():
         config = policies.full("zclip", grace_steps=10, detectors=only)
         runner = Runner(config)
         runner.feed(grad_norm=np.ones(30))
-        runner.step(grad_norm=0.0, announced=True)
+        runner.step(grad_norm=0.0, change_expected=True)
         causes = [bool(d.cause) for d in runner.feed(grad_norm=np.zeros(12))]
         assert causes[after - 1] == alarm
 
