@@ -63,6 +63,17 @@ def signals(
     )
 
 
+def garbage(rng: np.random.Generator, steps: int, lanes: int) -> Signals:
+    """Calm runs whose every fifteenth batch, alone or in a row, is far out in loss and norm."""
+    shape = (steps, lanes)
+    norm, loss = np.exp(rng.normal(0, 0.1, shape)), np.exp(rng.normal(0, 0.1, shape))
+    bad = (rng.random(shape) < 1 / 15) & (np.arange(steps) > 60)[:, None]
+    bad[1:] |= bad[:-1] & (rng.random((steps - 1, lanes)) < 0.2)
+    norm = np.where(bad, norm * rng.choice([5.0, 20.0, 60.0, 150.0], shape), norm)
+    loss = np.where(bad & (rng.random(shape) < 0.8), 50 * loss, loss)
+    return Signals(loss=loss.astype(np.float32), grad_norm=norm.astype(np.float32))
+
+
 def at(trace: Signals, step: int, lane: int | None = None) -> Signals:
     """One step of a trace: of all lanes, or of one as NumPy scalars."""
     where = step if lane is None else (step, lane)

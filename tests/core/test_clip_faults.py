@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from healcore.core.clipping import RULES
+from healcore.core.detectors import DETECTORS
 from healcore.core.engine import EngineConfig
 from healcore.core.tree import leaves
 from tests.core.stepping import Runner
@@ -117,3 +118,34 @@ def test_per_tensor_norms_of_one_bad_tensor_skip_the_step():
     decision = runner.step(grad_norm=1.0, group_norms=[1.0, np.nan, 1.0])
     assert decision.skip
     np.testing.assert_array_equal(decision.group_scale, [1, 1, 1])
+
+
+def let_through(spikes: dict[int, float], steps: int = 240) -> dict[int, float]:
+    """Norm that is left of each spike, whose loss stands out too; all others are 1."""
+    rule = RULES["zclip"].ZClipConfig(max_norm=None, lone_ratio=1.1)
+    watch = DETECTORS["loss_spike"].Config()
+    runner = Runner(EngineConfig(clip=("zclip", rule), detectors=(("loss_spike", watch),)))
+    left = {}
+    for step, loss in enumerate(calm(steps)):
+        norm = spikes.get(step, 1.0)
+        decision = runner.step(grad_norm=norm, loss=50.0 * loss if step in spikes else loss)
+        if step in spikes:
+            left[step] = norm * float(decision.grad_scale)
+    return left
+
+
+def test_garbage_that_comes_again_and_again_is_let_through_no_more_of():
+    left = list(let_through(dict.fromkeys(range(80, 240, 20), 100.0)).values())
+    assert left[0] > 1.05
+    assert max(left[1:]) <= left[0] * (1 + 1e-5)
+
+
+def test_a_rare_class_is_let_through_more_and_more_of():
+    left = list(let_through(dict.fromkeys(range(80, 240, 20), 20.0)).values())
+    assert left == sorted(left)
+    assert left[-1] > 1.5 * left[0]
+
+
+def test_far_spikes_in_a_row_are_not_taken_for_garbage():
+    left = let_through({80: 100.0, 81: 100.0, 120: 100.0})
+    assert left[120] > 1.04 * left[80]

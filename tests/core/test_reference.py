@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from healcore.core.detectors import DETECTORS
+from healcore.core.engine import EngineConfig
 from healcore.core.signals import Signals
 from tests.core import fuzz, oracle, policies
 
@@ -40,6 +42,16 @@ def test_the_detectors_of_the_catalogue(which, wild):
 def test_instability_alone(wild):
     trace = fuzz.signals(np.random.default_rng(50 + wild), STEPS, LANES, wild=wild)
     outcome = oracle.agree(policies.growing(), trace)
+    assert outcome.wrong is None, outcome.wrong
+    assert outcome.ties <= LANES // 10
+    assert outcome.steps >= 0.9 * STEPS * LANES
+
+
+def test_lone_spikes_of_garbage():
+    trace = fuzz.garbage(np.random.default_rng(51), STEPS, LANES)
+    rule = policies.CLIPS["zclip-mean"]._replace(lone_share=0.125)
+    watched = (("loss_spike", DETECTORS["loss_spike"].Config()),)
+    outcome = oracle.agree(EngineConfig(clip=("zclip", rule), detectors=watched), trace)
     assert outcome.wrong is None, outcome.wrong
     assert outcome.ties <= LANES // 10
     assert outcome.steps >= 0.9 * STEPS * LANES

@@ -19,6 +19,8 @@ What differs from the paper, and why:
   stands out too it is another kind of data, and may be larger: such spikes together may add
   `lone_share` of what all other steps add. A spike under an ordinary loss is the model's own (a
   learning rate that is too high shows so first), and spikes in a row are a reaction to each other.
+  Beyond `lone_limit` means it may be garbage: once one has come and gone, the next step being no
+  spike, others reach no more than earlier norms, so that each does not make room for the next.
 * Warm-up is robust (`warmup`): one spike there would hide later ones for hundreds of steps.
 """
 
@@ -33,6 +35,7 @@ from healcore.core.clipping.verdict import Clip, scale_to
 from healcore.core.signals import Observed
 
 _FORGET = 1.0 / 1024.0  # of the largest norm per step; a power of two, so that the product is exact
+_CAME, _GONE = 1, 2  # values of `ZClipState.far`
 _DOUBLE = 2.0  # of the largest norm: what is saved up is not spent on one spike of unknown effect
 
 
@@ -79,6 +82,9 @@ class ZClipState(NamedTuple):
     """bool: the last norm was a spike."""
     saved: Any
     """float32: what lone spikes may use, in means."""
+    far: Any
+    """int32: of lone spikes beyond `lone_limit` whose loss stood out too: 0 there was none, 1 the
+    last step was one, 2 one has come and gone."""
     shift: level_shift.ShiftState
 
 
@@ -93,6 +99,7 @@ def init(config: ZClipConfig, *, groups: int = 0) -> ZClipState:
         peak=zero.copy(),
         spiked=np.zeros((), bool),
         saved=zero.copy(),
+        far=np.zeros((), np.int32),
         shift=level_shift.init(),
     )
 
@@ -138,13 +145,18 @@ def update(
     peak = xp.where(count == 0, 0.0, state.peak)
     saved = xp.where(warm, 0.0, state.saved + config.lone_share)
     saved = numerics.smaller(saved, config.lone_limit, xp=xp)
+    far = xp.where(count == 0, 0, state.far)
     allowed = numerics.product(config.lone_ratio, peak, xp=xp)
+    beyond = spike & False
     if seen.loss_outlier is not None:
         near = norm <= numerics.product(config.lone_limit, state.mean, xp=xp)
-        near = near & seen.loss_outlier
+        beyond = seen.loss_outlier & ~near
         doubled = numerics.product(_DOUBLE, peak, xp=xp)
         more = numerics.smaller(numerics.product(saved, state.mean, xp=xp), doubled, xp=xp)
-        allowed = numerics.larger(allowed, xp.where(near, more, 0.0), xp=xp)
+        more = xp.where(near & seen.loss_outlier, more, 0.0)
+        allowed = numerics.larger(allowed, more, xp=xp)
+        within = numerics.smaller(allowed, peak, xp=xp)
+        allowed = xp.where(beyond & (far == _GONE), within, allowed)
     largest = numerics.smaller(allowed, norm, xp=xp)
     alone = spike & ~state.spiked & (largest > target)
     effective = xp.where(spike, xp.where(alone, largest, target), norm)
@@ -163,6 +175,9 @@ def update(
     peak = numerics.larger(faded, xp.where(over, effective, norm), xp=xp)
     used = numerics.quotient(largest, xp.where(alone, state.mean, 1.0), xp=xp)
     saved = numerics.larger(xp.where(alone, saved - used, saved), 0.0, xp=xp)
+    gone = (far == _GONE) | ((far == _CAME) & ~spike)
+    came = ~gone & alone & beyond
+    met = xp.where(gone, _GONE, xp.where(came, _CAME, far - far))
     learnt = _learn(config, state, count, norm, xp.where(spike, target, norm), learn, xp=xp)
     watch, shift = level_shift.update(
         config.shift, state.shift, norm, spike, learn & ~warm, seen.restart, xp=xp
@@ -174,6 +189,7 @@ def update(
         peak=numerics.settle(xp.where(learn, peak, state.peak), xp=xp),
         spiked=xp.where(learn, spike, state.spiked),
         saved=numerics.settle(xp.where(learn, saved, state.saved), xp=xp),
+        far=xp.astype(xp.where(learn, met, far), xp.int32),
         shift=watch,
     ), Clip(scale, threshold, z, over)
 

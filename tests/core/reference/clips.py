@@ -35,6 +35,8 @@ class ZClip:
         self.history: list[float] = []
         self.mean = self.var = self.peak = self.saved = 0.0
         self.after_spike = False
+        self.far = "none"
+        """Spikes so far out that they may be garbage: none, came (the last step), gone."""
         self.watch = Watch(config.shift, ties)
 
     def see(
@@ -44,7 +46,7 @@ class ZClip:
         if restart:
             self.history = []
         if not self.history:
-            self.peak = 0.0
+            self.peak, self.far = 0.0, "none"
         if restart:
             self.watch.clear()
         warm = len(self.history) < c.warmup_steps
@@ -62,20 +64,27 @@ class ZClip:
                 }[c.target]
         accepted, effective = target, target
         saved = 0.0 if warm else min(self.saved + c.lone_share, c.lone_limit)
+        far = self.far
+        if far == "came":
+            far = "none" if spike else "gone"
         if spike and not self.after_spike:
             allowed = c.lone_ratio * self.peak
-            if outlier and not self.ties.above(norm, c.lone_limit * self.mean):
+            beyond = outlier and self.ties.above(norm, c.lone_limit * self.mean)
+            if beyond and far == "gone":
+                allowed = min(allowed, self.peak)
+            elif outlier and not beyond:
                 allowed = max(allowed, min(saved * self.mean, 2 * self.peak))
             if self.ties.above(min(norm, allowed), target):
                 effective = min(norm, allowed)
                 saved = max(saved - effective / self.mean, 0.0)
+                far = "came" if beyond and far == "none" else far
         if c.max_norm is not None:
             effective = min(effective, c.max_norm)
             threshold = min(threshold or c.max_norm, c.max_norm)
         over = self.ties.above(norm, effective) if effective != norm else False
         if learn and norm > 0:
             self.peak = max(self.peak * (1 - 1 / 1024), effective)
-            self.after_spike, self.saved = spike, saved
+            self.after_spike, self.saved, self.far = spike, saved, far
             self._learn(norm, accepted, warm, spike)
         return Clipped(factor(effective, norm) if over else 1.0, over, threshold, z)
 
