@@ -87,7 +87,8 @@ def contents_of(format: str, tree: Any, names: Names, at: tuple[str, ...] = ()) 
         path = tuple(part for key in keys for part in key.split("."))  # "layers.0.weight"
         path = names.take(path) or ("tensor",)  # the whole file is one
         if isinstance(leaf, Tensor):
-            leaf = leaf.to_local() if hasattr(leaf, "to_local") else leaf  # of a DTensor its part
+            if hasattr(leaf, "to_local"):  # of a DTensor its part
+                leaf = leaf.to_local()  # type: ignore[attr-defined]
             if (
                 leaf.layout is not torch.strided
                 or leaf.is_quantized

@@ -228,6 +228,7 @@ def _loaded(folder: Path, place: _Place) -> tuple[Any, int]:
         with zipfile.ZipFile(file) as archive:
             checked = check_archive(archive, str(at), len(data))
             tensor = _tensor(checked)
+        file.seek(0)
         return (load(file) if tensor is None else tensor), checked.pickled
     except ProbeError:
         raise

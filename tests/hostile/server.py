@@ -49,7 +49,7 @@ def _child(request: dict, answer: int) -> None:
     signal.alarm(LIMIT_SECONDS)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
-        told = {"cli": cli, "call": call}[request["how"]](*request["args"])
+        told: dict = {"cli": cli, "call": call}[request["how"]](*request["args"])
     except BaseException as error:
         told = {"crashed": f"{type(error).__name__}: {error}"[:500]}
     # Of this process and its children: a busy machine makes nothing slower.

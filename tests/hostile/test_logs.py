@@ -57,7 +57,7 @@ def test_a_whole_number_of_400_digits(reader, tmp_path):
 
 def test_zeros_in_a_gz(reader, tmp_path):
     path = tmp_path / "log.csv.gz"
-    with gzip.open(path, "wb") as file:
+    with gzip.GzipFile(path, "wb") as file:
         file.write(ROWS.encode())
         for _ in range(500):
             file.write(bytes(1 << 20))
@@ -68,7 +68,7 @@ def test_zeros_in_a_gz(reader, tmp_path):
 def test_records_in_a_gz(reader, tmp_path):
     path = tmp_path / "log.jsonl.gz"
     line = b'{"step": 1, "loss": 1, "x": [' + b"[]," * 30_000 + b"[]]}\n"
-    with gzip.open(path, "wb") as file:
+    with gzip.GzipFile(path, "wb") as file:
         for _ in range(50):
             file.write(line)
     reader.probe("loss", path)
@@ -76,7 +76,7 @@ def test_records_in_a_gz(reader, tmp_path):
 
 def test_a_gz_of_lines_that_are_as_it_should_be(reader, tmp_path):
     path = tmp_path / "log.csv.gz"
-    with gzip.open(path, "wb") as file:
+    with gzip.GzipFile(path, "wb") as file:
         file.write(("step,loss\n" + "".join(f"{at},1.0\n" for at in range(300_000))).encode())
     assert "all 300000 values" in reader.probe("loss", path).messages()
 

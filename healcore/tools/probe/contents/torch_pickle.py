@@ -111,7 +111,7 @@ def _is_size(number: Any) -> bool:
 def _sizes(numbers: Any) -> tuple[int, ...]:
     if type(numbers) is Made and numbers.what == Global("torch", "Size") and numbers.args:
         numbers = numbers.args[0]
-    if type(numbers) not in (tuple, list) or len(numbers) > _MOST_AXES:
+    if not isinstance(numbers, (tuple, list)) or len(numbers) > _MOST_AXES:
         raise BadPickle("the pickle has a shape that is none")
     if not all(map(_is_size, numbers)):
         raise BadPickle("the pickle has a shape that is none")
@@ -124,10 +124,9 @@ def _nothing(args: tuple[Any, ...]) -> None:
 
 def _view(args: tuple[Any, ...]) -> None:
     """A tensor: (storage, offset, shape, strides, ...)."""
-    storage, offset, shape, strides = args[:4] if len(args) > 3 else (None,) * 4
-    if type(storage) is not Storage or not _is_size(offset):
+    if len(args) < 4 or type(args[0]) is not Storage or not _is_size(args[1]):
         raise BadPickle("the pickle makes a tensor without a storage")
-    shape, strides = _sizes(shape), _sizes(strides)
+    storage, offset, shape, strides = args[0], args[1], _sizes(args[2]), _sizes(args[3])
     if len(shape) != len(strides):
         raise BadPickle("the pickle makes a tensor whose shape and strides differ in length")
     span = offset
