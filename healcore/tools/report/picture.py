@@ -73,8 +73,8 @@ def draw(reports: Sequence[RunReport], path: str | os.PathLike[str]) -> None:
     for block, report, name in zip(blocks, shown, short_names(shown), strict=True):
         _report(block, report, name)
     if len(reports) > len(shown):
-        told = f"The {len(shown)} of {len(reports)} in which most happened; the page has the others"
-        figure.text(0.995, 0.002, told, ha="right", fontsize=8, color=_QUIET)
+        note = f"The {len(shown)} of {len(reports)} in which most happened; the page has the others"
+        figure.text(0.995, 0.002, note, ha="right", fontsize=8, color=_QUIET)
     figure.savefig(path, dpi=120, format="png")
 
 
