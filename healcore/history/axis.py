@@ -55,7 +55,7 @@ class Mark(NamedTuple):
 
 
 class AlarmPoint(NamedTuple):
-    """What an alarm tells of the curves."""
+    """A point of the curves that an alarm has."""
 
     step: float
     attempt: int
@@ -66,7 +66,7 @@ class AlarmPoint(NamedTuple):
 
 
 class LastSeen(NamedTuple):
-    """The newest that was seen of the last incident."""
+    """What the newest events of the last incident have."""
 
     cause: tuple[str, ...] = ()
     onset: int | None = None

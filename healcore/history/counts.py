@@ -32,7 +32,7 @@ def counts_of(incidents: Sequence[Incident], **more: int | None) -> Counts:
 
     Args:
         incidents: all of them.
-        **more: fields of `Counts` that incidents do not tell, or that are known better.
+        **more: fields of `Counts` that incidents do not have, or that are known better.
     """
     return Counts(
         incidents=len(incidents),

@@ -89,7 +89,7 @@ class RunProcess:
 
 
 class KnownGood:
-    """The known-good checkpoints of the store that was used last, as events tell of them."""
+    """The known-good checkpoints of the store that was used last, from their events."""
 
     def __init__(self) -> None:
         self._steps: set[int] = set()

@@ -96,7 +96,7 @@ class Run:
 
     @property
     def state(self) -> RunState:
-        """How the run stands or has ended, as far as events and the system tell."""
+        """How the run stands or has ended, as far as events and the system show."""
         return self.processes[-1].state() if self.processes else RunState.UNKNOWN
 
     @property
@@ -165,7 +165,7 @@ class Run:
         target = event.checkpoint
         trial = event.outcome == RollbackOutcome.TRIAL
         self.step = event.step if target is None else target
-        if not trial:  # its number tells of those before a rotation
+        if not trial:  # its number counts those whose events were rotated away
             self.rollback_count = max(self.rollback_count + 1, event.number or 0)
         if target is None:
             return

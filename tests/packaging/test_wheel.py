@@ -58,7 +58,7 @@ def test_every_source_file_is_in_the_wheel(dist):
         for base, folders, names in os.walk(ROOT / source):  # does not follow symlinks
             folders[:] = [f for f in folders if f != "__pycache__"]
             for name in names:
-                if name.endswith((".py", ".toml", ".css", ".js")) or name == "py.typed":
+                if name.endswith((".py", ".toml", ".css", ".js", ".html")) or name == "py.typed":
                     wanted.add(str(target / (Path(base) / name).relative_to(ROOT / source)))
     got = {name for name in wheel_files(dist) if ".dist-info/" not in name}
     assert got == wanted

@@ -71,7 +71,7 @@ class Log:
         """Appends one event.
 
         Args:
-            kind: one of `events.kinds`. A `start` gets the process and its environment added.
+            kind: one of `models.KINDS`. A `start` gets the process and its environment added.
             step: index of the optimizer step, from 0; None where there is none.
             **fields: as in docs/events.md; those that are None are left out. Any value: what JSON
                 has not becomes text.

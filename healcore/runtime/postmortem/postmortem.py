@@ -36,7 +36,7 @@ class Postmortem(NamedTuple):
     ending: str
     """`completed`, `stopped`, `exception`, `signal`, `interrupted` or `killed`."""
     step: int
-    """Optimizer steps done; of a killed run the last that an event tells of."""
+    """Optimizer steps done; of a killed run that of its last event."""
     diagnosis: str
     """For a person."""
     cause: tuple[str, ...] = ()
@@ -141,12 +141,12 @@ def of_killed(events: str | os.PathLike[str]) -> Postmortem | None:
         events: the file. The postmortem goes to `path_for`.
 
     Returns:
-        The postmortem; None if there is no such run, it has told its end, or is still there.
+        The postmortem; None if there is no such run, it has written its end, or is still there.
     """
     try:
         found = _killed(Path(events))
     except Exception as error:
-        _log.warning("what became of the last run in %s cannot be told: %r", events, error)
+        _log.warning("how the last run in %s ended cannot be found out: %r", events, error)
         return None
     if found is not None:
         problem = write(path_for(events, found.run), found)

@@ -1,1 +1,1 @@
-"""Reports: the story of a run, or of a replay, as a page and as a picture."""
+"""Reports: a run, or a replay of one, as a page and as a picture."""

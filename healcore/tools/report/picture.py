@@ -95,8 +95,8 @@ def draw(
     for block, report, name in zip(blocks, shown, short_names(shown), strict=True):
         _report(block, report, name, behind.get(report.title, _NOTHING))
     if len(reports) > len(shown):
-        told = f"The {len(shown)} of {len(reports)} in which most happened; the page has the others"
-        figure.text(0.995, 0.002, told, ha="right", fontsize=8, color=_QUIET)
+        note = f"The {len(shown)} of {len(reports)} in which most happened; the page has the others"
+        figure.text(0.995, 0.002, note, ha="right", fontsize=8, color=_QUIET)
     figure.savefig(path, dpi=120, format="png")
 
 

@@ -17,8 +17,8 @@ from healcore.history.metrics import MetricCounts, gather
 from healcore.runtime.events.reading import lines
 from healcore.tools.traces import TraceError, open_traces
 
-_TOLD = 20
-"""Problems of one kind that are told one by one."""
+_LISTED = 20
+"""Problems of one kind that are listed one by one."""
 
 
 class MetricsError(HealcoreError, ValueError):
@@ -65,13 +65,13 @@ def listed(what: str, found: Iterable[str], count: int | None = None) -> list[st
     """The first few of many lines, and how many more there are.
 
     Args:
-        what: said before each.
+        what: written before each.
         found: the lines.
         count: how many there are in all, if `found` has not all of them.
     """
-    told = list(found)
-    more = (len(told) if count is None else count) - len(told[:_TOLD])
-    lines = [f"{what}: {line}" for line in told[:_TOLD]]
+    every = list(found)
+    more = (len(every) if count is None else count) - len(every[:_LISTED])
+    lines = [f"{what}: {line}" for line in every[:_LISTED]]
     return lines + ([f"{what}: {more} more"] if more > 0 else [])
 
 
@@ -108,8 +108,8 @@ def _from_trace(run: Run, path: Path) -> Drawn:
         names = ", ".join(trace.name for trace in traces)
         raise TraceError(f"more than one run in it ({names}): export the one of these events")
     survey = traces[0].survey()
-    told = [str(problem) for problem in survey.problems]
-    notes = listed(f"{path.name}: damaged", told, survey.problem_count)
+    problems = [str(problem) for problem in survey.problems]
+    notes = listed(f"{path.name}: damaged", problems, survey.problem_count)
 
     begins = np.array([case.onset_step for case in run.incidents])
     steps: set[float] = set()
@@ -135,7 +135,7 @@ def _from_trace(run: Run, path: Path) -> Drawn:
 
 
 def _from_alarms(run: Run, why: str) -> Drawn:
-    """What the alarms tell of the curves: the last finite loss and norm, at single steps."""
+    """What the alarms have of the curves: the last finite loss and norm, at single steps."""
     rows, bad = [], []
     for point in run.points:
         lr_scale = float("nan") if point.lr_scale is None else point.lr_scale

@@ -22,7 +22,6 @@ class Budget(NamedTuple):
 
     recoveries: int
     lr_cuts: int
-    refund_after: int
 
 
 class LiveRun:
@@ -137,4 +136,4 @@ class LiveRun:
         if policy is None:
             return None
         budget = policy.budget
-        return Budget(int(budget.recoveries), int(budget.lr_cuts), int(budget.refund_after))
+        return Budget(int(budget.recoveries), int(budget.lr_cuts))
