@@ -24,6 +24,7 @@ __all__ = [
     "Cause",
     "CheckpointDamaged",
     "CheckpointStore",
+    "Cursor",
     "DataError",
     "Decision",
     "EmptyLoader",

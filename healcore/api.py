@@ -9,6 +9,7 @@ from healcore.core.verdict import Cause as Cause
 from healcore.core.verdict import Decision as Decision
 from healcore.extras import MissingExtraError as MissingExtraError
 from healcore.policy import PolicyError as PolicyError
+from healcore.runtime.data import Cursor as Cursor
 from healcore.runtime.data import DataError as DataError
 from healcore.runtime.data import EmptyLoader as EmptyLoader
 from healcore.runtime.data import UnusableLoader as UnusableLoader

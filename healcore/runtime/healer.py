@@ -9,6 +9,7 @@ from typing import Any, Generic, Literal, Self, SupportsFloat, TypeVar, Unpack
 
 from healcore.core.errors import HealcoreError
 from healcore.policy import Overrides, PolicyLike
+from healcore.runtime.data.cursor import Loader
 from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.hooks import Hook, Hooks
@@ -169,7 +170,7 @@ class Healer(Generic[State]):
 
     # -- the loop -------------------------------------------------------------------------------
 
-    def batches(self, loader: Iterable[Batch], *, epochs: int | None = 1) -> Iterator[Batch]:
+    def batches(self, loader: Loader[Batch], *, epochs: int | None = 1) -> Iterator[Batch]:
         """The loader's batches; whatever has to be done between two steps is done here.
 
         After a rollback they go on from the checkpoint, without the bad window, where the loader

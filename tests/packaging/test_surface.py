@@ -19,6 +19,7 @@ SURFACE = {
         "Cause",
         "CheckpointDamaged",
         "CheckpointStore",
+        "Cursor",
         "DataError",
         "Decision",
         "EmptyLoader",

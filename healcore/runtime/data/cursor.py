@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, TypeVar
 
 from healcore.runtime.data import position as positions
 from healcore.runtime.data.errors import DataError, UnusableLoader
 from healcore.runtime.data.passes import Passes
 from healcore.runtime.data.position import BatchId
+
+Batch = TypeVar("Batch", covariant=True)
+
+
+class Indexed(Protocol[Batch]):
+    """What is iterated over by index, as a torch Dataset is."""
+
+    def __getitem__(self, index: int, /) -> Batch:
+        """The batch at an index; IndexError behind the last one."""
+        ...
+
+
+Loader = Iterable[Batch] | Indexed[Batch]
 
 
 class Cursor:
@@ -31,7 +44,7 @@ class Cursor:
         DataError: `epochs` is no number of epochs.
     """
 
-    def __init__(self, loader: Any, *, epochs: int | None = 1, trust: bool = False) -> None:
+    def __init__(self, loader: Loader[Any], *, epochs: int | None = 1, trust: bool = False) -> None:
         if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
             raise UnusableLoader(
                 f"a loader is something to iterate over, not {loader!r:.80}: "
@@ -125,7 +138,7 @@ class Cursor:
             self._passes.give_up(error)
             return self._encoded()
 
-    def rewind(self, position: Any) -> bool:
+    def rewind(self, position: Mapping[str, Any]) -> bool:
         """Goes to a position, backwards or forwards, also into another epoch.
 
         Batches have the names they had before, and those left out since stay left out.
@@ -166,7 +179,7 @@ class Cursor:
         self._refused = None
         return True
 
-    def fast_forward(self, position: Any) -> str:
+    def fast_forward(self, position: Mapping[str, Any]) -> str:
         """Goes on to a position by reading batches and dropping them, for loaders without a state.
 
         Args:
