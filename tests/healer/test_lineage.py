@@ -199,7 +199,7 @@ def dies_with_nothing_on_disk(folder: str) -> None:
 
 def test_a_rollback_of_a_run_without_a_checkpoint_is_not_in_the_way(tmp_path, caplog):
     killed(dies_with_nothing_on_disk, tmp_path)
-    assert json.loads((tmp_path / "healcore.json").read_text())["begun"] is not None
+    assert json.loads((tmp_path / "healcore.json").read_text())["pending"] is not None
     with caplog.at_level("INFO", "healcore"):
         loop, seen = first_look(tmp_path)
     assert seen == {"at": 0, "lr": 1.0, "left": 3, "rollbacks": 0}
@@ -211,7 +211,7 @@ def test_a_rollback_that_cannot_be_finished_names_the_file(tmp_path, monkeypatch
     def go() -> None:
         train(loop_of("torch", Faults(always=[13])), rules(), range(40), store=tmp_path)
 
-    crash(monkeypatch, RollbackManager, "_carry_out", lambda *_, **__: True, go)
+    crash(monkeypatch, RollbackManager, "_apply_plan", lambda *_, **__: True, go)
     for each in tmp_path.glob("step-*"):
         (each / "state.json").write_text("{}")
     with pytest.raises(StoreError, match=r"healcore\.json.*delete that file"):

@@ -76,9 +76,9 @@ def test_what_was_undone_is_known(run, request):
 def test_a_stopped_run_says_so(stopped):
     (story,) = tell(stopped).stories
     assert story.facts["Ending"] == "stopped by the policy"
-    assert "budget of recoveries is spent" in story.diagnosis
+    assert "budget of recoveries is exhausted" in story.diagnosis
     assert "STOP" in story.incidents[-1].action
-    assert "budget of recoveries is spent" in story.incidents[-1].outcome
+    assert "budget of recoveries is exhausted" in story.incidents[-1].outcome
     assert story.facts["Framework"].startswith("torch ")
 
 
