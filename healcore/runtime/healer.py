@@ -217,7 +217,7 @@ class Healer:
 
     def save(self) -> None:
         """Saves a checkpoint now, in addition to the regular ones. Call it between two steps."""
-        self._live.save("asked")
+        self._live.save("requested")
 
     # -- the state of the run -------------------------------------------------------------------
 

@@ -74,7 +74,7 @@ def crashing(monkeypatch: pytest.MonkeyPatch, at: int | None) -> Iterator[list[s
 
 def quiet_end(run: Any, error: BaseException | None) -> None:
     run.checkpoints.wait()
-    run.termination.release()
+    run.termination.stop()
     run.driver.close()
     run.release()
     run.console.end()

@@ -75,7 +75,7 @@ class History(RuleBasedStateMachine):
         if self.process.step in self.good:
             return  # where it went back to, unchanged; its disk keeps the one that was good
         self.store.finite = finite or self.onset is None
-        self.process.save("asked")
+        self.process.save("requested")
         self.store.finite = True
 
     @precondition(lambda self: not self.over and self.onset is not None)

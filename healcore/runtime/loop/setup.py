@@ -165,16 +165,60 @@ def _claim(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
 
 
 def _start(options: Options, driver: Driver, ranks: Ranks, warning: str | None) -> Loop:
+    """Constructs a run, checks `resume`, logs the start, and resumes or begins."""
+    loop = _construct(options, driver, ranks)
+    log, console, terms, store = loop.log, loop.console, loop.terms, loop.checkpoints.store
+    died = postmortem.of_killed(log.path) if log.path is not None and ranks.rank == 0 else None
+    loop.journal.read()
+    saves = loop.rollbacks.saves()
+    try:
+        _check_resume(options.resume, agreed(ranks, loop.journal.state.ending), saves, store)
+    except AlreadyCompleted as completed:
+        console.begin()
+        console.info(str(completed))
+        console.end()
+        raise
+    log.write(
+        "start",
+        step=None,
+        policy=terms.name,
+        fingerprint=terms.fingerprint,
+        policy_toml=terms.text,
+        mode=terms.engine.mode,
+        framework=driver.framework,
+        rank=ranks.rank,
+        world=ranks.world,
+        lag=options.lag,
+        save_every=loop.checkpoints.every,
+        store=_describe(store),
+        resumes=bool(saves),
+    )
+    for problem in [*([warning] if warning else []), *store.problems()]:
+        log.write("problem", step=None, problem=problem)
+    if warning:
+        _logger.warning("%s", warning)
+    try:
+        begin(loop, resume=bool(saves), died=died)
+    except BaseException as error:
+        # With an end event, the next start does not take this process for killed.
+        raised = "".join(traceback.format_exception_only(error)).strip()
+        log.write("problem", step=loop.step, problem=f"the run did not start: {raised}")
+        log.write("end", step=loop.step, ending="exception")
+        loop.termination.stop()
+        console.end()
+        log.close()
+        raise
+    return loop
+
+
+def _construct(options: Options, driver: Driver, ranks: Ranks) -> Loop:
     terms = options.terms
     store = _store(options, driver, ranks)
     folder = _folder(store)
     log = _log(options.events, folder, ranks)
-    died = postmortem.of_killed(log.path) if log.path is not None and ranks.rank == 0 else None
-    ledger, feeds = Ledger(), Feeds()
-    host = HostState(feeds.position, driver.generators())
-    journal = Journal(None if folder is None else folder / NAME, writes=ranks.rank == 0)
-    log_event: Callable[..., object] = log.write
     console = ConsoleLog(enabled=ranks.rank == 0)
+    journal = Journal(None if folder is None else folder / NAME, writes=ranks.rank == 0)
+    ledger, feeds = Ledger(), Feeds()
     every = options.save_every or terms.probation
     checkpoints = CheckpointManager(
         store,
@@ -184,7 +228,7 @@ def _start(options: Options, driver: Driver, ranks: Ranks, warning: str | None) 
         region=terms.region,
         verifier=BackgroundVerifier(in_background=ranks.world == 1),
         ranks=ranks,
-        log_event=log_event,
+        log_event=log.write,
         warn=console.warning,
     )
     rollbacks = RollbackManager(
@@ -194,11 +238,11 @@ def _start(options: Options, driver: Driver, ranks: Ranks, warning: str | None) 
         journal=journal,
         ledger=ledger,
         feeds=feeds,
-        host=host,
+        host=HostState(feeds.position, driver.generators()),
         ranks=ranks,
-        log_event=log_event,
+        log_event=log.write,
     )
-    loop = Loop(
+    return Loop(
         terms=terms,
         driver=driver,
         ranks=ranks,
@@ -215,46 +259,6 @@ def _start(options: Options, driver: Driver, ranks: Ranks, warning: str | None) 
         rerun=options.rerun,
         loss_fn=options.loss_fn,
     )
-    journal.read()
-    saves = rollbacks.saves()
-    try:
-        _check_resume(options.resume, agreed(ranks, journal.state.ending), saves, store)
-    except AlreadyCompleted as completed:
-        console.begin()
-        console.info(str(completed))
-        console.end()
-        raise
-    log_event(
-        "start",
-        step=None,
-        policy=terms.name,
-        fingerprint=terms.fingerprint,
-        policy_toml=terms.text,
-        mode=terms.engine.mode,
-        framework=driver.framework,
-        rank=ranks.rank,
-        world=ranks.world,
-        lag=options.lag,
-        save_every=every,
-        store=_describe(store),
-        resumes=bool(saves),
-    )
-    for problem in [*([warning] if warning else []), *store.problems()]:
-        log_event("problem", step=None, problem=problem)
-    if warning:
-        _logger.warning("%s", warning)
-    try:
-        begin(loop, resume=bool(saves), died=died)
-    except BaseException as error:
-        # With an end event, the next start does not take this process for killed.
-        raised = "".join(traceback.format_exception_only(error)).strip()
-        log_event("problem", step=loop.step, problem=f"the run did not start: {raised}")
-        log_event("end", step=loop.step, ending="exception")
-        loop.termination.stop()
-        console.end()
-        log.close()
-        raise
-    return loop
 
 
 def _store(options: Options, driver: Driver, ranks: Ranks) -> CheckpointStore:

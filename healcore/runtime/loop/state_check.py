@@ -21,8 +21,8 @@ from healcore.runtime.terms import Terms
 _ACTIONS = {"alert": Action.ALERT, "rollback": Action.ROLLBACK, "stop": Action.STOP}
 
 
-class _AbandonedBranch(NamedTuple):
-    """A branch that ended in a rollback for non-finite state."""
+class _NonfiniteRollback(NamedTuple):
+    """A rollback for NaN or Inf in the state."""
 
     onset: int
     arrays: tuple[str, ...]
@@ -60,7 +60,7 @@ class StateCheck:
         self._log_event = log_event
         self._warn = warn
         self._known: set[int] = set()
-        self._abandoned: list[_AbandonedBranch] = []
+        self._rollbacks: list[_NonfiniteRollback] = []
 
     def check(self, step: int) -> ActionRequest | None:
         """What to do about the saves so far; None: nothing, or nothing new. Collective.
@@ -101,7 +101,7 @@ class StateCheck:
         """
         self._known.clear()
         if request is not None:
-            self._abandoned.append(_AbandonedBranch(request.onset, request.arrays))
+            self._rollbacks.append(_NonfiniteRollback(request.onset, request.arrays))
 
     def _request(
         self, found: Mapping[int, tuple[str, ...]], step: int, action: Action
@@ -131,7 +131,7 @@ class StateCheck:
         region = self._terms.region
         again = any(
             abs(request.onset - past.onset) < region and {*request.arrays} <= {*past.arrays}
-            for past in self._abandoned
+            for past in self._rollbacks
         )
         healthy = not self._unhealthy(request.since, request.index + 1)
         finite = all(self._ranks.gather(self._driver.finite()))

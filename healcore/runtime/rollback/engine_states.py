@@ -54,7 +54,7 @@ def for_rerun(engine: Engine, live: Engines, saved: Engines) -> dict[str, dict[s
     """Engine states for a re-run with nothing changed: all as in the checkpoint.
 
     This includes learning rate and incidents. The budget that the order has used is refunded: if
-    the trouble happens again, the engine orders the same again and pays for it then.
+    the trouble happens again, the engine orders the same again and uses its budget then.
     """
     states = {}
     for name, then in saved.items():
