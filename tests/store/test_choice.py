@@ -75,7 +75,7 @@ def test_the_initial_snapshot_is_the_last_resort():
         choose([], onset=5, initial=[0])
 
 
-def test_never_one_that_is_not_finite_or_set_aside():
+def test_never_one_that_is_not_finite_or_quarantined():
     bad = [saved(0), saved(100, "quarantined"), saved(200, "good", finite=False)]
     assert choose(bad, onset=300, initial=[100]).order == (0,)
 

@@ -112,7 +112,7 @@ class Assessor:
             if not self._batches or index - self._batches[-1].index >= _APART:
                 self._batches.append(TrainedBatch(index, batch, loss))
         elif self._at_first_alarm is None and any(each.cause & HIGH_LOSS for each in records):
-            result = self._assess_at_alarm(batch, loss, records[0].z_loss)
+            result = self._assess_batches(loss, batch=batch, z=records[0].z_loss)
             self._at_first_alarm = result
             enough = len(self._batches) == _BATCHES  # fewer show too little of the noise
             if self._high_loss is None and enough and result.verdict is DamageVerdict.DATA:
@@ -193,53 +193,33 @@ class Assessor:
         now = self._losses(each.batch for each in self._batches)
         return [loss - each.loss for loss, each in zip(now, self._batches, strict=False)]
 
-    def _assess_at_alarm(self, batch: Any, loss: float, z: float) -> AssessmentResult:
-        """Compares the first alarm's batch with the remembered ones.
-
-        All are evaluated with the same weights. When a model breaks, its loss changes by orders of
-        magnitude within the steps whose records have not arrived on the host.
+    def _assess_batches(
+        self, loss: float, *, batch: Any = None, z: float | None = None
+    ) -> AssessmentResult:
+        """Whether the remembered batches have risen as much as a step's batch.
 
         Args:
-            batch: of the step in alarm.
-            loss: of the step in alarm.
-            z: that loss above its level, in units of the loss's noise.
+            loss: of the step, when it was taken.
+            batch: of the first alarm's step. It is evaluated with the same weights as the
+                remembered ones: when a model breaks, its loss changes by orders of magnitude within
+                the steps whose records have not arrived on the host.
+            z: that step's loss above its level, in units of the loss's noise; None: not given.
         """
         rises = self._rises()
         if not rises:
             return AssessmentResult(DamageVerdict.UNKNOWN, "nothing")
-        then = loss - self._usual_loss()
-        now = next(iter(self._losses([batch])), loss) - self._usual_loss()
-        return self._compare(rises, now, then, far=z * now >= _FAR * then)
-
-    def _assess_batches(self, loss: float) -> AssessmentResult:
-        """Compares a step's loss with the remembered batches."""
-        rises = self._rises()
-        if not rises:
-            return AssessmentResult(DamageVerdict.UNKNOWN, "nothing")
-        rise = loss - self._usual_loss()
-        return self._compare(rises, rise, rise, far=False)
-
-    def _usual_loss(self) -> float:
-        return sum(each.loss for each in self._batches) / len(self._batches)
-
-    @staticmethod
-    def _compare(rises: list[float], now: float, then: float, *, far: bool) -> AssessmentResult:
-        """Whether remembered batches have risen as much as a step's batch.
-
-        Args:
-            rises: of the remembered batches.
-            now: rise of the step's batch with the present weights.
-            then: its rise when the step was taken.
-            far: see `AssessmentResult.far`.
-        """
+        usual = sum(each.loss for each in self._batches) / len(rises)
+        rise = then = loss - usual
+        if z is not None:
+            rise = next(iter(self._losses([batch])), loss) - usual
         mean = sum(rises) / len(rises)
-        alike = _SHARE * now <= mean <= now / _SHARE and min(rises) >= _EACH * now > 0
+        alike = _SHARE * rise <= mean <= rise / _SHARE and min(rises) >= _EACH * rise > 0
         broken = not math.isfinite(mean)
-        far = broken or far
+        far = broken or (z is not None and z * rise >= _FAR * then)
         # A loss that is already falling, as in oscillations at the edge of stability, is no damage.
-        worse = alike and (far or now >= _SHARE * then)
+        worse = alike and (far or rise >= _SHARE * then)
         verdict = DamageVerdict.DAMAGE if worse or broken else DamageVerdict.DATA
-        return AssessmentResult(verdict, "remembered_batches", now, mean, far)
+        return AssessmentResult(verdict, "remembered_batches", rise, mean, far)
 
     def _require_persistence(
         self, request: ActionRequest, result: AssessmentResult

@@ -159,16 +159,13 @@ class RollbackManager:
         rerun = request.rerun is not None
         bad = () if rerun else request.bad
         more = 0 if rerun else self.terms.skip_batches + request.more
-        quarantine = {
-            *saved_after(saves, onset=request.onset),
-            *_newer(saves, choice.order[0]),
-        }
+        newer = {*saved_after(saves, onset=request.onset), *_newer(saves, choice.order[0])}
         plan = RollbackPlan(
             number=self.journal.state.rollbacks + 1,
             step=request.step,
             onset=request.onset,
             order=list(choice.order),
-            quarantine=sorted(quarantine - {*choice.order}),
+            quarantine=sorted(newer - {*choice.order}),
             engines=self._live_engines(request),
             left_out=self.feeds.left_out(bad, more),
             forward=self.feeds.forward(),
@@ -186,8 +183,7 @@ class RollbackManager:
         )
         applied = self._apply_plan(plan, now=request.step)
         moved = self.feeds.go_back(position_in(applied.host_state), bad, more)
-        if applied.host_state is not None:
-            # After the loaders, which draw random numbers.
+        if applied.host_state is not None:  # after the loaders, which draw random numbers
             self.host.load_state_dict(applied.host_state)
         self._complete(plan, applied)
         return RollbackResult(plan.number, applied.target, moved, choice.repeated, choice.initial)
@@ -205,17 +201,14 @@ class RollbackManager:
             return None
 
     def _choice(self, saves: Sequence[Saved], onset: int, depth: int = 1) -> CheckpointChoice:
+        initial = self.journal.state.first_step, self.started_from
         return choose(
             saves,
             onset=onset,
             depth=depth,
             past_rollbacks=self.ledger.past_rollbacks,
             region=self.terms.region,
-            initial=[
-                step
-                for step in (self.journal.state.first_step, self.started_from)
-                if step is not None
-            ],
+            initial=[step for step in initial if step is not None],
         )
 
     def _live_engines(self, request: RollbackRequest) -> dict[str, dict[str, Any]]:
