@@ -111,7 +111,7 @@ class Driver(Protocol):
         ...
 
     def announce(self) -> None:
-        """Starts every engine's grace window."""
+        """Opens every engine's grace window."""
         ...
 
     def decline(self) -> None:

@@ -212,7 +212,7 @@ class Healer:
         return getattr(self._loop.driver, "state", self._options.state)
 
     def announce(self) -> None:
-        """Announces that the next step differs on purpose (LR, batch size, data, weights)."""
+        """Says that the next step differs on purpose (LR, batch size, data, weights)."""
         self._live.driver.announce()
 
     def save(self) -> None:
