@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from healcore import policy as policies
-from healcore.runtime.rollback.journal import JournalError
+from healcore.runtime.rollback.journal import Journal, JournalError
 from healcore.runtime.rollback.manager import RollbackManager
 from healcore.runtime.store import NoGoodCheckpoint, StoreError
 from healcore.runtime.store import tiered as tiers
+from healcore.runtime.store.sealed import seal
 from tests.healer.loops import RULES, Faults, loop_of, rules, same, train
 from tests.healer.reading import events
 from tests.healer.test_restarts import crash
@@ -165,6 +166,13 @@ def test_a_journal_beside_another_run_s_checkpoints_is_refused(tmp_path):
     (one / "healcore.json").unlink()
     _, seen = first_look(one)
     assert seen == {"at": 5, "lr": 1.0, "left": 3, "rollbacks": 0}
+
+
+def test_a_journal_of_another_version_is_refused(tmp_path):
+    path = tmp_path / "healcore.json"
+    path.write_bytes(seal({"schema": 2, "begun": None}))
+    with pytest.raises(JournalError, match=r"has schema 2, .* reads 3: .*delete it"):
+        Journal(path).read()
 
 
 def test_a_run_keeps_its_name_through_its_processes(tmp_path):
