@@ -1,7 +1,7 @@
-"""What the `Healer` needs from a framework; the adapters have one driver each.
+"""What the `Healer` needs from a framework; each adapter has one driver.
 
-A driver knows the live state and the engine states in it. It decides nothing: which checkpoint,
-what to keep of budgets and learning rate, when to save, all of that is the Healer's.
+A driver reads and replaces the live state and the engine states in it. It decides nothing: the
+Healer chooses the checkpoint, keeps budgets and learning rate, and determines when to save.
 """
 
 from __future__ import annotations
@@ -15,76 +15,76 @@ from healcore.runtime.store.ranks import Ranks
 
 
 class PendingDispatch(Protocol):
-    """A step, or a compiled loop of many, whose records are on their way to the host."""
+    """A step, or a compiled loop of many, whose records are being copied to the host."""
 
     count: int
-    """Steps that it is taken to have; `steps` says how many it had."""
+    """Expected number of steps; the result of `steps` has the actual number."""
 
     def steps(self) -> list[list[StepRecord]]:
-        """Its steps, oldest first; waits only if they have not arrived yet.
+        """The records of each step, oldest first. Waits if they have not arrived yet.
 
-        Of each one record per engine that judged, several where one judged several times in it.
+        A step has one record per engine, or more if an engine judged several times within it.
         """
         ...
 
 
 class Generators(Protocol):
-    """Random generators, read and set as a whole."""
+    """A framework's random generators."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Their states now."""
+        """Their present states."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from saved states."""
+        """Restores saved states."""
         ...
 
 
 class Driver(Protocol):
-    """One framework's side of a healed run."""
+    """One framework's part of a healed run."""
 
     framework: str
     """`torch` or `jax`."""
 
     def items(self) -> dict[str, Any]:
-        """The live state to save: name -> tree, or object with `state_dict`. Without engines.
+        """The live state to save, without engines: name -> tree, or object with `state_dict`.
 
         Nothing is copied; the store does that.
         """
         ...
 
     def replace(self, restored: Mapping[str, Any]) -> None:
-        """Puts `Restored.state` of `items` into the live state, and zeroes accumulators.
+        """Loads `Restored.state` of `items` into the live state, and zeroes accumulators.
 
-        Accumulators are gradients not yet stepped with, and what optax.MultiSteps collects.
+        Accumulators are gradients that no step has used yet, and those of optax.MultiSteps.
 
         Raises:
-            StateMismatch: it does not fit; nothing has been touched.
+            StateMismatch: it does not fit; nothing was changed.
         """
         ...
 
     def healing(self) -> dict[str, dict[str, Any]]:
-        """Engine name -> `Engine.to_dict` of its state now. A sync."""
+        """Engine name -> `Engine.to_dict` of its present state. Waits for the device."""
         ...
 
     def load_healing(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replaces engine states; those not named stay.
+        """Replaces the named engine states; the others stay.
 
         Raises:
-            StateError: a state is of another policy; nothing has been touched.
+            StateError: a state is of another policy; nothing was changed.
         """
         ...
 
     def poll_step(self) -> PendingDispatch | None:
-        """What was taken since the last call, its copy to the host begun; None: nothing was."""
+        """The dispatch since the last call, its copy to the host started; None: there was none."""
         ...
 
     def may_save(self) -> bool:
-        """False in the middle of an accumulation, whose half a checkpoint would not hold."""
+        """False within an accumulation: a checkpoint does not hold accumulated gradients."""
         ...
 
     def finite(self) -> bool:
-        """Whether all parameters are finite now. A sync."""
+        """Whether all parameters are finite now. Waits for the device."""
         ...
 
     def losses_of(
@@ -93,13 +93,13 @@ class Driver(Protocol):
         batches: Iterable[Any],
         state: Mapping[str, Any] | None = None,
     ) -> list[float]:
-        """The loss of each batch; nothing of the run changes by it.
+        """The loss of each batch. The run's state is unchanged afterwards.
 
         Args:
-            loss_fn: takes the batch, and before it the state where that is a value (JAX).
-            batches: that the loop was given.
-            state: `Restored.state` whose weights are used; None: the present ones. Those are copied
-                meanwhile where they are changed in place.
+            loss_fn: takes the batch, preceded by the state if that is a value (JAX).
+            batches: that the loop has received.
+            state: `Restored.state` whose weights are used; None: the present ones. Weights that are
+                changed in place are copied meanwhile.
 
         Raises:
             StateMismatch: the state does not fit.
@@ -107,7 +107,7 @@ class Driver(Protocol):
         ...
 
     def learning_rate(self) -> float | None:
-        """The user's own learning rate now, without the multiplier; None where it is not known."""
+        """The user's own learning rate now, without the multiplier; None: unknown."""
         ...
 
     def expect_change(self) -> None:
@@ -115,17 +115,17 @@ class Driver(Protocol):
         ...
 
     def decline(self) -> None:
-        """Tells every engine that the rollback it ordered is not carried out, `Engine.decline`."""
+        """Refunds the rollback that was ordered and is not carried out, see `Engine.decline`."""
         ...
 
     def state_bytes(self) -> int:
-        """Size of one copy of the state in this process, moments not made yet included."""
+        """Size of one copy of the state in this process, including moments not created yet."""
         ...
 
     def store(
         self, where: Any, nonfinite_ok: tuple[str, ...], *, trust: bool = False
     ) -> CheckpointStore:
-        """The default store: memory, and behind it a directory if `where` is one (None: none).
+        """The default store: memory, backed by the directory `where` (None: memory only).
 
         `trust` as in `Healer`.
         """
@@ -136,9 +136,9 @@ class Driver(Protocol):
         ...
 
     def generators(self) -> Generators | None:
-        """The framework's global random generators; None where the state holds its keys itself."""
+        """The framework's global random generators; None: the state holds its keys itself."""
         ...
 
     def close(self) -> None:
-        """Takes off what it has put on."""
+        """Removes the hooks that it has installed."""
         ...

@@ -1,4 +1,4 @@
-"""`Healer`: a whole training run under one policy, in either framework."""
+"""`Healer`: a whole training run under one policy, in torch and in JAX."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Batch = TypeVar("Batch")
 
 
 class HealerError(HealcoreError, RuntimeError):
-    """The Healer is used where, or as, it cannot be."""
+    """A Healer is used outside of its block, or for the wrong framework."""
 
 
 class Healer(Generic[State]):
-    """Drives a loop: saves what is known to be good, goes back to it, stops where that is honest.
+    """Heals a training loop: saves checkpoints, rolls back to a known-good one, or stops the run.
 
         with Healer("default", state={"model": model, "optimizer": optimizer},
                     store="checkpoints", events="run.events.jsonl") as healer:
@@ -39,7 +39,7 @@ class Healer(Generic[State]):
                 optimizer.step()
                 optimizer.zero_grad()
 
-    and in JAX, with `protect` or `heal` in the optimizer:
+    In JAX, with `protect` or `heal` in the optimizer:
 
             for batch in healer.batches(loader):
                 state = train_step(healer.state, batch)
@@ -49,38 +49,37 @@ class Healer(Generic[State]):
         policy: a preset's name, the path of a TOML file, a `healcore.policy.Policy`, an Engine or
             an EngineConfig. In JAX the one that the optimizer was built with.
         state: what a checkpoint holds. torch: name -> module, optimizer, scheduler, scaler, or any
-            object with `state_dict`; optimizers are attached to. JAX: the pytree that the step
-            returns, or name -> nnx module and optimizer.
-        store: a directory for checkpoints (host memory is used before it), a store, or None: host
-            memory only, which is gone with the process.
+            object with `state_dict`; the Healer attaches to the optimizers. JAX: the pytree that
+            the step returns, or name -> nnx module and optimizer.
+        store: a directory for checkpoints (with a faster tier in host memory), a store, or None:
+            host memory only, which is lost with the process.
         events: the events file; None: `healcore.events.jsonl` in the store's directory, if any.
-        metrics: a file that gets one line per step (loss, norm, threshold, decision), some 300
-            bytes, for `healcore replay`, `report` and `watch`; "auto": beside the events, if those
-            go to a file, and thinned when the run gets long; None: none.
+        metrics: a file with one line per step (loss, norm, threshold, decision), about 300 bytes,
+            for `healcore replay`, `report` and `watch`; "auto": next to the events, if those go to
+            a file, and thinned in long runs; None: no file.
         save_every: steps between two checkpoints; None: the policy's `rollback.probation`.
         lag: steps after which a decision is read on the host; the same on every rank.
         keep: how many checkpoints of each kind stay; None: the newest few, and of the older
             known-good ones one at each doubling of the distance (`Keep(older=True)`).
         loss_fn: the loss of one batch: `loss_fn(batch)` in torch and with nnx objects,
-            `loss_fn(state, batch)` where the state is a pytree. Called without gradients, in
-            evaluation mode, at alarms: on a few batches from before the trouble, to tell a
+            `loss_fn(state, batch)` if the state is a pytree. Called at alarms, without gradients
+            and in evaluation mode, on a few batches from before the trouble: it distinguishes a
             damaged model from different data. None: without that evidence.
-        on_incident: functions that see an incident and may override what is done.
-        rerun: go back once with nothing changed before going back for good, to tell a transient
-            fault from one that happens again. Only where the data can be rewound.
-        resume: "auto" goes on from a run that was interrupted, and ends the program with status 0
-            where it had completed; True goes on from either; False refuses a store that is not
-            empty.
-        nonfinite_ok: patterns of array names (`model.*.mask`) where NaN and Inf are meant.
-        ranks: the processes of this run; None: what the framework knows of.
-        framework: "torch" or "jax"; None looks at the state.
+        on_incident: functions that receive an incident and may override what is done.
+        rerun: before a rollback, go back once with nothing changed, to distinguish a transient
+            fault from a reproducible one. Only if the data can be rewound.
+        resume: "auto" resumes an interrupted run, and ends the program with status 0 if the run had
+            completed; True resumes either; False refuses a store that is not empty.
+        nonfinite_ok: patterns of array names (`model.*.mask`) in which NaN and Inf are allowed.
+        ranks: the processes of this run; None: those of the framework.
+        framework: "torch" or "jax"; None: detected from the state.
         attach: options of `healcore.torch.attach`.
-        driver: instead of the framework's own.
+        driver: replaces the framework's own driver.
         trust: pickle objects that have no plain form (of the state and of loaders), and read what
             was pickled. Reading a pickle runs whatever code its writer put there: only for a
             directory that nobody else can write to. A store that you make has a `trust` of its own.
         **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`; see
-            `healcore.policy.Overrides`. In JAX give the optimizer the same ones.
+            `healcore.policy.Overrides`. In JAX pass the same ones to the optimizer.
 
     Raises:
         healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
@@ -137,16 +136,16 @@ class Healer(Generic[State]):
     # -- the block ------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        """Attaches, and goes on from an earlier run or takes the first snapshot.
+        """Attaches, and resumes an earlier run or takes the first snapshot.
 
         Raises:
             AlreadyCompleted: the run in the store had completed; a SystemExit of status 0.
-            StoreNotEmpty: `resume` does not allow what lies in the store.
+            StoreNotEmpty: `resume` is False, and the store holds checkpoints.
             NoGoodCheckpoint: there are checkpoints, and none is intact.
             StateMismatch: they are of another state.
         """
         if self._run is not None:
-            raise HealerError("a Healer is for one `with` block: make another one")
+            raise HealerError("a Healer is for one `with` block: create another one")
         self._run, self._pid = open_run(self._options), os.getpid()
         return self
 
@@ -159,39 +158,39 @@ class Healer(Generic[State]):
         """Waits for checkpoints being written, writes the postmortem, detaches.
 
         Raises:
-            LastStateNotSaved: the loop has ended, and no checkpoint has its last state; a
+            LastStateNotSaved: the loop has ended, and no checkpoint holds its last state; a
                 SystemExit of status 1.
         """
         run, self._ended = self._live, True
-        if os.getpid() == self._pid:  # a forked child has no say in how its parent's run ended
-            lost = close(run, error)
-            if lost is not None:
-                raise lost
+        if os.getpid() == self._pid:  # a forked child must not end its parent's run
+            not_saved = close(run, error)
+            if not_saved is not None:
+                raise not_saved
 
     # -- the loop -------------------------------------------------------------------------------
 
     def batches(self, loader: Loader[Batch], *, epochs: int | None = 1) -> Iterator[Batch]:
-        """The loader's batches; whatever has to be done between two steps is done here.
+        """Yields the loader's batches, and does everything that has to happen between two steps.
 
-        After a rollback they go on from the checkpoint, without the bad window, where the loader
-        can be put back (`state_dict` and `load_state_dict`, `get_state` and `set_state`, lists),
-        else forward. With `for epoch in ...` outside, call it once per epoch.
+        After a rollback a loader that can be rewound (`state_dict` and `load_state_dict`,
+        `get_state` and `set_state`, lists) continues from the checkpoint, without the bad window.
+        Another loader continues where it is. Within `for epoch in ...` call it once per epoch.
 
         Args:
             loader: what the loop would iterate over.
-            epochs: passes over it; None for no end.
+            epochs: passes over it; None: without end.
 
         Raises:
             RunStopped: the policy ends the run.
-            Terminated: SIGTERM; the step under way was finished and the run saved.
+            Terminated: SIGTERM; the current step was finished and the run saved.
         """
         return self._live.batches(loader, epochs)
 
     def after_step(self) -> bool:
-        """What `batches` does between two steps, for loops that take their data from elsewhere.
+        """Does what `batches` does between two steps, for loops that get their data elsewhere.
 
         Returns:
-            Whether the run has gone back: `step` has changed then, and in JAX `state`.
+            Whether the run was rolled back: `step` has changed then, and in JAX `state`.
 
         Raises:
             RunStopped: the policy ends the run.
@@ -204,63 +203,63 @@ class Healer(Generic[State]):
 
         Args:
             loss: one number or a tensor with one element.
-            optimizer: whose, by its name in the state; None: of all.
+            optimizer: its name in the state; None: all optimizers.
         """
-        self._side("observe", "in JAX pass value=loss to tx.update")(loss, optimizer)
+        self._driver_method("observe", "in JAX pass value=loss to tx.update")(loss, optimizer)
 
     def observe_eval(self, eval_loss: SupportsFloat, optimizer: str | None = None) -> None:
         """torch: reports an evaluation's loss."""
-        side = self._side("observe_eval", "in JAX pass eval_loss=... to tx.update")
-        side(eval_loss, optimizer)
+        method = self._driver_method("observe_eval", "in JAX pass eval_loss=... to tx.update")
+        method(eval_loss, optimizer)
 
     def update(self, state: State | None = None) -> None:
-        """JAX: the state after the step; with nnx objects, which change in place, nothing."""
-        self._side("update", "in torch the state changes in place")(state)
+        """JAX: passes the state after the step. With nnx objects, which change in place: None."""
+        self._driver_method("update", "in torch the state changes in place")(state)
 
     @property
     def state(self) -> State:
-        """What is protected. In JAX the state to take the next step from; also after the block."""
-        return getattr(self._the_run.driver, "state", self._options.state)
+        """The protected state. In JAX the one to take the next step from; also after the block."""
+        return getattr(self._loop.driver, "state", self._options.state)
 
     def expect_change(self) -> None:
         """Says that the next step differs on purpose (LR, batch size, data, weights)."""
         self._live.driver.expect_change()
 
     def save(self) -> None:
-        """Saves now, besides the regular saves. Call it between two steps."""
-        self._live.save("asked")
+        """Saves a checkpoint now, in addition to the regular ones. Call it between two steps."""
+        self._live.save("requested")
 
-    # -- how it stands --------------------------------------------------------------------------
+    # -- the state of the run -------------------------------------------------------------------
 
     @property
     def step(self) -> int:
-        """Steps done (in JAX: updates); a rollback sets it back."""
-        return self._the_run.step
+        """Steps done (in JAX: updates); a rollback decreases it."""
+        return self._loop.step
 
     @property
     def good(self) -> int | None:
         """Step of the newest known-good checkpoint."""
-        return self._the_run.checkpoints.good
+        return self._loop.checkpoints.good
 
     @property
     def rollbacks(self) -> int:
-        """Carried out so far, in earlier processes too."""
-        return self._the_run.journal.page.rollbacks
+        """Rollbacks so far, in earlier processes too."""
+        return self._loop.journal.state.rollbacks
 
     @property
     def store(self) -> CheckpointStore:
         """The checkpoints."""
-        return self._the_run.checkpoints.store
+        return self._loop.checkpoints.store
 
     @property
     def driver(self) -> Driver:
-        """The framework's side: in torch `driver.healings` has the handle of each optimizer."""
-        return self._the_run.driver
+        """The framework's driver: in torch `driver.healings` has the handle of each optimizer."""
+        return self._loop.driver
 
     # -- within ---------------------------------------------------------------------------------
 
     @property
-    def _the_run(self) -> Loop:
+    def _loop(self) -> Loop:
         if self._run is None:
             raise HealerError("use it as `with Healer(...) as healer:`, inside of the block")
         return self._run
@@ -268,12 +267,12 @@ class Healer(Generic[State]):
     @property
     def _live(self) -> Loop:
         if self._ended:
-            raise HealerError("the `with` block of this Healer is over: make another one")
-        return self._the_run
+            raise HealerError("the `with` block of this Healer is over: create another one")
+        return self._loop
 
-    def _side(self, method: str, instead: str) -> Callable[..., None]:
-        """What only one framework's driver has."""
-        found = getattr(self._live.driver, method, None)
-        if found is None:
-            raise HealerError(f"{method} is of the other framework: {instead}")
-        return found
+    def _driver_method(self, name: str, instead: str) -> Callable[..., None]:
+        """A method that only one framework's driver has."""
+        method = getattr(self._live.driver, name, None)
+        if method is None:
+            raise HealerError(f"{name} is for the other framework: {instead}")
+        return method

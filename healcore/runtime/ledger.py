@@ -1,6 +1,6 @@
 """What the host remembers of a run: healthy and unhealthy steps, incidents, rollbacks.
 
-Steps are indexed from 0; step n is taken by the state that a checkpoint of step n holds.
+Steps are indexed from 0. A checkpoint of step n holds the state that step n starts from.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Cause, names
 
-_REMEMBERED = 1000
-"""Incidents kept; of a run with more the first ones are the least interesting."""
+_MAX_INCIDENTS = 1000
+"""Incidents kept; the oldest are dropped."""
 
 
 class PastRollback(NamedTuple):
     """A rollback that was carried out."""
 
     onset: int
-    """First alarm of the incident it answered."""
+    """Step of the first alarm of the incident that it answered."""
     target: int
     """Step of the checkpoint that was restored."""
 
@@ -31,49 +31,49 @@ class IncidentRecord:
     """One incident, from its first alarm to its last."""
 
     number: int
-    """From 1, over the whole run; rollbacks do not set it back."""
+    """From 1, over the whole run; a rollback does not reset it."""
     onset: int
-    """Index of the step with the first alarm."""
+    """Step of the first alarm."""
     last: int
-    """Index of the step with the last one so far."""
+    """Step of the latest alarm."""
     cause: int
     """`Cause` flags of all its alarms."""
     first: dict[str, int] = field(default_factory=dict)
-    """Name of a cause -> index of the first step with it."""
+    """Name of a cause -> first step with it."""
     alarms: int = 0
     skips: int = 0
     rollbacks: int = 0
     lr_scale: float = 1.0
-    """The multiplier after it."""
+    """The learning-rate multiplier after its latest alarm."""
     over: bool = False
 
 
 @dataclass
 class Ledger:
-    """Filled by `judge`, step by step, in order."""
+    """Filled by `record`, step by step, in order."""
 
-    judged: int = 0
-    """Index of the next step to be judged."""
+    next_step: int = 0
+    """Index of the next step to be recorded."""
     unhealthy: list[int] = field(default_factory=list)
-    """Indices of steps with an alarm that some rule acts on, ascending."""
-    episodes: list[IncidentRecord] = field(default_factory=list)
-    earlier: list[PastRollback] = field(default_factory=list)
-    """Rollbacks so far."""
-    counted: int = 0
-    """Episodes so far, also those forgotten."""
+    """Steps that were skipped, or had an alarm within an incident; ascending."""
+    incidents: list[IncidentRecord] = field(default_factory=list)
+    past_rollbacks: list[PastRollback] = field(default_factory=list)
+    incident_count: int = 0
+    """Incidents so far, including those dropped from `incidents`."""
     open: bool = False
+    """Whether an incident is going on."""
 
-    def judge(self, index: int, records: Sequence[StepRecord]) -> IncidentRecord | None:
-        """Takes one step.
+    def record(self, index: int, records: Sequence[StepRecord]) -> IncidentRecord | None:
+        """Adds one step.
 
         Args:
             index: of the step.
-            records: of its engines.
+            records: the step's records, one or more per engine.
 
         Returns:
-            The episode that the step is part of, if it is trouble.
+            The incident that the step belongs to; None: the step is healthy.
         """
-        self.judged = index + 1
+        self.next_step = index + 1
         self.open = any(each.incident_open for each in records)
         cause = 0
         for each in records:
@@ -81,70 +81,70 @@ class Ledger:
             if each.incident_open or each.skip:
                 cause |= int(each.cause)
         if not cause:
-            if not self.open and self.episodes:
-                self.episodes[-1].over = True
+            if not self.open and self.incidents:
+                self.incidents[-1].over = True
             return None
         self.unhealthy.append(index)
-        episode = self._current(index)
-        episode.last = index
-        episode.cause |= cause
+        incident = self._current(index)
+        incident.last = index
+        incident.cause |= cause
         for name in names(Cause(cause)):
-            episode.first.setdefault(name, index)
-        episode.alarms += 1
-        episode.skips += any(each.skip for each in records)
-        episode.lr_scale = min(each.lr_scale for each in records)
-        return episode
+            incident.first.setdefault(name, index)
+        incident.alarms += 1
+        incident.skips += any(each.skip for each in records)
+        incident.lr_scale = min(each.lr_scale for each in records)
+        return incident
 
     def _current(self, index: int) -> IncidentRecord:
-        if not self.episodes or self.episodes[-1].over:
-            self.counted += 1
-            self.episodes.append(IncidentRecord(self.counted, index, index, 0))
-            del self.episodes[:-_REMEMBERED]
-        return self.episodes[-1]
+        if not self.incidents or self.incidents[-1].over:
+            self.incident_count += 1
+            self.incidents.append(IncidentRecord(self.incident_count, index, index, 0))
+            del self.incidents[:-_MAX_INCIDENTS]
+        return self.incidents[-1]
 
-    def went_back(self, onset: int, target: int, *, counts: bool = True) -> None:
-        """A rollback to the checkpoint of step `target` was carried out.
+    def on_rollback(self, onset: int, target: int, *, counts: bool = True) -> None:
+        """Records that the checkpoint of step `target` was restored.
 
         Args:
-            onset: of the incident it answers.
+            onset: of the incident that the rollback answers.
             target: the checkpoint's step.
-            counts: False for a trial, which the next choice need not know of.
+            counts: False for a re-run, which must not affect the choice of the next checkpoint.
         """
         if counts:
-            self.earlier.append(PastRollback(onset, target))
-        self.judged = target
-        self.open = False
-        del self.unhealthy[bisect.bisect_left(self.unhealthy, target) :]
-        if self.episodes:
-            self.episodes[-1].rollbacks += 1
-            self.episodes[-1].over = True
+            self.past_rollbacks.append(PastRollback(onset, target))
+        self._rewind(target)
+        if self.incidents:
+            self.incidents[-1].rollbacks += 1
 
     def forget(self, before: int) -> None:
-        """Drops unhealthy steps that no checkpoint's probation can depend on any more."""
+        """Drops unhealthy steps that no checkpoint's probation depends on any more."""
         del self.unhealthy[: bisect.bisect_left(self.unhealthy, before)]
 
     def take_over(self, other: Ledger, step: int) -> None:
-        """Goes on from the ledger of an earlier process, at a checkpoint of `step`."""
+        """Continues the ledger of an earlier process from a checkpoint of `step`."""
         vars(self).update(vars(other))
-        self.judged, self.open = step, False
+        self._rewind(step)
+
+    def _rewind(self, step: int) -> None:
+        self.next_step, self.open = step, False
         del self.unhealthy[bisect.bisect_left(self.unhealthy, step) :]
-        if self.episodes:
-            self.episodes[-1].over = True
+        if self.incidents:
+            self.incidents[-1].over = True
 
     # -- saving ---------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe."""
-        return {**asdict(self), "earlier": [list(each) for each in self.earlier]}
+        return {**asdict(self), "past_rollbacks": [list(each) for each in self.past_rollbacks]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Ledger:
-        """What `to_dict` gave."""
+        """The inverse of `to_dict`."""
         return cls(
-            judged=data["judged"],
+            next_step=data["next_step"],
             unhealthy=list(data["unhealthy"]),
-            episodes=[IncidentRecord(**each) for each in data["episodes"]],
-            earlier=[PastRollback(*each) for each in data["earlier"]],
-            counted=data["counted"],
+            incidents=[IncidentRecord(**each) for each in data["incidents"]],
+            past_rollbacks=[PastRollback(*each) for each in data["past_rollbacks"]],
+            incident_count=data["incident_count"],
             open=data["open"],
         )

@@ -19,7 +19,12 @@ from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.ledger import Ledger
 from healcore.runtime.rollback.host_state import HostState
 from healcore.runtime.rollback.journal import Journal
-from healcore.runtime.rollback.manager import Arrival, RollbackManager, Wanted
+from healcore.runtime.rollback.manager import (
+    HEALING_SCHEMA,
+    RollbackManager,
+    RollbackRequest,
+    RollbackResult,
+)
 from healcore.runtime.store import (
     CheckpointDamaged,
     Keep,
@@ -139,7 +144,7 @@ class Process:
             keep=KEEP,
             probation=PROBATION,
             region=REGION,
-            verifier=BackgroundVerifier(behind=False),
+            verifier=BackgroundVerifier(in_background=False),
             ranks=Alone(),
             log_event=self.tell,
             warn=lambda line: None,
@@ -164,15 +169,15 @@ class Process:
     def begin(self) -> None:
         """As `Loop.begins_at`."""
         usable = [s.step for s in self.store.steps() if s.finite and s.status != "quarantined"]
-        if self.journal.page.begun is not None:
-            self.step, _ = self.rollbacks.finish(self.journal.page.begun)
+        if self.journal.state.pending is not None:
+            self.step, _ = self.rollbacks.finish_interrupted(self.journal.state.pending)
         elif usable:
             self.step, _ = self.rollbacks.resume(usable[::-1])
         else:
-            self.journal.page.first = self.step
+            self.journal.state.first_step = self.step
         self.rollbacks.write_journal(self.step)
-        self.rollbacks.began_at = self.step
-        self.checkpoints.take_stock()
+        self.rollbacks.started_from = self.step
+        self.checkpoints.reload()
         if not self.store.saves:
             self.save("first")
 
@@ -180,22 +185,23 @@ class Process:
         """A step, and all that comes after it except orders."""
         cause = Cause.NONFINITE_LOSS if alarm else Cause(0)
         judged = record(step=self.step + 1, cause=cause, skip=skip, incident_open=is_open)
-        self.ledger.judge(self.step, [judged])
+        self.ledger.record(self.step, [judged])
         self.step += 1
         if self.step % EVERY == 0 and not self.ledger.open:
             self.save("regular")
-        self.checkpoints.look_after(self.ledger, self.step)
+        self.checkpoints.poll(self.ledger, self.step)
 
     def save(self, why: str) -> None:
-        self.checkpoints.save(self.step, {}, {"ledger": self.ledger.to_dict()}, why)
+        healing = {"schema": HEALING_SCHEMA, "ledger": self.ledger.to_dict()}
+        self.checkpoints.save(self.step, {}, healing, why)
 
-    def go_back(self, depth: int) -> Arrival:
+    def go_back(self, depth: int) -> RollbackResult:
         """A rollback in answer to the incident under way."""
-        arrival = self.rollbacks.go_back(Wanted(self.onset, depth, self.step, ()))
-        self.step = arrival.target
-        return arrival
+        result = self.rollbacks.roll_back(RollbackRequest(self.onset, depth, self.step, ()))
+        self.step = result.target
+        return result
 
     @property
     def onset(self) -> int:
         """Of the incident under way."""
-        return self.ledger.episodes[-1].onset
+        return self.ledger.incidents[-1].onset

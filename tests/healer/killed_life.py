@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.loop import start
-from healcore.runtime.loop.orders import Orders
+from healcore.runtime.loop.action_executor import ActionExecutor
 from healcore.runtime.loop.setup import AlreadyCompleted
 from healcore.runtime.store import committing
 from tests.healer.loops import Faults, loop_of, rules, train
@@ -82,7 +82,7 @@ class Watched:
         """The most calls of each phase."""
         self._watch(CheckpointManager, "save", SAVE)
         self._watch(committing, "commit", WRITE)
-        self._watch(Orders, "_go_back", BACK)
+        self._watch(ActionExecutor, "_roll_back", BACK)
         self._watch(start, "_finish_rollback", BACK)
         for name in CALLS:
             self._count(name)

@@ -9,8 +9,8 @@ import pytest
 
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Action, Cause
-from healcore.runtime.incidents.assessment import Assessor, Finding
-from healcore.runtime.incidents.judge import Order
+from healcore.runtime.incidents.assessment import AssessmentResult, Assessor
+from healcore.runtime.incidents.monitor import ActionRequest
 from tests.healer.records import record
 
 
@@ -36,18 +36,18 @@ def alarmed(now: dict[str, float], loss: float, z: float) -> tuple[Weights, Asse
     weights = Weights()
     assessor = Assessor(weights, lambda loss: loss, print)  # type: ignore[arg-type]
     for index, (batch, before) in enumerate((("a", 1.0), ("b", 3.0))):
-        assessor.see(16 * index, batch, step(before))
+        assessor.observe(16 * index, batch, step(before))
     weights.now = now
-    assessor.see(40, "new", step(loss, Cause.LOSS_SPIKE, z))
+    assessor.observe(40, "new", step(loss, Cause.LOSS_SPIKE, z))
     return weights, assessor
 
 
-def order(index: int) -> Order:
-    return Order(Action.ROLLBACK, 1, 40, 40, index, Cause.LOSS_SPIKE, (), False, 12.0)
+def order(index: int) -> ActionRequest:
+    return ActionRequest(Action.ROLLBACK, 1, 40, 40, index, Cause.LOSS_SPIKE, (), False, 12.0)
 
 
-def asked(now: dict[str, float], loss: float, z: float = 100.0) -> Finding:
-    return alarmed(now, loss, z)[1].ask(order(41))
+def asked(now: dict[str, float], loss: float, z: float = 100.0) -> AssessmentResult:
+    return alarmed(now, loss, z)[1].assess(order(41))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_loss_that_comes_back_by_itself_is_no_damage(now, verdict):
     """The step was 10 above the usual when it was taken; all batches are `now - 2` above it now."""
     losses = {"a": now - 1, "b": now + 1, "new": now}
     _, assessor = alarmed(losses, loss=12.0, z=10.0)
-    assert assessor.ask(order(60)).verdict.value == verdict
+    assert assessor.assess(order(60)).verdict.value == verdict
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_a_loss_that_comes_back_by_itself_is_no_damage(now, verdict):
 def test_what_is_not_far_beyond_the_noise_has_to_last(later, verdict):
     """As swings at the edge of stability do not: asked once more with the weights of then."""
     weights, assessor = alarmed({"a": 9.0, "b": 11.0, "new": 12.0}, loss=12.0, z=10.0)
-    assert assessor.ask(order(41)).verdict.value == "open"
+    assert assessor.assess(order(41)).verdict.value == "open"
     weights.now = {"a": 1.0 + later - 1.0, "b": 3.0 + later - 1.0, "new": 12.0}
-    found = assessor.ask(order(56))
+    found = assessor.assess(order(56))
     assert found.verdict.value == verdict
     assert found.rise_remembered == pytest.approx(later - 1.0, nan_ok=True)
 
@@ -101,32 +101,32 @@ def test_a_loss_that_has_come_back_may_go_up_again():
     weights, assessor = alarmed({"a": 9.0, "b": 11.0, "new": 12.0}, loss=12.0, z=10.0)
     for index, rise, verdict in ((60, 1.0, "open"), (80, 1.0, "open"), (100, 9.0, "damage")):
         weights.now = {"a": 1.0 + rise, "b": 3.0 + rise, "new": 12.0}
-        assert assessor.ask(order(index)).verdict.value == verdict
+        assert assessor.assess(order(index)).verdict.value == verdict
 
 
 def test_what_cannot_be_asked_again_is_not_known():
     weights, assessor = alarmed({"a": 9.0, "b": 11.0, "new": 12.0}, loss=12.0, z=10.0)
     weights.now = {}
-    assert assessor.ask(order(60)).verdict.value == "unknown"
+    assert assessor.assess(order(60)).verdict.value == "unknown"
 
 
-def looked_back(now: dict[str, float], then: dict[str, float]) -> Finding:
+def looked_back(now: dict[str, float], then: dict[str, float]) -> AssessmentResult:
     """Four remembered batches, an alarm, high losses; the latest four batches are `x` of loss 6."""
     weights = Weights()
     assessor = Assessor(weights, lambda loss: loss, print)  # type: ignore[arg-type]
     for index, loss in enumerate((1.0, 1.2, 0.9, 1.1)):
-        assessor.see(16 * index, f"b{index}", step(loss))
+        assessor.observe(16 * index, f"b{index}", step(loss))
     weights.now = {f"b{index}": 1.0 for index in range(4)} | {"new": 9.0}
-    assessor.see(64, "new", step(9.0, Cause.LOSS_SPIKE, 100.0))
+    assessor.observe(64, "new", step(9.0, Cause.LOSS_SPIKE, 100.0))
     for index in range(65, 80):
-        assert assessor.to_look_back_at() is None
-        assessor.see(index, f"x{index % 4}", step(6.0))
-    stretch = assessor.to_look_back_at()
-    assert stretch is not None
-    assert stretch.onset == 64
-    assert [each.index for each in stretch.latest] == [76, 77, 78, 79]
+        assert assessor.high_loss_to_review() is None
+        assessor.observe(index, f"x{index % 4}", step(6.0))
+    period = assessor.high_loss_to_review()
+    assert period is not None
+    assert period.onset == 64
+    assert [each.index for each in period.latest] == [76, 77, 78, 79]
     weights.now = now
-    return assessor.look_back(stretch, then)
+    return assessor.review(period, then)
 
 
 BEFORE, LATEST = [f"b{i}" for i in range(4)], [f"x{i}" for i in range(4)]
@@ -155,9 +155,9 @@ def test_a_loss_that_is_back_is_not_looked_at():
     weights = Weights()
     assessor = Assessor(weights, lambda loss: loss, print)  # type: ignore[arg-type]
     for index in range(4):
-        assessor.see(16 * index, index, step(1.0 + 0.1 * index))
+        assessor.observe(16 * index, index, step(1.0 + 0.1 * index))
     weights.now = dict.fromkeys(range(4), 1.0) | {"new": 9.0}
-    assessor.see(64, "new", step(9.0, Cause.LOSS_SPIKE, 100.0))
+    assessor.observe(64, "new", step(9.0, Cause.LOSS_SPIKE, 100.0))
     for index in range(65, 200):
-        assessor.see(index, "new", step(1.5))  # within the spread of the four above the highest
-        assert assessor.to_look_back_at() is None
+        assessor.observe(index, "new", step(1.5))  # within the spread of the four above the highest
+        assert assessor.high_loss_to_review() is None

@@ -25,9 +25,9 @@ POINTS = [
     (TieredStore, "mark"),
     (TieredStore, "restore"),
     (Journal, "write"),
-    (CheckpointManager, "set_aside"),
-    (CheckpointManager, "take_stock"),
-    (RollbackManager, "_apply"),
+    (CheckpointManager, "quarantine"),
+    (CheckpointManager, "reload"),
+    (RollbackManager, "_load_state"),
     (Feeds, "go_back"),
 ]
 BAD = [23, 26]
@@ -42,12 +42,12 @@ def crashing(monkeypatch: pytest.MonkeyPatch, at: int | None) -> Iterator[list[s
     """Raises Crash before the `at`-th point within a rollback; counts them with None."""
     passed: list[str] = []
     inside = False
-    go_back = RollbackManager.go_back
+    roll_back = RollbackManager.roll_back
 
     def watched(self: Any, wanted: Any) -> Any:
         nonlocal inside
         inside = True
-        result = go_back(self, wanted)
+        result = roll_back(self, wanted)
         inside = False
         return result
 
@@ -64,7 +64,7 @@ def crashing(monkeypatch: pytest.MonkeyPatch, at: int | None) -> Iterator[list[s
         return call
 
     with monkeypatch.context() as patch:
-        patch.setattr(RollbackManager, "go_back", watched)
+        patch.setattr(RollbackManager, "roll_back", watched)
         for kind, name in POINTS:
             patch.setattr(kind, name, counted(kind, name))
         # A killed process says nothing at its end.
@@ -73,8 +73,8 @@ def crashing(monkeypatch: pytest.MonkeyPatch, at: int | None) -> Iterator[list[s
 
 
 def quiet_end(run: Any, error: BaseException | None) -> None:
-    run.checkpoints.settle()
-    run.termination.release()
+    run.checkpoints.wait()
+    run.termination.stop()
     run.driver.close()
     run.release()
     run.console.end()

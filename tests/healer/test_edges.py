@@ -120,12 +120,12 @@ def test_ctrl_c_finishes_the_step_and_saves(tmp_path, capfd):
 def test_two_runs_at_once_share_the_signals():
     before = signal.getsignal(signal.SIGTERM)
     a, b = TerminationWatch(), TerminationWatch()
-    a.watch()
-    b.watch()
-    a.release()
+    a.start()
+    b.start()
+    a.stop()
     signal.raise_signal(signal.SIGTERM)
-    assert (a.asked, b.asked) == (None, signal.SIGTERM)
-    b.release()
+    assert (a.signal_number, b.signal_number) == (None, signal.SIGTERM)
+    b.stop()
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -135,7 +135,7 @@ def _sleep():
 
 def test_a_forked_child_dies_of_a_signal_as_ever():
     watcher = TerminationWatch()
-    watcher.watch()
+    watcher.start()
     try:
         child = multiprocessing.get_context("fork").Process(target=_sleep)
         child.start()
@@ -143,9 +143,9 @@ def test_a_forked_child_dies_of_a_signal_as_ever():
         child.terminate()
         child.join(20)
         assert child.exitcode == -signal.SIGTERM
-        assert watcher.asked is None
+        assert watcher.signal_number is None
     finally:
-        watcher.release()
+        watcher.stop()
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
@@ -211,7 +211,7 @@ def test_hooks_cannot_send_a_run_back_for_ever():
         def __iter__(self):
             yield from range(3000)
 
-    with pytest.raises(RunStopped, match="gone back 3 times"):
+    with pytest.raises(RunStopped, match="3 rollbacks were needed"):
         train(loop, SKIPS, Endless(), on_incident=lambda incident: Action.ROLLBACK)
     assert len(loop.faults.order) < 300
 

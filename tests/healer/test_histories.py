@@ -75,7 +75,7 @@ class History(RuleBasedStateMachine):
         if self.process.step in self.good:
             return  # where it went back to, unchanged; its disk keeps the one that was good
         self.store.finite = finite or self.onset is None
-        self.process.save("asked")
+        self.process.save("requested")
         self.store.finite = True
 
     @precondition(lambda self: not self.over and self.onset is not None)
@@ -84,15 +84,15 @@ class History(RuleBasedStateMachine):
         """As ordered; killed after so many changes, if it takes that many."""
         assert self.onset is not None
         process, journal = self.process, self.process.journal
-        process.checkpoints.catch_up(process.ledger, before=self.onset)
+        process.checkpoints.verify_due(process.ledger, before=self.onset)
         self.what_is_good()
         expected = self.target(depth)
         self.store.life = life
         try:
             arrival = process.go_back(depth)
         except Killed:
-            begun = Journal(self.path).read().begun
-            if begun is None and journal.page.rollbacks == len(self.back):
+            begun = Journal(self.path).read().pending
+            if begun is None and journal.state.rollbacks == len(self.back):
                 self.start(None)
                 return
             self.start(expected)
@@ -125,7 +125,7 @@ class History(RuleBasedStateMachine):
         usable = [s for s in self.store.steps() if s.finite and s.step <= self.onset]
         good = [s.step for s in usable if s.status == "good"]
         # The run's first snapshot before what this process has gone on from.
-        begun = self.process.journal.page.first, self.process.rollbacks.began_at
+        begun = self.process.journal.state.first_step, self.process.rollbacks.started_from
         unproven = {s.step for s in usable if s.status == "candidate"}
         last = [step for step in begun if step in unproven]
         tried = [past.target for past in self.back if abs(past.onset - self.onset) < REGION]
@@ -184,14 +184,14 @@ class History(RuleBasedStateMachine):
             return
         ledger = self.process.ledger
         assert self.process.step == len(self.healthy)
-        assert ledger.earlier == self.back
-        assert self.process.journal.page.rollbacks == len(self.back)
+        assert ledger.past_rollbacks == self.back
+        assert self.process.journal.state.rollbacks == len(self.back)
         unhealthy = {step for step, well in enumerate(self.healthy) if not well}
-        needed = min(self.process.checkpoints.catalog.waiting, default=self.process.step)
+        needed = min(self.process.checkpoints.catalog.on_probation, default=self.process.step)
         assert {step for step in unhealthy if step >= needed} <= {*ledger.unhealthy} <= unhealthy
         assert Ledger.from_dict(ledger.to_dict()) == ledger
         written = Journal(self.path).read()
-        assert asdict(written) == asdict(self.process.journal.page)
+        assert asdict(written) == asdict(self.process.journal.state)
 
     @invariant()
     def the_way_down_stays_open(self) -> None:

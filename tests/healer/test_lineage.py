@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from healcore import policy as policies
-from healcore.runtime.rollback.journal import JournalError
+from healcore.runtime.rollback.journal import Journal, JournalError
 from healcore.runtime.rollback.manager import RollbackManager
 from healcore.runtime.store import NoGoodCheckpoint, StoreError
 from healcore.runtime.store import tiered as tiers
+from healcore.runtime.store.sealed import seal
 from tests.healer.loops import RULES, Faults, loop_of, rules, same, train
 from tests.healer.reading import events
 from tests.healer.test_restarts import crash
@@ -167,6 +168,13 @@ def test_a_journal_beside_another_run_s_checkpoints_is_refused(tmp_path):
     assert seen == {"at": 5, "lr": 1.0, "left": 3, "rollbacks": 0}
 
 
+def test_a_journal_of_another_version_is_refused(tmp_path):
+    path = tmp_path / "healcore.json"
+    path.write_bytes(seal({"schema": 2, "begun": None}))
+    with pytest.raises(JournalError, match=r"has schema 2, .* reads 3: .*delete it"):
+        Journal(path).read()
+
+
 def test_a_run_keeps_its_name_through_its_processes(tmp_path):
     def name() -> str:
         return json.loads((tmp_path / "healcore.json").read_text())["lineage"]
@@ -199,7 +207,7 @@ def dies_with_nothing_on_disk(folder: str) -> None:
 
 def test_a_rollback_of_a_run_without_a_checkpoint_is_not_in_the_way(tmp_path, caplog):
     killed(dies_with_nothing_on_disk, tmp_path)
-    assert json.loads((tmp_path / "healcore.json").read_text())["begun"] is not None
+    assert json.loads((tmp_path / "healcore.json").read_text())["pending"] is not None
     with caplog.at_level("INFO", "healcore"):
         loop, seen = first_look(tmp_path)
     assert seen == {"at": 0, "lr": 1.0, "left": 3, "rollbacks": 0}
@@ -211,7 +219,7 @@ def test_a_rollback_that_cannot_be_finished_names_the_file(tmp_path, monkeypatch
     def go() -> None:
         train(loop_of("torch", Faults(always=[13])), rules(), range(40), store=tmp_path)
 
-    crash(monkeypatch, RollbackManager, "_carry_out", lambda *_, **__: True, go)
+    crash(monkeypatch, RollbackManager, "_apply_plan", lambda *_, **__: True, go)
     for each in tmp_path.glob("step-*"):
         (each / "state.json").write_text("{}")
     with pytest.raises(StoreError, match=r"healcore\.json.*delete that file"):

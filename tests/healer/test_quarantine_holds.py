@@ -1,4 +1,4 @@
-"""A checkpoint that was set aside stays so, whatever becomes of its status file."""
+"""A quarantined checkpoint stays so, whatever becomes of its status file."""
 
 from __future__ import annotations
 

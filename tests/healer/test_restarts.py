@@ -10,7 +10,7 @@ import pytest
 
 from healcore.core.verdict import Action
 from healcore.runtime.checkpoints.manager import CheckpointManager
-from healcore.runtime.loop.orders import Orders
+from healcore.runtime.loop.action_executor import ActionExecutor
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.store.directory import DirectoryStore
 from healcore.torch.store import DCPStore
@@ -54,7 +54,7 @@ def test_a_rollback_is_told_once_though_its_teller_died(tmp_path, monkeypatch):
         loop = loop_of("torch", Faults(always=BAD))
         return train(loop, rules(), range(40), store=tmp_path)
 
-    crash(monkeypatch, Orders, "_tell_arrival", lambda *_: True, go)
+    crash(monkeypatch, ActionExecutor, "_log_rollback", lambda *_: True, go)
     go()
     (told,) = events(tmp_path, "rollback")
     assert (told["number"], told["onset"], told["checkpoint"]) == (1, 23, 15)
@@ -70,7 +70,7 @@ def test_an_order_does_not_get_lost_behind_a_save(tmp_path, monkeypatch):
         loop = loop_of("torch", Faults(always=[24]))
         return loop, train(loop, rules(), range(40), store=tmp_path / "killed")
 
-    crash(monkeypatch, Orders, "_go_back", lambda *_: True, go)
+    crash(monkeypatch, ActionExecutor, "_roll_back", lambda *_: True, go)
     loop, facts = go()
     assert facts["rollbacks"] == 1
     assert same(loop.weights(), clean.weights())
@@ -106,18 +106,18 @@ def test_random_numbers_of_later_epochs_are_new_ones(tmp_path, monkeypatch):
     assert second == clean[5:]
 
 
-@pytest.mark.parametrize("point", ["_tell_arrival", "_finished"])
+@pytest.mark.parametrize("point", ["_log_rollback", "_finished"])
 def test_data_that_only_runs_forward_is_not_read_twice(point, tmp_path, monkeypatch):
     def go(folder: str) -> Any:
         loop = loop_of("torch", Faults(always=[23]))
         return loop, train(loop, rules(), iter(range(50)), store=tmp_path / folder)
 
     clean, expected = go("clean")
-    if point == "_tell_arrival":
-        crash(monkeypatch, Orders, point, lambda *_: True, lambda: go("killed"))
+    if point == "_log_rollback":
+        crash(monkeypatch, ActionExecutor, point, lambda *_: True, lambda: go("killed"))
     else:
         at = lambda self, steps, now: bool(steps)  # noqa: E731
-        crash(monkeypatch, CheckpointManager, "set_aside", at, lambda: go("killed"))
+        crash(monkeypatch, CheckpointManager, "quarantine", at, lambda: go("killed"))
     loop, facts = go("killed")
     assert facts["step"] == expected["step"]
     assert same(loop.weights(), clean.weights())
@@ -129,11 +129,11 @@ def test_incidents_are_counted_on_through_a_rollback_that_was_cut_short(tmp_path
         loop = loop_of("torch", Faults(always=[13, 33]))
         return train(loop, rules(), range(50), store=tmp_path)
 
-    crash(monkeypatch, CheckpointManager, "set_aside", lambda self, steps, now: now > 30, go)
+    crash(monkeypatch, CheckpointManager, "quarantine", lambda self, steps, now: now > 30, go)
     seen = {}
 
     def look(healer: Any, number: int) -> None:
-        seen.setdefault("counted", healer._run.ledger.counted)
+        seen.setdefault("counted", healer._run.ledger.incident_count)
 
     loop = loop_of("torch", Faults(always=[13, 33]))
     train(loop, rules(), range(50), store=tmp_path, before=look)
@@ -175,7 +175,7 @@ def test_a_disk_that_verifies_slowly_does_not_make_a_rollback_deeper(tmp_path, m
     assert told["checkpoint"] == 15
 
 
-@pytest.mark.parametrize("point", ["set_aside", "_tell_arrival"])
+@pytest.mark.parametrize("point", ["quarantine", "_log_rollback"])
 def test_a_second_try_is_still_one_after_a_crash(point, tmp_path, monkeypatch):
     def go(folder: str) -> Any:
         loop = loop_of("torch", Faults(always=[23]))
@@ -183,7 +183,7 @@ def test_a_second_try_is_still_one_after_a_crash(point, tmp_path, monkeypatch):
         return loop, facts
 
     clean, expected = go("clean")
-    owner = CheckpointManager if point == "set_aside" else Orders
+    owner = CheckpointManager if point == "quarantine" else ActionExecutor
     crash(monkeypatch, owner, point, lambda *_, **__: True, lambda: go("killed"))
     loop, facts = go("killed")
     assert facts["rollbacks"] == expected["rollbacks"] == 2
@@ -227,7 +227,7 @@ def test_the_step_a_life_began_at_is_not_deeper_than_what_was_tried(tmp_path):
         Saved(15, "good", True, 1, 0.0, True, None),
         Saved(20, "candidate", True, 1, 0.0, True, None),
     ]
-    found = choose(saves, onset=23, earlier=[PastRollback(22, 15)], region=30, initial=[20])
+    found = choose(saves, onset=23, past_rollbacks=[PastRollback(22, 15)], region=30, initial=[20])
     assert found.order[0] == 15
     assert found.repeated
 

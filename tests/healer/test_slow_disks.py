@@ -39,27 +39,27 @@ class Gates:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, writes: Any, proofs: Any) -> None:
         self._step, self._free = 0, False
         self._changed = threading.Condition()
-        settle, go_back, save_last = (
-            CheckpointManager.settle,
-            RollbackManager.go_back,
+        wait, roll_back, save_last = (
+            CheckpointManager.wait,
+            RollbackManager.roll_back,
             Loop.save_last,
         )
 
         def waits(checkpoints: Any) -> None:
             self.open(True)
-            settle(checkpoints)
+            wait(checkpoints)
 
         def ends(run: Any) -> None:
             self.open(True)
             save_last(run)
 
-        def goes_back(rollbacks: Any, wanted: Any) -> Any:
-            arrival = go_back(rollbacks, wanted)  # begins with `settle`
+        def goes_back(rollbacks: Any, request: Any) -> Any:
+            result = roll_back(rollbacks, request)  # begins with `wait`
             self.open(False)
-            return arrival
+            return result
 
-        monkeypatch.setattr(CheckpointManager, "settle", waits)
-        monkeypatch.setattr(RollbackManager, "go_back", goes_back)
+        monkeypatch.setattr(CheckpointManager, "wait", waits)
+        monkeypatch.setattr(RollbackManager, "roll_back", goes_back)
         monkeypatch.setattr(Loop, "save_last", ends)
         monkeypatch.setattr(wait_limit, "SECONDS", float("inf"))
         for kind in (torch_stores.DCPStore, jax_stores.OrbaxStore):
@@ -256,7 +256,7 @@ def test_waiting_time_does_not_come_back_with_a_success(monkeypatch):
         keep=Keep(),
         probation=10,
         region=50,
-        verifier=BackgroundVerifier(behind=False),
+        verifier=BackgroundVerifier(in_background=False),
         ranks=Alone(),
         log_event=lambda kind, **fields: told.append(kind),
         warn=lambda line: None,

@@ -62,11 +62,11 @@ def test_a_disk_that_is_full_at_the_end_is_no_completed_run(framework, tmp_path)
         line = full.stderr.splitlines()[-1]
         assert line.startswith("healcore: the loop has ended at step 30, and its last state is not")
         # 24 where the disk was full before the save of 28 had reached it.
-        assert re.search("it goes on from the checkpoint of step (24|28)", full.stderr)
+        assert re.search("it resumes from the checkpoint of step (24|28)", full.stderr)
         (disk / "filler").unlink()
         again = start("tests.healer.full_disk_run", framework, disk, 0)
         assert again.returncode == 0, again.stderr
-        assert "healcore: goes on from the checkpoint of step" in again.stderr
+        assert "healcore: resumes from the checkpoint of step" in again.stderr
         assert again.stdout == "trained to 30\n"
         endings = [found["ending"] for found in postmortems(disk / "run")]
         assert endings[-1] == "completed"

@@ -78,9 +78,9 @@ def test_what_was_undone_is_known(run, request):
 def test_a_stopped_run_says_so(stopped):
     (report,) = read_reports(stopped).reports
     assert report.facts["Ending"] == "stopped by the policy"
-    assert "budget of recoveries is spent" in report.diagnosis
+    assert "budget of recoveries is exhausted" in report.diagnosis
     assert "STOP" in report.incidents[-1].action
-    assert "budget of recoveries is spent" in outcome(report.incidents[-1])
+    assert "budget of recoveries is exhausted" in outcome(report.incidents[-1])
     assert report.facts["Framework"].startswith("torch ")
 
 

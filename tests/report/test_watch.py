@@ -127,7 +127,7 @@ def test_once(healed, stopped, tmp_path):
     assert "loss 0." in done.output
     done = once(stopped)
     assert done.exit_code == 1
-    assert "stopped: the budget of recoveries is spent" in done.output
+    assert "stopped: the budget of recoveries is exhausted" in done.output
     assert once(tmp_path / "no.jsonl").exit_code == 2
     (tmp_path / "empty").touch()
     assert once(tmp_path / "empty").exit_code == 2

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 import torch
 
-from healcore.runtime.rollback.checkpoint_choice import tainted
+from healcore.runtime.rollback.checkpoint_choice import saved_after
 from healcore.runtime.store import Keep, prune
 from tests.store import worlds
 
@@ -80,7 +80,7 @@ def roll_back(world: worlds.World, store: Any, pipe: int) -> int:
     target = max(saved.step for saved in store.steps() if saved.status == "good")
     store.restore(target, state(world, 0))
     tell(pipe, BACK, target)
-    for step in tainted(store.steps(), onset=target):
+    for step in saved_after(store.steps(), onset=target):
         store.mark(step, "quarantined")
     return target
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from healcore.runtime.checkpoints.catalog import proven
+from healcore.runtime.checkpoints.catalog import probation_passed
 from healcore.runtime.ledger import PastRollback
 from healcore.runtime.rollback.checkpoint_choice import (
-    Choice,
+    CheckpointChoice,
     choose,
-    common,
-    tainted,
+    common_to_ranks,
+    saved_after,
 )
 from healcore.runtime.store import NoGoodCheckpoint, Saved, Status
 
@@ -36,35 +36,35 @@ GOOD = [saved(0, "candidate"), saved(100), saved(200), saved(300), saved(400, "c
     ],
 )
 def test_depth(onset, depth, order):
-    assert choose(GOOD, onset=onset, depth=depth) == Choice(order, False, False)
+    assert choose(GOOD, onset=onset, depth=depth) == CheckpointChoice(order, False, False)
 
 
 def test_the_second_time_in_a_region_goes_deeper():
     past = [PastRollback(onset=350, target=300)]
-    assert choose(GOOD, onset=360, earlier=past, region=100).order == (200, 100)
-    assert choose(GOOD, onset=340, earlier=past, region=100).order == (200, 100)
-    assert choose(GOOD, onset=360, earlier=past, region=5).order[0] == 300
+    assert choose(GOOD, onset=360, past_rollbacks=past, region=100).order == (200, 100)
+    assert choose(GOOD, onset=340, past_rollbacks=past, region=100).order == (200, 100)
+    assert choose(GOOD, onset=360, past_rollbacks=past, region=5).order[0] == 300
     # What became good on the way back into the same trouble is not gone back to.
     later = [*GOOD, saved(340)]
-    assert choose(later, onset=345, earlier=past, region=100, depth=1).order == (200, 100)
-    assert choose(later, onset=345, earlier=past, region=100, depth=3).order == (200, 100)
-    assert choose(later, onset=345, earlier=past, region=100, depth=4).order == (100,)
+    assert choose(later, onset=345, past_rollbacks=past, region=100, depth=1).order == (200, 100)
+    assert choose(later, onset=345, past_rollbacks=past, region=100, depth=3).order == (200, 100)
+    assert choose(later, onset=345, past_rollbacks=past, region=100, depth=4).order == (100,)
 
 
 def test_when_there_is_nothing_deeper_it_says_so():
     past = [PastRollback(150, 100)]
-    found = choose(GOOD, onset=160, earlier=past, region=100)
-    assert found == Choice((100,), initial=False, repeated=True)
-    found = choose(GOOD, onset=160, earlier=past, region=100, initial=[0])
-    assert found == Choice((0,), initial=True, repeated=False)
+    found = choose(GOOD, onset=160, past_rollbacks=past, region=100)
+    assert found == CheckpointChoice((100,), initial=False, repeated=True)
+    found = choose(GOOD, onset=160, past_rollbacks=past, region=100, initial=[0])
+    assert found == CheckpointChoice((0,), initial=True, repeated=False)
     past.append(PastRollback(160, 0))
-    found = choose(GOOD, onset=160, earlier=past, region=100, initial=[0])
-    assert found == Choice((0,), initial=True, repeated=True)
+    found = choose(GOOD, onset=160, past_rollbacks=past, region=100, initial=[0])
+    assert found == CheckpointChoice((0,), initial=True, repeated=True)
 
 
 def test_the_initial_snapshot_is_the_last_resort():
     assert choose(GOOD, onset=350, initial=[0]).order == (300, 200, 100, 0)
-    assert choose(GOOD[:1], onset=5, initial=[0]) == Choice((0,), True, False)
+    assert choose(GOOD[:1], onset=5, initial=[0]) == CheckpointChoice((0,), True, False)
     with pytest.raises(NoGoodCheckpoint, match=r"onset at step 5.*there: 0 \(candidate\)"):
         choose(GOOD[:1], onset=5)
     with pytest.raises(NoGoodCheckpoint):
@@ -75,12 +75,12 @@ def test_the_initial_snapshot_is_the_last_resort():
         choose([], onset=5, initial=[0])
 
 
-def test_never_one_that_is_not_finite_or_set_aside():
+def test_never_one_that_is_not_finite_or_quarantined():
     bad = [saved(0), saved(100, "quarantined"), saved(200, "good", finite=False)]
     assert choose(bad, onset=300, initial=[100]).order == (0,)
 
 
-def test_proven():
+def test_probation_passed():
     saves = [saved(0), *(saved(step, "candidate") for step in (10, 20, 30))]
     for unhealthy, now, expected in (
         ([], 25, [10]),
@@ -92,27 +92,27 @@ def test_proven():
         (range(10, 21), 31, [10, 20]),
         ([30, 31], 30, [10, 20]),  # not yet judged
     ):
-        assert proven(saves, unhealthy=unhealthy, now=now, probation=10) == expected
-    assert proven([saved(0, "candidate", False)], unhealthy=[], now=99, probation=1) == []
-    assert proven([saved(0, "quarantined")], unhealthy=[], now=99, probation=1) == []
+        assert probation_passed(saves, unhealthy=unhealthy, now=now, probation=10) == expected
+    assert probation_passed([saved(0, "candidate", False)], unhealthy=[], now=99, probation=1) == []
+    assert probation_passed([saved(0, "quarantined")], unhealthy=[], now=99, probation=1) == []
 
 
-def test_tainted():
+def test_saved_after():
     saves = [saved(10), saved(20, "candidate"), saved(21), saved(30, "quarantined")]
-    assert tainted(saves, onset=20) == [21]
-    assert tainted(saves, onset=15) == [20, 21]
+    assert saved_after(saves, onset=20) == [21]
+    assert saved_after(saves, onset=15) == [20, 21]
 
 
 def test_ranks_that_disagree_take_the_newest_common_step():
     first = [saved(100), saved(200), saved(300)]
     second = [saved(100), saved(200, "candidate"), saved(400)]
-    assert [(s.step, s.status) for s in common([first, second])] == [
+    assert [(s.step, s.status) for s in common_to_ranks([first, second])] == [
         (100, "good"),
         (200, "candidate"),
     ]
-    assert choose(common([first, second]), onset=500).order == (100,)
+    assert choose(common_to_ranks([first, second]), onset=500).order == (100,)
     third = [saved(100, finite=False), saved(200)]
-    assert not common([first, third])[0].finite
-    assert common([first, []]) == []
-    assert common([]) == []
-    assert common([first, second]) == common([first, second, second])
+    assert not common_to_ranks([first, third])[0].finite
+    assert common_to_ranks([first, []]) == []
+    assert common_to_ranks([]) == []
+    assert common_to_ranks([first, second]) == common_to_ranks([first, second, second])

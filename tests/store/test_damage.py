@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from healcore.runtime.store import CheckpointDamaged, NoGoodCheckpoint, restore_first, sealed
+from healcore.runtime.store import CheckpointDamaged, NoGoodCheckpoint, restore_first_intact, sealed
 from tests.store.worlds import DISKS, World, over, same_states
 
 FLIPS = 60
@@ -51,7 +51,7 @@ def test_60_of_60_flipped_bits_are_noticed_and_the_older_one_is_used(world, tmp_
         with pytest.raises(CheckpointDamaged) as error:
             store.verify(2)
         assert error.value.file == path.relative_to(newer).as_posix()
-        landed = restore_first(store, [2, 1], like)
+        landed = restore_first_intact(store, [2, 1], like)
         noticed += len(landed.damaged)
         assert landed.step == 1
         assert landed.restored.healing == {"step": 1}
@@ -123,7 +123,7 @@ def test_nothing_intact_is_left(world, tmp_path):
         flip(folder / "state.json", 9)
     store, told = world.make(tmp_path), []
     with pytest.raises(NoGoodCheckpoint, match=r"step 2 is damaged.*step 1 is damaged"):
-        restore_first(store, [2, 1], world.state(1), told.append)
+        restore_first_intact(store, [2, 1], world.state(1), told.append)
     assert [error.step for error in told] == [2, 1]
     assert {saved.status for saved in store.steps()} == {"quarantined"}
     assert newer.exists()  # kept for a person to look at

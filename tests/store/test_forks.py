@@ -95,20 +95,20 @@ class Waits:
     def mark(self, step, status):
         pass
 verifier = BackgroundVerifier()
-verifier.ask(Waits(), 1)
+verifier.verify(Waits(), 1)
 assert writing.wait(60)
 def child():
-    assert verifier.verdicts() == []
+    assert verifier.results() == []
     gate.set()
-    verifier.ask(Waits(), 2)
-    verifier.finish()
-    assert verifier.verdicts() == [(2, None)]
-    verifier.ask(Waits(), 3)
-    verifier.drop()
+    verifier.verify(Waits(), 2)
+    verifier.wait()
+    assert verifier.results() == [(2, None)]
+    verifier.verify(Waits(), 3)
+    verifier.discard()
 assert forked(child) == 0
 gate.set()
-verifier.finish()
-assert verifier.verdicts() == [(1, None)]
+verifier.wait()
+assert verifier.results() == [(1, None)]
 print("fine")
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from healcore.runtime.rollback.checkpoint_choice import tainted
+from healcore.runtime.rollback.checkpoint_choice import saved_after
 from healcore.runtime.store import CheckpointDamaged, Keep, LastGoodKept, prune
 from tests.store.worlds import ALL, DISKS, TIERS, World, over, same_states
 
@@ -31,7 +31,7 @@ def statuses(store) -> list[tuple[int, str]]:
 
 def roll_back(store, target: int) -> None:
     """What a Healer does with the saves after the one it went back to."""
-    for step in tainted(store.steps(), onset=target):
+    for step in saved_after(store.steps(), onset=target):
         store.mark(step, "quarantined")
 
 

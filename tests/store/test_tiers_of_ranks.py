@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from healcore.runtime.store import CheckpointDamaged, StateMismatch, restore_first
+from healcore.runtime.store import CheckpointDamaged, StateMismatch, restore_first_intact
 from healcore.torch.store import DCPStore, Keep, MemoryStore, TieredStore
 
 faulthandler.dump_traceback_later(60, exit=True)  # a rank that waits for the other shows where
@@ -79,7 +79,7 @@ if rank == 0:
     data = bytearray(path.read_bytes()); data[100] ^= 4; path.write_bytes(bytes(data))
 dist.barrier()
 assert raised(CheckpointDamaged, lambda: tiers.restore(5, fresh(0))).step == 5
-landed = restore_first(tiers, [5, 6], fresh(0))
+landed = restore_first_intact(tiers, [5, 6], fresh(0))
 assert landed.step == 6
 check(landed.restored.state, 6)
 

@@ -1,1 +1,1 @@
-"""Saving, proving and deleting checkpoints behind the training loop."""
+"""Saving, verifying and deleting checkpoints in the background of the training loop."""

@@ -1,7 +1,7 @@
-"""Proving checkpoints behind the training loop: verified, marked as good, the others thinned out.
+"""Verifies checkpoints in the background, marks them as known-good and deletes surplus ones.
 
-What is asked for, and in which order, the training loop decides by its steps. It is carried out in
-that order, so what a store ends up with follows from the steps, however long a disk takes.
+The training loop decides by its steps what is submitted, and in which order. Jobs run in that
+order, so the contents of a store depend on the steps and not on the speed of a disk.
 """
 
 from __future__ import annotations
@@ -16,115 +16,115 @@ from healcore.runtime.store.background import Background
 from healcore.runtime.store.memory import MemoryStore
 
 
-class Verdict(NamedTuple):
-    """What has come of a proof in one tier."""
+class VerifyResult(NamedTuple):
+    """The result of verifying a checkpoint in one tier."""
 
     step: int
     error: Exception | None
-    """What was wrong; None: it is known-good now."""
+    """What was wrong; None: the checkpoint is known-good now."""
 
 
 class BackgroundVerifier:
-    """One proof after another in each tier, none of them in the caller's thread.
+    """Verifies one checkpoint after another in each tier, outside of the caller's thread.
 
-    Stores with queues of their own (`queues`, which all of healcore's have) are asked in those,
-    another store in a thread that the BackgroundVerifier has for it.
+    Stores with queues of their own (attribute `queues`, as all of healcore's) run the jobs there.
+    Another store's jobs run in a thread of the BackgroundVerifier.
 
     Args:
-        behind: False proves in the caller's thread in a store without queues.
+        in_background: False verifies in the caller's thread where a store has no queues.
     """
 
-    def __init__(self, *, behind: bool = True) -> None:
-        self._own = Background("healcore-verifier") if behind else None
+    def __init__(self, *, in_background: bool = True) -> None:
+        self._own = Background("healcore-verifier") if in_background else None
         self._used: list[Background] = []
-        self._verdicts: deque[Verdict] = deque()
+        self._results: deque[VerifyResult] = deque()
         forking.watch(self)
 
-    def ask(
+    def verify(
         self,
         store: CheckpointStore,
         step: int,
-        tidy: Callable[[Any], None] = lambda tier: None,
+        on_verified: Callable[[Any], None] = lambda tier: None,
         *,
-        near_only: bool = False,
+        nearest_only: bool = False,
     ) -> None:
-        """Has a checkpoint verified and marked as good, in every tier that has it.
+        """Queues a checkpoint to be verified and marked as known-good, in every tier that has it.
 
         Args:
             store: the checkpoints.
-            step: which.
-            tidy: is given the tier once the checkpoint is known-good in it.
-            near_only: it is in the nearest tier and no other.
+            step: of the checkpoint.
+            on_verified: called with each tier in which the checkpoint was marked.
+            nearest_only: the checkpoint is only in the nearest tier.
         """
         queues = self._queues(store)
 
-        def prove(tier: Any) -> None:
+        def job(tier: Any) -> None:
             try:
                 tier.verify(step)
                 tier.mark(step, "good")
-                self._verdicts.append(Verdict(step, None))
-                tidy(tier)
+                self._results.append(VerifyResult(step, None))
+                on_verified(tier)
             except NotThere:
                 return
             except Exception as error:
-                self._verdicts.append(Verdict(step, error))
+                self._results.append(VerifyResult(step, error))
                 if isinstance(error, CheckpointDamaged):
-                    _take_out(tier, step, last=len(queues) == 1)
+                    _remove_damaged(tier, step, only_tier=len(queues) == 1)
 
-        for tier, queue in queues[:1] if near_only else queues:
-            self._do(queue, step, lambda tier=tier: prove(tier))
+        for tier, queue in queues[:1] if nearest_only else queues:
+            self._submit(queue, step, lambda tier=tier: job(tier))
 
-    def later(self, store: CheckpointStore, step: int, action: Callable[[Any], None]) -> None:
-        """Runs an action on the farthest tier, after all that was asked for before.
+    def submit(self, store: CheckpointStore, step: int, action: Callable[[Any], None]) -> None:
+        """Queues an action on the farthest tier, after all jobs so far.
 
         Args:
             store: the checkpoints.
-            step: the run's, for an error.
-            action: is given the tier.
+            step: the run's, for an error message.
+            action: called with the tier.
         """
         tier, queue = self._queues(store)[-1]
-        self._do(queue, step, lambda: action(tier))
+        self._submit(queue, step, lambda: action(tier))
 
-    def verdicts(self) -> list[Verdict]:
-        """What has come of the proofs since the last call, oldest first."""
-        told = []
-        while self._verdicts:
-            told.append(self._verdicts.popleft())
-        return told
+    def results(self) -> list[VerifyResult]:
+        """Results since the last call, oldest first."""
+        results = []
+        while self._results:
+            results.append(self._results.popleft())
+        return results
 
-    def finish(self) -> None:
-        """Waits until everything that was asked for is done; the verdicts stay to be taken."""
+    def wait(self) -> None:
+        """Waits for all jobs; their results stay available."""
         for queue in self._used:
             queue.join()
 
-    def drop(self) -> None:
-        """Waits, and forgets the verdicts: the list of checkpoints has changed meanwhile."""
-        self.finish()
-        self._verdicts.clear()
+    def discard(self) -> None:
+        """Waits for all jobs and drops their results: the list of checkpoints has changed."""
+        self.wait()
+        self._results.clear()
 
     def forked(self) -> None:
-        """In a child: what was asked for is done in the parent alone."""
-        self._verdicts.clear()
+        """In a forked child: the jobs and their results are the parent's alone."""
+        self._results.clear()
 
     def _queues(self, store: Any) -> list[tuple[Any, Background | None]]:
-        look = getattr(store, "queues", None)
-        return [(store, self._own)] if look is None else look()
+        queues = getattr(store, "queues", None)
+        return [(store, self._own)] if queues is None else queues()
 
-    def _do(self, queue: Background | None, step: int, job: Callable[[], None]) -> None:
+    def _submit(self, queue: Background | None, step: int, job: Callable[[], None]) -> None:
         if queue is None:
             job()
             return
         if queue not in self._used:
             self._used.append(queue)
-        queue.submit(step, "while proving it", job)
+        queue.submit(step, "while verifying it", job)
 
 
-def _take_out(tier: Any, step: int, *, last: bool) -> None:
-    """No damaged copy is restored; one in memory makes way for the one on disk."""
+def _remove_damaged(tier: Any, step: int, *, only_tier: bool) -> None:
+    """Keeps a damaged copy from being restored; one in memory is dropped for the one on disk."""
     try:
-        if isinstance(tier, MemoryStore) and not last:
+        if isinstance(tier, MemoryStore) and not only_tier:
             tier.drop(step)
         else:
             tier.mark(step, "quarantined")
     except StoreError:
-        return  # not listed any more, or on a disk that cannot be written; the damage is told
+        return  # no longer listed, or the disk cannot be written; the damage is reported anyway

@@ -1,7 +1,7 @@
-"""Which checkpoints there are by the steps, however far a disk has come with writing them.
+"""The checkpoints as the training loop has submitted them, however far the disk is behind.
 
-What is on probation, what is proven next and what may be deleted is read from here. So it follows
-from the steps alone; a store that is asked instead answers by how fast its disk is.
+It answers which checkpoints are on probation, which are verified next and which may be deleted. So
+these answers depend on the steps alone; a store's own listing depends on the speed of its disk.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Catalog:
 
     Args:
         keep: how many of each kind stay.
-        probation: healthy steps until one is known-good.
-        region: steps within which trouble is the same trouble.
+        probation: healthy steps until a checkpoint is known-good.
+        region: onsets fewer steps apart than this belong to the same trouble.
     """
 
     def __init__(self, keep: Keep, *, probation: int, region: int) -> None:
@@ -29,58 +29,61 @@ class Catalog:
         self._saves: dict[int, Saved] = {}
         self._surplus: set[int] = set()
 
-    def read(self, saves: Sequence[Saved]) -> None:
-        """Starts over, from what a store lists."""
+    def reset(self, saves: Sequence[Saved]) -> None:
+        """Replaces all entries by a store's listing."""
         self._saves = {saved.step: saved for saved in saves}
         self._surplus.clear()
 
-    def saved(self, step: int) -> None:
-        """A checkpoint is on its way; whether it is finite is found in the background."""
+    def add(self, step: int) -> None:
+        """Adds a checkpoint that is being saved. The background finds out whether it is finite."""
         self._saves[step] = Saved(step, "candidate", True, 0, 0.0, True, None)
         self._surplus.discard(step)
 
-    def failed(self, step: int) -> None:
-        """It did not arrive."""
+    def remove(self, step: int) -> None:
+        """Removes a checkpoint whose save has failed."""
         self._saves.pop(step, None)
 
-    def not_finite(self, step: int) -> None:
-        """It can never be known-good."""
+    def mark_nonfinite(self, step: int) -> None:
+        """Excludes a checkpoint with NaN or Inf from ever being known-good."""
         if step in self._saves:
             self._saves[step] = self._saves[step]._replace(status="candidate", finite=False)
 
-    def damaged(self, step: int) -> None:
-        """No copy of it is intact."""
+    def quarantine(self, step: int) -> None:
+        """Marks a checkpoint of which no copy is intact."""
         if step in self._saves:
             self._saves[step] = self._saves[step]._replace(status="quarantined")
 
-    def deleted(self, steps: set[int]) -> None:
-        """They are not in the store any more."""
+    def mark_deleted(self, steps: set[int]) -> None:
+        """Takes note of what has been deleted from the store."""
         self._surplus -= steps
 
     @property
-    def waiting(self) -> list[int]:
+    def on_probation(self) -> list[int]:
         """Steps of the checkpoints on probation, ascending."""
         saves = self._saves.values()
         return sorted(s.step for s in saves if s.status == "candidate" and s.finite)
 
-    def finite_before(self, step: int) -> int:
+    def newest_finite_before(self, step: int) -> int:
         """Step of the newest checkpoint before `step` that is not known to be bad; 0: none."""
-        fine = [s.step for s in self._saves.values() if s.finite and s.step < step]
-        return max(fine, default=0)
+        finite = [s.step for s in self._saves.values() if s.finite and s.step < step]
+        return max(finite, default=0)
 
-    def ready(self, ledger: Ledger, before: int | None = None) -> list[int]:
-        """Steps whose probation is over; with `before`, was over by that step."""
-        now = ledger.judged if before is None else min(before, ledger.judged)
-        facts = {"unhealthy": ledger.unhealthy, "now": now, "probation": self._probation}
-        return proven([self._saves[step] for step in self.waiting], **facts)
+    def probation_passed(self, ledger: Ledger, before: int | None = None) -> list[int]:
+        """Steps of the checkpoints whose probation is over now, or was over by step `before`."""
+        now = ledger.next_step if before is None else min(before, ledger.next_step)
+        saves = [self._saves[step] for step in self.on_probation]
+        return probation_passed(
+            saves, unhealthy=ledger.unhealthy, now=now, probation=self._probation
+        )
 
-    def prove(self, ready: Sequence[int], ledger: Ledger) -> list[int]:
-        """They are as good as good from now on.
+    def mark_good(self, steps: Sequence[int], ledger: Ledger) -> list[int]:
+        """Treats checkpoints as known-good from now on.
 
         Returns:
-            What may be deleted then, that asked for before and not done yet included.
+            Steps of the checkpoints that may be deleted once these are verified, including earlier
+            ones that are not deleted yet.
         """
-        for step in ready:
+        for step in steps:
             self._saves[step] = self._saves[step]._replace(status="good")
         for step in self._superfluous(ledger):
             del self._saves[step]
@@ -88,32 +91,33 @@ class Catalog:
         return sorted(self._surplus)
 
     def _superfluous(self, ledger: Ledger) -> list[int]:
-        """What need not be kept.
+        """Checkpoints that need not be kept.
 
-        While the region of the last rollback lasts, where it went and the next one deeper stay: a
-        second one in the same region goes there, and not to what became good on the way.
+        Within the region of the last rollback its target and the next older known-good checkpoint
+        stay: a second rollback in that region goes there, and not to a checkpoint that has become
+        known-good since.
         """
         saves, stay = list(self._saves.values()), set()
-        last = ledger.earlier[-1] if ledger.earlier else None
-        if last is not None and ledger.judged < last.onset + self._region:
+        last = ledger.past_rollbacks[-1] if ledger.past_rollbacks else None
+        if last is not None and ledger.next_step < last.onset + self._region:
             good = sorted(s.step for s in saves if s.status == "good" and s.step < last.target)
             stay = {last.target, *good[-1:]}
         return [step for step in superfluous(saves, self._keep) if step not in stay]
 
 
-def proven(
+def probation_passed(
     saves: Sequence[Saved], *, unhealthy: Iterable[int], now: int, probation: int
 ) -> list[int]:
-    """Candidates that `probation` healthy steps have followed: to be verified and marked good.
+    """Candidates that `probation` healthy steps have followed: to be verified and marked as good.
 
-    They need not follow without a gap: in a run with a bad batch now and then, each skipped, no
-    checkpoint would ever be known-good. An unhealthy step is just not counted.
+    Unhealthy steps are not counted, and do not restart the count: in a run with a bad batch now and
+    then, each of them skipped, no checkpoint would ever become known-good.
 
     Args:
         saves: the checkpoints.
-        unhealthy: indices of steps with an alarm.
-        now: steps judged.
-        probation: how many healthy steps it takes.
+        unhealthy: indices of the unhealthy steps.
+        now: number of steps recorded.
+        probation: how many healthy steps are required.
     """
     bad = sorted(unhealthy)
 

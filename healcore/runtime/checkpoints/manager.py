@@ -1,4 +1,4 @@
-"""Checkpoints while all is well: when to save, which are known-good by now, which may go."""
+"""The checkpoints of a run: when to save, which are known-good by now, which may be deleted."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from healcore.runtime.store.ring import WHERE
 LogEvent = Callable[..., object]
 """Writes an event: ``log_event(kind, step=..., **fields)``."""
 
-_UNHURRIED = frozenset({"regular", "ordered"})
-"""Saves that may be left out; the others are asked for once."""
+_OPTIONAL_SAVES = frozenset({"regular", "ordered"})
+"""Reasons of the saves that may be left out while the disk is busy."""
 
 
 class CheckpointManager:
-    """Looks after the checkpoints of one run.
+    """Saves, verifies, quarantines and deletes the checkpoints of one run.
 
     Args:
-        store: where they are.
+        store: the checkpoints.
         every: steps between two saves.
         keep: how many of each kind stay.
-        probation: healthy steps until one is known-good.
-        region: steps within which trouble is the same trouble.
-        verifier: verifies behind the training loop.
+        probation: healthy steps until a checkpoint is known-good.
+        region: onsets fewer steps apart than this belong to the same trouble.
+        verifier: verifies in the background.
         ranks: the processes of this run.
         log_event: writes an event, see `Log.write`.
         warn: writes a warning to the console log.
@@ -73,12 +73,12 @@ class CheckpointManager:
         self._wait_limit = WaitLimit()
         self._saved_once = False
         self._deleted: deque[set[int]] = deque()
-        self._near_only: set[int] = set()
-        """Steps whose save the disk was too late for."""
-        self._told_good: set[int] = set()
-        self._not_finite: dict[int, tuple[str, ...]] = {}
+        self._in_memory_only: set[int] = set()
+        """Steps of the checkpoints that a busy disk did not get."""
+        self._logged_good: set[int] = set()
+        self._nonfinite: dict[int, tuple[str, ...]] = {}
         self._pending_quarantine = PendingQuarantine(ranks)
-        self._set_aside_late: deque[int] = deque()
+        self._quarantined_late: deque[int] = deque()
         self._disk_failed = False
         self.good: int | None = None
         """Step of the newest known-good checkpoint."""
@@ -86,65 +86,67 @@ class CheckpointManager:
         """Steps of checkpoints that were found damaged on disk, ..."""
         self.damaged_in_memory: list[int] = []
         """... and in host memory."""
-        self.not_finite: list[tuple[int, tuple[str, ...]]] = []
-        """Steps of all checkpoints with NaN or Inf where that is not meant, and in which arrays."""
+        self.nonfinite: list[tuple[int, tuple[str, ...]]] = []
+        """Step and arrays of every checkpoint with NaN or Inf outside of `nonfinite_ok`."""
         self._damaged_paths: set[str] = set()
-        self.failed = 0
-        """Saves that failed."""
+        self.failures = 0
+        """How many saves have failed."""
         self.unsaved: set[int] = set()
-        """Their steps, where no later save has."""
-        self.trouble = ""
-        """Why the last of them did."""
+        """Steps of the failed saves that were not saved later."""
+        self.last_failure = ""
+        """Why the last of them failed."""
 
-    # -- the store as it stands -----------------------------------------------------------------
+    # -- the checkpoints in the store -----------------------------------------------------------
 
     def listed(self) -> list[Saved]:
-        """The checkpoints, those of a branch that was given up as quarantined.
+        """The checkpoints; those of an abandoned branch count as quarantined.
 
         Raises:
             StoreError: they cannot be listed, and none is in memory.
         """
         return self._pending_quarantine.applied(self.store.steps())
 
-    def take_stock(self) -> None:
-        """Reads the store: after a start, and after a rollback."""
-        self._verifier.drop()
+    def reload(self) -> None:
+        """Reads the store's listing again: after a start, and after a rollback."""
+        self._verifier.discard()
         try:
             saves = self.listed()
         except StoreError as error:
             saves = []
             self._problem(None, f"the checkpoints cannot be listed: {error}")
-        self.catalog.read(saves)
+        self.catalog.reset(saves)
         self._deleted.clear()
-        self.good = max((s.step for s in saves if s.status == "good"), default=None)
-        self._told_good = {s.step for s in saves if s.status == "good"}
-        self._near_only.clear()
-        self._not_finite.clear()
+        self._logged_good = {s.step for s in saves if s.status == "good"}
+        self.good = max(self._logged_good, default=None)
+        self._in_memory_only.clear()
+        self._nonfinite.clear()
 
     # -- saving ---------------------------------------------------------------------------------
 
     def due(self, step: int, taken: int = 1) -> bool:
-        """Whether to save after `step` steps, the last `taken` of which came at once."""
+        """Whether to save after `step` steps, the last `taken` of which came in one dispatch."""
         return step // self.every != (step - taken) // self.every
 
     def save(
         self, step: int, state: Mapping[str, Any], healing: Mapping[str, Any], why: str
     ) -> None:
-        """Saves. A disk that fails does not end the training: it is told, and the last good stays.
+        """Saves. A failed save is reported and training continues; known-good checkpoints stay.
 
-        While a slow disk is still at the save before, a regular save goes to memory only, or is
-        left out where there is none. What the background meets comes later, see `look_after`.
+        While a slow disk is still writing the previous checkpoint, a regular save goes to memory
+        only, or is left out if there is no memory tier. `poll` reports errors of the background.
 
         Raises:
-            UnsavableState: there is something in the state that no checkpoint can hold. Only at the
-                first save: later a run has more to lose than a checkpoint.
+            UnsavableState: the state holds something that no checkpoint can hold. Raised by the
+                first save only: later a run has more to lose than a checkpoint.
         """
-        late = why in _UNHURRIED and any(self._ranks.gather(self._wait_limit.late(self.store)))
+        late = why in _OPTIONAL_SAVES and any(
+            self._ranks.gather(self._wait_limit.exceeded(self.store))
+        )
         save: Any = getattr(self.store, "save_in_memory", None) if late else self.store.save
         if late:
-            kept = "left out" if save is None else "only in memory"
-            told = f"the disk is still at the save before: checkpoint {step} is {kept}"
-            self._not_saved(step, told, told)
+            instead = "left out" if save is None else "only in memory"
+            problem = f"the disk is still writing the previous one: checkpoint {step} is {instead}"
+            self._report_failure(step, problem, problem)
         if save is None:
             return
         began = time.monotonic()
@@ -153,172 +155,179 @@ class CheckpointManager:
         except UnsavableState as error:
             if not self._saved_once:
                 raise
-            self._failed(step, error)
+            self._save_failed(step, error)
             return
         except (StoreError, OSError) as error:
-            self._failed(step, error)
+            self._save_failed(step, error)
             return
         self._saved_once = True
         self.unsaved.discard(step)
-        (self._near_only.add if late else self._near_only.discard)(step)
-        self.catalog.saved(step)
+        (self._in_memory_only.add if late else self._in_memory_only.discard)(step)
+        self.catalog.add(step)
         self._log_event("save", step=step, why=why, seconds=round(time.monotonic() - began, 6))
         if self._pending_quarantine:
-            self._verifier.later(self.store, step, self._quarantine_pending)
+            self._verifier.submit(self.store, step, self._write_pending_quarantine)
 
     def in_memory_only(self, step: int) -> bool:
         """Whether a checkpoint is missing on a disk that was too slow. Waits for the disk."""
         if not hasattr(self.store, "save_in_memory"):
             return False
-        self.settle()  # a write that is under way may still succeed
+        self.wait()  # a write in progress may still succeed
         return any(saved.step == step and saved.path is None for saved in self.listed())
 
     # -- known-good -----------------------------------------------------------------------------
 
-    def look_after(self, ledger: Ledger, step: int) -> None:
-        """Once per step: what the background has met, and which checkpoints to prove next.
+    def poll(self, ledger: Ledger, step: int) -> None:
+        """Reports results of the background and queues the next checkpoints to be verified.
 
-        Which, and from when on, follows from the steps alone; nothing here waits for a disk.
+        Called once per step. Which checkpoints, and when, depends on the steps alone; nothing here
+        waits for a disk.
         """
         for failure in self.store.failures():
-            self._failed(failure.step, failure)
-        self._hear()
+            self._save_failed(failure.step, failure)
+        self._read_results()
         if ledger.open:
             return
-        self._prove(self._agreed(ledger), ledger)
-        ledger.forget(min(self.catalog.waiting, default=step))
+        self._verify(self._probation_passed(ledger), ledger)
+        ledger.forget(min(self.catalog.on_probation, default=step))
 
-    def catch_up(self, ledger: Ledger, *, before: int) -> None:
-        """Proves all whose probation was over before a step, and waits. On every rank together.
+    def verify_due(self, ledger: Ledger, *, before: int) -> None:
+        """Verifies all checkpoints whose probation was over before a step, and waits. Collective.
 
-        Where a rollback goes must follow from the steps, not from how fast a disk is.
+        The target of a rollback must depend on the steps, not on the speed of a disk.
         """
-        everybody = self._ranks.gather(self.catalog.ready(ledger, before))
-        self._prove(sorted(set.intersection(*map(set, everybody))), ledger)
-        self._verifier.finish()
-        self._hear()
+        everybody = self._ranks.gather(self.catalog.probation_passed(ledger, before))
+        self._verify(sorted(set.intersection(*map(set, everybody))), ledger)
+        self._verifier.wait()
+        self._read_results()
 
-    def wrap_up(self, ledger: Ledger, step: int) -> None:
-        """The last `look_after` of a run, with all that comes of it."""
-        self.look_after(ledger, step)
-        self._verifier.finish()
-        self._hear()
+    def finish(self, ledger: Ledger, step: int) -> None:
+        """The last `poll` of a run; waits for what it has queued."""
+        self.poll(ledger, step)
+        self._verifier.wait()
+        self._read_results()
 
-    def _agreed(self, ledger: Ledger) -> list[int]:
-        """Those whose probation is over, on every rank the same.
+    def _probation_passed(self, ledger: Ledger) -> list[int]:
+        """Checkpoints whose probation is over, the same on every rank.
 
-        Ranks notice a failed write at different steps. They exchange now and then, and at the same
-        step everywhere, whether one has something or not.
+        Ranks notice a failed write at different steps. So they exchange their lists every few
+        steps, at the same step on every rank, whether their list is empty or not.
         """
         if self._ranks.world == 1:
-            return self.catalog.ready(ledger)
-        if ledger.judged % max(1, self.every // 2):
+            return self.catalog.probation_passed(ledger)
+        if ledger.next_step % max(1, self.every // 2):
             return []
-        everybody = self._ranks.gather(self.catalog.ready(ledger))
+        everybody = self._ranks.gather(self.catalog.probation_passed(ledger))
         return sorted(set.intersection(*map(set, everybody)))
 
-    def _prove(self, ready: Sequence[int], ledger: Ledger) -> None:
-        """Asks for the proofs, and for the deletions once the last of them has succeeded."""
-        if not ready:
+    def _verify(self, steps: Sequence[int], ledger: Ledger) -> None:
+        """Queues verifications, and the deletion of surplus checkpoints after the last of them."""
+        if not steps:
             return
-        surplus = agreed(self._ranks, self.catalog.prove(ready, ledger))
-        for step in ready:
-            tidy = self._deleting(surplus) if step == ready[-1] else _nothing
-            self._verifier.ask(self.store, step, tidy, near_only=step in self._near_only)
-            self._near_only.discard(step)
+        surplus = agreed(self._ranks, self.catalog.mark_good(steps, ledger))
+        for step in steps:
+            on_verified = self._deletion(surplus) if step == steps[-1] else _nothing
+            self._verifier.verify(
+                self.store, step, on_verified, nearest_only=step in self._in_memory_only
+            )
+            self._in_memory_only.discard(step)
 
-    def _deleting(self, surplus: Sequence[int]) -> Callable[[Any], None]:
-        """What deletes them in one tier. What a tier has to keep is asked for again next time."""
+    def _deletion(self, surplus: Sequence[int]) -> Callable[[Any], None]:
+        """The function that deletes them in one tier. What a tier has to keep stays surplus."""
 
-        def tidy(tier: Any) -> None:
+        def delete(tier: Any) -> None:
             for step in surplus:
                 with suppress(NotThere, LastGoodKept):
                     tier.delete(step)
-            if tier is getattr(self.store, "disk", self.store):  # memory lets go by itself
+            if tier is getattr(self.store, "disk", self.store):  # memory frees its own
                 self._deleted.append({*surplus} - {saved.step for saved in tier.steps()})
 
-        return tidy
+        return delete
 
-    def _hear(self) -> None:
-        """Takes what has come of proofs."""
-        for step, error in self._verifier.verdicts():
+    def _read_results(self) -> None:
+        """Reads the results of verifications, deletions and late quarantines."""
+        for step, error in self._verifier.results():
             if error is None:
                 self.good = max(step, self.good or 0)
-                if step not in self._told_good:
-                    self._told_good.add(step)
+                if step not in self._logged_good:
+                    self._logged_good.add(step)
                     self._log_event("good", step=step)
             elif isinstance(error, CheckpointDamaged):
-                self.note_damage(error)
-                elsewhere = step in self._told_good or getattr(self.store, "disk", None)
-                if not elsewhere:
-                    self.catalog.damaged(step)
+                self.log_damage(error)
+                another_copy = step in self._logged_good or getattr(self.store, "disk", None)
+                if not another_copy:
+                    self.catalog.quarantine(step)
             elif isinstance(error, NotFinite):
-                self._note_not_finite(step, error.names)
+                self._log_nonfinite(step, error.names)
             else:
                 self._log_event("problem", step=step, problem=str(error))
         while self._deleted:
-            self.catalog.deleted(self._deleted.popleft())
-        while self._set_aside_late:
-            step = self._set_aside_late.popleft()
+            self.catalog.mark_deleted(self._deleted.popleft())
+        while self._quarantined_late:
+            step = self._quarantined_late.popleft()
             self._log_event("quarantine", step=step, checkpoint=step)
 
-    # -- what is not finite ---------------------------------------------------------------------
+    # -- NaN and Inf ----------------------------------------------------------------------------
 
-    def found_not_finite(self) -> dict[int, tuple[str, ...]]:
-        """Checkpoints with NaN or Inf where that is not meant, since the last rollback or start.
+    def nonfinite_checkpoints(self) -> dict[int, tuple[str, ...]]:
+        """Checkpoints with unexpected NaN or Inf since the last rollback or start. Collective.
 
-        Step -> arrays. Those in memory are all known by now; those on disk alone once they are
-        written. On every rank together, and the same everywhere.
+        Checkpoints in memory are checked at once, those on disk alone when they are written.
+
+        Returns:
+            Step -> names of the arrays, the same on every rank.
         """
-        look: Any = getattr(self.store, "nonfinite_found", list)
-        for step, names in look():
-            self._note_not_finite(step, names)
+        nonfinite_found: Any = getattr(self.store, "nonfinite_found", list)
+        for step, names in nonfinite_found():
+            self._log_nonfinite(step, names)
         united: dict[int, tuple[str, ...]] = {}
-        for each in self._ranks.gather(self._not_finite):
+        for each in self._ranks.gather(self._nonfinite):
             for step, names in each.items():
                 united[step] = tuple(dict.fromkeys((*united.get(step, ()), *names)))
         return united
 
-    def _note_not_finite(self, step: int, names: Sequence[str]) -> None:
-        """A checkpoint with NaN in it looks like any other until it is needed."""
-        self.catalog.not_finite(step)
-        if step in self._not_finite:
+    def _log_nonfinite(self, step: int, names: Sequence[str]) -> None:
+        """Reports a checkpoint with NaN: otherwise nobody notices until it is needed."""
+        self.catalog.mark_nonfinite(step)
+        if step in self._nonfinite:
             return
-        told = f"checkpoint {step} is not finite in {', '.join(names[:3])}"
-        self._log_event("problem", step=step, problem=told)
-        if not self.not_finite:
+        problem = f"checkpoint {step} is not finite in {', '.join(names[:3])}"
+        self._log_event("problem", step=step, problem=problem)
+        if not self.nonfinite:
             self.warn(
-                f"{told}: it can never be known-good. A skipped step does not take back what the "
-                "forward pass has written; arrays that are meant to be so go into nonfinite_ok"
+                f"{problem}: it can never be known-good. A skipped step does not undo what the "
+                "forward pass has written. If NaN or Inf is expected in these arrays, name them in "
+                "nonfinite_ok"
             )
-        self._not_finite[step] = tuple(names)
-        self.not_finite.append((step, tuple(names)))
+        self._nonfinite[step] = tuple(names)
+        self.nonfinite.append((step, tuple(names)))
 
-    def accept_first(self, state: Mapping[str, Any]) -> list[str]:
-        """Arrays that are not finite before the first step are meant to be so: masks of -inf.
+    def allow_nonfinite_in(self, state: Mapping[str, Any]) -> list[str]:
+        """Allows NaN and Inf in the arrays of the first state that have some: masks of -inf.
 
         Returns:
             Their names.
         """
-        look: Any = getattr(self.store, "nonfinite_in", lambda state: ())
-        names = sorted({name for found in self._ranks.gather(look(state)) for name in found})
-        self.accept(names)
+        nonfinite_in: Any = getattr(self.store, "nonfinite_in", lambda state: ())
+        found = self._ranks.gather(nonfinite_in(state))
+        names = sorted({name for of_rank in found for name in of_rank})
+        self.allow_nonfinite(names)
         return names
 
-    def accept(self, names: list[str]) -> None:
-        """Arrays that may hold NaN and Inf."""
+    def allow_nonfinite(self, names: list[str]) -> None:
+        """Allows NaN and Inf in these arrays."""
         store: Any = self.store
         if names and hasattr(store, "nonfinite_ok"):
             store.nonfinite_ok = (*store.nonfinite_ok, *names)
 
-    # -- trouble --------------------------------------------------------------------------------
+    # -- quarantine and errors ------------------------------------------------------------------
 
-    def set_aside(self, steps: list[int], *, now: int) -> None:
-        """Quarantines checkpoints; those that are gone, or quarantined already, are fine.
+    def quarantine(self, steps: list[int], *, now: int) -> None:
+        """Quarantines checkpoints; ignores those that do not exist or are quarantined already.
 
-        A disk that cannot be written does not keep the run from going back: see `quarantine_later`.
+        A disk that cannot be written does not prevent a rollback, see `retry_quarantine`.
         """
-        self._verifier.finish()
+        self._verifier.wait()
         saves = self.listed()
         todo = [s.step for s in saves if s.step in steps and s.status != "quarantined"]
         for step in agreed(self._ranks, todo):
@@ -329,34 +338,34 @@ class CheckpointManager:
                 self._problem(now, f"checkpoint {step} could not be quarantined: {error}")
             else:
                 self._log_event("quarantine", step=now, checkpoint=step)
-        self._hear_trouble(now)
+        self._report_store_errors(now)
 
-    def quarantine_later(self, target: int) -> None:
-        """The run is back at `target`. What could not be quarantined on disk is so later."""
-        self._hear_trouble(target)
+    def retry_quarantine(self, target: int) -> None:
+        """After a rollback to `target`: retries later what could not be quarantined on disk."""
+        self._report_store_errors(target)
         failed, self._disk_failed = any(self._ranks.gather(self._disk_failed)), False
         if failed:
             self._pending_quarantine.add(target)
 
-    def _quarantine_pending(self, tier: Any) -> None:
-        self._set_aside_late += self._pending_quarantine.settle(tier)
+    def _write_pending_quarantine(self, tier: Any) -> None:
+        self._quarantined_late += self._pending_quarantine.write(tier)
 
-    def _hear_trouble(self, now: int) -> None:
-        """What one tier of the store has made up for in another."""
-        look: Any = getattr(self.store, "trouble", list)
-        told = set()
-        for error in look():
+    def _report_store_errors(self, now: int) -> None:
+        """Reports errors of one tier that another tier has made up for."""
+        trouble: Any = getattr(self.store, "trouble", list)
+        reported = set()
+        for error in trouble():
             if isinstance(error, CheckpointDamaged):
-                self.note_damage(error)
+                self.log_damage(error)
                 self.warn(f"{error}; another copy of it was used")
                 continue
             self._disk_failed = True
-            if str(error) not in told:
-                told.add(str(error))
-                self._problem(now, f"{error}; the run goes on with what is in memory")
+            if str(error) not in reported:
+                reported.add(str(error))
+                self._problem(now, f"{error}; the run continues with what is in memory")
 
-    def note_damage(self, error: CheckpointDamaged) -> None:
-        """Tells of a checkpoint whose bytes are not those that were saved, once."""
+    def log_damage(self, error: CheckpointDamaged) -> None:
+        """Reports a checkpoint whose bytes differ from those that were saved, once."""
         if error.path in self._damaged_paths:
             return
         if error.path != WHERE:  # a directory's name is never used again
@@ -364,39 +373,38 @@ class CheckpointManager:
         (self.damaged_in_memory if error.path == WHERE else self.damaged).append(error.step)
         self._log_event("damaged", step=error.step, problem=str(error))
 
-    def settle(self) -> None:
-        """Waits for what is being written and proven; failures are told."""
+    def wait(self) -> None:
+        """Waits until everything is written and verified, and reports failed saves."""
         while True:
             try:
                 self.store.wait()
             except SaveFailed as failure:
-                self._failed(failure.step, failure)
+                self._save_failed(failure.step, failure)
             else:
                 break
-        self._verifier.finish()
+        self._verifier.wait()
 
     def close(self) -> None:
         """Waits for the background."""
-        self._verifier.drop()
+        self._verifier.discard()
 
-    def _problem(self, step: int | None, told: str) -> None:
-        self._log_event("problem", step=step, problem=told)
-        self.warn(told)
+    def _problem(self, step: int | None, problem: str) -> None:
+        self._log_event("problem", step=step, problem=problem)
+        self.warn(problem)
 
-    def _failed(self, step: int, error: Exception) -> None:
-        self.catalog.failed(step)
+    def _save_failed(self, step: int, error: Exception) -> None:
+        self.catalog.remove(step)
         self.unsaved.add(step)
-        self._not_saved(
-            step, str(error), f"checkpoint {step} was not saved, training goes on: {error}"
-        )
+        line = f"checkpoint {step} was not saved, training continues: {error}"
+        self._report_failure(step, str(error), line)
 
-    def _not_saved(self, step: int, problem: str, line: str) -> None:
-        self.failed += 1
-        self.trouble = problem
+    def _report_failure(self, step: int, problem: str, line: str) -> None:
+        self.failures += 1
+        self.last_failure = problem
         self._log_event("save_failed", step=step, problem=problem)
-        if self.failed & (self.failed - 1) == 0:  # the 1st, 2nd, 4th, ...: a full disk stays full
+        if self.failures & (self.failures - 1) == 0:  # the 1st, 2nd, 4th, ...: a full disk stays so
             self.warn(line)
 
 
 def _nothing(tier: Any) -> None:
-    """What is deleted after a proof that others follow."""
+    """For a verification after which nothing is deleted."""

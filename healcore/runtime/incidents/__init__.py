@@ -1,1 +1,1 @@
-"""What was seen: one step judged, the ledger of incidents, and the user's hooks."""
+"""What a step shows: its records, incidents, the user's hooks, and whether the model is damaged."""

@@ -1,6 +1,7 @@
-"""Steps whose records are still on their way, read a fixed number of steps later.
+"""Reads the records of each step a fixed number of steps later, without waiting for the device.
 
-Fixed, and not "when they are there": every rank has to act at the same step.
+The number is fixed, and does not depend on when records arrive: every rank has to act at the same
+step.
 """
 
 from __future__ import annotations
@@ -14,24 +15,24 @@ from healcore.runtime.data import BatchId
 from healcore.runtime.driver import PendingDispatch
 
 
-class TakenDispatch(NamedTuple):
-    """A dispatch that the loop has made, and its data."""
+class QueuedDispatch(NamedTuple):
+    """A dispatch whose records have not been read yet, and its data."""
 
     index: int
     """Of its first step, from 0."""
     pending: PendingDispatch
     batches: tuple[BatchId, ...]
-    """Its data; several batches where gradients were accumulated, or for several steps."""
+    """Ids of its batches; several with gradient accumulation, or for several steps."""
     batch: Any = None
-    """The last of them itself, where it is wanted."""
+    """The last of these batches itself, if the assessment needs it."""
 
 
-class JudgedStep(NamedTuple):
-    """One step that was read."""
+class StepResult(NamedTuple):
+    """One step whose records have been read."""
 
     index: int
     records: list[StepRecord]
-    """One per engine that has judged it, several where one judged several times in it."""
+    """One per engine, or more if an engine judged several times within the step."""
     batches: tuple[BatchId, ...]
     batch: Any = None
 
@@ -51,52 +52,52 @@ class DelayedReader:
                 f"not {lag!r}"
             )
         self.lag = lag
-        self._queue: deque[TakenDispatch] = deque()
-        self._ready: deque[JudgedStep] = deque()
-        self._shift = 0
-        self._unjudged: tuple[BatchId, ...] = ()
+        self._queue: deque[QueuedDispatch] = deque()
+        self._read_steps: deque[StepResult] = deque()
+        self._correction = 0
+        self._accumulated: tuple[BatchId, ...] = ()
 
-    def push(self, taken: TakenDispatch) -> None:
-        """Adds what was just taken."""
-        self._queue.append(taken)
+    def push(self, dispatch: QueuedDispatch) -> None:
+        """Adds the latest dispatch."""
+        self._queue.append(dispatch)
 
-    def due(self, *, all: bool = False) -> Iterator[JudgedStep]:
+    def due(self, *, all: bool = False) -> Iterator[StepResult]:
         """The steps to be read now, oldest first.
 
         Args:
-            all: read what is left, at the end of a run.
+            all: read everything that is queued.
         """
         while True:
-            while self._ready:
-                yield self._ready.popleft()
+            while self._read_steps:
+                yield self._read_steps.popleft()
             if len(self._queue) <= (0 if all else self.lag):
                 return
-            self._ready.extend(self._read(self._queue.popleft()))
+            self._read_steps.extend(self._read(self._queue.popleft()))
 
-    def miscounted(self) -> int:
-        """Steps that dispatches had beyond what they were taken to have, since the last call."""
-        shift, self._shift = self._shift, 0
-        return shift
+    def count_correction(self) -> int:
+        """Steps read since the last call minus the steps that `PendingDispatch.count` announced."""
+        correction, self._correction = self._correction, 0
+        return correction
 
-    def _read(self, taken: TakenDispatch) -> Iterator[JudgedStep]:
-        steps = taken.pending.steps()
-        more = len(steps) - taken.pending.count
+    def _read(self, dispatch: QueuedDispatch) -> Iterator[StepResult]:
+        steps = dispatch.pending.steps()
+        more = len(steps) - dispatch.pending.count
         if more:
-            self._shift += more
+            self._correction += more
             queue = [each._replace(index=each.index + more) for each in self._queue]
             self._queue = deque(queue)
-        # As many batches as steps: one for each. Otherwise each step has a part of all of them.
-        single = len(steps) > 1 and len(taken.batches) == len(steps)
+        # As many batches as steps: one for each. Otherwise each step has used a part of all.
+        single = len(steps) > 1 and len(dispatch.batches) == len(steps)
         for i, records in enumerate(steps):
-            batches = self._unjudged + ((taken.batches[i],) if single else taken.batches)
-            # What was accumulated is the data of the update that it goes into.
-            self._unjudged = () if any(each.judged for each in records) else batches
-            yield JudgedStep(
-                taken.index + i, records, () if self._unjudged else batches, taken.batch
+            batches = self._accumulated + ((dispatch.batches[i],) if single else dispatch.batches)
+            # Accumulated batches belong to the update that their gradients go into.
+            self._accumulated = () if any(each.judged for each in records) else batches
+            yield StepResult(
+                dispatch.index + i, records, () if self._accumulated else batches, dispatch.batch
             )
 
     def clear(self) -> None:
-        """Forgets steps of a branch that was given up."""
+        """Drops the steps of an abandoned branch."""
         self._queue.clear()
-        self._ready.clear()
-        self._unjudged = ()
+        self._read_steps.clear()
+        self._accumulated = ()

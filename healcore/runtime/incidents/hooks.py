@@ -1,4 +1,4 @@
-"""`on_incident`: a user's functions have a word in what is done, and can break nothing."""
+"""`on_incident`: a user's functions that may override what is done. They cannot break the run."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from healcore.core.verdict import Action
 from healcore.runtime.incidents.incident import Incident
 
 Hook = Callable[[Incident], Action | None]
-"""Gets the incident, returns what is to be done instead, or None: as ordered."""
+"""Takes the incident and returns the actions to take instead, or None to keep those ordered."""
 
 _KNOWN = sum(int(action) for action in Action)
 
 
-class Answer(NamedTuple):
-    """What the hooks said to one incident."""
+class HookResult(NamedTuple):
+    """What the hooks returned for one incident."""
 
     action: Action | None
-    """What is to be done instead of what was ordered; None: as ordered."""
-    by: str
-    """Name of the hook that said so, "" if none did."""
+    """The actions to take instead of those ordered; None: as ordered."""
+    hook: str
+    """Name of the hook that returned them; "": none did."""
     problems: tuple[str, ...] = ()
-    """What hooks raised, or returned and may not; in words, for an event each."""
+    """One message for each hook that raised or returned something else, for an event each."""
 
 
 class Hooks:
     """The user's hooks, in their order.
 
-    Each sees in `incident.decision.action` what the ones before it have made of the order; the
-    last one to answer is right.
+    Each sees in `incident.decision.action` what the hooks before it have returned. The last one to
+    return actions decides.
 
     Args:
         on_incident: one function, or several.
@@ -52,44 +52,43 @@ class Hooks:
     def __len__(self) -> int:
         return len(self._hooks)
 
-    def ask(self, incident: Incident) -> Answer:
-        """Asks every hook.
+    def run(self, incident: Incident) -> HookResult:
+        """Calls every hook.
 
-        An exception in a hook counts as "as ordered". What is meant to end the process
-        (KeyboardInterrupt, SystemExit) passes through.
+        A hook that raises changes nothing. KeyboardInterrupt and SystemExit are not caught.
         """
-        action, by, problems = None, "", []
+        action, name, problems = None, "", []
         for hook in self._hooks:
             try:
-                said = _checked(hook(incident))
+                returned = _checked(hook(incident))
             except Exception as error:
-                problems.append(f"on_incident hook {name_of(hook)}: {_told(error)}")
+                problems.append(f"on_incident hook {hook_name(hook)}: {_described(error)}")
                 continue
-            if said is not None:
-                action, by = said, name_of(hook)
-                incident = incident._replace(decision=incident.decision._replace(action=said))
-        return Answer(action, by, tuple(problems))
+            if returned is not None:
+                action, name = returned, hook_name(hook)
+                incident = incident._replace(decision=incident.decision._replace(action=returned))
+        return HookResult(action, name, tuple(problems))
 
 
-def name_of(hook: Any) -> str:
-    """What a hook is called in events."""
+def hook_name(hook: Any) -> str:
+    """The name of a hook in events."""
     name = getattr(hook, "__qualname__", None) or type(hook).__qualname__
     return f"{getattr(hook, '__module__', None) or '?'}.{name}"
 
 
-def _checked(said: Any) -> Action | None:
-    if said is None:
+def _checked(returned: Any) -> Action | None:
+    if returned is None:
         return None
-    # A bool or an int would be taken for flags by `&`: True for ALERT, 3 for ALERT and SAVE.
-    if not isinstance(said, Action) or int(said) & ~_KNOWN:
+    # `&` would take a bool or an int for flags: True for ALERT, 3 for ALERT and SAVE.
+    if not isinstance(returned, Action) or int(returned) & ~_KNOWN:
         raise TypeError(
-            f"returned {said!r}; a hook returns Action flags (Action.ROLLBACK | Action.CUT_LR, "
+            f"returned {returned!r}; a hook returns Action flags (Action.ROLLBACK | Action.CUT_LR, "
             "Action(0) for nothing), or None for what was ordered"
         )
-    return said
+    return returned
 
 
-def _told(error: Exception) -> str:
+def _described(error: Exception) -> str:
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:  # an exception whose __str__ raises

@@ -1,4 +1,4 @@
-"""What a hook gets to see: one incident, as a value that nobody can change."""
+"""The argument of a hook: one incident, as an immutable value."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from healcore.core.verdict import Action, Cause, Decision
 from healcore.runtime.store.protocol import Saved
 
 Batch = tuple[int, int]
-"""A batch's id: epoch and index in it. A `BatchId` is one."""
+"""A batch's id: epoch, and index within it. A `BatchId` is one."""
 
 
 class Facts(NamedTuple):
-    """How the run stands. To look at: nothing in here leads back into the `Healer`."""
+    """The state of the run, read-only: nothing in it refers to the `Healer`."""
 
     run: str = ""
     """Id of the run, as in its events."""
     policy: str = ""
     observes: bool = False
-    """The policy watches and changes nothing; what a hook answers is not carried out."""
+    """The policy only observes: what a hook returns is not carried out."""
     framework: str = ""
     rank: int = 0
     learning_rate: float | None = None
-    """The user's own, without the multiplier; None where it is not known."""
+    """The user's own, without the multiplier; None: unknown."""
     rollbacks: int = 0
     """Carried out so far."""
     last_good: int | None = None
@@ -33,27 +33,27 @@ class Facts(NamedTuple):
 
 
 class Incident(NamedTuple):
-    """One step on which the policy has ordered something."""
+    """One step for which the policy has ordered something."""
 
     number: int
     """From 1, over the whole run."""
     step: int
-    """The step that was judged, from 0. The loop is `lag` steps further by now."""
+    """The step that was judged, from 0. The loop is `lag` steps ahead of it."""
     onset: int
-    """The step of the incident's first alarm."""
+    """Step of the incident's first alarm."""
     cause: Cause
     decision: Decision
-    """As ordered. `decision.action` is what the hook may override; the rest has happened."""
+    """As ordered. A hook may override `decision.action`; the rest has happened."""
     readings: Readings
     engine: str = ""
-    """The optimizer's name, where there are several."""
+    """The optimizer's name, if there are several."""
     evidence: tuple[Evidence, ...] = ()
     """Tensors whose gradients were not finite or stood out, the worst first."""
     batches: tuple[Batch, ...] = ()
-    """Ids of the step's data."""
+    """Ids of the step's batches."""
     facts: Facts = Facts()
 
     @property
     def action(self) -> Action:
-        """What is ordered."""
+        """The actions that are ordered."""
         return Action(int(self.decision.action))

@@ -1,1 +1,1 @@
-"""A run under way: its beginning, what happens between two steps, and its end."""
+"""A training run: its start, what happens between two steps, and its end."""

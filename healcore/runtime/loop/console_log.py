@@ -1,4 +1,4 @@
-"""The lines that a run shows at the terminal: one per incident and rollback, not one per alarm."""
+"""The lines that a run shows on the terminal: per incident and rollback, not per alarm."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _log = logging.getLogger("healcore")
 class ConsoleLog:
     """Lines on the logger `healcore`, at INFO and WARNING.
 
-    If the program's own logging shows those levels, it shows these lines too. Otherwise they go to
-    standard error for as long as the run lasts: most programs set up no logging, and libraries that
-    do (absl is one) show warnings only.
+    If the program's logging is set up to show these levels, it shows the lines. Otherwise they go
+    to standard error while the run lasts: most programs set up no logging, and libraries that do
+    (absl is one) show warnings only.
 
     Args:
         enabled: only one of several ranks logs.
@@ -25,7 +25,7 @@ class ConsoleLog:
         self._before = (_log.level, _log.propagate)
 
     def begin(self) -> None:
-        """Adds a handler where nothing would show these lines."""
+        """Adds a handler if nothing else would show the lines."""
         shown = _log.hasHandlers() and _log.isEnabledFor(logging.INFO)
         if self._enabled and not shown:
             self._handler = logging.StreamHandler(sys.stderr)
@@ -36,17 +36,17 @@ class ConsoleLog:
             _log.propagate = False
 
     def info(self, line: str) -> None:
-        """Logs what goes as planned."""
+        """Logs at INFO."""
         if self._enabled:
             _log.info("%s", line)
 
     def warning(self, line: str) -> None:
-        """Logs what does not."""
+        """Logs at WARNING."""
         if self._enabled:
             _log.warning("%s", line)
 
     def end(self) -> None:
-        """Leaves the logger as it was."""
+        """Restores the logger."""
         if self._handler is not None:
             _log.removeHandler(self._handler)
             level, _log.propagate = self._before

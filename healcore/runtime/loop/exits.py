@@ -1,6 +1,6 @@
-"""Endings that are told in plain words and by the exit status, without a traceback.
+"""Exceptions that end the program with a message and an exit status, without a traceback.
 
-None is an `Exception`: a loop that catches those ends all the same.
+None is an `Exception`: `except Exception` in a training loop does not catch them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ class RunStopped(HealcoreError, SystemExit):
     Uncaught, Python prints the diagnosis and the process ends with status 1.
 
     Attributes:
-        diagnosis: what was seen, what was tried, what a person should look at.
-        why: what ended it, in a few words.
-        last_good: step of the newest known-good checkpoint, None if there is none.
+        diagnosis: what was seen, what was tried, what a person should check.
+        why: the reason, in a few words.
+        last_good: step of the newest known-good checkpoint; None: there is none.
     """
 
     def __init__(self, diagnosis: str, why: str, last_good: int | None) -> None:
@@ -31,10 +31,10 @@ class RunStopped(HealcoreError, SystemExit):
 
 
 class AlreadyCompleted(HealcoreError, SystemExit):
-    """The run in this directory had completed, and there is nothing left to do.
+    """The run in this directory had completed: nothing is left to do.
 
-    Uncaught, the process ends with status 0: a scheduler that starts a program again until it
-    succeeds takes the run for done. The line is told when it is raised.
+    Uncaught, the process ends with status 0: a scheduler that restarts a program until it succeeds
+    takes the run for done. The line is logged when it is raised.
     """
 
     def __init__(self, line: str) -> None:
@@ -42,13 +42,13 @@ class AlreadyCompleted(HealcoreError, SystemExit):
         self.line = line
 
     def __str__(self) -> str:
-        """What lies in the directory, and how to train on."""
+        """What the directory holds, and how to continue training."""
         return self.line
 
 
 class LastStateNotSaved(HealcoreError, SystemExit):
-    """The loop has ended, and its last state is in no checkpoint (a full disk, say).
+    """The loop has ended, and no checkpoint holds its last state (because of a full disk, say).
 
     Uncaught, Python prints the reason and the process ends with status 1. Started again, the
-    program goes on from the newest checkpoint.
+    program resumes from the newest checkpoint.
     """

@@ -1,4 +1,4 @@
-"""Which framework a state belongs to. Nothing is imported that the program has not imported."""
+"""Which framework a state belongs to. A framework that the program does not use is not imported."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ FRAMEWORKS = ("torch", "jax")
 
 
 class UnknownState(HealcoreError, TypeError):
-    """A state that no driver can take; the message says what to pass."""
+    """A state that no driver supports; the message says what to pass."""
 
 
 def framework_of(state: Any) -> str:
     """The framework of a state to protect.
 
     Args:
-        state: a mapping with a torch optimizer among its values, or anything of JAX.
+        state: a mapping with a torch module or optimizer among its values, or a JAX pytree.
 
     Raises:
         UnknownState: it is neither.
@@ -47,13 +47,13 @@ def driver_for(
     """The driver of a state.
 
     Args:
-        state: what the user passed.
+        state: the user's.
         policy: the policy.
-        framework: "torch", "jax", or None to look at the state.
+        framework: "torch", "jax", or None to detect it from the state.
         attach: options of `healcore.torch.attach`, for torch.
 
     Raises:
-        UnknownState: no framework takes this state.
+        UnknownState: no driver supports this state.
     """
     name = framework_of(state) if framework is None else framework
     if name not in FRAMEWORKS:

@@ -15,19 +15,19 @@ from healcore.runtime.driver import Driver, PendingDispatch
 from healcore.runtime.events import Log
 from healcore.runtime.events.metrics import Metrics
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.incidents.assessment import HIGH, Assessor
-from healcore.runtime.incidents.delayed_reader import DelayedReader, JudgedStep, TakenDispatch
+from healcore.runtime.incidents.assessment import HIGH_LOSS, Assessor
+from healcore.runtime.incidents.delayed_reader import DelayedReader, QueuedDispatch, StepResult
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.incident import Facts
-from healcore.runtime.incidents.judge import Judge, Order
+from healcore.runtime.incidents.monitor import ActionRequest, IncidentMonitor
 from healcore.runtime.ledger import Ledger
-from healcore.runtime.loop.casework import case_of
+from healcore.runtime.loop.action_executor import ActionExecutor
 from healcore.runtime.loop.console_log import ConsoleLog
-from healcore.runtime.loop.orders import Orders
+from healcore.runtime.loop.diagnosis import build_case
 from healcore.runtime.loop.reruns import Reruns
 from healcore.runtime.loop.save_schedule import SaveSchedule
 from healcore.runtime.loop.state_check import StateCheck
-from healcore.runtime.loop.termination import TerminationWatch, ending
+from healcore.runtime.loop.termination import TerminationWatch, exit_for
 from healcore.runtime.postmortem.diagnosis import Case
 from healcore.runtime.rollback.host_state import HostParts
 from healcore.runtime.rollback.journal import Journal
@@ -36,13 +36,14 @@ from healcore.runtime.store import StoreError
 from healcore.runtime.store.claim import Claim
 from healcore.runtime.store.ranks import Ranks
 
-_FEW_UNHEARD = 10
-_UNHEARD = 100
-"""Batches without a step after which it is asked whether that is meant: it may be accumulation."""
+_MIN_WITHOUT_STEP = 10
+"""Batches without a step that are reported at the end of a run."""
+_MAX_WITHOUT_STEP = 100
+"""Batches without a step that are reported at once: fewer may be gradient accumulation."""
 
 
 class Loop:
-    """The live part of a `Healer`. One thread."""
+    """The running part of a `Healer`. Not thread-safe."""
 
     def __init__(
         self,
@@ -78,11 +79,11 @@ class Loop:
         self.termination = TerminationWatch()
         self.claim: Claim | None = None
         """On the store's directory."""
-        self.abandoned: weakref.finalize[..., Loop] | None = None
-        """Clears up where the block of its Healer is never left."""
+        self.finalizer: weakref.finalize[..., Loop] | None = None
+        """Cleans up if the `with` block of the Healer is never left."""
         self.step = 0
         self.began = time.monotonic()
-        self.judge = Judge(
+        self.monitor = IncidentMonitor(
             policy=policy,
             ledger=ledger,
             hooks=hooks,
@@ -91,7 +92,7 @@ class Loop:
             facts=self._facts,
         )
         self.reruns = Reruns(
-            wanted=rerun,
+            enabled=rerun,
             region=policy.region,
             feeds=feeds,
             ledger=ledger,
@@ -102,17 +103,17 @@ class Loop:
         self._reader = reader
         self._assessor = Assessor(driver, loss_fn, self.warn)
         self._batch: Any = None
-        """The batch that the loop is at."""
-        # Ranks see different losses, and would not find the same.
-        self._asks = loss_fn is not None and policy.confirm and ranks.world == 1
-        self._looks_back = self._asks and policy.goes_back_for(HIGH)
-        self._orders = Orders(
+        """The last batch that was yielded."""
+        # Ranks see different losses, and would come to different results.
+        self._assesses_batches = loss_fn is not None and policy.confirm and ranks.world == 1
+        self._reviews_high_loss = self._assesses_batches and policy.goes_back_for(HIGH_LOSS)
+        self._executor = ActionExecutor(
             policy=policy,
             driver=driver,
             ranks=ranks,
             ledger=ledger,
             rollbacks=rollbacks,
-            judge=self.judge,
+            monitor=self.monitor,
             reader=reader,
             reruns=self.reruns,
             log_event=self.log_event,
@@ -124,7 +125,7 @@ class Loop:
             policy=policy,
             driver=driver,
             checkpoints=checkpoints,
-            judge=self.judge,
+            monitor=self.monitor,
             ranks=ranks,
             log_event=self.log_event,
             warn=self.warn,
@@ -133,16 +134,16 @@ class Loop:
             driver, checkpoints, rollbacks, ledger, observes=policy.observes, warn=self.warn
         )
         self._ids: dict[int, list[BatchId]] = {}
-        """Of each loader the batches since its last step."""
-        self._yielded = 0
-        """The loader whose batch the loop is at."""
+        """Number of a loader -> ids of its batches since its last step."""
+        self._current = 0
+        """Number of the loader that yielded the last batch."""
         self._generators: HostParts | None = None
         self._resumed_at: int | None = None
 
-    # -- the beginning, see `start` ----------------------------------------------------------
+    # -- the start, see `start` -----------------------------------------------------------------
 
-    def land(self, step: int, generators: HostParts | None) -> None:
-        """The state is that of a checkpoint of an earlier process.
+    def set_restored(self, step: int, generators: HostParts | None) -> None:
+        """The state has been restored from a checkpoint of an earlier process.
 
         Args:
             step: the checkpoint's.
@@ -151,22 +152,22 @@ class Loop:
         self.step, self._generators = step, generators
         self._restore_generators()
 
-    def begins_at(self, step: int, *, resumed: bool) -> None:
-        """What this process goes on from."""
-        self.rollbacks.began_at = step
-        self._saves.begins_at(step)
+    def set_start(self, step: int, *, resumed: bool) -> None:
+        """Sets the step that this process starts from."""
+        self.rollbacks.started_from = step
+        self._saves.reset(step)
         self._resumed_at = step if resumed else None
 
-    def note_rates(self) -> None:
-        """The multipliers in force are nothing new."""
+    def sync_lr_scale(self) -> None:
+        """Takes the engines' learning-rate multipliers as known, without an event."""
         engines = self.driver.healing().items()
-        self.judge.goes_on({name: each["state"]["lr"]["scale"] for name, each in engines})
+        self.monitor.set_lr_scale({name: each["state"]["lr"]["scale"] for name, each in engines})
 
     # -- the loop -------------------------------------------------------------------------------
 
     def batches(self, loader: Any, epochs: int | None) -> Iterator[Any]:
         """See `Healer.batches`."""
-        self.after_step()  # of a loop that has broken off
+        self.after_step()  # of a loop that was left by `break`
         number = self.feeds.feed(loader, epochs)
         self._restore_generators()
         for line in self.feeds.told:
@@ -177,22 +178,22 @@ class Loop:
             try:
                 batch, name = self._next(number)
             except StopIteration:
-                # What is still on its way may send the run back into this data.
-                # Ranks need not come by here together: an evaluation may be one rank's alone.
+                # Steps that are not read yet may send the run back into this data. The state check
+                # is collective, and an evaluation may run on one rank only.
                 alone = self.ranks.world == 1
                 if not (self._read(all=True) or (alone and self._leave_bad_state())):
                     break
                 continue
             finally:
-                self._note_skipped(number)
-            self._yielded = number
+                self._log_skipped(number)
+            self._current = number
             self._ids.setdefault(number, []).append(name)
             self._generators = None
             self._batch = batch
             yield batch
             self.after_step()
-            if number == self.feeds.current and self._unheard == _UNHEARD:
-                self._warn_unheard()
+            if number == self.feeds.current and self._batches_since_step == _MAX_WITHOUT_STEP:
+                self._warn_no_step()
         self.feeds.close(number)
 
     def after_step(self) -> bool:
@@ -202,196 +203,198 @@ class Loop:
             self._push(pending)
             if self._read() or self._save_when_due():
                 return True
-            self.checkpoints.look_after(self.ledger, self.step)
-        self._tell_notes()
-        # In the middle of an accumulation the state cannot be saved: on to its end.
-        asked = self.termination.asked
-        if asked is not None and (self.whole or self._unheard >= _UNHEARD):
-            raise ending(asked)
+            self.checkpoints.poll(self.ledger, self.step)
+        self._report_driver_notes()
+        # Within an accumulation the state cannot be saved: the run ends after it.
+        number = self.termination.signal_number
+        if number is not None and (
+            self.between_steps or self._batches_since_step >= _MAX_WITHOUT_STEP
+        ):
+            raise exit_for(number)
         return False
 
     @property
-    def whole(self) -> bool:
-        """Whether no step is under way: the state is that of `step`, and so is the data's place."""
-        return not self._unheard
+    def between_steps(self) -> bool:
+        """Whether state and data positions are those of `step`: no batch is waiting for a step."""
+        return not self._batches_since_step
 
     @property
-    def _unheard(self) -> int:
+    def _batches_since_step(self) -> int:
         """Batches of the loader in use since the last step."""
-        return len(self._ids.get(self._yielded, ()))
+        return len(self._ids.get(self._current, ()))
 
     def _next(self, number: int) -> tuple[Any, BatchId]:
-        if not self.whole:
+        if not self.between_steps:
             return self.feeds.next(number)
-        with self.termination.idle():
+        with self.termination.waiting_for_data():
             return self.feeds.next(number)
 
     def _push(self, pending: PendingDispatch) -> None:
-        """A step was taken, with the batches of the loader that was asked last."""
-        ids = self._ids.pop(self._yielded, [])
-        self.feeds.stepped(self._yielded, ids[-1] if ids else None)
-        batch = self._batch if self._asks and ids else None
-        self._reader.push(TakenDispatch(self.step, pending, tuple(ids), batch))
+        """Queues a dispatch, with the batches of the loader that yielded last."""
+        ids = self._ids.pop(self._current, [])
+        self.feeds.stepped(self._current, ids[-1] if ids else None)
+        batch = self._batch if self._assesses_batches and ids else None
+        self._reader.push(QueuedDispatch(self.step, pending, tuple(ids), batch))
         self.step += pending.count
-        self._saves.stepped(pending.count)
+        self._saves.count(pending.count)
 
     def _read(self, *, all: bool = False) -> bool:
         """Reads the steps that are due; whether the run has gone back."""
         for step in self._reader.due(all=all):
-            self._recount()
-            self._note_metrics(step)
-            order = self.judge.judge(step)
+            self._correct_count()
+            self._write_metrics(step)
+            request = self.monitor.process(step)
             if step.batch is not None:
-                self._assessor.see(step.index, step.batch, step.records)
-            self.reruns.watch(step.index, order)
-            if order is None and not self._looks_back:
+                self._assessor.observe(step.index, step.batch, step.records)
+            self.reruns.observe(step.index, request)
+            if request is not None:
+                result = self._executor.execute(request, self.step)
+            elif self._reviews_high_loss:
+                result = self._executor.review_high_loss(self.step)
+            else:
                 continue
-            orders = self._orders
-            carried = (
-                orders.look_back(self.step) if order is None else orders.carry_out(order, self.step)
-            )
-            if carried.target is not None:
-                self._go_on_from(carried.target)
+            if result.target is not None:
+                self._continue_from(result.target)
                 return True
-            if carried.save:
+            if result.save:
                 self.save("ordered")
         return False
 
-    def _recount(self) -> None:
-        """A dispatch had more or fewer steps than were counted, see `PendingDispatch.count`."""
-        more = self._reader.miscounted()
-        self.step += more
-        self._saves.stepped(more)
+    def _correct_count(self) -> None:
+        """A dispatch may have more or fewer steps than `PendingDispatch.count`."""
+        correction = self._reader.count_correction()
+        self.step += correction
+        self._saves.count(correction)
 
-    def _note_metrics(self, step: JudgedStep) -> None:
+    def _write_metrics(self, step: StepResult) -> None:
         for record in step.records:
             self.metrics.write(step.index, record, several=len(step.records) > 1)
 
-    def _go_on_from(self, target: int, order: Order | None = None) -> None:
+    def _continue_from(self, target: int, request: ActionRequest | None = None) -> None:
+        """After a rollback to `target`; `request`: if it was the state check's."""
         self.step = target
-        self._saves.begins_at(target)
-        self._state_check.went_back(order)
+        self._saves.reset(target)
+        self._state_check.on_rollback(request)
         self._reader.clear()
-        self._assessor.went_back(target)
+        self._assessor.on_rollback(target)
         self.metrics.went_back()
         self._ids.clear()
-        self.note_rates()
+        self.sync_lr_scale()
 
     # -- saving ---------------------------------------------------------------------------------
 
     def save(self, why: str) -> None:
-        """A checkpoint of this step."""
+        """Saves a checkpoint of this step."""
         self._saves.save(self.step, why)
 
     def save_last(self) -> None:
-        """A checkpoint of where the run ends, if the last one is older."""
+        """Saves a checkpoint of the last step, if the last one is older."""
         self._saves.save_last(self.step)
 
     def _save_when_due(self) -> bool:
-        """A regular save, when its time has come; whether the run has gone back instead."""
+        """A regular save, if one is due; whether the run has gone back instead."""
         if not self._saves.due(self.step):
             return False
-        # Unread steps might bring an order, which a start from this save would never get. It does
-        # not hold up more than the save: that waits for the device anyway.
+        # Unread steps may bring a request, which a restart from this save would never see. Reading
+        # them takes no longer than the save, which waits for the device anyway.
         if self._read(all=True):
             return True
-        if self._saves.undisturbed(self.step):
+        if self._saves.alarm_free(self.step):
             if self._leave_bad_state():
                 return True
             self.save("regular")
         return False
 
     def _leave_bad_state(self) -> bool:
-        """Whether the run has gone back because the saves so far are not finite."""
-        order = self._state_check.order(self.step)
-        if order is None:
+        """Whether the run has gone back because saves have found NaN or Inf."""
+        request = self._state_check.check(self.step)
+        if request is None:
             return False
-        carried = self._orders.carry_out(order, self.step)
-        if carried.target is None:
+        result = self._executor.execute(request, self.step)
+        if result.target is None:
             return False
-        self._go_on_from(carried.target, order)
+        self._continue_from(result.target, request)
         return True
 
-    # -- the end, see `shutdown` -----------------------------------------------------------------
+    # -- the end, see `shutdown` ----------------------------------------------------------------
 
-    def drain(self) -> None:
-        """Reads what is left at the end of a run. Nothing is carried out any more."""
+    def read_remaining(self) -> None:
+        """Reads the last steps at the end of a run. Their requests are only reported."""
         pending = self.driver.poll_step()
         if pending is not None:
             self._push(pending)
-        self._tell_notes()
-        if self._unheard >= _FEW_UNHEARD:
-            self._warn_unheard()
+        self._report_driver_notes()
+        if self._batches_since_step >= _MIN_WITHOUT_STEP:
+            self._warn_no_step()
         if self.step == self._resumed_at:
             self.warn(f"no step was taken: the data had been used up at step {self.step}")
         for step in self._reader.due(all=True):
-            self._recount()
-            self._note_metrics(step)
-            order = self.judge.judge(step)
-            if order is not None:
-                what = ", ".join(names(order.action))
-                told = f"{what} came with the last steps of the run and was not carried out"
-                self.log_event("problem", step=step.index, problem=told)
+            self._correct_count()
+            self._write_metrics(step)
+            request = self.monitor.process(step)
+            if request is not None:
+                what = ", ".join(names(request.action))
+                problem = f"{what} was ordered by the last steps of the run and not carried out"
+                self.log_event("problem", step=step.index, problem=problem)
 
-    def note_ending(self, ending: str) -> None:
-        """The journal knows how the process ended; if it does not, it was killed."""
-        self.journal.page.ended = ending
+    def write_ending(self, ending: str) -> None:
+        """Writes to the journal how the process ended; without it, the process was killed."""
+        self.journal.state.ending = ending
         self.rollbacks.write_journal(self.step)
 
     def case(self, ending: str, why: str = "", exception: str | None = None) -> Case:
         """What is known of the run, for a diagnosis."""
-        return case_of(
-            self.judge,
+        return build_case(
+            self.monitor,
             self.checkpoints,
             ending=ending,
             step=self.step,
-            tried=self._orders.tried,
+            rollbacks=self._executor.completed,
             verdict=self.reruns.verdict,
             why=why,
             exception=exception,
         )
 
     def release(self) -> None:
-        """Gives the store's directory back. The run has ended and leaves nothing to clear up."""
-        if self.abandoned is not None:
-            self.abandoned.detach()
+        """Releases the store's directory; the finalizer is no longer needed."""
+        if self.finalizer is not None:
+            self.finalizer.detach()
         if self.claim is not None:
             self.claim.release()
 
-    # -- what a person should know --------------------------------------------------------------
+    # -- reports --------------------------------------------------------------------------------
 
-    def warn(self, told: str) -> None:
-        """An event, and a line."""
-        self.log_event("problem", step=self.step, problem=told)
-        self.console.warning(told)
+    def warn(self, problem: str) -> None:
+        """Writes an event, and a warning to the console log."""
+        self.log_event("problem", step=self.step, problem=problem)
+        self.console.warning(problem)
 
-    def _warn_unheard(self) -> None:
-        """A forgotten `healer.update`, or an optimizer that is not in the state."""
+    def _warn_no_step(self) -> None:
+        """`healer.update` was forgotten, or the optimizer is not in the state."""
         self.warn(
-            f"{self._unheard} batches and no step: in JAX call healer.update(state) after each "
-            "step, in torch the optimizer that steps has to be in the state"
+            f"{self._batches_since_step} batches and no step: in JAX call healer.update(state) "
+            "after each step, in torch pass the optimizer that steps in the state"
         )
 
-    def _tell_notes(self) -> None:
-        """What the driver has noticed beside the steps."""
+    def _report_driver_notes(self) -> None:
         notes: list[str] = getattr(self.driver, "notes", [])
         while notes:
             self.warn(notes.pop(0))
 
-    def _note_skipped(self, number: int) -> None:
+    def _log_skipped(self, number: int) -> None:
         skipped = self.feeds.skipped(number)
         if skipped:
             self.log_event(
                 "skipped_batches", step=self.step, batches=[list(each) for each in skipped]
             )
-            self.console.info(f"step {self.step}: {len(skipped)} batches left out")
+            self.console.info(f"step {self.step}: {len(skipped)} batches skipped")
 
     # -- within ---------------------------------------------------------------------------------
 
     def _restore_generators(self) -> None:
-        """Sets random generators to the checkpoint's; loaders that were put back have drawn some.
+        """Restores random generators from the checkpoint; rewinding a loader draws from them.
 
-        Right after a restart, and again with each loader until there is a first batch.
+        Called after a restart, and again with each loader until the first batch.
         """
         if self._generators is not None:
             self.rollbacks.host.put_back(self._generators)
@@ -408,7 +411,7 @@ class Loop:
             framework=self.driver.framework,
             rank=self.ranks.rank,
             learning_rate=self.driver.learning_rate(),
-            rollbacks=self.journal.page.rollbacks,
+            rollbacks=self.journal.state.rollbacks,
             last_good=self.checkpoints.good,
             checkpoints=tuple(saves),
         )

@@ -1,4 +1,4 @@
-"""Going through a bad window a second time, with nothing changed: transient, or reproducible?"""
+"""Runs a bad window again with nothing changed: is the fault transient or reproducible?"""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import NamedTuple
 from healcore.core.verdict import Action
 from healcore.runtime.data.feeds import Feeds
 from healcore.runtime.events.models import RerunVerdict
-from healcore.runtime.incidents.judge import Order
+from healcore.runtime.incidents.monitor import ActionRequest
 from healcore.runtime.ledger import Ledger
 from healcore.runtime.rollback.journal import Journal
 
 
-class Trial(NamedTuple):
-    """The window."""
+class RerunWindow(NamedTuple):
+    """The steps that are run again."""
 
     onset: int
     last: int
-    """Index of the step that brought the order."""
+    """The step that brought the order."""
 
 
 class Reruns:
-    """At most one at a time, and one in a region.
+    """At most one re-run at a time, and one in a region.
 
     Args:
-        wanted: the user asked for them.
-        region: steps within which trouble is the same trouble.
-        feeds: the data, which has to be rewound for it.
+        enabled: the user wants re-runs.
+        region: onsets fewer steps apart than this belong to the same trouble.
+        feeds: the data, which has to be rewound for a re-run.
         ledger: rollbacks so far.
-        journal: trials so far, in earlier processes too.
+        journal: re-runs so far, in earlier processes too.
         log_event: writes an event, see `Log.write`.
         info: writes a line to the console log.
     """
@@ -37,7 +37,7 @@ class Reruns:
     def __init__(
         self,
         *,
-        wanted: bool,
+        enabled: bool,
         region: int,
         feeds: Feeds,
         ledger: Ledger,
@@ -45,40 +45,41 @@ class Reruns:
         log_event: Callable[..., object],
         info: Callable[[str], object],
     ) -> None:
-        self._wanted = wanted
+        self._enabled = enabled
         self._region = region
         self._feeds = feeds
         self._ledger = ledger
         self._journal = journal
         self._log_event = log_event
         self._info = info
-        self._current: Trial | None = None
+        self._window: RerunWindow | None = None
         self.verdict = ""
-        """What the last one has shown."""
+        """Of the last re-run: `transient` or `reproducible`; "": there was none."""
 
-    def wants(self, order: Order) -> bool:
-        """Whether to answer an order with one. A second in a region would find the same, always."""
-        onsets = [*self._journal.page.trials, *(past.onset for past in self._ledger.earlier)]
-        near = any(abs(order.onset - onset) <= self._region for onset in onsets)
-        return self._wanted and not near and not order.overridden and self._feeds.can_rewind
+    def should_rerun(self, request: ActionRequest) -> bool:
+        """Whether to answer a request with a re-run. A second one in a region shows nothing new."""
+        past = (each.onset for each in self._ledger.past_rollbacks)
+        onsets = [*self._journal.state.rerun_onsets, *past]
+        near = any(abs(request.onset - onset) <= self._region for onset in onsets)
+        return self._enabled and not near and not request.overridden and self._feeds.can_rewind
 
-    def begin(self, onset: int, last: int) -> None:
+    def start(self, onset: int, last: int) -> None:
         """The run has gone back to before the window."""
-        self._current = Trial(onset, last)
+        self._window = RerunWindow(onset, last)
 
-    def drop(self) -> None:
-        """The run has gone back for good."""
-        self._current = None
+    def cancel(self) -> None:
+        """An ordinary rollback has taken the place of the re-run."""
+        self._window = None
 
-    def watch(self, index: int, order: Order | None) -> None:
-        """Takes every step that is judged."""
-        trial = self._current
-        if trial is None:
+    def observe(self, index: int, request: ActionRequest | None) -> None:
+        """Takes every step, and reports the verdict at the end of the window."""
+        window = self._window
+        if window is None:
             return
-        again = order is not None and bool(order.action & (Action.ROLLBACK | Action.STOP))
-        if not again and index < trial.last:
+        again = request is not None and bool(request.action & (Action.ROLLBACK | Action.STOP))
+        if not again and index < window.last:
             return
-        self._current = None
+        self._window = None
         self.verdict = RerunVerdict.REPRODUCIBLE if again else RerunVerdict.TRANSIENT
-        self._log_event("verdict", step=index, outcome=self.verdict, onset=trial.onset)
-        self._info(f"step {index}: the fault of step {trial.onset} is {self.verdict}")
+        self._log_event("verdict", step=index, outcome=self.verdict, onset=window.onset)
+        self._info(f"step {index}: the fault of step {window.onset} is {self.verdict}")

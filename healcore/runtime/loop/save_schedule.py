@@ -11,14 +11,14 @@ from healcore.runtime.rollback.manager import RollbackManager
 
 
 class SaveSchedule:
-    """The checkpoints that a run takes of itself.
+    """The regular saves of a run, its first and its last.
 
     Args:
         driver: the live state.
         checkpoints: of the run.
-        rollbacks: knows what a checkpoint has to hold.
+        rollbacks: knows the content of a checkpoint.
         ledger: unhealthy steps.
-        observes: the policy changes nothing.
+        observes: the policy only observes.
         warn: writes an event, and a warning to the console log.
     """
 
@@ -38,34 +38,34 @@ class SaveSchedule:
         self._ledger = ledger
         self._observes = observes
         self._warn = warn
-        self._taken = 0
-        """Steps since it was last asked whether a save is due; a dispatch may have several."""
+        self._steps = 0
+        """Steps since the last call of `due`; a dispatch may have several."""
         self._overdue = 0
-        """Step at which a save was due that has not been taken yet."""
+        """Step at which a save became due that has not been taken yet; 0: none."""
         self._saved = -1
-        """Step of the last checkpoint, or that the run began or went on from."""
+        """Step of the last checkpoint, or that the run started or resumed from."""
 
-    def stepped(self, count: int) -> None:
-        """So many steps were taken; below 0: so many fewer than was thought."""
-        self._taken += count
+    def count(self, steps: int) -> None:
+        """Counts steps; a negative number corrects an earlier count."""
+        self._steps += steps
 
-    def begins_at(self, step: int) -> None:
-        """The state is that of the checkpoint of this step."""
-        self._saved, self._taken, self._overdue = step, 0, 0
+    def reset(self, step: int) -> None:
+        """The state is that of the checkpoint of `step`, or the initial one."""
+        self._saved, self._overdue, self._steps = step, 0, 0
 
     def due(self, step: int) -> bool:
-        """Whether to save now, and the state can be saved; once per dispatch."""
-        taken, self._taken = self._taken, 0
-        if self._checkpoints.due(step, taken):
+        """Whether a save is due and possible; called once per dispatch."""
+        steps, self._steps = self._steps, 0
+        if self._checkpoints.due(step, steps):
             self._overdue = self._overdue or step
-        return bool(self._overdue) and self.undisturbed(step) and self._driver.may_save()
+        return bool(self._overdue) and self.alarm_free(step) and self._driver.may_save()
 
-    def undisturbed(self, step: int) -> bool:
-        """Whether no alarm has just come, which may be the first of many.
+    def alarm_free(self, step: int) -> bool:
+        """Whether the last steps had no alarm, which may be the first of an incident.
 
-        A save does not wait for ever: in a run with an alarm now and then an incident is open most
-        of the time. What was saved after an onset is set aside when the run goes back; nothing is
-        lost by it.
+        A save is delayed by at most one interval: a run with an alarm now and then has an incident
+        open most of the time. A checkpoint from after an onset does no harm, since a rollback
+        quarantines it.
         """
         unhealthy = self._ledger.unhealthy
         alarmed = bool(unhealthy) and unhealthy[-1] >= step - 2
@@ -73,14 +73,14 @@ class SaveSchedule:
         return not alarmed or late or self._observes
 
     def save(self, step: int, why: str) -> None:
-        """A checkpoint of this step."""
+        """Saves a checkpoint of this step."""
         self._overdue, self._saved = 0, step
         self._checkpoints.save(step, *self._rollbacks.contents(step), why)
-        if self._rollbacks.unwritten:
+        if self._rollbacks.journal_outdated:
             self._rollbacks.write_journal(step)
 
     def save_last(self, step: int) -> None:
-        """A checkpoint of where the run ends, if the last one is older."""
+        """Saves a checkpoint of the last step, if the last one is older."""
         if step == self._saved and not self._checkpoints.in_memory_only(step):
             return
         if self._driver.may_save():

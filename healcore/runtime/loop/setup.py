@@ -1,4 +1,4 @@
-"""The beginning of a run: put together what it needs, and go on from what is there already."""
+"""Constructs the parts of a run and starts it, from a checkpoint if there is one."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ from healcore.runtime.store.room import fits
 
 _logger = logging.getLogger("healcore")
 
-_under_way: weakref.WeakSet[Loop] = weakref.WeakSet()
-"""Runs of this process, ended ones too as long as somebody has them."""
+_loops: weakref.WeakSet[Loop] = weakref.WeakSet()
+"""Runs of this process; ended ones too while they are referenced."""
 
 
 class StoreNotEmpty(StoreError):
-    """There are checkpoints of an earlier run, and `resume` does not say to go on from them."""
+    """There are checkpoints of an earlier run, and `resume` is False."""
 
 
 class Options(NamedTuple):
-    """What `Healer` was given."""
+    """The arguments of `Healer`."""
 
     policy: HostPolicy
     state: Any
@@ -72,7 +72,7 @@ class Options(NamedTuple):
     trust: bool
 
     def checked(self) -> Options:
-        """Itself.
+        """Checks the values and returns itself.
 
         Raises:
             ValueError: a number or a choice is out of range.
@@ -98,49 +98,52 @@ class Options(NamedTuple):
 
 
 def open_run(options: Options) -> Loop:
-    """Everything from attaching to the first snapshot or the checkpoint to go on from.
+    """Attaches, opens the store, and resumes from a checkpoint or takes the first snapshot.
 
     Raises:
-        AlreadyCompleted: there is nothing left to do.
-        StoreNotEmpty: `resume` does not allow what lies in the store.
+        AlreadyCompleted: the run in the store had completed.
+        StoreNotEmpty: `resume` is False, and the store holds checkpoints.
         StoreError: the store cannot be used, or nothing in it is intact.
     """
     policy = options.policy
-    if any(loop.abandoned is not None and loop.abandoned.alive for loop in _under_way):
-        gc.collect()  # one that nobody has any more may only wait for that
+    if any(loop.finalizer is not None and loop.finalizer.alive for loop in _loops):
+        gc.collect()  # runs the finalizers of unreferenced Healers, which may hold the store
     driver = options.driver or driver_for(options.state, policy, options.framework, options.attach)
-    held: Claim | None = None
+    own_claim: Claim | None = None
     try:
         ranks = options.ranks or driver.ranks()
-        held, warning = _claimed(options.store, ranks)
-        loop = _opened(options, driver, ranks, warning)
-        loop.claim = held
-        loop.abandoned = weakref.finalize(loop, _clear, driver, loop.termination, loop.console)
-        loop.abandoned.atexit = False
-        _under_way.add(loop)
+        own_claim, warning = _claim(options.store, ranks)
+        loop = _start(options, driver, ranks, warning)
+        loop.claim = own_claim
+        loop.finalizer = weakref.finalize(loop, _clean_up, driver, loop.termination, loop.console)
+        loop.finalizer.atexit = False
+        _loops.add(loop)
     except BaseException:
-        if held is not None:
-            held.release()
+        if own_claim is not None:
+            own_claim.release()
         driver.close()
         raise
     return loop
 
 
-def _clear(driver: Driver, termination: TerminationWatch, console: ConsoleLog) -> None:
-    """A Healer was forgotten within its block: hooks, handlers and the claim must not outlive it.
+def _clean_up(driver: Driver, termination: TerminationWatch, console: ConsoleLog) -> None:
+    """Removes hooks and handlers of a Healer that was deleted within its block.
 
-    The claim clears itself.
+    The claim has a finalizer of its own.
     """
-    for end in (termination.release, driver.close, console.end):
+    for end in (termination.stop, driver.close, console.end):
         with contextlib.suppress(Exception):
             end()
 
 
-def _claimed(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
-    """The store's directory for this run alone, before anything in it is swept or deleted.
+def _claim(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
+    """Claims the store's directory for this run, before anything in it is swept or deleted.
+
+    Returns:
+        The claim, and a warning for the log. None and None without a directory.
 
     Raises:
-        StoreInUse: another run is at work there.
+        StoreInUse: another run is using it.
     """
     if isinstance(given, str | os.PathLike):
         folder = Path(given)
@@ -148,34 +151,81 @@ def _claimed(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
         folder = None if given is None else _folder(given)
     if folder is None:
         return None, None
-    held: Claim | None = None
+    own_claim: Claim | None = None
 
     def take() -> str | None:
-        nonlocal held
+        nonlocal own_claim
         folder.mkdir(parents=True, exist_ok=True)
-        held = claim(folder)
-        return held.warning
+        own_claim = claim(folder)
+        return own_claim.warning
 
     try:
         warning = on_first(ranks, take)
     except RankFailed:
-        raise  # nobody goes on alone
+        raise  # all ranks fail together
     except OSError:
-        warning = None  # the store says it better
-    return held, warning
+        warning = None  # the store raises a better message
+    return own_claim, warning
 
 
-def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None) -> Loop:
+def _start(options: Options, driver: Driver, ranks: Ranks, warning: str | None) -> Loop:
+    """Constructs a run, checks `resume`, logs the start, and resumes or begins."""
+    loop = _construct(options, driver, ranks)
+    log, console, policy, store = loop.log, loop.console, loop.policy, loop.checkpoints.store
+    died = postmortem.of_killed(log.path) if log.path is not None and ranks.rank == 0 else None
+    loop.journal.read()
+    saves = loop.rollbacks.saves()
+    try:
+        _check_resume(options.resume, agreed(ranks, loop.journal.state.ending), saves, store)
+    except AlreadyCompleted as completed:
+        console.begin()
+        console.info(str(completed))
+        console.end()
+        raise
+    log.write(
+        "start",
+        step=None,
+        policy=policy.name,
+        fingerprint=policy.fingerprint,
+        policy_toml=policy.text,
+        mode=policy.engine.mode,
+        framework=driver.framework,
+        rank=ranks.rank,
+        world=ranks.world,
+        lag=options.lag,
+        save_every=loop.checkpoints.every,
+        store=_describe(store),
+        resumes=bool(saves),
+    )
+    folder = _folder(store)
+    shared = open_to_others(folder) if folder is not None and ranks.rank == 0 else None
+    warnings = [each for each in (warning, shared) if each is not None]
+    for problem in [*warnings, *store.problems()]:
+        log.write("problem", step=None, problem=problem)
+    for each in warnings:
+        _logger.warning("%s", each)
+    try:
+        begin(loop, resume=bool(saves), died=died)
+    except BaseException as error:
+        # With an end event, the next start does not take this process for killed.
+        raised = "".join(traceback.format_exception_only(error)).strip()
+        log.write("problem", step=loop.step, problem=f"the run did not start: {raised}")
+        log.write("end", step=loop.step, ending="exception")
+        loop.termination.stop()
+        console.end()
+        log.close()
+        raise
+    return loop
+
+
+def _construct(options: Options, driver: Driver, ranks: Ranks) -> Loop:
     policy = options.policy
     store = _store(options, driver, ranks)
     folder = _folder(store)
     log = _log(options.events, folder, ranks)
-    died = postmortem.of_killed(log.path) if log.path is not None and ranks.rank == 0 else None
-    ledger, feeds = Ledger(), Feeds(trust=options.trust)
-    host = HostState(feeds.position, driver.generators(), trust=options.trust)
-    journal = Journal(None if folder is None else folder / NAME, writes=ranks.rank == 0)
-    log_event: Callable[..., object] = log.write
     console = ConsoleLog(enabled=ranks.rank == 0)
+    journal = Journal(None if folder is None else folder / NAME, writes=ranks.rank == 0)
+    ledger, feeds = Ledger(), Feeds(trust=options.trust)
     every = options.save_every or policy.probation
     checkpoints = CheckpointManager(
         store,
@@ -183,9 +233,9 @@ def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None)
         keep=options.keep or _keep(every, policy),
         probation=policy.probation,
         region=policy.region,
-        verifier=BackgroundVerifier(behind=ranks.world == 1),
+        verifier=BackgroundVerifier(in_background=ranks.world == 1),
         ranks=ranks,
-        log_event=log_event,
+        log_event=log.write,
         warn=console.warning,
     )
     rollbacks = RollbackManager(
@@ -195,11 +245,11 @@ def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None)
         journal=journal,
         ledger=ledger,
         feeds=feeds,
-        host=host,
+        host=HostState(feeds.position, driver.generators(), trust=options.trust),
         ranks=ranks,
-        log_event=log_event,
+        log_event=log.write,
     )
-    loop = Loop(
+    return Loop(
         policy=policy,
         driver=driver,
         ranks=ranks,
@@ -216,55 +266,14 @@ def _opened(options: Options, driver: Driver, ranks: Ranks, warning: str | None)
         rerun=options.rerun,
         loss_fn=options.loss_fn,
     )
-    journal.read()
-    saves = rollbacks.saves()
-    try:
-        _check(options.resume, agreed(ranks, journal.page.ended), saves, store)
-    except AlreadyCompleted as done:
-        console.begin()
-        console.info(str(done))
-        console.end()
-        raise
-    log_event(
-        "start",
-        step=None,
-        policy=policy.name,
-        fingerprint=policy.fingerprint,
-        policy_toml=policy.text,
-        mode=policy.engine.mode,
-        framework=driver.framework,
-        rank=ranks.rank,
-        world=ranks.world,
-        lag=options.lag,
-        save_every=every,
-        store=_described(store),
-        resumes=bool(saves),
-    )
-    shared = open_to_others(folder) if folder is not None and ranks.rank == 0 else None
-    warnings = [each for each in (warning, shared) if each is not None]
-    for problem in [*warnings, *store.problems()]:
-        log_event("problem", step=None, problem=problem)
-    for each in warnings:
-        _logger.warning("%s", each)
-    try:
-        begin(loop, resume=bool(saves), died=died)
-    except BaseException as error:
-        # Refused, not killed: the next start must not take it for that.
-        raised = "".join(traceback.format_exception_only(error)).strip()
-        log_event("problem", step=loop.step, problem=f"the run did not begin: {raised}")
-        log_event("end", step=loop.step, ending="exception")
-        loop.termination.release()
-        console.end()
-        log.close()
-        raise
-    return loop
 
 
 def _store(options: Options, driver: Driver, ranks: Ranks) -> CheckpointStore:
     given = options.store
     if given is None or isinstance(given, str | os.PathLike):
-        store = driver.store(given, options.nonfinite_ok, trust=options.trust)
-        return _with_room(store, driver, ranks)
+        return _fitting(
+            driver.store(given, options.nonfinite_ok, trust=options.trust), driver, ranks
+        )
     if not isinstance(given, CheckpointStore):
         raise StoreError(
             f"store is a directory, a CheckpointStore or None, not {type(given).__name__}"
@@ -272,8 +281,8 @@ def _store(options: Options, driver: Driver, ranks: Ranks) -> CheckpointStore:
     if options.nonfinite_ok:
         if not hasattr(given, "nonfinite_ok"):
             raise StoreError(
-                f"{type(given).__name__} has no nonfinite_ok to add {options.nonfinite_ok} to: "
-                "tell the store itself"
+                f"{type(given).__name__} has no attribute nonfinite_ok to add "
+                f"{options.nonfinite_ok} to: configure the store itself"
             )
         store: Any = given
         store.nonfinite_ok = (*store.nonfinite_ok, *options.nonfinite_ok)
@@ -281,33 +290,35 @@ def _store(options: Options, driver: Driver, ranks: Ranks) -> CheckpointStore:
 
 
 def _keep(every: int, policy: HostPolicy) -> Keep:
-    """By default as many on probation as it lasts, within bounds, and some older ones."""
+    """The default: all checkpoints on probation, within bounds, and some older known-good ones."""
     return Keep(candidates=min(max(2, -(-policy.probation // every) + 1), 8), older=True)
 
 
-def _with_room(store: Any, driver: Driver, ranks: Ranks) -> CheckpointStore:
-    """The default store, without its snapshots in memory where those do not fit.
+def _fitting(store: Any, driver: Driver, ranks: Ranks) -> CheckpointStore:
+    """The default store, without its tier in memory if the snapshots do not fit.
 
     Raises:
-        StoreError: there is nothing else.
+        StoreError: there is no other tier.
     """
     memory: MemoryStore = getattr(store, "memory", store)
     copies, nbytes = memory.keep.most + 1 + (memory is not store), driver.state_bytes()
-    # As if all ranks were on this machine: better a slower rollback than the out-of-memory killer.
+    # As if all ranks were on this machine: a slow rollback is better than an OOM kill.
     fit = all(ranks.gather(fits(copies, nbytes, ranks.world)))
     if fit:
         return store
-    told = f"{copies} copies of the state ({nbytes / 1e9:.3g} GB each, {ranks.world} ranks)"
+    needed = f"{copies} copies of the state ({nbytes / 1e9:.3g} GB each, {ranks.world} ranks)"
     if memory is store:
         raise StoreError(
-            f"{told} do not fit into half of the free host memory: pass a directory as the store"
+            f"{needed} do not fit into half of the free host memory: pass a directory as the store"
         )
-    _logger.warning("%s do not fit into half of the free host memory: checkpoints go to disk", told)
+    _logger.warning(
+        "%s do not fit into half of the free host memory: checkpoints go to disk", needed
+    )
     return store.disk
 
 
 def _folder(store: CheckpointStore) -> Path | None:
-    """The directory of a store, if it has one."""
+    """The directory of a store; None: it has none."""
     root = getattr(getattr(store, "disk", store), "root", None)
     return None if root is None else Path(root)
 
@@ -318,7 +329,7 @@ def _log(events: Any, folder: Path | None, ranks: Ranks) -> Log:
     else:
         path = Path(events).absolute()
     if path is not None and ranks.rank:
-        # Every rank has its own: two writers can share a file, but not one network disk.
+        # One file per rank: on a network disk two writers cannot share a file.
         path = path.with_name(f"{path.stem}.rank{ranks.rank}{path.suffix}")
     named = events is not None and not ranks.rank
     if path is not None and not named:
@@ -351,7 +362,9 @@ def _metrics(given: Any, log: Log, ranks: Ranks) -> Metrics:
     return Metrics(path, run=log.run, thinned=True, named=False)
 
 
-def _check(resume: Any, ended: str | None, saves: list[Saved], store: CheckpointStore) -> None:
+def _check_resume(
+    resume: Any, ending: str | None, saves: list[Saved], store: CheckpointStore
+) -> None:
     if not saves or resume is True:
         return
     where = _folder(store) or "the store"
@@ -359,15 +372,15 @@ def _check(resume: Any, ended: str | None, saves: list[Saved], store: Checkpoint
     if resume is False:
         raise StoreNotEmpty(
             f"{where} holds checkpoints of an earlier run, up to step {newest}: pass an empty "
-            'directory, or resume="auto" to go on from them'
+            'directory, or resume="auto" to resume from them'
         )
-    if ended == "completed":
+    if ending == "completed":
         raise AlreadyCompleted(
             f"nothing to do: {where} holds a run that completed at step {newest}; resume=True "
             "trains it further, an empty directory begins a new one"
         )
 
 
-def _described(store: CheckpointStore) -> str:
+def _describe(store: CheckpointStore) -> str:
     describe = getattr(store, "describe", None)
     return describe() if describe is not None else type(store).__name__

@@ -1,7 +1,7 @@
-"""The end of a run, in every way that leaves time to say so.
+"""The end of a run, in every way that leaves the process time for it.
 
-The postmortem of one that had none is written by the next start (`postmortem.of_killed`). What
-fails in here is told, not raised: it would hide what the run has died of.
+The next start writes the postmortem of a process that was killed (`postmortem.of_killed`). Errors
+in here are reported and not raised: they would hide the error that has ended the run.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from healcore.runtime.store.memory import MemoryStore
 _LAST = "the last state could not be saved"
 
 
-def ending_of(error: BaseException | None, asked: int | None = None) -> str:
+def ending_of(error: BaseException | None, signal_number: int | None = None) -> str:
     """How a run ended.
 
     Args:
-        error: what has left its block.
-        asked: a signal that had come.
+        error: what was raised out of its block.
+        signal_number: a signal that the run has received.
     """
     if error is None:
         return "completed"
     if isinstance(error, RunStopped):
         return "stopped"
     # torch's loader raises when the signal has killed its workers too.
-    killed = asked == signal.SIGTERM and "DataLoader worker" in str(error)
+    killed = signal_number == signal.SIGTERM and "DataLoader worker" in str(error)
     if isinstance(error, Terminated) or killed:
         return "signal"
     if isinstance(error, KeyboardInterrupt):
@@ -48,50 +48,48 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
 
     Args:
         loop: of the run.
-        error: what has left the block, None if nothing has.
+        error: what was raised out of the block; None: nothing.
 
     Returns:
-        What to raise instead of ending well.
+        What the block must raise although the loop has completed.
     """
-    ending = ending_of(error, loop.termination.asked)
-    trouble: list[str] = []
+    ending = ending_of(error, loop.termination.signal_number)
+    problems: list[str] = []
 
     def attempt(what: str, action: Callable[[], object]) -> None:
         try:
             action()
         except Exception as problem:
-            trouble.append(f"{what}: {type(problem).__name__}: {problem}")
+            problems.append(f"{what}: {type(problem).__name__}: {problem}")
 
     # A rank that ends alone, or a step before the others, must not wait for them.
     together = ending == "completed" or loop.ranks.world == 1
     if ending == "completed":
-        attempt("the last steps could not be read", loop.drain)
-    if together and (ending == "completed" or (loop.whole and ending != "stopped")):
-        # Between two steps, so the state is whole; an exception within one leaves it half done.
+        attempt("the last steps could not be read", loop.read_remaining)
+    if together and (ending == "completed" or (loop.between_steps and ending != "stopped")):
+        # Not after an exception within a step, which leaves the state half changed.
         attempt(_LAST, loop.save_last)
-    attempt("checkpoints being written", loop.checkpoints.settle)
-    lost = None
-    if ending == "completed" and any(loop.ranks.gather(_is_lost(loop, trouble))):
-        # Not completed for the journal: the program started again goes on and saves it.
-        error = lost = LastStateNotSaved(_not_saved(loop, trouble))
+    attempt("checkpoints being written", loop.checkpoints.wait)
+    not_saved = None
+    if ending == "completed" and any(loop.ranks.gather(_last_state_lost(loop, problems))):
+        # The journal must not say "completed": the program started again resumes and saves it.
+        error = not_saved = LastStateNotSaved(_not_saved(loop, problems))
         ending = "exception"
     if together:
-        attempt(
-            "checkpoints on probation", lambda: loop.checkpoints.wrap_up(loop.ledger, loop.step)
-        )
-        attempt("the last saves", loop.checkpoints.found_not_finite)
-    attempt("the journal", lambda: loop.note_ending(ending))
+        attempt("checkpoints on probation", lambda: loop.checkpoints.finish(loop.ledger, loop.step))
+        attempt("the last saves", loop.checkpoints.nonfinite_checkpoints)
+    attempt("the journal", lambda: loop.write_ending(ending))
     if ending in ("interrupted", "signal"):
-        saved = loop.journal.page.saved if loop.journal.path is not None else None
-        there = "nothing is on disk" if saved is None else f"checkpoint {saved} is on disk"
+        newest = loop.journal.state.newest_on_disk if loop.journal.path is not None else None
+        on_disk = "nothing is on disk" if newest is None else f"checkpoint {newest} is on disk"
         ended = "interrupted" if ending == "interrupted" else "ended by a signal"
-        loop.console.info(f"{ended} after step {loop.step}: {there}")
-    for problem in trouble:
+        loop.console.info(f"{ended} after step {loop.step}: {on_disk}")
+    for problem in problems:
         loop.log_event("problem", step=loop.step, problem=problem)
         loop.console.warning(problem)
-    _report(loop, ending, error)
+    _write_end(loop, ending, error)
     for end in (
-        loop.termination.release,
+        loop.termination.stop,
         loop.checkpoints.close,
         loop.driver.close,
         loop.release,
@@ -101,37 +99,41 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
     ):
         with contextlib.suppress(Exception):
             end()
-    return lost
+    return not_saved
 
 
-def _is_lost(loop: Loop, trouble: list[str]) -> bool:
+def _last_state_lost(loop: Loop, problems: list[str]) -> bool:
     """Whether the save of the last state has failed, at once or in the background."""
     if isinstance(loop.checkpoints.store, MemoryStore):
-        return False  # gone with the process in any case
-    return loop.step in loop.checkpoints.unsaved or any(line.startswith(_LAST) for line in trouble)
+        return False  # its checkpoints end with the process in any case
+    failed = any(problem.startswith(_LAST) for problem in problems)
+    return loop.step in loop.checkpoints.unsaved or failed
 
 
-def _not_saved(loop: Loop, trouble: list[str]) -> str:
+def _not_saved(loop: Loop, problems: list[str]) -> str:
     store: Any = loop.checkpoints.store
-    try:  # what outlives the process
+    try:  # the checkpoints that survive the process
         newest = max((save.step for save in getattr(store, "disk", store).steps()), default=None)
-        there = "the beginning" if newest is None else f"the checkpoint of step {newest}"
+        target = "starts from the beginning"
+        if newest is not None:
+            target = f"resumes from the checkpoint of step {newest}"
     except (StoreError, OSError):
-        there = "the newest checkpoint"
-    why = loop.checkpoints.trouble or next(iter(trouble), "it failed on another rank")
+        target = "resumes from the newest checkpoint"
+    why = loop.checkpoints.last_failure or next(iter(problems), "it failed on another rank")
     return (
         f"healcore: the loop has ended at step {loop.step}, and its last state is not saved "
-        f"({why}). Make it possible to save, and start the program again: it goes on from {there}"
+        f"({why}). Remove the cause and start the program again: it {target}"
     )
 
 
-def _report(loop: Loop, ending: str, error: BaseException | None) -> None:
-    raised = trace = None
+def _write_end(loop: Loop, ending: str, error: BaseException | None) -> None:
+    """Writes the postmortem and the last event."""
+    exception = trace = None
     if ending == "exception" and error is not None:
-        raised = "".join(traceback.format_exception_only(error)).strip()
+        exception = "".join(traceback.format_exception_only(error)).strip()
         trace = "".join(traceback.format_exception(error))
-    case = loop.case(ending, _why(error), raised)
-    # First this: a run whose events have an end is not asked any more what it has died of.
+    case = loop.case(ending, _why(error), exception)
+    # Before the event: the next start looks for a missing postmortem only if there is no end event.
     if loop.log.path is not None and not loop.ranks.rank:
         found = postmortem.of(case, loop.log, seconds=time.monotonic() - loop.began, trace=trace)
         problem = postmortem.write(postmortem.path_for(loop.log.path, loop.log.run), found)
@@ -142,9 +144,9 @@ def _report(loop: Loop, ending: str, error: BaseException | None) -> None:
         step=loop.step,
         ending=ending,
         incidents=case.incidents,
-        rollbacks=loop.journal.page.rollbacks,
+        rollbacks=loop.journal.state.rollbacks,
         last_good=case.last_good,
-        untold_alarms=loop.judge.untold or None,
+        untold_alarms=loop.monitor.unlogged_alarms or None,
     )
 
 

@@ -1,8 +1,8 @@
-"""NaN or Inf that a save has found in the state: what the policy says about it.
+"""NaN or Inf that a save has found in the state: what the policy does about it.
 
-Asked before the next save, whatever a disk is at, so that the answer follows from the steps.
 Moments, or statistics that the forward pass writes, may be damaged while loss and gradients look
-well. No detector sees that, and every checkpoint from then on is bad.
+healthy. No detector sees that, and every checkpoint from then on is bad. The check runs before the
+next save, however far the disk is behind, so that the result depends on the steps alone.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from healcore.core.verdict import Action, Cause, names
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.incidents.judge import Judge, Order
+from healcore.runtime.incidents.monitor import ActionRequest, IncidentMonitor
 from healcore.runtime.store.ranks import Ranks
 
 _ACTIONS = {"alert": Action.ALERT, "rollback": Action.ROLLBACK, "stop": Action.STOP}
 
 
-class _Left(NamedTuple):
-    """A branch that was given up for it."""
+class _NonfiniteRollback(NamedTuple):
+    """A rollback for NaN or Inf in the state."""
 
     onset: int
     arrays: tuple[str, ...]
 
 
 class StateCheck:
-    """Makes the order.
+    """Makes the request.
 
     Args:
         policy: the policy.
         driver: the live state.
         checkpoints: of the run.
-        judge: knows the data of each step.
+        monitor: knows the batches of each step.
         ranks: the processes of this run.
         log_event: writes an event, see `Log.write`.
         warn: writes an event, and a warning to the console log.
@@ -47,7 +47,7 @@ class StateCheck:
         policy: HostPolicy,
         driver: Driver,
         checkpoints: CheckpointManager,
-        judge: Judge,
+        monitor: IncidentMonitor,
         ranks: Ranks,
         log_event: Callable[..., object],
         warn: Callable[[str], object],
@@ -55,78 +55,84 @@ class StateCheck:
         self._policy = policy
         self._driver = driver
         self._checkpoints = checkpoints
-        self._judge = judge
+        self._monitor = monitor
         self._ranks = ranks
         self._log_event = log_event
         self._warn = warn
         self._known: set[int] = set()
-        self._left: list[_Left] = []
+        self._rollbacks: list[_NonfiniteRollback] = []
 
-    def order(self, step: int) -> Order | None:
-        """What is to be done about the saves so far; None: nothing, or nothing new.
+    def check(self, step: int) -> ActionRequest | None:
+        """What to do about the saves so far; None: nothing, or nothing new. Collective.
 
         Args:
-            step: steps done. On every rank together.
+            step: steps done.
         """
-        found = self._checkpoints.found_not_finite()
-        fresh = found.keys() - self._known
+        found = self._checkpoints.nonfinite_checkpoints()
+        new = found.keys() - self._known
         self._known |= found.keys()
         policy = self._policy
-        if not fresh or (policy.observes and len(found) > len(fresh)):
-            return None  # where nothing is changed, the first bad save says it all
-        order = self._order(found, step, _ACTIONS[policy.nonfinite_state])
-        serious = order.action & (Action.ROLLBACK | Action.STOP)
-        if serious and self._harmless(order):
+        if not new or (policy.observes and len(found) > len(new)):
+            return None  # an observing policy reports the first bad save only
+        request = self._request(found, step, _ACTIONS[policy.nonfinite_state])
+        serious = request.action & (Action.ROLLBACK | Action.STOP)
+        if serious and self._harmless(request):
             self._warn(
-                f"{', '.join(order.arrays[:3])} went NaN or Inf again after the run had gone back, "
-                "without any alarm and with finite weights: it goes on as it is. If that is meant, "
-                "name them in nonfinite_ok; without, no checkpoint can be known-good"
+                f"{', '.join(request.arrays[:3])} became NaN or Inf again after a rollback, "
+                "without any alarm and with finite weights: the run continues. If this is "
+                "expected, name them in nonfinite_ok; otherwise no checkpoint can become known-good"
             )
             return None
         self._log_event(
             "order",
             step=step,
-            cause=names(order.cause),
-            action=names(order.action),
-            why=f"checkpoint {min(found)} has NaN or Inf in {', '.join(order.arrays[:10])}",
+            cause=names(request.cause),
+            action=names(request.action),
+            why=f"checkpoint {min(found)} has NaN or Inf in {', '.join(request.arrays[:10])}",
             observed=policy.observes,
         )
-        return None if policy.observes or not serious else order
+        return None if policy.observes or not serious else request
 
-    def went_back(self, order: Order | None) -> None:
-        """The saves after the checkpoint are quarantined."""
+    def on_rollback(self, request: ActionRequest | None) -> None:
+        """After a rollback: newer checkpoints are quarantined.
+
+        Args:
+            request: of `check`, if the rollback was for it.
+        """
         self._known.clear()
-        if order is not None:
-            self._left.append(_Left(order.onset, order.arrays))
+        if request is not None:
+            self._rollbacks.append(_NonfiniteRollback(request.onset, request.arrays))
 
-    def _order(self, found: Mapping[int, tuple[str, ...]], step: int, action: Action) -> Order:
+    def _request(
+        self, found: Mapping[int, tuple[str, ...]], step: int, action: Action
+    ) -> ActionRequest:
         first = min(found)
-        since = self._checkpoints.catalog.finite_before(first)
+        since = self._checkpoints.catalog.newest_finite_before(first)
         bad = self._unhealthy(since, first) or list(range(since, first))
-        return Order(
+        return ActionRequest(
             action=action,
             depth=1,
             onset=max(first - 1, 0),  # the state after that step is bad
             since=since,
             index=step - 1,
             cause=Cause(0),
-            bad=self._judge.data_of(bad),
+            bad=self._monitor.batches_of(bad),
             overridden=True,
             loss=float("nan"),
             arrays=found[first],
         )
 
     def _unhealthy(self, since: int, until: int) -> list[int]:
-        steps = self._judge.ledger.unhealthy
+        steps = self._monitor.ledger.unhealthy
         return steps[bisect.bisect_left(steps, since) : bisect.bisect_left(steps, until)]
 
-    def _harmless(self, order: Order) -> bool:
-        """Whether going back has been tried, and nothing but the arrays themselves looks ill."""
+    def _harmless(self, request: ActionRequest) -> bool:
+        """Whether a rollback has been tried, and only these arrays are not finite."""
         region = self._policy.region
         again = any(
-            abs(order.onset - past.onset) < region and {*order.arrays} <= {*past.arrays}
-            for past in self._left
+            abs(request.onset - past.onset) < region and {*request.arrays} <= {*past.arrays}
+            for past in self._rollbacks
         )
-        well = not self._unhealthy(order.since, order.index + 1)
+        healthy = not self._unhealthy(request.since, request.index + 1)
         finite = all(self._ranks.gather(self._driver.finite()))
-        return again and well and finite
+        return again and healthy and finite

@@ -1,9 +1,9 @@
-"""SIGTERM and Ctrl-C: the step under way is finished first, and the run saved.
+"""SIGTERM and Ctrl-C: the current step is finished first, and the run is saved.
 
-One handler for all Healers of a process. It goes on to the handler that was there before, and takes
-itself off when the first signal has come: a second SIGTERM has its usual effect. A second Ctrl-C
-ends the process at once, like a kill: its usual effect, KeyboardInterrupt, would still wait for
-checkpoints being written. Where Python has no signals (outside the main thread) nothing is done.
+One handler serves all Healers of a process. It calls the previous handler, and removes itself at
+the first signal: a second SIGTERM has its usual effect. A second Ctrl-C ends the process at once,
+like a kill: its usual effect, KeyboardInterrupt, would still wait for checkpoints being written.
+Outside of the main thread, where Python has no signals, nothing is installed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from healcore.core.errors import HealcoreError
 
 
 class Terminated(HealcoreError, SystemExit):
-    """The run was asked to end by a signal; its status is the shell's, 128 + the number."""
+    """A signal has ended the run; the exit status is the shell's, 128 + the signal's number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -31,8 +31,8 @@ class Terminated(HealcoreError, SystemExit):
 class Interrupted(HealcoreError, KeyboardInterrupt, SystemExit):
     """Ctrl-C, raised between two steps instead of within one.
 
-    Uncaught it ends the process with status 130 and no traceback, as SystemExit does. Python does
-    not end by the signal for a subclass of KeyboardInterrupt: that would be status 1.
+    Uncaught, it ends the process with status 130 and no traceback, as SystemExit does. A subclass
+    of KeyboardInterrupt alone would end it with status 1.
     """
 
     def __init__(self) -> None:
@@ -41,75 +41,75 @@ class Interrupted(HealcoreError, KeyboardInterrupt, SystemExit):
 
 
 class TerminationWatch:
-    """One run's view of it."""
+    """The signals that one run has received."""
 
     def __init__(self) -> None:
-        self.asked: int | None = None
-        """The signal's number, once it has come."""
-        self._idle = False
+        self.signal_number: int | None = None
+        """Of the signal that asks the run to end; None: there was none."""
+        self._waiting_for_data = False
 
-    def watch(self) -> None:
-        """Begins."""
+    def start(self) -> None:
+        """Installs the handlers."""
         if threading.current_thread() is threading.main_thread():
             _handler.add(self)
 
-    def release(self) -> None:
-        """Ends; the last one puts the earlier handlers back."""
+    def stop(self) -> None:
+        """Stops watching; the last run of the process restores the previous handlers."""
         _handler.remove(self)
 
     @contextmanager
-    def idle(self) -> Iterator[None]:
-        """Between two steps, waiting for data: a signal need not wait for it.
+    def waiting_for_data(self) -> Iterator[None]:
+        """A context between two steps, in which a signal ends the run at once.
 
         Raises:
-            Terminated, Interrupted: it came, or had come.
+            Terminated, Interrupted: a signal has come, before or within.
         """
-        self._idle = True
+        self._waiting_for_data = True
         try:
-            if self.asked is not None:
-                raise ending(self.asked)
+            if self.signal_number is not None:
+                raise exit_for(self.signal_number)
             yield
         finally:
-            self._idle = False
+            self._waiting_for_data = False
 
-    def note(self, number: int) -> bool:
-        """The signal has come. Whether the run can end at once."""
-        self.asked = number
-        return self._idle
+    def on_signal(self, number: int) -> bool:
+        """Takes a signal; whether the run can end at once."""
+        self.signal_number = number
+        return self._waiting_for_data
 
 
-def ending(number: int) -> BaseException:
-    """What ends the loop after a signal."""
+def exit_for(number: int) -> BaseException:
+    """The exception that ends the loop after a signal."""
     return Interrupted() if number == signal.SIGINT else Terminated(number)
 
 
 class _Handler:
-    """The handlers of this process, and the runs that they tell."""
+    """The handlers of this process, and the runs that they notify."""
 
     def __init__(self) -> None:
         self._runs: list[TerminationWatch] = []
-        self._before: dict[int, Any] = {}
+        self._previous: dict[int, Any] = {}
         self._pid = 0
         self._children: Any = None
         self._interrupts: Any = None
-        """What Ctrl-C did before, once a first one has come."""
+        """The previous handler of Ctrl-C, once a first one has come."""
 
     def add(self, run: TerminationWatch) -> None:
         self._runs.append(run)
-        if self._before:
+        if self._previous:
             return
         self._pid = os.getpid()
-        self._take(signal.SIGTERM)
-        # A program that has a handler of its own for Ctrl-C knows what it wants.
+        self._install(signal.SIGTERM)
+        # A program's own handler for Ctrl-C stays.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            self._take(signal.SIGINT)
+            self._install(signal.SIGINT)
 
     def remove(self, run: TerminationWatch) -> None:
         with suppress(ValueError):
             self._runs.remove(run)
         if not self._runs and threading.current_thread() is threading.main_thread():
-            # Elsewhere (the garbage collector runs in any thread) the next signal finds no run.
-            self._give_back()
+            # In another thread (the garbage collector's) the next signal finds no run.
+            self._restore()
             if self._children is not None:
                 signal.signal(signal.SIGCHLD, self._children)
                 self._children = None
@@ -117,47 +117,47 @@ class _Handler:
                 signal.signal(signal.SIGINT, self._interrupts)
                 self._interrupts = None
 
-    def _take(self, number: int) -> None:
-        self._before[number] = signal.signal(number, self._note)
+    def _install(self, number: int) -> None:
+        self._previous[number] = signal.signal(number, self._handle)
 
-    def _give_back(self) -> None:
-        for number, before in self._before.items():
-            # None: it was set by something that is not Python, and cannot be put back from here.
-            signal.signal(number, before or signal.SIG_DFL)
-        self._before.clear()
+    def _restore(self) -> None:
+        for number, previous in self._previous.items():
+            # None: the handler was not set by Python, and cannot be restored from here.
+            signal.signal(number, previous or signal.SIG_DFL)
+        self._previous.clear()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        before = self._before.get(number) or signal.SIG_DFL
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        previous = self._previous.get(number) or signal.SIG_DFL
         if os.getpid() != self._pid or not self._runs:
-            # A forked child (a data loader's worker) has no run of its own: as if we were not here.
-            self._give_back()
-            signal.signal(number, before)
+            # A forked child (a data loader's worker) has no run: the previous handler decides.
+            self._restore()
+            signal.signal(number, previous)
             os.kill(os.getpid(), number)
             return
-        self._give_back()
+        self._restore()
         if hasattr(signal, "SIGCHLD") and self._children is None:
-            # The scheduler signals the whole process group. torch raises from anywhere when its
-            # workers die; we know, and have a run to save.
+            # A scheduler signals the whole process group. torch's SIGCHLD handler raises anywhere
+            # when its workers die, which would interrupt the save.
             self._children = signal.signal(signal.SIGCHLD, signal.SIG_DFL) or signal.SIG_DFL
-        # All of them are told, whichever can end at once.
-        idle = [run for run in list(self._runs) if run.note(number)]
+        # A list: every run is notified, even if the first one can end at once.
+        end_now = [run for run in list(self._runs) if run.on_signal(number)]
         if number == signal.SIGINT:
-            self._interrupts = signal.signal(number, self._at_once)
+            self._interrupts = signal.signal(number, self._exit_at_once)
             os.write(2, b"\nhealcore: finishing the step; Ctrl-C again stops at once\n")
-        elif callable(before):
-            before(number, frame)
-        if idle:
-            raise ending(number)
+        elif callable(previous):
+            previous(number, frame)
+        if end_now:
+            raise exit_for(number)
 
-    def _at_once(self, number: int, frame: FrameType | None) -> None:
-        """A second Ctrl-C. Whatever is on disk is whole, as after a kill."""
-        before, self._interrupts = self._interrupts, None
+    def _exit_at_once(self, number: int, frame: FrameType | None) -> None:
+        """A second Ctrl-C. Checkpoints on disk are complete, as after a kill."""
+        previous, self._interrupts = self._interrupts, None
         if os.getpid() != self._pid or not self._runs or hasattr(sys, "ps1"):
-            # A forked child, no run any more, or an interactive session, which is to live on.
-            signal.signal(number, before)
+            # A forked child, no run any more, or an interactive session, which must survive.
+            signal.signal(number, previous)
             os.kill(os.getpid(), number)
             return
-        os.write(2, b"\nhealcore: stopped at once; what was on disk before is whole\n")
+        os.write(2, b"\nhealcore: stopped at once; the checkpoints on disk are complete\n")
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()

@@ -1,1 +1,1 @@
-"""Going back: which checkpoints are known-good, which is taken, and what a crash cannot undo."""
+"""Rollbacks: the choice of the checkpoint, the journal that survives a crash, and resuming."""

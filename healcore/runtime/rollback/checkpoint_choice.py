@@ -1,8 +1,8 @@
-"""Which checkpoint: pure functions of the list of checkpoints and of what the ledger knows.
+"""Which checkpoint to go back to: pure functions of the checkpoints and of earlier rollbacks.
 
 A checkpoint of step n holds the state after n optimizer steps, and steps are counted from 0: it is
-the state that step n starts from. So one whose step is the onset's is the last without the trouble
-in it, and what was saved later has it.
+the state that step n starts from. So a checkpoint whose step is the onset is the last one from
+before the trouble. Checkpoints of later steps were saved during it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from healcore.runtime.store.protocol import Saved, Status
 _WORST_FIRST: tuple[Status, ...] = ("quarantined", "candidate", "good")
 
 
-class Choice(NamedTuple):
-    """Where to go back to."""
+class CheckpointChoice(NamedTuple):
+    """The checkpoint to restore."""
 
     order: tuple[int, ...]
-    """Steps to try, the wanted one first; the next one is for when that is damaged."""
+    """Steps to try: the chosen one first, then older ones in case it is damaged."""
     initial: bool
-    """There is no known-good checkpoint left to go to: it is the initial snapshot."""
+    """No known-good checkpoint is left: the chosen one is the initial snapshot."""
     repeated: bool
-    """An earlier rollback of this region went to this step already and nothing older is there:
-    restoring it alone changes nothing, another action has to come with it, or the run stops."""
+    """An earlier rollback in this region went to the same step, and nothing older exists. Restoring
+    it alone changes nothing: another action has to be taken too, or the run stops."""
 
 
 def choose(
@@ -34,55 +34,55 @@ def choose(
     *,
     onset: int,
     depth: int = 1,
-    earlier: Sequence[PastRollback] = (),
+    past_rollbacks: Sequence[PastRollback] = (),
     region: int = 0,
     initial: Sequence[int] = (),
-) -> Choice:
-    """The checkpoint to restore.
+) -> CheckpointChoice:
+    """Chooses the checkpoint to restore.
 
     Args:
-        saves: the checkpoints there are; with several ranks what `common` makes of them.
+        saves: the checkpoints; with several ranks the result of `common_to_ranks`.
         onset: step of the incident's first alarm.
         depth: known-good checkpoints to go back, 1 = the newest before the onset. The engine's
             `rollback_depth`, which grows from incident to incident in a region.
-        earlier: rollbacks so far.
+        past_rollbacks: rollbacks so far.
         region: onsets fewer steps apart than this are in the same region. A second rollback there
-            goes to an older checkpoint than the first, even if others have become good since: they
-            lie on the same way into the same trouble.
+            goes to an older checkpoint than the first, even if others have become known-good since:
+            they lead into the same trouble.
         initial: the last resort, in this order: step of the snapshot that the run began with, and
-            of the checkpoint that this process went on from, which nothing has proven.
+            of the checkpoint that this process resumed from, which is not known-good.
 
     Raises:
         NoGoodCheckpoint: there is nothing to go back to.
     """
     usable = [save for save in saves if save.finite and save.step <= onset]
     good = sorted((save.step for save in usable if save.status == "good"), reverse=True)
-    unproven = {save.step for save in usable if save.status == "candidate"}
-    chain = good + [step for step in dict.fromkeys(initial) if step in unproven]
+    candidates = {save.step for save in usable if save.status == "candidate"}
+    chain = good + [step for step in dict.fromkeys(initial) if step in candidates]
     if not chain:
         raise NoGoodCheckpoint(_nothing(saves, onset))
 
-    tried = [past.target for past in earlier if abs(onset - past.onset) < region]
+    tried = [past.target for past in past_rollbacks if abs(onset - past.onset) < region]
     older = [step for step in chain if step < min(tried, default=onset + 1)]
     start = min(max(depth, 1), len(good) or 1) - 1
-    wanted = chain[start]
-    if tried and wanted >= min(tried):
-        wanted = older[0] if older else min(chain)
-    order = chain[chain.index(wanted) :]
-    return Choice(
+    chosen = chain[start]
+    if tried and chosen >= min(tried):
+        chosen = older[0] if older else min(chain)
+    order = chain[chain.index(chosen) :]
+    return CheckpointChoice(
         order=tuple(order),
-        initial=wanted not in good,
-        repeated=wanted in tried,
+        initial=chosen not in good,
+        repeated=chosen in tried,
     )
 
 
-def tainted(saves: Sequence[Saved], *, onset: int) -> list[int]:
-    """Checkpoints saved after an onset: to be quarantined."""
+def saved_after(saves: Sequence[Saved], *, onset: int) -> list[int]:
+    """Steps of the checkpoints saved after an onset and not quarantined yet."""
     return [save.step for save in saves if save.step > onset and save.status != "quarantined"]
 
 
-def common(ranks: Sequence[Sequence[Saved]]) -> list[Saved]:
-    """The checkpoints that every rank has, as the rank sees them that thinks least of them.
+def common_to_ranks(ranks: Sequence[Sequence[Saved]]) -> list[Saved]:
+    """The checkpoints that every rank has, each with the worst status that it has on any rank.
 
     Args:
         ranks: every rank's list, in the same order everywhere.

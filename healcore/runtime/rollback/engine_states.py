@@ -1,8 +1,9 @@
-"""The engine state to go on with after going back. Framework-neutral: dicts in, dicts out.
+"""The engine state to continue with after a rollback. Framework-neutral: dicts in, dicts out.
 
-Detectors come from the checkpoint, so that the run is judged by what it knew then. Budgets and the
-learning-rate multiplier come from the live run: restored with the rest, every rollback would give
-back the attempt it has cost and undo the cut it came with (OPT-175B's logbook has both).
+Detectors come from the checkpoint, so that the run is judged by what they knew then. Budgets and
+the learning-rate multiplier come from the live run. If they were restored too, every rollback would
+refund the attempt that it has used and undo the learning-rate cut that came with it (OPT-175B's
+logbook has both).
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ Engines = Mapping[str, Mapping[str, Any]]
 """Engine name -> `Engine.to_dict`."""
 
 
-def gone_back(engine: Engine, live: Engines, saved: Engines | None) -> dict[str, dict[str, Any]]:
+def after_rollback(
+    engine: Engine, live: Engines, saved: Engines | None
+) -> dict[str, dict[str, Any]]:
     """Engine states after a rollback.
 
     Args:
         engine: the policy's.
         live: the states at the moment of the rollback.
-        saved: those of the checkpoint. One that it does not have warms up from nothing.
+        saved: the checkpoint's states. An engine without one starts its warm-up again.
 
     Raises:
         StateError: a saved state is damaged or of another policy.
@@ -33,12 +36,12 @@ def gone_back(engine: Engine, live: Engines, saved: Engines | None) -> dict[str,
 
 
 def cut_lr(engine: Engine, live: Engines, rate: float | None) -> dict[str, dict[str, Any]]:
-    """Engine states after a cut of the learning rate, where the policy has one left.
+    """Engine states after a learning-rate cut, if the policy has one left.
 
     Args:
         engine: the policy's.
         live: the states now.
-        rate: the schedule's learning rate; None: it is not known.
+        rate: the schedule's learning rate; None: unknown.
     """
     at = None if rate is None else np.float32(rate)
     return {
@@ -47,11 +50,11 @@ def cut_lr(engine: Engine, live: Engines, rate: float | None) -> dict[str, dict[
     }
 
 
-def tried_again(engine: Engine, live: Engines, saved: Engines) -> dict[str, dict[str, Any]]:
-    """Engine states for seeing whether the same happens again: all as it was then.
+def for_rerun(engine: Engine, live: Engines, saved: Engines) -> dict[str, dict[str, Any]]:
+    """Engine states for a re-run with nothing changed: all as in the checkpoint.
 
-    Learning rate and incidents too, and what the order has cost is given back: if it happens again,
-    the engine orders the same again, and then it counts.
+    This includes learning rate and incidents. The budget that the order has used is refunded: if
+    the trouble happens again, the engine orders the same again and uses its budget then.
     """
     states = {}
     for name, then in saved.items():
@@ -61,7 +64,7 @@ def tried_again(engine: Engine, live: Engines, saved: Engines) -> dict[str, dict
             lr_cuts=np.minimum(now.lr_cuts + 1, start.lr_cuts),
         )
         states[name] = engine.to_dict(engine.from_dict(then)._replace(budget=budget))
-    return {**gone_back(engine, live, saved), **states}
+    return {**after_rollback(engine, live, saved), **states}
 
 
 def _merged(
@@ -72,19 +75,19 @@ def _merged(
     return engine.to_dict(engine.on_rollback(now, then, xp=np))
 
 
-def readable(engine: Engine, saved: Engines | None) -> tuple[dict[str, Mapping[str, Any]], str]:
-    """Those of the saved states that this policy can go on from, and what is wrong with the rest.
+def compatible(engine: Engine, saved: Engines | None) -> tuple[dict[str, Mapping[str, Any]], str]:
+    """The saved states that fit this policy, and what is wrong with the others.
 
-    A policy may have been edited since the checkpoint was written. That must not make it useless:
-    the detectors then begin anew, and it is said.
+    A policy may have been edited since the checkpoint was written. The checkpoint stays usable: the
+    detectors then start their warm-up again, and the second result says so.
     """
     fit: dict[str, Mapping[str, Any]] = {}
-    wrong = ""
+    problem = ""
     for name, state in (saved or {}).items():
         try:
             engine.from_dict(state)
         except StateError as error:
-            wrong = f"the detectors of {name} begin anew: {error}"
+            problem = f"the detectors of {name} start their warm-up again: {error}"
         else:
             fit[name] = state
-    return fit, wrong
+    return fit, problem

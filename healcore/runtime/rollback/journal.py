@@ -1,10 +1,10 @@
-"""What has to survive the process: a rollback under way, and what a checkpoint cannot know.
+"""The journal: what has to survive the process and no checkpoint can hold.
 
-A rollback is several steps on disk (set newer checkpoints aside, restore, go on with the live
-budgets). It is written down before the first of them and struck off after the last, so that a
-start after a crash at any point finishes it, with the same result. And until the first save of the
-new branch, only this file knows what the rollback has cost: restarted from the checkpoint alone,
-the run would have its attempts back and its old learning rate.
+A rollback takes several steps on disk: quarantine newer checkpoints, restore, continue with the
+live budgets. The plan is written to the journal before the first of them and removed after the
+last. So a start after a crash at any point finishes the rollback, with the same result. Until the
+first save after a rollback only the journal knows the budgets and the learning-rate multiplier: a
+restart from the checkpoint alone would refund the attempt and restore the old learning rate.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from healcore.runtime.store import atomic, regular
 from healcore.runtime.store.sealed import Unsealed, seal, unseal
 
 NAME = "healcore.json"
-"""Its name in the directory of a store."""
+"""Its file name in the directory of a store."""
 
-SCHEMA = 2
-_READABLE = (1, 2)
-"""1: of healcore before a journal knew which run it belongs to."""
+SCHEMA = 3
 
 
 class JournalError(HealcoreError, RuntimeError):
@@ -30,66 +28,67 @@ class JournalError(HealcoreError, RuntimeError):
 
 
 @dataclass
-class Plan:
+class RollbackPlan:
     """A rollback that has begun."""
 
     number: int
     """From 1, over the whole run."""
     step: int
-    """Steps done at the moment."""
+    """Steps done when it began."""
     onset: int
     order: list[int]
-    """Checkpoints to try, the wanted one first."""
-    aside: list[int]
-    """Checkpoints to be quarantined."""
+    """Steps of the checkpoints to try, in this order."""
+    quarantine: list[int]
+    """Steps of the checkpoints to quarantine."""
     engines: dict[str, Any]
-    """Engine states at the moment of the rollback."""
+    """Engine states when it began."""
     left_out: dict[str, list[list[int]]]
-    """Number of a loader -> ids that are not to be handed out (again)."""
+    """Number of a loader -> ids of the batches that it must not yield (again)."""
     forward: dict[str, Any]
-    """Number of a loader that cannot be put back -> its position at the moment."""
-    trial: list[int] | None = None
-    """Of a re-run with nothing changed: index of the onset, and of the step with the order."""
+    """Number of a loader that cannot be rewound -> its position when the rollback began."""
+    rerun: list[int] | None = None
+    """Of a re-run with nothing changed: the onset, and the step that brought the order."""
 
 
 @dataclass
-class Branch:
-    """Where the last rollback went, and what a restart from there takes over."""
+class CompletedRollback:
+    """The last rollback: what a restart needs until the next save."""
 
     target: int
     engines: dict[str, Any]
-    plan: Plan
-    """As it was carried out, without its engines."""
+    plan: RollbackPlan
+    """Without its engines."""
 
 
 @dataclass
-class Page:
-    """All of the journal."""
+class JournalState:
+    """The content of the journal."""
 
-    ended: str | None = None
-    """How the last process ended, None while one is at it (or was killed)."""
+    ending: str | None = None
+    """How the last process ended; None: it is running, or was killed."""
     rollbacks: int = 0
-    begun: Plan | None = None
-    branch: Branch | None = None
-    meant: list[str] | None = None
+    pending: RollbackPlan | None = None
+    """A rollback that has begun and is not completed."""
+    last_rollback: CompletedRollback | None = None
+    nonfinite_ok: list[str] | None = None
     """Arrays that were not finite in the first snapshot."""
     ledger: dict[str, Any] | None = None
-    """The ledger at the last rollback; of one that has begun, from before it."""
-    trials: list[int] = field(default_factory=list)
-    """Onsets that a re-run was made for."""
+    """The ledger after the last rollback; while one is pending, from before it."""
+    rerun_onsets: list[int] = field(default_factory=list)
+    """Onsets for which a re-run was made."""
     lineage: str | None = None
     """Id of the run that the checkpoints belong to: that of its first process. Every checkpoint
     holds it too."""
-    first: int | None = None
+    first_step: int | None = None
     """Step of the snapshot that this run began with."""
-    saved: int | None = None
-    """Newest step on disk when this was written."""
+    newest_on_disk: int | None = None
+    """Step of the newest checkpoint on disk when the journal was written."""
     quarantined: list[str] = field(default_factory=list)
-    """Directories of checkpoints that were set aside: their status files may be damaged."""
+    """Directories of quarantined checkpoints, in case their status files get damaged."""
 
 
 class Journal:
-    """One file, replaced whole at every change. Rank 0 writes, every rank reads at the start.
+    """One file, replaced as a whole at every change. Rank 0 writes; every rank reads at the start.
 
     Args:
         path: the file; None keeps it in memory, for a run without a directory.
@@ -99,45 +98,47 @@ class Journal:
     def __init__(self, path: Path | None, *, writes: bool = True) -> None:
         self.path = path
         self._writes = writes
-        self.page = Page()
+        self.state = JournalState()
 
-    def read(self) -> Page:
-        """Takes over what an earlier process has left.
+    def read(self) -> JournalState:
+        """Reads what an earlier process has written, if there is a file.
 
         Raises:
-            JournalError: the file is damaged, or a newer healcore's.
+            JournalError: the file is damaged, or of another version of healcore.
         """
         if self.path is None or not self.path.exists():
-            return self.page
+            return self.state
         try:
-            found = unseal(regular.read(self.path))
+            content = unseal(regular.read(self.path))
         except (OSError, Unsealed) as error:
             raise JournalError(
-                f"{self.path} {error}: it says what the last rollback has cost, and which "
-                "checkpoints were set aside. To go on without knowing that, delete it"
+                f"{self.path} {error}: it holds the budgets after the last rollback, and which "
+                "checkpoints are quarantined. To resume without them, delete it"
             ) from error
-        if found.pop("schema", None) not in _READABLE:
+        schema = content.pop("schema", None)
+        if schema != SCHEMA:
             raise JournalError(
-                f"{self.path} was written by a newer healcore: use that one. To go on without "
-                "what it says of the last rollback, delete it"
+                f"{self.path} has schema {schema!r}, this version of healcore reads {SCHEMA}: use "
+                "the version that wrote it. To resume without the budgets after the last rollback, "
+                "delete it"
             )
-        begun, branch = found.pop("begun"), found.pop("branch")
-        self.page = Page(
-            **found,
-            begun=None if begun is None else Plan(**begun),
-            branch=None if branch is None else _branch(**branch),
+        pending, last = content.pop("pending"), content.pop("last_rollback")
+        self.state = JournalState(
+            **content,
+            pending=None if pending is None else RollbackPlan(**pending),
+            last_rollback=None if last is None else _completed(**last),
         )
-        return self.page
+        return self.state
 
     def write(self) -> None:
-        """Puts the page on disk, durably.
+        """Writes the journal to disk, durably.
 
         Raises:
-            OSError: it could not be written; the old one is still there.
+            OSError: it could not be written; the old file is still there.
         """
         if self.path is not None and self._writes:
-            atomic.write(self.path, seal({**asdict(self.page), "schema": SCHEMA}))
+            atomic.write(self.path, seal({**asdict(self.state), "schema": SCHEMA}))
 
 
-def _branch(plan: dict[str, Any], **rest: Any) -> Branch:
-    return Branch(**rest, plan=Plan(**plan))
+def _completed(plan: dict[str, Any], **rest: Any) -> CompletedRollback:
+    return CompletedRollback(**rest, plan=RollbackPlan(**plan))

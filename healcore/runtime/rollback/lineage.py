@@ -1,8 +1,8 @@
-"""Which run the journal and the checkpoints of a directory belong to, and what is left of them.
+"""Which run the journal and the checkpoints of a directory belong to, and which can be used.
 
-A journal that is read by another run would hand it a learning-rate cut and left-out data that are
-not its own. And a directory whose checkpoints are all damaged lists none, like an empty one: only
-the journal and the damaged directories say that there was a run.
+The journal of one run must not be applied to another: it would bring a foreign learning-rate cut
+and skip the wrong batches. And a directory whose checkpoints are all damaged lists none, like an
+empty one: only the journal and the damaged directories show that there was a run.
 """
 
 from __future__ import annotations
@@ -12,53 +12,55 @@ from pathlib import Path
 from typing import NamedTuple
 
 from healcore.runtime.rollback.journal import Journal, JournalError
-from healcore.runtime.store import CheckpointDamaged, Landed, NoGoodCheckpoint, Saved
+from healcore.runtime.store import CheckpointDamaged, NoGoodCheckpoint, RestoreResult, Saved
 from healcore.runtime.store.manifest import STATUS, stated
 
 _SHOWN = 3
 
 
-def check(journal: Journal, landed: Landed) -> None:
-    """That journal and checkpoint are of one run. Called before anything live is changed.
+def check_lineage(journal: Journal, result: RestoreResult) -> None:
+    """Checks that journal and checkpoint are of one run, before anything live is changed.
 
     Raises:
         JournalError: they are not; the message says which file to delete.
     """
-    mine = journal.page.lineage
-    its = (landed.restored.healing or {}).get("lineage") or mine
-    if mine is None:  # the journal was deleted, or is of an earlier healcore
-        journal.page.lineage = its
-    elif its != mine:
+    of_journal = journal.state.lineage
+    of_checkpoint = (result.restored.healing or {}).get("lineage") or of_journal
+    if of_journal is None:  # the journal was deleted
+        journal.state.lineage = of_checkpoint
+    elif of_checkpoint != of_journal:
         raise JournalError(
-            f"{journal.path} is of run {mine}, and the checkpoint of step {landed.step} beside it "
-            f"of run {its}. To go on from that checkpoint, without the learning-rate cut and the "
-            "left-out data that the file holds, delete the file; or pass another directory"
+            f"{journal.path} is of run {of_journal}, and the checkpoint of step {result.step} "
+            f"beside it of run {of_checkpoint}. To resume from that checkpoint, without the "
+            "learning-rate cut and the skipped batches that the file holds, delete the file; or "
+            "pass another directory"
         )
 
 
 def refuse_if_lost(journal: Journal, damaged: Sequence[CheckpointDamaged]) -> None:
-    """Where no checkpoint is listed: whether there was one.
+    """Where no checkpoint is listed: refuses to start if there had been one.
 
     Args:
         journal: as it was read.
-        damaged: those that are there and not listed.
+        damaged: checkpoints that exist and are not listed.
 
     Raises:
-        NoGoodCheckpoint: there was, and a run from step 0 would look as if nothing had happened.
+        NoGoodCheckpoint: there had been one. A run from step 0 would hide its loss.
     """
     if damaged:
-        raise nothing_left(journal, [], damaged)
-    if journal.page.saved is not None:
+        raise no_usable_checkpoint(journal, [], damaged)
+    if journal.state.newest_on_disk is not None:
         raise NoGoodCheckpoint(
-            f"{journal.path} is of a run that had saved step {journal.page.saved}, and none of its "
-            "checkpoints is there: bring them back; to begin a new run in this directory, delete it"
+            f"{journal.path} is of a run that had saved step {journal.state.newest_on_disk}, and "
+            "none of its checkpoints exists: restore them; to begin a new run in this directory, "
+            "delete it"
         )
 
 
-def nothing_left(
+def no_usable_checkpoint(
     journal: Journal, saves: Sequence[Saved], damaged: Sequence[CheckpointDamaged]
 ) -> NoGoodCheckpoint:
-    """What is wrong with every checkpoint of a directory, the newest first, and the ways out.
+    """The error that says what is wrong with every checkpoint, newest first, and what to do.
 
     Args:
         journal: of the directory.
@@ -68,32 +70,32 @@ def nothing_left(
     where = "the store" if journal.path is None else journal.path.parent
     wrong = {s.step: s.status if s.finite else "not finite" for s in saves}
     wrong |= {e.step: f"damaged: {e.file} {e.difference}" for e in damaged}
-    told = [f"step {step} ({wrong[step]})" for step in sorted(wrong, reverse=True)]
-    more = f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
-    plan = journal.page.begun
-    begun = (
+    lines = [f"step {step} ({wrong[step]})" for step in sorted(wrong, reverse=True)]
+    more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    plan = journal.state.pending
+    pending = (
         ""
         if plan is None
-        else f" {journal.path} says that a rollback to one of the steps {plan.order} was under way:"
-        " delete that file to give it up, and what it has cost with it."
+        else f" {journal.path} holds an unfinished rollback to one of the steps {plan.order}: to "
+        "abandon it, and the budgets that the file holds, delete that file."
     )
     return NoGoodCheckpoint(
         f"{where} holds an earlier run, and none of its checkpoints can be used: "
-        f"{', '.join(told[:_SHOWN])}{more}.{begun} Bring an intact copy back, or pass an empty "
-        "directory to begin anew"
+        f"{', '.join(lines[:_SHOWN])}{more}.{pending} Restore an intact copy, or pass an empty "
+        "directory to begin a new run"
     )
 
 
-# -- what was set aside -------------------------------------------------------------------------
+# -- what is quarantined --------------------------------------------------------------------------
 
 
 def directories(saves: Sequence[Saved], steps: Collection[int]) -> list[str]:
-    """Names of the directories of some steps' checkpoints, of those that are on disk."""
+    """Directory names of the checkpoints of some steps, of those that are on disk."""
     return [Path(s.path).name for s in saves if s.path is not None and s.step in steps]
 
 
-def note_disk(journal: Journal, saves: Sequence[Saved]) -> None:
-    """Takes into the journal what it has to know of the disk.
+def update_from_disk(journal: Journal, saves: Sequence[Saved]) -> None:
+    """Updates what the journal holds about the checkpoints on disk.
 
     Args:
         journal: about to be written.
@@ -101,36 +103,37 @@ def note_disk(journal: Journal, saves: Sequence[Saved]) -> None:
     """
     if journal.path is None:
         return
-    page, folder = journal.page, journal.path.parent
-    page.saved = max((s.step for s in saves if s.path is not None), default=page.saved)
-    aside = directories(saves, [s.step for s in saves if s.status == "quarantined"])
-    names = sorted({*page.quarantined, *aside})
-    page.quarantined = [
+    state, folder = journal.state, journal.path.parent
+    on_disk = [s.step for s in saves if s.path is not None]
+    state.newest_on_disk = max(on_disk, default=state.newest_on_disk)
+    quarantined = directories(saves, [s.step for s in saves if s.status == "quarantined"])
+    names = sorted({*state.quarantined, *quarantined})
+    state.quarantined = [
         name
         for name in names
         if (folder / name).is_dir() and stated(folder / name) in ("quarantined", None)
     ]
 
 
-class Unstated(NamedTuple):
-    """Steps of checkpoints that had been marked and whose status file is damaged, or is gone."""
+class LostStatus(NamedTuple):
+    """Steps of checkpoints whose status file is damaged or missing."""
 
     quarantined: list[int]
-    """By the journal. (A file that is whole counts, whatever the journal says: a person may have
-    marked it.)"""
+    """Quarantined by the journal. (An intact status file overrides the journal: a person may have
+    changed it.)"""
     unknown: list[int]
-    """They were known-good, or somebody else has quarantined them."""
+    """They were known-good, or quarantined by somebody else."""
 
 
-def unstated(saves: Sequence[Saved], journal: Journal) -> Unstated:
-    """Checkpoints whose listed status is not the one that they were given.
+def lost_status(saves: Sequence[Saved], journal: Journal) -> LostStatus:
+    """Finds checkpoints whose listed status is not the one that they were given.
 
     Args:
         saves: the checkpoints that are listed.
         journal: of the directory.
     """
-    silent = {s.step: Path(s.path) for s in saves if s.path and stated(Path(s.path)) is None}
-    known = set(journal.page.quarantined)
-    damaged = [step for step, folder in silent.items() if (folder / STATUS).exists()]
-    quarantined = [step for step, folder in silent.items() if folder.name in known]
-    return Unstated(quarantined, [step for step in damaged if step not in quarantined])
+    without = {s.step: Path(s.path) for s in saves if s.path and stated(Path(s.path)) is None}
+    known = set(journal.state.quarantined)
+    damaged = [step for step, folder in without.items() if (folder / STATUS).exists()]
+    quarantined = [step for step, folder in without.items() if folder.name in known]
+    return LostStatus(quarantined, [step for step in damaged if step not in quarantined])

@@ -1,7 +1,7 @@
-"""Going back, and going on after a crash: what is done, in which order, written down first.
+"""Rolling back, and resuming after a crash: what is done, in which order, with a journal.
 
-The order matters twice. Nothing live is touched before everything that can refuse has agreed. And
-every step on disk can be done twice, so that a start after a crash just carries the plan out again.
+The order matters for two reasons. Nothing live is changed before every check has passed. And every
+step on disk can be repeated, so that a start after a crash carries the same plan out again.
 """
 
 from __future__ import annotations
@@ -18,65 +18,75 @@ from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.ledger import Ledger
 from healcore.runtime.rollback import lineage
-from healcore.runtime.rollback.checkpoint_choice import Choice, choose, common, tainted
-from healcore.runtime.rollback.engine_states import cut_lr, gone_back, readable, tried_again
+from healcore.runtime.rollback.checkpoint_choice import (
+    CheckpointChoice,
+    choose,
+    common_to_ranks,
+    saved_after,
+)
+from healcore.runtime.rollback.engine_states import after_rollback, compatible, cut_lr, for_rerun
 from healcore.runtime.rollback.host_state import ITEM, HostParts, HostState
-from healcore.runtime.rollback.journal import Branch, Journal, Plan
+from healcore.runtime.rollback.journal import CompletedRollback, Journal, RollbackPlan
 from healcore.runtime.store import (
     CheckpointDamaged,
-    Landed,
     NoGoodCheckpoint,
+    RestoreResult,
     Saved,
     StoreError,
-    restore_first,
+    restore_first_intact,
 )
 from healcore.runtime.store.directory import DirectoryStore
 from healcore.runtime.store.ranks import Ranks, agreed
 
+HEALING_SCHEMA = 2
+"""Of what healcore keeps in a checkpoint, see `RollbackManager.contents`."""
 
-class Wanted(NamedTuple):
+
+class RollbackRequest(NamedTuple):
     """Why and how far to go back."""
 
     onset: int
-    """Index of the incident's first alarm."""
+    """Step of the incident's first alarm."""
     depth: int
+    """Known-good checkpoints to go back, 1 = the newest before the onset."""
     step: int
-    """Steps done at the moment."""
+    """Steps done now."""
     bad: tuple[BatchId, ...]
-    """The bad window's data."""
+    """Ids of the bad window's batches."""
     more: int = 0
-    """Batches after it to leave out besides those of the policy."""
+    """Batches after the window to skip, in addition to the policy's `skip_batches`."""
     cut: bool = False
-    """Cut the learning rate too, though no rule of the policy has."""
-    trial: int | None = None
-    """Only to see whether it happens again: same learning rate, same data, no attempt spent. The
-    index of the step that brought the order."""
+    """Cut the learning rate too, although no rule of the policy did."""
+    rerun: int | None = None
+    """For a re-run: same learning rate, same data, no attempt used. The step that brought the
+    order."""
 
 
-class Arrival(NamedTuple):
-    """Where it went."""
+class RollbackResult(NamedTuple):
+    """What a rollback has done."""
 
     number: int
     """Of the rollback, from 1, over the whole run."""
     target: int
+    """Step of the checkpoint that was restored."""
     moved: Moved
     repeated: bool
-    """The same checkpoint as the last time, and nothing older is there."""
+    """The last rollback restored the same checkpoint, and nothing older exists."""
     initial: bool
-    """No known-good checkpoint: the snapshot that the run started from."""
+    """There was no known-good checkpoint: the snapshot that the run started from was restored."""
 
 
-class Outcome(NamedTuple):
-    """What carrying out a plan has come to."""
+class AppliedPlan(NamedTuple):
+    """The result of applying a plan to state and engines."""
 
     target: int
     engines: dict[str, dict[str, Any]]
-    own: HostParts | None
+    host_state: HostParts | None
     """What the checkpoint holds for `HostState`."""
 
 
 class RollbackManager:
-    """Goes back, and goes on from a checkpoint after a start.
+    """Rolls back, and resumes from a checkpoint after a start.
 
     Args:
         policy: the policy.
@@ -85,7 +95,7 @@ class RollbackManager:
         journal: what has to survive the process.
         ledger: healthy and unhealthy steps, earlier rollbacks.
         feeds: the loaders.
-        host: random states and positions that a checkpoint holds.
+        host: random states and loader positions that a checkpoint holds.
         ranks: the processes of this run.
         log_event: writes an event, see `Log.write`.
     """
@@ -112,76 +122,74 @@ class RollbackManager:
         self.host = host
         self.ranks = ranks
         self.log_event = log_event
-        self.began_at: int | None = None
+        self.started_from: int | None = None
         """Step of the snapshot or checkpoint that this process started from."""
         self.damage: list[CheckpointDamaged] = []
-        """What was found damaged by this process."""
-        self.unwritten = False
-        """The journal on disk is not the one of now: to be tried again with the next save."""
+        """Errors of the checkpoints that this process has found damaged."""
+        self.journal_outdated = False
+        """The journal could not be written; the next save tries again."""
 
-    # -- what a checkpoint holds ------------------------------------------------------------------
+    # -- the content of a checkpoint --------------------------------------------------------------
 
     def contents(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state to save after `step` steps, and what healcore keeps with it."""
         healing = {
-            "schema": 1,
-            "lineage": self.journal.page.lineage,
+            "schema": HEALING_SCHEMA,
+            "lineage": self.journal.state.lineage,
             "step": step,
             "engines": self.driver.healing(),
             "ledger": self.ledger.to_dict(),
         }
         return {**self.driver.items(), ITEM: self.host}, healing
 
-    # -- back -----------------------------------------------------------------------------------
+    # -- rollback -------------------------------------------------------------------------------
 
-    def go_back(self, wanted: Wanted) -> Arrival:
+    def roll_back(self, request: RollbackRequest) -> RollbackResult:
         """A rollback, from the choice of the checkpoint to the last line in the journal.
 
         Raises:
             NoGoodCheckpoint: there is nothing to go back to.
             StateMismatch: the checkpoint is of another state; nothing was changed.
         """
-        self.checkpoints.settle()
-        self.checkpoints.catch_up(self.ledger, before=wanted.onset)
-        self.look_for_damage()
+        self.checkpoints.wait()
+        self.checkpoints.verify_due(self.ledger, before=request.onset)
+        self.find_damage()
         saves = self.saves()
-        choice = self._choice(saves, wanted.onset, wanted.depth)
-        bad, more = (
-            ((), 0)
-            if wanted.trial is not None
-            else (wanted.bad, self.policy.skip_batches + wanted.more)
-        )
-        aside = {*tainted(saves, onset=wanted.onset), *_newer(saves, choice.order[0])}
-        plan = Plan(
-            number=self.journal.page.rollbacks + 1,
-            step=wanted.step,
-            onset=wanted.onset,
+        choice = self._choice(saves, request.onset, request.depth)
+        rerun = request.rerun is not None
+        bad = () if rerun else request.bad
+        more = 0 if rerun else self.policy.skip_batches + request.more
+        newer = {*saved_after(saves, onset=request.onset), *_newer(saves, choice.order[0])}
+        plan = RollbackPlan(
+            number=self.journal.state.rollbacks + 1,
+            step=request.step,
+            onset=request.onset,
             order=list(choice.order),
-            aside=sorted(aside - {*choice.order}),
-            engines=self._live(wanted),
+            quarantine=sorted(newer - {*choice.order}),
+            engines=self._live_engines(request),
             left_out=self.feeds.left_out(bad, more),
             forward=self.feeds.forward(),
-            trial=None if wanted.trial is None else [wanted.onset, wanted.trial],
+            rerun=None if request.rerun is None else [request.onset, request.rerun],
         )
-        self.journal.page.begun, self.journal.page.ledger = plan, self.ledger.to_dict()
-        self.journal.page.quarantined += lineage.directories(saves, plan.aside)
-        self.write_journal(wanted.step)
+        self.journal.state.pending, self.journal.state.ledger = plan, self.ledger.to_dict()
+        self.journal.state.quarantined += lineage.directories(saves, plan.quarantine)
+        self.write_journal(request.step)
         self.log_event(
             "rollback_begin",
-            step=wanted.step,
+            step=request.step,
             number=plan.number,
-            onset=wanted.onset,
+            onset=request.onset,
             checkpoint=choice.order[0],
         )
-        outcome = self._carry_out(plan, now=wanted.step)
-        moved = self.feeds.go_back(_position(outcome.own), bad, more)
-        if outcome.own is not None:
-            self.host.put_back(outcome.own)  # after the loaders, which draw random numbers
-        self._strike_off(plan, outcome)
-        return Arrival(plan.number, outcome.target, moved, choice.repeated, choice.initial)
+        applied = self._apply_plan(plan, now=request.step)
+        moved = self.feeds.go_back(_position(applied.host_state), bad, more)
+        if applied.host_state is not None:  # after the loaders, which draw random numbers
+            self.host.put_back(applied.host_state)
+        self._complete(plan, applied)
+        return RollbackResult(plan.number, applied.target, moved, choice.repeated, choice.initial)
 
-    def before(self, onset: int) -> Mapping[str, Any] | None:
-        """The state of the checkpoint that a rollback would go to; None: there is none.
+    def state_before(self, onset: int) -> Mapping[str, Any] | None:
+        """The state of the checkpoint that a rollback would restore; None: there is none.
 
         Nothing is changed. The copy is as large as the state.
         """
@@ -192,173 +200,178 @@ class RollbackManager:
         except StoreError:
             return None
 
-    def _choice(self, saves: Sequence[Saved], onset: int, depth: int = 1) -> Choice:
+    def _choice(self, saves: Sequence[Saved], onset: int, depth: int = 1) -> CheckpointChoice:
+        initial = self.journal.state.first_step, self.started_from
         return choose(
             saves,
             onset=onset,
             depth=depth,
-            earlier=self.ledger.earlier,
+            past_rollbacks=self.ledger.past_rollbacks,
             region=self.policy.region,
-            initial=[s for s in (self.journal.page.first, self.began_at) if s is not None],
+            initial=[step for step in initial if step is not None],
         )
 
-    def _live(self, wanted: Wanted) -> dict[str, dict[str, Any]]:
-        """The engines' states, with the cut that is wanted."""
+    def _live_engines(self, request: RollbackRequest) -> dict[str, dict[str, Any]]:
+        """The engines' states, with the learning-rate cut that is requested."""
         live = self.driver.healing()
-        if not wanted.cut:
+        if not request.cut:
             return live
         return cut_lr(self.policy.engine, live, self.driver.learning_rate())
 
-    def _carry_out(self, plan: Plan, *, now: int) -> Outcome:
-        """The plan. Doing it twice does the same."""
-        self.checkpoints.set_aside(plan.aside, now=now)
-        landed = self._restore(plan.order, now)
-        lineage.check(self.journal, landed)
-        self.checkpoints.set_aside(_newer(self.saves(), landed.step), now=now)
-        self.checkpoints.quarantine_later(landed.step)
-        merge = gone_back if plan.trial is None else tried_again
-        engines = merge(self.policy.engine, plan.engines, self._engines(landed, now))
-        own = self._apply(landed, engines)
-        self.ledger.went_back(plan.onset, landed.step, counts=plan.trial is None)
-        return Outcome(landed.step, engines, own)
+    def _apply_plan(self, plan: RollbackPlan, *, now: int) -> AppliedPlan:
+        """Quarantines, restores and loads. Repeating it has the same result."""
+        self.checkpoints.quarantine(plan.quarantine, now=now)
+        result = self._restore(plan.order, now)
+        lineage.check_lineage(self.journal, result)
+        self.checkpoints.quarantine(_newer(self.saves(), result.step), now=now)
+        self.checkpoints.retry_quarantine(result.step)
+        merge = after_rollback if plan.rerun is None else for_rerun
+        engines = merge(self.policy.engine, plan.engines, self._saved_engines(result, now))
+        host_state = self._load_state(result, engines)
+        self.ledger.on_rollback(plan.onset, result.step, counts=plan.rerun is None)
+        return AppliedPlan(result.step, engines, host_state)
 
-    def _strike_off(self, plan: Plan, outcome: Outcome) -> None:
-        """The plan is carried out; its result stays, for a restart before the next save."""
-        page = self.journal.page
-        page.begun, page.rollbacks = None, plan.number
-        page.branch = Branch(outcome.target, outcome.engines, replace(plan, engines={}))
-        page.ledger = self.ledger.to_dict()
-        if plan.trial is not None:
-            page.trials.append(plan.onset)
-        self.write_journal(outcome.target)
-        self.checkpoints.take_stock()
+    def _complete(self, plan: RollbackPlan, applied: AppliedPlan) -> None:
+        """Removes the plan from the journal; keeps the result until the next save."""
+        state = self.journal.state
+        state.pending, state.rollbacks = None, plan.number
+        state.last_rollback = CompletedRollback(
+            applied.target, applied.engines, replace(plan, engines={})
+        )
+        state.ledger = self.ledger.to_dict()
+        if plan.rerun is not None:
+            state.rerun_onsets.append(plan.onset)
+        self.write_journal(applied.target)
+        self.checkpoints.reload()
 
-    # -- on, after a start ----------------------------------------------------------------------
+    # -- after a start --------------------------------------------------------------------------
 
-    def finish(self, plan: Plan) -> tuple[int, HostParts | None]:
-        """Carries out a plan that an earlier process was killed in.
+    def finish_interrupted(self, plan: RollbackPlan) -> tuple[int, HostParts | None]:
+        """Carries out a plan during which an earlier process was killed.
 
         Returns:
             As for `resume`.
         """
-        if self.journal.page.ledger is not None:
-            self.ledger.take_over(Ledger.from_dict(self.journal.page.ledger), plan.order[0])
-        outcome = self._carry_out(plan, now=plan.step)
-        position = {**(_position(outcome.own) or {}), **plan.forward}
+        if self.journal.state.ledger is not None:
+            self.ledger.take_over(Ledger.from_dict(self.journal.state.ledger), plan.order[0])
+        applied = self._apply_plan(plan, now=plan.step)
+        position = {**(_position(applied.host_state) or {}), **plan.forward}
         self.feeds.resume(position, plan.left_out)
-        self._strike_off(plan, outcome)
-        return outcome.target, outcome.own
+        self._complete(plan, applied)
+        return applied.target, applied.host_state
 
     def resume(self, order: Sequence[int]) -> tuple[int, HostParts | None]:
-        """Goes on from the newest intact checkpoint.
+        """Resumes from the newest intact checkpoint.
 
         Returns:
-            Its step, and what to give to `HostState.put_back` once the loop has named its
+            Its step, and what to pass to `HostState.put_back` once the loop has named its
             loader.
 
         Args:
-            order: checkpoints to try, the newest first.
+            order: steps of the checkpoints to try, newest first.
 
         Raises:
             NoGoodCheckpoint: none is intact.
             StateMismatch: they are of another state.
         """
-        landed = self._restore(order, order[0])
-        lineage.check(self.journal, landed)
-        engines = self._engines(landed, landed.step)
-        healing = landed.restored.healing or {}
-        remembered = healing.get("ledger")
-        branch, forward = self.journal.page.branch, {}
-        if branch is not None and landed.step <= branch.target:
+        result = self._restore(order, order[0])
+        lineage.check_lineage(self.journal, result)
+        engines = self._saved_engines(result, result.step)
+        healing = result.restored.healing or {}
+        ledger = healing.get("ledger") if healing.get("schema") == HEALING_SCHEMA else None
+        last, forward = self.journal.state.last_rollback, {}
+        if last is not None and result.step <= last.target:
             # Killed between the rollback and the first save after it, or that one is damaged.
-            live, _ = readable(self.policy.engine, branch.engines)
-            older = landed.step < branch.target
-            engines = gone_back(self.policy.engine, live, engines) if older else live
-            remembered, forward = self.journal.page.ledger, branch.plan.forward
-        own = self._apply(landed, engines)
-        if remembered is not None:
-            self.ledger.take_over(Ledger.from_dict(remembered), landed.step)
+            live, _ = compatible(self.policy.engine, last.engines)
+            older = result.step < last.target
+            engines = after_rollback(self.policy.engine, live, engines) if older else live
+            ledger, forward = self.journal.state.ledger, last.plan.forward
+        host_state = self._load_state(result, engines)
+        if ledger is not None:
+            self.ledger.take_over(Ledger.from_dict(ledger), result.step)
         else:
-            self.ledger.judged = landed.step
-        left_out = {} if branch is None else branch.plan.left_out
-        self.feeds.resume({**(_position(own) or {}), **forward}, left_out)
-        return landed.step, own
+            self.ledger.next_step = result.step
+        left_out = {} if last is None else last.plan.left_out
+        self.feeds.resume({**(_position(host_state) or {}), **forward}, left_out)
+        return result.step, host_state
 
     # -- within ---------------------------------------------------------------------------------
 
     def saves(self) -> list[Saved]:
         """The checkpoints that every rank has."""
-        mine = self.checkpoints.listed()
-        return mine if self.ranks.world == 1 else common(self.ranks.gather(mine))
+        listed = self.checkpoints.listed()
+        return listed if self.ranks.world == 1 else common_to_ranks(self.ranks.gather(listed))
 
-    def look_for_damage(self) -> None:
-        """Tells of the checkpoints that are not even listed any more."""
+    def find_damage(self) -> None:
+        """Reports checkpoints that are too damaged to be listed."""
         store = getattr(self.checkpoints.store, "disk", self.checkpoints.store)
         found = []
-        with suppress(StoreError):  # a disk that is gone is told where it is needed
+        with suppress(StoreError):  # a missing disk is reported where it is needed
             found = store.damaged() if isinstance(store, DirectoryStore) else []
         known = {(error.path, error.file) for error in self.damage}
         for error in agreed(self.ranks, found):
             if (error.path, error.file) not in known:
-                self._note_damage(error)
+                self._log_damage(error)
 
-    def _note_damage(self, error: CheckpointDamaged) -> None:
+    def _log_damage(self, error: CheckpointDamaged) -> None:
         self.damage.append(error)
-        self.checkpoints.note_damage(error)
+        self.checkpoints.log_damage(error)
 
-    def _restore(self, order: Sequence[int], now: int) -> Landed:
-        """The first that is intact on every rank: in memory each rank has a copy of its own."""
+    def _restore(self, order: Sequence[int], now: int) -> RestoreResult:
+        """The first checkpoint that is intact on every rank: each has its own copy in memory."""
         like = {**self.driver.items(), ITEM: self.host}
-        store, note = self.checkpoints.store, self._note_damage
+        store, on_damage = self.checkpoints.store, self._log_damage
         if self.ranks.world == 1:
-            return restore_first(store, order, like, note)
+            return restore_first_intact(store, order, like, on_damage)
         for step in order:
-            landed = None
+            result = None
             with suppress(NoGoodCheckpoint):
-                landed = restore_first(store, [step], like, note)
-            if all(self.ranks.gather(landed is not None)):
-                assert landed is not None
-                return landed
-        raise NoGoodCheckpoint(f"none of the checkpoints of steps {list(order)} is intact anywhere")
+                result = restore_first_intact(store, [step], like, on_damage)
+            if all(self.ranks.gather(result is not None)):
+                assert result is not None
+                return result
+        raise NoGoodCheckpoint(
+            f"none of the checkpoints of steps {list(order)} is intact on every rank"
+        )
 
-    def _engines(self, landed: Landed, now: int) -> dict[str, Any]:
-        healing = landed.restored.healing or {}
-        engines, wrong = readable(self.policy.engine, healing.get("engines"))
-        if wrong:
-            self.log_event("problem", step=now, problem=wrong)
+    def _saved_engines(self, result: RestoreResult, now: int) -> dict[str, Any]:
+        healing = result.restored.healing or {}
+        engines, problem = compatible(self.policy.engine, healing.get("engines"))
+        if problem:
+            self.log_event("problem", step=now, problem=problem)
         return dict(engines)
 
-    def _apply(self, landed: Landed, engines: dict[str, Any]) -> HostParts | None:
-        """Puts it into the live run; returns the host's own part.
+    def _load_state(self, result: RestoreResult, engines: dict[str, Any]) -> HostParts | None:
+        """Loads state and engines into the live run; returns the part for `HostState`.
 
         Raises:
-            Untrusted: that part is not to be read; nothing was changed.
+            Untrusted: that part holds a pickle; nothing was changed.
         """
-        state = dict(landed.restored.state)
-        own = self.host.read(state.pop(ITEM, None))
+        state = dict(result.restored.state)
+        host_state = self.host.read(state.pop(ITEM, None))
         self.driver.replace(state)
         self.driver.load_healing(engines)
-        return own
+        return host_state
 
-    def give_up_plan(self, now: int) -> None:
-        """A rollback that cannot be carried out is not to be finished by the next start."""
-        self.journal.page.begun = None
+    def abandon_plan(self, now: int) -> None:
+        """Removes a rollback that cannot be carried out, so that the next start does not try it."""
+        self.journal.state.pending = None
         self.write_journal(now)
 
     def write_journal(self, now: int) -> None:
-        """Puts the journal on disk, or tells that it could not."""
+        """Writes the journal to disk, or reports that it could not."""
         try:
-            lineage.note_disk(self.journal, self.checkpoints.store.steps())
+            lineage.update_from_disk(self.journal, self.checkpoints.store.steps())
             self.journal.write()
         except (OSError, StoreError) as error:
-            # Training goes on; only a crash before the next try would miss the note.
-            told = f"the journal could not be written: {error}"
-            self.log_event("problem", step=now, problem=told)
-            if not self.unwritten:
-                self.checkpoints.warn(told)
-            self.unwritten = True
+            # Training continues; only a crash before the next try would miss what it holds.
+            problem = f"the journal could not be written: {error}"
+            self.log_event("problem", step=now, problem=problem)
+            if not self.journal_outdated:
+                self.checkpoints.warn(problem)
+            self.journal_outdated = True
         else:
-            self.unwritten = False
+            self.journal_outdated = False
 
 
 def _position(own: HostParts | None) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from healcore.runtime.store.errors import (
     StoreError,
     UnsavableState,
 )
-from healcore.runtime.store.falling_back import Landed, restore_first
+from healcore.runtime.store.falling_back import RestoreResult, restore_first_intact
 from healcore.runtime.store.protocol import CheckpointStore, Restored, Saved, Status
 from healcore.runtime.store.retention import Keep, prune, superfluous
 
@@ -25,11 +25,11 @@ __all__ = [
     "CheckpointDamaged",
     "CheckpointStore",
     "Keep",
-    "Landed",
     "LastGoodKept",
     "NoGoodCheckpoint",
     "NotFinite",
     "NotThere",
+    "RestoreResult",
     "Restored",
     "SaveFailed",
     "Saved",
@@ -39,6 +39,6 @@ __all__ = [
     "StoreInUse",
     "UnsavableState",
     "prune",
-    "restore_first",
+    "restore_first_intact",
     "superfluous",
 ]

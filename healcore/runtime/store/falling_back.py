@@ -14,46 +14,46 @@ from healcore.runtime.store.errors import (
 from healcore.runtime.store.protocol import CheckpointStore, Restored
 
 
-class Landed(NamedTuple):
-    """Where a rollback ended up."""
+class RestoreResult(NamedTuple):
+    """The checkpoint that was restored."""
 
     step: int
     restored: Restored
     damaged: tuple[CheckpointDamaged, ...]
-    """What was wrong with those that were wanted more."""
+    """Errors of the checkpoints that were tried before it."""
 
 
-def restore_first(
+def restore_first_intact(
     store: CheckpointStore,
     order: Sequence[int],
     like: Mapping[str, Any],
     on_damage: Callable[[CheckpointDamaged], None] = lambda error: None,
-) -> Landed:
-    """Restores the first intact checkpoint; damaged ones are quarantined and told.
+) -> RestoreResult:
+    """Restores the first intact checkpoint, and quarantines and reports the damaged ones before it.
 
     Args:
         store: the checkpoints.
-        order: steps, the wanted one first.
-        like: the live state; it is not touched.
-        on_damage: told of every damaged one, for an event.
+        order: steps, in the order in which they are tried.
+        like: the live state; it is not changed.
+        on_damage: called with the error of every damaged checkpoint.
 
     Raises:
         NoGoodCheckpoint: none is intact.
-        StateMismatch: the checkpoint is of another state; no older one would fit better.
+        StateMismatch: the checkpoint is of another state; an older one would not fit either.
     """
     damaged: list[CheckpointDamaged] = []
     for step in order:
         try:
-            return Landed(step, store.restore(step, like), tuple(damaged))
+            return RestoreResult(step, store.restore(step, like), tuple(damaged))
         except NotThere:
             continue
         except CheckpointDamaged as error:
             damaged.append(error)
             on_damage(error)
             _quarantine(store, step)
-    told = "; ".join(str(error) for error in damaged) or "none of them is there any more"
+    reasons = "; ".join(str(error) for error in damaged) or "none of them exists any more"
     raise NoGoodCheckpoint(
-        f"none of the checkpoints of steps {list(order)} can be restored: {told}"
+        f"none of the checkpoints of steps {list(order)} can be restored: {reasons}"
     )
 
 
@@ -61,4 +61,4 @@ def _quarantine(store: CheckpointStore, step: int) -> None:
     try:
         store.mark(step, "quarantined")
     except StoreError:
-        return  # so damaged that it is not listed any more, or on a disk that cannot be written
+        return  # too damaged to be listed, or the disk cannot be written

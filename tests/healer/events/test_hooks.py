@@ -36,38 +36,38 @@ def nothing(incident):
 
 
 def test_no_hook():
-    assert Hooks().ask(INCIDENT) == (None, "", ())
+    assert Hooks().run(INCIDENT) == (None, "", ())
     assert not Hooks()
 
 
 def test_it_sees_the_incident():
     seen = []
-    assert Hooks(seen.append).ask(INCIDENT).action is None
+    assert Hooks(seen.append).run(INCIDENT).action is None
     assert seen == [INCIDENT]
     assert seen[0].action == ORDERED
 
 
 def test_it_overrides():
-    answer = Hooks(stop).ask(INCIDENT)
-    assert answer.action is Action.STOP
-    assert answer.by.endswith("test_hooks.stop")
-    assert Hooks([stop]).ask(INCIDENT) == answer
+    result = Hooks(stop).run(INCIDENT)
+    assert result.action is Action.STOP
+    assert result.hook.endswith("test_hooks.stop")
+    assert Hooks([stop]).run(INCIDENT) == result
 
 
-def test_doing_nothing_is_an_answer():
-    assert Hooks(nothing).ask(INCIDENT).action == Action(0)
+def test_doing_nothing_is_an_result():
+    assert Hooks(nothing).run(INCIDENT).action == Action(0)
 
 
-def test_the_last_to_answer_is_right_and_sees_what_the_others_said():
+def test_the_last_to_result_is_right_and_sees_what_the_others_said():
     seen = []
 
     def look(incident):
         seen.append(incident.action)
 
-    answer = Hooks([look, stop, look, nothing, look, keep]).ask(INCIDENT)
+    result = Hooks([look, stop, look, nothing, look, keep]).run(INCIDENT)
     assert seen == [ORDERED, Action.STOP, Action(0)]
-    assert answer.action == Action(0)
-    assert answer.by.endswith("nothing")
+    assert result.action == Action(0)
+    assert result.hook.endswith("nothing")
 
 
 def test_nothing_in_it_can_be_changed():
@@ -100,24 +100,24 @@ def raising(error):
     ids=["value", "stop", "deep", "unprintable"],
 )
 def test_an_exception_is_contained_and_told(error, said):
-    answer = Hooks([raising(error), stop, raising(error)]).ask(INCIDENT)
-    assert answer.action is Action.STOP, "the others are heard all the same"
-    assert len(answer.problems) == 2
-    assert said in answer.problems[0]
-    assert "raising.<locals>.hook" in answer.problems[0]
+    result = Hooks([raising(error), stop, raising(error)]).run(INCIDENT)
+    assert result.action is Action.STOP, "the others are heard all the same"
+    assert len(result.problems) == 2
+    assert said in result.problems[0]
+    assert "raising.<locals>.hook" in result.problems[0]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_what_is_meant_to_end_the_process_does(error):
     with pytest.raises(error):
-        Hooks(raising(error())).ask(INCIDENT)
+        Hooks(raising(error())).run(INCIDENT)
 
 
 @pytest.mark.parametrize("said", [True, 4, "rollback", Action(1024), Action.STOP | 64, Cause.DATA])
-def test_what_is_no_action_counts_as_no_answer(said):
-    answer = Hooks([lambda incident: said, keep]).ask(INCIDENT)
-    assert answer.action is None
-    assert "Action.ROLLBACK" in answer.problems[0]
+def test_what_is_no_action_counts_as_no_result(said):
+    result = Hooks([lambda incident: said, keep]).run(INCIDENT)
+    assert result.action is None
+    assert "Action.ROLLBACK" in result.problems[0]
 
 
 async def later(incident):

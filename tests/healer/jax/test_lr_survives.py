@@ -19,7 +19,7 @@ from optax import contrib
 from healcore.core.engine import Engine
 from healcore.jax import heal, last_decision, protect, scale_by_heal_lr, set_lr_scale
 from healcore.jax.driver import JaxDriver
-from healcore.runtime.rollback.engine_states import gone_back
+from healcore.runtime.rollback.engine_states import after_rollback
 from tests.healer.jax.runs import POLICY, advance, batch, plain
 
 WARM = optax.warmup_cosine_decay_schedule(0.0, 1e-2, warmup_steps=6, decay_steps=40)
@@ -68,7 +68,7 @@ def test_the_parameters_move_by_the_cut_rate(name, wrap):
     restored = store.restore(4, driver.items())
     live = driver.healing()
     driver.replace(restored.state)
-    driver.load_healing(gone_back(engine, live, restored.healing))
+    driver.load_healing(after_rollback(engine, live, restored.healing))
     short = moved(driver, run, 4)
 
     uncut = JaxDriver(plain(OPTIMIZERS[name], wrap=wrap).state, POLICY)
@@ -109,7 +109,7 @@ def test_the_way_back_ends_exactly_on_the_schedule():
     restored = store.restore(1, driver.items())
     live = driver.healing()
     driver.replace(restored.state)
-    driver.load_healing(gone_back(engine, live, restored.healing))
+    driver.load_healing(after_rollback(engine, live, restored.healing))
     handles = advance(driver, run, [batch(seed) for seed in range(1, 10)])
     scales = [handle.read()[0].lr_scale for handle in handles]
     hold, ramp = scales[:3], scales[3:7]

@@ -1,4 +1,4 @@
-"""What a run's parts say about its end: the case that a diagnosis is made from."""
+"""Collects what is known of a run at its end: the input of a diagnosis."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from collections.abc import Sequence
 from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause
 from healcore.runtime.checkpoints.manager import CheckpointManager
-from healcore.runtime.incidents.judge import Judge
+from healcore.runtime.incidents.monitor import IncidentMonitor
 from healcore.runtime.postmortem.diagnosis import Case, Tried
 from healcore.runtime.store import StoreError
 
 
-def case_of(
-    judge: Judge,
+def build_case(
+    monitor: IncidentMonitor,
     checkpoints: CheckpointManager,
     *,
     ending: str,
     step: int,
-    tried: Sequence[Tried],
+    rollbacks: Sequence[Tried],
     verdict: str,
     why: str = "",
     exception: str | None = None,
 ) -> Case:
-    """The case.
+    """Builds the case of a run.
 
     Args:
-        judge: with the ledger.
-        checkpoints: of the checkpoints.
+        monitor: of the run, with the ledger.
+        checkpoints: of the run.
         ending: `completed`, `stopped`, `exception`, `signal` or `interrupted`.
         step: steps done.
-        tried: rollbacks.
+        rollbacks: of this process.
         verdict: of the last re-run.
-        why: what ended it, in a few words.
+        why: the reason, in a few words.
         exception: what was raised, as text.
     """
-    ledger, worst = judge.ledger, judge.worst
-    last = ledger.episodes[-1] if ledger.episodes else None
+    ledger, alarm = monitor.ledger, monitor.first_alarm
+    last = ledger.incidents[-1] if ledger.incidents else None
     return Case(
         ending=ending,
         step=step,
@@ -44,20 +44,20 @@ def case_of(
         cause=Cause(0 if last is None else last.cause),
         onset=None if last is None else last.onset,
         open=ledger.open,
-        incidents=ledger.counted,
-        readings=Readings(*worst.readings) if worst is not None else None,
-        evidence=() if worst is None else worst.evidence,
-        batches=() if worst is None else worst.batches,
-        skips=sum(each.skips for each in ledger.episodes),
-        tried=tuple(tried),
-        lr_scale=judge.lr_scale,
+        incidents=ledger.incident_count,
+        readings=Readings(*alarm.readings) if alarm is not None else None,
+        evidence=() if alarm is None else alarm.evidence,
+        batches=() if alarm is None else alarm.batches,
+        skips=sum(each.skips for each in ledger.incidents),
+        tried=tuple(rollbacks),
+        lr_scale=monitor.lr_scale,
         verdict=verdict,
         damaged=tuple(checkpoints.damaged),
         damaged_in_memory=tuple(checkpoints.damaged_in_memory),
-        not_finite=tuple(checkpoints.not_finite),
-        unsaved=checkpoints.failed,
-        unsaved_why=checkpoints.trouble,
-        observes=judge.policy.observes,
+        not_finite=tuple(checkpoints.nonfinite),
+        unsaved=checkpoints.failures,
+        unsaved_why=checkpoints.last_failure,
+        observes=monitor.policy.observes,
         last_good=checkpoints.good,
         path=_path(checkpoints),
         exception=exception,

@@ -1,0 +1,281 @@
+"""From the records of one step to events, and to what the host has to do about it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from healcore.core.evidence import Evidence
+from healcore.core.step_record import Readings, StepRecord
+from healcore.core.verdict import Action, Cause, names
+from healcore.runtime.data import BatchId
+from healcore.runtime.host_policy import HostPolicy
+from healcore.runtime.incidents.delayed_reader import StepResult
+from healcore.runtime.incidents.hooks import Hooks
+from healcore.runtime.incidents.incident import Facts, Incident
+from healcore.runtime.ledger import IncidentRecord, Ledger
+from healcore.runtime.store.ranks import Ranks
+
+_ON_HOST = (Action.STOP, Action.ROLLBACK, Action.SAVE)
+_MAX_ALARM_EVENTS = 100
+"""Alarms that get an event: in each incident, and in all outside of incidents."""
+
+_MIN_REMEMBERED = 1000
+"""Steps whose batch ids are remembered; more if the policy's region is longer."""
+
+
+class ActionRequest(NamedTuple):
+    """What the host has to carry out."""
+
+    action: Action
+    depth: int
+    onset: int
+    """Step of the incident's first alarm."""
+    since: int
+    """Step of the first alarm with a cause of this request: the incident may have begun before."""
+    index: int
+    """Of the step that brought the request."""
+    cause: Cause
+    bad: tuple[BatchId, ...]
+    """Ids of the batches of the steps since then."""
+    overridden: bool
+    """Not ordered by the engine: a hook changed it, or earlier weights were better."""
+    loss: float
+    """Of the step that brought the request; the last finite one."""
+    arrays: tuple[str, ...] = ()
+    """If a save brought the request and not a step: the arrays with NaN or Inf."""
+
+
+class FirstAlarm(NamedTuple):
+    """The first alarm of the last incident, for the diagnosis."""
+
+    readings: Readings
+    evidence: tuple[Evidence, ...]
+    batches: tuple[BatchId, ...]
+
+
+class IncidentMonitor:
+    """Fills the ledger, writes the events of every step and calls the hooks.
+
+    Args:
+        policy: the policy.
+        ledger: steps, incidents and rollbacks so far.
+        hooks: the user's.
+        ranks: the processes of this run.
+        log_event: writes an event, see `Log.write`.
+        facts: the state of the run, for hooks.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: HostPolicy,
+        ledger: Ledger,
+        hooks: Hooks,
+        ranks: Ranks,
+        log_event: Callable[..., object],
+        facts: Callable[[], Facts],
+    ) -> None:
+        self.policy = policy
+        self.ledger = ledger
+        self.hooks = hooks
+        self.ranks = ranks
+        self.log_event = log_event
+        self.facts = facts
+        self.unlogged_alarms = 0
+        """Alarms without an event of their own."""
+        self.first_alarm: FirstAlarm | None = None
+        self._batches: dict[int, tuple[BatchId, ...]] = {}
+        self._lr_scale: dict[str, float] = {}
+        self._lr_scale_before: dict[str, float] = {}
+        self._alarms_outside = 0
+        self._last_incident = 0
+
+    def process(self, step: StepResult) -> ActionRequest | None:
+        """Takes one step. Returns a request only if the host has to carry something out."""
+        self._batches[step.index] = step.batches
+        self._batches.pop(step.index - max(self.policy.region, _MIN_REMEMBERED), None)
+        incident = self.ledger.record(step.index, step.records)
+        if incident is not None and incident.number > self._last_incident:
+            self._begin(incident, step)
+        request = None
+        for record in step.records:
+            if record.cause:
+                self._log_alarm(step, record, incident)
+            self._log_lr_change(step, record)
+            if record.action:
+                request = _merged(request, self._request(step, record, incident))
+        return request
+
+    def request_rollback(self, onset: int, last: int) -> ActionRequest:
+        """To go back to before `onset`, and skip the data up to step `last`, for high losses."""
+        bad = self.batches_of(index for index in sorted(self._batches) if onset <= index <= last)
+        return ActionRequest(
+            Action.ROLLBACK, 1, onset, onset, last, Cause.LOSS_SPIKE, bad, True, math.nan
+        )
+
+    @staticmethod
+    def bad_batches(later: list[StepResult]) -> tuple[BatchId, ...]:
+        """Batches of the steps after a request, up to the last step with an alarm."""
+        alarms = [i for i, step in enumerate(later) if any(each.cause for each in step.records)]
+        last = max(alarms, default=-1)
+        return tuple(each for step in later[: last + 1] for each in step.batches)
+
+    def batches_of(self, steps: Iterable[int]) -> tuple[BatchId, ...]:
+        """Ids of the batches of some steps, if they are still remembered."""
+        return tuple(each for step in steps for each in self._batches.get(step, ()))
+
+    def on_rollback(self, target: int) -> None:
+        """Steps from `target` on are repeated."""
+        self._batches = {index: ids for index, ids in self._batches.items() if index < target}
+
+    def set_lr_scale(self, lr_scale: dict[str, float]) -> None:
+        """Sets the learning-rate multiplier of each engine without an event about the change."""
+        self._lr_scale, self._lr_scale_before = dict(lr_scale), dict(lr_scale)
+
+    @property
+    def lr_scale(self) -> float:
+        """The learning-rate multiplier, the smallest of all engines."""
+        return min(self._lr_scale.values(), default=1.0)
+
+    @property
+    def lr_scale_before(self) -> float:
+        """The multiplier before the last step that was processed."""
+        return min(self._lr_scale_before.values(), default=1.0)
+
+    # -- within ---------------------------------------------------------------------------------
+
+    def _begin(self, incident: IncidentRecord, step: StepResult) -> None:
+        self._last_incident = incident.number
+        first = max(step.records, key=lambda each: each.cause != 0)
+        self.first_alarm = FirstAlarm(first.readings, first.evidence, step.batches)
+        self.log_event(
+            "incident",
+            step=step.index,
+            incident=incident.number,
+            onset=incident.onset,
+            cause=names(Cause(incident.cause)),
+            batches=[list(each) for each in step.batches],
+        )
+
+    def _request(
+        self, step: StepResult, record: StepRecord, incident: IncidentRecord | None
+    ) -> ActionRequest | None:
+        action, depth = record.action, record.rollback_depth
+        onset = incident.onset if incident else step.index
+        number = incident.number if incident else 0
+        result = self.hooks.run(
+            Incident(
+                number=number,
+                step=step.index,
+                onset=onset,
+                cause=record.cause,
+                decision=record.decision,
+                readings=record.readings,
+                engine=record.engine,
+                evidence=record.evidence,
+                batches=tuple((each.epoch, each.index) for each in step.batches),
+                facts=self.facts() if len(self.hooks) else Facts(),  # it lists the store
+            )
+        )
+        for problem in result.problems:
+            self.log_event("hook", step=step.index, hook="", problem=problem)
+        ordered = action
+        if result.action is not None and not self.policy.observes:
+            action = result.action
+            self.log_event(
+                "hook",
+                step=step.index,
+                hook=result.hook,
+                ordered=names(ordered),
+                action=names(action),
+            )
+        if self.ranks.world > 1:
+            # The actions of all ranks are united: engines agree, hooks need not.
+            of_ranks = self.ranks.gather((int(action), depth))
+            action = Action(0)
+            for flags, depth_of_rank in of_ranks:
+                action |= Action(flags)
+                depth = max(depth, depth_of_rank)
+        if self.policy.observes or action & ~Action.ALERT & ~Action.CUT_LR:
+            self.log_event(
+                "order",
+                step=step.index,
+                incident=number,
+                cause=names(record.cause),
+                action=names(action),
+                depth=depth,
+                observed=self.policy.observes,
+            )
+        if self.policy.observes or not any(action & each for each in _ON_HOST):
+            return None
+        first = incident.first if incident else {}
+        since = min([first[name] for name in names(record.cause) if name in first], default=onset)
+        return ActionRequest(
+            action=action,
+            depth=max(depth, 1),
+            onset=onset,
+            since=since,
+            index=step.index,
+            cause=record.cause,
+            bad=self.batches_of(
+                index for index in sorted(self._batches) if since <= index <= step.index
+            ),
+            overridden=action != ordered,
+            loss=record.loss,
+        )
+
+    def _log_alarm(
+        self, step: StepResult, record: StepRecord, incident: IncidentRecord | None
+    ) -> None:
+        self._alarms_outside += incident is None
+        if (incident.alarms if incident else self._alarms_outside) > _MAX_ALARM_EVENTS:
+            self.unlogged_alarms += 1
+            return
+        self.log_event(
+            "alarm",
+            step=step.index,
+            engine=record.engine,
+            incident=incident.number if incident else 0,
+            cause=names(record.cause),
+            skip=record.skip,
+            grad_scale=record.grad_scale,
+            lr_scale=record.lr_scale,
+            action=names(record.action),
+            readings=record.readings._asdict(),
+            evidence=[each._asdict() for each in record.evidence],
+            batches=[list(each) for each in step.batches],
+            observed=self.policy.observes,
+        )
+
+    def _log_lr_change(self, step: StepResult, record: StepRecord) -> None:
+        """One event for each cut and one at the end of the ramp, none for the steps of the ramp."""
+        now = record.lr_scale
+        before = self._lr_scale.get(record.engine, 1.0)
+        self._lr_scale[record.engine] = now
+        self._lr_scale_before[record.engine] = before
+        if now < before or (now == 1.0 and before < 1.0):
+            self.log_event(
+                "lr",
+                step=step.index,
+                engine=record.engine,
+                lr_scale_before=before,
+                lr_scale=now,
+                observed=self.policy.observes,
+            )
+
+
+def _merged(one: ActionRequest | None, other: ActionRequest | None) -> ActionRequest | None:
+    """The requests of two engines as one."""
+    if one is None or other is None:
+        return one or other
+    return one._replace(
+        action=one.action | other.action,
+        depth=max(one.depth, other.depth),
+        since=min(one.since, other.since),
+        bad=max(one.bad, other.bad, key=len),
+        cause=one.cause | other.cause,
+        overridden=one.overridden or other.overridden,
+        loss=max(one.loss, other.loss),
+    )
