@@ -1,7 +1,7 @@
-"""What can go wrong between a policy and an optimizer. Every message says what to write instead.
+"""Errors between a policy and an optimizer. Every message says what to write instead.
 
-A loss that is none raises `healcore.core.signals.SignalError`, a saved state that does not fit
-`healcore.core.engine.StateError`: the same as in JAX.
+A loss that is not a number raises `healcore.core.signals.SignalError`, and a saved state that does
+not fit `healcore.core.engine.StateError`: the same as in JAX.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ class AttachError(TypeError):
 
 
 class ObservedTooLateError(RuntimeError):
-    """A loss was observed after its step; the step at hand was not taken."""
+    """A loss was observed after its step; the current step was not taken."""
 
 
 class RanksDisagreeError(RuntimeError):
-    """The ranks of one run have decided different things; the step at hand was not taken."""
+    """The ranks of one run made different decisions; the current step was not taken."""
 
 
 class ParametersChangedError(RuntimeError):

@@ -14,7 +14,7 @@ from healcore.demo.history import FIXED_CLIP, History
 from healcore.demo.scenario import Scenario
 from healcore.demo.terms import SAVE_EVERY
 from healcore.runtime.loop.exits import RunStopped  # <- healcore
-from healcore.torch.attaching import healing_of
+from healcore.torch.attachment import healing_of
 from healcore.torch.demo.model import ByteTransformer
 
 

@@ -128,7 +128,7 @@ def test_options_reach_attach_and_the_scaler_is_found():
     scaler = torch.amp.GradScaler("cpu")
     state = model_and(scaler=lambda o: scaler)
     driver = TorchDriver(state, GOES_BACK, attach={"engine": "device", "compile": False})
-    assert driver.healings["optimizer"].report().seat == "device"
+    assert driver.healings["optimizer"].report().engine == "device"
     assert driver.healings["optimizer"]._measurer._dropped._scaler is scaler
     driver.close()
     with pytest.raises(AttachError, match="engine must be"):

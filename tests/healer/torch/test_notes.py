@@ -35,7 +35,8 @@ def test_an_optimizer_made_anew_is_told_once():
     for i in range(3):
         run.step(i)
     (line,) = driver.notes
-    assert line.startswith('an AdamW that is not in the state trains parameters of "model"')
+    assert line.startswith("an optimizer (AdamW) that is not in the state")
+    assert 'trains parameters of "model"' in line
     driver.notes.clear()
     run.step(4)
     assert driver.notes == []

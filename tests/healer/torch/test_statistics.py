@@ -21,7 +21,7 @@ PLAIN = partial(AdamW, lr=0.01, fused=False)
 SPIKE = 1e4
 
 every_way = pytest.mark.parametrize(
-    ("seat", "optimizer"),
+    ("where", "optimizer"),
     [("host", FUSED), ("host", PLAIN), ("device", FUSED), ("device", PLAIN)],
     ids=["host fused", "host", "device fused", "device"],
 )
@@ -45,13 +45,13 @@ class Life:
     """A model with statistics, healed; batches of small numbers, or of whatever is asked for."""
 
     def __init__(
-        self, optimizer: Any, policy: Any = GOES_BACK, seat: str = "host", **options: Any
+        self, optimizer: Any, policy: Any = GOES_BACK, where: str = "host", **options: Any
     ) -> None:
         self.model = network(**options)
         self.norm: Any = self.model[1]
         self.optimizer = optimizer(self.model.parameters())
         self.state = {"model": self.model, "optimizer": self.optimizer}
-        self.driver = TorchDriver(self.state, policy, attach={"engine": seat})
+        self.driver = TorchDriver(self.state, policy, attach={"engine": where})
 
     @property
     def statistics(self) -> Any:
@@ -72,8 +72,8 @@ class Life:
 @every_way
 @pytest.mark.parametrize("factor", [NAN, SPIKE])
 @pytest.mark.parametrize("options", [{}, {"momentum": None}], ids=["ema", "cumulative"])
-def test_a_skip_puts_them_back_to_the_bit(seat: str, optimizer: Any, factor: float, options: Any):
-    life, twin = Life(optimizer, seat=seat, **options), network(**options)
+def test_a_skip_puts_them_back_to_the_bit(where: str, optimizer: Any, factor: float, options: Any):
+    life, twin = Life(optimizer, where=where, **options), network(**options)
     for i in range(6):
         life.step(i)
     before, weights = life.statistics, bits(list(life.model.parameters()))
@@ -87,8 +87,8 @@ def test_a_skip_puts_them_back_to_the_bit(seat: str, optimizer: Any, factor: flo
 
 
 @every_way
-def test_healthy_steps_are_those_of_a_model_alone(seat: str, optimizer: Any):
-    life, alone = Life(optimizer, seat=seat), Life(optimizer, seat=seat)
+def test_healthy_steps_are_those_of_a_model_alone(where: str, optimizer: Any):
+    life, alone = Life(optimizer, where=where), Life(optimizer, where=where)
     alone.driver.close()
     for i in range(5):
         life.step(i)
@@ -97,8 +97,8 @@ def test_healthy_steps_are_those_of_a_model_alone(seat: str, optimizer: Any):
 
 
 @every_way
-def test_all_of_an_accumulated_step_goes_back(seat: str, optimizer: Any):
-    life = Life(optimizer, seat=seat)
+def test_all_of_an_accumulated_step_goes_back(where: str, optimizer: Any):
+    life = Life(optimizer, where=where)
     for bad in (None, 0, 1, 2):
         before = life.statistics
         for i in range(3):
@@ -109,8 +109,8 @@ def test_all_of_an_accumulated_step_goes_back(seat: str, optimizer: Any):
 
 
 @every_way
-def test_an_observed_skip_touches_nothing(seat: str, optimizer: Any):
-    life = Life(optimizer, OBSERVES, seat)
+def test_an_observed_skip_touches_nothing(where: str, optimizer: Any):
+    life = Life(optimizer, OBSERVES, where)
     life.step(0)
     life.step(1, NAN)
     assert mean(life.model).isnan().all()
@@ -134,7 +134,7 @@ def test_later_evaluations_of_a_closure_go_back_too():
 
 @every_way
 @pytest.mark.parametrize("skip", [False, True])
-def test_two_optimizers_keep_to_their_own_layers(seat: str, optimizer: Any, skip: bool):
+def test_two_optimizers_keep_to_their_own_layers(where: str, optimizer: Any, skip: bool):
     """The loop of every GAN: the generator's backward comes after the critic's step."""
     torch.manual_seed(0)
     generator, critic = network(), nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
@@ -144,7 +144,7 @@ def test_two_optimizers_keep_to_their_own_layers(seat: str, optimizer: Any, skip
         "g": optimizer(generator.parameters()),
         "c": optimizer(critic.parameters()),
     }
-    driver = TorchDriver(state, GOES_BACK, attach={"engine": seat})
+    driver = TorchDriver(state, GOES_BACK, attach={"engine": where})
     own = statistics(critic)
     for bad in (False, False, skip):
         made = generator(torch.randn(8, 3))
@@ -164,9 +164,9 @@ def test_two_optimizers_keep_to_their_own_layers(seat: str, optimizer: Any, skip
 
 
 @every_way
-def test_what_nobody_judged_leaves_nothing_that_is_not_finite(seat: str, optimizer: Any):
+def test_what_nobody_judged_leaves_nothing_that_is_not_finite(where: str, optimizer: Any):
     """A GradScaler that does not call step(), a loop that goes on with the next batch itself."""
-    life = Life(optimizer, seat=seat)
+    life = Life(optimizer, where=where)
     life.step(0)
     before = mean(life.model)
     life.model(torch.full((8, 3), NAN))
@@ -177,9 +177,9 @@ def test_what_nobody_judged_leaves_nothing_that_is_not_finite(seat: str, optimiz
 
 
 @every_way
-def test_what_a_scaler_skips_leaves_nothing_either(seat: str, optimizer: Any):
+def test_what_a_scaler_skips_leaves_nothing_either(where: str, optimizer: Any):
     """It does not call step() where the kernel does not know of it: hence finite and no more."""
-    life = Life(optimizer, seat=seat)
+    life = Life(optimizer, where=where)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for i in range(4):
         before = statistics(life.model)
@@ -195,12 +195,12 @@ def test_what_a_scaler_skips_leaves_nothing_either(seat: str, optimizer: Any):
 
 
 @every_way
-def test_a_compiled_model_is_none_the_wiser(seat: str, optimizer: Any):
-    life = Life(optimizer, seat=seat)
+def test_a_compiled_model_is_none_the_wiser(where: str, optimizer: Any):
+    life = Life(optimizer, where=where)
     life.driver.close()
     compiled: Any = torch.compile(life.model, backend="aot_eager")
     state = {"model": compiled, "optimizer": life.optimizer}
-    driver = TorchDriver(state, GOES_BACK, attach={"engine": seat})
+    driver = TorchDriver(state, GOES_BACK, attach={"engine": where})
     for i in range(4):
         before = statistics(life.model)
         life.optimizer.zero_grad()
@@ -258,12 +258,12 @@ def test_frozen_affine_free_and_late_layers_belong_to_who_trains_around_them():
 @pytest.mark.parametrize("factor", [1.0, NAN])
 @pytest.mark.parametrize("train", [True, False])
 def test_a_backward_after_the_step_does_not_mind(
-    seat: str, optimizer: Any, factor: float, train: bool
+    where: str, optimizer: Any, factor: float, train: bool
 ):
     norm = nn.BatchNorm1d(4, affine=False)
     model = nn.Sequential(nn.Linear(3, 4), norm, nn.Linear(4, 1))
     state = {"model": model, "optimizer": optimizer(model.parameters())}
-    driver = TorchDriver(state, GOES_BACK, attach={"engine": seat})
+    driver = TorchDriver(state, GOES_BACK, attach={"engine": where})
     inputs = torch.randn(8, 4, requires_grad=True)
     norm.train(train)
     later = norm(inputs).square().sum()
@@ -293,9 +293,9 @@ def test_going_back_and_loading_are_not_undone_by_the_next_skip():
     assert life.statistics == fresh
 
 
-@pytest.mark.parametrize("seat", ["host", "device"])
-def test_nothing_waits_for_them(seat: str):
-    life = Life(FUSED, seat=seat)
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_nothing_waits_for_them(where: str):
+    life = Life(FUSED, where=where)
     with CountSyncs() as syncs:
         for i in range(4):
             life.step(i, NAN if i == 2 else 1.0)

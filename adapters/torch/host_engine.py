@@ -1,8 +1,8 @@
-"""The engine on the host, on NumPy scalars: for CPUs, and where the host has to decide anyway.
+"""`HostEngine`: the engine in NumPy, for CPUs, and where the host needs the decision anyway.
 
-The engine's step is recorded once as straight Python (`healcore.core.recorded`): a tenth of a
-millisecond. A CPU tensor is read without a sync; on an accelerator all signals cross in one copy:
-one sync a step.
+The engine's step is recorded once as straight-line Python (`healcore.core.recorded`): a step takes
+a tenth of a millisecond. Reading a CPU tensor is no sync; from an accelerator all signals come in
+one copy: one sync per step.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from healcore.core.recorded import record
 from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves
 from healcore.core.verdict import Decision
+from healcore.torch.engine_state import extended, from_saved
 from healcore.torch.measurement import Measurement, Order, read
-from healcore.torch.porting import grown, restored
 
 
-class HostSeat:
-    """Runs `engine` in NumPy.
+class HostEngine:
+    """An engine and its state, in NumPy scalars.
 
     Args:
         engine: the policy's engine.
@@ -40,27 +40,27 @@ class HostSeat:
         self.state: EngineState = map_leaves(_scalar, engine.init(groups=groups))
         self.decision: Decision | None = None
         self._programs: dict[tuple[bool, ...], Callable[..., Any]] = {}
-        """The engine's step for each set of signals that there are."""
+        """The recorded step for each set of signals that are present."""
 
-    def order(self, seen: Measurement) -> Order:
+    def step(self, measured: Measurement) -> Order:
         """Judges one step."""
-        loss, norm, groups, evaluation, update, divisor, found, voided, rate = read(
+        loss, norm, groups, eval_loss, update, divisor, found_inf, skipped, lr = read(
             [
-                seen.loss,
-                seen.grad_norm,
-                seen.group_norms,
-                seen.eval_loss,
-                seen.update_norm,
-                seen.grad_divisor,
-                seen.found_inf,
-                seen.void,
-                seen.learning_rate,
+                measured.loss,
+                measured.grad_norm,
+                measured.group_norms,
+                measured.eval_loss,
+                measured.update_norm,
+                measured.grad_divisor,
+                measured.found_inf,
+                measured.externally_skipped,
+                measured.learning_rate,
             ]
         )
         assert norm is not None
-        void = voided is not None and bool(voided)
-        if seen.rehearsal and not norm:
-            void = True
+        externally_skipped = skipped is not None and bool(skipped)
+        if measured.state_init and not norm:
+            externally_skipped = True
         with np.errstate(all="ignore"):  # float32 scalars warn where the core selects afterwards
             if divisor is not None:
                 norm = norm / divisor
@@ -69,41 +69,41 @@ class HostSeat:
                 loss=loss,
                 grad_norm=norm,
                 group_norms=groups,
-                eval_loss=evaluation,
+                eval_loss=eval_loss,
                 update_norm=update,
-                void=np.True_ if void else None,
-                learning_rate=rate,
+                void=np.True_ if externally_skipped else None,
+                learning_rate=lr,
             )
             signals = Signals(*(None if value is None else _scalar(value) for value in signals))
             self.state, decision = self._program(signals)(self.state, signals)
         self.decision = decision
         group_scale = decision.group_scale
         return Order(
-            skip=bool(decision.skip) or (found is not None and bool(found > 0)),
+            skip=bool(decision.skip) or (found_inf is not None and bool(found_inf > 0)),
             grad_scale=float(decision.grad_scale),
             lr_scale=float(decision.lr_scale),
             group_scale=None if group_scale is None else np.asarray(group_scale),
         )
 
     def _program(self, signals: Signals) -> Callable[..., Any]:
-        there = tuple(value is not None for value in signals)
-        if there not in self._programs:
-            self._programs[there] = record(self.engine.step, self.state, signals)
-        return self._programs[there]
+        present = tuple(value is not None for value in signals)
+        if present not in self._programs:
+            self._programs[present] = record(self.engine.step, self.state, signals)
+        return self._programs[present]
 
     def announce(self) -> None:
         """Opens the grace window at the next step."""
         self.state = self.engine.announce(self.state, xp=host)
 
     def decline(self) -> None:
-        """Gives back the rollback that was ordered last."""
+        """Cancels the rollback that was ordered last: it is not charged to the budget."""
         self.state = self.engine.decline(self.state, xp=host)
 
     def grow(self, groups: int) -> None:
-        """Begins a history for parameters that were added after the others."""
+        """Begins a history for parameters that were added to the optimizer."""
         self.groups = groups
         self._programs.clear()
-        longer = map_leaves(grown, self.state, self.engine.init(groups=groups))
+        longer = map_leaves(extended, self.state, self.engine.init(groups=groups))
         self.state = map_leaves(_scalar, longer)
 
     def metrics(self) -> dict[str, Tensor]:
@@ -118,8 +118,8 @@ class HostSeat:
         return self.engine.to_dict(self.state)
 
     def load(self, data: dict[str, Any], *, rollback: bool) -> None:
-        """Takes over a saved state; with `rollback`, budgets and LR multiplier stay."""
-        saved = restored(self.engine, data, self.groups)
+        """Loads a saved state; with `rollback`, budgets and LR multiplier stay."""
+        saved = from_saved(self.engine, data, self.groups)
         if rollback:
             saved = self.engine.on_rollback(self.state, saved, xp=host)
         self.state = map_leaves(_scalar, saved)

@@ -1,4 +1,4 @@
-"""A Healer that is never asked between two steps says so, and does not grow."""
+"""A Healer whose steps are never polled logs a warning, and does not grow."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 from torch.optim import AdamW
 
 from healcore.runtime.healer import Healer
-from healcore.torch.driver.pending_step import Entry
-from healcore.torch.driver.unread import MOST
+from healcore.torch.driver.pending_step import MOST, Entry
 from tests.healer.torch.runs import Run
 
 
@@ -23,7 +22,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if "after_step()" in r.getMessage()]
 
 
-def test_steps_that_nobody_asks_for_are_told_once_and_not_kept(caplog):
+def test_steps_that_nobody_polls_are_logged_once_and_not_kept(caplog):
     run, before = Run(AdamW), entries()
     with caplog.at_level(logging.INFO), Healer("default", state=run.state) as healer:
         for i in range(99):
@@ -58,6 +57,6 @@ def test_an_alarm_among_many_steps_is_not_lost():
                 run.step(i)
             handle = healer.driver.poll_step()
             assert handle is not None
-            (told,) = handle.steps()
-    assert sum(bool(int(each.cause)) for each in told) == 1
-    assert told[-1].step == 300
+            (records,) = handle.steps()
+    assert sum(bool(int(each.cause)) for each in records) == 1
+    assert records[-1].step == 300

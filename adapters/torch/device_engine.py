@@ -1,8 +1,8 @@
-"""The engine next to the parameters, in torch: no host sync, from the norm to the kernel's flag.
+"""`DeviceEngine`: the engine in torch, next to the parameters, without a host sync.
 
-The state lies in tensors whose addresses never change, and is written with `copy_`: a captured
-CUDA graph updates it in place, and a rollback restores it in place. Eager, one step of
-the preset `default` is some 1,700 launches of a few microseconds each; on an accelerator it is
+The state is held in tensors whose addresses never change, and written with `copy_`: a captured
+CUDA graph updates it in place, and a rollback restores it in place. Run eagerly, one step of the
+preset `default` is some 1,700 launches of a few microseconds each; on an accelerator it is
 therefore compiled into a few kernels (``torch.compile(fullgraph=True)``).
 """
 
@@ -19,26 +19,27 @@ from healcore.core.signals import Signals
 from healcore.core.tree import leaves, map_leaves
 from healcore.core.verdict import Decision
 from healcore.torch import namespace
+from healcore.torch.engine_state import extended, from_saved
+from healcore.torch.host_engine import HostEngine
 from healcore.torch.measurement import DeviceOrder, Measurement, Order, read
-from healcore.torch.porting import grown, restored
 
-# Triton divides approximately and fuses multiply-adds unless told otherwise; the decisions are to
-# be those of NumPy and XLA, bit for bit (numerics.py). The core is scalar: exactness costs nothing.
+# By default Triton divides approximately and fuses multiply-adds. The decisions must equal those of
+# NumPy and XLA bit for bit (numerics.py). The core is scalar: exactness costs nothing.
 _EXACT = {"eager_numerics.division_rounding": True, "emulate_precision_casts": True}
 
 
 _foreach_copy_ = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 
 
-class DeviceSeat:
-    """Runs `engine` on torch tensors.
+class DeviceEngine:
+    """An engine and its state, in torch tensors.
 
     Args:
         engine: the policy's engine.
         groups: number of parameters, for per-tensor clipping.
         device: where the first parameter is.
-        compile: whether to compile the step; falls back to eager, with a warning, where no
-            compiler is at hand.
+        compile: whether to compile the step; falls back to eager, with a warning, where there is
+            no compiler.
     """
 
     name = "device"
@@ -51,17 +52,17 @@ class DeviceSeat:
         self.decision: Decision | None = None
         self._xp = namespace.on(device)
         self.state: EngineState = map_leaves(self._placed, engine.init(groups=groups))
-        self._advance = _compiled(self._step) if compile else self._step
+        self._run = _compiled(self._step) if compile else self._step
 
     def _placed(self, leaf: Any) -> Tensor:
         return torch.tensor(leaf, device=self.device)
 
     # -- one step -------------------------------------------------------------------------------
 
-    def advance(self, seen: Measurement) -> DeviceOrder:
-        """Judges one step; reads nothing."""
+    def step(self, measured: Measurement) -> DeviceOrder:
+        """Judges one step without reading anything on the host."""
         try:
-            order, self.decision = self._advance(seen)
+            order, self.decision = self._run(measured)
         except Exception as error:
             if not self.compiled:
                 raise
@@ -71,35 +72,35 @@ class DeviceSeat:
                 RuntimeWarning,
                 stacklevel=2,
             )
-            self.compiled, self._advance = False, self._step
-            order, self.decision = self._step(seen)
+            self.compiled, self._run = False, self._step
+            order, self.decision = self._step(measured)
         return order
 
-    def _step(self, seen: Measurement) -> tuple[DeviceOrder, Decision]:
-        """The traced part: signals, engine, state in place, and what the kernel wants to know."""
-        norm, groups, held = seen.grad_norm, seen.group_norms, None
+    def _step(self, measured: Measurement) -> tuple[DeviceOrder, Decision]:
+        """The compiled part: signals, engine, state written in place, arguments of the kernel."""
+        norm, groups, overflowed = measured.grad_norm, measured.group_norms, None
         assert norm is not None
-        if seen.grad_divisor is not None:
-            norm = norm / seen.grad_divisor
-            groups = None if groups is None else groups / seen.grad_divisor
-        if seen.found_inf is not None:
-            held = seen.found_inf > 0
-        void = seen.void
-        if seen.rehearsal:
-            void = norm == 0 if void is None else void | (norm == 0)
+        if measured.grad_divisor is not None:
+            norm = norm / measured.grad_divisor
+            groups = None if groups is None else groups / measured.grad_divisor
+        if measured.found_inf is not None:
+            overflowed = measured.found_inf > 0
+        skipped = measured.externally_skipped
+        if measured.state_init:
+            skipped = norm == 0 if skipped is None else skipped | (norm == 0)
         signals = Signals(
-            loss=seen.loss,
+            loss=measured.loss,
             grad_norm=norm,
             group_norms=groups,
-            eval_loss=seen.eval_loss,
-            update_norm=seen.update_norm,
-            void=void,
-            learning_rate=seen.learning_rate,
+            eval_loss=measured.eval_loss,
+            update_norm=measured.update_norm,
+            void=skipped,
+            learning_rate=measured.learning_rate,
         )
         new, decision = self.engine.step(self.state, signals, xp=self._xp)
         _write(self.state, new)
-        skip = decision.skip if held is None else decision.skip | held
-        base = seen.grad_divisor
+        skip = decision.skip if overflowed is None else decision.skip | overflowed
+        base = measured.grad_divisor
         if base is None:
             base = torch.ones_like(decision.grad_scale)
         return DeviceOrder(
@@ -110,28 +111,24 @@ class DeviceSeat:
             group_scale=decision.group_scale,
         ), decision
 
-    def order(self, seen: Measurement) -> Order:
-        """Judges one step and reads the answer, in one copy."""
-        return read_order(self.advance(seen))
-
-    # -- beside the step ------------------------------------------------------------------------
+    # -- between steps --------------------------------------------------------------------------
 
     def announce(self) -> None:
         """Opens the grace window at the next step."""
         _write(self.state, self.engine.announce(self.state, xp=self._xp))
 
     def decline(self) -> None:
-        """Gives back the rollback that was ordered last."""
+        """Cancels the rollback that was ordered last: it is not charged to the budget."""
         _write(self.state, self.engine.decline(self.state, xp=self._xp))
 
     def grow(self, groups: int) -> None:
-        """Begins a history for parameters that were added after the others.
+        """Begins a history for parameters that were added to the optimizer.
 
-        Leaves that do not grow stay the tensors they are.
+        Leaves whose size does not depend on the parameters stay the same tensors.
         """
         self.groups = groups
         fresh = map_leaves(self._placed, self.engine.init(groups=groups))
-        self.state = map_leaves(grown, self.state, fresh)
+        self.state = map_leaves(extended, self.state, fresh)
 
     def metrics(self) -> dict[str, Tensor]:
         """Named 0-d tensors on the device; copies, since the state is written in place."""
@@ -143,30 +140,34 @@ class DeviceSeat:
         return self.engine.to_dict(map_leaves(lambda leaf: leaf.cpu().numpy(), self.state))
 
     def load(self, data: dict[str, Any], *, rollback: bool) -> None:
-        """Takes over a saved state in place; with `rollback`, budgets and LR multiplier stay."""
-        saved = map_leaves(self._placed, restored(self.engine, data, self.groups))
+        """Loads a saved state in place; with `rollback`, budgets and LR multiplier stay."""
+        saved = map_leaves(self._placed, from_saved(self.engine, data, self.groups))
         if rollback:
             saved = self.engine.on_rollback(self.state, saved, xp=self._xp)
         _write(self.state, saved)
         self.decision = None
 
 
+LiveEngine = HostEngine | DeviceEngine
+"""An engine with the state of one run."""
+
+
 def read_order(order: DeviceOrder) -> Order:
     """A device order as Python numbers: one sync on an accelerator, none on a CPU."""
-    held, scale, lr_scale, groups = read(
+    found_inf, scale, lr_scale, groups = read(
         [order.found_inf, order.grad_scale, order.lr_scale, order.group_scale]
     )
-    assert held is not None
+    assert found_inf is not None
     assert scale is not None
     assert lr_scale is not None
-    return Order(bool(held > 0), float(scale), float(lr_scale), groups)
+    return Order(bool(found_inf > 0), float(scale), float(lr_scale), groups)
 
 
 def _write(old: EngineState, new: EngineState) -> None:
     """Copies every leaf of `new` over that of `old`, in place.
 
-    A leaf that is passed on unchanged is skipped. One that has moved to another place in the tree
-    is cloned first: it may be overwritten before it is read.
+    An unchanged leaf is left alone. A leaf that has moved to another position in the tree is cloned
+    first: it might be overwritten before it is read.
     """
     before, after = leaves(old), leaves(new)
     compiling = torch.compiler.is_compiling()
@@ -189,7 +190,7 @@ def _write(old: EngineState, new: EngineState) -> None:
 
 
 def _compiled(step: Any) -> Any:
-    """`step` compiled whole, with exact arithmetic where this torch knows the switches."""
+    """`step` compiled as one graph, with exact arithmetic where this torch has the options."""
     from torch._inductor import list_options
 
     known = set(list_options())

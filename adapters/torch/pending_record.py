@@ -1,8 +1,8 @@
-"""The `StepRecord` of a judged step, on its way from the engine's state to the host.
+"""The `StepRecord` of a judged step, before it is read on the host.
 
-In the host seat the state is immutable: a reference is enough. In the device seat it is written in
-place, so a step's record is packed into one tensor and copied to pinned memory at once, behind
-the engine and before the optimizer's kernels; by the time they are read they have long arrived.
+The host engine's state is immutable: a reference is enough. The device engine writes its state in
+place, so the record is packed into one tensor and its copy to pinned memory begins at once, after
+the engine and before the optimizer's kernels; by the time it is read the copy has long finished.
 """
 
 from __future__ import annotations
@@ -16,46 +16,48 @@ from torch import Tensor
 from healcore.core import step_record
 from healcore.core.engine import EngineState
 from healcore.core.step_record import StepRecord
-from healcore.torch.device_seat import DeviceSeat
+from healcore.torch.device_engine import LiveEngine
 from healcore.torch.errors import AttachError
-from healcore.torch.host_seat import HostSeat
+from healcore.torch.host_engine import HostEngine
 
 
-class Source(Protocol):
-    """A record that can be read when it is wanted."""
+class PendingRecord(Protocol):
+    """A record that is read when it is needed."""
 
     def read(self) -> StepRecord:
-        """Waits only if they have not arrived yet."""
+        """The record; waits for the copy if it has not finished."""
         ...
 
 
-def source(seat: HostSeat | DeviceSeat) -> Source:
-    """The record of the step that a seat has just judged."""
-    return OnHost(seat.state) if isinstance(seat, HostSeat) else OnDevice(seat.state)
+def pending_record(live_engine: LiveEngine) -> PendingRecord:
+    """The record of the step that an engine has just judged."""
+    if isinstance(live_engine, HostEngine):
+        return HostRecord(live_engine.state)
+    return DeviceRecord(live_engine.state)
 
 
-class OnHost:
-    """A state of the host seat: NumPy scalars."""
+class HostRecord:
+    """The record in a state of the host engine, NumPy scalars."""
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
 
     def read(self) -> StepRecord:
-        """Nothing to wait for."""
+        """The record; never waits."""
         return step_record.on_host(step_record.numbers(self._state))
 
 
-class InFlight:
-    """A tensor on its way to the host; only from CUDA before it is asked for.
+class AsyncCopy:
+    """A tensor that is being copied to the host. Tensors not on CUDA are copied when read.
 
     Args:
-        tensor: the values; they may be overwritten once this is made.
+        tensor: the values; on CUDA they may be overwritten as soon as this is made.
     """
 
     def __init__(self, tensor: Tensor) -> None:
         self._event: Any = None
         if tensor.is_cuda:
-            self._tensor = _on_its_way(tensor)
+            self._tensor = _copied_to_pinned(tensor)
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(tensor.device))
         else:
@@ -66,14 +68,14 @@ class InFlight:
         return self._event is None or self._event.query()
 
     def read(self) -> np.ndarray:
-        """Waits for the copy."""
+        """The values; waits for the copy."""
         if self._event is not None:
             self._event.synchronize()
         return self._tensor.cpu().numpy()
 
 
-class OnDevice:
-    """A state of the device seat, packed as `step_record.unpack` reads it."""
+class DeviceRecord:
+    """The record in a state of the device engine, packed as `step_record.unpack` reads it."""
 
     def __init__(self, state: EngineState) -> None:
         values = step_record.numbers(state)
@@ -81,14 +83,14 @@ class OnDevice:
             [value.to(torch.int32) for value in values[: step_record.INTS]]
             + [value.view(torch.int32) for value in values[step_record.INTS :]]
         )
-        self._packed = InFlight(packed)
+        self._packed = AsyncCopy(packed)
 
     def read(self) -> StepRecord:
-        """Waits for the copy."""
+        """The record; waits for the copy."""
         return step_record.unpack(self._packed.read())
 
 
-def _on_its_way(packed: Tensor) -> Tensor:
+def _copied_to_pinned(packed: Tensor) -> Tensor:
     """Pinned host memory that a CUDA tensor is being copied to."""
     if torch.cuda.is_current_stream_capturing():
         raise AttachError(

@@ -1,7 +1,7 @@
-"""The state that a user hands over: what is in it, what it lacks, and what its tensors are called.
+"""The live state that the user passes: its optimizers, what it lacks, and its parameters' names.
 
-What is missing is not noticed before the first rollback, which then puts old moments beside new
-weights; so it is looked for at the start.
+What is missing would show at the first rollback only, which would combine old moments with new
+weights; so the state is checked at the start.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from healcore.torch import gradients
-from healcore.torch.attaching import unwrapped
+from healcore.torch.attachment import unwrapped
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
 
@@ -27,9 +27,9 @@ def checked(state: Any) -> dict[str, Any]:
     """A copy of the mapping, if it is one that can be healed.
 
     Raises:
-        AttachError: it is no mapping of names, has no optimizer, the same one twice, a handle of
-            healcore's own, something that cannot be put back in place, or an optimizer whose
-            parameters are not in it.
+        AttachError: it is not a mapping of names, or holds no optimizer, the same one twice, a
+            `Healing`, a value that cannot be restored in place, or an optimizer whose parameters
+            are not in it.
     """
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise AttachError(
@@ -38,21 +38,21 @@ def checked(state: Any) -> dict[str, Any]:
     for name, value in state.items():
         if isinstance(value, Healing):
             raise AttachError(
-                f'state["{name}"] is a handle of attach(): leave it out, engines are saved beside '
-                "the state; the handle is found at its optimizer and used"
+                f'state["{name}"] is a handle of attach(): leave it out, its engine is saved with '
+                "the state, and the handle is found through its optimizer"
             )
-        _check_that_it_can_be_put_back(name, value)
+        _check_restorable(name, value)
     found = optimizers(state)
     if not found:
-        there = ", ".join(f"{name}: {type(value).__name__}" for name, value in state.items())
-        raise AttachError(f"the state has no torch.optim.Optimizer ({there}): {_EXAMPLE}")
+        items = ", ".join(f"{name}: {type(value).__name__}" for name, value in state.items())
+        raise AttachError(f"the state has no torch.optim.Optimizer ({items}): {_EXAMPLE}")
     names = list(found)
     for i, name in enumerate(names):
         for other in names[:i]:
             if found[name] is found[other]:
                 raise AttachError(f'"{other}" and "{name}" are the same optimizer: leave one out')
     for name, optimizer in found.items():
-        _look_for_what_is_missing(name, optimizer, state)
+        _check_complete(name, optimizer, state)
     return dict(state)
 
 
@@ -62,7 +62,7 @@ def optimizers(state: Mapping[str, Any]) -> dict[str, Optimizer]:
 
 
 def modules(value: Any) -> Iterator[nn.Module]:
-    """The modules of one value of the state, those within them included."""
+    """The modules of one value of the state, and their submodules."""
     if isinstance(value, nn.Module):
         yield from value.modules()
 
@@ -74,7 +74,7 @@ def scaler(state: Mapping[str, Any]) -> torch.amp.GradScaler | None:
 
 
 class Names:
-    """What parameters are called: as in their module, or by their place in the optimizer.
+    """Names of parameters: as in their module, or by their position in the optimizer.
 
     Args:
         state: the live state.
@@ -96,47 +96,51 @@ class Names:
         for name, module in modules.items():
             prefix = f"{name}." if len(modules) > 1 else ""
             for path, p in module.named_parameters():
-                # torch.compile's wrapper adds a level that nobody has written.
+                # torch.compile's wrapper adds a level to the path.
                 known[id(p)] = prefix + path.replace("_orig_mod.", "")
         return [known.get(id(p), "(not in the state any more)") for p in params]
 
 
-def _check_that_it_can_be_put_back(name: str, value: Any) -> None:
-    """What `store.apply` changes in place; a number in the mapping is a copy of the loop's."""
+def _check_restorable(name: str, value: Any) -> None:
+    """Raises AttachError unless `store.apply` can restore the value in place.
+
+    It cannot where the mapping holds a number: that is a copy of the loop's own variable.
+    """
     if isinstance(value, (Tensor, dict, list)):
         return
-    there = [hasattr(value, method) for method in ("state_dict", "load_state_dict")]
-    if all(there):
+    has = [hasattr(value, method) for method in ("state_dict", "load_state_dict")]
+    if all(has):
         return
     kind = type(value).__name__
     hint = f'hold it in a dictionary that the loop reads and writes, state={{"{name}": {{...}}}}'
-    if any(there):
-        hint = f"give {kind} {'load_state_dict(state)' if there[0] else 'state_dict()'} too"
+    if any(has):
+        hint = f"give {kind} {'load_state_dict(state)' if has[0] else 'state_dict()'} too"
     elif isinstance(value, tuple):
         hint = "make it a list"
     raise AttachError(
-        f'state["{name}"] is of type {kind}, which a rollback cannot put back in place: {hint}; '
+        f'state["{name}"] is of type {kind}, which a rollback cannot restore in place: {hint}; '
         "the state holds tensors, dictionaries and lists of them, and objects with state_dict() "
         "and load_state_dict()"
     )
 
 
-def _look_for_what_is_missing(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def _check_complete(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     if any(_is_opaque(value) for value in state.values()):
-        return  # it may be in there
-    there = {id(p) for value in state.values() for p in _tensors(value)}
+        return  # it may hold them
+    present = {id(p) for value in state.values() for p in _tensors(value)}
     params = gradients.parameters(optimizer)
-    missing = sum(id(p) not in there for p in params)
+    missing = sum(id(p) not in present for p in params)
     if missing:
         raise AttachError(
-            f'{missing} of the {len(params)} parameters of "{name}" are nowhere in the state: a '
-            f"rollback would put old moments beside new weights; add their module, as in {_EXAMPLE}"
+            f'{missing} of the {len(params)} parameters of "{name}" are not in the state: a '
+            "rollback would combine old moments with new weights; add their module, as in "
+            f"{_EXAMPLE}"
         )
     scheduled = getattr(optimizer.step, "_wrapped_by_lr_sched", False)
     if scheduled and not any(_is_scheduler(value) for value in state.values()):
         warnings.warn(
-            f'a learning-rate scheduler drives "{name}" and none is in the state: after a rollback '
-            f"it would go on from where it was; add it, as in {_EXAMPLE}",
+            f'a learning-rate scheduler drives "{name}" and none is in the state: a rollback would '
+            f"not restore it; add it, as in {_EXAMPLE}",
             UserWarning,
             stacklevel=4,
         )
@@ -147,7 +151,7 @@ def _is_scheduler(value: Any) -> bool:
 
 
 def _is_opaque(value: Any) -> bool:
-    """Whether it has a state of its own that cannot be looked into: a trainer, an EMA."""
+    """Whether it has a state of its own whose parameters are not known: a trainer, an EMA."""
     known = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
     return hasattr(value, "state_dict") and not isinstance(value, known)
 

@@ -1,7 +1,7 @@
-"""Hyper-parameters that are tensors keep their tensor over a `load_state_dict`.
+"""Hyperparameters that are tensors keep their tensor through a `load_state_dict`.
 
-torch puts a new one in its place, on the host where the checkpoint came from there: a captured
-graph would go on reading the old one, and a capturable optimizer refuses the new one.
+torch replaces it by a new tensor, on the host if the checkpoint was there: a captured graph would
+go on reading the old one, and a capturable optimizer rejects the new one.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
-class TensorOptions:
-    """The tensors among an optimizer's options (`lr`, `betas`), as they are now."""
+class TensorHyperparameters:
+    """The tensors among an optimizer's hyperparameters (`lr`, `betas`), as they are now."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._held = [
+        self._originals = [
             {name: value for name, value in group.items() if name != "params"}
             for group in optimizer.param_groups
         ]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Writes the loaded values into the old tensors."""
-        for group, held in zip(self._optimizer.param_groups, self._held, strict=True):
-            for name, old in held.items():
+        for group, originals in zip(self._optimizer.param_groups, self._originals, strict=True):
+            for name, old in originals.items():
                 if name in group:
                     group[name] = _kept(old, group[name])
 

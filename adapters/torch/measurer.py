@@ -1,4 +1,4 @@
-"""Measuring one step: gradient norms, the losses reported since the last one, side signals."""
+"""Measures one step: gradient norms, the losses observed since the last step, side signals."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch.optim import Optimizer
 
 from healcore.core.engine import Engine
 from healcore.torch import norms
-from healcore.torch.amp import DroppedSteps, Overflows
+from healcore.torch.grad_scaler import DroppedSteps, Overflows
 from healcore.torch.losses import LossWindow, checked
 from healcore.torch.measurement import Measurement
 
-_BESIDE = {"eval_loss": float("nan"), "update_norm": None}
-"""Side signals, and what stands for them at a step without one (None: absent)."""
+_SIDE_SIGNALS = {"eval_loss": float("nan"), "update_norm": None}
+"""Signals that not every step has, and what replaces them at a step without one (None: absent)."""
 
 
 class Measurer:
-    """Collects what the loop reports and measures what the optimizer holds.
+    """Collects what the loop reports, and measures the gradients that the optimizer holds.
 
     Args:
-        engine: the policy's engine; says which signals are wanted.
+        engine: the policy's engine; says which signals are needed.
         optimizer: the optimizer.
         home: the first parameter's device; all signals end up there.
         scaler: the GradScaler, or None.
@@ -39,30 +39,31 @@ class Measurer:
         self.engine = engine
         self.home = home
         self.seen: set[str] = set()
+        """Names of the signals that any step had so far."""
         self.tensor_norms: Sequence[Tensor] = ()
-        """Norm of each gradient there was at the last step, 0-d float32, where the gradient is."""
+        """Norm of each gradient at the last step, 0-d float32, on the gradient's device."""
         self._window = LossWindow(home)
         self._dropped = DroppedSteps(scaler, optimizer)
         self._overflows = Overflows(home)
-        self._beside: dict[str, Tensor | float] = {}
+        self._side_signals: dict[str, Tensor | float] = {}
 
     def add_loss(self, loss: Tensor | float, name: str = "loss") -> None:
-        """Takes one micro-batch's loss; SignalError, and no change, if it is none."""
+        """Adds one micro-batch's loss; SignalError, and no change, if it is not a number."""
         self._window.add(checked(name, loss))
 
-    def add_beside(self, name: str, value: Tensor | float) -> None:
-        """Takes a side signal for the next step; SignalError if it is not a number."""
-        self._beside[name] = checked(name, value)
+    def add_side_signal(self, name: str, value: Tensor | float) -> None:
+        """Sets a side signal for the next step; SignalError if it is not a number."""
+        self._side_signals[name] = checked(name, value)
 
     @property
     def has_loss(self) -> bool:
-        """Whether a loss was reported since the last step."""
+        """Whether a loss was observed since the last step."""
         return len(self._window) > 0
 
     def clear(self) -> None:
-        """Ends the window: whatever was reported belongs to the step that is over."""
+        """Drops what was reported since the last step."""
         self._window.clear()
-        self._beside.clear()
+        self._side_signals.clear()
 
     def measure(
         self,
@@ -81,14 +82,14 @@ class Measurer:
             found_inf: a GradScaler's overflow flag.
         """
         self._dropped.stepped = True
-        self._overflows.end_row()
+        self._overflows.reset()
         each = norms.per_tensor([p.grad for p in everything if p.grad is not None])
         self.tensor_norms = each
         group_norms = None
         if self.engine.per_tensor:
-            given = iter(each)
+            remaining = iter(each)
             group_norms = norms.vector(
-                [None if p.grad is None else next(given) for p in everything], self.home
+                [None if p.grad is None else next(remaining) for p in everything], self.home
             )
         measured = Measurement(
             grad_norm=norms.total(each, self.home) if each else None,
@@ -99,25 +100,30 @@ class Measurer:
             grad_divisor=self._at_home(grad_divisor),
             found_inf=self._at_home(found_inf),
             learning_rate=self._learning_rate(optimizer),
-            rehearsal=is_rehearsal(optimizer),
+            state_init=is_state_init(optimizer),
         )
         if measured.loss is not None:
             self.seen.add("loss")
-        self.seen.update(self._beside)
+        self.seen.update(self._side_signals)
         return measured
 
-    def void_overflow(self, seen: Measurement) -> Measurement:
-        """The step, void where a GradScaler drops it for good reason, non-finite where for none."""
-        if seen.found_inf is None or seen.grad_norm is None:
-            return seen
-        void = self._overflows.void(seen.found_inf)
-        counted = (seen.found_inf > 0) & ~void
-        return seen._replace(void=void, grad_norm=seen.grad_norm.masked_fill(counted, math.nan))
+    def mark_overflow(self, measured: Measurement) -> Measurement:
+        """Marks an overflow: externally skipped, or non-finite after too many in a row."""
+        if measured.found_inf is None or measured.grad_norm is None:
+            return measured
+        skipped = self._overflows.externally_skipped(measured.found_inf)
+        counted = (measured.found_inf > 0) & ~skipped
+        return measured._replace(
+            externally_skipped=skipped,
+            grad_norm=measured.grad_norm.masked_fill(counted, math.nan),
+        )
 
-    def dropped(self, optimizer: Optimizer, groups: int, *, alone: bool) -> Measurement | None:
-        """A step that a GradScaler has dropped without the optimizer, if it has to be counted.
+    def measure_dropped(
+        self, optimizer: Optimizer, groups: int, *, alone: bool
+    ) -> Measurement | None:
+        """A step that a GradScaler skipped without calling the optimizer, if it is to be judged.
 
-        Its losses are gone either way. Reads nothing.
+        Its losses are dropped in any case. Reads nothing on the host.
 
         Args:
             optimizer: the optimizer.
@@ -127,10 +133,10 @@ class Measurer:
         if not self._dropped.found():
             return None
         loss = self._window.mean() if alone else None
-        seen = None
-        if self._overflows.drop():
+        measured = None
+        if self._overflows.count_dropped():
             bad = torch.full((), math.nan, dtype=torch.float32, device=self.home)
-            seen = Measurement(
+            measured = Measurement(
                 grad_norm=bad,
                 loss=None if loss is None else loss.clone(),
                 group_norms=bad.expand(groups).clone() if self.engine.per_tensor else None,
@@ -139,7 +145,7 @@ class Measurer:
                 learning_rate=self._learning_rate(optimizer),
             )
         self.clear()
-        return seen
+        return measured
 
     def all_finite(self, grads: Sequence[Tensor]) -> bool:
         """Whether these gradients are finite. A sync on an accelerator."""
@@ -147,8 +153,8 @@ class Measurer:
         return bool(torch.isfinite(norm).cpu().numpy())
 
     def _side_signal(self, name: str) -> Tensor | None:
-        """A side signal as a tensor, if the policy reads it at all."""
-        value = self._beside.get(name, _BESIDE[name])
+        """A side signal as a tensor, if the policy reads it."""
+        value = self._side_signals.get(name, _SIDE_SIGNALS[name])
         if value is None or name not in self.engine.needs:
             return None
         if isinstance(value, Tensor):
@@ -172,11 +178,11 @@ class Measurer:
         return value.detach().to(self.home, torch.float32, non_blocking=True)
 
 
-def is_rehearsal(optimizer: Optimizer) -> bool:
-    """Whether this looks like torch.distributed.checkpoint making a fresh optimizer's state.
+def is_state_init(optimizer: Optimizer) -> bool:
+    """Whether this may be the step by which torch.distributed.checkpoint creates optimizer state.
 
     It steps an optimizer without state, at learning rate 0, on zero gradients. (A schedule that
-    warms up from 0 has real gradients: the seats look at the norm too.)
+    warms up from 0 has real gradients: the engines look at the norm too.)
     """
     if optimizer.state:
         return False

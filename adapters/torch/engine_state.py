@@ -1,4 +1,4 @@
-"""Loading a saved engine state into an optimizer's healing, and making one longer."""
+"""An engine state that was saved, checked against an optimizer, or extended for new parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from healcore.core.engine import Engine, EngineState, StateError
 
 
-def restored(engine: Engine, data: Any, groups: int) -> EngineState:
+def from_saved(engine: Engine, data: Any, groups: int) -> EngineState:
     """The state that `Engine.to_dict` wrote, in NumPy, checked against policy and parameters.
 
     Args:
@@ -16,7 +16,7 @@ def restored(engine: Engine, data: Any, groups: int) -> EngineState:
         groups: number of parameters of the optimizer, which per-tensor clipping depends on.
 
     Raises:
-        StateError: it is another policy's, damaged, or of another number of parameters.
+        StateError: it is damaged, or of another policy or number of parameters.
     """
     saved = engine.from_dict(data)
     if engine.per_tensor and data["groups"] != groups:
@@ -27,8 +27,8 @@ def restored(engine: Engine, data: Any, groups: int) -> EngineState:
     return saved
 
 
-def grown(old: Any, fresh: Any) -> Any:
-    """A leaf of a state for more parameters: `fresh` begun with `old`, or `old` if it has none.
+def extended(old: Any, fresh: Any) -> Any:
+    """A leaf of a state for more parameters: `fresh` beginning with `old`; `old` if the same size.
 
     Args:
         old: the leaf as it is, an array or tensor.

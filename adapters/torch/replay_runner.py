@@ -1,4 +1,4 @@
-"""Recorded rows through the engine, one by one: the torch backend of `healcore replay`."""
+"""The torch backend of `healcore replay`: recorded rows through the engine, one by one."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _XP = namespace.on("cpu")
 
 
 class TorchRunner:
-    """Eager, on the CPU. What a compiled engine decides is held equal in tests/parity.
+    """Runs the engine eagerly on the CPU; tests/parity compares it with a compiled engine.
 
-    Not `torch.compile`: it needs a C++ compiler and half a minute, and this backend is here to be
-    compared with; for speed there is JAX.
+    Not `torch.compile`: it needs a C++ compiler and half a minute, and this backend is for
+    comparison; for speed there is JAX.
     """
 
     def __init__(self, engine: Engine, feed: Feed) -> None:

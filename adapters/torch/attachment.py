@@ -1,4 +1,4 @@
-"""`attach`: one line that turns healing on."""
+"""`attach`: heals a torch optimizer."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.optim import Optimizer
 from healcore.core.engine import Engine
 from healcore.torch import fused as kernels
 from healcore.torch import gradients
-from healcore.torch.agreeing import Agreement
-from healcore.torch.device_seat import DeviceSeat
-from healcore.torch.enforcing import Enforcer
+from healcore.torch.device_engine import DeviceEngine
+from healcore.torch.enforcer import Enforcer
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
-from healcore.torch.host_seat import HostSeat
-from healcore.torch.measuring import Measurer
+from healcore.torch.host_engine import HostEngine
+from healcore.torch.measurer import Measurer
 from healcore.torch.report import Reporter
+from healcore.torch.signal_allreduce import SignalAllReduce
 from healcore.torch.step_hooks import StepHooks
 
 if TYPE_CHECKING:  # not at run time: healcore.torch alone loads no pydantic
@@ -36,32 +36,32 @@ def attach(
     process_group: Any = "auto",
     **overrides: Unpack[Overrides],
 ) -> Healing:
-    """Heals an optimizer: every `optimizer.step()` is judged first, then clipped, skipped or taken.
+    """Heals an optimizer: the policy judges every `optimizer.step()`, then clips it or skips it.
 
         heal = attach(optimizer, "default")
         heal.observe(loss); loss.backward(); optimizer.step()
 
-    Remove other clipping: the policy wants the norm as it is. A skipped step leaves parameters,
-    moments and step counters as they were, to the bit; learning-rate schedules and weight averages
-    of the loop's own go on, since the loop did call `step()`.
+    Remove other clipping: the policy needs the unclipped norm. A skipped step leaves parameters,
+    moments and step counters bit-identical; the loop's own learning-rate schedules and weight
+    averages go on, since the loop did call `step()`.
 
     Args:
         optimizer: any torch.optim optimizer, or accelerate's or Fabric's wrapper around one.
         policy: a policy's name, a path to its TOML file, a `healcore.policy.Policy`, or an Engine.
         scaler: the GradScaler, if one is used. Only needed for an optimizer that is not fused,
-            which it does not call at an overflow: such a step's losses are dropped with it, and
+            which it does not call at an overflow: the losses of such a step are dropped, and
             overflows that do not end are counted as non-finite steps.
         engine: where decisions are made. "device": in torch, next to the parameters, without a
             sync if the optimizer is fused. "host": in NumPy, one sync per step on an accelerator,
             none on a CPU. "auto": device for fused optimizers on accelerators, else host. Both
-            decide alike.
+            make the same decisions.
         fused: whether `step()` honours `found_inf` and `grad_scale`. "auto" knows torch's own; True
-            vouches for a subclass that only wraps `super().step()`; False never uses them.
+            asserts it for a subclass that only wraps `super().step()`; False never uses them.
         compile: whether the device engine runs through torch.compile; "auto": on accelerators.
         process_group: the ranks that take each step together. They judge the mean of their losses
             and norms, which costs one small all_reduce per step. "auto": the default group, where
             torch.distributed is initialized with several ranks. None: nothing is exchanged; only
-            where every rank is given the same loss and gradients anyway, or trains its own model.
+            where every rank has the same loss and gradients anyway, or trains its own model.
         **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`; see
             `healcore.policy.Overrides`.
 
@@ -69,8 +69,8 @@ def attach(
         The handle: `observe`, `metrics`, `state_dict`, `report`, `detach`.
 
     Raises:
-        AttachError: not an optimizer, already attached, nothing to optimize, or an option that
-            there is none of. Nothing has changed then.
+        AttachError: not an optimizer, already attached, no parameters, or an unknown value of an
+            option. Nothing has changed then.
         healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
     """
     optimizer = unwrapped(optimizer)
@@ -81,12 +81,12 @@ def attach(
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise AttachError(
             f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}: "
-            "leave it out if you use none"
+            "leave it out if you use no scaler"
         )
     if healing_of(optimizer) is not None:
         raise AttachError(
             f"this {type(optimizer).__name__} is healed already: two policies on one optimizer "
-            "would each see what the other did; call detach() on the first handle"
+            "would each judge what the other changed; call detach() on the first handle"
         )
     params = gradients.parameters(optimizer)
     if not params:
@@ -101,23 +101,25 @@ def attach(
         )
     core = engine_of(policy, overrides)
     obstacle = kernels.obstacle(optimizer, fused)
-    where, reason = _seat(engine, obstacle, home, type(optimizer).__name__)
+    where, reason = _choose_engine(engine, obstacle, home, type(optimizer).__name__)
     if where == "device":
         compiled = home.type != "cpu" if compile == "auto" else compile
-        seat = DeviceSeat(core, len(params), home, compile=compiled)
+        live_engine = DeviceEngine(core, len(params), home, compile=compiled)
     else:
-        seat = HostSeat(core, len(params))
+        live_engine = HostEngine(core, len(params))
     measurer = Measurer(core, optimizer, home, scaler)
     enforcer = Enforcer(optimizer, by_kernel=obstacle is None, cuts_lr=core.cuts_lr)
-    agreement = Agreement(process_group, home)
+    all_reduce = SignalAllReduce(process_group, home)
     return Healing(
         optimizer,
         core,
-        seat,
+        live_engine,
         measurer,
-        StepHooks(optimizer, core, seat, measurer, enforcer, agreement),
-        agreement,
-        Reporter(measurer, seat, reason, obstacle, enforcer.own_step.stoppable, agreement),
+        StepHooks(optimizer, core, live_engine, measurer, enforcer, all_reduce),
+        all_reduce,
+        Reporter(
+            measurer, live_engine, reason, obstacle, enforcer.third_party_step.can_omit, all_reduce
+        ),
     )
 
 
@@ -131,21 +133,23 @@ def engine_of(policy: Any, overrides: Mapping[str, Any] = {}) -> Engine:
     return load(policy, **overrides).engine()  # type: ignore[arg-type]
 
 
-def _seat(wanted: str, obstacle: str | None, home: torch.device, name: str) -> tuple[str, str]:
-    """Which seat, and why."""
+def _choose_engine(
+    wanted: str, obstacle: str | None, home: torch.device, name: str
+) -> tuple[str, str]:
+    """`host` or `device`, and why."""
     if wanted != "auto":
-        return wanted, f"asked for with engine={wanted!r}"
+        return wanted, f"set by engine={wanted!r}"
     if home.type == "cpu":
         return "host", "the parameters are on the CPU, where reading a tensor costs nothing"
     if obstacle is None:
-        return "device", f"{name} is fused: the decision never has to leave {home}"
-    return "host", f"{obstacle}: the host has to know the decision anyway"
+        return "device", f"{name} is fused: the decision stays on {home}"
+    return "host", f"{obstacle}: the host needs the decision anyway"
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
-    """The optimizer itself: accelerate's and Fabric's wrappers are Optimizers too, without hooks.
+    """The optimizer inside accelerate's and Fabric's wrappers, or the optimizer itself.
 
-    They keep it in an attribute: `optimizer`, `_optimizer`.
+    The wrappers are Optimizers too, without hooks; `optimizer` or `_optimizer` holds the real one.
     """
     inner = optimizer
     while isinstance(inner, Optimizer) and "_optimizer_step_pre_hooks" not in vars(inner):
@@ -168,7 +172,7 @@ def unwrapped(optimizer: Any) -> Optimizer:
 
 
 def healing_of(optimizer: Optimizer) -> Healing | None:
-    """The handle that is attached to an optimizer, if any."""
+    """The `Healing` of an optimizer, if it is attached."""
     for hook in optimizer._optimizer_step_pre_hooks.values():
         found = getattr(hook, "__healing__", None)
         if found is not None:

@@ -14,13 +14,13 @@ from healcore.core.engine import Engine, RuleConfig
 from healcore.core.verdict import Action
 from healcore.runtime.healer import Healer
 from healcore.torch import Healing, attach
-from healcore.torch.telling import EVERY, WITHOUT_LOSS, WITHOUT_STEP
+from healcore.torch.incident_log import EVERY, WITHOUT_LOSS, WITHOUT_STEP
 from tests.torch import policies
-from tests.torch.cases import Seat
+from tests.torch.cases import Where
 
 Lines = pytest.LogCaptureFixture
 NAN = float("nan")
-every_seat = pytest.mark.parametrize("seat", ["host", "device"])
+host_and_device = pytest.mark.parametrize("where", ["host", "device"])
 
 ORDERS = Engine(
     policies.CUTS.config._replace(
@@ -35,10 +35,10 @@ ORDERS = Engine(
 class Loop:
     """A loop with one optimizer."""
 
-    def __init__(self, engine: Any = policies.SKIPS, seat: Seat = "host") -> None:
+    def __init__(self, engine: Any = policies.SKIPS, where: Where = "host") -> None:
         self.p = Parameter(torch.ones(2))
         self.optimizer = AdamW([self.p], fused=True)
-        self.heal: Healing = attach(self.optimizer, engine, engine=seat)
+        self.heal: Healing = attach(self.optimizer, engine, engine=where)
 
     def steps(self, *factors: float, observes: bool = True) -> None:
         for factor in factors:
@@ -61,19 +61,19 @@ def said(lines: Lines, *words: str) -> list[str]:
     return [text for text in texts if all(word in text for word in words)]
 
 
-@every_seat
-def test_a_calm_run_says_nothing(seat: Seat, lines: Lines):
-    Loop(seat=seat).steps(*[1.0] * 3 * WITHOUT_LOSS)
+@host_and_device
+def test_a_calm_run_says_nothing(where: Where, lines: Lines):
+    Loop(where=where).steps(*[1.0] * 3 * WITHOUT_LOSS)
     assert not said(lines)
 
 
-@every_seat
-def test_an_incident_is_one_line_however_long(seat: Seat, lines: Lines):
-    loop = Loop(seat=seat)
+@host_and_device
+def test_an_incident_is_one_line_however_long(where: Where, lines: Lines):
+    loop = Loop(where=where)
     loop.steps(*[1.0] * 4, *[NAN] * 40, *[1.0] * 2 * EVERY)
     (line,) = said(lines)
     assert line.startswith("AdamW: step 4: incident 1: NONFINITE_LOSS, NONFINITE_GRAD; ")
-    assert seat == "device" or line.endswith("; skipped")
+    assert where == "device" or line.endswith("; skipped")
 
 
 def test_many_incidents_are_not_as_many_lines(lines: Lines):
@@ -85,9 +85,9 @@ def test_many_incidents_are_not_as_many_lines(lines: Lines):
     assert numbers == [*range(1, 11), 16, 32, 64]
 
 
-@every_seat
-def test_an_order_that_nobody_carries_out_and_a_cut_rate(seat: Seat, lines: Lines):
-    loop = Loop(ORDERS, seat)
+@host_and_device
+def test_an_order_that_nobody_carries_out_and_a_cut_rate(where: Where, lines: Lines):
+    loop = Loop(ORDERS, where)
     loop.steps(*[1.0] * 4, *[NAN] * 3, *[1.0] * 30)
     (order,) = said(lines, "STOP")
     assert "attach() alone cannot carry that out" in order
@@ -95,9 +95,9 @@ def test_an_order_that_nobody_carries_out_and_a_cut_rate(seat: Seat, lines: Line
     assert len(said(lines)) <= 5
 
 
-@every_seat
-def test_who_reads_the_decisions_is_taken_to_act_on_them(seat: Seat, lines: Lines):
-    loop = Loop(ORDERS, seat)
+@host_and_device
+def test_who_reads_the_decisions_is_taken_to_act_on_them(where: Where, lines: Lines):
+    loop = Loop(ORDERS, where)
     loop.steps(*[1.0] * 4)
     loop.heal.last_decision()
     loop.steps(*[NAN] * 3, *[1.0] * 30)
@@ -110,9 +110,9 @@ def test_a_policy_that_observes_says_so(lines: Lines):
     assert line.endswith("nothing is changed, the policy observes")
 
 
-@every_seat
-def test_a_forgotten_observe_is_told_once(seat: Seat, lines: Lines):
-    loop = Loop(policies.LOSSES, seat)
+@host_and_device
+def test_a_forgotten_observe_is_told_once(where: Where, lines: Lines):
+    loop = Loop(policies.LOSSES, where)
     loop.steps(*[1.0] * 3 * WITHOUT_LOSS, observes=False)
     (line,) = said(lines)
     assert f"no loss has been observed in {WITHOUT_LOSS} steps" in line
