@@ -20,9 +20,9 @@ from healcore.jax.commit import CommitError, commit  # noqa: E402
 from healcore.jax.decision import decision_of, gradient_norms, metrics  # noqa: E402
 from healcore.jax.lr import ScaleByHealLrState, scale_by_heal_lr, set_lr_scale  # noqa: E402
 from healcore.jax.norms import global_norm, leaf_norms  # noqa: E402
-from healcore.jax.porting import announce, from_dict, on_rollback, to_dict  # noqa: E402
 from healcore.jax.protect import ProtectState, protect  # noqa: E402
 from healcore.jax.state import HealState, HealStateError  # noqa: E402
+from healcore.jax.state_transfer import announce, from_dict, on_rollback, to_dict  # noqa: E402
 from healcore.jax.stripping import attach, strip  # noqa: E402
 from healcore.jax.transform import heal, heal_zclip  # noqa: E402
 

@@ -22,9 +22,9 @@ class HealTrainState(train_state.TrainState):
 
     Flax's own ``apply_gradients(grads=, value=)`` raises TypeError: its keywords are fields to
     replace. Here the healing signals go to the optimizer, every other keyword is a field, as
-    before. On a skip the step counter, the parameters and those fields are what they were, but for
-    PRNG keys, typed or raw: they go on, since a bad draw (of dropout, of noise) would come again at
-    the next step, and for ever.
+    before. On a skip the step counter, the parameters and those fields stay as they were. PRNG
+    keys, typed or raw, are replaced nevertheless: else the next step would repeat a bad draw (of
+    dropout, of noise), and so on.
 
     Example:
         class State(HealTrainState):

@@ -1,4 +1,4 @@
-"""Recorded rows through the engine in one compiled loop: the JAX backend of `healcore replay`."""
+"""The JAX backend of `healcore replay`: recorded rows through the engine in one compiled loop."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from healcore.tools.replay.runners import MOST_ROWS
 
 
 class JaxRunner:
-    """Compiled once; a chunk is copied into buffers of one size, and only its rows are run.
+    """Runs chunks of rows. Every chunk is padded to one size, so that the loop is compiled once.
 
-    On a CPU: the rows of a run depend on each other, and a loop of scalars has nothing for an
-    accelerator to do.
+    On a CPU: each row depends on the one before, and an accelerator does not speed up a loop of
+    scalars.
     """
 
     def __init__(self, engine: Engine, feed: Feed) -> None:
@@ -69,12 +69,12 @@ def _loop(engine: Engine, feed: Feed) -> Callable[..., Any]:
         def body(i: Any, carry: tuple[EngineState, Columns]) -> tuple[EngineState, Columns]:
             state, found = carry
             row = {name: column[i] for name, column in values.items()}
-            # With one branch there is no conditional: `switch` calls it.
+            # `switch` with one branch calls it without a conditional.
             state, one_row = jax.lax.switch(kind[i], branches, state, row)
             return state, map_leaves(lambda all_, one: all_.at[i].set(one), found, one_row)
 
-        # A loop up to `rows`, not a scan: the last chunk is shorter, and chunks end where an
-        # attempt ends. Neither is to be compiled again.
+        # A loop up to `rows`, not a scan: chunks differ in length (the last one, and the last of
+        # each attempt), and must not be compiled again for that.
         return jax.lax.fori_loop(
             0, rows, body, (state, map_leaves(jnp.asarray, columns(MOST_ROWS)))
         )

@@ -1,4 +1,4 @@
-"""From what a training step passes to optax to the core's `Signals`, checked while tracing."""
+"""Makes the core's `Signals` from the arguments of `tx.update`, checked while tracing."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import Engine
 from healcore.core.signals import SignalError, Signals
-from healcore.jax.norms import both_norms, judged_leaves
+from healcore.jax.norms import both_norms, gradient_leaves
 
 
-def gather(
+def make_signals(
     updates: Any,
     *,
     per_tensor: bool,
@@ -35,7 +35,7 @@ def gather(
         per_tensor: ``engine.per_tensor``; take one norm per leaf as well.
         value: training loss, one floating number of any precision, or None.
         eval_value: evaluation loss; NaN at a step without one.
-        grad_norm: the global norm, when the caller knows better than this process (inside
+        grad_norm: the global norm, where this process does not have all gradients (inside
             shard_map it has to be reduced over the mesh first).
         update_norm: global norm of the last applied update.
         announced: bool, the host announces a change of LR, batch, data or weights.
@@ -44,14 +44,14 @@ def gather(
 
     Returns:
         Signals of float32 and bool 0-d arrays, None for what is absent; and the norm of each
-        gradient leaf, float32 (n,), None where the caller has given the global one.
+        gradient leaf, float32 (n,), None where the caller passes the global one.
 
     Raises:
         SignalError: a signal is not one number of the right kind.
     """
     leaf_norms = None
     if per_tensor or grad_norm is None:
-        # Always, whatever the rules read: no policy may accept a gradient that is not finite.
+        # Always, whatever the rules read: no policy may accept a non-finite gradient.
         own_norm, leaf_norms = both_norms(updates)
         grad_norm = own_norm if grad_norm is None else grad_norm
         if not leaf_norms.size:
@@ -69,19 +69,19 @@ def gather(
     return signals, leaf_norms
 
 
-def say_if_unseen(engine: Engine, value: Any) -> None:
-    """Warns, while tracing, that the policy reads a loss which is not given."""
-    resting = [name for name, _ in engine.config.detectors if "loss" in DETECTORS[name].NEEDS]
-    if value is None and resting:
+def warn_if_no_loss(engine: Engine, value: Any) -> None:
+    """Warns, while tracing, where the policy reads the loss and none is passed."""
+    inactive = [name for name, _ in engine.config.detectors if "loss" in DETECTORS[name].NEEDS]
+    if value is None and inactive:
         warnings.warn(
-            f"no loss is passed to tx.update, so {', '.join(resting)} of the policy rest and "
-            "heal/loss is NaN: write tx.update(grads, opt_state, params, value=loss)",
+            f"no loss is passed to tx.update, so {', '.join(inactive)} of the policy are "
+            "inactive and heal/loss is NaN: write tx.update(grads, opt_state, params, value=loss)",
             stacklevel=_callers(),
         )
 
 
 def _callers() -> int:
-    """The level of the first frame that is neither ours nor optax's: the user's own update."""
+    """The stack level of the user's own call: the first frame outside healcore, optax and Flax."""
     frame, level = sys._getframe(1), 1
     while frame is not None:
         top = frame.f_globals.get("__name__", "").partition(".")[0]
@@ -93,9 +93,9 @@ def _callers() -> int:
 
 def count_leaves(params: Any) -> int:
     """Number of tensors with a gradient."""
-    # At least one: optax.tree.map_params initialises with a placeholder that has no leaves, and the
-    # state must have the same structure then.
-    return max(1, len(judged_leaves(params)))
+    # At least one: optax.tree.map_params initialises with a placeholder that has no leaves, and
+    # must get a state of the same structure.
+    return max(1, len(gradient_leaves(params)))
 
 
 def _number(name: str, value: Any) -> chex.Array | None:
@@ -105,7 +105,7 @@ def _number(name: str, value: Any) -> chex.Array | None:
     if not jnp.issubdtype(dtype, jnp.floating):
         raise SignalError(
             f"{name} must be a floating number, got {dtype}: "
-            f"pass {name}=jnp.asarray({name}, jnp.float32) if that is what it means"
+            f"pass {name}=jnp.asarray({name}, jnp.float32) if it is one"
         )
     _one(name, value)
     return jnp.asarray(value).astype(jnp.float32)

@@ -32,7 +32,7 @@ def test_a_held_update_leaves_every_value_bit_identical(dtype):
 
     @jax.jit
     def step(params, skip):
-        update = updates.hold_where(skip, jnp.full_like(params, jnp.nan))
+        update = updates.no_update_where(skip, jnp.full_like(params, jnp.nan))
         return optax.apply_updates(params, update)
 
     assert_same_bits(step(params, True), params)
@@ -61,7 +61,7 @@ def test_dtype_and_other_leaves_are_kept(name, dtype):
 
 def test_complex_updates_are_held_in_both_parts():
     params = jnp.asarray([complex(-0.0, -0.0), 1 - 1j], jnp.complex64)
-    update = updates.hold_where(jnp.bool_(True), jnp.full_like(params, jnp.nan))
+    update = updates.no_update_where(jnp.bool_(True), jnp.full_like(params, jnp.nan))
     assert_same_bits(params + update, params)
 
 

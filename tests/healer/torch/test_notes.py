@@ -120,7 +120,7 @@ def test_a_forgotten_loss_is_told_after_a_while_and_once():
     (line,) = taken(driver, run, 1)
     assert line == (
         "no loss has been observed in 20 steps: call healer.observe(loss); detectors that read "
-        "it rest"
+        "it are inactive"
     )
     assert len(taken(driver, run, 40)) == 1
 

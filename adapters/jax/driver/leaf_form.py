@@ -1,7 +1,7 @@
-"""Restored leaves in the form of live ones, so that a compiled step is not compiled again.
+"""Gives restored leaves the form of the live ones, so that a compiled step is not compiled again.
 
 A jitted function is compiled for dtypes, weak types and shardings, and for whether an array is
-committed to its device. A checkpoint keeps the first of these only.
+committed to its device. A checkpoint keeps only the dtypes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ def is_number(leaf: Any) -> bool:
 
 
 def as_saved(leaf: Any) -> Any:
-    """A leaf as it goes into a checkpoint: a Python number becomes what jit makes of it.
+    """A leaf as it goes into a checkpoint: a Python number becomes the array that jit makes of it.
 
     A counter that starts as the number 0 (a TrainState's `step`) is an array after the first
-    compiled step, and must fit what was saved before it. The number itself is kept beside.
+    compiled step, and must match what was saved before. `SideState` keeps the number itself.
     """
     if not is_number(leaf):
         return leaf
@@ -30,12 +30,12 @@ def as_saved(leaf: Any) -> Any:
     if zero.dtype == jnp.bool_:
         return jnp.asarray(leaf)
     limits = jnp.finfo(zero.dtype) if type(leaf) is float else jnp.iinfo(zero.dtype)
-    # Inf, and what would become it, look like a fault in a checkpoint.
+    # An Inf, also one by overflow, would make the checkpoint count as bad.
     return jnp.asarray(leaf) if abs(leaf) <= limits.max else zero
 
 
 def form(leaf: Any) -> str:
-    """Shape and dtype, which a restored leaf and `as_saved` of the live one have in common."""
+    """Shape and dtype, in which a restored leaf and `as_saved` of the live one must agree."""
     return f"{leaf.dtype}{tuple(leaf.shape)}" if hasattr(leaf, "dtype") else "no array"
 
 
@@ -44,7 +44,7 @@ def as_live(new: Any, live: Any) -> Any:
 
     Args:
         new: array or Python number.
-        live: its dtype, weak type, sharding and commitment are used. It may have been donated.
+        live: gives dtype, weak type, sharding and commitment. It may have been donated.
     """
     if is_number(live):
         return type(live)(np.asarray(new).item())
@@ -60,16 +60,16 @@ def as_live(new: Any, live: Any) -> Any:
 
 
 def _placed(new: Any, live: jax.Array) -> jax.Array:
-    """Where the live array is."""
+    """The array on the devices of the live one."""
     if isinstance(new, jax.Array) and new.committed == live.committed:
         return new if new.sharding == live.sharding else jax.device_put(new, live.sharding)
     if live.committed:
         return jax.device_put(new, live.sharding)
-    return jnp.asarray(np.asarray(new))  # only what comes from the host belongs to no device
+    return jnp.asarray(np.asarray(new))  # an array is uncommitted only if it comes from the host
 
 
 def _weak(array: jax.Array) -> jax.Array:
-    """The same numbers, weakly typed, as Python's are."""
+    """The same numbers, weakly typed, like Python's."""
     zero = 0.0 if jnp.issubdtype(array.dtype, jnp.floating) else 0
     weak = jnp.full(array.shape, zero)
     if weak.dtype != array.dtype:

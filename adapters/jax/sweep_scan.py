@@ -1,17 +1,17 @@
-"""Thousands of variants of a policy over one trace in one vmapped scan, on the CPU.
+"""The JAX backend of `healcore sweep`: thousands of policy variants in one vmapped scan on the CPU.
 
-What a variant does not change is one value for all of them: the signals are not batched, and
-neither is any state that depends on them alone (vmap finds out).
+A value that does not depend on the variant is not batched: neither the signals, nor state that
+depends on them alone (vmap detects it).
 
-Two settings of XLA make it four times as fast on a CPU. Both belong to this one program; neither
-touches XLA_FLAGS or the process of the user:
+Two settings of XLA make it four times as fast on a CPU. Both apply to this program only; neither
+changes XLA_FLAGS or the user's process:
 
-* The loop is one function for LLVM, not a list of kernels called once per step. XLA does so by
-  itself only where a loop's buffers are tiny (xla_cpu_small_while_loop_byte_threshold); here its
-  own mark for it is set on the call. An XLA that does not know the mark ignores it.
-* Vectors of 512 bits, where the machine has them. LLVM prefers 256 by itself.
+* The loop is compiled to one LLVM function, not to a list of kernels called once per step. XLA does
+  so by default only where a loop's buffers are tiny (xla_cpu_small_while_loop_byte_threshold); here
+  the attribute for it is set on the call. An XLA that does not know the attribute ignores it.
+* Vectors of 512 bits, where the machine has them. LLVM's default is 256.
 
-Neither reorders or contracts arithmetic: the bits are those of every other backend
+Neither reorders or contracts arithmetic: the results equal those of every other backend bit for bit
 (docs/parity.md).
 """
 
@@ -37,7 +37,7 @@ from healcore.tools.sweep.orders import Orders
 from healcore.tools.sweep.reel import WORD, Columns, Groups, Reel
 
 _OPTIONS: dict[str, str | bool] = {"xla_cpu_prefer_vector_width": "512"}
-_MARK = {"xla_cpu_small_call": "true", "inlineable": "false"}
+_ATTRIBUTES = {"xla_cpu_small_call": "true", "inlineable": "false"}
 
 
 class JaxScan:
@@ -55,9 +55,9 @@ class JaxScan:
 
         Args:
             config: the base policy's, from `judging.trimmed`.
-            places: where the varied numbers stand.
-            init: gives the state before the first row, from the config.
-            step: judges a row, as `judging.step`; benchmarks put the whole engine here.
+            places: positions of the varied numbers in the config.
+            init: makes the state before the first row from the config.
+            step: judges a row, as `judging.step`; benchmarks pass the whole engine.
 
         Raises:
             RuntimeError: this JAX has no CPU backend.
@@ -100,15 +100,15 @@ class JaxScan:
         one = functools.partial(self._scan, reel.feed)
         scan = jax.jit(jax.vmap(one, in_axes=(0, None, None), out_axes=1))
 
-        def marked(*arguments: Any) -> Any:
-            with _mark():
+        def with_attributes(*arguments: Any) -> Any:
+            with _small_call():
                 return scan(*arguments)
 
         with jax.default_device(self._device):
-            lowered = jax.jit(marked).lower(numbers, reel.columns, reel.groups)
+            lowered = jax.jit(with_attributes).lower(numbers, reel.columns, reel.groups)
             try:
                 return lowered.compile(compiler_options=_OPTIONS)
-            except jax.errors.JaxRuntimeError:  # another XLA, which has no such option
+            except jax.errors.JaxRuntimeError:  # an XLA without this option
                 return lowered.compile()
 
     def _scan(self, feed: Feed, numbers: tuple[Any, ...], rows: Columns, groups: Groups) -> Any:
@@ -135,7 +135,7 @@ class JaxScan:
         def group(state: Any, part: Groups) -> Any:
             state = map_leaves(lambda new, old: jnp.where(part.fresh, new, old), fresh, state)
             carry = (state, jnp.int32(0), jnp.int32(0), jnp.uint32(0))
-            # As many turns as the group has rows: what only fills the reel costs nothing.
+            # As many iterations as the group has rows: padding costs nothing.
             carry = jax.lax.fori_loop(part.start, part.stop, row, carry)
             state, skipped, recovered, word = carry
             return state, (word, skipped, recovered)
@@ -146,10 +146,10 @@ class JaxScan:
 class _Namespace:
     """jax.numpy, with a barrier at every second `where` of a step.
 
-    XLA fuses what is cheap into every loop over the variants that needs it, and computes it anew
-    in each. Behind a barrier a value is computed once, which costs a loop of its own. With half of
-    the selections behind one a step is up to a fifth faster than with none (measured; a third of
-    them, all, or those of one dtype gain less). The values are the same.
+    XLA fuses cheap operations into every loop over the variants that needs them, and computes them
+    again in each. Behind a barrier a value is computed once, at the cost of one more loop. With
+    barriers on half of the selections a step is up to a fifth faster than without (measured; on a
+    third, on all, or on those of one dtype gains less). The values are the same.
     """
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ class _Namespace:
 
 
 def _at(config: Any, place: Place) -> Any:
-    """The base policy's number at a place."""
+    """The base policy's number at a position."""
     for part in place:
         if isinstance(part, int):
             config = config[part]
@@ -177,10 +177,10 @@ def _at(config: Any, place: Place) -> Any:
     return config
 
 
-def _mark() -> Any:
-    """The mark on everything that is called within; none in a JAX that cannot set it."""
+def _small_call() -> Any:
+    """Sets the attributes on everything called within; does nothing in a JAX that cannot."""
     try:
         from jax.experimental.xla_metadata import set_xla_metadata
     except ImportError:
         return contextlib.nullcontext()
-    return set_xla_metadata(**_MARK)
+    return set_xla_metadata(**_ATTRIBUTES)

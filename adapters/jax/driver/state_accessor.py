@@ -1,7 +1,7 @@
-"""Where the live state is: a pytree that each step makes anew, or nnx objects changed in place.
+"""Reads and writes the live state: a pytree that each step returns, or nnx objects in place.
 
-Both are read as one pytree of arrays in which optax's states keep their types, and written back
-from such a tree.
+Both are read as one pytree of arrays in which optax's states keep their types, and written from
+such a tree.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import jax
 from healcore.jax.state import HealStateError
 
 
-class Place(Protocol):
-    """One kind of live state."""
+class StateAccessor(Protocol):
+    """Access to one kind of live state."""
 
     state: Any
-    """As the user has it."""
+    """The state as the user passed it."""
     named: bool
     """Whether its top level maps names to parts."""
 
@@ -28,23 +28,23 @@ class Place(Protocol):
         ...
 
     def write(self, tree: Any) -> None:
-        """Puts a tree of the structure of `read` in the place of the state."""
+        """Replaces the state by a tree of the structure of `read`."""
         ...
 
     def roots(self) -> Any:
-        """A tree with the paths of `read` to every optimizer state, cheap to make.
+        """A tree in which every optimizer state has the same path as in `read`; cheap to make.
 
         Its leaves may be nnx.Variables: see `value`.
         """
         ...
 
     def trained(self) -> Any:
-        """A tree with the parameters in it, for their names."""
+        """A tree that contains the parameters, for their names."""
         ...
 
 
-class Tree:
-    """A pytree: a TrainState, a tuple, a dictionary."""
+class TreeAccessor:
+    """Accesses a pytree: a TrainState, a tuple, a dictionary."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
@@ -55,7 +55,7 @@ class Tree:
         return self.state
 
     def write(self, tree: Any) -> None:
-        """The tree is the state from now on."""
+        """Makes the tree the state."""
         self.state = tree
 
     def roots(self) -> Any:
@@ -67,8 +67,8 @@ class Tree:
         return self.state
 
 
-class Objects:
-    """A mapping of names to nnx objects, and to pytrees beside them."""
+class NnxAccessor:
+    """Accesses a mapping of names to nnx objects and pytrees."""
 
     named = True
 
@@ -76,7 +76,7 @@ class Objects:
         self.state = dict(state)
 
     def read(self) -> Any:
-        """The arrays that their Variables hold now."""
+        """The present arrays of their Variables."""
         return {name: _arrays_in(value) for name, value in self.state.items()}
 
     def write(self, tree: Any) -> None:
@@ -98,7 +98,7 @@ class Objects:
         return {name: _optimizer_in(value) for name, value in self.state.items()}
 
     def trained(self) -> Any:
-        """What the optimizers differentiate by, of each module."""
+        """The Variables of each module that the optimizers train."""
         from flax import nnx
 
         optimizers = [each for each in self.state.values() if isinstance(each, nnx.Optimizer)]
@@ -110,31 +110,31 @@ class Objects:
         }
 
 
-def place_of(state: Any) -> Place:
-    """The place of a user's state.
+def accessor_for(state: Any) -> StateAccessor:
+    """The accessor for a user's state.
 
     Raises:
-        HealStateError: nnx objects are not at the top level of a mapping.
+        HealStateError: there are nnx objects, but not at the top level of a mapping.
     """
-    nnx = sys.modules.get("flax.nnx")  # without it imported there are no such objects
+    nnx = sys.modules.get("flax.nnx")  # unless it is imported there are no such objects
     if nnx is None:
-        return Tree(state)
+        return TreeAccessor(state)
 
     def is_object(node: Any) -> bool:
         return isinstance(node, nnx.Pytree) and not isinstance(node, (nnx.State, nnx.Variable))
 
     if isinstance(state, Mapping) and any(map(is_object, state.values())):
-        return Objects(state)
+        return NnxAccessor(state)
     if any(map(is_object, jax.tree.leaves(state, is_leaf=is_object))):
         raise HealStateError(
             f"this {type(state).__name__} has nnx objects within: map names to them, as in "
             'state={"model": model, "optimizer": optimizer}'
         )
-    return Tree(state)
+    return TreeAccessor(state)
 
 
 def value(leaf: Any) -> Any:
-    """The array of a leaf of `Place.roots`."""
+    """The array of a leaf of `StateAccessor.roots`."""
     return leaf[...] if _is_variable(leaf) else leaf
 
 

@@ -1,4 +1,4 @@
-"""Taking a run's healing state out of an optimizer state, and putting it into one."""
+"""Saves and loads the engine's state in an optimizer state: to_dict, from_dict, on_rollback."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from healcore.jax.packing import announced
 from healcore.jax.policy import engine_of
 from healcore.jax.state import (
     engine_state,
@@ -17,6 +16,7 @@ from healcore.jax.state import (
     replace,
     with_engine_state,
 )
+from healcore.jax.state_layout import announced
 
 
 def to_dict(opt_state: Any, policy: Any) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def to_dict(opt_state: Any, policy: Any) -> dict[str, Any]:
         policy: the policy that the optimizer was built with.
 
     Returns:
-        What `healcore.torch` and NumPy go on from without a difference in any decision.
+        The state; `healcore.torch` and NumPy can load it and make the same decisions.
 
     Raises:
         HealStateError: there is no healing state in it, or more than one.
@@ -83,7 +83,7 @@ def on_rollback(live: Any, restored: Any, policy: Any) -> Any:
         policy: the policy that the optimizer was built with.
 
     Returns:
-        `restored`, with budgets and the LR multiplier of `live`: they survive a rollback.
+        `restored`, with the budgets and the LR multiplier of `live`: a rollback keeps them.
 
     Raises:
         HealStateError: one of the two holds no healing state, or more than one.

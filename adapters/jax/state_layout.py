@@ -1,8 +1,8 @@
-"""The engine's state as two vectors: the one place that packs and unpacks.
+"""`StateLayout`: packs the engine's state into two vectors, and unpacks it.
 
-A state of a hundred scalars costs a jitted step more than its arithmetic does: each leaf is an
-argument, a buffer and a result of its own (a tiny step on 2 cores: 145 us for 108 leaves, 45 us for
-two vectors and the same engine).
+A state of a hundred scalars costs a jitted step more than its arithmetic does: each leaf is a
+separate argument, buffer and result (a tiny step on 2 cores: 145 us for 108 leaves, 45 us for two
+vectors and the same engine).
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ _ANNOUNCED = "announced"
 _COUNTS = ("tally_clips", "tally_skips", "tally_alarms", "tally_rollbacks", "tally_lr_cuts")
 
 _MARKS = ("schema", "policy_high", "policy_low", "loss_seen", "orders")
-"""Before the engine's integers: what `Marks` holds."""
+"""The first integers, before the engine's: the fields of `Marks`."""
 _HEAD = (*_RECORD_INTS, *_COUNTS, _ANNOUNCED)
 
 
 class Marks(NamedTuple):
-    """What stands in the integers besides the engine's state. int32, 0-d each."""
+    """What the integers hold besides the engine's state. int32, 0-d each."""
 
     schema: Any
     policy_high: Any
     policy_low: Any
-    """Fingerprint of the policy, 64 bits; both 0 where there is none (its numbers are arrays)."""
+    """Fingerprint of the policy, 64 bits; both 0 for a policy without (its numbers are arrays)."""
     loss_seen: Any
     """1 as soon as there was a finite loss."""
     orders: Any
-    """Steps with an action so far."""
+    """Number of steps with an action so far."""
 
 
-class Place(NamedTuple):
-    """Where one array of the engine's state is."""
+class ArraySlot(NamedTuple):
+    """The position of one array of the engine's state in its vector."""
 
     name: str
     """Its path, joined by underscores: `clip_mean`."""
@@ -60,24 +60,24 @@ class Place(NamedTuple):
         return int(np.prod(self.shape, dtype=np.int64))
 
 
-class Layout:
-    """Where everything is, for one policy and number of tensors.
+class StateLayout:
+    """The position of every array of a state, for one policy and number of tensors.
 
     Args:
-        engine: of the policy.
+        engine: the policy's engine.
         groups: number of tensors, for per-tensor clipping.
     """
 
     def __init__(self, engine: Engine, groups: int) -> None:
         self.template = engine.init(groups=groups)
-        high, low = _words(engine.fingerprint)
+        high, low = _fingerprint_ints(engine.fingerprint)
         self.marks = Marks(*(np.int32(each) for each in (SCHEMA, high, low, 0, 0)))
         self._names = [name for name, _ in _named(self.template, "")]
         leaves = dict(_named(self.template, ""))
         floats = {name: leaf for name, leaf in leaves.items() if leaf.dtype == np.float32}
         ints = {name: leaf for name, leaf in leaves.items() if name not in floats}
-        self._floats, self.floats = _places(floats, _RECORD_FLOATS, 0)
-        self._ints, self.ints = _places(ints, _HEAD, len(_MARKS))
+        self._floats, self.floats = _slots(floats, _RECORD_FLOATS, 0)
+        self._ints, self.ints = _slots(ints, _HEAD, len(_MARKS))
 
     def pack(self, state: Any, marks: Marks) -> tuple[jax.Array, jax.Array]:
         """The floats, float32 (`floats`,), and the integers and flags, int32 (`ints`,)."""
@@ -90,17 +90,17 @@ class Layout:
     def unpack(self, floats: Any, ints: Any) -> Any:
         """The core's EngineState; of NumPy arrays if those are."""
         found = {}
-        for places, vector in ((self._floats, floats), (self._ints, ints)):
-            for name, place in places.items():
-                part = _slice(vector, place.start, place.size)
-                part = part.reshape(part.shape[:-1] + place.shape)
-                found[name] = part != 0 if place.dtype == np.bool_ else part
+        for slots, vector in ((self._floats, floats), (self._ints, ints)):
+            for name, slot in slots.items():
+                part = _slice(vector, slot.start, slot.size)
+                part = part.reshape(part.shape[:-1] + slot.shape)
+                found[name] = part != 0 if slot.dtype == np.bool_ else part
         parts = iter(self._names)
         return tree.map_leaves(lambda _: found[next(parts)], self.template)
 
 
 def marks(ints: Any) -> Marks:
-    """What the integers of any policy begin with."""
+    """The `Marks` in a vector of integers, of any policy."""
     return Marks(*(_one(ints, i) for i in range(len(_MARKS))))
 
 
@@ -124,7 +124,7 @@ def announced(ints: Any) -> jax.Array:
 
 
 def head(floats: Any, ints: Any) -> dict[str, Any]:
-    """What is in the same place whatever the policy is: 0-d arrays by name."""
+    """The numbers whose position does not depend on the policy: 0-d arrays by name."""
     found = {name: _one(floats, i) for i, name in enumerate(_RECORD_FLOATS)}
     found |= {name: _one(ints, i) for i, name in enumerate(_HEAD, start=len(_MARKS))}
     for name in ("incident_open", "last_decision_skip"):
@@ -138,31 +138,31 @@ def _slice(vector: Any, start: int, size: int) -> Any:
     return lax.slice_in_dim(vector, start, start + size, axis=-1)
 
 
-def _one(vector: Any, place: int) -> Any:
-    found = _slice(vector, place, 1)
+def _one(vector: Any, index: int) -> Any:
+    found = _slice(vector, index, 1)
     return found.reshape(found.shape[:-1])
 
 
-def _places(
+def _slots(
     leaves: dict[str, Any], first: Sequence[str], start: int
-) -> tuple[dict[str, Place], int]:
-    """Places of the arrays, and the length of their vector."""
-    places = {}
+) -> tuple[dict[str, ArraySlot], int]:
+    """The slots of the arrays, and the length of their vector."""
+    slots = {}
     for name in [*first, *(name for name in leaves if name not in first)]:
         leaf = leaves[name]
-        places[name] = Place(name, start, leaf.shape, leaf.dtype)
+        slots[name] = ArraySlot(name, start, leaf.shape, leaf.dtype)
         start += leaf.size
-    return places, start
+    return slots, start
 
 
-def _words(fingerprint: str | None) -> tuple[int, int]:
+def _fingerprint_ints(fingerprint: str | None) -> tuple[int, int]:
     """Sixteen hex digits as two int32; 0, 0 for None."""
     high, low = np.frombuffer(bytes.fromhex(fingerprint or "0" * 16), ">i4")
     return int(high), int(low)
 
 
 def _named(nested: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Every array with the path to it, in the order of `tree.leaves`."""
+    """Every array with its path, in the order of `tree.leaves`."""
     if nested is None:
         return
     if isinstance(nested, tuple):

@@ -1,4 +1,4 @@
-"""What of a JAX state goes into a checkpoint, and the live state out of one."""
+"""Divides a JAX state into the items of a checkpoint, and puts a restored state together."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import keystr
 
-from healcore.jax.driver.fitting import as_live, as_saved, form, is_number
+from healcore.jax.driver.leaf_form import as_live, as_saved, form, is_number
 from healcore.jax.stripping import attach, strip
 from healcore.runtime.store.errors import StateMismatch
 
 STATE = "state"
-"""Name of a state that has no names itself."""
-BESIDE = "healcore.beside"
-"""Name of what has no place in the items themselves."""
+"""Name of the item for a state without names."""
+SIDE_STATE = "healcore.side_state"
+"""Name of the item for `SideState`."""
 
 
-class Layout:
-    """How one run's state is divided into items; the same in every process of the program.
+class CheckpointLayout:
+    """The items of one run's state; the same in every process of the program.
 
     Args:
         tree: the state as the run begins.
-        named: its top level maps names to what become items.
+        named: its top level maps names to parts, which become the items.
     """
 
     def __init__(self, tree: Any, *, named: bool) -> None:
@@ -36,16 +36,16 @@ class Layout:
 
     def items(self, tree: Any) -> dict[str, Any]:
         """The items of a state: name -> tree."""
-        beside = Beside(tree)
-        return {**self._parts(_saved(tree)), **({BESIDE: beside} if beside else {})}
+        side_state = SideState(tree)
+        return {**self._parts(_saved(tree)), **({SIDE_STATE: side_state} if side_state else {})}
 
     def restored(self, items: Mapping[str, Any], tree: Any) -> Any:
-        """The state to go on with: what was restored, with the live healing state.
+        """The restored state with the live healing state.
 
-        Accumulators of optax.MultiSteps are zeroed: one NaN in them stays for ever.
+        Accumulators of optax.MultiSteps are zeroed: a NaN in them would stay for ever.
 
         Args:
-            items: for the names of `items`.
+            items: by the names of `items`.
             tree: the live state.
 
         Raises:
@@ -59,19 +59,19 @@ class Layout:
         wrong = [line for name in wanted for line in _differences(name, found[name], wanted[name])]
         if wrong:
             raise StateMismatch(None, wrong)
-        beside = items.get(BESIDE, {})
+        side_state = items.get(SIDE_STATE, {})
         bare = jax.tree_util.tree_map_with_path(
-            lambda path, new, live: as_live(beside.get(keystr(path), new), live),
+            lambda path, new, live: as_live(side_state.get(keystr(path), new), live),
             found if self._named else found[STATE],
             strip(tree),
         )
         new = attach(_without_accumulated(bare), like=tree)
         return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: _norm(beside, path, leaf) if _is_norm(path) else leaf, new
+            lambda path, leaf: _norm(side_state, path, leaf) if _is_norm(path) else leaf, new
         )
 
     def between_steps(self, tree: Any) -> bool:
-        """Whether nothing is accumulated. Reads the device if the optimizer does accumulate."""
+        """Whether nothing is accumulated. Reads the device if the optimizer accumulates."""
         if not self._accumulates:
             return True
         nodes = jax.tree.leaves(tree, is_leaf=_is_accumulator)
@@ -81,13 +81,13 @@ class Layout:
         return dict(tree) if self._named else {STATE: tree}
 
 
-class Beside:
-    """What has no place in the items: Python numbers as they are, and what `protect` keeps.
+class SideState:
+    """What the other items cannot hold: Python numbers, and `ProtectState.heal_update_norm`.
 
-    That is `ProtectState.heal_update_norm`, which is there if the policy asks for it.
+    The norm exists only if the policy reads it.
     """
 
-    optional = True  # checkpoints of a run without healcore lack it
+    optional = True  # checkpoints of a run without healcore do not have it
 
     def __init__(self, tree: Any) -> None:
         bare = jax.tree_util.tree_leaves_with_path(strip(tree))
@@ -101,7 +101,7 @@ class Beside:
         return bool(self._kept)
 
     def state_dict(self) -> dict[str, Any]:
-        """By their place in the state."""
+        """The values by their path in the state."""
         return self._kept
 
 
@@ -109,9 +109,9 @@ def _saved(tree: Any) -> Any:
     return jax.tree.map(as_saved, strip(tree))
 
 
-def _norm(beside: Mapping[str, Any], path: tuple[Any, ...], live: Any) -> Any:
+def _norm(side_state: Mapping[str, Any], path: tuple[Any, ...], live: Any) -> Any:
     """The restored norm; 0, as after a skip, if there is none."""
-    return as_live(beside.get(keystr(path), jnp.zeros((), jnp.float32)), live)
+    return as_live(side_state.get(keystr(path), jnp.zeros((), jnp.float32)), live)
 
 
 def _differences(name: str, found: Any, wanted: Any) -> list[str]:
