@@ -1,4 +1,4 @@
-"""A linen TrainState that hands the loss to the optimizer and takes a bad step back as a whole."""
+"""A linen TrainState that passes the loss to the optimizer and reverts a skipped step whole."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # not at run time: a policy from an EngineConfig needs no pyd
 
 
 class ProtectState(NamedTuple):
-    """The healing state beside that of the protected optimizer."""
+    """The healing state and that of the protected optimizer."""
 
     heal: HealState
     heal_update_norm: Any

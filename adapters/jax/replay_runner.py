@@ -89,7 +89,7 @@ def _padded(column: np.ndarray) -> np.ndarray:
 
 
 def _cpu() -> Any:
-    """A CPU device, or JAX's own choice where it is told to have none (JAX_PLATFORMS)."""
+    """A CPU device, or JAX's default where JAX_PLATFORMS excludes the CPU."""
     try:
         return jax.devices("cpu")[0]
     except RuntimeError:

@@ -129,8 +129,8 @@ def announced(tree: Any) -> Any:
     def one(node: Any) -> Any:
         if not _is_heal(node):
             return node
-        told = as_live(state_layout.announced(node.heal_ints), node.heal_ints)
-        return node._replace(heal_ints=told)
+        ints = as_live(state_layout.announced(node.heal_ints), node.heal_ints)
+        return node._replace(heal_ints=ints)
 
     return jax.tree.map(one, tree, is_leaf=_is_heal)
 

@@ -17,9 +17,9 @@ Path = tuple[Any, ...]
 def names(tree: Any, engine: Path, count: int) -> tuple[str, ...]:
     """Names of the tensors that an engine judges.
 
-    An optimizer state does not say which part of the train state it optimizes. Taken is the part
-    with as many floating tensors as the engine gets gradients; of several the one called `params`
-    or `model`, or the one nearest to the optimizer.
+    An optimizer state does not say which part of the train state it optimizes. This takes the
+    part with as many floating tensors as the engine gets gradients; of several the one called
+    `params` or `model`, or the one nearest to the optimizer.
 
     Args:
         tree: a train state.

@@ -11,12 +11,12 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
 from healcore.torch import attach
-from tests.torch import foreign, policies
+from tests.torch import policies, third_party
 from tests.torch.bits import assert_same, bits
 
 NAN = float("nan")
 
-every = pytest.mark.parametrize("name", foreign.names())
+every = pytest.mark.parametrize("name", third_party.names())
 
 
 def test_all_of_schedulefree_is_here():
@@ -26,13 +26,13 @@ def test_all_of_schedulefree_is_here():
         for name, each in vars(schedulefree).items()
         if isinstance(each, type) and issubclass(each, Optimizer)
     }
-    assert theirs == set(foreign.SCHEDULE_FREE)
+    assert theirs == set(third_party.SCHEDULE_FREE)
 
 
 @every
 @pytest.mark.parametrize("closure", [False, True], ids=["plain", "closure"])
 def test_a_skip_leaves_no_trace(name: str, closure: bool):
-    mine, twin = foreign.Run(name, closure=closure), foreign.Run(name, closure=closure)
+    mine, twin = third_party.Run(name, closure=closure), third_party.Run(name, closure=closure)
     heal = attach(mine.optimizer, policies.SKIPS)
     skipped = (0, 4)
     for i in range(8):
@@ -202,7 +202,7 @@ def test_a_compiled_step_is_left_out_too():
 def test_a_restored_optimizer_that_moves_first_is_put_back():
     """Of its first step there is no copy: it finishes what it began, without gradients."""
     theirs = pytest.importorskip("pytorch_optimizer")
-    params = foreign.parameters_for("SAM")
+    params = third_party.parameters_for("SAM")
     optimizer = theirs.SAM(params, SGD, lr=0.1, momentum=0.9)
     for p in params:
         optimizer.state[p]["momentum_buffer"] = torch.ones_like(p)
