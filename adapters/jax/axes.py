@@ -20,7 +20,7 @@ from healcore.jax.norms import global_norm
 AxisName = str | tuple[str, ...] | None
 
 _MEANS = ("loss", "eval_loss", "update_norm", "learning_rate")
-_FLAGS = ("announced", "void")
+_FLAGS = ("announced", "externally_skipped")
 
 
 class Axes(NamedTuple):

@@ -51,7 +51,7 @@ class HealTrainState(train_state.TrainState):
         grad_norm: Any = None,
         update_norm: Any = None,
         announced: Any = None,
-        void: Any = None,
+        externally_skipped: Any = None,
         learning_rate: Any = None,
         **kwargs: Any,
     ) -> Self:
@@ -64,7 +64,7 @@ class HealTrainState(train_state.TrainState):
             grad_norm: global norm, where the caller has to reduce it over a mesh.
             update_norm: norm of the last update; `protect` knows it itself.
             announced: bool, a change of LR, batch, data or weights.
-            void: bool, skip this step, which is neither learnt nor counted.
+            externally_skipped: bool, skip this step, which is neither learnt nor counted.
             learning_rate: the schedule's rate at this step, for a limit in absolute terms.
             **kwargs: fields to replace, for example ``batch_stats``; on a skip only keys are.
 
@@ -82,7 +82,7 @@ class HealTrainState(train_state.TrainState):
             "grad_norm": grad_norm,
             "update_norm": update_norm,
             "announced": announced,
-            "void": void,
+            "externally_skipped": externally_skipped,
             "learning_rate": learning_rate,
         }
         signals = {name: signal for name, signal in given.items() if signal is not None}

@@ -60,7 +60,8 @@ def protect(
     elements are left unchanged.
 
     In observe mode every step is judged and recorded in the state, and nothing is changed. A step
-    with ``void=True`` (an fp16 overflow, say) is skipped in every mode, neither learnt nor counted.
+    with ``externally_skipped=True`` (an fp16 overflow, say) is skipped in every mode, neither
+    learnt nor counted.
 
     Args:
         inner: any optax transformation that keeps the structure, shapes and dtypes of its state.
@@ -130,7 +131,7 @@ def protect(
         grad_norm: Any = None,
         update_norm: Any = None,
         announced: Any = None,
-        void: Any = None,
+        externally_skipped: Any = None,
         learning_rate: Any = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, ProtectState]:
@@ -143,7 +144,7 @@ def protect(
             "grad_norm": grad_norm,
             "update_norm": update_norm,
             "announced": announced,
-            "void": void,
+            "externally_skipped": externally_skipped,
             "learning_rate": learning_rate,
         }
         given = {name: signal for name, signal in given.items() if signal is not None}
@@ -161,7 +162,7 @@ def protect(
         def inner_step(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
             return inner.update(updates, inner_state, params, **given, **extra_args)
 
-        if engine.mode == "observe" and void is None:
+        if engine.mode == "observe" and externally_skipped is None:
             updates, inner_state = inner_step(updates, state.inner_state, params)
             norm, bad = measured(updates)
         else:

@@ -25,7 +25,7 @@ def make_signals(
     grad_norm: Any = None,
     update_norm: Any = None,
     announced: Any = None,
-    void: Any = None,
+    externally_skipped: Any = None,
     learning_rate: Any = None,
 ) -> tuple[Signals, chex.Array | None]:
     """Makes one step's `Signals`.
@@ -39,7 +39,7 @@ def make_signals(
             shard_map it has to be reduced over the mesh first).
         update_norm: global norm of the last applied update.
         announced: bool, the host announces a change of LR, batch, data or weights.
-        void: bool, skip this step, which is neither learnt nor counted.
+        externally_skipped: bool, skip this step, which is neither learnt nor counted.
         learning_rate: the schedule's rate at this step, for a limit in absolute terms.
 
     Returns:
@@ -63,7 +63,7 @@ def make_signals(
         eval_loss=_number("eval_value", eval_value),
         group_norms=leaf_norms if per_tensor else None,
         announced=_flag("announced", announced),
-        void=_flag("void", void),
+        externally_skipped=_flag("externally_skipped", externally_skipped),
         learning_rate=_number("learning_rate", learning_rate),
     )
     return signals, leaf_norms

@@ -71,7 +71,7 @@ def step(
 ) -> tuple[HealState, Decision]:
     """One step of the core, with the dtypes of the state kept (weak types would recompile).
 
-    An externally skipped step (`void`) is skipped in observe mode too, neither learnt nor counted.
+    An externally skipped step is skipped in observe mode too, neither learnt nor counted.
 
     Raises:
         HealStateError: the state is of another policy, or not a HealState. While tracing only
@@ -79,9 +79,9 @@ def step(
     """
     old = engine_state(engine, state)
     new, decision = engine.step(old, signals, xp=namespace)
-    if signals.void is not None:
+    if signals.externally_skipped is not None:
         # The engine does not skip such a step, which its caller skips; here this function does.
-        decision = decision._replace(skip=decision.skip | signals.void)
+        decision = decision._replace(skip=decision.skip | signals.externally_skipped)
     template = neutral(groups=None if decision.group_scale is None else 1)
     decision = tree.map_leaves(_own, template, decision)
     norms = state.heal_leaf_norms

@@ -65,10 +65,10 @@ def heal(
     Returns:
         A transformation whose `update` takes, all optional and by keyword: `value` (loss, one
         floating number), `eval_value` (NaN at steps without evaluation), `grad_norm` (when it has
-        to be reduced over a mesh first), `update_norm`, `announced` and `void` (bools), and
-        `learning_rate` (the schedule's, so that a limit on it is absolute). Without `value` the
-        detectors of the loss are inactive. Unknown keywords are ignored. `update` raises
-        SignalError, while tracing, for a signal that is not one number of the right kind.
+        to be reduced over a mesh first), `update_norm`, `announced` and `externally_skipped` (bool
+        each), and `learning_rate` (the schedule's, so that a limit on it is absolute). Without
+        `value` the detectors of the loss are inactive. Unknown keywords are ignored. `update`
+        raises SignalError, while tracing, for a signal that is not one number of the right kind.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -180,7 +180,7 @@ def _transformation(
         grad_norm: Any = None,
         update_norm: Any = None,
         announced: Any = None,
-        void: Any = None,
+        externally_skipped: Any = None,
         learning_rate: Any = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, HealState]:
@@ -195,12 +195,12 @@ def _transformation(
             grad_norm=grad_norm,
             update_norm=update_norm,
             announced=announced,
-            void=void,
+            externally_skipped=externally_skipped,
             learning_rate=learning_rate,
         )
         signals, norms = axes.signals(signals, norms, given_norm=grad_norm is not None)
         state, decision = heal_state.step(engine, state, signals, norms)
-        if engine.mode == "observe" and void is None:
+        if engine.mode == "observe" and externally_skipped is None:
             return updates, state
         return replace(decision.skip, enforce(engine, decision, updates)), state
 

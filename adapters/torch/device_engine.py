@@ -94,7 +94,7 @@ class DeviceEngine:
             group_norms=groups,
             eval_loss=measured.eval_loss,
             update_norm=measured.update_norm,
-            void=skipped,
+            externally_skipped=skipped,
             learning_rate=measured.learning_rate,
         )
         new, decision = self.engine.step(self.state, signals, xp=self._xp)

@@ -71,7 +71,7 @@ class HostEngine:
                 group_norms=groups,
                 eval_loss=eval_loss,
                 update_norm=update,
-                void=np.True_ if externally_skipped else None,
+                externally_skipped=np.True_ if externally_skipped else None,
                 learning_rate=lr,
             )
             signals = Signals(*(None if value is None else _scalar(value) for value in signals))

@@ -236,7 +236,7 @@ def test_the_norm_of_the_last_update_goes_back_with_the_engine():
 def test_a_state_without_its_healing_part_is_refused():
     run = plain()
     driver = JaxDriver(run.state, POLICY)
-    with pytest.raises(HealStateError, match=r"was at state\['opt_state'\].heal"):
+    with pytest.raises(HealStateError, match=r"no longer at state\['opt_state'\].heal"):
         driver.update({"params": run.state["params"]})
     assert driver.state is run.state
     with pytest.raises(HealStateError, match="no healing state in this dict"):
