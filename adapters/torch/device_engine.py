@@ -21,7 +21,7 @@ from healcore.core.verdict import Decision
 from healcore.torch import namespace
 from healcore.torch.engine_state import extended, from_saved
 from healcore.torch.host_engine import HostEngine
-from healcore.torch.measurement import DeviceOrder, Measurement, Order, read
+from healcore.torch.measurement import DeviceOrder, HostOrder, Measurement, read
 
 # By default Triton divides approximately and fuses multiply-adds. The decisions must equal those of
 # NumPy and XLA bit for bit (numerics.py). The core is scalar: exactness costs nothing.
@@ -152,7 +152,7 @@ LiveEngine = HostEngine | DeviceEngine
 """An engine with the state of one run."""
 
 
-def read_order(order: DeviceOrder) -> Order:
+def read_order(order: DeviceOrder) -> HostOrder:
     """A device order as Python numbers: one sync on an accelerator, none on a CPU."""
     found_inf, scale, lr_scale, groups = read(
         [order.found_inf, order.grad_scale, order.lr_scale, order.group_scale]
@@ -160,7 +160,7 @@ def read_order(order: DeviceOrder) -> Order:
     assert found_inf is not None
     assert scale is not None
     assert lr_scale is not None
-    return Order(bool(found_inf > 0), float(scale), float(lr_scale), groups)
+    return HostOrder(bool(found_inf > 0), float(scale), float(lr_scale), groups)
 
 
 def _write(old: EngineState, new: EngineState) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from healcore.torch import fused, gradients
-from healcore.torch.measurement import DeviceOrder, Order
+from healcore.torch.measurement import DeviceOrder, HostOrder
 from healcore.torch.momentum import FirstStepMomentum
 from healcore.torch.step_overrides import AmpOverride, HiddenGradients, LrOverride
 from healcore.torch.third_party_step import ThirdPartyStep
@@ -46,7 +46,7 @@ class Enforcer:
         self,
         optimizer: Optimizer,
         everything: Sequence[Tensor],
-        order: Order,
+        order: HostOrder,
         divisor: Tensor | None,
     ) -> None:
         """Enforces an order that the host knows. A neutral part of it touches nothing.
@@ -97,7 +97,7 @@ class Enforcer:
         self,
         optimizer: Optimizer,
         everything: Sequence[Tensor],
-        order: Order,
+        order: HostOrder,
         divisor: Tensor | None = None,
     ) -> None:
         """Clips: in the fused kernel where there is one, else in a pass over the gradients."""

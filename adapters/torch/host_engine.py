@@ -21,7 +21,7 @@ from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves
 from healcore.core.verdict import Decision
 from healcore.torch.engine_state import extended, from_saved
-from healcore.torch.measurement import Measurement, Order, read
+from healcore.torch.measurement import HostOrder, Measurement, read
 
 
 class HostEngine:
@@ -42,7 +42,7 @@ class HostEngine:
         self._programs: dict[tuple[bool, ...], Callable[..., Any]] = {}
         """The recorded step for each set of signals that are present."""
 
-    def step(self, measured: Measurement) -> Order:
+    def step(self, measured: Measurement) -> HostOrder:
         """Judges one step."""
         loss, norm, groups, eval_loss, update, divisor, found_inf, skipped, lr = read(
             [
@@ -78,7 +78,7 @@ class HostEngine:
             self.state, decision = self._program(signals)(self.state, signals)
         self.decision = decision
         group_scale = decision.group_scale
-        return Order(
+        return HostOrder(
             skip=bool(decision.skip) or (found_inf is not None and bool(found_inf > 0)),
             grad_scale=float(decision.grad_scale),
             lr_scale=float(decision.lr_scale),

@@ -48,7 +48,7 @@ def checked(name: str, value: Any) -> Tensor | float:
     return float(check_scalar(name, value))
 
 
-class LossWindow:
+class LossMean:
     """Mean of the losses since the last step, kept next to the parameters.
 
     The sum is one float32 tensor at a fixed address: a loss may be changed in place after it was

@@ -58,7 +58,7 @@ class StepNorms(NamedTuple):
             return stacked if divisor is None else stacked / divisor
 
 
-class Order(NamedTuple):
+class HostOrder(NamedTuple):
     """What to enforce, as Python numbers."""
 
     skip: bool

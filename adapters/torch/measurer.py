@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from healcore.core.engine import Engine
 from healcore.torch import norms
 from healcore.torch.grad_scaler import DroppedSteps, Overflows
-from healcore.torch.losses import LossWindow, checked
+from healcore.torch.losses import LossMean, checked
 from healcore.torch.measurement import Measurement
 
 _SIDE_SIGNALS = {"eval_loss": float("nan"), "update_norm": None}
@@ -42,7 +42,7 @@ class Measurer:
         """Names of the signals that any step had so far."""
         self.tensor_norms: Sequence[Tensor] = ()
         """Norm of each gradient at the last step, 0-d float32, on the gradient's device."""
-        self._window = LossWindow(home)
+        self._window = LossMean(home)
         self._dropped = DroppedSteps(scaler, optimizer)
         self._overflows = Overflows(home)
         self._side_signals: dict[str, Tensor | float] = {}

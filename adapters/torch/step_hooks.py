@@ -18,7 +18,7 @@ from healcore.torch.errors import ParametersChangedError
 from healcore.torch.host_engine import HostEngine
 from healcore.torch.incident_log import IncidentLog
 from healcore.torch.late_loss import LateLoss
-from healcore.torch.measurement import Order, StepNorms
+from healcore.torch.measurement import HostOrder, StepNorms
 from healcore.torch.measurer import Measurer
 from healcore.torch.open_step import OpenStep
 from healcore.torch.signal_allreduce import SignalAllReduce
@@ -61,7 +61,7 @@ class StepHooks:
         self._open = OpenStep()
         self._undo = ClosureUndo(optimizer)
         self._judged = self._turned_nonfinite = False
-        self._order: Order | None = None
+        self._order: HostOrder | None = None
         self._skipped: bool | Tensor | None = None
         self.incident_log = IncidentLog(type(optimizer).__name__, engine)
         self.late_loss = LateLoss()
@@ -105,7 +105,7 @@ class StepHooks:
         if ClosureUndo.reevaluates(self._optimizer) and self._engine.mode != "observe":
             # L-BFGS uses the multiplier of the last step, see `_before`: here that of the state.
             scale = float(self._live_engine.state.lr.scale)
-            self._order = Order(skip=False, grad_scale=1.0, lr_scale=scale, group_scale=None)
+            self._order = HostOrder(skip=False, grad_scale=1.0, lr_scale=scale, group_scale=None)
 
     def settle(self) -> None:
         """Restores the optimizer after a step that raised. Do not call it during a step."""

@@ -95,7 +95,7 @@ class LayerStatistics:
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._layers = list(layers)
         self._buffers: list[Tensor] = []
-        self._blocks: list[_Block] = []
+        self._blocks: list[_BufferBlock] = []
         self.save()
 
     def cover(self, layers: Sequence[nn.Module]) -> None:
@@ -114,7 +114,7 @@ class LayerStatistics:
             # train mode no backward reads them, but it would raise because they have changed.
             local = each.to_local() if hasattr(each, "to_local") else each  # type: ignore[operator]
             kinds.setdefault((each.device, each.dtype), []).append(local.data.view(-1))
-        self._blocks = [_Block(buffers) for buffers in kinds.values()]
+        self._blocks = [_BufferBlock(buffers) for buffers in kinds.values()]
 
     @torch.no_grad()
     def end(self, skipped: bool | Tensor) -> None:
@@ -151,7 +151,7 @@ def statistics(layers: Sequence[nn.Module]) -> list[Tensor]:
     return found
 
 
-class _Block:
+class _BufferBlock:
     """Statistics of one dtype on one device.
 
     Args:

@@ -63,7 +63,7 @@ class TorchDriver:
         except BaseException:
             self._detach()
             raise
-        names = live_state.Names(self._state)
+        names = live_state.ParameterNames(self._state)
         self._pending: PendingEntries = PendingEntries()
         self._recorders = [
             Recorder(name, healing, names, self._pending) for name, healing in self.healings.items()

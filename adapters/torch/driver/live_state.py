@@ -73,7 +73,7 @@ def scaler(state: Mapping[str, Any]) -> torch.amp.GradScaler | None:
     return found[0] if len(found) == 1 else None
 
 
-class Names:
+class ParameterNames:
     """Names of parameters: as in their module, or by their position in the optimizer.
 
     Args:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy as np
 from healcore.core.evidence import Evidence, standouts
 from healcore.core.step_record import StepRecord
 from healcore.runtime.store.ranks import Ranks
+from healcore.torch.driver.live_state import ParameterNames
 from healcore.torch.errors import RanksDisagreeError
 from healcore.torch.healing import Healing
 from healcore.torch.measurement import StepNorms
@@ -25,11 +25,8 @@ _NEVER_POLLED, _POLLED_BEFORE = 100, 1000
 """Steps without a poll after which a warning is logged: if there never was one, and if there was.
 """
 
-Names = Callable[[Sequence[object]], list[str]]
-"""Parameters -> their names."""
 
-
-class Entry(NamedTuple):
+class PendingEntry(NamedTuple):
     """One judged step of one engine, not read yet."""
 
     recorder: Recorder
@@ -43,11 +40,11 @@ class PendingEntries:
     """The entries since the last `take`: the newest `MOST`, and as many of those with a cause."""
 
     def __init__(self) -> None:
-        self._entries: list[Entry] = []
+        self._entries: list[PendingEntry] = []
         self._count = 0
         self._polled = self._warned = False
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: PendingEntry) -> None:
         """Adds one entry."""
         self._entries.append(entry)
         self._count += 1
@@ -65,7 +62,7 @@ class PendingEntries:
                 self._count,
             )
 
-    def take(self) -> list[Entry]:
+    def take(self) -> list[PendingEntry]:
         """Returns the entries, oldest first, and removes them."""
         self._polled, self._count = True, 0
         taken, self._entries = self._entries, []
@@ -86,7 +83,7 @@ class EvidenceReader:
         names: gives the names of parameters.
     """
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: ParameterNames) -> None:
         self._names = names
         self._usual: StepNorms | None = None
 
@@ -120,7 +117,9 @@ class Recorder:
         pending: where entries are added; the same for all optimizers.
     """
 
-    def __init__(self, name: str, healing: Healing, names: Names, pending: PendingEntries) -> None:
+    def __init__(
+        self, name: str, healing: Healing, names: ParameterNames, pending: PendingEntries
+    ) -> None:
         self.name = name
         self.healing = healing
         self.evidence = EvidenceReader(names)
@@ -135,7 +134,7 @@ class Recorder:
 
     def _record(self, norms: StepNorms) -> None:
         record = pending_record(self.healing.live_engine)
-        self._pending.add(Entry(self, record, self._before, norms))
+        self._pending.add(PendingEntry(self, record, self._before, norms))
         self._before = record
 
 
@@ -151,7 +150,7 @@ class PendingStep:
 
     count = 1
 
-    def __init__(self, entries: list[Entry], ranks: Ranks | None = None) -> None:
+    def __init__(self, entries: list[PendingEntry], ranks: Ranks | None = None) -> None:
         self._entries = entries
         self._ranks = ranks
         self._records: list[StepRecord] | None = None
@@ -176,7 +175,7 @@ class PendingStep:
         return self._records
 
 
-def _compare(entries: list[Entry], ranks: Ranks) -> None:
+def _compare(entries: list[PendingEntry], ranks: Ranks) -> None:
     mine = [(each.recorder.name, each.record.read()) for each in entries]
     decided = [(name, n.step, n.action, n.cause, n.skip, n.lr_scale) for name, n in mine]
     if any(other != decided for other in ranks.gather(decided)):
@@ -187,7 +186,7 @@ def _compare(entries: list[Entry], ranks: Ranks) -> None:
         )
 
 
-def _record(entry: Entry) -> StepRecord:
+def _record(entry: PendingEntry) -> StepRecord:
     record = entry.record.read()._replace(engine=entry.recorder.name)
     before = entry.before if isinstance(entry.before, int) else entry.before.read().step
     if record.step == before:

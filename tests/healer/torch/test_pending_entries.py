@@ -9,13 +9,13 @@ import pytest
 from torch.optim import AdamW
 
 from healcore.runtime.healer import Healer
-from healcore.torch.driver.pending_step import MOST, Entry
+from healcore.torch.driver.pending_step import MOST, PendingEntry
 from tests.healer.torch.runs import Run
 
 
 def entries() -> int:
     gc.collect()
-    return sum(isinstance(each, Entry) for each in gc.get_objects())
+    return sum(isinstance(each, PendingEntry) for each in gc.get_objects())
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
