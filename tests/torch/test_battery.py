@@ -1,4 +1,4 @@
-"""Every optimizer, in both seats: skips are exact, what passes is the optimizer's own."""
+"""Every optimizer, on both engines: skips are exact, what passes is the optimizer's own."""
 
 from __future__ import annotations
 
