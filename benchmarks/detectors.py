@@ -52,15 +52,21 @@ def engine_alarms(engine: Engine, runs: Iterable[Run]) -> tuple[Alarms, Alarms]:
 
 
 def lanes(runs: list[Run]) -> Signals:
-    """Signals (rows, runs): a shorter run ends in void steps."""
+    """Signals (rows, runs): a shorter run ends in externally skipped steps."""
     shape = (max(len(run.loss) for run in runs), len(runs))
-    loss, norm, void = np.ones(shape, np.float32), np.ones(shape, np.float32), np.ones(shape, bool)
+    loss, norm, skipped = (
+        np.ones(shape, np.float32),
+        np.ones(shape, np.float32),
+        np.ones(shape, bool),
+    )
     for lane, run in enumerate(runs):
         rows = slice(len(run.loss))
-        loss[rows, lane], void[rows, lane] = run.loss, False
+        loss[rows, lane], skipped[rows, lane] = run.loss, False
         if run.norm is not None:
             norm[rows, lane] = run.norm
-    return Signals(loss=loss, grad_norm=None if runs[0].norm is None else norm, void=void)
+    return Signals(
+        loss=loss, grad_norm=None if runs[0].norm is None else norm, externally_skipped=skipped
+    )
 
 
 def _scan(engine: Engine, trace: Signals) -> tuple[np.ndarray, np.ndarray]:
@@ -72,7 +78,7 @@ def _scan(engine: Engine, trace: Signals) -> tuple[np.ndarray, np.ndarray]:
         new, decision = engine.step(state, seen, xp=xp)
         before, after = state.incident, new.incident
         due = (after.recovered == 0) & ((before.recovered != 0) | (before.number != after.number))
-        return new, (due, decision.skip & ~seen.void)
+        return new, (due, decision.skip & ~seen.externally_skipped)
 
     try:
         import jax

@@ -1,6 +1,6 @@
 """What one optimizer step costs with healcore, beside what people use today.
 
-torch, fused AdamW: nothing, clip_grad_norm_, healcore (both seats of the engine), and the packages
+torch, fused AdamW: nothing, clip_grad_norm_, healcore (host and device engine), and the packages
 zclip and smartclip. JAX, jitted with donation: adamw alone, clip_by_global_norm, heal_zclip,
 protect. All in one process, interleaved; ratios are over the step with a fixed clip. Host syncs per
 step are counted in torch as calls of aten::_local_scalar_dense.
@@ -153,7 +153,7 @@ def bench_torch(params: int, tensors: int, rounds: int, warmup: int) -> dict[str
         contender("healcore zclip", healed("zclip", "auto")),
         contender("healcore default", healed("default", "auto")),
         contender("Healer default", driven),
-        contender("healcore default, device seat", healed("default", "device")),
+        contender("healcore default, device engine", healed("default", "device")),
         contender("zclip 1.0.0 + adamw", zclip),
         contender("smartclip + adamw", smart),
     ]

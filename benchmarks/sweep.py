@@ -34,7 +34,7 @@ import numpy as np
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import Engine, EngineConfig
 from healcore.core.signals import Signals, observe
-from healcore.jax.sweeping import JaxScan
+from healcore.jax.sweep_scan import JaxScan
 from healcore.policy import load
 from healcore.tools.replay.judging import by_name, judge
 from healcore.tools.replay.scoring import FEWEST, Label

@@ -25,9 +25,14 @@ from healcore.jax.commit import CommitError, commit  # noqa: E402
 from healcore.jax.decision import gradient_norms, last_decision, metrics  # noqa: E402
 from healcore.jax.lr import ScaleByHealLrState, scale_by_heal_lr, set_lr_scale  # noqa: E402
 from healcore.jax.norms import global_norm, leaf_norms  # noqa: E402
-from healcore.jax.porting import expect_change, from_dict, on_rollback, to_dict  # noqa: E402
 from healcore.jax.protect import ProtectState, protect  # noqa: E402
 from healcore.jax.state import HealState, HealStateError  # noqa: E402
+from healcore.jax.state_transfer import (  # noqa: E402
+    expect_change,
+    from_dict,
+    on_rollback,
+    to_dict,
+)
 from healcore.jax.transform import heal, heal_zclip  # noqa: E402
 
 if TYPE_CHECKING:

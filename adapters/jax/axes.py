@@ -1,8 +1,8 @@
-"""One decision on every device of a mesh: signals reduced over the axes of `shard_map` or `pmap`.
+"""`Axes`: reduces signals over the axes of `shard_map` or `pmap`, so that all devices decide alike.
 
 Where JAX itself distributes a step (`jit` over sharded arrays) a norm is global anyway. Inside
-`shard_map`, `pmap` and a `vmap` with an axis name each device computes with its own part, and would
-decide by its own loss and norm.
+`shard_map`, `pmap` and a `vmap` with an axis name each device computes with its own part only, and
+would decide by its own loss and norm.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from healcore.jax.norms import global_norm
 AxisName = str | tuple[str, ...] | None
 
 _MEANS = ("loss", "eval_loss", "update_norm", "learning_rate")
-_FLAGS = ("change_expected", "void")
+_FLAGS = ("change_expected", "externally_skipped")
 
 
 class Axes(NamedTuple):
-    """The axes over which the devices have to agree."""
+    """The axes over which the devices have to decide alike."""
 
     averaged: tuple[str, ...] = ()
     """Gradients are the same along them (already averaged, as in data-parallel training)."""
@@ -36,7 +36,7 @@ class Axes(NamedTuple):
         """The axes that a user names.
 
         Raises:
-            TypeError: a name is no string, or an axis is in both.
+            TypeError: a name is not a string, or an axis is in both.
         """
         axes = cls(
             _names("axis_name", axis_name),
@@ -58,11 +58,11 @@ class Axes(NamedTuple):
     ) -> tuple[Signals, chex.Array | None]:
         """The signals of the whole step, the same on every device: one all-reduce.
 
-        Losses and rates are averaged, norms combined, flags hold if they hold anywhere; NaN and
-        Inf on one device are everywhere afterwards.
+        Losses and rates are averaged, norms combined, and a flag is set if any device sets it. A
+        NaN or Inf on one device is on every device afterwards.
 
         Args:
-            own: of this device.
+            own: the signals of this device.
             leaf_norms: float32 (n,), norms of this device's gradient leaves, or None.
             given_norm: the caller has passed the global norm.
         """
@@ -95,9 +95,9 @@ class Axes(NamedTuple):
         return jnp.sqrt(total / self._size(self.averaged))
 
     def any(self, flag: chex.Array) -> chex.Array:
-        """Whether a flag (bool, 0-d) holds on any device.
+        """Whether a flag (bool, 0-d) is set on any device.
 
-        Without axes as well, where JAX knows that the flag differs between devices (`check_vma`).
+        Also reduced without axes, where JAX knows that the flag differs (`check_vma`).
         """
         names = self.averaged + self.split or _varying(flag)
         return jax.lax.psum(flag.astype(jnp.int32), names) > 0 if names else flag

@@ -1,4 +1,4 @@
-"""Keep or take a whole train state: parameters, optimizer, batch statistics, EMA, accumulators."""
+"""`commit`: keeps the old train state on a skip: parameters, batch statistics, EMA, and so on."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class CommitError(HealcoreError, TypeError):
 def commit(skip: chex.Array, old: State, new: State) -> State:
     """Returns `old` where `skip`, else `new`: the train state as one transaction.
 
-    A skipped optimizer step alone leaves what the forward pass wrote (BatchNorm statistics, EMA
-    weights, accumulators) as the bad batch made it; this takes all of it back. Keep the healing
-    state out of it: a counter of skips that is itself taken back never counts.
+    Skipping the optimizer step alone keeps what the bad batch wrote in the forward pass (BatchNorm
+    statistics, EMA weights, accumulators); `commit` reverts all of it. Leave the healing state out
+    of it: a counter of skips that is itself reverted never counts.
 
     Args:
         skip: bool, 0-d, usually ``decision.skip``.
@@ -31,7 +31,7 @@ def commit(skip: chex.Array, old: State, new: State) -> State:
         new: a tree of the same structure, shapes and dtypes.
 
     Returns:
-        A tree like `new`. Bit for bit one of the two: also -0.0, subnormals and NaN payloads.
+        A tree like `new`, bit for bit one of the two, including -0.0, subnormals and NaN payloads.
 
     Raises:
         CommitError: structure, shape or dtype differ; the message names the leaf.
@@ -63,10 +63,10 @@ def select(skip: chex.Array, old: Any, new: Any, *, name: str = "leaf") -> Any:
         skip: bool, 0-d.
         old: array, PRNG key or number.
         new: the same shape and dtype.
-        name: what to call the leaf in an error.
+        name: of the leaf, for an error.
 
     Raises:
-        CommitError: the two differ in shape or dtype, or are no arrays and not equal.
+        CommitError: the two differ in shape or dtype, or are not arrays and not equal.
     """
     if old is new or _is_float0(old):
         return new
@@ -87,8 +87,8 @@ def select(skip: chex.Array, old: Any, new: Any, *, name: str = "leaf") -> Any:
     bits = _SMALL_FLOATS.get(_width(old.dtype))
     if bits is None:
         return jnp.where(skip, old, new)
-    # XLA on a CPU selects bfloat16 by way of float32 and there makes every NaN the same NaN: 252
-    # of 65536 bit patterns changed (measured). As integers they stay.
+    # XLA on a CPU selects bfloat16 through float32, where every NaN becomes the same NaN: 252 of
+    # 65536 bit patterns changed (measured). As integers they do not change.
     as_bits = jax.lax.bitcast_convert_type
     chosen = jnp.where(skip, as_bits(old, bits), as_bits(new, bits))
     return as_bits(chosen, old.dtype)

@@ -1,4 +1,4 @@
-"""Reading the last decision, and a logger's numbers, out of an optimizer state."""
+"""The last decision, metrics and gradient norms in an optimizer state."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import optax
 
 from healcore.core.engine import readout
 from healcore.core.verdict import Decision
-from healcore.jax import packing
 from healcore.jax import state as heal_state
-from healcore.jax.norms import judged
+from healcore.jax import state_layout
+from healcore.jax.norms import is_gradient
 from healcore.jax.state import HealStateError
 
 
@@ -31,7 +31,7 @@ def last_decision(opt_state: optax.OptState) -> Decision:
         opt_state: any nesting of optax states with one `heal`, `heal_zclip` or `protect` in it.
 
     Returns:
-        The Decision, 0-d arrays, nothing is copied. Neutral before the first step.
+        The Decision, 0-d arrays, not copied. Neutral before the first step.
 
     Raises:
         HealStateError: there is no healing state in it, or more than one.
@@ -47,7 +47,7 @@ def metrics(opt_state: optax.OptState) -> dict[str, chex.Array]:
 
     Returns:
         See `healcore.core.engine.readout.metrics`; `heal/loss` is NaN until there was a finite one,
-        so also where nobody passes `value=`.
+        so also where `value=` is never passed.
 
     Raises:
         HealStateError: there is no healing state in it, or more than one.
@@ -58,24 +58,24 @@ def metrics(opt_state: optax.OptState) -> dict[str, chex.Array]:
 
 @jax.jit
 def _metrics(floats: chex.Array, ints: chex.Array) -> dict[str, chex.Array]:
-    """Compiled, so that outside of a compiled step it is one dispatch."""
-    view: Any = _View(packing.head(floats, ints), "")
+    """Compiled, so that it is one dispatch outside of a compiled step."""
+    view: Any = _View(state_layout.head(floats, ints), "")
     found = readout.metrics(view)
-    # The state itself stays finite: a checkpoint with a NaN in it would not be a good one.
-    loss = jnp.where(packing.marks(ints).loss_seen != 0, found["heal/loss"], jnp.nan)
+    # The state itself stays finite: a checkpoint with a NaN in it would count as bad.
+    loss = jnp.where(state_layout.marks(ints).loss_seen != 0, found["heal/loss"], jnp.nan)
     return {**found, "heal/loss": loss}
 
 
 def gradient_norms(opt_state: optax.OptState, params: optax.Params) -> dict[str, chex.Array]:
     """The norm of each parameter's gradient at the last step, before clipping, for a logger.
 
-    They were computed for the decision anyway, and naming them costs a step nothing.
+    They were computed for the decision anyway; naming them costs a step nothing.
 
         logger.log({f"grad_norm/{name}": float(norm) for name, norm in norms.items()})
 
     Args:
         opt_state: any nesting of optax states with one healing state in it.
-        params: what the gradients are of, or any tree of that structure; for names only.
+        params: the parameters, or any tree of their structure; only their names are used.
 
     Returns:
         ``"params/Dense_0/kernel"`` -> L2 norm, float32 0-d. Zeros before the first step, and
@@ -86,7 +86,9 @@ def gradient_norms(opt_state: optax.OptState, params: optax.Params) -> dict[str,
             number of floating tensors than there were gradients.
     """
     norms = jnp.unstack(heal_state.find(opt_state).heal_leaf_norms)
-    paths = [path for path, leaf in jax.tree_util.tree_leaves_with_path(params) if judged(leaf)]
+    paths = [
+        path for path, leaf in jax.tree_util.tree_leaves_with_path(params) if is_gradient(leaf)
+    ]
     if len(paths) != len(norms):
         raise HealStateError(
             f"there were {len(norms)} gradients, and params has {len(paths)} floating "
@@ -97,9 +99,9 @@ def gradient_norms(opt_state: optax.OptState, params: optax.Params) -> dict[str,
 
 
 class _View:
-    """The flat state read by attributes: ``view.tally.skips`` is ``flat["tally_skips"]``.
+    """Reads the flat state by attributes: ``view.tally.skips`` is ``flat["tally_skips"]``.
 
-    So that the metrics need no policy to know the structure by.
+    With it the metrics need no policy to know the structure.
     """
 
     def __init__(self, flat: Mapping[str, chex.Array], name: str) -> None:

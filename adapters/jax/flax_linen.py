@@ -1,4 +1,4 @@
-"""A linen TrainState that hands the loss to the optimizer and takes a bad step back as a whole."""
+"""A linen TrainState that passes the loss to the optimizer and reverts a skipped step whole."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class HealTrainState(train_state.TrainState):
 
     Flax's own ``apply_gradients(grads=, value=)`` raises TypeError: its keywords are fields to
     replace. Here the healing signals go to the optimizer, every other keyword is a field, as
-    before. On a skip the step counter, the parameters and those fields are what they were, but for
-    PRNG keys, typed or raw: they go on, since a bad draw (of dropout, of noise) would come again at
-    the next step, and for ever.
+    before. On a skip the step counter, the parameters and those fields stay as they were. PRNG
+    keys, typed or raw, are replaced nevertheless: else the next step would repeat a bad draw (of
+    dropout, of noise), and so on.
 
     Example:
         class State(HealTrainState):
@@ -52,7 +52,7 @@ class HealTrainState(train_state.TrainState):
         grad_norm: ArrayLike | None = None,
         update_norm: ArrayLike | None = None,
         change_expected: ArrayLike | None = None,
-        void: ArrayLike | None = None,
+        externally_skipped: ArrayLike | None = None,
         learning_rate: ArrayLike | None = None,
         **kwargs: Any,
     ) -> Self:
@@ -65,7 +65,7 @@ class HealTrainState(train_state.TrainState):
             grad_norm: global norm, where the caller has to reduce it over a mesh.
             update_norm: norm of the last update; `protect` knows it itself.
             change_expected: bool, a change of LR, batch, data or weights.
-            void: bool, skip this step, which is neither learnt nor counted.
+            externally_skipped: bool, skip this step, which is neither learnt nor counted.
             learning_rate: the schedule's rate at this step, for a limit in absolute terms.
             **kwargs: fields to replace, for example ``batch_stats``; on a skip only keys are.
 
@@ -83,7 +83,7 @@ class HealTrainState(train_state.TrainState):
             "grad_norm": grad_norm,
             "update_norm": update_norm,
             "change_expected": change_expected,
-            "void": void,
+            "externally_skipped": externally_skipped,
             "learning_rate": learning_rate,
         }
         signals = {name: signal for name, signal in given.items() if signal is not None}

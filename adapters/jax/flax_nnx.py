@@ -1,4 +1,4 @@
-"""Healing with `nnx.Optimizer`: pass the loss, take the whole model back on a skip."""
+"""Healing with `nnx.Optimizer`: passes the loss, and reverts the whole model on a skip."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from healcore.jax.commit import commit
 
 
 def snapshot(model: nnx.Module) -> Any:
-    """What `update` goes back to on a skip. Take it before the forward pass. Copies nothing.
+    """What `update` reverts to on a skip. Call it before the forward pass. Copies nothing.
 
     Args:
         model: the module.
 
     Returns:
-        All its variables except random streams: those go on, so that the step after a skip does
-        not draw the dropout mask of the bad one.
+        All its variables except random streams: those advance, so that the step after a skip does
+        not use the dropout mask of the bad one.
     """
     return _arrays(nnx.state(model, nnx.Not(nnx.RngState)))
 
@@ -34,7 +34,7 @@ def update(
     before: Any = None,
     **signals: Any,
 ) -> Decision:
-    """One step of ``optimizer.update(model, grads)`` that leaves no trace when it is skipped.
+    """One step of ``optimizer.update(model, grads)`` that changes nothing when it is skipped.
 
     ``optimizer.update(model, grads, value=loss)`` alone already protects parameters and optimizer
     state (with `protect`), but counts ``optimizer.step`` up, and what the forward pass wrote

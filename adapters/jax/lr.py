@@ -1,4 +1,4 @@
-"""The learning-rate multiplier in a chain, where the host can reach it."""
+"""The learning-rate multiplier in a chain, where the host can set it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ State = TypeVar("State")
 
 
 class ScaleByHealLrState(NamedTuple):
-    """One multiplier under a name that nothing else in a chain has."""
+    """One multiplier, under a name that no other state in a chain has."""
 
     heal_lr_scale: chex.Array
     """float32 0-d in (0, 1]."""
 
 
 def scale_by_heal_lr() -> optax.GradientTransformationExtraArgs:
-    """Multiplies the updates by a number in the state, 1.0 until somebody sets it.
+    """Multiplies the updates by a number in the state, 1.0 until it is set.
 
-    `heal` stands before the optimizer in a chain and cannot reach the learning rate behind it, and
-    the learning rate of a schedule cannot be overridden from outside. Put this last:
+    `heal` comes before the optimizer in a chain and cannot change its learning rate, and a schedule
+    cannot be overridden from outside. Put this last:
 
         tx = optax.chain(heal("default"), optax.adamw(schedule), scale_by_heal_lr())
         ...

@@ -1,7 +1,7 @@
-"""A fresh state on the mesh of the parameters, so that a step is compiled once.
+"""Puts a fresh state on the mesh of the parameters, so that a step is compiled only once.
 
-`jnp.zeros(())` belongs to no mesh, and comes back from a compiled step on that of the parameters:
-another type to `jax.jit`, which would trace and compile the step a second time.
+`jnp.zeros(())` is on no mesh, and a compiled step returns it on the mesh of the parameters: another
+type for `jax.jit`, which would trace and compile the step a second time.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 
 def on_mesh_of(params: Any, state: Any) -> Any:
-    """The state with its arrays of no mesh replicated over that of the parameters.
+    """The state, with arrays that are on no mesh replicated over the mesh of the parameters.
 
     Args:
-        params: a tree of arrays, traced or not; without a mesh nothing is done.
-        state: fresh from `init`. Copies what it moves, which are scalars and short vectors.
+        params: a tree of arrays, traced or not; without a mesh the state is returned as it is.
+        state: fresh from `init`. What is moved is copied: scalars and short vectors.
     """
     shardings = (each.sharding for each in jax.tree.leaves(params) if _is_array(each))
     sharding = next((each for each in shardings if isinstance(each, NamedSharding)), None)

@@ -1,7 +1,7 @@
 """Gradient norms in float32, whatever the gradients are stored in.
 
-optax's own norm works in the dtype of the leaves: float16 squares overflow from 256 on, and
-bfloat16 loses 0.3 %. Both would make the engine judge a rounding error.
+optax's norm is computed in the dtype of the leaves: float16 squares overflow from 256 on, and
+bfloat16 loses 0.3 %. In both cases the engine would judge a rounding error.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import jax
 import jax.numpy as jnp
 
 
-def judged(leaf: Any) -> bool:
+def is_gradient(leaf: Any) -> bool:
     """Whether a leaf is a gradient: floating or complex. Integer and float0 leaves pass through."""
     return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
-def judged_leaves(tree: Any) -> list[chex.Array]:
-    """The gradients of a tree in flattening order; None and MaskedNode hold none."""
-    return [leaf for leaf in jax.tree.leaves(tree) if judged(leaf)]
+def gradient_leaves(tree: Any) -> list[chex.Array]:
+    """The gradients of a tree in flattening order; None and MaskedNode have none."""
+    return [leaf for leaf in jax.tree.leaves(tree) if is_gradient(leaf)]
 
 
 def square_sums(tree: Any) -> list[chex.Array]:
     """Sum of squared magnitudes of every gradient leaf, each float32 and 0-d."""
-    return [_square_sum(leaf) for leaf in judged_leaves(tree)]
+    return [_square_sum(leaf) for leaf in gradient_leaves(tree)]
 
 
 def global_norm(tree: chex.ArrayTree) -> chex.Array:

@@ -1,8 +1,8 @@
-"""The steps that the host has not read yet, in the optimizer state.
+"""The step records in the optimizer state that the host has not read yet, in ring buffers.
 
-A `lax.scan` takes many steps in one dispatch, and the host sees the state only after the last of
-them. So each step leaves a record in a ring. A step with an order leaves one in a second, short
-ring as well: in a dispatch with more steps than the first ring holds no order is lost.
+A `lax.scan` takes many steps in one dispatch, and the host gets the state only after the last one.
+So each step writes its record into a ring buffer. A step with an order also writes it into a
+second, short one: no order is lost in a dispatch with more steps than the first one holds.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 from jax import lax
 
 STEPS = 32
-"""Steps that are kept unless the user says how many one dispatch takes."""
+"""Steps that are kept by default."""
 ORDERS = 8
-"""Steps with an order that are kept beyond those. One incident brings very few."""
+"""Steps with an order that are kept in addition. One incident has very few."""
 
 
-def checked(steps: Any) -> int:
-    """Raises ValueError unless it is a number of steps."""
+def check_records(steps: Any) -> int:
+    """The number of steps to keep; ValueError unless it is a whole number from 1."""
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(
             f"records is a whole number from 1, the steps of one dispatch, got {steps!r}: 1 where "
@@ -31,19 +31,19 @@ def checked(steps: Any) -> int:
 
 
 def init(steps: int, record: Any) -> jax.Array:
-    """Int32 (steps + ORDERS, words), before the first step: all as `record` says."""
+    """Int32 (steps + ORDERS, words) before the first step: every row is `record`."""
     return jnp.tile(record, (steps + ORDERS, 1))
 
 
 def write(records: Any, record: Any, step: Any, orders: Any, ordered: Any) -> jax.Array:
-    """The rings with one more step.
+    """The ring buffers with one more step.
 
     Args:
         records: int32 (steps + ORDERS, words).
-        record: int32 (words,), from `packing.record`.
+        record: int32 (words,), from `state_layout.record`.
         step: int32, steps judged, this one included.
-        orders: int32, steps with an order before this one.
-        ordered: bool, this is one.
+        orders: int32, number of steps with an order before this one.
+        ordered: bool, whether this step has an order.
     """
     kept = records.shape[0] - ORDERS
     place = (step - 1) % kept
@@ -57,16 +57,18 @@ def last(records: np.ndarray, step: int) -> np.ndarray:
     return records[(step - 1) % (records.shape[0] - ORDERS)]
 
 
-class Counts(NamedTuple):
-    """How far an engine was at one moment."""
+class StepCounts(NamedTuple):
+    """How many steps an engine had judged at one moment."""
 
     steps: int
-    """Judged; a rollback sets them back."""
+    """All steps; a rollback sets the number back."""
     orders: int
-    """Steps with an order, of those before a rollback too."""
+    """Steps with an order, also those that a rollback has undone."""
 
 
-def between(records: np.ndarray, before: Counts, after: Counts) -> tuple[list[np.ndarray], int]:
+def between(
+    records: np.ndarray, before: StepCounts, after: StepCounts
+) -> tuple[list[np.ndarray], int]:
     """The records of the steps between two moments without a rollback, oldest first.
 
     Args:
@@ -75,7 +77,7 @@ def between(records: np.ndarray, before: Counts, after: Counts) -> tuple[list[np
         after: the later one.
 
     Returns:
-        The records, and how many steps are missing (with an order only if those were over ORDERS).
+        The records, and how many steps have none (steps with an order only if over ORDERS).
     """
     kept = records.shape[0] - ORDERS
     first = max(before.steps, after.steps - kept)

@@ -1,4 +1,4 @@
-"""The healing part of an optimizer state, and finding it again inside any nesting."""
+"""`HealState`: the healing part of an optimizer state, and how it is found in any nesting."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from healcore.core.engine import Engine, EngineState, StateError, neutral
 from healcore.core.errors import HealcoreError
 from healcore.core.signals import Signals
 from healcore.core.verdict import Decision
-from healcore.jax import namespace, packing, records
-from healcore.jax.packing import Layout
-from healcore.jax.placement import warn_if_behind
+from healcore.jax import namespace, records, state_layout
+from healcore.jax.chain_order import warn_if_after_optimizer
+from healcore.jax.state_layout import StateLayout
 
 _PREFIX = "heal"
 
@@ -29,8 +29,9 @@ class HealStateError(HealcoreError, ValueError):
 class HealState(NamedTuple):
     """What `heal`, `heal_zclip` and `protect` carry from step to step.
 
-    Few arrays, see `packing`; with names that nothing else has, so that ``optax.tree.get(opt_state,
-    "count")`` finds the optimizer's; and none without elements, which Orbax refuses to save.
+    Few arrays, see `state_layout`. No other state has their names, so that
+    ``optax.tree.get(opt_state, "count")`` finds the optimizer's. None is empty, which Orbax would
+    refuse to save.
     """
 
     heal_floats: chex.Array
@@ -43,7 +44,7 @@ class HealState(NamedTuple):
     heal_decision: dict[str, chex.Array]
     """The decision of the last step, as it was enforced: `heal_skip`, `heal_grad_scale`, ..."""
     heal_leaf_norms: chex.Array
-    """float32 (n,): norm of each gradient leaf at the last step, before clipping, which says where
+    """float32 (n,): norm of each gradient leaf at the last step, before clipping: evidence of where
     a bad gradient came from. Zeros while the caller passes `grad_norm`. No decision reads it."""
 
 
@@ -55,12 +56,12 @@ def init(engine: Engine, leaves: int, kept: int = records.STEPS) -> HealState:
         leaves: number of tensors with a gradient.
         kept: steps whose records the host can read, at least those of one dispatch.
     """
-    layout = Layout(engine, leaves if engine.per_tensor else 0)
+    layout = StateLayout(engine, leaves if engine.per_tensor else 0)
     floats, ints = layout.pack(layout.template, layout.marks)
     return HealState(
         floats,
         ints,
-        records.init(kept, packing.record(floats, ints)),
+        records.init(kept, state_layout.record(floats, ints)),
         _decision(neutral(groups=leaves if engine.per_tensor else None)),
         jnp.zeros((leaves,), jnp.float32),
     )
@@ -71,23 +72,23 @@ def step(
 ) -> tuple[HealState, Decision]:
     """One step of the core, with the dtypes of the state kept (weak types would recompile).
 
-    A voided step is skipped, in observe mode too, and neither learnt nor counted.
+    An externally skipped step is skipped in observe mode too, neither learnt nor counted.
 
     Raises:
-        HealStateError: the state is of another policy, or none of healcore's. While tracing only
-            its form can be told; the fingerprint in it is compared by what reads the device.
+        HealStateError: the state is of another policy, or not a HealState. While tracing only
+            shapes are compared; its fingerprint is compared where the state is concrete.
     """
     old = engine_state(engine, state)
     new, decision = engine.step(old, signals, xp=namespace)
-    if signals.void is not None:
-        # The engine leaves a voided step to whoever voids it; here that has to be this step.
-        decision = decision._replace(skip=decision.skip | signals.void)
+    if signals.externally_skipped is not None:
+        # The engine does not skip such a step, which its caller skips; here this function does.
+        decision = decision._replace(skip=decision.skip | signals.externally_skipped)
     template = neutral(groups=None if decision.group_scale is None else 1)
     decision = tree.map_leaves(_own, template, decision)
     norms = state.heal_leaf_norms
     if leaf_norms is not None and leaf_norms.shape == jnp.shape(norms):
         norms = leaf_norms
-    marks = packing.marks(state.heal_ints)
+    marks = state_layout.marks(state.heal_ints)
     ordered = (new.last.decision.action != 0) & (new.step > old.step)
     orders = marks.orders
     if signals.loss is not None:
@@ -95,7 +96,7 @@ def step(
     marks = marks._replace(orders=orders + ordered)
     floats, ints = _layout_of(engine, state).pack(new, marks)
     rings = records.write(
-        state.heal_records, packing.record(floats, ints), new.step, orders, ordered
+        state.heal_records, state_layout.record(floats, ints), new.step, orders, ordered
     )
     return HealState(floats, ints, rings, _decision(decision), norms), decision
 
@@ -104,20 +105,20 @@ def engine_state(engine: Engine, state: HealState) -> EngineState:
     """The core's own form of the state.
 
     Raises:
-        HealStateError: the state is of another policy, or none of healcore's.
+        HealStateError: the state is of another policy, or not a HealState.
     """
     check(engine, state)
     return _layout_of(engine, state).unpack(state.heal_floats, state.heal_ints)
 
 
 def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> HealState:
-    """The healing state with the core's replaced, in the form that it has.
+    """The healing state with the engine's state replaced; shapes and dtypes stay.
 
     Raises:
         StateError: `new` is of a model with other tensors.
     """
     layout = _layout_of(engine, state)
-    old = packing.marks(state.heal_ints)
+    old = state_layout.marks(state.heal_ints)
     seen = old.loss_seen | (jnp.asarray(new.last.loss) != 0)
     floats, ints = layout.pack(new, old._replace(loss_seen=seen))
     if floats.shape != jnp.shape(state.heal_floats) or ints.shape != jnp.shape(state.heal_ints):
@@ -126,7 +127,7 @@ def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> Hea
             f"{jnp.shape(state.heal_floats)[0]}: it is of a model with other tensors; start from a "
             "fresh state"
         )
-    record, step = packing.record(floats, ints), packing.step(ints)
+    record, step = state_layout.record(floats, ints), state_layout.step(ints)
     rings = records.write(state.heal_records, record, step, old.orders, step != step)
     return state._replace(heal_floats=floats, heal_ints=ints, heal_records=rings)
 
@@ -137,7 +138,7 @@ def check(engine: Engine, state: Any) -> None:
     Shapes always; the fingerprint where it can be read, that is not of a traced state.
     """
     if not isinstance(state, HealState):
-        raise foreign(state)
+        raise no_heal_state_error(state)
     layout = _layout_of(engine, state)
     found = (jnp.shape(state.heal_floats)[-1:], jnp.shape(state.heal_ints)[-1:])
     if found != ((layout.floats,), (layout.ints,)):
@@ -147,12 +148,12 @@ def check(engine: Engine, state: Any) -> None:
         )
     if isinstance(state.heal_ints, Tracer):
         return
-    marks = [np.asarray(each) for each in packing.marks(np.asarray(state.heal_ints))[:3]]
-    if (marks[0] != packing.SCHEMA).any():
+    marks = [np.asarray(each) for each in state_layout.marks(np.asarray(state.heal_ints))[:3]]
+    if (marks[0] != state_layout.SCHEMA).any():
         raise HealStateError(
-            f"this healing state has layout {marks[0]}, this release has {packing.SCHEMA}: take "
-            "the healing part of a fresh state, "
-            "with_heal_state(without_heal_state(old), like=tx.init(params))"
+            f"this healing state has layout {marks[0]}, this release has {state_layout.SCHEMA}: "
+            "take the healing part of a fresh state, with_heal_state(without_heal_state(old), "
+            "like=tx.init(params))"
         )
     words = layout.marks.policy_high, layout.marks.policy_low
     for word, own in zip(marks[1:], words, strict=True):
@@ -166,13 +167,13 @@ def check(engine: Engine, state: Any) -> None:
 
 _REMEDY = (
     "Name one policy everywhere, as in protect(tx, policy) and Healer(policy); to go on with "
-    "another one than the state was made with, let its detectors begin anew: "
+    "another one than the state was made with, let its detectors start again: "
     "with_heal_state(without_heal_state(old), like=tx.init(params))"
 )
 
 
-def foreign(state: Any) -> HealStateError:
-    """What to say of an optimizer state without the healing part that an update expects."""
+def no_heal_state_error(state: Any) -> HealStateError:
+    """The error for an optimizer state that has no healing state where `update` needs one."""
     return HealStateError(
         f"this optimizer state ({type(state).__name__}) is of an optimizer without healcore, or of "
         "another chain: an optimizer made with protect(), heal() or heal_zclip() begins with its "
@@ -181,10 +182,10 @@ def foreign(state: Any) -> HealStateError:
     )
 
 
-def _layout_of(engine: Engine, state: HealState) -> Layout:
+def _layout_of(engine: Engine, state: HealState) -> StateLayout:
     factors = state.heal_decision.get(f"{_PREFIX}_group_scale")
-    # Made anew each time: an engine's numbers may be tracers, which nothing may hold on to.
-    return Layout(engine, 0 if factors is None else jnp.shape(factors)[-1])
+    # Not cached: an engine's numbers may be tracers, which must not be kept.
+    return StateLayout(engine, 0 if factors is None else jnp.shape(factors)[-1])
 
 
 def decision(state: HealState) -> Decision:
@@ -222,7 +223,7 @@ def find(opt_state: Any) -> HealState:
         if _is_heal(leaf)
     ]
     if len(found) == 1:
-        warn_if_behind(opt_state, found[0][0])
+        warn_if_after_optimizer(opt_state, found[0][0])
         return found[0][1]
     if found:
         places = ", ".join(f"opt_state{jax.tree_util.keystr(path)}" for path, _ in found)
@@ -248,10 +249,10 @@ def replace(opt_state: Any, new: HealState) -> Any:
 
 
 def _own(kind: Any, leaf: chex.Array) -> chex.Array:
-    """The leaf with the dtype of `kind`, in a buffer that no other leaf has.
+    """The leaf with the dtype of `kind`, in a buffer of its own.
 
-    Eager code returns the same array in several places (the LR multiplier is in the telemetry,
-    too), and the same buffer cannot be donated twice to a compiled step that follows.
+    Eager code returns the same array for several leaves (the LR multiplier is in the metrics too),
+    and one buffer cannot be donated twice to a compiled step that follows.
     """
     if isinstance(leaf, Tracer):
         return jnp.asarray(leaf, kind.dtype)

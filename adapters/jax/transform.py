@@ -1,4 +1,4 @@
-"""`heal` and `heal_zclip`: gradient transformations that stand before the optimizer in a chain."""
+"""`heal` and `heal_zclip`: gradient transformations that come before the optimizer in a chain."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from healcore.jax import state as heal_state
 from healcore.jax import updates as on_updates
 from healcore.jax.axes import Axes, AxisName
 from healcore.jax.meshes import on_mesh_of
-from healcore.jax.records import STEPS, checked
-from healcore.jax.signals import count_leaves, gather, say_if_unseen
+from healcore.jax.records import STEPS, check_records
+from healcore.jax.signals import count_leaves, make_signals, warn_if_no_loss
 from healcore.jax.state import HealState
 
 if TYPE_CHECKING:
@@ -41,10 +41,10 @@ def heal(
     records: int = STEPS,
     **overrides: Unpack[Overrides],
 ) -> optax.GradientTransformationExtraArgs:
-    """Judges each step by a policy and clips, or replaces, its gradients.
+    """Judges each step by a policy, and clips or replaces its gradients.
 
-    One member of a chain cannot see its neighbours. On a skip it hands on zeros, which the
-    optimizer behind it still takes as a step: moments decay, Adam and weight decay still move the
+    A member of a chain cannot control the others. On a skip it passes on zeros, with which the
+    optimizer after it still takes a step: moments decay, Adam and weight decay still move the
     parameters a little, counters count. Where a skip has to leave everything exactly as it was,
     use `protect`, or ``optax.chain(heal(policy, on_skip="nan"), optax.apply_if_finite(inner, 2**31
     - 1))``. The policy's LR multiplier is in the decision; `scale_by_heal_lr` applies it.
@@ -53,7 +53,7 @@ def heal(
         policy: a preset's name, the path of a TOML file, a `healcore.policy.Policy`, an Engine or
             an EngineConfig, whose numbers may be traced arrays.
         on_skip: what a skipped step's updates are: "zero", or "nan" as a signal to
-            `optax.apply_if_finite` (any other optimizer is ruined by it).
+            `optax.apply_if_finite` (NaN would ruin the state of any other optimizer).
         axis_name: mesh axes of a `shard_map` or `pmap` around the update along which the gradients
             are the same (averaged with `pmean`). Loss and norms are averaged over them, so that
             every device decides alike. Not needed under `jit` alone.
@@ -66,10 +66,10 @@ def heal(
     Returns:
         A transformation whose `update` takes, all optional and by keyword: `value` (loss, one
         floating number), `eval_loss` (NaN at steps without evaluation), `grad_norm` (when it has
-        to be reduced over a mesh first), `update_norm`, `change_expected` and `void` (bools), and
-        `learning_rate` (the schedule's, so that a limit on it is absolute). Without
-        `value` the detectors of the loss rest. Unknown keywords are ignored. `update` raises
-        SignalError, while tracing, for a signal that is not one number of the right kind.
+        to be reduced over a mesh first), `update_norm`, `change_expected` and `externally_skipped`
+        (bool each), and `learning_rate` (the schedule's: a limit on it is absolute). Without
+        `value` the detectors of the loss are inactive. Unknown keywords are ignored. `update`
+        raises SignalError, while tracing, for a signal that is not one number of the right kind.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -85,7 +85,7 @@ def heal(
 
     _check_on_skip(on_skip)
     axes = Axes.of(axis_name, shard_axis_name)
-    return _transformation(engine_of(policy, overrides), on_skip, axes, checked(records))
+    return _transformation(engine_of(policy, overrides), on_skip, axes, check_records(records))
 
 
 def heal_zclip(
@@ -98,18 +98,18 @@ def heal_zclip(
     axis_name: AxisName = None,
     shard_axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """ZClip with its faults mended, in the place of `optax.clip_by_global_norm`.
+    """ZClip with its faults fixed; replaces `optax.clip_by_global_norm`.
 
-    Clips a gradient norm that stands out from its own recent history, replaces a non-finite
-    gradient (see `heal` for what a skip is in a chain), and moves its baseline after a true level
-    shift, where the published rule clips every later step for ever.
+    Clips a gradient norm that stands out from its recent history, replaces a non-finite gradient
+    (see `heal` for what a skip is in a chain), and adapts its baseline after a real level shift,
+    where the published rule would clip every later step.
 
     Args:
         z_threshold: z-score above which a norm is a spike.
         ema_decay: decay of the norm's mean and variance per step, in (0, 1).
         warmup_steps: finite norms averaged before the z-score is used, at least 1.
-        target: what a spike is brought down to.
-        max_norm: absolute limit besides; None for none.
+        target: what a spike is clipped to.
+        max_norm: absolute limit in addition; None for none.
         on_skip: see `heal`.
         axis_name: see `heal`.
         shard_axis_name: see `heal`.
@@ -120,7 +120,7 @@ def heal_zclip(
 
     Raises:
         ValueError: a number is out of range, or `target` or `on_skip` is unknown.
-        TypeError: something else stands in the place of a number.
+        TypeError: an argument is not a number.
 
     References:
         Kumar et al., `ZClip: Adaptive Spike Mitigation for LLM Pre-Training
@@ -144,12 +144,12 @@ def heal_zclip(
     return _transformation(Engine(config), on_skip, Axes.of(axis_name, shard_axis_name))
 
 
-def visible(engine: Engine, updates: optax.Updates) -> optax.Updates:
-    """The gradients, for judging them.
+def unfused(engine: Engine, updates: optax.Updates) -> optax.Updates:
+    """The gradients, behind a barrier in observe mode.
 
-    In observe mode they go to the optimizer unchanged, and XLA would then let the norm and the
-    second moment share one square of them, which it writes out to memory (the size of all
-    parameters). The barrier keeps the two apart; outside observe mode the scaling does.
+    In observe mode the optimizer gets them unchanged, and XLA would let the norm and the second
+    moment share their squares, which it writes out to memory (the size of all parameters). The
+    barrier prevents that; outside observe mode the scaling does.
     """
     return jax.lax.optimization_barrier(updates) if engine.mode == "observe" else updates
 
@@ -183,27 +183,27 @@ def _transformation(
         grad_norm: ArrayLike | None = None,
         update_norm: ArrayLike | None = None,
         change_expected: ArrayLike | None = None,
-        void: ArrayLike | None = None,
+        externally_skipped: ArrayLike | None = None,
         learning_rate: ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, HealState]:
         del params, extra_args
 
-        say_if_unseen(engine, value)
-        signals, norms = gather(
-            visible(engine, updates),
+        warn_if_no_loss(engine, value)
+        signals, norms = make_signals(
+            unfused(engine, updates),
             per_tensor=engine.per_tensor,
             value=value,
             eval_loss=eval_loss,
             grad_norm=grad_norm,
             update_norm=update_norm,
             change_expected=change_expected,
-            void=void,
+            externally_skipped=externally_skipped,
             learning_rate=learning_rate,
         )
         signals, norms = axes.signals(signals, norms, given_norm=grad_norm is not None)
         state, decision = heal_state.step(engine, state, signals, norms)
-        if engine.mode == "observe" and void is None:
+        if engine.mode == "observe" and externally_skipped is None:
             return updates, state
         return replace(decision.skip, enforce(engine, decision, updates)), state
 
@@ -214,7 +214,7 @@ def _check_on_skip(on_skip: str) -> None:
     if on_skip not in ("zero", "nan"):
         raise ValueError(
             f"on_skip must be 'zero' or 'nan', got {on_skip!r}: 'nan' is for a chain that goes on "
-            "with optax.apply_if_finite, 'zero' for every other"
+            "with optax.apply_if_finite, 'zero' for any other"
         )
 
 
@@ -247,6 +247,6 @@ def _check_numeric(name: str, value: Any) -> None:
     ):
         raise TypeError(
             f"{name} must be a number or a 0-d array, got {value!r}: heal_zclip takes the numbers "
-            "of ZClip. An optimizer goes behind it, optax.chain(heal_zclip(), optax.adamw(1e-3)); "
+            "of ZClip. An optimizer goes after it, optax.chain(heal_zclip(), optax.adamw(1e-3)); "
             "a policy goes to heal or protect"
         )

@@ -21,7 +21,7 @@ require("torch", "torch")
 from healcore.core.engine import StateError  # noqa: E402
 from healcore.core.signals import SignalError  # noqa: E402
 from healcore.core.verdict import Action, Cause, Decision  # noqa: E402
-from healcore.torch.attaching import attach  # noqa: E402
+from healcore.torch.attachment import attach  # noqa: E402
 from healcore.torch.errors import (  # noqa: E402
     AttachError,
     ObservedTooLateError,

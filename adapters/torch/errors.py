@@ -1,7 +1,7 @@
-"""What can go wrong between a policy and an optimizer. Every message says what to write instead.
+"""Errors between a policy and an optimizer. Every message says what to write instead.
 
-A loss that is none raises `healcore.core.signals.SignalError`, a saved state that does not fit
-`healcore.core.engine.StateError`: the same as in JAX.
+A loss that is not a number raises `healcore.core.signals.SignalError`, and a saved state that does
+not fit `healcore.core.engine.StateError`: the same as in JAX.
 """
 
 from __future__ import annotations

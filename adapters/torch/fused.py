@@ -1,10 +1,10 @@
-"""Whether an optimizer takes clip and skip inside its kernel, without the host.
+"""Whether an optimizer can clip and skip inside its fused kernel, without the host.
 
-The fused Adam, AdamW, SGD and Adagrad kernels divide the gradients by `optimizer.grad_scale` and,
-told so by `optimizer.found_inf`, leave parameters, moments and step counters alone. It is how
-GradScaler unscales and skips; `_step_supports_amp_scaling` is torch's own name for it. torch's
-other optimizers do nothing for a parameter whose `.grad` is None, and the step() of somebody
-else's is left out (`own_step`): both need the host.
+The fused Adam, AdamW, SGD and Adagrad kernels divide the gradients by `optimizer.grad_scale`, and
+leave parameters, moments and step counters alone where `optimizer.found_inf` is 1. It is how
+GradScaler unscales and skips; torch's flag for it is `_step_supports_amp_scaling`. To skip a step
+of torch's other optimizers the gradients are hidden, and the step() of a third-party optimizer is
+not run (`third_party_step`): both need the decision on the host.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 from torch.optim import Optimizer
 
 from healcore.torch.errors import AttachError
-from healcore.torch.own_step import is_foreign
+from healcore.torch.third_party_step import is_third_party
 
 
 def obstacle(optimizer: Optimizer, wanted: bool | Literal["auto"]) -> str | None:
@@ -22,16 +22,16 @@ def obstacle(optimizer: Optimizer, wanted: bool | Literal["auto"]) -> str | None
 
     Args:
         optimizer: a torch optimizer.
-        wanted: False, never use them; True, the caller vouches for a `step()` that healcore does
-            not know; "auto", only where they are known to be honoured.
+        wanted: False: never use them. True: the caller asserts that an unknown `step()` honours
+            them. "auto": only where they are known to be honoured.
 
     Raises:
-        AttachError: True for an optimizer that ignores them, or something else altogether.
+        AttachError: `wanted` is True for an optimizer that ignores them, or none of the three.
     """
     if wanted not in (True, False, "auto"):
         raise AttachError(f"fused must be True, False or 'auto', got {wanted!r}")
     if not wanted:
-        return "asked for with fused=False"
+        return "set by fused=False"
     name = type(optimizer).__name__
     reason = None
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -43,9 +43,9 @@ def obstacle(optimizer: Optimizer, wanted: bool | Literal["auto"]) -> str | None
             f"fused=True needs the fused kernels, but {reason}: "
             "build the optimizer with fused=True, or leave it to 'auto'"
         )
-    if reason is None and wanted == "auto" and is_foreign(optimizer):
-        # It may do its own arithmetic, or add to that of super().step(); its `fused` only says
-        # what the base class would do. Without gradients both halves stand still.
+    if reason is None and wanted == "auto" and is_third_party(optimizer):
+        # It may compute the update itself, or add to that of super().step(); its `fused` only says
+        # what the base class would do. Without gradients neither does anything.
         reason = (
             f"{name} has a step() of its own, which may not honour found_inf "
             "(if it only wraps super().step(), attach with fused=True)"

@@ -1,8 +1,8 @@
-"""Noticing `observe` after the step: every loss would be judged with the next step's gradients.
+"""Detects `observe` after the step: each loss would be judged with the next step's gradients.
 
-From one step to the next, `step, observe, backward` looks the same in a loop that is right and in
-one that is late. The difference is at the beginning: the first step of a late loop has no loss, and
-the first loss that comes then never sees a backward pass, because it has had its own already.
+Later in a run a correct and a late loop look the same: both repeat step, observe, backward. They
+differ at the beginning: the first step of a late loop has no loss, and the backward pass of its
+first loss is over before that loss is observed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _log = logging.getLogger("healcore")
 
 
 class LateLoss:
-    """Looks at the first loss of a run, and only if exactly one step came before it."""
+    """Checks the first loss of a run, and only if exactly one step came before it."""
 
     def __init__(self) -> None:
         self._steps: float = 0
@@ -29,19 +29,19 @@ class LateLoss:
         self._reached = False
 
     @property
-    def is_over(self) -> bool:
-        """Whether there is nothing more to look at."""
+    def is_done(self) -> bool:
+        """Whether there is nothing more to check."""
         return self._steps > 1 and self._hook is None
 
-    def stepped(self, params: Sequence[Tensor], has_loss: bool) -> None:
-        """A step is about to be judged.
+    def before_step(self, params: Sequence[Tensor], has_loss: bool) -> None:
+        """Call it when a step is about to be judged.
 
         Args:
             params: those with a gradient.
             has_loss: a loss was observed for it.
 
         Raises:
-            ObservedTooLateError: that loss was the one of the step before.
+            ObservedTooLateError: it belongs to the step before.
         """
         if self._hook is not None:
             self._hook.remove()
@@ -49,8 +49,8 @@ class LateLoss:
             if not self._reached:
                 raise ObservedTooLateError(
                     "the loss was observed after the step that it belongs to: its backward pass "
-                    "was over before, and this step would be judged by the loss of the one before, "
-                    "and so on; call observe(loss) before optimizer.step()"
+                    "was over before, and every step would be judged by the loss of the step "
+                    "before; call observe(loss) before optimizer.step()"
                 )
         self._steps = math.inf if has_loss else self._steps + 1
         self._grad = None
@@ -60,22 +60,22 @@ class LateLoss:
             self._grad = p, p.grad, p.grad._version
 
     def observed(self, loss: Any) -> None:
-        """A loss is reported."""
+        """Call it when a loss is observed."""
         if self._steps != 1:
             return
         self._steps = math.inf
         (p, grad, version), self._grad = self._grad or (None, None, 0), None
         if p is None or grad is None or (p.grad is not None and p.grad is not grad):
-            return  # there was another backward pass since
+            return  # another backward pass has run since
         if grad._version != version:
             return
         if isinstance(loss, Tensor) and loss.requires_grad:
-            self._hook = loss.register_hook(self._passed)
+            self._hook = loss.register_hook(self._backward)
         else:
             _log.warning(
                 "the first loss was observed after the first step: if it belongs to that step, "
                 "all losses come one step late; call observe(loss) before optimizer.step()"
             )
 
-    def _passed(self, _: Tensor) -> None:
+    def _backward(self, _: Tensor) -> None:
         self._reached = True

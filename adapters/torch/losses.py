@@ -1,4 +1,4 @@
-"""The losses that a training loop reports between two optimizer steps."""
+"""The losses that a training loop observes between two optimizer steps."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def checked(name: str, value: Any) -> Tensor | float:
     """Accepts one number: a Python or NumPy scalar, or a tensor of one element, NaN included.
 
     Args:
-        name: what the number is, for the message.
-        value: the candidate; nothing of it is read on the host if it is a tensor.
+        name: of the number, for the message.
+        value: the candidate; a tensor is not read on the host.
 
     Returns:
         A detached 0-d tensor on its own device and in its own dtype, or a float.
@@ -33,12 +33,12 @@ def checked(name: str, value: Any) -> Tensor | float:
         if value.is_complex() or value.dtype is torch.bool:
             raise SignalError(
                 f"{name} must be a real number, got a tensor of {value.dtype}: "
-                f"pass {name}.abs() or {name}.float(), whichever you mean"
+                f"pass {name}.abs() or {name}.float()"
             )
         if value.is_meta:
             raise SignalError(f"{name} is on the meta device and has no value: pass a real tensor")
         if type(value) is not Tensor and hasattr(value, "full_tensor"):
-            value = value.full_tensor()  # DTensor: the same on every rank after this
+            value = value.full_tensor()  # DTensor: the same on every rank from here on
         return value.reshape(())
     if isinstance(value, (str, bytes, bool)):
         raise SignalError(
@@ -48,11 +48,11 @@ def checked(name: str, value: Any) -> Tensor | float:
     return float(check_scalar(name, value))
 
 
-class LossWindow:
+class LossMean:
     """Mean of the losses since the last step, kept next to the parameters.
 
-    The sum lives in one float32 tensor of fixed address: a loss may be changed in place after it
-    was reported (``loss /= steps``), and a CUDA graph may write into it. Nothing here waits for a
+    The sum is one float32 tensor at a fixed address: a loss may be changed in place after it was
+    observed (``loss /= steps``), and a CUDA graph may write into it. Nothing here waits for a
     device.
 
     Args:
@@ -67,7 +67,7 @@ class LossWindow:
         return self._count
 
     def add(self, loss: Tensor | float) -> None:
-        """Takes one micro-batch's loss, already `checked`."""
+        """Adds one micro-batch's loss, already `checked`."""
         with torch.no_grad():
             if isinstance(loss, Tensor) and loss.device.type == "cpu":
                 # Read it as NumPy does and fill it in: a copy from pageable host memory to an

@@ -1,4 +1,4 @@
-"""What the adapter measures in one step, and what the engine then orders."""
+"""What is measured in one step, what the engine orders for it, and copying both to the host."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from healcore.torch import norms
 
 
 class Measurement(NamedTuple):
-    """One step, as tensors next to the parameters. Nothing of it has been read on the host."""
+    """The signals of one step, as tensors next to the parameters. None is read on the host."""
 
     grad_norm: Tensor | None
-    """0-d float32: global norm of the gradients as they lie in `.grad`; None: there are none."""
+    """0-d float32: global norm of the gradients as they are in `.grad`; None: there are none."""
     loss: Tensor | None = None
     """0-d float32: mean over the micro-batches of this step."""
     group_norms: Tensor | None = None
@@ -29,16 +29,17 @@ class Measurement(NamedTuple):
     """0-d float32: what the gradients are still multiplied by (a GradScaler's scale)."""
     found_inf: Tensor | None = None
     """0-d float32, above 0 when a GradScaler has found an overflow and skips this step."""
-    void: Tensor | None = None
-    """0-d bool: that overflow is the GradScaler's own business, learn and count nothing."""
+    externally_skipped: Tensor | None = None
+    """0-d bool: the GradScaler skips this step itself, so the engine ignores it."""
     learning_rate: Tensor | None = None
-    """0-d float32: the largest rate of any group, as the user's schedule has it."""
-    rehearsal: bool = False
-    """A fresh optimizer is stepped at learning rate 0, as torch.distributed.checkpoint does."""
+    """0-d float32: the largest rate of any group, as the user's schedule sets it."""
+    state_init: bool = False
+    """This may be the step with learning rate 0 by which torch.distributed.checkpoint makes a fresh
+    optimizer allocate its state."""
 
 
-class Judged(NamedTuple):
-    """What else is known of a step that was judged; references only, nothing of it was read."""
+class StepNorms(NamedTuple):
+    """The gradient norms of a step that was judged: references, not read on the host."""
 
     params: Sequence[Tensor]
     """The parameters with a gradient."""
@@ -47,9 +48,9 @@ class Judged(NamedTuple):
     grad_divisor: Tensor | None
 
     def on_host(self) -> np.ndarray:
-        """The norms as (n,) float32, a GradScaler's scale taken out. A sync on an accelerator.
+        """The norms as (n,) float32, unscaled. A sync on an accelerator.
 
-        Sharded norms are put together: every rank has to call it for the same steps.
+        Sharded norms are reduced over the ranks: every rank has to call it for the same steps.
         """
         stacked, divisor = read([norms.vector(self.norms, self.norms[0].device), self.grad_divisor])
         assert stacked is not None
@@ -57,11 +58,11 @@ class Judged(NamedTuple):
             return stacked if divisor is None else stacked / divisor
 
 
-class Order(NamedTuple):
-    """What to enforce, as Python numbers. Neutral when the policy only observes."""
+class HostOrder(NamedTuple):
+    """What to enforce, as Python numbers."""
 
     skip: bool
-    """Hold the step back: the policy's skip, or a GradScaler's."""
+    """Skip the step: the policy's skip, or a GradScaler's."""
     grad_scale: float
     lr_scale: float
     group_scale: np.ndarray | None
@@ -69,10 +70,10 @@ class Order(NamedTuple):
 
 
 class DeviceOrder(NamedTuple):
-    """The same as tensors, for optimizers that take it without the host."""
+    """What to enforce, as tensors, for fused kernels that read it on the device."""
 
     found_inf: Tensor
-    """0-d float32, exactly 0 or 1: 1 holds the step back."""
+    """0-d float32, exactly 0 or 1: 1 skips the step."""
     grad_divisor: Tensor
     """0-d float32: the fused kernel divides the gradients by it."""
     lr_scale: Tensor
@@ -84,7 +85,7 @@ class DeviceOrder(NamedTuple):
 
 
 def read(tensors: list[Tensor | None]) -> list[Any]:
-    """Brings float32 tensors to the host: no sync from a CPU, one for all from a device.
+    """Copies float32 tensors to the host: no sync for CPU tensors, one for all on a device.
 
     Args:
         tensors: 0-d or 1-d float32, or None.
@@ -92,8 +93,8 @@ def read(tensors: list[Tensor | None]) -> list[Any]:
     Returns:
         NumPy scalars and arrays of the same shapes, copies; or None.
     """
-    there = [t for t in tensors if t is not None]
-    if all(t.device.type == "cpu" for t in there):
+    present = [t for t in tensors if t is not None]
+    if all(t.device.type == "cpu" for t in present):
         # .numpy() shares memory and dispatches nothing (.item() would be a counted sync).
         return [None if t is None else _copied(t.numpy()) for t in tensors]
     return in_one_copy(tensors)
@@ -104,16 +105,16 @@ def _copied(array: np.ndarray) -> Any:
 
 
 def in_one_copy(tensors: list[Tensor | None]) -> list[np.ndarray | None]:
-    """`read` for accelerators: everything is put into one tensor, and that is copied once."""
-    there = [t for t in tensors if t is not None]
-    home = next((t.device for t in there if t.device.type != "cpu"), torch.device("cpu"))
-    flat = torch.cat([t.to(home, torch.float32).reshape(-1) for t in there]).cpu().numpy()
-    found: list[np.ndarray | None] = []
+    """`read` for accelerators: everything is concatenated and copied once."""
+    present = [t for t in tensors if t is not None]
+    home = next((t.device for t in present if t.device.type != "cpu"), torch.device("cpu"))
+    flat = torch.cat([t.to(home, torch.float32).reshape(-1) for t in present]).cpu().numpy()
+    arrays: list[np.ndarray | None] = []
     at = 0
     for t in tensors:
         if t is None:
-            found.append(None)
+            arrays.append(None)
             continue
-        found.append(flat[at : at + t.numel()].reshape(tuple(t.shape)))
+        arrays.append(flat[at : at + t.numel()].reshape(tuple(t.shape)))
         at += t.numel()
-    return found
+    return arrays

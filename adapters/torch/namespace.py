@@ -1,13 +1,13 @@
 """The array namespace that the core runs on under torch: `engine.step(..., xp=namespace)`.
 
-torch is not quite NumPy: `torch.minimum` takes no Python number, reductions say `dim`, and the CPU
-`sqrt` is one ulp off in a sixth of all cases. This module closes those gaps and nothing else.
+torch differs from NumPy: `torch.minimum` takes no Python number, reductions take `dim`, and the CPU
+`sqrt` is one ulp off in a sixth of all cases. This module closes those gaps and does nothing else.
 Every function is one or two torch calls (an eager scalar step is hundreds of them, so a
 microsecond counts) and traces under ``torch.compile(fullgraph=True)``.
 
     from healcore.torch import namespace
     state, decision = engine.step(state, signals, xp=namespace)             # CPU
-    state, decision = engine.step(state, signals, xp=namespace.on(device))  # arrays made there
+    state, decision = engine.step(state, signals, xp=namespace.on(device))  # arrays made on it
 
 array-api-compat is not used here: resolving a namespace through it breaks the graph in Dynamo
 (measured, notes/FACTS.md), and it keeps torch's `sqrt`.
@@ -88,7 +88,7 @@ def asarray(x: Any, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def arange(n: int, dtype: torch.dtype | None = None) -> Tensor:
-    """0, 1, ... n - 1 on the CPU. `on` gives a namespace that makes it elsewhere."""
+    """0, 1, ... n - 1 on the CPU; see `on` for other devices."""
     return torch.arange(n, dtype=dtype)
 
 
@@ -112,7 +112,7 @@ class Placed:
         return torch.arange(n, dtype=dtype, device=self.device)
 
     def asarray(self, x: Any, dtype: torch.dtype | None = None) -> Tensor:
-        """`x` as a tensor on the device; a constant of the core's travels there without a wait."""
+        """`x` as a tensor on the device; a constant of the core is copied there without a wait."""
         return torch.as_tensor(x, dtype=dtype).to(self.device, non_blocking=True)
 
     def __repr__(self) -> str:

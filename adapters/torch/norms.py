@@ -1,10 +1,10 @@
 """The L2 norm of the gradients, in float32 whatever they are stored in.
 
 `torch.nn.utils.get_total_norm` gives its result in the gradients' dtype: a float16 norm above
-65,504 is infinite, a bfloat16 one has three digits. On an accelerator the fused kernel is asked
-for a float32 result instead. On a CPU the same request leaves the vectorised path (192 bfloat16
-tensors of 131,072 elements: 208 ms against 12), so there half-precision gradients pass through a
-small float32 buffer.
+65,504 is infinite, a bfloat16 one has three digits. On an accelerator the fused kernel is
+therefore called with a float32 result dtype. On a CPU that dtype would leave the vectorised path
+(192 bfloat16 tensors of 131,072 elements: 208 ms against 12), so half-precision gradients are
+copied to a small float32 buffer there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CHUNK = 1 << 18
 """Elements summed at a time on a CPU. The kernel adds up in float32: over 25 M elements at once it
 loses up to 0.3 %, over pieces of this size below 1e-6."""
 
-# Underscored and public in all but name: clip_grad_norm_ and every foreach optimizer rest on it.
+# Underscored and public in all but name: clip_grad_norm_ and every foreach optimizer use it.
 _foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 _NOTHING = torch.zeros(())
 _HALVES = (torch.float16, torch.bfloat16)

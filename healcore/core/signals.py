@@ -32,9 +32,9 @@ class Signals(NamedTuple):
     group_norms: Any = None
     """(n,) L2 norm of each tensor's gradient, for per-tensor clipping."""
     change_expected: Any = None
-    """bool: the host expects a change (LR, batch, data, weights): open the grace window."""
-    void: Any = None
-    """bool: somebody else skips this step (a GradScaler's overflow): learn and count nothing."""
+    """bool: the host announces a change (LR, batch, data, weights): open the grace window."""
+    externally_skipped: Any = None
+    """bool: the caller skips this step (a GradScaler's overflow): it is not learnt or counted."""
     learning_rate: Any = None
     """float32: the rate of this step's update, as the user's schedule has it. With it the limit on
     the learning rate is in absolute terms; without, the schedule is taken to be constant."""

@@ -33,8 +33,8 @@ def signals(
 
     Returns:
         float32 (steps, lanes) for loss, grad_norm, update_norm and eval_loss (NaN at most steps),
-        bool (steps, lanes) for change_expected and void, float32 (steps, lanes, groups) or None,
-        float32 (steps, lanes) for learning_rate.
+        bool (steps, lanes) for change_expected and externally_skipped, float32 (steps, lanes,
+        groups) or None, float32 (steps, lanes) for learning_rate.
     """
     shape = (steps, lanes)
     norm = _norms(rng, shape, wild=wild)
@@ -58,7 +58,7 @@ def signals(
         eval_loss=evaluation,
         group_norms=per_group,
         change_expected=rng.random(shape) < rare,
-        void=rng.random(shape) < 2 * rare,
+        externally_skipped=rng.random(shape) < 2 * rare,
         learning_rate=_rates(rng, shape, wild=wild),
     )
 

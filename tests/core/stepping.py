@@ -21,7 +21,7 @@ class Runner:
 
     def step(self, **signals: Any) -> Decision:
         """Takes numbers or arrays; None is absent."""
-        flags = ("change_expected", "void")
+        flags = ("change_expected", "externally_skipped")
         arrays = {
             name: np.asarray(value, bool if name in flags else np.float32)[()]
             for name, value in signals.items()

@@ -1,4 +1,4 @@
-"""What the host says: expected changes, void steps, rollbacks; and what a mode does not do."""
+"""What the host reports: changes, externally skipped steps, rollbacks; and what a mode omits."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def test_the_window_lasts_grace_steps():
 
 def test_a_void_step_changes_nothing_at_all():
     trace = fuzz.signals(np.random.default_rng(3), 120, 20)
-    trace = trace._replace(void=np.zeros_like(trace.void))
+    trace = trace._replace(externally_skipped=np.zeros_like(trace.externally_skipped))
     engine = Engine(CONFIG)
     state = engine.init(batch=(20,))
     for i in range(120):
-        garbage = fuzz.at(trace, (i * 7) % 120)._replace(void=np.ones(20, bool))
+        garbage = fuzz.at(trace, (i * 7) % 120)._replace(externally_skipped=np.ones(20, bool))
         after, decision = engine.step(state, garbage, xp=np)
         assert same(after, state)
         assert not decision.skip.any()

@@ -36,10 +36,11 @@ def test_inside_shard_map_on_four_devices():
 def test_signals_are_reduced_over_a_named_vmap():
     tx = protect(optax.sgd(0.1), policies.UPDATES, axis_name="lane")
 
-    def step(state, grads, loss, void, change_expected, evaluated):
+    def step(state, grads, loss, skipped, change_expected, evaluated):
         return tx.update(
             grads, state, jnp.ones(2),
-            value=loss, void=void, change_expected=change_expected, eval_loss=evaluated,
+            value=loss, externally_skipped=skipped,
+            change_expected=change_expected, eval_loss=evaluated,
         )  # fmt: skip
 
     run = jax.vmap(step, in_axes=(None, None, 0, 0, 0, 0), axis_name="lane")
@@ -50,8 +51,8 @@ def test_signals_are_reduced_over_a_named_vmap():
     told = metrics(jax.tree.map(lambda x: x[0], new))
     assert float(told["heal/loss"]) == 3.0
     np.testing.assert_allclose(new.heal_update_norm, np.full(3, 0.1 * 2**0.5), rtol=1e-6)
-    _, voided = run(state, grads, losses, yes, no, losses)
-    assert last_decision(voided).skip.all()
+    _, skipped = run(state, grads, losses, yes, no, losses)
+    assert last_decision(skipped).skip.all()
 
 
 @pytest.mark.parametrize("name", ["axis_name", "shard_axis_name"])

@@ -34,7 +34,7 @@ every_transformation = pytest.mark.parametrize("name", TRANSFORMATIONS)
         ({"grad_norm": np.int32(1)}, "grad_norm must be a floating number"),
         ({"update_norm": np.ones(2, np.float32)}, "update_norm must be one number"),
         ({"change_expected": np.float32(1)}, "change_expected must be a bool, got float32"),
-        ({"void": np.ones(2, bool)}, "void must be one number"),
+        ({"externally_skipped": np.ones(2, bool)}, "externally_skipped must be one number"),
     ],
 )
 def test_a_bad_signal_is_named_while_tracing(name, signal, says):
@@ -90,11 +90,13 @@ def test_a_given_norm_replaces_the_own_one_with_norms_per_tensor_too():
 @every_transformation
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 7.0])
 def test_a_void_step_is_not_applied_and_neither_learnt_nor_counted(name, bad):
-    """`void=~finite` is what an fp16 user writes."""
+    """`externally_skipped=~finite` is what an fp16 user writes."""
     tx = TRANSFORMATIONS[name]()
     update = jax.jit(tx.update)
     _, state = update({"w": jnp.ones(3)}, tx.init(PARAMS), PARAMS, value=jnp.float32(1.0))
-    updates, new = update({"w": jnp.full(3, bad)}, state, PARAMS, void=jnp.bool_(True))
+    updates, new = update(
+        {"w": jnp.full(3, bad)}, state, PARAMS, externally_skipped=jnp.bool_(True)
+    )
     assert not jnp.any(updates["w"])
     assert bool(last_decision(new).skip)
     assert int(metrics(new)["heal/skips"]) == 0
@@ -122,7 +124,7 @@ def test_an_overflow_of_a_dynamic_loss_scale_costs_one_step(policy):
         grads, loss = jax.grad(scaled, has_aux=True)(params)
         grads = jax.tree.map(lambda g: g / scale, grads)
         finite = jnp.isfinite(optax.tree.norm(grads))
-        updates, state = tx.update(grads, state, params, value=loss, void=~finite)
+        updates, state = tx.update(grads, state, params, value=loss, externally_skipped=~finite)
         scale = jnp.where(finite, scale, scale / 2)
         return optax.apply_updates(params, updates), state, scale, finite
 

@@ -32,7 +32,7 @@ def test_a_held_update_leaves_every_value_bit_identical(dtype):
 
     @jax.jit
     def step(params, skip):
-        update = updates.hold_where(skip, jnp.full_like(params, jnp.nan))
+        update = updates.no_update_where(skip, jnp.full_like(params, jnp.nan))
         return optax.apply_updates(params, update)
 
     assert_same_bits(step(params, True), params)
@@ -45,7 +45,7 @@ def test_plain_zero_would_not():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["hold_where", "zero_where", "nan_where"])
+@pytest.mark.parametrize("name", ["no_update_where", "zero_where", "nan_where"])
 def test_dtype_and_other_leaves_are_kept(name, dtype):
     tree = {"w": jnp.ones((3,), dtype), "n": jnp.asarray([7], jnp.int32), "m": optax.MaskedNode()}
     for skip in (True, False):
@@ -54,14 +54,14 @@ def test_dtype_and_other_leaves_are_kept(name, dtype):
         assert out["n"][0] == 7
         if not skip:
             assert_same_bits(out, tree)
-    silenced = {"hold_where": -0.0, "zero_where": 0.0, "nan_where": jnp.nan}[name]
+    expected = {"no_update_where": -0.0, "zero_where": 0.0, "nan_where": jnp.nan}[name]
     out = getattr(updates, name)(jnp.bool_(True), tree)
-    assert_same_bits(out["w"], jnp.full((3,), silenced, dtype))
+    assert_same_bits(out["w"], jnp.full((3,), expected, dtype))
 
 
 def test_complex_updates_are_held_in_both_parts():
     params = jnp.asarray([complex(-0.0, -0.0), 1 - 1j], jnp.complex64)
-    update = updates.hold_where(jnp.bool_(True), jnp.full_like(params, jnp.nan))
+    update = updates.no_update_where(jnp.bool_(True), jnp.full_like(params, jnp.nan))
     assert_same_bits(params + update, params)
 
 

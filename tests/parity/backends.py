@@ -24,7 +24,7 @@ Run = Callable[[Any, Signals], tuple[Any, EngineState, Any]]
 """(state, chunk of signals) -> (state, states and decisions stacked along axis 0, in NumPy)."""
 
 NAMES = ("numpy", "host", "recorded", "jax", "jax-scalars", "torch", "torch-compiled")
-"""`host` is for one run at a time, `recorded` is what torch's host seat makes of it; `jax-scalars`
+"""`host` is for one run at a time, `recorded` is what torch's host engine runs; `jax-scalars`
 runs lane after lane with 0-d arrays, which XLA rewrites in ways of their own, and which is what a
 training step has."""
 

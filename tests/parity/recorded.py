@@ -40,18 +40,18 @@ def all_runs() -> list[tuple[str, np.ndarray, np.ndarray | None, int]]:
 def lanes(rows: int, *, norms: bool) -> Signals:
     """All runs with (or without) gradient norms, `rows` of each, side by side.
 
-    A longer run is cut to a window about its first spike; a shorter one ends in void steps.
+    A longer run is cut to a window about its first spike; a shorter one ends in skipped steps.
     """
     chosen = [run for run in all_runs() if (run[2] is not None) == norms]
     loss = np.ones((rows, len(chosen)), np.float32)
     norm = np.ones((rows, len(chosen)), np.float32)
-    void = np.ones((rows, len(chosen)), bool)
+    skipped = np.ones((rows, len(chosen)), bool)
     for lane, (_, losses, its_norms, onset) in enumerate(chosen):
         start = max(0, min(onset - rows // 2, len(losses) - rows))
         part = slice(start, start + rows)
         length = len(losses[part])
         loss[:length, lane] = losses[part]
-        void[:length, lane] = False
+        skipped[:length, lane] = False
         if its_norms is not None:
             norm[:length, lane] = its_norms[part]
-    return Signals(loss=loss, grad_norm=norm if norms else None, void=void)
+    return Signals(loss=loss, grad_norm=norm if norms else None, externally_skipped=skipped)

@@ -65,14 +65,15 @@ def test_every_policy_compiled_whole(clip):
 
 
 def widened(trace: Signals) -> Signals:
-    """Recorded runs in the shape of a fuzzed trace: more (void) lanes, every signal present."""
+    """Recorded runs in the shape of a fuzzed trace: more (skipped) lanes, every signal present."""
     assert trace.loss is not None
     steps, lanes = trace.loss.shape
     pad = ((0, 0), (0, LANES - lanes))
-    loss, norm, void = (
-        np.pad(part, pad, constant_values=1) for part in (trace.loss, trace.grad_norm, trace.void)
+    loss, norm, skipped = (
+        np.pad(part, pad, constant_values=1)
+        for part in (trace.loss, trace.grad_norm, trace.externally_skipped)
     )
     none = np.zeros((steps, LANES), bool)
     nan = np.full((steps, LANES), np.nan, np.float32)
     one = np.ones_like(loss)
-    return Signals(loss, norm, one, nan, None, none, void, learning_rate=one)
+    return Signals(loss, norm, one, nan, None, none, skipped, learning_rate=one)

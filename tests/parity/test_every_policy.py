@@ -23,7 +23,7 @@ def scalar(leaf: Any) -> Any:
     return leaf[()] if leaf.ndim == 0 else leaf
 
 
-def signals(engine: Any, random: np.random.Generator, void: bool) -> Signals:
+def signals(engine: Any, random: np.random.Generator, externally_skipped: bool) -> Signals:
     def number(*choices: float) -> np.float32:
         return np.float32(random.choice(choices) * random.random())
 
@@ -33,19 +33,19 @@ def signals(engine: Any, random: np.random.Generator, void: bool) -> Signals:
         group_norms=random.random(GROUPS).astype(np.float32) if engine.per_tensor else None,
         eval_loss=number(1, np.nan) if "eval_loss" in engine.needs else None,
         update_norm=number(1, 50) if "update_norm" in engine.needs else None,
-        void=np.bool_(random.random() < 0.3) if void else None,
+        externally_skipped=np.bool_(random.random() < 0.3) if externally_skipped else None,
         learning_rate=number(1) if engine.limits_lr else None,
     )
 
 
-@pytest.mark.parametrize("void", [False, True])
+@pytest.mark.parametrize("externally_skipped", [False, True])
 @pytest.mark.parametrize("name", POLICIES)
-def test_the_recorded_step_is_the_step(name: str, void: bool):
+def test_the_recorded_step_is_the_step(name: str, externally_skipped: bool):
     engine, random = load(name).engine(), np.random.default_rng(1)
     state = mine = map_leaves(scalar, engine.init(groups=GROUPS))
-    program = record(engine.step, state, signals(engine, random, void))
+    program = record(engine.step, state, signals(engine, random, externally_skipped))
     for i in range(STEPS):
-        seen = signals(engine, random, void)
+        seen = signals(engine, random, externally_skipped)
         with np.errstate(all="ignore"):
             state, decision = engine.step(state, seen, xp=host)
             mine, ours = program(mine, seen)

@@ -41,8 +41,10 @@ def violations(state: Any, decision: Decision, signals: Signals, xp: Any) -> dic
     bad = ~xp.isfinite(signals.grad_norm)
     if signals.group_norms is not None:
         bad = bad | ~xp.isfinite(signals.group_norms).all(-1)
-    broken["bad gradient accepted"] = (bad & ~decision.skip & ~signals.void).any()
-    broken["skip on a void step"] = (decision.skip & signals.void).any()
+    broken["bad gradient accepted"] = (bad & ~decision.skip & ~signals.externally_skipped).any()
+    broken["skip on an externally skipped step"] = (
+        decision.skip & signals.externally_skipped
+    ).any()
     deep = decision.rollback_depth > 0
     broken["depth without rollback"] = (deep != (decision.action & 4 > 0)).any()
     return broken
@@ -85,7 +87,7 @@ def test_a_broken_promise_is_counted():
     """The planted error: a skip that is not enforced, a state with a NaN, a factor of 2."""
     engine = Engine(policies.full("zclip"))
     signals = fuzz.at(fuzz.signals(np.random.default_rng(0), 60, 500), 30)
-    signals = signals._replace(void=np.zeros(500, bool))
+    signals = signals._replace(externally_skipped=np.zeros(500, bool))
     state, decision = engine.step(engine.init(batch=(500,)), signals, xp=np)
     assert not any(violations(state, decision, signals, np).values())
     none = np.zeros(500, bool)

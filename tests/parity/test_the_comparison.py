@@ -74,7 +74,7 @@ def test_what_the_fuzz_has_in_it():
     assert (trace.loss < 0).any()
     assert (trace.loss == trace.loss[0]).all(0).any(), "constant"
     assert trace.change_expected.any()
-    assert trace.void.any()
+    assert trace.externally_skipped.any()
     assert np.isfinite(trace.eval_loss).any()
     rate = trace.learning_rate
     assert (rate == rate[0]).all(0).any(), "constant"

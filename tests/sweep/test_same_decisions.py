@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from healcore.core.signals import Signals
-from healcore.jax.sweeping import JaxScan
+from healcore.jax.sweep_scan import JaxScan
 from healcore.policy import load
 from healcore.tools.sweep import judging
 from healcore.tools.sweep.keys import configure

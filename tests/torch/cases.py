@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from healcore.torch import Healing
 
-Seat = Literal["host", "device"]
+Where = Literal["host", "device"]
 """Where the engine runs."""
 
 

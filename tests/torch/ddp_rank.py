@@ -39,7 +39,7 @@ class Scenario(NamedTuple):
     trained: float = 1.0
     """Its loss is trained on times this."""
     policy: Engine = policies.LOSSES
-    seat: str = "host"
+    where: str = "host"
     wrapped: bool = True
     """By DDP; else every rank steps with the gradients of its own data."""
     no_gradient: bool = False
@@ -52,7 +52,7 @@ class Scenario(NamedTuple):
 
 
 SCENARIOS = {
-    f"{name}, {seat}": scenario._replace(seat=seat)
+    f"{name}, {where}": scenario._replace(where=where)
     for name, scenario in {
         "NaN loss": Scenario(observed=NAN),
         "loss spike": Scenario(observed=1e4),
@@ -67,7 +67,7 @@ SCENARIOS = {
         "fresh state on one rank": Scenario(looks=True),
         "Healer": Scenario(observed=1e4, healer=True),
     }.items()
-    for seat in ("host", "device")
+    for where in ("host", "device")
 } | {
     "nothing is exchanged": Scenario(group=None),
     "nothing is exchanged, Healer": Scenario(observed=1e4, group=None, healer=True),
@@ -93,7 +93,7 @@ def run(scenario: Scenario, root: Path) -> dict[str, Any]:
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     model = DistributedDataParallel(net) if scenario.wrapped else net
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
-    options = {"engine": scenario.seat, "process_group": scenario.group}
+    options = {"engine": scenario.where, "process_group": scenario.group}
     random = torch.Generator().manual_seed(100 + rank)
 
     def loss_at(i: int) -> tuple[Tensor, Tensor]:

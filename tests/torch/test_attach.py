@@ -102,11 +102,11 @@ def test_accelerates_wrapper_is_looked_through():
         attach(inner, policies.SKIPS)
 
 
-@pytest.mark.parametrize("seat", ["host", "device"])
-def test_parameters_added_later_are_healed_unless_each_has_a_history(seat: Any):
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_parameters_added_later_are_healed_unless_each_has_a_history(where: Any):
     late = Parameter(torch.ones(3))
     o = optimizer(fused=True)
-    heal = attach(o, policies.SKIPS, engine=seat)
+    heal = attach(o, policies.SKIPS, engine=where)
     o.add_param_group({"params": [late]})
     late.grad = torch.full((3,), float("nan"))
     o.step()
@@ -114,7 +114,7 @@ def test_parameters_added_later_are_healed_unless_each_has_a_history(seat: Any):
     heal.detach()
 
     o = optimizer()
-    heal = attach(o, policies.ADAGC, engine=seat)
+    heal = attach(o, policies.ADAGC, engine=where)
     state = heal.state_dict()
     o.add_param_group({"params": [Parameter(torch.ones(3))]})
     first = o.param_groups[0]["params"][0]

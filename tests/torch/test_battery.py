@@ -1,4 +1,4 @@
-"""Every optimizer, in both seats: skips are exact, what passes is the optimizer's own."""
+"""Every optimizer, on both engines: skips are exact, what passes is the optimizer's own."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch.optim import Optimizer
 from healcore.torch import attach
 from tests.torch import policies
 from tests.torch.bits import assert_same, bits, parameters, snapshot
-from tests.torch.cases import CASES, Case, Seat
+from tests.torch.cases import CASES, Case, Where
 
-SEATS = ("host", "device")
+HOST_AND_DEVICE = ("host", "device")
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-every_seat = pytest.mark.parametrize("seat", SEATS)
+host_and_device = pytest.mark.parametrize("where", HOST_AND_DEVICE)
 
 
 def test_every_optimizer_of_torch_is_in_the_battery():
@@ -26,23 +26,23 @@ def test_every_optimizer_of_torch_is_in_the_battery():
     assert theirs == {case.kind for case in CASES}
 
 
-@every_seat
+@host_and_device
 @every_case
-def test_neutral_is_not_being_there(case: Case, seat: Seat):
+def test_neutral_is_not_being_there(case: Case, where: Where):
     mine, twin = case.build(), case.build()
-    heal = attach(mine, policies.SKIPS, engine=seat)
+    heal = attach(mine, policies.SKIPS, engine=where)
     for i in range(6):
         case.step(mine, i, heal=heal)
         case.step(twin, i)
     assert_same(snapshot(mine), snapshot(twin))
 
 
-@every_seat
+@host_and_device
 @every_case
 @pytest.mark.parametrize("factor", [float("nan"), float("inf"), 1e5], ids=["nan", "inf", "spike"])
-def test_a_skip_moves_no_bit_and_leaves_no_trace(case: Case, seat: Seat, factor: float):
+def test_a_skip_moves_no_bit_and_leaves_no_trace(case: Case, where: Where, factor: float):
     mine, twin = case.build(), case.build()
-    heal = attach(mine, policies.SKIPS, engine=seat)
+    heal = attach(mine, policies.SKIPS, engine=where)
     for i in range(6):
         case.step(mine, i, heal=heal)
         case.step(twin, i)
@@ -58,11 +58,11 @@ def test_a_skip_moves_no_bit_and_leaves_no_trace(case: Case, seat: Seat, factor:
     assert_same(snapshot(mine), snapshot(twin))
 
 
-@every_seat
+@host_and_device
 @every_case
-def test_a_skipped_first_step_never_happened(case: Case, seat: Seat):
+def test_a_skipped_first_step_never_happened(case: Case, where: Where):
     mine, twin = case.build(), case.build()
-    heal = attach(mine, policies.SKIPS, engine=seat)
+    heal = attach(mine, policies.SKIPS, engine=where)
     case.step(mine, 0, heal=heal, factor=float("nan"))
     assert_same(snapshot(mine), snapshot(twin), "params", "groups")
     for i in range(1, 4):
@@ -71,11 +71,11 @@ def test_a_skipped_first_step_never_happened(case: Case, seat: Seat):
     assert_same(snapshot(mine), snapshot(twin))
 
 
-@every_seat
+@host_and_device
 @every_case
-def test_a_skip_leaves_the_gradients_where_they_were(case: Case, seat: Seat):
+def test_a_skip_leaves_the_gradients_where_they_were(case: Case, where: Where):
     optimizer = case.build()
-    heal = attach(optimizer, policies.SKIPS, engine=seat)
+    heal = attach(optimizer, policies.SKIPS, engine=where)
     seen = []
     case.step(
         optimizer,
@@ -91,11 +91,11 @@ def test_a_skip_leaves_the_gradients_where_they_were(case: Case, seat: Seat):
         assert torch.isnan(grad.to_dense() if grad.is_sparse else grad).any()
 
 
-@every_seat
+@host_and_device
 @every_case
-def test_observing_changes_nothing_even_for_nan(case: Case, seat: Seat):
+def test_observing_changes_nothing_even_for_nan(case: Case, where: Where):
     mine, twin = case.build(), case.build()
-    heal = attach(mine, policies.OBSERVES, engine=seat)
+    heal = attach(mine, policies.OBSERVES, engine=where)
     for i in range(6):
         factor = float("nan") if i == 4 else 1.0
         case.step(mine, i, heal=heal, factor=factor)
@@ -104,12 +104,12 @@ def test_observing_changes_nothing_even_for_nan(case: Case, seat: Seat):
     assert int(heal.metrics()["heal/skips"]) > 0
 
 
-@every_seat
+@host_and_device
 @every_case
-def test_nothing_lies_on_the_optimizer_between_steps(case: Case, seat: Seat):
+def test_nothing_lies_on_the_optimizer_between_steps(case: Case, where: Where):
     optimizer = case.build()
     names, groups = set(vars(optimizer)), bits(snapshot(optimizer)["groups"])
-    heal = attach(optimizer, policies.CUTS, engine=seat)
+    heal = attach(optimizer, policies.CUTS, engine=where)
     for i in range(4):
         case.step(optimizer, i, heal=heal, factor=float("nan") if i == 1 else 1.0)
         assert set(vars(optimizer)) - names <= {"_opt_called"}

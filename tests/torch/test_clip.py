@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from healcore.torch import attach
 from tests.torch import policies
 from tests.torch.bits import assert_same, parameters, snapshot
-from tests.torch.cases import CASES, FUSED, Case, Seat
+from tests.torch.cases import CASES, FUSED, Case, Where
 
 MAX_NORM = 0.5
 
@@ -26,14 +26,14 @@ def clipped_run(case: Case, steps: int) -> torch.optim.Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize("seat", ["host", "device"])
+@pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize(
     "case", [c for c in CASES if not c.sparse and not c.closure], ids=lambda case: case.name
 )
-def test_clip_is_that_of_clip_grad_norm(case: Case, seat: Seat):
+def test_clip_is_that_of_clip_grad_norm(case: Case, where: Where):
     reference = clipped_run(case, 5)
     mine = case.build()
-    heal = attach(mine, policies.fixed(MAX_NORM), engine=seat)
+    heal = attach(mine, policies.fixed(MAX_NORM), engine=where)
     for i in range(5):
         case.step(mine, i, heal=heal)
     assert int(heal.metrics()["heal/clips"]) == 5
@@ -73,21 +73,21 @@ def test_lbfgs_gets_one_factor_for_all_evaluations_of_a_step(line_search: str | 
 @pytest.mark.parametrize("case", FUSED, ids=lambda case: case.name)
 def test_both_seats_clip_to_the_same_bits(case: Case):
     runs = []
-    for seat in ("host", "device"):
+    for where in ("host", "device"):
         optimizer = case.build()
-        heal = attach(optimizer, policies.fixed(MAX_NORM), engine=seat)
+        heal = attach(optimizer, policies.fixed(MAX_NORM), engine=where)
         for i in range(5):
             case.step(optimizer, i, heal=heal)
         runs.append(snapshot(optimizer))
     assert_same(*runs)
 
 
-@pytest.mark.parametrize("seat", ["host", "device"])
+@pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("fused", [True, False])
-def test_adagc_clips_each_tensor_by_its_own_history(seat: Seat, fused: bool):
+def test_adagc_clips_each_tensor_by_its_own_history(where: Where, fused: bool):
     a, b, idle = (Parameter(torch.ones(4)) for _ in range(3))
     optimizer = torch.optim.SGD([a, idle, b], lr=1.0, fused=fused)
-    heal = attach(optimizer, policies.ADAGC, engine=seat)
+    heal = attach(optimizer, policies.ADAGC, engine=where)
     for _ in range(policies.WARMUP + 1):
         a.grad, b.grad = torch.full((4,), 0.5), torch.full((4,), 2.0)  # norms 1 and 4
         optimizer.step()
@@ -101,12 +101,12 @@ def test_adagc_clips_each_tensor_by_its_own_history(seat: Seat, fused: bool):
     assert decision.group_scale == pytest.approx([0.104, 1.0, 1.0], abs=1e-6)
 
 
-@pytest.mark.parametrize("seat", ["host", "device"])
+@pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_gradients_of_other_dtypes_and_several_groups(seat: Seat, dtype: torch.dtype):
+def test_gradients_of_other_dtypes_and_several_groups(where: Where, dtype: torch.dtype):
     half, full = Parameter(torch.zeros(100, dtype=dtype)), Parameter(torch.zeros(100))
     optimizer = torch.optim.SGD([{"params": [half]}, {"params": [full], "lr": 0.5}], lr=1.0)
-    heal = attach(optimizer, policies.fixed(1.0), engine=seat)
+    heal = attach(optimizer, policies.fixed(1.0), engine=where)
     half.grad, full.grad = torch.full_like(half, 0.3), torch.full_like(full, 0.4)
     optimizer.step()
     assert float(heal.metrics()["heal/grad_norm"]) == pytest.approx(5.0, rel=1e-3)

@@ -10,10 +10,10 @@ import torch
 
 from healcore.core.signals import Signals
 from healcore.core.tree import leaves, map_leaves
-from healcore.torch import attach, device_seat, namespace
+from healcore.torch import attach, device_engine, namespace
 from tests.torch import policies
 from tests.torch.bits import assert_same, bits, snapshot
-from tests.torch.cases import FUSED, Case, Seat
+from tests.torch.cases import FUSED, Case, Where
 
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))),
@@ -31,9 +31,9 @@ def fresh_dynamo():
     torch.compiler.reset()
 
 
-def run(case: Case, heal_with: Any, seat: Seat, compiled: bool) -> tuple[dict, dict]:
+def run(case: Case, heal_with: Any, where: Where, compiled: bool) -> tuple[dict, dict]:
     optimizer = case.build()
-    heal = attach(optimizer, heal_with, engine=seat)
+    heal = attach(optimizer, heal_with, engine=where)
     if compiled:
         optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign]
     for i, factor in enumerate(FACTORS):
@@ -41,17 +41,17 @@ def run(case: Case, heal_with: Any, seat: Seat, compiled: bool) -> tuple[dict, d
     return snapshot(optimizer), heal.state_dict()
 
 
-@pytest.mark.parametrize("seat", ["host", "device"])
+@pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize(
     "case",
     [c for c in FUSED if c.name in ("AdamW-fused", "SGD-fused-momentum")]
     + [Case("SGD", torch.optim.SGD, {"foreach": True})],
     ids=lambda case: case.name,
 )
-def test_a_compiled_step_clips_and_skips_as_an_eager_one(case: Case, seat: Seat):
+def test_a_compiled_step_clips_and_skips_as_an_eager_one(case: Case, where: Where):
     engine = policies.fixed(4.0)
     engine = type(engine)(engine.config._replace(detectors=policies.SKIPS.config.detectors))
-    eager, compiled = run(case, engine, seat, False), run(case, engine, seat, True)
+    eager, compiled = run(case, engine, where, False), run(case, engine, where, True)
     assert eager[1]["state"]["tally"]["skips"] == 2
     assert eager[1]["state"]["tally"]["clips"] > 0
     assert compiled[1]["state"]["tally"] == eager[1]["state"]["tally"]
@@ -84,7 +84,7 @@ def test_a_compiler_that_fails_is_said_and_survived(monkeypatch: pytest.MonkeyPa
 
     case = Case("", torch.optim.AdamW, {"fused": True})
     optimizer = case.build()
-    monkeypatch.setattr(device_seat, "_compiled", compiled)
+    monkeypatch.setattr(device_engine, "_compiled", compiled)
     heal = attach(optimizer, policies.SKIPS, engine="device", compile=True)
     with pytest.warns(RuntimeWarning, match="no compiler here"):
         case.step(optimizer, 0, heal=heal)

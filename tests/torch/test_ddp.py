@@ -61,23 +61,23 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(tmp_path_factory.mktemp("ranks"))
 
 
-every_seat = pytest.mark.parametrize("seat", ["host", "device"])
+host_and_device = pytest.mark.parametrize("where", ["host", "device"])
 
 
-@every_seat
+@host_and_device
 @pytest.mark.parametrize("what", ["NaN loss", "loss spike", "NaN gradient", "Healer"])
-def test_what_one_rank_sees_both_skip(what: str, seat: str, pair: Pair):
-    assert pair.agreed(f"{what}, {seat}")["skips"] == 1
+def test_what_one_rank_sees_both_skip(what: str, where: str, pair: Pair):
+    assert pair.agreed(f"{what}, {where}")["skips"] == 1
 
 
-@every_seat
-def test_per_tensor_clipping_agrees(seat: str, pair: Pair):
-    pair.agreed(f"per-tensor clipping, {seat}")
+@host_and_device
+def test_per_tensor_clipping_agrees(where: str, pair: Pair):
+    pair.agreed(f"per-tensor clipping, {where}")
 
 
-@every_seat
-def test_it_costs_one_all_reduce_a_step(seat: str, pair: Pair):
-    told = pair.agreed(f"NaN loss, {seat}")
+@host_and_device
+def test_it_costs_one_all_reduce_a_step(where: str, pair: Pair):
+    told = pair.agreed(f"NaN loss, {where}")
     assert told["collectives"] == STEPS
     assert "2 decide together, by one all_reduce per step" in told["report"]
     alone = pair.said("nothing is exchanged")[0]
@@ -85,33 +85,33 @@ def test_it_costs_one_all_reduce_a_step(seat: str, pair: Pair):
     assert "all_reduce" not in alone["report"]
 
 
-@every_seat
-def test_gradients_that_are_not_reduced_are_skipped_and_scaled_alike(seat: str, pair: Pair):
+@host_and_device
+def test_gradients_that_are_not_reduced_are_skipped_and_scaled_alike(where: str, pair: Pair):
     for what, skips in (("local NaN gradient", 1), ("local gradients clipped", 0)):
-        first, second = pair.said(f"{what}, {seat}")
+        first, second = pair.said(f"{what}, {where}")
         assert first["skips"] == second["skips"] == skips
         assert first["grad_scale"] == second["grad_scale"]
         assert first["finite"]
         assert second["finite"]
 
 
-@every_seat
-def test_a_rank_without_gradients_does_not_keep_the_other_waiting(seat: str, pair: Pair):
-    for told in pair.said(f"no gradient on one rank, {seat}"):
+@host_and_device
+def test_a_rank_without_gradients_does_not_keep_the_other_waiting(where: str, pair: Pair):
+    for told in pair.said(f"no gradient on one rank, {where}"):
         assert told["raised"] is None
         assert told["collectives"] == STEPS
 
 
-@every_seat
-def test_one_rank_may_ask_for_the_state_of_a_fresh_optimizer(seat: str, pair: Pair):
-    for told in pair.said(f"fresh state on one rank, {seat}"):
+@host_and_device
+def test_one_rank_may_ask_for_the_state_of_a_fresh_optimizer(where: str, pair: Pair):
+    for told in pair.said(f"fresh state on one rank, {where}"):
         assert told["raised"] is None
         assert told["collectives"] == STEPS
 
 
-@every_seat
-def test_decisions_that_differ_all_the_same_are_an_error(seat: str, pair: Pair):
-    for told in pair.said(f"change expected on one rank, {seat}"):
+@host_and_device
+def test_decisions_that_differ_all_the_same_are_an_error(where: str, pair: Pair):
+    for told in pair.said(f"change expected on one rank, {where}"):
         assert told["raised"].startswith(f"{BAD + 1}: "), told
         assert "expect_change" in told["raised"]
 

@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from healcore.torch import attach
 from tests.torch import policies
-from tests.torch.cases import Seat
+from tests.torch.cases import Where
 
 NAN = float("nan")
 
@@ -60,10 +60,12 @@ def whole(params: list[Parameter]) -> list[Tensor]:
     return [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in params]
 
 
-def run(kind: str, make: type[Optimizer], options: dict[str, Any], engine: Any, seat: Seat) -> Any:
+def run(
+    kind: str, make: type[Optimizer], options: dict[str, Any], engine: Any, where: Where
+) -> Any:
     params = parameters(kind)
     optimizer: Any = make(params, lr=0.1, **options)  # type: ignore[call-arg]
-    heal = attach(optimizer, engine, engine=seat)
+    heal = attach(optimizer, engine, engine=where)
     for i in range(8):
         gradients(params, i, NAN if i == 5 else 1.0)
         heal.observe(1.0)
@@ -71,7 +73,7 @@ def run(kind: str, make: type[Optimizer], options: dict[str, Any], engine: Any, 
     return whole(params), {n: float(v) for n, v in heal.metrics().items()}
 
 
-@pytest.mark.parametrize("seat", ["host", "device"])
+@pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("policy", ["fixed", "ADAGC", "CUTS"])
 @pytest.mark.parametrize(
     ("kind", "make", "options"),
@@ -84,11 +86,11 @@ def run(kind: str, make: type[Optimizer], options: dict[str, Any], engine: Any, 
     ],
 )
 def test_placed_parameters_are_healed_as_plain_ones_are(
-    kind: str, make: type[Optimizer], options: dict[str, Any], policy: str, seat: Seat
+    kind: str, make: type[Optimizer], options: dict[str, Any], policy: str, where: Where
 ):
     engine = policies.fixed(0.5) if policy == "fixed" else getattr(policies, policy)
-    placed, told = run(kind, make, options, engine, seat)
-    plain, reference = run("plain", make, options, engine, seat)
+    placed, told = run(kind, make, options, engine, where)
+    plain, reference = run("plain", make, options, engine, where)
     assert told == pytest.approx(reference, rel=1e-5, nan_ok=True)
     for a, b in zip(placed, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

@@ -13,14 +13,14 @@ from torch.optim import SGD, AdamW, Optimizer
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop.exits import RunStopped
 from healcore.torch import attach
-from healcore.torch.amp import SEARCH
+from healcore.torch.grad_scaler import SEARCH
 from tests.torch import policies
 from tests.torch.bits import assert_same, snapshot
-from tests.torch.cases import Seat
+from tests.torch.cases import Where
 
 SCALE = 1024.0
 every_way = pytest.mark.parametrize(
-    ("fused", "seat", "unscale"),
+    ("fused", "where", "unscale"),
     [(f, s, u) for f in (True, False) for s in ("host", "device") for u in (True, False)],
 )
 
@@ -46,17 +46,17 @@ class Loop:
 
 
 @every_way
-def test_the_norm_is_that_of_the_unscaled_gradients(fused: bool, seat: Seat, unscale: bool):
+def test_the_norm_is_that_of_the_unscaled_gradients(fused: bool, where: Where, unscale: bool):
     loop = Loop(fused=fused)
-    heal = attach(loop.optimizer, policies.SKIPS, engine=seat)
+    heal = attach(loop.optimizer, policies.SKIPS, engine=where)
     loop.step(unscale=unscale, heal=heal)
     assert float(heal.metrics()["heal/grad_norm"]) == pytest.approx(math.sqrt(14), rel=1e-6)
 
 
 @every_way
-def test_neutral_is_not_being_there(fused: bool, seat: Seat, unscale: bool):
+def test_neutral_is_not_being_there(fused: bool, where: Where, unscale: bool):
     mine, twin = Loop(fused=fused), Loop(fused=fused)
-    heal = attach(mine.optimizer, policies.SKIPS, engine=seat, scaler=mine.scaler)
+    heal = attach(mine.optimizer, policies.SKIPS, engine=where, scaler=mine.scaler)
     for _ in range(5):
         mine.step(unscale=unscale, heal=heal)
         twin.step(unscale=unscale)
@@ -66,9 +66,9 @@ def test_neutral_is_not_being_there(fused: bool, seat: Seat, unscale: bool):
 
 
 @every_way
-def test_clip_is_that_of_clip_grad_norm_after_unscale(fused: bool, seat: Seat, unscale: bool):
+def test_clip_is_that_of_clip_grad_norm_after_unscale(fused: bool, where: Where, unscale: bool):
     mine, twin = Loop(SGD, fused=fused), Loop(SGD, fused=fused)
-    heal = attach(mine.optimizer, policies.fixed(0.5), engine=seat)
+    heal = attach(mine.optimizer, policies.fixed(0.5), engine=where)
     for _ in range(3):
         mine.step(unscale=unscale, heal=heal)
         twin.optimizer.zero_grad()
@@ -82,9 +82,11 @@ def test_clip_is_that_of_clip_grad_norm_after_unscale(fused: bool, seat: Seat, u
 
 
 @every_way
-def test_a_spike_is_skipped_though_the_scaler_sees_nothing(fused: bool, seat: Seat, unscale: bool):
+def test_a_spike_is_skipped_though_the_scaler_sees_nothing(
+    fused: bool, where: Where, unscale: bool
+):
     loop = Loop(fused=fused)
-    heal = attach(loop.optimizer, policies.SKIPS, engine=seat)
+    heal = attach(loop.optimizer, policies.SKIPS, engine=where)
     for _ in range(6):
         loop.step(unscale=unscale, heal=heal)
     before = snapshot(loop.optimizer)
@@ -95,9 +97,9 @@ def test_a_spike_is_skipped_though_the_scaler_sees_nothing(fused: bool, seat: Se
 
 
 @every_way
-def test_an_overflow_is_the_scalers_own_and_not_counted(fused: bool, seat: Seat, unscale: bool):
+def test_an_overflow_is_the_scalers_own_and_not_counted(fused: bool, where: Where, unscale: bool):
     loop = Loop(fused=fused)
-    heal = attach(loop.optimizer, policies.SKIPS, engine=seat, scaler=loop.scaler)
+    heal = attach(loop.optimizer, policies.SKIPS, engine=where, scaler=loop.scaler)
     for _ in range(6):
         loop.step(unscale=unscale, heal=heal)
     before, state = snapshot(loop.optimizer), heal.state_dict()
@@ -113,11 +115,11 @@ def test_an_overflow_is_the_scalers_own_and_not_counted(fused: bool, seat: Seat,
     assert snapshot(loop.optimizer)["params"] != before["params"]
 
 
-@pytest.mark.parametrize("seat", ["host", "device"])
-def test_overflow_at_the_first_step_of_fused_momentum(seat: Seat):
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_overflow_at_the_first_step_of_fused_momentum(where: Where):
     """Where torch alone goes on from uninitialised memory."""
     mine, twin = (Loop(SGD, fused=True, momentum=0.9) for _ in range(2))
-    heal = attach(mine.optimizer, policies.SKIPS, engine=seat)
+    heal = attach(mine.optimizer, policies.SKIPS, engine=where)
     torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN
     try:
         mine.step(factor=float("inf"), unscale=False, heal=heal)
@@ -130,11 +132,11 @@ def test_overflow_at_the_first_step_of_fused_momentum(seat: Seat):
     assert_same(snapshot(mine.optimizer), snapshot(twin.optimizer))
 
 
-@pytest.mark.parametrize("seat", ["host", "device"])
-def test_a_grad_scale_of_the_users_own_is_respected(seat: Seat):
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_a_grad_scale_of_the_users_own_is_respected(where: Where):
     p = Parameter(torch.tensor([3.0, 4.0]))
     optimizer = SGD([p], lr=1.0, fused=True)
-    heal = attach(optimizer, policies.fixed(1.0), engine=seat)
+    heal = attach(optimizer, policies.fixed(1.0), engine=where)
     own = torch.tensor(8.0)
     optimizer.grad_scale = own  # type: ignore[attr-defined]
     p.grad = p.detach() * 8
@@ -146,9 +148,9 @@ def test_a_grad_scale_of_the_users_own_is_respected(seat: Seat):
 
 
 @every_way
-def test_overflows_that_do_not_end_are_counted(fused: bool, seat: Seat, unscale: bool):
+def test_overflows_that_do_not_end_are_counted(fused: bool, where: Where, unscale: bool):
     loop = Loop(fused=fused)
-    heal = attach(loop.optimizer, policies.CUTS, engine=seat, scaler=loop.scaler)
+    heal = attach(loop.optimizer, policies.CUTS, engine=where, scaler=loop.scaler)
     for _ in range(3):
         loop.step(unscale=unscale, heal=heal)
     before = snapshot(loop.optimizer)
@@ -172,12 +174,12 @@ def test_overflows_that_do_not_end_are_counted(fused: bool, seat: Seat, unscale:
     assert int(heal.metrics()["heal/alarms"]) == 5
 
 
-@pytest.mark.parametrize("seat", ["host", "device"])
-def test_a_scaler_of_two_optimizers_drops_only_what_it_was_asked_to_step(seat: Seat):
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_a_scaler_of_two_optimizers_drops_only_what_it_was_asked_to_step(where: Where):
     """One of the two is stepped every third time only."""
     loop, other = Loop(fused=False), Loop(fused=False)
     other.scaler = loop.scaler
-    heal = attach(other.optimizer, policies.SKIPS, engine=seat, scaler=loop.scaler)
+    heal = attach(other.optimizer, policies.SKIPS, engine=where, scaler=loop.scaler)
     for i in range(4 * SEARCH):
         if i % 3 == 0:
             other.optimizer.zero_grad()

@@ -13,18 +13,18 @@ from torch.optim.lr_scheduler import ExponentialLR
 from healcore.torch import attach
 from tests.torch import policies
 from tests.torch.bits import assert_same, snapshot
-from tests.torch.cases import FUSED, Case, Seat
+from tests.torch.cases import FUSED, Case, Where
 
-every_seat = pytest.mark.parametrize("seat", ["host", "device"])
+host_and_device = pytest.mark.parametrize("where", ["host", "device"])
 NAN = float("nan")
 SCALES = [0.5, 0.5, 0.5, 0.75, 1.0, 1.0]
 """After a cut to one half: hold_steps 3, ramp_steps 2."""
 
 
-@every_seat
+@host_and_device
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("as_tensor", [True, False])
-def test_a_cut_scales_the_update_of_every_group(seat: Seat, fused: bool, as_tensor: bool):
+def test_a_cut_scales_the_update_of_every_group(where: Where, fused: bool, as_tensor: bool):
     def rate(value: float) -> Any:
         return torch.tensor(value) if as_tensor else value
 
@@ -32,7 +32,7 @@ def test_a_cut_scales_the_update_of_every_group(seat: Seat, fused: bool, as_tens
     groups = [{"params": [a], "lr": rate(1.0)}, {"params": [b], "lr": rate(4.0)}]
     optimizer = SGD(groups, fused=fused)
     own = [group["lr"] for group in optimizer.param_groups]
-    heal = attach(optimizer, policies.CUTS, engine=seat)
+    heal = attach(optimizer, policies.CUTS, engine=where)
     a.grad, b.grad = torch.full((1,), NAN), torch.ones(1)
     optimizer.step()
     moved = []
@@ -52,14 +52,14 @@ def test_a_cut_scales_the_update_of_every_group(seat: Seat, fused: bool, as_tens
     assert float(heal.metrics()["heal/lr_scale"]) == 1.0
 
 
-@every_seat
-def test_a_scheduler_never_sees_the_cut(seat: Seat):
+@host_and_device
+def test_a_scheduler_never_sees_the_cut(where: Where):
     rates = []
     for healing in (True, False):
         p = Parameter(torch.ones(1))
         optimizer = AdamW([p], lr=0.1, fused=True)
         scheduler = ExponentialLR(optimizer, 0.9)
-        heal = attach(optimizer, policies.CUTS, engine=seat) if healing else None
+        heal = attach(optimizer, policies.CUTS, engine=where) if healing else None
         seen = []
         for i in range(6):
             p.grad = torch.full((1,), NAN if healing and i == 1 else 1.0)
@@ -75,9 +75,9 @@ def test_a_scheduler_never_sees_the_cut(seat: Seat):
 @pytest.mark.parametrize("case", FUSED, ids=lambda case: case.name)
 def test_both_seats_cut_to_the_same_bits_on_a_cpu(case: Case):
     runs = []
-    for seat in ("host", "device"):
+    for where in ("host", "device"):
         optimizer = case.build()
-        heal = attach(optimizer, policies.CUTS, engine=seat)
+        heal = attach(optimizer, policies.CUTS, engine=where)
         for i in range(6):
             case.step(optimizer, i, heal=heal, factor=NAN if i == 1 else 1.0)
         runs.append(snapshot(optimizer))

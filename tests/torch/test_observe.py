@@ -12,15 +12,15 @@ from torch.optim import AdamW
 
 from healcore.torch import Healing, SignalError, attach
 from tests.torch import policies
-from tests.torch.cases import Seat
+from tests.torch.cases import Where
 
-every_seat = pytest.mark.parametrize("seat", ["host", "device"])
+host_and_device = pytest.mark.parametrize("where", ["host", "device"])
 
 
-def healed(seat: Seat, engine: Any = policies.LOSSES) -> tuple[Parameter, AdamW, Healing]:
+def healed(where: Where, engine: Any = policies.LOSSES) -> tuple[Parameter, AdamW, Healing]:
     p = Parameter(torch.ones(2))
     optimizer = AdamW([p], fused=True)
-    return p, optimizer, attach(optimizer, engine, engine=seat)
+    return p, optimizer, attach(optimizer, engine, engine=where)
 
 
 def take(p: Parameter, optimizer: AdamW, heal: Healing) -> float:
@@ -29,7 +29,7 @@ def take(p: Parameter, optimizer: AdamW, heal: Healing) -> float:
     return float(heal.metrics()["heal/loss"])
 
 
-@every_seat
+@host_and_device
 @pytest.mark.parametrize(
     "loss",
     [
@@ -43,22 +43,22 @@ def take(p: Parameter, optimizer: AdamW, heal: Healing) -> float:
     ],
     ids=repr,
 )
-def test_one_number_of_any_kind_is_a_loss(seat: Seat, loss: Any):
-    p, optimizer, heal = healed(seat)
+def test_one_number_of_any_kind_is_a_loss(where: Where, loss: Any):
+    p, optimizer, heal = healed(where)
     heal.observe(loss)
     assert take(p, optimizer, heal) == 2.5
 
 
-@every_seat
-def test_an_integer_is_a_loss(seat: Seat):
-    p, optimizer, heal = healed(seat)
+@host_and_device
+def test_an_integer_is_a_loss(where: Where):
+    p, optimizer, heal = healed(where)
     heal.observe(torch.tensor(3))
     assert take(p, optimizer, heal) == 3.0
 
 
-@every_seat
-def test_the_step_sees_the_mean_of_its_micro_batches(seat: Seat):
-    p, optimizer, heal = healed(seat)
+@host_and_device
+def test_the_step_sees_the_mean_of_its_micro_batches(where: Where):
+    p, optimizer, heal = healed(where)
     for loss in (1.0, torch.tensor(2.0), torch.tensor(4.5)):
         heal.observe(loss)
     assert take(p, optimizer, heal) == 2.5
@@ -66,18 +66,18 @@ def test_the_step_sees_the_mean_of_its_micro_batches(seat: Seat):
     assert take(p, optimizer, heal) == 7.0
 
 
-@every_seat
-def test_a_loss_may_be_changed_in_place_afterwards(seat: Seat):
-    p, optimizer, heal = healed(seat)
+@host_and_device
+def test_a_loss_may_be_changed_in_place_afterwards(where: Where):
+    p, optimizer, heal = healed(where)
     loss = torch.tensor(8.0)
     heal.observe(loss)
     loss /= 4
     assert take(p, optimizer, heal) == 8.0
 
 
-@every_seat
-def test_discard_forgets_the_window(seat: Seat):
-    p, optimizer, heal = healed(seat)
+@host_and_device
+def test_discard_forgets_the_window(where: Where):
+    p, optimizer, heal = healed(where)
     heal.observe(float("nan"))
     heal.discard()
     heal.observe(1.0)
@@ -85,16 +85,16 @@ def test_discard_forgets_the_window(seat: Seat):
     assert int(heal.metrics()["heal/skips"]) == 0
 
 
-@every_seat
+@host_and_device
 @pytest.mark.parametrize("loss", [float("nan"), torch.tensor(float("inf"))])
-def test_a_loss_that_is_not_finite_is_a_loss_and_skips(seat: Seat, loss: Any):
-    p, optimizer, heal = healed(seat)
+def test_a_loss_that_is_not_finite_is_a_loss_and_skips(where: Where, loss: Any):
+    p, optimizer, heal = healed(where)
     heal.observe(loss)
     take(p, optimizer, heal)
     assert torch.equal(p.detach(), torch.ones(2))
 
 
-@every_seat
+@host_and_device
 @pytest.mark.parametrize(
     ("loss", "says"),
     [
@@ -114,9 +114,9 @@ def test_a_loss_that_is_not_finite_is_a_loss_and_skips(seat: Seat, loss: Any):
 )
 @pytest.mark.parametrize("method", ["observe", "observe_eval", "observe_update_norm"])
 def test_what_is_no_loss_is_turned_away_and_changes_nothing(
-    seat: Seat, loss: Any, says: str, method: str
+    where: Where, loss: Any, says: str, method: str
 ):
-    p, optimizer, heal = healed(seat)
+    p, optimizer, heal = healed(where)
     heal.observe(1.0)
     state = heal.state_dict()
     with pytest.raises(SignalError, match=says):
@@ -125,9 +125,9 @@ def test_what_is_no_loss_is_turned_away_and_changes_nothing(
     assert take(p, optimizer, heal) == 1.0
 
 
-@every_seat
-def test_side_signals_reach_the_next_step_only(seat: Seat):
-    p, optimizer, heal = healed(seat, policies.EVERYTHING)
+@host_and_device
+def test_side_signals_reach_the_next_step_only(where: Where):
+    p, optimizer, heal = healed(where, policies.EVERYTHING)
     assert heal.report().waiting_for == ("loss", "eval_loss", "update_norm")
     heal.observe(1.0)
     heal.observe_eval(torch.tensor(2.0))
@@ -146,10 +146,10 @@ def test_side_signals_reach_the_next_step_only(seat: Seat):
     assert heal.report().waiting_for == ()
 
 
-@every_seat
-def test_an_announced_change_is_no_alarm(seat: Seat):
+@host_and_device
+def test_an_announced_change_is_no_alarm(where: Where):
     def jump(change_expected: bool) -> int:
-        p, optimizer, heal = healed(seat)
+        p, optimizer, heal = healed(where)
         for i in range(20):
             heal.observe(1.0 + 0.01 * (i % 3))
             take(p, optimizer, heal)

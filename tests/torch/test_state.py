@@ -16,11 +16,11 @@ from healcore.core.tree import leaves
 from healcore.torch import Healing, StateError, attach
 from tests.torch import policies
 from tests.torch.bits import assert_same, bits, snapshot
-from tests.torch.cases import Case, Seat
+from tests.torch.cases import Case, Where
 
 CASE = Case("", torch.optim.AdamW, {"fused": True})
-SEATS = ("host", "device")
-every_seat = pytest.mark.parametrize("seat", SEATS)
+HOST_AND_DEVICE = ("host", "device")
+host_and_device = pytest.mark.parametrize("where", HOST_AND_DEVICE)
 FACTORS = [1.0] * 6 + [float("nan"), 1.0, 1e5, 1.0, float("nan"), 1.0, 1.0, float("inf"), 1.0, 1.0]
 
 
@@ -33,10 +33,10 @@ def run(optimizer: Any, heal: Healing, steps: range) -> list[Any]:
     return decisions
 
 
-@pytest.mark.parametrize("to", SEATS)
-@pytest.mark.parametrize("first", SEATS)
+@pytest.mark.parametrize("to", HOST_AND_DEVICE)
+@pytest.mark.parametrize("first", HOST_AND_DEVICE)
 @pytest.mark.parametrize("stop", [2, 7, 11])
-def test_stopping_and_going_on_decides_as_never_having_stopped(first: Seat, to: Seat, stop: int):
+def test_stopping_and_going_on_decides_as_never_having_stopped(first: Where, to: Where, stop: int):
     whole = CASE.build()
     heal = attach(whole, policies.EVERYTHING, engine=first)
     expected = run(whole, heal, range(len(FACTORS)))
@@ -66,17 +66,17 @@ def test_a_run_from_numpy_goes_on_in_torch():
         loss, norm = np.float32(3 - i / 10), np.float32(1 + i % 3)
         state, _ = engine.step(state, Signals(loss=loss, grad_norm=norm), xp=np)
     optimizer = CASE.build()
-    for seat in SEATS:
-        heal = attach(optimizer, engine, engine=seat)
+    for where in HOST_AND_DEVICE:
+        heal = attach(optimizer, engine, engine=where)
         heal.load_state_dict(engine.to_dict(state))
         assert heal.state_dict() == engine.to_dict(state)
         heal.detach()
 
 
-@every_seat
-def test_loading_ends_the_window_of_losses(seat: Seat):
+@host_and_device
+def test_loading_ends_the_window_of_losses(where: Where):
     optimizer = CASE.build()
-    heal = attach(optimizer, policies.LOSSES, engine=seat)
+    heal = attach(optimizer, policies.LOSSES, engine=where)
     saved = heal.state_dict()
     heal.observe(float("nan"))
     heal.load_state_dict(saved)
@@ -84,10 +84,10 @@ def test_loading_ends_the_window_of_losses(seat: Seat):
     assert int(heal.metrics()["heal/skips"]) == 0
 
 
-@every_seat
-def test_a_rollback_keeps_budgets_and_the_cut(seat: Seat):
+@host_and_device
+def test_a_rollback_keeps_budgets_and_the_cut(where: Where):
     optimizer = CASE.build()
-    heal = attach(optimizer, policies.CUTS, engine=seat)
+    heal = attach(optimizer, policies.CUTS, engine=where)
     run(optimizer, heal, range(5))
     saved = heal.state_dict()
     run(optimizer, heal, range(5, 8))
@@ -101,7 +101,7 @@ def test_a_rollback_keeps_budgets_and_the_cut(seat: Seat):
     assert state["detectors"] != live["detectors"]
 
 
-@every_seat
+@host_and_device
 @pytest.mark.parametrize(
     ("broken", "says"),
     [
@@ -117,9 +117,9 @@ def test_a_rollback_keeps_budgets_and_the_cut(seat: Seat):
         ),
     ],
 )
-def test_a_state_that_does_not_fit_loads_nothing(seat: Seat, broken: Any, says: str):
+def test_a_state_that_does_not_fit_loads_nothing(where: Where, broken: Any, says: str):
     optimizer = CASE.build()
-    heal = attach(optimizer, policies.EVERYTHING, engine=seat)
+    heal = attach(optimizer, policies.EVERYTHING, engine=where)
     run(optimizer, heal, range(3))
     before = heal.state_dict()
     for load in (heal.load_state_dict, heal.on_rollback):
@@ -128,11 +128,11 @@ def test_a_state_that_does_not_fit_loads_nothing(seat: Seat, broken: Any, says: 
     assert heal.state_dict() == before
 
 
-@every_seat
-def test_a_state_of_a_policy_with_other_numbers_loads_nothing(seat: Seat):
-    heal = attach(CASE.build(), policies.EVERYTHING, engine=seat)
+@host_and_device
+def test_a_state_of_a_policy_with_other_numbers_loads_nothing(where: Where):
+    heal = attach(CASE.build(), policies.EVERYTHING, engine=where)
     config = policies.EVERYTHING.config
-    other = attach(CASE.build(), Engine(config._replace(max_skips=99)), engine=seat)
+    other = attach(CASE.build(), Engine(config._replace(max_skips=99)), engine=where)
     before = other.state_dict()
     for load in (other.load_state_dict, other.on_rollback):
         with pytest.raises(StateError, match="of a policy with other numbers"):
@@ -140,19 +140,19 @@ def test_a_state_of_a_policy_with_other_numbers_loads_nothing(seat: Seat):
     assert other.state_dict() == before
 
 
-@every_seat
-def test_per_tensor_levels_belong_to_one_model(seat: Seat):
+@host_and_device
+def test_per_tensor_levels_belong_to_one_model(where: Where):
     small = attach(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]), policies.ADAGC)
-    heal = attach(CASE.build(), policies.ADAGC, engine=seat)
+    heal = attach(CASE.build(), policies.ADAGC, engine=where)
     with pytest.raises(StateError, match="of 1 parameters, this optimizer has 3"):
         heal.load_state_dict(small.state_dict())
 
 
-@every_seat
-def test_detached_is_never_having_been_attached(seat: Seat):
+@host_and_device
+def test_detached_is_never_having_been_attached(where: Where):
     mine, twin = CASE.build(), CASE.build()
     names = set(vars(mine))
-    heal = attach(mine, policies.fixed(1e-3), engine=seat)
+    heal = attach(mine, policies.fixed(1e-3), engine=where)
     heal.detach()
     heal.detach()
     assert not heal.attached
@@ -166,10 +166,10 @@ def test_detached_is_never_having_been_attached(seat: Seat):
     attach(mine, policies.SKIPS)
 
 
-@every_seat
-def test_metrics_are_copies(seat: Seat):
+@host_and_device
+def test_metrics_are_copies(where: Where):
     optimizer = CASE.build()
-    heal = attach(optimizer, policies.EVERYTHING, engine=seat)
+    heal = attach(optimizer, policies.EVERYTHING, engine=where)
     run(optimizer, heal, range(1))
     first = heal.metrics()
     before = bits(first)
@@ -183,19 +183,19 @@ def test_the_device_state_keeps_its_addresses():
     """What a CUDA graph needs."""
     optimizer = CASE.build()
     heal = attach(optimizer, policies.EVERYTHING, engine="device")
-    before = [leaf.data_ptr() for leaf in leaves(heal.seat.state)]
+    before = [leaf.data_ptr() for leaf in leaves(heal.live_engine.state)]
     assert len(set(before)) == len(before)
     run(optimizer, heal, range(3))
     heal.expect_change()
     heal.load_state_dict(heal.state_dict())
     heal.on_rollback(heal.state_dict())
-    assert [leaf.data_ptr() for leaf in leaves(heal.seat.state)] == before
+    assert [leaf.data_ptr() for leaf in leaves(heal.live_engine.state)] == before
 
 
-@every_seat
-def test_the_optimizer_still_pickles_and_copies(seat: Seat):
+@host_and_device
+def test_the_optimizer_still_pickles_and_copies(where: Where):
     optimizer = CASE.build()
-    heal = attach(optimizer, policies.EVERYTHING, engine=seat)
+    heal = attach(optimizer, policies.EVERYTHING, engine=where)
     run(optimizer, heal, range(2))
     twin = copy.deepcopy(optimizer)
     assert_same(snapshot(twin), snapshot(optimizer))

@@ -13,9 +13,9 @@ from torch.optim import LBFGS, SGD, Adam, AdamW
 from healcore.torch import attach
 from tests.torch import policies
 from tests.torch.bits import assert_same, bits, parameters, snapshot
-from tests.torch.cases import Case, Seat
+from tests.torch.cases import Case, Where
 
-every_seat = pytest.mark.parametrize("seat", ["host", "device"])
+host_and_device = pytest.mark.parametrize("where", ["host", "device"])
 NAN = float("nan")
 
 
@@ -26,12 +26,12 @@ def steps(heal: Any) -> int:
 # -- closures ------------------------------------------------------------------------------------
 
 
-@every_seat
+@host_and_device
 @pytest.mark.parametrize("by_name", [True, False])
-def test_a_closures_own_gradients_are_judged(seat: Seat, by_name: bool):
+def test_a_closures_own_gradients_are_judged(where: Where, by_name: bool):
     p = Parameter(torch.ones(3))
     optimizer = AdamW([p], fused=True)
-    heal = attach(optimizer, policies.SKIPS, engine=seat)
+    heal = attach(optimizer, policies.SKIPS, engine=where)
     p.grad = torch.full((3,), NAN)  # of an older backward: not this step's
 
     def closure() -> torch.Tensor:
@@ -72,13 +72,15 @@ def test_a_closure_may_return_nothing():
     assert int(heal.metrics()["heal/skips"]) == 1
 
 
-@every_seat
+@host_and_device
 @pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
 @pytest.mark.parametrize("bad_call", [2, 3])
-def test_lbfgs_that_walks_into_a_nan_goes_back(seat: Seat, line_search: str | None, bad_call: int):
+def test_lbfgs_that_walks_into_a_nan_goes_back(
+    where: Where, line_search: str | None, bad_call: int
+):
     case = Case("", LBFGS, {"max_iter": 5, "line_search_fn": line_search}, closure=True)
     optimizer = case.build()
-    attach(optimizer, policies.SKIPS, engine=seat)
+    attach(optimizer, policies.SKIPS, engine=where)
     case.step(optimizer, 0)
     case.step(optimizer, 1)
     before = snapshot(optimizer)
@@ -121,14 +123,14 @@ class Decaying(AdamW):
         return super().step(closure)
 
 
-@every_seat
+@host_and_device
 @pytest.mark.parametrize("vouched", [True, "auto"])
-def test_super_step_is_judged_once(seat: Seat, vouched: Any):
+def test_super_step_is_judged_once(where: Where, vouched: Any):
     Adam([Parameter(torch.ones(1))])  # patches the base classes' step too
     AdamW([Parameter(torch.ones(1))])
     case = Case("", Wrapping, {"fused": True})
     mine, twin = case.build(), case.build()
-    heal = attach(mine, policies.SKIPS, engine=seat, fused=vouched)
+    heal = attach(mine, policies.SKIPS, engine=where, fused=vouched)
     for i in range(3):
         case.step(mine, i, heal=heal)
         case.step(twin, i)
@@ -138,11 +140,11 @@ def test_super_step_is_judged_once(seat: Seat, vouched: Any):
     assert_same(snapshot(mine), snapshot(twin))
 
 
-@every_seat
-def test_a_step_with_arithmetic_of_its_own_stands_still_too(seat: Seat):
+@host_and_device
+def test_a_step_with_arithmetic_of_its_own_stands_still_too(where: Where):
     case = Case("", Decaying, {"fused": True})
     optimizer = case.build()
-    heal = attach(optimizer, policies.SKIPS, engine=seat)
+    heal = attach(optimizer, policies.SKIPS, engine=where)
     assert heal.report().skip == "not run"
     assert "Decaying has a step() of its own" in heal.report().skip_reason
     before = snapshot(optimizer)
@@ -164,13 +166,13 @@ class Failing(SGD):
         return super().step(closure)
 
 
-@every_seat
+@host_and_device
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_step_that_raises_does_not_end_healing(seat: Seat, fused: bool):
+def test_a_step_that_raises_does_not_end_healing(where: Where, fused: bool):
     p = Parameter(torch.ones(3))
     optimizer = Failing([p], lr=0.5, fused=fused)
     own = optimizer.param_groups[0]["lr"]
-    heal = attach(optimizer, policies.CUTS, engine=seat, fused=fused)
+    heal = attach(optimizer, policies.CUTS, engine=where, fused=fused)
     p.grad = torch.full((3,), NAN)
     optimizer.step()  # cuts the rate, so that the next step borrows it
     optimizer.fail = True
@@ -188,11 +190,11 @@ def test_a_step_that_raises_does_not_end_healing(seat: Seat, fused: bool):
     assert not {"grad_scale", "found_inf"} & set(vars(optimizer))
 
 
-@every_seat
-def test_what_is_set_after_an_exception_is_not_taken_back(seat: Seat):
+@host_and_device
+def test_what_is_set_after_an_exception_is_not_taken_back(where: Where):
     p = Parameter(torch.ones(3))
     optimizer = Failing([p], lr=0.5, fused=True)
-    attach(optimizer, policies.fixed(0.1), engine=seat, fused=True)
+    attach(optimizer, policies.fixed(0.1), engine=where, fused=True)
     optimizer.fail = True
     p.grad = torch.ones(3)
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -210,11 +212,11 @@ def fail(*_: Any) -> None:
     raise RuntimeError("out of memory")
 
 
-@every_seat
-def test_detaching_after_an_exception_gives_everything_back(seat: Seat):
+@host_and_device
+def test_detaching_after_an_exception_gives_everything_back(where: Where):
     p = Parameter(torch.ones(3))
     optimizer = SGD([p], lr=0.5)
-    heal = attach(optimizer, policies.CUTS, engine=seat)
+    heal = attach(optimizer, policies.CUTS, engine=where)
     optimizer.register_step_pre_hook(fail)  # after ours
     grad = p.grad = torch.full((3,), NAN)
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -228,10 +230,10 @@ def test_detaching_after_an_exception_gives_everything_back(seat: Seat):
 # -- gradients that are not there ----------------------------------------------------------------
 
 
-@every_seat
-def test_a_step_without_gradients_is_a_no_op(seat: Seat):
+@host_and_device
+def test_a_step_without_gradients_is_a_no_op(where: Where):
     optimizer = AdamW([Parameter(torch.ones(3))], fused=True)
-    heal = attach(optimizer, policies.EVERYTHING, engine=seat)
+    heal = attach(optimizer, policies.EVERYTHING, engine=where)
     before, state = snapshot(optimizer), heal.state_dict()
     heal.observe(1.0)
     optimizer.step()
@@ -244,12 +246,12 @@ def test_a_step_without_gradients_is_a_no_op(seat: Seat):
     assert float(heal.metrics()["heal/loss"]) == 2.0
 
 
-@every_seat
-def test_parameters_without_gradients_are_left_alone(seat: Seat):
+@host_and_device
+def test_parameters_without_gradients_are_left_alone(where: Where):
     used, unused = Parameter(torch.ones(3)), Parameter(torch.ones(2))
     frozen = Parameter(torch.ones(2), requires_grad=False)
     optimizer = AdamW([{"params": [unused, used]}, {"params": [frozen], "lr": 1.0}], fused=True)
-    heal = attach(optimizer, policies.fixed(1e-3), engine=seat)
+    heal = attach(optimizer, policies.fixed(1e-3), engine=where)
     used.grad = torch.ones(3)
     optimizer.step()
     assert float(heal.metrics()["heal/grad_norm"]) == pytest.approx(math.sqrt(3))
@@ -258,12 +260,12 @@ def test_parameters_without_gradients_are_left_alone(seat: Seat):
     assert not torch.equal(used.detach(), torch.ones(3))
 
 
-@every_seat
+@host_and_device
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_works_as_ever_after_a_skip(seat: Seat, set_to_none: bool):
+def test_zero_grad_works_as_ever_after_a_skip(where: Where, set_to_none: bool):
     p = Parameter(torch.ones(3))
     optimizer = AdamW([p], fused=True)
-    attach(optimizer, policies.SKIPS, engine=seat)
+    attach(optimizer, policies.SKIPS, engine=where)
     p.grad = torch.full((3,), NAN)
     optimizer.step()
     optimizer.zero_grad(set_to_none=set_to_none)
@@ -272,25 +274,25 @@ def test_zero_grad_works_as_ever_after_a_skip(seat: Seat, set_to_none: bool):
     assert torch.equal(p.grad, torch.full((3,), 2.0))
 
 
-@every_seat
-def test_a_checkpoint_library_may_rehearse_a_fresh_optimizer(seat: Seat):
+@host_and_device
+def test_a_checkpoint_library_may_rehearse_a_fresh_optimizer(where: Where):
     """get_optimizer_state_dict steps it with zero gradients at learning rate 0."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     model = torch.nn.Linear(3, 2)
     optimizer = AdamW(model.parameters(), lr=0.1, fused=True)
-    heal = attach(optimizer, policies.EVERYTHING, engine=seat)
+    heal = attach(optimizer, policies.EVERYTHING, engine=where)
     state = heal.state_dict()
     get_optimizer_state_dict(model, optimizer)
     assert optimizer.state  # it did step
     assert heal.state_dict() == state
 
 
-@every_seat
-def test_a_warm_up_from_rate_zero_is_no_rehearsal(seat: Seat):
+@host_and_device
+def test_a_warm_up_from_rate_zero_is_no_rehearsal(where: Where):
     p = Parameter(torch.ones(3))
     optimizer = AdamW([p], lr=0.0, fused=True)
-    heal = attach(optimizer, policies.SKIPS, engine=seat)
+    heal = attach(optimizer, policies.SKIPS, engine=where)
     p.grad = torch.full((3,), NAN)
     optimizer.step()
     assert steps(heal) == 1
@@ -298,13 +300,13 @@ def test_a_warm_up_from_rate_zero_is_no_rehearsal(seat: Seat):
     assert torch.equal(p.detach(), torch.ones(3))
 
 
-@every_seat
-def test_a_skipped_first_step_leaves_no_uninitialised_momentum(seat: Seat):
+@host_and_device
+def test_a_skipped_first_step_leaves_no_uninitialised_momentum(where: Where):
     torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN
     try:
         p = Parameter(torch.ones(3))
         optimizer = SGD([p], lr=0.1, momentum=0.9, fused=True)
-        attach(optimizer, policies.SKIPS, engine=seat)
+        attach(optimizer, policies.SKIPS, engine=where)
         for value in (NAN, 1.0, 1.0):
             p.grad = torch.full((3,), value)
             optimizer.step()

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from healcore.torch import attach
 from healcore.torch.measurement import in_one_copy
 from tests.torch import policies
-from tests.torch.cases import FUSED, PLAIN, Case, Seat
+from tests.torch.cases import FUSED, PLAIN, Case, Where
 
 SYNCS = ("aten._local_scalar_dense", "aten.is_nonzero", "aten.equal", "aten.nonzero")
 
@@ -28,10 +28,10 @@ class CountSyncs(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def counted(case: Case, seat: Seat, engine: Any, steps: int, *, attached: bool = True) -> int:
+def counted(case: Case, where: Where, engine: Any, steps: int, *, attached: bool = True) -> int:
     """Syncs of some steps, skips and clips among them."""
     optimizer = case.build()
-    heal = attach(optimizer, engine, engine=seat) if attached else None
+    heal = attach(optimizer, engine, engine=where) if attached else None
     with CountSyncs() as syncs:
         for i in range(steps):
             case.step(optimizer, i, heal=heal, factor=float("nan") if i == 4 else 1.0)
@@ -49,11 +49,11 @@ def test_the_counter_counts():
     assert syncs.count == 2
 
 
-@pytest.mark.parametrize("seat", ["host", "device"])
+@pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("case", FUSED, ids=lambda case: case.name)
 @pytest.mark.parametrize("policy", ["EVERYTHING", "CUTS", "ADAGC", "OBSERVES"])
-def test_fused_optimizers_never_wait(case: Case, seat: Seat, policy: str):
-    assert counted(case, seat, getattr(policies, policy), 7) == 0
+def test_fused_optimizers_never_wait(case: Case, where: Where, policy: str):
+    assert counted(case, where, getattr(policies, policy), 7) == 0
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_all_signals_cross_in_one_copy():
 def test_the_report_says_what_it_costs(case: Case):
     heal = attach(case.build(), policies.SKIPS)
     report = heal.report()
-    assert report.seat == "host"
+    assert report.engine == "host"
     assert report.syncs_per_step == 0
     assert report.skip == "grads"
     assert report.clip == ("grad_scale" if case.fused else "one pass over the gradients")

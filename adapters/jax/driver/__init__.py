@@ -1,4 +1,4 @@
-"""JAX's side of a healed run."""
+"""`JaxDriver`: the live state of a JAX run, its engines, and the records of its steps."""
 
 from __future__ import annotations
 

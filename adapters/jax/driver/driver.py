@@ -1,4 +1,4 @@
-"""`JaxDriver`: what the `Healer` needs from JAX."""
+"""`JaxDriver`: what the Healer needs from a run in JAX."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from healcore.jax import packing
+from healcore.jax import state_layout
 from healcore.jax.bare_state import without_heal_state
 from healcore.jax.driver import engines as in_state
-from healcore.jax.driver.branching import Branch
-from healcore.jax.driver.checkpointed import Layout
+from healcore.jax.driver.checkpoint_layout import CheckpointLayout
 from healcore.jax.driver.pending_dispatch import Dispatch, PendingReadback
-from healcore.jax.driver.places import Tree, place_of, value
 from healcore.jax.driver.ranks import this_run
+from healcore.jax.driver.restore_point import RestorePoint
+from healcore.jax.driver.state_accessor import TreeAccessor, accessor_for, value
 from healcore.jax.lr import injected_rates
 from healcore.jax.state import HealState, HealStateError
 from healcore.policy import PolicyLike, engine_of
@@ -25,12 +25,11 @@ from healcore.runtime.store.ranks import Ranks
 
 
 class JaxDriver:
-    """The live state of a JAX run.
+    """Implements `healcore.runtime.driver.Driver` for a JAX run.
 
     Args:
-        state: a pytree with the state of one `protect`, `heal` or `heal_zclip` in it (several, in a
-            run with several optimizers), or a mapping of names to nnx objects, which are changed in
-            place.
+        state: a pytree that contains the state of a `protect`, `heal` or `heal_zclip` (several for
+            several optimizers), or a mapping of names to nnx objects, which are updated in place.
         policy: the one that the optimizer was built with.
 
     Raises:
@@ -41,66 +40,70 @@ class JaxDriver:
 
     def __init__(self, state: Any, policy: PolicyLike = "default") -> None:
         self._engine = engine_of(policy)
-        self._place = place_of(state)
-        tree = self._place.read()
-        self._engines = in_state.find(tree, self._place.trained(), self._engine)
-        self._layout = Layout(tree, named=self._place.named)
+        self._accessor = accessor_for(state)
+        tree = self._accessor.read()
+        self._engines = in_state.find(tree, self._accessor.trained(), self._engine)
+        self._layout = CheckpointLayout(tree, named=self._accessor.named)
         self._not_finite = _not_finite(tree)
-        self._branch: Branch | None = None
+        self._restore_point: RestorePoint | None = None
         self._step: Dispatch | None = None
         self._stride: int | None = None
-        """Steps of one dispatch, as far as known."""
+        """Steps of one dispatch, once known."""
         self._usual: dict[str, np.ndarray] = {}
-        """Of each engine the norms at its last step without an alarm."""
-        self._lost_said = False
+        """Each engine's norms at its last step without an alarm."""
+        self._missing_noted = False
         self.notes: list[str] = []
-        """What a person should know; the Healer takes it away."""
-        self._see()
+        """Lines for the log, oldest first: the Healer logs them and clears the list."""
+        self._remember_step()
 
     # -- the training loop ------------------------------------------------------------------------
 
     @property
     def state(self) -> Any:
-        """The live state, as the user has it."""
-        return self._place.state
+        """The live state, as the user passed it."""
+        return self._accessor.state
 
     def update(self, state: Any = None) -> None:
-        """Takes the state that a step has returned; None where nnx objects were changed in place.
+        """Takes the state that a step has returned; None where nnx objects were updated in place.
 
         Raises:
-            HealStateError: the healing state is not where it was, or the step was not taken from
-                the state that the run was put back to. The old state stays.
+            HealStateError: the healing state is not where it was, or the step did not start from
+                the state that was restored. The old state stays.
         """
         if state is None:
             return
-        before, self._place.state = self._place.state, state
+        before, self._accessor.state = self._accessor.state, state
         try:
             states = self._states()
             # A sync, in the first step after a rollback only.
-            if self._branch is not None and self._branch.left_by(_counters(states)):
-                self._branch = None
+            if self._restore_point is not None and self._restore_point.has_advanced(
+                _counters(states)
+            ):
+                self._restore_point = None
         except HealStateError:
-            self._place.state = before
+            self._accessor.state = before
             raise
 
     def poll_step(self) -> Dispatch | None:
-        """The step taken since the last call, on its way to the host; None: there was none.
+        """The step taken since the last call, its copy to the host begun; None: there was none.
 
-        A step is a new state: with optax.MultiSteps a micro-step. Whether an engine has judged
-        anything in it only the device knows; `StepRecord.step` is the same as before if not.
+        A step is a new state, a micro-step with optax.MultiSteps. Only the device knows whether an
+        engine has judged it; if not, `StepRecord.step` is the same as before.
         """
         states = self._states()
-        steps = _steps(states)
-        if all(now is then for now, then in zip(steps, self._seen, strict=True)):
+        counters = _counter_arrays(states)
+        if all(now is then for now, then in zip(counters, self._last_counters, strict=True)):
             return None
-        before, self._held = self._held, PendingReadback(self._engines, states)
+        before, self._readback = self._readback, PendingReadback(self._engines, states)
         if self._step is not None:
-            self._stride = self._step.found or self._stride
-        # A sync at the first dispatch only. One with another number of steps than those before it
-        # (the last, shorter one of an epoch) is counted right when it is read.
-        self._seen, self._step = (
-            steps,
-            Dispatch(self._engines, before, self._held, self._usual, self._stride, self._lost),
+            self._stride = self._step.steps_read or self._stride
+        # A sync at the first dispatch only. If a dispatch has another number of steps than the one
+        # before (the last of an epoch), the number is corrected when it is read.
+        self._last_counters, self._step = (
+            counters,
+            Dispatch(
+                self._engines, before, self._readback, self._usual, self._stride, self._note_missing
+            ),
         )
         self._stride = self._step.count
         return self._step
@@ -109,50 +112,50 @@ class JaxDriver:
 
     def items(self) -> dict[str, Any]:
         """The live state to save, without healing state. Copies nothing."""
-        return self._layout.items(self._place.read())
+        return self._layout.items(self._accessor.read())
 
     def replace(self, restored: Mapping[str, Any]) -> None:
-        """Puts a restored state in the place of the live one; the healing state stays.
+        """Replaces the live state by a restored one; the healing state stays.
 
         Raises:
-            StateMismatch: it does not fit; nothing has been touched.
+            StateMismatch: it does not fit; nothing has changed.
         """
-        self._put(self._layout.restored(restored, self._place.read()))
+        self._put(self._layout.restored(restored, self._accessor.read()))
 
     def may_save(self) -> bool:
-        """False in the middle of an accumulation by optax.MultiSteps. Reads the device for that."""
-        return self._layout.between_steps(self._place.read())
+        """False during an accumulation by optax.MultiSteps; reads the device to know."""
+        return self._layout.between_steps(self._accessor.read())
 
     # -- engines ----------------------------------------------------------------------------------
 
     def healing(self) -> dict[str, dict[str, Any]]:
         """Engine name -> `Engine.to_dict`. Reads the device."""
-        return in_state.dicts(self._engine, self._engines, self._place.read())
+        return in_state.dicts(self._engine, self._engines, self._accessor.read())
 
     def load_healing(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
         """Replaces engine states; those not named stay.
 
         Raises:
-            StateError: a state is of another policy, model or optimizer; nothing has been touched.
+            StateError: a state is of another policy, model or optimizer; nothing has changed.
         """
-        tree = self._place.read()
+        tree = self._accessor.read()
         self._put(in_state.loaded(self._engine, self._engines, tree, engines))
 
     def expect_change(self) -> None:
         """Opens every engine's grace window."""
-        self._place.write(in_state.with_change_expected(self._place.read()))
+        self._accessor.write(in_state.with_change_expected(self._accessor.read()))
 
     def decline(self) -> None:
-        """Tells every engine that the rollback it ordered is not carried out."""
-        self._place.write(in_state.declined(self._engine, self._place.read()))
+        """Reports to every engine that the rollback it ordered is not carried out."""
+        self._accessor.write(in_state.declined(self._engine, self._accessor.read()))
 
     def finite(self) -> bool:
-        """Whether the state is finite, but for arrays that were not at the start (masks of -inf).
+        """Whether the state is finite, except arrays that were not at the start (masks of -inf).
 
-        The whole of it: which part are parameters a pytree does not say. Less the healing part: the
-        norms in it are those of a gradient that was not applied. Reads the device.
+        All of it, because a pytree does not say which part are parameters. The healing state is
+        left out: it holds norms of gradients that were not applied. Reads the device.
         """
-        return _not_finite(self._place.read()) <= self._not_finite
+        return _not_finite(self._accessor.read()) <= self._not_finite
 
     def losses_of(
         self,
@@ -160,27 +163,29 @@ class JaxDriver:
         batches: Iterable[Any],
         state: Mapping[str, Any] | None = None,
     ) -> list[float]:
-        """`loss_fn(state, batch)`, or `loss_fn(batch)` where nnx objects are changed in place."""
-        live = self._place.read()
+        """Calls `loss_fn(state, batch)`; for nnx objects, updated in place, `loss_fn(batch)`."""
+        live = self._accessor.read()
         if state is not None:
-            self._place.write(self._layout.restored(state, live))
-        given = (self._place.state,) if isinstance(self._place, Tree) else ()
+            self._accessor.write(self._layout.restored(state, live))
+        arguments = (self._accessor.state,) if isinstance(self._accessor, TreeAccessor) else ()
         try:
-            return [float(loss_fn(*given, batch)) for batch in batches]
+            return [float(loss_fn(*arguments, batch)) for batch in batches]
         finally:
             if state is not None:
-                self._place.write(live)
+                self._accessor.write(live)
 
     def learning_rate(self) -> float | None:
-        """The one in optax.inject_hyperparams, from the device; others are in no state: None."""
-        found = {float(rate) for rate in injected_rates(self._place.read())}
+        """That of optax.inject_hyperparams, read from the device; None without it."""
+        found = {float(rate) for rate in injected_rates(self._accessor.read())}
         return found.pop() if len(found) == 1 else None
 
     # -- the run ----------------------------------------------------------------------------------
 
     def state_bytes(self) -> int:
-        """Of what this process holds of the state."""
-        arrays = [each for each in jax.tree.leaves(self._place.read()) if hasattr(each, "nbytes")]
+        """Size of this process's part of the state."""
+        arrays = [
+            each for each in jax.tree.leaves(self._accessor.read()) if hasattr(each, "nbytes")
+        ]
         return sum(
             sum(shard.data.nbytes for shard in each.addressable_shards if not shard.replica_id)
             if isinstance(each, jax.Array)
@@ -208,38 +213,41 @@ class JaxDriver:
         return this_run()
 
     def generators(self) -> None:
-        """None: JAX has no global generators, the state holds its keys."""
+        """None: JAX has no global generators; the state holds its keys."""
 
     def close(self) -> None:
-        """Nothing has been put on: what heals is part of the user's optimizer."""
+        """Does nothing: healing is part of the user's optimizer, without hooks to remove."""
 
-    # -- within -----------------------------------------------------------------------------------
+    # -- internal ---------------------------------------------------------------------------------
 
-    def _lost(self, steps: int, missing: int) -> None:
-        if not self._lost_said:
-            self._lost_said = True
+    def _note_missing(self, steps: int, missing: int) -> None:
+        if not self._missing_noted:
+            self._missing_noted = True
             self.notes.append(
-                f"{steps} steps in one dispatch, and the state keeps the numbers of "
+                f"{steps} steps in one dispatch, and the state keeps the records of "
                 f"{steps - missing}: no order is lost, but the metrics lack the others; "
                 f"protect(tx, policy, records={steps}) keeps them all"
             )
 
     def _states(self) -> list[HealState]:
-        roots = self._place.roots()
+        roots = self._accessor.roots()
         return [in_state.at(roots, each.path) for each in self._engines]
 
     def _put(self, tree: Any) -> None:
-        """The tree is the state from now on, and the next step is to be taken from it. A sync."""
-        ahead = self._held.steps()
-        self._place.write(tree)
-        self._see()
+        """Makes the tree the live state; the next step has to start from it. A sync."""
+        ahead = self._readback.steps()
+        self._accessor.write(tree)
+        self._remember_step()
         stride = None if self._step is None else self._step.moved()
-        self._branch = Branch(self._held.steps(), ahead, stride)
+        self._restore_point = RestorePoint(self._readback.steps(), ahead, stride)
 
-    def _see(self) -> None:
-        """Remembers which step's state is there."""
+    def _remember_step(self) -> None:
+        """Remembers the step of the present state, for the next `poll_step`."""
         states = self._states()
-        self._seen, self._held = _steps(states), PendingReadback(self._engines, states)
+        self._last_counters, self._readback = (
+            _counter_arrays(states),
+            PendingReadback(self._engines, states),
+        )
 
 
 def _not_finite(tree: Any) -> set[str]:
@@ -253,11 +261,11 @@ def _not_finite(tree: Any) -> set[str]:
     return {name for (name, _), fine in zip(floats, finite, strict=True) if not fine}
 
 
-def _steps(states: list[HealState]) -> list[Any]:
-    """What holds the engines' counters: new in each step, so told by identity, not read."""
+def _counter_arrays(states: list[HealState]) -> list[Any]:
+    """The arrays with the engines' counters. Each step makes new ones: compare identity."""
     return [value(each.heal_ints) for each in states]
 
 
 def _counters(states: list[HealState]) -> list[Any]:
-    """How many steps the engines have judged."""
-    return [packing.step(each) for each in _steps(states)]
+    """Numbers of steps that the engines have judged."""
+    return [state_layout.step(each) for each in _counter_arrays(states)]

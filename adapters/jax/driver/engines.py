@@ -1,4 +1,4 @@
-"""The engines of a run: finding their states in a train state, reading and replacing them."""
+"""The engines of a run: finds, reads and replaces their states in a train state."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from healcore.core.engine import Engine, StateError
-from healcore.jax import packing
 from healcore.jax import state as heal_state
-from healcore.jax.driver.fitting import as_live
+from healcore.jax import state_layout
+from healcore.jax.chain_order import warn_if_after_optimizer
+from healcore.jax.driver.leaf_form import as_live
 from healcore.jax.driver.tensor_names import names
 from healcore.jax.lr import ScaleByHealLrState
-from healcore.jax.placement import warn_if_behind
 from healcore.jax.state import HealState, HealStateError
 
 Path = tuple[Any, ...]
 
 
-class Found(NamedTuple):
+class EngineEntry(NamedTuple):
     """One engine of the run."""
 
     name: str
-    """The optimizer's name in the state."""
+    """Name of the optimizer in the state."""
     path: Path
-    """To its HealState, from the top of the state."""
+    """Path to its HealState from the top of the state."""
     leaves: tuple[str, ...]
     """Names of the tensors whose gradients it judges."""
 
 
-def find(tree: Any, trained: Any, engine: Engine) -> list[Found]:
+def find(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
     """The engines of a state.
 
     Args:
@@ -41,7 +41,7 @@ def find(tree: Any, trained: Any, engine: Engine) -> list[Found]:
         engine: the policy's.
 
     Raises:
-        HealStateError: there is none, or one is of another policy or of many runs at once.
+        HealStateError: there is none, or one is of another policy or of several runs at once.
     """
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_heal)
     states = {path: node for path, node in nodes if _is_heal(node)}
@@ -55,10 +55,10 @@ def find(tree: Any, trained: Any, engine: Engine) -> list[Found]:
     for top, (path, state) in zip(tops, states.items(), strict=True):
         heal_state.engine_state(engine, state)  # raises unless the policy is that of the optimizer
         _check_single(path, state)
-        warn_if_behind(tree, path)
+        warn_if_after_optimizer(tree, path)
         name = top if tops.count(top) == 1 else jax.tree_util.keystr(path)
         count = state.heal_leaf_norms.shape[0]
-        found.append(Found(name, path, names(trained, path, count)))
+        found.append(EngineEntry(name, path, names(trained, path, count)))
     return found
 
 
@@ -66,7 +66,7 @@ def at(root: Any, path: Path) -> HealState:
     """The HealState at a path.
 
     Raises:
-        HealStateError: it is not there.
+        HealStateError: there is no HealState.
     """
     node = root
     try:
@@ -76,13 +76,13 @@ def at(root: Any, path: Path) -> HealState:
         node = None
     if not isinstance(node, HealState):
         raise HealStateError(
-            f"the healing state was at state{jax.tree_util.keystr(path)} and is not there any "
-            "more: update() takes the whole state in the structure that the run began with"
+            f"the healing state is no longer at state{jax.tree_util.keystr(path)}: "
+            "update() takes the whole state in the structure that the run began with"
         )
     return node
 
 
-def dicts(engine: Engine, engines: Sequence[Found], tree: Any) -> dict[str, dict[str, Any]]:
+def dicts(engine: Engine, engines: Sequence[EngineEntry], tree: Any) -> dict[str, dict[str, Any]]:
     """Engine name -> `Engine.to_dict`. Reads the device."""
     states = [heal_state.engine_state(engine, at(tree, each.path)) for each in engines]
     return {
@@ -92,11 +92,11 @@ def dicts(engine: Engine, engines: Sequence[Found], tree: Any) -> dict[str, dict
 
 
 def loaded(
-    engine: Engine, engines: Sequence[Found], tree: Any, data: Mapping[str, Mapping[str, Any]]
+    engine: Engine, engines: Sequence[EngineEntry], tree: Any, data: Mapping[str, Mapping[str, Any]]
 ) -> Any:
     """The tree with engine states replaced; those not named stay.
 
-    The multiplier of a `scale_by_heal_lr` becomes the engine's: it holds for the very next step.
+    The multiplier of a `scale_by_heal_lr` is set to the engine's, for the very next step.
 
     Raises:
         StateError: a state is of another policy or model, or of no engine of this run.
@@ -129,14 +129,14 @@ def with_change_expected(tree: Any) -> Any:
     def one(node: Any) -> Any:
         if not _is_heal(node):
             return node
-        told = as_live(packing.with_change_expected(node.heal_ints), node.heal_ints)
-        return node._replace(heal_ints=told)
+        ints = as_live(state_layout.with_change_expected(node.heal_ints), node.heal_ints)
+        return node._replace(heal_ints=ints)
 
     return jax.tree.map(one, tree, is_leaf=_is_heal)
 
 
 def declined(engine: Engine, tree: Any) -> Any:
-    """The tree with the rollback ordered last given back, in every engine."""
+    """The tree with the rollback that was ordered last cancelled, in every engine."""
 
     def one(node: Any) -> Any:
         if not _is_heal(node):
@@ -153,15 +153,15 @@ def _check_single(path: Path, state: HealState) -> None:
     if lanes:
         raise HealStateError(
             f"the healing state at state{jax.tree_util.keystr(path)} is that of {lanes[0]} runs at "
-            "once: it has a leading axis, as vmap and pmap make it, and a Healer saves and puts "
-            "back one run. Without a Healer protect() heals each lane by itself. For a Healer "
-            "give the state of one run: shard its batch with jit or shard_map, and run the lanes "
+            "once: it has a leading axis, as vmap and pmap make it, and a Healer saves and "
+            "restores one run. Without a Healer protect() heals each lane by itself. For a Healer "
+            "pass the state of one run: shard its batch with jit or shard_map, and run the lanes "
             "of a sweep one after the other"
         )
 
 
 def _packed(engine: Engine, live: HealState, state: Any) -> HealState:
-    """An engine state in the place, and in the form, of the live one."""
+    """An engine state packed in the form of the live one."""
     new = heal_state.with_engine_state(engine, live, state)
     new = new._replace(heal_decision=heal_state.neutral_decision(live))
     return jax.tree.map(as_live, new, live)

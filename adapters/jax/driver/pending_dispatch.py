@@ -1,7 +1,7 @@
-"""The records of a dispatch's steps, on their way to the host: one vector, copied behind the loop.
+"""The records of a dispatch's steps, copied to the host while the loop goes on.
 
-One vector, because each copy to the host has a fixed price; packed right after the step, because
-the next one may donate the state.
+They are packed into one vector, because each copy to the host has a fixed cost, and right after the
+step, because the next one may donate the state.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ import numpy as np
 from healcore.core import step_record
 from healcore.core.evidence import Evidence, standouts
 from healcore.core.step_record import StepRecord
-from healcore.jax import packing
-from healcore.jax.driver.engines import Found
-from healcore.jax.driver.places import value
-from healcore.jax.records import Counts, between, last
+from healcore.jax import state_layout
+from healcore.jax.driver.engines import EngineEntry
+from healcore.jax.driver.state_accessor import value
+from healcore.jax.records import StepCounts, between, last
 from healcore.jax.state import HealState
 
 
 class Readback(NamedTuple):
-    """What one engine holds."""
+    """What one engine's state held at one moment."""
 
-    counts: Counts
+    counts: StepCounts
     records: np.ndarray
     norms: np.ndarray
-    """float32 (n,), of the last step's gradients."""
+    """float32 (n,), norms of the last step's gradients."""
 
 
 class PendingReadback:
-    """What the engines hold at one moment, on its way.
+    """What the engines' states held at one moment, being copied to the host.
 
     Args:
         engines: of the run.
-        states: theirs, leaves may be nnx.Variables. They are packed now, and may be donated then.
+        states: their states; leaves may be nnx.Variables. They may be donated afterwards.
     """
 
-    def __init__(self, engines: Sequence[Found], states: Sequence[HealState]) -> None:
+    def __init__(self, engines: Sequence[EngineEntry], states: Sequence[HealState]) -> None:
         wanted = [_wanted(state) for state in states]
         self._shapes = [records.shape for _, records, _ in wanted]
         sizes = [2 + math.prod(records.shape) + norms.shape[0] for _, records, norms in wanted]
@@ -51,7 +51,7 @@ class PendingReadback:
         self._read: list[Readback] | None = None
 
     def read(self) -> list[Readback]:
-        """What each engine holds; waits only if it has not arrived yet."""
+        """What each engine's state held; waits only if it has not arrived yet."""
         if self._read is None:
             self._read = [
                 _split(words, shape)
@@ -62,79 +62,80 @@ class PendingReadback:
         return self._read
 
     def steps(self) -> np.ndarray:
-        """How many steps each engine has judged."""
+        """Number of steps that each engine had judged."""
         return np.asarray([each.counts.steps for each in self.read()])
 
 
 class Dispatch:
-    """A dispatch whose records are on their way; a `healcore.runtime.driver.PendingDispatch`.
+    """A dispatch whose records are being copied; a `healcore.runtime.driver.PendingDispatch`.
 
     Args:
         engines: of the run.
-        before: what the engines held before it.
-        after: and after it.
-        usual: of each engine the norms at its last step without an alarm; kept up to date.
-        count: steps that it is taken to have; None: read them off the device now.
-        lost: called with the steps of the dispatch, and how many of them have no record.
+        before: the engines' states before it.
+        after: the engines' states after it.
+        usual: each engine's norms at its last step without an alarm; updated here.
+        count: assumed number of steps; None: read it from the device now.
+        on_missing: called with the steps of the dispatch, and how many of them have no record.
     """
 
     def __init__(
         self,
-        engines: Sequence[Found],
+        engines: Sequence[EngineEntry],
         before: PendingReadback,
         after: PendingReadback,
         usual: dict[str, np.ndarray],
         count: int | None = None,
-        lost: Callable[[int, int], object] = lambda steps, missing: None,
+        on_missing: Callable[[int, int], object] = lambda steps, missing: None,
     ) -> None:
         self._engines = engines
         self._before = before
         self._after = after
         self._usual = usual
-        self._lost = lost
+        self._on_missing = on_missing
         self._steps: list[list[StepRecord]] | None = None
-        self.count = self._had() if count is None else count
+        self.count = self._count_steps() if count is None else count
 
     @property
-    def found(self) -> int | None:
-        """How many steps it had; None as long as nobody has read it."""
+    def steps_read(self) -> int | None:
+        """Number of its steps; None until it was read."""
         return None if self._steps is None else len(self._steps)
 
     def steps(self) -> list[list[StepRecord]]:
         """Its steps: as many as the engine with the fewest has judged in it, at least one.
 
-        Another engine's (five updates of a critic for one of a generator) are in them.
+        Further steps of another engine (five updates of a critic for one of a generator) are
+        records in the same steps.
         """
         if self._steps is None:
-            self._steps = [[] for _ in range(self._had())]
+            self._steps = [[] for _ in range(self._count_steps())]
             for each in zip(self._engines, self._before.read(), self._after.read(), strict=True):
                 self._add(*each, self._steps)
         return self._steps
 
-    def _had(self) -> int:
+    def _count_steps(self) -> int:
         return min((int(moved) for moved in self.moved() if moved > 0), default=1)
 
     def _add(
-        self, engine: Found, before: Readback, after: Readback, steps: list[list[StepRecord]]
+        self, engine: EngineEntry, before: Readback, after: Readback, steps: list[list[StepRecord]]
     ) -> None:
-        """Adds what one engine has judged to the steps."""
+        """Adds the records of one engine to the steps."""
         moved = after.counts.steps - before.counts.steps
         rows, missing = (
             between(after.records, before.counts, after.counts) if moved > 0 else ([], 0)
         )
         for row in rows:
             record = step_record.unpack(row, engine.name)
-            if record.step == after.counts.steps:  # norms of earlier ones have been overwritten
+            if record.step == after.counts.steps:  # earlier norms were overwritten
                 record = record._replace(evidence=self._evidence(engine, record, after.norms))
             steps[(record.step - 1 - before.counts.steps) * len(steps) // moved].append(record)
         for records in steps:
             if not any(each.engine == engine.name for each in records):
                 records.append(_idle(engine, after))
         if missing:
-            self._lost(moved, missing)
+            self._on_missing(moved, missing)
 
     def _evidence(
-        self, engine: Found, record: StepRecord, norms: np.ndarray
+        self, engine: EngineEntry, record: StepRecord, norms: np.ndarray
     ) -> tuple[Evidence, ...]:
         if not record.cause:
             self._usual[engine.name] = norms
@@ -147,7 +148,7 @@ class Dispatch:
         return self.steps()[-1]
 
     def moved(self) -> np.ndarray:
-        """How many steps each engine has judged in this one."""
+        """Number of steps that each engine has judged in this dispatch."""
         return self._after.steps() - self._before.steps()
 
 
@@ -161,20 +162,20 @@ def _pack(states: list[tuple[Any, Any, Any]]) -> jax.Array:
     words = []
     for ints, records, norms in states:
         bits = jax.lax.bitcast_convert_type(norms, jnp.int32)
-        counts = jnp.stack([packing.step(ints), packing.marks(ints).orders])
+        counts = jnp.stack([state_layout.step(ints), state_layout.marks(ints).orders])
         words += [counts, records.ravel(), bits]
     return jnp.concatenate(words)
 
 
-def _idle(engine: Found, read: Readback) -> StepRecord:
-    """A step in which it has judged nothing, or of which there is no record."""
+def _idle(engine: EngineEntry, read: Readback) -> StepRecord:
+    """The record for a step that the engine did not judge, or whose record is missing."""
     # Another optimizer's step, or gradients were only accumulated (optax.MultiSteps around
-    # `protect`): the state still holds the step before, whose order was given already.
+    # `protect`): the state still holds the step before, whose order was handled already.
     record = step_record.unpack(last(read.records, read.counts.steps), engine.name)
     return record.unjudged()._replace(step=read.counts.steps, judged=False)
 
 
 def _split(words: np.ndarray, shape: tuple[int, ...]) -> Readback:
     end = 2 + math.prod(shape)
-    counts = Counts(int(words[0]), int(words[1]))
+    counts = StepCounts(int(words[0]), int(words[1]))
     return Readback(counts, words[2:end].reshape(shape), words[end:].view(np.float32))

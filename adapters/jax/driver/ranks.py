@@ -22,7 +22,7 @@ class JaxRanks:
     def gather(self, item: Any) -> list[Any]:
         """Every process's item, on every process."""
         mine = np.frombuffer(pickle.dumps(item), np.uint8)
-        # Arrays that are exchanged have one size everywhere.
+        # process_allgather needs arrays of the same size in every process.
         sizes = multihost_utils.process_allgather(np.asarray([mine.size], np.int32)).reshape(-1)
         padded = np.zeros(int(sizes.max()), np.uint8)
         padded[: mine.size] = mine

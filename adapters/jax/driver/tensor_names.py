@@ -1,4 +1,4 @@
-"""Names for the tensors whose norms an engine was given."""
+"""Names of the tensors whose gradient norms an engine gets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from healcore.jax.bare_state import without_heal_state
-from healcore.jax.norms import judged
+from healcore.jax.norms import is_gradient
 
 _PARAMETERS = ("params", "model")
 
@@ -17,21 +17,21 @@ Path = tuple[Any, ...]
 def names(tree: Any, engine: Path, count: int) -> tuple[str, ...]:
     """Names of the tensors that an engine judges.
 
-    An optimizer state does not say which part of the train state it optimizes: it is the part with
-    as many floating tensors as the engine sees gradients, the one called `params` or `model` if
-    there are several, or the one beside the optimizer.
+    An optimizer state does not say which part of the train state it optimizes. This takes the
+    part with as many floating tensors as the engine gets gradients; of several the one called
+    `params` or `model`, or the one nearest to the optimizer.
 
     Args:
         tree: a train state.
         engine: path to the engine's HealState in it.
-        count: how many tensors.
+        count: number of tensors.
 
     Returns:
         As JAX writes paths, `['params']['Dense_0']['kernel']`. Numbers where that would be a guess.
     """
     parts: dict[Path, list[Path]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(without_heal_state(tree)):
-        if judged(leaf):
+        if is_gradient(leaf):
             for depth in range(len(path) + 1):
                 parts.setdefault(path[:depth], []).append(path)
     fitting = [path for path, leaves in parts.items() if len(leaves) == count]
@@ -45,7 +45,7 @@ def names(tree: Any, engine: Path, count: int) -> tuple[str, ...]:
 
 
 def _unlikely(path: Path, engine: Path) -> tuple[bool, bool, int]:
-    """Sorts the parts of a state: the likeliest to be the parameters first."""
+    """A sort key for the parts of a state: the likeliest to be the parameters first."""
     last = str(getattr(path[-1], "name", getattr(path[-1], "key", ""))) if path else ""
     shared = 0
     while shared < min(len(path), len(engine)) and path[shared] == engine[shared]:

@@ -1,82 +1,146 @@
-"""Batch statistics of a step that was skipped go back to what they were before it.
+"""Restores batch statistics after a skipped step.
 
 A forward pass in train mode writes them (`running_mean`, `running_var`, `num_batches_tracked`)
-before anybody can judge the step: without this, one NaN in a batch stays in them for ever.
+before the step is judged: without this, one NaN in a batch would stay in them for ever.
 
 The copy is taken after each step and not in the forward, where a hook would be traced into the
-user's compiled model. Everything lies in one flat tensor for each dtype and device, so that a
-step costs a handful of kernels, whatever the number of layers.
+user's compiled model. All statistics are copied into one flat tensor for each dtype and device, so
+a step costs a handful of kernels, whatever the number of layers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer
 
+from healcore.torch import gradients
+from healcore.torch.healing import Healing
+
 NAMES = ("running_mean", "running_var", "num_batches_tracked")
-"""torch's own, by which other libraries' layers go too."""
+"""torch's names for these buffers; other libraries' layers use the same."""
 
 
 class BatchStatistics:
-    """The statistics of some layers, as they were after the last step that was taken.
+    """The batch statistics of a whole state. Does nothing in observe mode, or without such layers.
+
+    With several optimizers each restores the layers that it trains: a skipped step restores them to
+    where this optimizer's last step left them, whichever optimizer has run them since.
 
     Args:
-        layers: any modules; what is not called by one of `NAMES` is left alone.
+        state: the live state.
+        healings: the handle of each of its optimizers, by name.
+    """
+
+    def __init__(self, state: Mapping[str, Any], healings: Mapping[str, Healing]) -> None:
+        self._state = state
+        self._healings = {n: h for n, h in healings.items() if h.engine.mode != "observe"}
+        self._by_optimizer: dict[str, LayerStatistics] = {}
+        self._untrained: LayerStatistics | None = None
+        self.find_layers()
+
+    def find_layers(self) -> None:
+        """Finds layers that were added to the model since. Walks over all modules."""
+        found = layers_of(self._state, self._healings) if self._healings else {}
+        untrained = found.pop(None, None)
+        if untrained:
+            self._untrained = _covering(self._untrained, untrained)
+        self._by_optimizer = {
+            str(name): _covering(self._by_optimizer.get(str(name)), layers)
+            for name, layers in found.items()
+        }
+        for i, (name, healing) in enumerate(self._healings.items()):
+            first = i == 0 and self._untrained is not None
+            wanted = first or name in self._by_optimizer
+            healing.hooks.on_ended = partial(self._end, name, first) if wanted else None
+
+    def save(self) -> None:
+        """Saves the present values as the ones to restore, whatever they are."""
+        for each in self._all():
+            each.save()
+
+    def save_finite(self) -> None:
+        """Saves the present values, as after a step: non-finite ones are restored first."""
+        for each in self._all():
+            each.end(False)
+
+    def close(self) -> None:
+        """Removes the callbacks."""
+        for healing in self._healings.values():
+            healing.hooks.on_ended = None
+
+    def _end(self, name: str, first: bool, skipped: bool | Tensor) -> None:
+        if name in self._by_optimizer:
+            self._by_optimizer[name].end(skipped)
+        if first and self._untrained is not None:
+            # Other code may write these between two steps, such as averages of the weights.
+            self._untrained.end(False)
+
+    def _all(self) -> list[LayerStatistics]:
+        return [*self._by_optimizer.values(), *filter(None, [self._untrained])]
+
+
+class LayerStatistics:
+    """The statistics of some layers, as they were after the last step that was not skipped.
+
+    Args:
+        layers: any modules; buffers with names not in `NAMES` are left alone.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._layers = list(layers)
-        self._held: list[Tensor] = []
-        self._blocks: list[_Block] = []
-        self.keep()
+        self._buffers: list[Tensor] = []
+        self._blocks: list[_BufferBlock] = []
+        self.save()
 
     def cover(self, layers: Sequence[nn.Module]) -> None:
-        """Takes other layers; those that were there already keep their memory if none is new."""
+        """Replaces the layers. What was saved stays if their buffers are the same."""
         self._layers = list(layers)
         if not self._is_current():
-            self.keep()
+            self.save()
 
     @torch.no_grad()
-    def keep(self) -> None:
-        """Takes what is there now for right."""
-        self._held = statistics(self._layers)
+    def save(self) -> None:
+        """Saves the present values as the ones to restore."""
+        self._buffers = statistics(self._layers)
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for each in self._held:
-            # .data: written without telling autograd, as the layers' own kernels do. In train mode
-            # no backward reads them, but it would find that they had changed and refuse.
+        for each in self._buffers:
+            # .data: written without autograd's version counter, as the layers' own kernels do. In
+            # train mode no backward reads them, but it would raise because they have changed.
             local = each.to_local() if hasattr(each, "to_local") else each  # type: ignore[operator]
             kinds.setdefault((each.device, each.dtype), []).append(local.data.view(-1))
-        self._blocks = [_Block(buffers) for buffers in kinds.values()]
+        self._blocks = [_BufferBlock(buffers) for buffers in kinds.values()]
 
     @torch.no_grad()
     def end(self, skipped: bool | Tensor) -> None:
-        """Ends a step. What is not finite goes back even if the step was taken.
+        """Ends a step: restores after a skip, else saves. Non-finite values are always restored.
 
-        (A GradScaler may have dropped the step before without a word, or the loop itself have.)
+        (The GradScaler or the loop may have dropped the step before this one unnoticed.)
 
         Args:
-            skipped: where the host knows; else a 0-d float32 of exactly 0 or 1, which is not read.
+            skipped: a bool where the host knows; else a 0-d float32 of exactly 0 or 1, not read.
         """
         if not self._is_current():
-            self.keep()  # moved to another device, say: there is nothing to go back to
+            self.save()  # moved to another device, say: there is nothing to restore
             return
         for block in self._blocks:
             if skipped is True:
-                block.put_back()
+                block.restore()
             else:
-                block.take(None if skipped is False else skipped)
+                block.save(None if skipped is False else skipped)
 
     def _is_current(self) -> bool:
         now = statistics(self._layers)
-        return len(now) == len(self._held) and all(map(_same, now, self._held))
+        return len(now) == len(self._buffers) and all(map(_same, now, self._buffers))
 
 
 def statistics(layers: Sequence[nn.Module]) -> list[Tensor]:
-    """The tensors in question, layer after layer."""
+    """The buffers named in `NAMES`, layer by layer."""
     found = []
     for layer in layers:
         buffers = layer._buffers
@@ -87,7 +151,7 @@ def statistics(layers: Sequence[nn.Module]) -> list[Tensor]:
     return found
 
 
-class _Block:
+class _BufferBlock:
     """Statistics of one dtype on one device.
 
     Args:
@@ -97,28 +161,28 @@ class _Block:
     def __init__(self, buffers: list[Tensor]) -> None:
         self._buffers = buffers
         self._sizes = [each.numel() for each in buffers]
-        self._kept = torch.cat(buffers)
-        self._now = torch.empty_like(self._kept)
+        self._saved = torch.cat(buffers)
+        self._now = torch.empty_like(self._saved)
 
-    def put_back(self) -> None:
-        """Writes what was kept into the layers."""
-        kept = list(self._kept.split(self._sizes))
-        torch._foreach_copy_(self._buffers, kept)  # pyright: ignore[reportPrivateImportUsage]
+    def restore(self) -> None:
+        """Writes the saved values into the layers."""
+        saved = list(self._saved.split(self._sizes))
+        torch._foreach_copy_(self._buffers, saved)  # pyright: ignore[reportPrivateImportUsage]
 
-    def take(self, skipped: Tensor | None) -> None:
-        """Keeps what is there now, but for what is to go back."""
+    def save(self, skipped: Tensor | None) -> None:
+        """Saves the present values, except where they are restored."""
         torch.cat(self._buffers, out=self._now)
-        if skipped is None and (not self._now.is_floating_point() or self._is_calm()):
-            self._kept, self._now = self._now, self._kept
+        if skipped is None and (not self._now.is_floating_point() or self._is_finite()):
+            self._saved, self._now = self._now, self._saved
             return
-        back = ~torch.isfinite(self._now)
+        restored = ~torch.isfinite(self._now)
         if skipped is not None:
-            back |= skipped.to(back.device, non_blocking=True) > 0
-        torch.where(back, self._kept, self._now, out=self._kept)
-        self.put_back()
+            restored |= skipped.to(restored.device, non_blocking=True) > 0
+        torch.where(restored, self._saved, self._now, out=self._saved)
+        self.restore()
 
-    def _is_calm(self) -> bool:
-        """Whether everything is seen to be finite without waiting for a device."""
+    def _is_finite(self) -> bool:
+        """Whether all values are known to be finite; on a device, where that would wait, False."""
         if self._now.device.type != "cpu":
             return False
         return math.isfinite(self._now.sum(dtype=torch.float32).numpy())
@@ -126,3 +190,45 @@ class _Block:
 
 def _same(a: Tensor, b: Tensor) -> bool:
     return a is b
+
+
+def layers_of(
+    state: Mapping[str, Any], healings: Mapping[str, Healing]
+) -> dict[str | None, list[nn.Module]]:
+    """Layers with batch statistics, by the name of the optimizer that trains them.
+
+    A layer without trained parameters of its own belongs to the optimizer of the nearest module
+    around it that has some. Under None: layers without any, such as those of an averaged copy.
+    """
+    owners = {
+        id(p): name for name, heal in healings.items() for p in gradients.parameters(heal.optimizer)
+    }
+    found: dict[str | None, list[nn.Module]] = {}
+    seen: set[int] = set()
+    for root in state.values():
+        if not isinstance(root, nn.Module):
+            continue
+        for path, layer in root.named_modules():
+            if id(layer) in seen or not any(layer._buffers.get(name) is not None for name in NAMES):
+                continue
+            seen.add(id(layer))
+            owner = next(filter(None, _trainers(root, path, owners)), None)
+            found.setdefault(owner, []).append(layer)
+    return found
+
+
+def _trainers(root: nn.Module, path: str, owners: Mapping[int, str]) -> Iterator[str | None]:
+    """The optimizer of the module at this path, then of the module around it, and so on."""
+    while True:
+        params = root.get_submodule(path).parameters()
+        yield next((owners[id(p)] for p in params if id(p) in owners), None)
+        if not path:
+            return
+        path = path.rpartition(".")[0]
+
+
+def _covering(known: LayerStatistics | None, layers: list[nn.Module]) -> LayerStatistics:
+    if known is None:
+        return LayerStatistics(layers)
+    known.cover(layers)
+    return known

@@ -1,4 +1,4 @@
-"""`TorchDriver`: what the Healer needs of a run in torch."""
+"""`TorchDriver`: what the Healer needs from a run in torch."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.torch import gradients
-from healcore.torch.attaching import attach as attach_to
-from healcore.torch.attaching import healing_of
-from healcore.torch.driver import live
-from healcore.torch.driver.accumulating import Accumulation
-from healcore.torch.driver.hyperparameters import TensorOptions
-from healcore.torch.driver.pending_step import Entry, PendingStep, Recorder
+from healcore.torch.attachment import attach as attach_to
+from healcore.torch.attachment import healing_of
+from healcore.torch.driver import live_state
+from healcore.torch.driver.accumulation import Accumulation
+from healcore.torch.driver.batch_statistics import BatchStatistics
+from healcore.torch.driver.pending_step import PendingEntries, PendingStep, Recorder
 from healcore.torch.driver.rng import RngState
-from healcore.torch.driver.statistics import Statistics
-from healcore.torch.driver.strangers import Strangers
-from healcore.torch.driver.unread import Unread
+from healcore.torch.driver.tensor_hyperparameters import TensorHyperparameters
+from healcore.torch.driver.untracked_optimizers import UntrackedOptimizers
+from healcore.torch.engine_state import from_saved
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
 from healcore.torch.norms import per_tensor, total
-from healcore.torch.porting import restored as readable
 from healcore.torch.store import DCPStore, MemoryStore, TieredStore, apply
 from healcore.torch.store.flattening import flatten
 from healcore.torch.store.gloo import GlooRanks, initialized
 
 _WITHOUT_LOSS = 20
-"""Steps without any loss after which it is asked whether that is meant."""
+"""Steps without any loss after which a warning is logged."""
 
 
 class TorchDriver:
@@ -45,10 +44,10 @@ class TorchDriver:
             `attach` has been called on, with the same policy, keeps its handle.
         policy: as for `attach`; one engine for each optimizer.
         attach: further options for `attach`, the same for all (`engine`, `fused`, `compile`,
-            `scaler`). A single GradScaler in the state is taken for the scaler.
+            `scaler`). A single GradScaler in the state is used as the scaler.
 
     Raises:
-        AttachError: the state cannot be healed, or `attach` says so. Nothing has changed then.
+        AttachError: the state cannot be healed, or `attach` raises it. Nothing has changed then.
     """
 
     framework = "torch"
@@ -59,75 +58,75 @@ class TorchDriver:
         policy: PolicyLike = "default",
         attach: Mapping[str, Any] = {},
     ) -> None:
-        self._state = live.checked(state)
+        self._state = live_state.checked(state)
         self.healings: dict[str, Healing] = {}
         """The handle of each optimizer, by its name in the state."""
         self._own: list[Healing] = []
         try:
-            self._attach(engine_of(policy), {"scaler": live.scaler(self._state), **attach})
+            self._attach(engine_of(policy), {"scaler": live_state.scaler(self._state), **attach})
         except BaseException:
             self._detach()
             raise
-        names = live.Names(self._state)
-        self._unread: Unread[Entry] = Unread()
+        names = live_state.ParameterNames(self._state)
+        self._pending: PendingEntries = PendingEntries()
         self._recorders = [
-            Recorder(name, healing, names, self._unread) for name, healing in self.healings.items()
+            Recorder(name, healing, names, self._pending) for name, healing in self.healings.items()
         ]
         self._accumulations = [Accumulation(healing) for healing in self.healings.values()]
         self._all_stepped = False
-        self._statistics = Statistics(self._state, self.healings)
+        self._statistics = BatchStatistics(self._state, self.healings)
         self._ranks: Ranks | None = None
-        self._taken = 0
+        self._polled_steps = 0
         self.notes: list[str] = []
-        """Lines for a person, oldest first: whoever reads them clears the list."""
-        self._strangers = Strangers(self._state, self.healings, self.notes.append)
+        """Lines for the log, oldest first: the Healer logs them and clears the list."""
+        self._untracked = UntrackedOptimizers(self._state, self.healings, self.notes.append)
 
-    # -- what the loop says ---------------------------------------------------------------------
+    # -- signals from the loop ------------------------------------------------------------------
 
     def observe(self, loss: Tensor | float, optimizer: str | Optimizer | None = None) -> None:
         """Reports a loss; see `Healing.observe`.
 
         Args:
             loss: a number, or a tensor of one element.
-            optimizer: whose step it belongs to, the object or its name; by default all of them.
+            optimizer: the object or the name of the one whose step it belongs to; by default all.
         """
-        for healing in self._meant(optimizer):
+        for healing in self._healings_of(optimizer):
             healing.observe(loss)
 
     def observe_eval(
         self, eval_loss: Tensor | float, optimizer: str | Optimizer | None = None
     ) -> None:
         """Reports an evaluation's loss; the next step sees it."""
-        for healing in self._meant(optimizer):
+        for healing in self._healings_of(optimizer):
             healing.observe_eval(eval_loss)
 
     # -- the protocol ---------------------------------------------------------------------------
 
     def items(self) -> dict[str, Any]:
-        """The state as it was given; what an interrupted step has lent is taken back first."""
+        """The state as the user passed it, restored first if a step raised."""
         self._settle()
-        self._statistics.look_again()
+        self._statistics.find_layers()
         return dict(self._state)
 
     def replace(self, restored: Mapping[str, Any]) -> None:
-        """Loads; then gradients, and losses reported for a step that was not taken, are gone."""
+        """Loads a restored state; drops gradients, and losses of a step that was not taken."""
         self._settle()
-        options = [TensorOptions(healing.optimizer) for healing in self.healings.values()]
+        hyperparameters = [TensorHyperparameters(h.optimizer) for h in self.healings.values()]
         apply(self._state, restored)
-        for each in options:
-            each.put_back()
+        for each in hyperparameters:
+            each.restore()
         for accumulation in self._accumulations:
             accumulation.clear()
         for healing in self.healings.values():
             healing.discard()
-        self._statistics.keep()
+        self._statistics.save()
 
     def healing(self) -> dict[str, dict[str, Any]]:
         """Optimizer's name -> state of its engine, JSON-safe. A sync on an accelerator."""
         return {name: healing.state_dict() for name, healing in self.healings.items()}
 
     def load_healing(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replaces engine states; steps taken and not asked for are forgotten."""
+        """Replaces engine states; steps that were not polled yet are dropped."""
         for name, data in engines.items():
             if name not in self.healings:
                 raise StateError(
@@ -135,39 +134,39 @@ class TorchDriver:
                     f"it has {', '.join(self.healings)}"
                 )
             healing = self.healings[name]
-            readable(healing.engine, data, healing.seat.groups)
+            from_saved(healing.engine, data, healing.live_engine.groups)
         for recorder in self._recorders:
             if recorder.name in engines:
                 recorder.healing.load_state_dict(engines[recorder.name])
             recorder.restart()
-        self._unread.clear()
+        self._pending.clear()
 
     def poll_step(self) -> PendingStep | None:
-        """What was judged since the last call; reads nothing."""
+        """What was judged since the last call; reads nothing on the host."""
         for healing in self.healings.values():
             healing.judge_dropped()
         self._all_stepped = all(each.stepped for each in self._accumulations)
         for each in self._accumulations:
             each.stepped = False
-        entries = self._unread.take()
+        entries = self._pending.take()
         if not entries:
             return None
-        step = PendingStep(entries, self._compared_with)
-        self._taken += 1
-        if self._taken == _WITHOUT_LOSS:
-            self._ask_for_losses()
+        step = PendingStep(entries, self._ranks_to_compare)
+        self._polled_steps += 1
+        if self._polled_steps == _WITHOUT_LOSS:
+            self._note_missing_losses()
         return step
 
     def may_save(self) -> bool:
         """Whether no optimizer has gradients that it has not stepped with.
 
-        Of several that have all stepped, what still lies in `.grad` is what the backward pass of
-        one has left in the parameters of another (a GAN's generator in the discriminator's): the
-        next `zero_grad` throws it away.
+        If several optimizers have all stepped, what is left in `.grad` comes from the backward pass
+        of one through the parameters of another (a GAN's generator through its discriminator): the
+        next `zero_grad` drops it.
         """
         if self._all_stepped and len(self._accumulations) > 1:
             return True
-        return not any(accumulation.under_way for accumulation in self._accumulations)
+        return not any(accumulation.in_progress for accumulation in self._accumulations)
 
     def learning_rate(self) -> float | None:
         """Of the first group of the first optimizer. A sync if it is a tensor on a device."""
@@ -180,10 +179,10 @@ class TorchDriver:
         """Opens every engine's grace window at its next step."""
         for healing in self.healings.values():
             healing.expect_change()
-        self._statistics.take()  # whoever has loaded weights has loaded these too
+        self._statistics.save_finite()  # loaded weights come with loaded statistics
 
     def decline(self) -> None:
-        """Tells every engine that the rollback it ordered is not carried out."""
+        """Reports to every engine that the rollback it ordered is not carried out."""
         for healing in self.healings.values():
             healing.decline()
 
@@ -198,11 +197,11 @@ class TorchDriver:
         batches: Iterable[Any],
         state: Mapping[str, Any] | None = None,
     ) -> list[float]:
-        """In evaluation mode, without gradients; modes and random generators are put back.
+        """In evaluation mode, without gradients; modes and random generators are restored.
 
-        Of a state only the modules are used. Their present tensors wait on the host.
+        Of `state` only the modules are used. Their present tensors are kept on the host meanwhile.
         """
-        modules = [m for each in self._state.values() for m in live.modules(each)]
+        modules = [m for each in self._state.values() for m in live_state.modules(each)]
         modes, generators = [module.training for module in modules], self.generators()
         before, weights = generators.state_dict(), {}
         if state is not None:
@@ -242,18 +241,18 @@ class TorchDriver:
         return TieredStore(memory, DCPStore(where, nonfinite_ok=nonfinite_ok, trust=trust))
 
     def ranks(self) -> Ranks:
-        """The process group's, over gloo; the first call makes a group, on every rank."""
+        """The process group's ranks, over gloo; the first call makes a group, on every rank."""
         if self._ranks is None:
             self._ranks = GlooRanks() if initialized() else Alone()
         return self._ranks
 
     def generators(self) -> RngState:
-        """The global ones, of CPU and CUDA."""
+        """The global random generators of CPU and CUDA."""
         return RngState()
 
     def close(self) -> None:
-        """Takes off hooks and handles; those of an earlier `attach` stay."""
-        self._strangers.close()
+        """Removes hooks and handles; those of an earlier `attach` stay."""
+        self._untracked.close()
         self._statistics.close()
         for accumulation in self._accumulations:
             accumulation.close()
@@ -263,17 +262,17 @@ class TorchDriver:
             healing.settle()
         self._detach()
 
-    # -- within ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def _attach(self, engine: Any, options: dict[str, Any]) -> None:
-        for name, optimizer in live.optimizers(self._state).items():
+        for name, optimizer in live_state.optimizers(self._state).items():
             healing = healing_of(optimizer)
             if healing is None:
                 healing = attach_to(optimizer, engine, **options)
                 self._own.append(healing)
             elif healing.hooks.on_judged is not None:
                 raise AttachError(
-                    f'"{name}" is in a Healer that has not ended: leave its `with` block, or '
+                    f'"{name}" belongs to a Healer that is still open: leave its `with` block, or '
                     "delete the object"
                 )
             elif repr(healing.engine.config) != repr(engine.config):  # == fails on array configs
@@ -286,8 +285,8 @@ class TorchDriver:
             healing.hooks.grows, healing.own_loss = True, len(self.healings) == 1
 
     @property
-    def _compared_with(self) -> Ranks | None:
-        """The processes of this run, if there are several and some engine decides without them."""
+    def _ranks_to_compare(self) -> Ranks | None:
+        """The processes of this run, if there are several and an engine decides without them."""
         if self._ranks is None or self._ranks.world == 1:
             return None
         alone = any(healing.ranks == 1 for healing in self.healings.values())
@@ -297,19 +296,19 @@ class TorchDriver:
         for healing in self._own:
             healing.detach()
 
-    def _ask_for_losses(self) -> None:
+    def _note_missing_losses(self) -> None:
         read = any("loss" in healing.engine.needs for healing in self.healings.values())
         if read and not any(healing.has_seen_loss for healing in self.healings.values()):
             self.notes.append(
-                f"no loss has been observed in {self._taken} steps: call healer.observe(loss); "
-                "detectors that read it rest"
+                f"no loss has been observed in {self._polled_steps} steps: call "
+                "healer.observe(loss); detectors that read it are inactive"
             )
 
     def _settle(self) -> None:
         for healing in self.healings.values():
             healing.settle()
 
-    def _meant(self, optimizer: str | Optimizer | None) -> list[Healing]:
+    def _healings_of(self, optimizer: str | Optimizer | None) -> list[Healing]:
         if optimizer is None:
             return list(self.healings.values())
         for name, healing in self.healings.items():
@@ -324,7 +323,7 @@ class TorchDriver:
 
 
 def _on_host(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a module's state; what is no tensor is its own copy already."""
+    """A copy of a module's state on the host; values that are no tensors are kept as they are."""
     return {
         name: each.detach().to("cpu", copy=True) if isinstance(each, Tensor) else each
         for name, each in state.items()

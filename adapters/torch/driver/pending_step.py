@@ -1,62 +1,147 @@
-"""A step that the loop has taken: what every engine recorded of it."""
+"""A step that the loop has taken, before it is read: what every engine recorded of it."""
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
+import numpy as np
+
+from healcore.core.evidence import Evidence, standouts
 from healcore.core.step_record import StepRecord
 from healcore.runtime.store.ranks import Ranks
-from healcore.torch.driver.evidence import EvidenceReader, Names
-from healcore.torch.driver.unread import Unread
+from healcore.torch.driver.live_state import ParameterNames
 from healcore.torch.errors import RanksDisagreeError
 from healcore.torch.healing import Healing
-from healcore.torch.measurement import Judged
-from healcore.torch.step_record import Source, source
+from healcore.torch.measurement import StepNorms
+from healcore.torch.pending_record import PendingRecord, pending_record
+
+_log = logging.getLogger("healcore")
+
+MOST = 64
+"""Entries that are kept. A loop may take several steps between two batches, as in RL."""
+
+_NEVER_POLLED, _POLLED_BEFORE = 100, 1000
+"""Steps without a poll after which a warning is logged: if there never was one, and if there was.
+"""
 
 
-class Entry(NamedTuple):
+class PendingEntry(NamedTuple):
     """One judged step of one engine, not read yet."""
 
     recorder: Recorder
-    source: Source
-    before: Source | int
-    """Where the number of steps judged before this one can be read, or that number."""
-    judged: Judged
+    record: PendingRecord
+    before: PendingRecord | int
+    """The record of the step before, or the number of steps judged before this one."""
+    norms: StepNorms
+
+
+class PendingEntries:
+    """The entries since the last `take`: the newest `MOST`, and as many of those with a cause."""
+
+    def __init__(self) -> None:
+        self._entries: list[PendingEntry] = []
+        self._count = 0
+        self._polled = self._warned = False
+
+    def add(self, entry: PendingEntry) -> None:
+        """Adds one entry."""
+        self._entries.append(entry)
+        self._count += 1
+        if len(self._entries) >= 3 * MOST:
+            # The old records have long arrived: reading them waits for nothing.
+            old = [each for each in self._entries[:-MOST] if each.record.read().cause]
+            self._entries = old[-MOST:] + self._entries[-MOST:]
+        if not self._warned and self._count >= (_POLLED_BEFORE if self._polled else _NEVER_POLLED):
+            self._warned = True
+            _log.warning(
+                "%d steps, and neither healer.batches(loader) nor healer.after_step() was called: "
+                "without one of them nothing is saved and no order of the policy is carried out; "
+                "take the batches from `for batch in healer.batches(loader)`, or call "
+                "healer.after_step() after each optimizer.step()",
+                self._count,
+            )
+
+    def take(self) -> list[PendingEntry]:
+        """Returns the entries, oldest first, and removes them."""
+        self._polled, self._count = True, 0
+        taken, self._entries = self._entries, []
+        return taken
+
+    def clear(self) -> None:
+        """Removes the entries."""
+        self._entries, self._count = [], 0
+
+
+class EvidenceReader:
+    """Compares the gradient norms of a step with an alarm to those of the last step without one.
+
+    The norms were computed for the decision anyway. A step without an alarm only costs a reference
+    to a list of 0-d tensors; a step with an alarm is read, which waits for the device.
+
+    Args:
+        names: gives the names of parameters.
+    """
+
+    def __init__(self, names: ParameterNames) -> None:
+        self._names = names
+        self._usual: StepNorms | None = None
+
+    def update(self, norms: StepNorms) -> None:
+        """Keeps the norms of a step without an alarm to compare with."""
+        self._usual = norms if norms.params else self._usual
+
+    def read(self, norms: StepNorms) -> tuple[Evidence, ...]:
+        """What stood out in a step with an alarm, see `standouts`.
+
+        Sharded norms are reduced over the ranks, so every rank has to call it for the same steps.
+        """
+        if not norms.params:
+            return ()  # only other ranks had gradients
+        found, usual = norms.on_host(), None
+        if self._usual is not None:
+            known = dict(zip(map(id, self._usual.params), self._usual.on_host(), strict=True))
+            usual = np.array([known.get(id(p), 0.0) for p in norms.params], np.float32)
+        worst = standouts(found, usual)
+        names = self._names([norms.params[i] for i in worst])
+        return tuple(Evidence(n, float(found[i])) for n, i in zip(names, worst, strict=True))
 
 
 class Recorder:
-    """Writes down every step that one optimizer's engine judges. Waits for nothing.
+    """Adds an entry for every step that one optimizer's engine judges. Waits for nothing.
 
     Args:
         name: of the engine.
         healing: the optimizer's handle.
-        names: how parameters are called.
-        unread: where to write; the same for all optimizers.
+        names: gives the names of parameters.
+        pending: where entries are added; the same for all optimizers.
     """
 
-    def __init__(self, name: str, healing: Healing, names: Names, unread: Unread[Entry]) -> None:
+    def __init__(
+        self, name: str, healing: Healing, names: ParameterNames, pending: PendingEntries
+    ) -> None:
         self.name = name
         self.healing = healing
         self.evidence = EvidenceReader(names)
-        self._unread = unread
-        self._before: Source | int = 0
+        self._pending = pending
+        self._before: PendingRecord | int = 0
         self.restart()
         healing.hooks.on_judged = self._record
 
     def restart(self) -> None:
-        """Begins again after the engine's state was replaced from outside. A sync."""
-        self._before = int(self.healing.seat.state.step)
+        """Starts again after the engine's state was replaced. A sync."""
+        self._before = int(self.healing.live_engine.state.step)
 
-    def _record(self, judged: Judged) -> None:
-        record = source(self.healing.seat)
-        self._unread.add(Entry(self, record, self._before, judged))
+    def _record(self, norms: StepNorms) -> None:
+        record = pending_record(self.healing.live_engine)
+        self._pending.add(PendingEntry(self, record, self._before, norms))
         self._before = record
 
 
 class PendingStep:
     """What was judged between two calls of `poll_step`, in the order of judging.
 
-    An optimizer that was stepped twice has two entries: an order in the first must not be lost.
+    An optimizer that was stepped twice has two entries, so that an order in the first is not lost.
 
     Args:
         entries: the steps.
@@ -65,7 +150,7 @@ class PendingStep:
 
     count = 1
 
-    def __init__(self, entries: list[Entry], ranks: Ranks | None = None) -> None:
+    def __init__(self, entries: list[PendingEntry], ranks: Ranks | None = None) -> None:
         self._entries = entries
         self._ranks = ranks
         self._records: list[StepRecord] | None = None
@@ -75,11 +160,11 @@ class PendingStep:
         return [self.read()]
 
     def read(self) -> list[StepRecord]:
-        """Waits only for what has not arrived yet; evidence, on steps with a cause, is a sync.
+        """Waits only for what has not arrived yet; the evidence of steps with a cause is a sync.
 
         Raises:
-            RanksDisagreeError: another rank decided something else. On all of them: a rank that
-                went back alone would wait for the others for ever.
+            RanksDisagreeError: another rank decided something else. It is raised on all of them: a
+                rank that went back alone would wait for the others for ever.
         """
         if self._ranks is not None:
             _compare(self._entries, self._ranks)
@@ -90,8 +175,8 @@ class PendingStep:
         return self._records
 
 
-def _compare(entries: list[Entry], ranks: Ranks) -> None:
-    mine = [(each.recorder.name, each.source.read()) for each in entries]
+def _compare(entries: list[PendingEntry], ranks: Ranks) -> None:
+    mine = [(each.recorder.name, each.record.read()) for each in entries]
     decided = [(name, n.step, n.action, n.cause, n.skip, n.lr_scale) for name, n in mine]
     if any(other != decided for other in ranks.gather(decided)):
         raise RanksDisagreeError(
@@ -101,14 +186,14 @@ def _compare(entries: list[Entry], ranks: Ranks) -> None:
         )
 
 
-def _record(entry: Entry) -> StepRecord:
-    record = entry.source.read()._replace(engine=entry.recorder.name)
+def _record(entry: PendingEntry) -> StepRecord:
+    record = entry.record.read()._replace(engine=entry.recorder.name)
     before = entry.before if isinstance(entry.before, int) else entry.before.read().step
     if record.step == before:
         # A GradScaler has skipped it, and the state still holds the record of the step before.
         return record.unjudged()
     evidence = entry.recorder.evidence
     if record.cause:
-        return record._replace(evidence=evidence.of(entry.judged))
-    evidence.healthy(entry.judged)
+        return record._replace(evidence=evidence.read(entry.norms))
+    evidence.update(entry.norms)
     return record

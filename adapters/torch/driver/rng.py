@@ -11,7 +11,7 @@ import torch
 class RngState:
     """The global generators: of the CPU, and of every CUDA device once CUDA is in use.
 
-    Reading them waits for no device: a CUDA generator's seed and offset are kept on the host.
+    Reading them waits for no device: a CUDA generator's seed and offset are on the host.
     """
 
     per_rank = True
@@ -24,7 +24,7 @@ class RngState:
         return {"cpu": torch.get_rng_state(), "cuda": cuda}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets every generator; those of devices that are not there any more are left out."""
+        """Sets every generator; those of devices that do not exist any more are ignored."""
         torch.set_rng_state(state["cpu"].cpu())
         for device, generator in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
             torch.cuda.set_rng_state(generator.cpu(), device)

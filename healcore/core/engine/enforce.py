@@ -10,20 +10,22 @@ from healcore.core.verdict import Decision
 def observed_only(decision: Decision, *, xp: Any) -> Decision:
     """The neutral decision of `mode = "observe"`; the causes are still named."""
     always = decision.skip | True
-    return _calmed(decision, always, 1.0, xp=xp)
+    return _neutral(decision, always, 1.0, xp=xp)
 
 
-def voided(decision: Decision, void: Any, lr_scale: Any, *, xp: Any) -> Decision:
-    """The neutral decision, without a cause, where somebody else already skips the step.
+def neutral_if_skipped(
+    decision: Decision, externally_skipped: Any, lr_scale: Any, *, xp: Any
+) -> Decision:
+    """The neutral decision, without a cause, where the caller skips the step itself.
 
     Args:
         decision: as ordered.
-        void: bool, see `Signals.void`.
+        externally_skipped: bool, see `Signals.externally_skipped`.
         lr_scale: the multiplier before this step, which stays in force.
         xp: the array namespace.
     """
-    calm = _calmed(decision, void, lr_scale, xp=xp)
-    return calm._replace(cause=xp.where(void, 0, decision.cause))
+    neutral = _neutral(decision, externally_skipped, lr_scale, xp=xp)
+    return neutral._replace(cause=xp.where(externally_skipped, 0, decision.cause))
 
 
 def pick(condition: Any, old: Any, new: Any, *, xp: Any) -> Any:
@@ -32,7 +34,7 @@ def pick(condition: Any, old: Any, new: Any, *, xp: Any) -> Any:
     return xp.where(condition[(..., *trailing)] if trailing else condition, old, new)
 
 
-def _calmed(decision: Decision, when: Any, lr_scale: Any, *, xp: Any) -> Decision:
+def _neutral(decision: Decision, when: Any, lr_scale: Any, *, xp: Any) -> Decision:
     group = decision.group_scale
     return decision._replace(
         grad_scale=xp.where(when, 1.0, decision.grad_scale),

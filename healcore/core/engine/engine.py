@@ -14,7 +14,7 @@ from healcore.core.clipping import RULES
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import lr, porting, readout
 from healcore.core.engine.config import EngineConfig
-from healcore.core.engine.enforce import observed_only, pick, voided
+from healcore.core.engine.enforce import neutral_if_skipped, observed_only, pick
 from healcore.core.engine.judge import judge
 from healcore.core.engine.state import EngineState, init
 from healcore.core.signals import Signals
@@ -137,10 +137,10 @@ class Engine:
                 "Signals(grad_norm=...)"
             )
         new, decision = judge(self.config, state, signals, xp=xp)
-        if signals.void is not None:
-            void = signals.void
-            new = map_leaves(lambda after, before: pick(void, before, after, xp=xp), new, state)
-            decision = voided(decision, void, state.lr.scale, xp=xp)
+        if signals.externally_skipped is not None:
+            skipped = signals.externally_skipped
+            new = map_leaves(lambda after, before: pick(skipped, before, after, xp=xp), new, state)
+            decision = neutral_if_skipped(decision, skipped, state.lr.scale, xp=xp)
         if self.mode == "observe":
             decision = observed_only(decision, xp=xp)
         return new, decision

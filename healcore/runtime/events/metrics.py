@@ -104,7 +104,7 @@ class Metrics:
             self.flush()
 
     def went_back(self) -> None:
-        """The engines are at an earlier step: counts may come again without being a void step."""
+        """The engines are at an earlier step: a count that comes again is then no skipped step."""
         self._judged.clear()
 
     def flush(self) -> None:

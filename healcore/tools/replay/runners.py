@@ -83,7 +83,7 @@ def _runner(config: EngineConfig, feed: Feed, backend: str) -> Runner:
         return HostRunner(engine, feed)
     require(backend, backend)
     # By name, at run time: healcore itself imports no framework.
-    return importlib.import_module(f"healcore.{backend}.replaying").make(engine, feed)
+    return importlib.import_module(f"healcore.{backend}.replay_runner").make(engine, feed)
 
 
 class HostRunner:

@@ -73,9 +73,9 @@ def scan_of(config: EngineConfig, places: tuple[Place, ...], backend: str) -> Sc
         return NumpyScan(trimmed, places)
     require("jax", "jax")
     # By name, at run time: healcore itself imports no framework.
-    sweeping = importlib.import_module("healcore.jax.sweeping")
+    module = importlib.import_module("healcore.jax.sweep_scan")
     try:
-        return sweeping.JaxScan(trimmed, places)
+        return module.JaxScan(trimmed, places)
     except RuntimeError as error:
         raise SweepError(
             f"JAX has no CPU backend in this process ({error}): add cpu to JAX_PLATFORMS, or take "

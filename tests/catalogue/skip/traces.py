@@ -35,17 +35,17 @@ class Told(NamedTuple):
 
 
 def port(policy: PolicySource, runs: list[Trace]) -> list[Told]:
-    """Drives a policy on all runs at once, a lane each; a shorter run ends in void steps."""
+    """Drives a policy on all runs at once, a lane each; a shorter run ends in skipped steps."""
     steps = max(len(run.loss) for run in runs)
     shape = (steps, len(runs))
     loss, norm = np.ones(shape, np.float32), np.ones(shape, np.float32)
-    void = np.ones(shape, bool)
+    skipped = np.ones(shape, bool)
     for lane, run in enumerate(runs):
         here = slice(0, len(run.loss))
-        loss[here, lane], norm[here, lane], void[here, lane] = run.loss, run.norm, False
+        loss[here, lane], norm[here, lane], skipped[here, lane] = run.loss, run.norm, False
     engine = load(policy).engine()
     state, rows = engine.init(batch=(len(runs),)), []
-    trace = Signals(loss=loss, grad_norm=norm, void=void)
+    trace = Signals(loss=loss, grad_norm=norm, externally_skipped=skipped)
     for i in range(steps):
         state, d = engine.step(state, at(trace, i), xp=np)
         rows.append((d.cause != 0, d.skip, d.grad_scale, state.last.threshold))

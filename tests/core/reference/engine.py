@@ -186,12 +186,12 @@ class Engine:
         eval_loss: float | None = None,
         group_norms: list[float] | None = None,
         change_expected: bool = False,
-        void: bool = False,
+        externally_skipped: bool = False,
         learning_rate: float | None = None,
     ) -> Verdict:
         """One step."""
         self.ties.forget()
-        if void:
+        if externally_skipped:
             return self.neutral(1.0 if self.config.mode == "observe" else self.lr.scale)
         restart = change_expected or self.change_expected
         self.change_expected = False

@@ -15,7 +15,7 @@ from flax import nnx
 
 from healcore.jax import HealStateError, protect
 from healcore.jax.driver import JaxDriver
-from healcore.jax.driver.checkpointed import BESIDE
+from healcore.jax.driver.checkpoint_layout import SIDE_STATE
 from healcore.runtime.store.errors import StateMismatch
 from tests.healer.jax.runs import POLICY, RUNS, advance, batch, plain
 from tests.jax import policies
@@ -26,7 +26,7 @@ BATCHES = [batch(seed) for seed in range(6)]
 
 def saved(driver: JaxDriver) -> Any:
     """The bits of everything that goes into a checkpoint."""
-    items = {name: item for name, item in driver.items().items() if name != BESIDE}
+    items = {name: item for name, item in driver.items().items() if name != SIDE_STATE}
     return bits(items)
 
 
@@ -223,7 +223,7 @@ def test_the_norm_of_the_last_update_goes_back_with_the_engine():
     advance(driver, run, BATCHES[:2])
     norm = float(driver.state["opt_state"].heal_update_norm)
     store.save(2, driver.items())
-    older = {name: item for name, item in driver.items().items() if name != BESIDE}
+    older = {name: item for name, item in driver.items().items() if name != SIDE_STATE}
     store.save(1, older)  # before healcore saved it
     advance(driver, run, BATCHES[2:4])
     assert float(driver.state["opt_state"].heal_update_norm) != norm
@@ -236,7 +236,7 @@ def test_the_norm_of_the_last_update_goes_back_with_the_engine():
 def test_a_state_without_its_healing_part_is_refused():
     run = plain()
     driver = JaxDriver(run.state, POLICY)
-    with pytest.raises(HealStateError, match=r"was at state\['opt_state'\].heal"):
+    with pytest.raises(HealStateError, match=r"no longer at state\['opt_state'\].heal"):
         driver.update({"params": run.state["params"]})
     assert driver.state is run.state
     with pytest.raises(HealStateError, match="no healing state in this dict"):

@@ -51,8 +51,8 @@ def model_and(**more: Any) -> dict[str, Any]:
         ({"model": nn.Linear(2, 2)}, r"no torch\.optim\.Optimizer \(model: Linear\)"),
         (model_and(again=lambda o: o), '"optimizer" and "again" are the same'),
         (model_and(heal=lambda o: attach(o, GOES_BACK)), "a handle of attach.*leave it out"),
-        ({"optimizer": model_and()["optimizer"]}, "2 of the 2 parameters.*old moments beside new"),
-        (model_and(model=lambda o: nn.Linear(2, 2)), "nowhere in the state"),
+        ({"optimizer": model_and()["optimizer"]}, "2 of the 2 parameters.*old moments with new"),
+        (model_and(model=lambda o: nn.Linear(2, 2)), "are not in the state"),
         (
             model_and(epoch=lambda o: 3),
             r'"epoch"\] is of type int.*hold it in a dictionary.*"epoch": {',
@@ -104,7 +104,7 @@ def test_a_handle_that_is_there_is_used_and_stays():
         TorchDriver(state, GOES_BACK)
     driver = TorchDriver(state, CLIPS)
     assert driver.healings == {"optimizer": heal}
-    with pytest.raises(AttachError, match="is in a Healer that has not ended"):
+    with pytest.raises(AttachError, match="belongs to a Healer that is still open"):
         TorchDriver(state, CLIPS)
     driver.close()
     assert heal.attached
@@ -128,7 +128,7 @@ def test_options_reach_attach_and_the_scaler_is_found():
     scaler = torch.amp.GradScaler("cpu")
     state = model_and(scaler=lambda o: scaler)
     driver = TorchDriver(state, GOES_BACK, attach={"engine": "device", "compile": False})
-    assert driver.healings["optimizer"].report().seat == "device"
+    assert driver.healings["optimizer"].report().engine == "device"
     assert driver.healings["optimizer"]._measurer._dropped._scaler is scaler
     driver.close()
     with pytest.raises(AttachError, match="engine must be"):

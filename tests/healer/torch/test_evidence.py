@@ -35,18 +35,18 @@ def step(driver: TorchDriver, norms: dict[str, float], module: nn.Module, calm: 
     return only(driver)
 
 
-def driver_of(module: nn.Module, seat: str = "host", **more: Any) -> TorchDriver:
+def driver_of(module: nn.Module, where: str = "host", **more: Any) -> TorchDriver:
     state = {"model": module, "optimizer": AdamW(module.parameters(), fused=True), **more}
-    driver = TorchDriver(state, GOES_BACK, attach={"engine": seat})
+    driver = TorchDriver(state, GOES_BACK, attach={"engine": where})
     for i in range(CALM):
         assert step(driver, {}, module, 1.0 + 0.01 * (i % 2)).evidence == ()
     return driver
 
 
-@pytest.mark.parametrize("seat", ["host", "device"])
-def test_nonfinite_gradients_are_named_first_and_then_what_stood_out(seat: str):
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_nonfinite_gradients_are_named_first_and_then_what_stood_out(where: str):
     net = Net()
-    driver = driver_of(net, seat)
+    driver = driver_of(net, where)
     bad = {"layers.0.weight": 5.0, "layers.1.weight": NAN, "head": 50.0, "layers.2.weight": 3.0}
     told = step(driver, bad, net)
     assert told.cause & Cause.NONFINITE_GRAD

@@ -15,18 +15,20 @@ from tests.healer.torch.runs import GOES_BACK, NAN, only
 from tests.torch import policies
 from tests.torch.bits import assert_same, snapshot
 
-every_seat = pytest.mark.parametrize("seat", ["host", "device"])
+host_and_device = pytest.mark.parametrize("where", ["host", "device"])
 
 
 class Growing:
     """A body under training, and a head that joins it later."""
 
-    def __init__(self, policy: Any = GOES_BACK, seat: str = "host", optimizer: Any = AdamW) -> None:
+    def __init__(
+        self, policy: Any = GOES_BACK, where: str = "host", optimizer: Any = AdamW
+    ) -> None:
         torch.manual_seed(0)
         self.body, self.head = nn.Linear(3, 2), nn.Linear(2, 1)
         self.optimizer = optimizer(self.body.parameters(), lr=0.01)
         self.state = {"body": self.body, "head": self.head, "optimizer": self.optimizer}
-        self.driver = TorchDriver(self.state, policy, attach={"engine": seat})
+        self.driver = TorchDriver(self.state, policy, attach={"engine": where})
 
     def backward(self, factor: float = 1.0) -> None:
         (self.head(self.body(torch.ones(4, 3))).mean() * factor).backward()
@@ -41,9 +43,9 @@ class Growing:
         self.optimizer.add_param_group({"params": self.head.parameters(), "lr": 0.02})
 
 
-@every_seat
-def test_added_parameters_are_judged_named_and_skipped(seat: str):
-    run = Growing(seat=seat)
+@host_and_device
+def test_added_parameters_are_judged_named_and_skipped(where: str):
+    run = Growing(where=where)
     for _ in range(6):
         run.step()
         only(run.driver)
@@ -95,9 +97,9 @@ def test_an_accumulation_is_seen_whichever_parameters_it_reaches():
     assert not any(p._post_accumulate_grad_hooks for p in run.head.parameters())
 
 
-@every_seat
-def test_clipping_by_each_tensors_history_begins_one_for_what_is_added(seat: str):
-    run = Growing(policies.ADAGC, seat)
+@host_and_device
+def test_clipping_by_each_tensors_history_begins_one_for_what_is_added(where: str):
+    run = Growing(policies.ADAGC, where)
     for _ in range(5):
         run.step()
     before = run.driver.healing()["optimizer"]

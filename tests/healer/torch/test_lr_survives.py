@@ -41,13 +41,13 @@ SCALES = [0.5] * HOLD + [0.625, 0.75, 0.875, 1.0, 1.0]
 
 
 def both(
-    optimizer: str, scheduler: str, seat: str = "host", policy: Any = GOES_BACK
+    optimizer: str, scheduler: str, where: str = "host", policy: Any = GOES_BACK
 ) -> tuple[Any, ...]:
     """A run that went back because of a NaN, and one that did without."""
     runs = []
     for factor in (NAN, 1.0):
         run = Run(OPTIMIZERS[optimizer], SCHEDULERS[scheduler])
-        driver = TorchDriver(run.state, policy, attach={"engine": seat})
+        driver = TorchDriver(run.state, policy, attach={"engine": where})
         store = driver.store(None, ())
         for i in range(CUT + 1):
             if i == SAVED:
@@ -61,10 +61,12 @@ def both(
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize(
-    ("optimizer", "seat"), [(name, "host") for name in OPTIMIZERS] + [("fused", "device")]
+    ("optimizer", "where"), [(name, "host") for name in OPTIMIZERS] + [("fused", "device")]
 )
-def test_the_cut_holds_from_the_very_next_step_and_ends_on_the_schedule(optimizer, scheduler, seat):
-    run, driver, twin, _ = both(optimizer, scheduler, seat)
+def test_the_cut_holds_from_the_very_next_step_and_ends_on_the_schedule(
+    optimizer, scheduler, where
+):
+    run, driver, twin, _ = both(optimizer, scheduler, where)
     for i, scale in enumerate(SCALES, SAVED):
         for p, q in zip(run.model.parameters(), twin.model.parameters(), strict=True):
             p.data.copy_(q.data)  # weight decay moves by where the weights are

@@ -35,7 +35,8 @@ def test_an_optimizer_made_anew_is_told_once():
     for i in range(3):
         run.step(i)
     (line,) = driver.notes
-    assert line.startswith('an AdamW that is not in the state trains parameters of "model"')
+    assert line.startswith("an optimizer (AdamW) that is not in the state")
+    assert 'trains parameters of "model"' in line
     driver.notes.clear()
     run.step(4)
     assert driver.notes == []
@@ -119,7 +120,7 @@ def test_a_forgotten_loss_is_told_after_a_while_and_once():
     (line,) = taken(driver, run, 1)
     assert line == (
         "no loss has been observed in 20 steps: call healer.observe(loss); detectors that read "
-        "it rest"
+        "it are inactive"
     )
     assert len(taken(driver, run, 40)) == 1
 

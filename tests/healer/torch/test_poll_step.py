@@ -12,23 +12,23 @@ from torch.optim import LBFGS, SGD, AdamW
 
 from healcore.core.verdict import Action, Cause
 from healcore.torch.driver import TorchDriver
-from healcore.torch.measurement import Judged
+from healcore.torch.measurement import StepNorms
 from tests.healer.torch.runs import CLIPS, GOES_BACK, NAN, OBSERVES, Run, only
 from tests.torch import policies
 from tests.torch.test_syncs import CountSyncs
 
-every_seat = pytest.mark.parametrize("seat", ["host", "device"])
+host_and_device = pytest.mark.parametrize("where", ["host", "device"])
 fused = partial(AdamW, lr=0.01, fused=True)
 
 
-def driven(optimizer: Any, policy: Any, seat: str = "host") -> tuple[Run, TorchDriver]:
+def driven(optimizer: Any, policy: Any, where: str = "host") -> tuple[Run, TorchDriver]:
     run = Run(optimizer)
-    return run, TorchDriver(run.state, policy, attach={"engine": seat})
+    return run, TorchDriver(run.state, policy, attach={"engine": where})
 
 
-@every_seat
-def test_it_says_what_the_engine_ordered(seat: str):
-    run, driver = driven(fused, GOES_BACK, seat)
+@host_and_device
+def test_it_says_what_the_engine_ordered(where: str):
+    run, driver = driven(fused, GOES_BACK, where)
     assert driver.poll_step() is None
     driver.observe(7.0)
     run.step(0)
@@ -58,10 +58,10 @@ def test_it_says_what_the_engine_ordered(seat: str):
     assert (told.onset, told.incident, told.incident_open) == (1, 1, False)
 
 
-@every_seat
+@host_and_device
 @pytest.mark.parametrize("policy", ["EVERYTHING", "ADAGC"])
-def test_it_says_what_the_metrics_say(seat: str, policy: str):
-    run, driver = driven(fused, getattr(policies, policy), seat)
+def test_it_says_what_the_metrics_say(where: str, policy: str):
+    run, driver = driven(fused, getattr(policies, policy), where)
     for i in range(12):
         driver.observe(float(i % 3))
         run.step(i, 30.0 if i == 9 else 1.0)
@@ -73,9 +73,9 @@ def test_it_says_what_the_metrics_say(seat: str, policy: str):
         assert told.cause == heal["heal/cause"].item()
 
 
-@every_seat
-def test_it_keeps_the_values_of_its_step(seat: str):
-    run, driver = driven(fused, GOES_BACK, seat)
+@host_and_device
+def test_it_keeps_the_values_of_its_step(where: str):
+    run, driver = driven(fused, GOES_BACK, where)
     handles = []
     for i in range(4):
         driver.observe(float(i))
@@ -88,9 +88,9 @@ def test_it_keeps_the_values_of_its_step(seat: str):
     assert handles[1].read() is handles[1].read()
 
 
-@every_seat
-def test_an_observed_order_is_told_and_not_carried_out(seat: str):
-    run, driver = driven(fused, OBSERVES, seat)
+@host_and_device
+def test_an_observed_order_is_told_and_not_carried_out(where: str):
+    run, driver = driven(fused, OBSERVES, where)
     run.step(0, NAN)
     told = only(driver)
     assert told.skip
@@ -98,10 +98,10 @@ def test_an_observed_order_is_told_and_not_carried_out(seat: str):
     assert any(p.isnan().any() for p in run.model.parameters())
 
 
-@every_seat
-def test_what_a_scaler_throws_away_was_not_judged(seat: str):
+@host_and_device
+def test_what_a_scaler_throws_away_was_not_judged(where: str):
     """Neither as calm nor as what the step before it was."""
-    run, driver = driven(fused, GOES_BACK, seat)
+    run, driver = driven(fused, GOES_BACK, where)
     run.step(0, NAN)
     judged = only(driver)
     run.optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
@@ -115,10 +115,10 @@ def test_what_a_scaler_throws_away_was_not_judged(seat: str):
     assert told.evidence == ()
 
 
-@every_seat
-def test_the_first_step_after_going_back_was_judged(seat: str):
+@host_and_device
+def test_the_first_step_after_going_back_was_judged(where: str):
     """Its number is that of the last step before, which does not make them one."""
-    run, driver = driven(fused, GOES_BACK, seat)
+    run, driver = driven(fused, GOES_BACK, where)
     run.step(0)
     engines = driver.healing()
     run.step(1)
@@ -160,9 +160,9 @@ def test_two_steps_of_one_batch_are_both_told():
     assert [bool(t.action & Action.ROLLBACK) for t in told] == [True, False, False]
 
 
-@every_seat
-def test_nothing_waits_before_it_is_read(seat: str):
-    run, driver = driven(fused, CLIPS, seat)
+@host_and_device
+def test_nothing_waits_before_it_is_read(where: str):
+    run, driver = driven(fused, CLIPS, where)
     handles = []
     with CountSyncs() as syncs:
         for i in range(4):
@@ -176,9 +176,9 @@ def test_nothing_waits_before_it_is_read(seat: str):
 
 def test_a_healthy_step_reads_no_norm(monkeypatch: pytest.MonkeyPatch):
     run, driver = driven(fused, GOES_BACK)
-    read: list[Judged] = []
+    read: list[StepNorms] = []
     monkeypatch.setattr(
-        "healcore.torch.measurement.Judged.on_host",
+        "healcore.torch.measurement.StepNorms.on_host",
         lambda step: read.append(step) or pytest.fail("read"),
     )
     for i in range(5):

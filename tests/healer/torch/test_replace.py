@@ -26,13 +26,13 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("seat", ["host", "device"])
+@pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("saved", [0, 2])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_the_same_steps_again_to_the_bit(optimizer: str, saved: int, seat: str):
+def test_the_same_steps_again_to_the_bit(optimizer: str, saved: int, where: str):
     """Also from the snapshot before the first step, whose optimizer has no moments yet."""
     run = Run(OPTIMIZERS[optimizer], partial(ExponentialLR, gamma=0.9))
-    driver = TorchDriver(run.state, GOES_BACK, attach={"engine": seat})
+    driver = TorchDriver(run.state, GOES_BACK, attach={"engine": where})
     store = driver.store(None, ())
     seen = []
     for i in range(5):
@@ -50,12 +50,12 @@ def test_the_same_steps_again_to_the_bit(optimizer: str, saved: int, seat: str):
         assert_same(snapshot(run.optimizer), end)
 
 
-@pytest.mark.parametrize("seat", ["host", "device"])
+@pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("optimizer", ["momentum", "fused momentum", "fused nesterov", "dampening"])
-def test_the_first_step_held_back_after_going_back(optimizer: str, seat: str):
+def test_the_first_step_held_back_after_going_back(optimizer: str, where: str):
     """Fused SGD makes its buffer at that step and leaves what lay in the memory."""
     run, twin = Run(OPTIMIZERS[optimizer]), Run(OPTIMIZERS[optimizer])
-    driver = TorchDriver(run.state, GOES_BACK, attach={"engine": seat})
+    driver = TorchDriver(run.state, GOES_BACK, attach={"engine": where})
     store = driver.store(None, ())
     store.save(0, driver.items(), healing=driver.healing())
     live = driver.healing()

@@ -1,0 +1,166 @@
+"""Reads and writes the live state: a pytree that each step returns, or nnx objects in place.
+
+Both are read as one pytree of arrays in which optax's states keep their types, and written from
+such a tree.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+
+from healcore.jax.state import HealStateError
+
+
+class StateAccessor(Protocol):
+    """Access to one kind of live state."""
+
+    state: Any
+    """The state as the user passed it."""
+    named: bool
+    """Whether its top level maps names to parts."""
+
+    def read(self) -> Any:
+        """The state as a pytree of arrays. Copies nothing."""
+        ...
+
+    def write(self, tree: Any) -> None:
+        """Replaces the state by a tree of the structure of `read`."""
+        ...
+
+    def roots(self) -> Any:
+        """A tree in which every optimizer state has the same path as in `read`; cheap to make.
+
+        Its leaves may be nnx.Variables: see `value`.
+        """
+        ...
+
+    def trained(self) -> Any:
+        """A tree that contains the parameters, for their names."""
+        ...
+
+
+class TreeAccessor:
+    """Accesses a pytree: a TrainState, a tuple, a dictionary."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+        self.named = type(state) is dict and all(isinstance(name, str) for name in state)
+
+    def read(self) -> Any:
+        """The state itself."""
+        return self.state
+
+    def write(self, tree: Any) -> None:
+        """Makes the tree the state."""
+        self.state = tree
+
+    def roots(self) -> Any:
+        """The state itself."""
+        return self.state
+
+    def trained(self) -> Any:
+        """The state itself."""
+        return self.state
+
+
+class NnxAccessor:
+    """Accesses a mapping of names to nnx objects and pytrees."""
+
+    named = True
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self.state = dict(state)
+
+    def read(self) -> Any:
+        """The present arrays of their Variables."""
+        return {name: _arrays_in(value) for name, value in self.state.items()}
+
+    def write(self, tree: Any) -> None:
+        """Sets the Variables, in place; pytrees are replaced."""
+        from flax import nnx
+
+        for name, new in tree.items():
+            live = self.state[name]
+            if isinstance(live, nnx.Optimizer):
+                nnx.update(live.opt_state, nnx.state(new["opt_state"]))
+                nnx.update(live, new["rest"])
+            elif isinstance(live, nnx.Pytree):
+                nnx.update(live, new)
+            else:
+                self.state[name] = new
+
+    def roots(self) -> Any:
+        """The optimizer states, with their Variables."""
+        return {name: _optimizer_in(value) for name, value in self.state.items()}
+
+    def trained(self) -> Any:
+        """The Variables of each module that the optimizers train."""
+        from flax import nnx
+
+        optimizers = [each for each in self.state.values() if isinstance(each, nnx.Optimizer)]
+        wrt = optimizers[0].wrt if optimizers else nnx.Param
+        return {
+            name: _values(nnx.state(each, wrt))
+            for name, each in self.state.items()
+            if isinstance(each, nnx.Pytree) and not isinstance(each, nnx.Optimizer)
+        }
+
+
+def accessor_for(state: Any) -> StateAccessor:
+    """The accessor for a user's state.
+
+    Raises:
+        HealStateError: there are nnx objects, but not at the top level of a mapping.
+    """
+    nnx = sys.modules.get("flax.nnx")  # unless it is imported there are no such objects
+    if nnx is None:
+        return TreeAccessor(state)
+
+    def is_object(node: Any) -> bool:
+        return isinstance(node, nnx.Pytree) and not isinstance(node, (nnx.State, nnx.Variable))
+
+    if isinstance(state, Mapping) and any(map(is_object, state.values())):
+        return NnxAccessor(state)
+    if any(map(is_object, jax.tree.leaves(state, is_leaf=is_object))):
+        raise HealStateError(
+            f"this {type(state).__name__} has nnx objects within: map names to them, as in "
+            'state={"model": model, "optimizer": optimizer}'
+        )
+    return TreeAccessor(state)
+
+
+def value(leaf: Any) -> Any:
+    """The array of a leaf of `StateAccessor.roots`."""
+    return leaf[...] if _is_variable(leaf) else leaf
+
+
+def _arrays_in(live: Any) -> Any:
+    from flax import nnx
+
+    if not isinstance(live, nnx.Pytree):
+        return live
+    if not isinstance(live, nnx.Optimizer):
+        return _values(nnx.state(live))
+    # nnx.state would make dictionaries of optax's named tuples.
+    flat = nnx.to_flat_state(nnx.state(live))
+    rest = [(path, leaf) for path, leaf in flat if path[0] != "opt_state"]
+    return {"opt_state": _values(live.opt_state), "rest": _values(nnx.from_flat_state(rest))}
+
+
+def _optimizer_in(live: Any) -> Any:
+    from flax import nnx
+
+    return {"opt_state": live.opt_state} if isinstance(live, nnx.Optimizer) else live
+
+
+def _values(tree: Any) -> Any:
+    return jax.tree.map(value, tree, is_leaf=_is_variable)
+
+
+def _is_variable(node: Any) -> bool:
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(node, nnx.Variable)

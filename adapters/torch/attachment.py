@@ -1,0 +1,173 @@
+"""`attach`: heals a torch optimizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, Unpack
+
+import torch
+from torch.optim import Optimizer
+
+from healcore.torch import fused as kernels
+from healcore.torch import gradients
+from healcore.torch.device_engine import DeviceEngine
+from healcore.torch.enforcer import Enforcer
+from healcore.torch.errors import AttachError
+from healcore.torch.healing import Healing
+from healcore.torch.host_engine import HostEngine
+from healcore.torch.measurer import Measurer
+from healcore.torch.report import Reporter
+from healcore.torch.signal_allreduce import SignalAllReduce
+from healcore.torch.step_hooks import StepHooks
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from healcore.policy import Overrides, PolicyLike
+
+
+def attach(
+    optimizer: Optimizer,
+    policy: PolicyLike = "default",
+    *,
+    scaler: torch.amp.GradScaler | None = None,
+    engine: Literal["auto", "host", "device"] = "auto",
+    fused: bool | Literal["auto"] = "auto",
+    compile: bool | Literal["auto"] = "auto",
+    process_group: ProcessGroup | Literal["auto"] | None = "auto",
+    **overrides: Unpack[Overrides],
+) -> Healing:
+    """Heals an optimizer: the policy judges every `optimizer.step()`, then clips it or skips it.
+
+        heal = attach(optimizer, "default")
+        heal.observe(loss); loss.backward(); optimizer.step()
+
+    Remove other clipping: the policy needs the unclipped norm. A skipped step leaves parameters,
+    moments and step counters bit-identical; the loop's own learning-rate schedules and weight
+    averages go on, since the loop did call `step()`.
+
+    Args:
+        optimizer: any torch.optim optimizer, or accelerate's or Fabric's wrapper around one.
+        policy: a preset's name, the path of a TOML file, a `healcore.policy.Policy`, an Engine or
+            an EngineConfig.
+        scaler: the GradScaler, if one is used. Only needed for an optimizer that is not fused,
+            which it does not call at an overflow: the losses of such a step are dropped, and
+            overflows that do not end are counted as non-finite steps.
+        engine: where decisions are made. "device": in torch, next to the parameters, without a
+            sync if the optimizer is fused. "host": in NumPy, one sync per step on an accelerator,
+            none on a CPU. "auto": device for fused optimizers on accelerators, else host. Both
+            make the same decisions.
+        fused: whether `step()` honours `found_inf` and `grad_scale`. "auto" knows torch's own; True
+            asserts it for a subclass that only wraps `super().step()`; False never uses them.
+        compile: whether the device engine runs through torch.compile; "auto": on accelerators.
+        process_group: the ranks that take each step together. They judge the mean of their losses
+            and norms, which costs one small all_reduce per step. "auto": the default group, where
+            torch.distributed is initialized with several ranks. None: nothing is exchanged; only
+            where every rank has the same loss and gradients anyway, or trains its own model.
+        **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`; see
+            `healcore.policy.Overrides`.
+
+    Returns:
+        The handle: `observe`, `metrics`, `state_dict`, `report`, `detach`.
+
+    Raises:
+        AttachError: not an optimizer, already attached, no parameters, or an unknown value of an
+            option. Nothing has changed then.
+        healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
+    """
+    from healcore.policy import engine_of  # here: `import healcore.torch` loads no pydantic
+
+    optimizer = unwrapped(optimizer)
+    if engine not in ("auto", "host", "device"):
+        raise AttachError(f"engine must be 'auto', 'host' or 'device', got {engine!r}")
+    if compile not in (True, False, "auto"):
+        raise AttachError(f"compile must be True, False or 'auto', got {compile!r}")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise AttachError(
+            f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}: "
+            "leave it out if you use no scaler"
+        )
+    if healing_of(optimizer) is not None:
+        raise AttachError(
+            f"this {type(optimizer).__name__} is healed already: two policies on one optimizer "
+            "would each judge what the other changed; call detach() on the first handle"
+        )
+    params = gradients.parameters(optimizer)
+    if not params:
+        raise AttachError(
+            f"this {type(optimizer).__name__} has no parameters: attach after add_param_group"
+        )
+    home = params[0].device
+    if home.type == "meta":
+        raise AttachError(
+            "the parameters are on the meta device and have no values: "
+            "attach after they are materialised"
+        )
+    core = engine_of(policy, overrides)
+    obstacle = kernels.obstacle(optimizer, fused)
+    where, reason = _choose_engine(engine, obstacle, home, type(optimizer).__name__)
+    if where == "device":
+        compiled = home.type != "cpu" if compile == "auto" else compile
+        live_engine = DeviceEngine(core, len(params), home, compile=compiled)
+    else:
+        live_engine = HostEngine(core, len(params))
+    measurer = Measurer(core, optimizer, home, scaler)
+    enforcer = Enforcer(optimizer, by_kernel=obstacle is None, cuts_lr=core.cuts_lr)
+    all_reduce = SignalAllReduce(process_group, home)
+    return Healing(
+        optimizer,
+        core,
+        live_engine,
+        measurer,
+        StepHooks(optimizer, core, live_engine, measurer, enforcer, all_reduce),
+        all_reduce,
+        Reporter(
+            measurer, live_engine, reason, obstacle, enforcer.third_party_step.can_omit, all_reduce
+        ),
+    )
+
+
+def _choose_engine(
+    wanted: str, obstacle: str | None, home: torch.device, name: str
+) -> tuple[str, str]:
+    """`host` or `device`, and why."""
+    if wanted != "auto":
+        return wanted, f"set by engine={wanted!r}"
+    if home.type == "cpu":
+        return "host", "the parameters are on the CPU, where reading a tensor costs nothing"
+    if obstacle is None:
+        return "device", f"{name} is fused: the decision stays on {home}"
+    return "host", f"{obstacle}: the host needs the decision anyway"
+
+
+def unwrapped(optimizer: Any) -> Optimizer:
+    """The optimizer inside accelerate's and Fabric's wrappers, or the optimizer itself.
+
+    The wrappers are Optimizers too, without hooks; `optimizer` or `_optimizer` holds the real one.
+    """
+    inner = optimizer
+    while isinstance(inner, Optimizer) and "_optimizer_step_pre_hooks" not in vars(inner):
+        inner = vars(inner).get("optimizer") or vars(inner).get("_optimizer")
+    if isinstance(inner, Optimizer):
+        return inner
+    if isinstance(optimizer, torch.nn.Module):
+        hint = "pass the optimizer, not the model"
+    elif isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
+        hint = "pass scheduler.optimizer"
+    elif isinstance(optimizer, type):
+        hint = f"pass an instance, {optimizer.__name__}(model.parameters(), lr=1e-3)"
+    elif isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        hint = f"pass the {type(optimizer).__name__}'s .optimizer"
+    else:
+        hint = "pass the torch.optim.Optimizer whose step() you call"
+    raise AttachError(
+        f"attach takes a torch.optim.Optimizer, got {type(optimizer).__name__}: {hint}"
+    )
+
+
+def healing_of(optimizer: Optimizer) -> Healing | None:
+    """The `Healing` of an optimizer, if it is attached."""
+    for hook in optimizer._optimizer_step_pre_hooks.values():
+        found = getattr(hook, "__healing__", None)
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,169 @@
+"""The live state that the user passes: its optimizers, what it lacks, and its parameters' names.
+
+What is missing would show at the first rollback only, which would combine old moments with new
+weights; so the state is checked at the start.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from healcore.torch import gradients
+from healcore.torch.attachment import unwrapped
+from healcore.torch.errors import AttachError
+from healcore.torch.healing import Healing
+
+_EXAMPLE = 'state={"model": model, "optimizer": optimizer, "scheduler": scheduler}'
+
+
+def checked(state: Any) -> dict[str, Any]:
+    """A copy of the mapping, if it is one that can be healed.
+
+    Raises:
+        AttachError: it is not a mapping of names, or holds no optimizer, the same one twice, a
+            `Healing`, a value that cannot be restored in place, or an optimizer whose parameters
+            are not in it.
+    """
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        raise AttachError(
+            f"the state maps names to what is saved, got {type(state).__name__}: {_EXAMPLE}"
+        )
+    for name, value in state.items():
+        if isinstance(value, Healing):
+            raise AttachError(
+                f'state["{name}"] is a handle of attach(): leave it out, its engine is saved with '
+                "the state, and the handle is found through its optimizer"
+            )
+        _check_restorable(name, value)
+    found = optimizers(state)
+    if not found:
+        items = ", ".join(f"{name}: {type(value).__name__}" for name, value in state.items())
+        raise AttachError(f"the state has no torch.optim.Optimizer ({items}): {_EXAMPLE}")
+    names = list(found)
+    for i, name in enumerate(names):
+        for other in names[:i]:
+            if found[name] is found[other]:
+                raise AttachError(f'"{other}" and "{name}" are the same optimizer: leave one out')
+    for name, optimizer in found.items():
+        _check_complete(name, optimizer, state)
+    return dict(state)
+
+
+def optimizers(state: Mapping[str, Any]) -> dict[str, Optimizer]:
+    """The optimizers by name, without accelerate's wrapper."""
+    return {name: unwrapped(v) for name, v in state.items() if isinstance(v, Optimizer)}
+
+
+def modules(value: Any) -> Iterator[nn.Module]:
+    """The modules of one value of the state, and their submodules."""
+    if isinstance(value, nn.Module):
+        yield from value.modules()
+
+
+def scaler(state: Mapping[str, Any]) -> torch.amp.GradScaler | None:
+    """The GradScaler, if there is exactly one."""
+    found = [value for value in state.values() if isinstance(value, torch.amp.GradScaler)]
+    return found[0] if len(found) == 1 else None
+
+
+class ParameterNames:
+    """Names of parameters: as in their module, or by their position in the optimizer.
+
+    Args:
+        state: the live state.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._state = state
+
+    def __call__(self, params: Sequence[object]) -> list[str]:
+        """Names, in order. Walks over all modules: for steps with evidence only."""
+        if not params:
+            return []
+        known: dict[int, str] = {}
+        for name, optimizer in optimizers(self._state).items():
+            for g, group in enumerate(optimizer.param_groups):
+                for i, p in enumerate(group["params"]):
+                    known[id(p)] = f"{name}.param_groups[{g}]['params'][{i}]"
+        modules = {n: m for n, m in self._state.items() if isinstance(m, nn.Module)}
+        for name, module in modules.items():
+            prefix = f"{name}." if len(modules) > 1 else ""
+            for path, p in module.named_parameters():
+                # torch.compile's wrapper adds a level to the path.
+                known[id(p)] = prefix + path.replace("_orig_mod.", "")
+        return [known.get(id(p), "(not in the state any more)") for p in params]
+
+
+def _check_restorable(name: str, value: Any) -> None:
+    """Raises AttachError unless `store.apply` can restore the value in place.
+
+    It cannot where the mapping holds a number: that is a copy of the loop's own variable.
+    """
+    if isinstance(value, (Tensor, dict, list)):
+        return
+    has = [hasattr(value, method) for method in ("state_dict", "load_state_dict")]
+    if all(has):
+        return
+    kind = type(value).__name__
+    hint = f'hold it in a dictionary that the loop reads and writes, state={{"{name}": {{...}}}}'
+    if any(has):
+        hint = f"give {kind} {'load_state_dict(state)' if has[0] else 'state_dict()'} too"
+    elif isinstance(value, tuple):
+        hint = "make it a list"
+    raise AttachError(
+        f'state["{name}"] is of type {kind}, which a rollback cannot restore in place: {hint}; '
+        "the state holds tensors, dictionaries and lists of them, and objects with state_dict() "
+        "and load_state_dict()"
+    )
+
+
+def _check_complete(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    if any(_is_opaque(value) for value in state.values()):
+        return  # it may hold them
+    present = {id(p) for value in state.values() for p in _tensors(value)}
+    params = gradients.parameters(optimizer)
+    missing = sum(id(p) not in present for p in params)
+    if missing:
+        raise AttachError(
+            f'{missing} of the {len(params)} parameters of "{name}" are not in the state: a '
+            "rollback would combine old moments with new weights; add their module, as in "
+            f"{_EXAMPLE}"
+        )
+    scheduled = getattr(optimizer.step, "_wrapped_by_lr_sched", False)
+    if scheduled and not any(_is_scheduler(value) for value in state.values()):
+        warnings.warn(
+            f'a learning-rate scheduler drives "{name}" and none is in the state: a rollback would '
+            f"not restore it; add it, as in {_EXAMPLE}",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def _is_scheduler(value: Any) -> bool:
+    return isinstance(value, LRScheduler)
+
+
+def _is_opaque(value: Any) -> bool:
+    """Whether it has a state of its own whose parameters are not known: a trainer, an EMA."""
+    known = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
+    return hasattr(value, "state_dict") and not isinstance(value, known)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from value.parameters()
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors(part)

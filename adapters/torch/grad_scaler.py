@@ -1,0 +1,88 @@
+"""Steps that a GradScaler skips after an overflow, with or without calling the optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+SEARCH = 40
+"""Overflows in a row that a GradScaler may need to find its scale: from its default of 2^16 that
+leads below 2^-23, where only gradients that are not finite themselves overflow."""
+
+
+class DroppedSteps:
+    """Detects that a GradScaler skipped a step without calling the optimizer.
+
+    For an optimizer that is not fused the scaler does not call `step()` after an overflow: no hook
+    runs. But `update()` replaces the scaler's per-optimizer records, and the old ones say whether
+    it was asked to step this optimizer. Nothing here waits for a device.
+
+    Args:
+        scaler: the GradScaler, or None when there is none.
+        optimizer: the optimizer.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler | None, optimizer: Optimizer) -> None:
+        self._scaler = scaler
+        self._key = id(optimizer)
+        self._records = self._current()
+        self.stepped = False
+        """Whether the optimizer's own hook ran since the last `update()`; set by the caller."""
+
+    def found(self) -> bool:
+        """Whether there was one since the last call; call it at least once for every step."""
+        records = self._current()
+        if records is self._records:
+            return False
+        old, self._records = self._records, records
+        stepped, self.stepped = self.stepped, False
+        asked = old is not None and self._key in old and old[self._key]["stage"] is OptState.STEPPED
+        return asked and not stepped
+
+    def _current(self) -> Any:
+        return getattr(self._scaler, "_per_optimizer_states", None)
+
+
+class Overflows:
+    """Tells apart a GradScaler that is still searching its scale from one that never finds it.
+
+    After an overflow the scaler halves its scale and skips the step, which is its normal operation
+    and not counted. Gradients that are non-finite at any scale make it skip every step, while the
+    scale goes to 0: from `SEARCH` overflows in a row on, these count as non-finite steps.
+
+    Args:
+        home: device of the signals.
+    """
+
+    def __init__(self, home: torch.device) -> None:
+        self._home = home
+        self._in_row: Tensor | None = None
+        self._dropped = 0
+
+    def externally_skipped(self, found_inf: Tensor) -> Tensor:
+        """Whether the engine ignores this step, which a fused kernel skips for the scaler.
+
+        Args:
+            found_inf: 0-d float32, above 0 after an overflow.
+
+        Returns:
+            0-d bool tensor, not read here.
+        """
+        if self._in_row is None:
+            self._in_row = torch.zeros((), dtype=torch.int32, device=self._home)
+        overflowed = found_inf > 0
+        self._in_row = torch.where(overflowed, self._in_row + 1, 0)
+        return overflowed & (self._in_row <= SEARCH)
+
+    def count_dropped(self) -> bool:
+        """Counts a step skipped without the optimizer; whether the engine has to judge it."""
+        self._dropped += 1
+        return self._dropped > SEARCH
+
+    def reset(self) -> None:
+        """Ends the row: a step has reached the optimizer."""
+        self._dropped = 0

@@ -1,0 +1,154 @@
+"""`IncidentLog`: incidents and likely mistakes, logged on the logger `healcore`.
+
+Only for an optimizer that `attach` heals on its own; a Healer has a log that says more. On an
+accelerator nothing waits: flags are collected on the device, copied every few steps, and read once
+the copy has arrived.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from healcore.core.engine import Engine
+from healcore.core.step_record import StepRecord
+from healcore.core.verdict import Action, Cause, names
+from healcore.torch.device_engine import DeviceEngine, LiveEngine
+from healcore.torch.host_engine import HostEngine
+from healcore.torch.pending_record import AsyncCopy, DeviceRecord, HostRecord
+
+_log = logging.getLogger("healcore")
+
+EVERY = 10
+"""Steps between two reads of a device engine."""
+
+WITHOUT_LOSS = 20
+"""Steps without any loss after which a warning is logged."""
+
+WITHOUT_STEP = 100
+"""Losses without a step after which a warning is logged: fewer may be accumulation."""
+
+_ORDERS = (Action.ROLLBACK, Action.STOP)
+
+
+class IncidentLog:
+    """Logs one line per incident, and one for each call that the loop seems to have forgotten.
+
+    After ten incidents only the 16th, 32nd, 64th ... have a line.
+
+    Args:
+        name: of the optimizer.
+        engine: the policy's.
+    """
+
+    def __init__(self, name: str, engine: Engine) -> None:
+        self._name = name
+        self._engine = engine
+        self.enabled = True
+        """False where another rank logs the same."""
+        self.is_polled = False
+        """Whether the loop reads the decisions, and so may carry out what they order."""
+        self._steps = self._losses = 0
+        self._incident = 0
+        self._lr_scale = 1.0
+        self._logged: set[str] = set()
+        self._flags: Tensor | None = None
+        """int32 (2,): causes and actions since the last read, on the device."""
+        self._pending: tuple[DeviceRecord, AsyncCopy] | None = None
+
+    def observed(self) -> None:
+        """Call it when a loss is observed."""
+        self._losses += 1
+        if self._losses == WITHOUT_STEP:
+            self._once(
+                "no step",
+                f"{WITHOUT_STEP} losses were observed since this optimizer's last step: if it was "
+                "replaced or copied, attach to the one that steps; if a GradScaler drops its "
+                "steps, pass attach(..., scaler=scaler)",
+            )
+
+    def judged(self, live_engine: LiveEngine, *, has_seen_loss: bool) -> None:
+        """Call it when a step was judged."""
+        self._steps += 1
+        self._losses = 0
+        if self._steps == WITHOUT_LOSS and not has_seen_loss and "loss" in self._engine.needs:
+            self._once(
+                "no loss",
+                f"no loss has been observed in {WITHOUT_LOSS} steps: call heal.observe(loss) "
+                "before each optimizer.step(); detectors that read it are inactive",
+            )
+        if isinstance(live_engine, HostEngine):
+            decision = live_engine.state.last.decision
+            cause, action = int(decision.cause), int(decision.action)
+            if cause or action or self._lr_scale < 1.0:
+                self._log_step(HostRecord(live_engine.state).read(), cause, action)
+            return
+        self._collect(live_engine)
+
+    def _collect(self, live_engine: DeviceEngine) -> None:
+        decision = live_engine.state.last.decision
+        if decision.cause.is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # the replays of a CUDA graph run no hooks
+        now = torch.stack([decision.cause, decision.action])
+        self._flags = now if self._flags is None else self._flags | now
+        self._read_arrived()
+        if self._pending is None and self._steps % EVERY == 0:
+            self._pending = DeviceRecord(live_engine.state), AsyncCopy(self._flags)
+            self._flags = None
+            self._read_arrived()
+
+    def _read_arrived(self) -> None:
+        if self._pending is None or not self._pending[1].has_arrived():
+            return
+        (record, flags), self._pending = self._pending, None
+        cause, action = flags.read().tolist()
+        self._log_step(record.read(), cause, action)
+
+    def _log_step(self, record: StepRecord, cause: int, action: int) -> None:
+        new, self._incident = record.incident > self._incident, record.incident
+        if new and cause and _is_logged(record.incident):
+            self._write(self._incident_line(record, cause))
+        before, self._lr_scale = self._lr_scale, record.lr_scale
+        observes = self._engine.mode == "observe"
+        if record.lr_scale < before and not observes and _is_logged(record.incident):
+            self._write(f"step {record.step - 1}: learning rate × {record.lr_scale:g}")
+        if observes or self.is_polled:
+            return
+        for order in _ORDERS:
+            if action & order:
+                self._once(
+                    str(order),
+                    f"step {record.step - 1}: the policy orders {names(order)[0]}, and attach() "
+                    "alone cannot carry that out: use healcore.Healer, or act on "
+                    "heal.last_decision().action",
+                )
+
+    def _incident_line(self, record: StepRecord, cause: int) -> str:
+        enforced = ""
+        if self._engine.mode == "observe":
+            enforced = "; nothing is changed, the policy observes"
+        elif record.onset == record.step - 1:
+            enforced = "; skipped" if record.skip else ""
+            if not record.skip and record.grad_scale < 1:
+                enforced = f"; gradients × {record.grad_scale:.3g}"
+        return (
+            f"step {record.onset}: incident {record.incident}: {', '.join(names(Cause(cause)))}; "
+            f"the last finite loss is {record.loss:.4g}, gradient norm {record.grad_norm:.4g}"
+            f"{enforced}"
+        )
+
+    def _once(self, key: str, line: str) -> None:
+        if key not in self._logged:
+            self._logged.add(key)
+            self._write(line)
+
+    def _write(self, line: str) -> None:
+        if self.enabled:
+            _log.warning("%s: %s", self._name, line)
+
+
+def _is_logged(incident: int) -> bool:
+    """Whether this incident has a line: the first ten, then each power of two."""
+    return incident <= 10 or incident & (incident - 1) == 0

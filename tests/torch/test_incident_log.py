@@ -1,0 +1,144 @@
+"""What `attach` says on the logger `healcore`: once, and not at every step."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+from torch.optim import AdamW
+
+from healcore.core.engine import Engine, RuleConfig
+from healcore.core.verdict import Action
+from healcore.runtime.healer import Healer
+from healcore.torch import Healing, attach
+from healcore.torch.incident_log import EVERY, WITHOUT_LOSS, WITHOUT_STEP
+from tests.torch import policies
+from tests.torch.cases import Where
+
+Lines = pytest.LogCaptureFixture
+NAN = float("nan")
+host_and_device = pytest.mark.parametrize("where", ["host", "device"])
+
+ORDERS = Engine(
+    policies.CUTS.config._replace(
+        rules=(
+            RuleConfig(policies.NONFINITE, skip=True, action=int(Action.CUT_LR)),
+            RuleConfig(policies.NONFINITE, action=int(Action.STOP), count=2, within=9),
+        )
+    )
+)
+
+
+class Loop:
+    """A loop with one optimizer."""
+
+    def __init__(self, engine: Any = policies.SKIPS, where: Where = "host") -> None:
+        self.p = Parameter(torch.ones(2))
+        self.optimizer = AdamW([self.p], fused=True)
+        self.heal: Healing = attach(self.optimizer, engine, engine=where)
+
+    def steps(self, *factors: float, observes: bool = True) -> None:
+        for factor in factors:
+            self.optimizer.zero_grad()
+            loss = (self.p**2).sum() * factor
+            if observes:
+                self.heal.observe(loss)
+            loss.backward()
+            self.optimizer.step()
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Lines:
+    caplog.set_level(logging.DEBUG, logger="healcore")
+    return caplog
+
+
+def said(lines: Lines, *words: str) -> list[str]:
+    texts = [r.getMessage() for r in lines.records if r.name == "healcore"]
+    return [text for text in texts if all(word in text for word in words)]
+
+
+@host_and_device
+def test_a_calm_run_says_nothing(where: Where, lines: Lines):
+    Loop(where=where).steps(*[1.0] * 3 * WITHOUT_LOSS)
+    assert not said(lines)
+
+
+@host_and_device
+def test_an_incident_is_one_line_however_long(where: Where, lines: Lines):
+    loop = Loop(where=where)
+    loop.steps(*[1.0] * 4, *[NAN] * 40, *[1.0] * 2 * EVERY)
+    (line,) = said(lines)
+    assert line.startswith("AdamW: step 4: incident 1: NONFINITE_LOSS, NONFINITE_GRAD; ")
+    assert where == "device" or line.endswith("; skipped")
+
+
+def test_many_incidents_are_not_as_many_lines(lines: Lines):
+    loop = Loop()
+    quiet = int(loop.heal.engine.config.incident.quiet_steps) + 1
+    for _ in range(70):
+        loop.steps(NAN, *[1.0] * quiet)
+    numbers = [int(line.split("incident ")[1].split(":")[0]) for line in said(lines)]
+    assert numbers == [*range(1, 11), 16, 32, 64]
+
+
+@host_and_device
+def test_an_order_that_nobody_carries_out_and_a_cut_rate(where: Where, lines: Lines):
+    loop = Loop(ORDERS, where)
+    loop.steps(*[1.0] * 4, *[NAN] * 3, *[1.0] * 30)
+    (order,) = said(lines, "STOP")
+    assert "attach() alone cannot carry that out" in order
+    assert said(lines, "learning rate × ")
+    assert len(said(lines)) <= 5
+
+
+@host_and_device
+def test_who_reads_the_decisions_is_taken_to_act_on_them(where: Where, lines: Lines):
+    loop = Loop(ORDERS, where)
+    loop.steps(*[1.0] * 4)
+    loop.heal.last_decision()
+    loop.steps(*[NAN] * 3, *[1.0] * 30)
+    assert not said(lines, "STOP")
+
+
+def test_a_policy_that_observes_says_so(lines: Lines):
+    Loop(policies.OBSERVES).steps(1.0, NAN, 1.0)
+    (line,) = said(lines)
+    assert line.endswith("nothing is changed, the policy observes")
+
+
+@host_and_device
+def test_a_forgotten_observe_is_told_once(where: Where, lines: Lines):
+    loop = Loop(policies.LOSSES, where)
+    loop.steps(*[1.0] * 3 * WITHOUT_LOSS, observes=False)
+    (line,) = said(lines)
+    assert f"no loss has been observed in {WITHOUT_LOSS} steps" in line
+
+
+def test_an_optimizer_that_was_replaced_or_copied_is_noticed(lines: Lines):
+    loop = Loop()
+    loop.steps(1.0)
+    loop.optimizer = AdamW([loop.p])
+    loop.steps(*[1.0] * 2 * WITHOUT_STEP)
+    (line,) = said(lines)
+    assert "replaced or copied" in line
+
+
+def test_a_long_accumulation_is_fine(lines: Lines):
+    loop = Loop()
+    for _ in range(3):
+        for _ in range(WITHOUT_STEP - 2):
+            loop.heal.observe(1.0)
+        loop.steps(1.0)
+    assert not said(lines)
+
+
+def test_in_a_healer_the_healer_talks(lines: Lines):
+    loop = Loop()
+    with Healer(policies.SKIPS, state={"p": [loop.p], "optimizer": loop.optimizer}) as healer:
+        for i in healer.batches(range(150)):
+            loop.steps(NAN if i == 30 else 1.0)
+    assert not said(lines, "AdamW: ")
