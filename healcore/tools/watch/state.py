@@ -41,6 +41,7 @@ class LiveRun:
         step: where it is.
         lr_scale: the multiplier of the learning rate in force.
         metrics: of the last line of the metrics.
+        budget: of the run's policy; None: it is not known.
     """
 
     def __init__(self, policy: Policy | None = None) -> None:
@@ -55,6 +56,7 @@ class LiveRun:
         self.step: int | None = None
         self.lr_scale: float | None = None
         self.metrics: dict[str, float] = {}
+        self.budget = _budget(self._given)
         self._timed: deque[tuple[float, int]] = deque(maxlen=_TIMED)
 
     # -- events ---------------------------------------------------------------------------------
@@ -77,6 +79,8 @@ class LiveRun:
         if event["run"] != self._id:  # another rank's
             return None
         found = self.run.add(event)
+        if found.kind == "start":
+            self.budget = _budget(self._given or _preset(found))
         self.step, self.lr_scale = self.run.step, self.run.lr_scale
         return found
 
@@ -125,15 +129,16 @@ class LiveRun:
         self.killed = self.run.state is RunState.GONE
         return self.killed
 
-    @property
-    def budget(self) -> Budget | None:
-        """Of the run's policy; None: it is not known."""
-        start = self.run.start
-        policy = self._given
-        if policy is None and start is not None and start.policy in policies.preset_names():
-            preset = policies.load(start.policy)
-            policy = preset if policies.fingerprint(preset) == start.fingerprint else None
-        if policy is None:
-            return None
-        budget = policy.budget
-        return Budget(int(budget.recoveries), int(budget.lr_cuts))
+
+def _budget(policy: Policy | None) -> Budget | None:
+    if policy is None:
+        return None
+    return Budget(int(policy.budget.recoveries), int(policy.budget.lr_cuts))
+
+
+def _preset(start: EventRecord) -> Policy | None:
+    """The run's policy, if it is just the preset of its name."""
+    if start.policy not in policies.preset_names():
+        return None
+    preset = policies.load(start.policy)
+    return preset if policies.fingerprint(preset) == start.fingerprint else None
