@@ -19,6 +19,9 @@ LOCK := requirements/lock.txt
 PIP  := $(BIN)/python -m pip --disable-pip-version-check -qq
 BY_HASH := --require-hashes --no-deps -r requirements/hashed/
 
+# Named, because a comma would end an argument of `call`.
+DEMO := -e '.[jax,torch,report]'
+TEST := -e '.[jax,torch,report,dev]'
 # $(call installed,SET,WHAT): a file of requirements/hashed; without hashes what pip makes of WHAT.
 ifeq ($(HASHES),no)
 installed = $(PIP) install -c $(LOCK) --no-build-isolation $(2)
@@ -54,13 +57,13 @@ $(VENV)/.base: $(VENV)/.made $(LOCK)
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.base pyproject.toml
-	@$(call installed,demo,-e '.[jax,torch,report]')
+	@$(call installed,demo,$(DEMO))
 	@$(TORCH)
 	@$(HEALCORE)
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.demo
-	@$(call installed,test,-e '.[jax,torch,report,dev]')
+	@$(call installed,test,$(TEST))
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.test requirements/lint.txt
