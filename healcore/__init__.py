@@ -54,6 +54,7 @@ __all__ = [
     "Terminated",
     "UnknownState",
     "UnsavableState",
+    "Untrusted",
     "UnusableLoader",
     "__version__",
     "jax",

@@ -36,4 +36,5 @@ from healcore.runtime.store import StateMismatch as StateMismatch
 from healcore.runtime.store import StoreError as StoreError
 from healcore.runtime.store import StoreInUse as StoreInUse
 from healcore.runtime.store import UnsavableState as UnsavableState
+from healcore.runtime.store.errors import Untrusted as Untrusted
 from healcore.runtime.store.ranks import RankFailed as RankFailed
