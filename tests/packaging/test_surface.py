@@ -49,6 +49,7 @@ SURFACE = {
         "Terminated",
         "UnknownState",
         "UnsavableState",
+        "Untrusted",
         "UnusableLoader",
         "__version__",
         "jax",
