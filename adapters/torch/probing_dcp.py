@@ -8,28 +8,25 @@ from __future__ import annotations
 
 import errno
 import io
-import itertools
 import os
 import pickle
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from healcore.runtime import inert_pickle
-from healcore.runtime.inert_pickle import Global, Made
-from healcore.tools.probe.contents.contents import MOST_PARTS, Array, Contents, Names, shape_of
+from healcore.tools.probe.contents.contents import MOST_PARTS, Array, Contents, Names
 from healcore.tools.probe.contents.records import Checked, check_archive
 from healcore.tools.probe.contents.torch_pickle import plain_tensor
 from healcore.tools.probe.verdict import ProbeError
+from healcore.torch import dcp_index
+from healcore.torch.dcp_index import INDEX, Entry, Place
 from healcore.torch.probing import contents_of, first_line, load, pieces, refused
 
-_METADATA = "torch.distributed.checkpoint.metadata"
-_STORAGE_INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 _DTYPES = {
     "FloatStorage": torch.float32, "DoubleStorage": torch.float64, "HalfStorage": torch.float16,
     "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
@@ -46,7 +43,7 @@ def open_dcp(folder: Path) -> Contents:
     """
     arrays, values, notes = [], {}, []
     for name, entry in _index(folder).items():
-        if entry.chunks:
+        if entry.saved.chunks:
             arrays.append(_saved(folder, entry.path, name, entry))
             continue
         for place in entry.places[:1]:
@@ -75,132 +72,47 @@ def stored_arrays(data: Path, names: Iterable[str]) -> dict[str, Array]:
     return {
         name: _saved(data, (name,), name, index[name])
         for name in names
-        if name in index and index[name].chunks
+        if name in index and index[name].saved.chunks
     }
-
-
-class _Place(NamedTuple):
-    """Where a part of an entry lies."""
-
-    file: str
-    offset: int
-    length: int
-    plain: bool
-    """Not compressed."""
 
 
 class _Entry(NamedTuple):
-    """One tensor or value."""
+    """One tensor or value, and its path in the tree."""
 
     path: tuple[str, ...]
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: int
-    """Of how many parts a tensor is; 0 of what is none."""
-    places: list[_Place]
+    saved: Entry
+
+    @property
+    def places(self) -> list[Place]:
+        """Where its parts lie."""
+        return list(self.saved.places.values())
 
 
 def _index(folder: Path) -> dict[str, _Entry]:
-    """What `.metadata` lists, by name.
-
-    It is a pickle, and is read as data: see `inert_pickle`. Takes memory in proportion to its size.
-    """
-    at = folder / ".metadata"
+    """What `.metadata` lists, by name."""
+    at = folder / INDEX
     try:
-        content = at.read_bytes()
-        listed = _listed(content)
-        _check_room(listed)
-        return listed
+        entries = dcp_index.read(at)
+        names = Names(at.stat().st_size)
+        return {
+            name: _Entry(names.take(_split(name, entry.planned)), entry)
+            for name, entry in entries.items()
+        }
     except OSError as error:
         raise ProbeError(f"{at} cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:  # ProbeError is a ValueError
+    except ValueError as error:
         raise ProbeError(f"{at} is damaged: {first_line(error)}") from None
 
 
-def _listed(content: bytes) -> dict[str, _Entry]:
-    metadata = _attributes(inert_pickle.read(content)[0], "Metadata")
-    places: dict[str, list[_Place]] = {}
-    for index, info in _dictionary(metadata["storage_data"]).items():
-        name = _attributes(index, "MetadataIndex")["fqn"]
-        places.setdefault(name, []).append(_place(info))
-    paths = _dictionary(metadata.get("planner_data") or {})
-    names = Names(len(content))
-    return {
-        _text(name): _entry(kind, names.take(_split(name, paths.get(name))), places.get(name, []))
-        for name, kind in _dictionary(metadata["state_dict_metadata"]).items()
-    }
-
-
-def _place(info: Any) -> _Place:
-    state = inert_pickle.state(
-        info, Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-    )
-    if state is None:
-        raise ValueError("a place in it is none")
-    file, offset, length = _text(state["relative_path"]), state["offset"], state["length"]
-    if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts or "\\" in file:
-        raise ValueError(f"it names a file outside the directory: {file[:200]}")
-    if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-        raise ValueError("a place in it has no number as its offset or length")
-    return _Place(file, offset, length, not state.get("transform_descriptors"))
-
-
-def _check_room(listed: Mapping[str, _Entry]) -> None:
-    """The places of a file lie beside each other: so no byte of it is read many times."""
-    places = sorted(place[:3] for entry in listed.values() for place in entry.places)
-    for (file, offset, length), (following, begin, _) in itertools.pairwise(places):
-        if file == following and offset + length > begin:
-            raise ValueError(f"two parts of it overlap in {file[:200]}")
-
-
-def _entry(kind: Any, path: tuple[str, ...], places: list[_Place]) -> _Entry:
-    if _is(kind, "BytesStorageMetadata"):
-        return _Entry(path, "", (), 0, places)
-    tensor = _attributes(kind, "TensorStorageMetadata")
-    properties, chunks, size = tensor["properties"], tensor["chunks"], tensor["size"]
-    if not _is(properties, "TensorProperties") or type(chunks) is not list:
-        raise ValueError("an entry of it is none of a tensor")
-    dtype = properties.state[0] if type(properties.state) is tuple else properties.state["dtype"]
-    if type(dtype) is not Global or dtype.module != "torch":
-        raise ValueError("the dtype of a tensor in it is none")
-    if type(size) is not Made or size.what != Global("torch", "Size") or len(size.args) != 1:
-        raise ValueError("the shape of a tensor in it is none")
-    return _Entry(path, dtype.name[:40], shape_of(size.args[0]), len(chunks), places)
-
-
-def _is(value: Any, name: str) -> bool:
-    return type(value) is Made and value.what == Global(_METADATA, name)
-
-
-def _attributes(value: Any, name: str) -> Mapping[Any, Any]:
-    """The attributes of an object of DCP's index."""
-    state = inert_pickle.state(value, Global(_METADATA, name))
-    if state is None:
-        raise ValueError(f"it has something else where a {name} should be")
-    return state
-
-
-def _dictionary(value: Any) -> Mapping[Any, Any]:
-    found = inert_pickle.as_dict(value)
-    if found is None:
-        raise ValueError("it has something else where a dictionary should be")
-    return found
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise ValueError("it has something else where a name should be")
-    return value
-
-
 def _saved(folder: Path, path: tuple[str, ...], name: str, entry: _Entry) -> Array:
-    return Array(path, entry.dtype, entry.shape, _shards(folder, name, entry), name)
+    return Array(path, entry.saved.dtype, entry.saved.shape, _shards(folder, name, entry), name)
 
 
 def _shards(folder: Path, name: str, entry: _Entry) -> Callable[[], Iterator[np.ndarray]]:
     def read() -> Iterator[np.ndarray]:
-        if len(entry.places) != entry.chunks:
-            there = f"{len(entry.places)} of {entry.chunks} parts of {name} are there"
+        whole = len(entry.saved.chunks)
+        if len(entry.places) != whole:
+            there = f"{len(entry.places)} of {whole} parts of {name} are there"
             raise ProbeError(f"{folder}: {there}")
         for place in entry.places:
             tensor, _ = _loaded(folder, place)
@@ -211,7 +123,7 @@ def _shards(folder: Path, name: str, entry: _Entry) -> Callable[[], Iterator[np.
     return read
 
 
-def _loaded(folder: Path, place: _Place) -> tuple[Any, int]:
+def _loaded(folder: Path, place: Place) -> tuple[Any, int]:
     """What lies in one place of one file, and the size of its pickle."""
     at = folder / place.file
     if not place.plain:
@@ -266,4 +178,4 @@ def _split(name: str, planned: Any) -> tuple[str, ...]:
         )
     ):
         return tuple(part for each in planned for part in str(each).split("."))
-    return tuple(_text(name).split("."))
+    return tuple(name.split("."))

@@ -14,7 +14,7 @@ SECONDS, MIB = 20, 300
 """Over the imports. Far above what any of the files here needs."""
 _IMPORTS = (
     "torch", "matplotlib", "plotly", "healcore.torch.probing_dcp", "healcore.tools.report.page",
-    "healcore.tools.probe.optimizer.probing", "healcore.tools.report.telling",
+    "healcore.tools.probe.optimizer.probing", "healcore.tools.report.runs",
     "healcore.tools.probe.checkpoint.plain", "healcore.tools.probe.checkpoint.stored",
     "healcore.tools.probe.loss", "healcore.tools.probe.loss.probing", "healcore.tools.probe.text",
     "healcore.tools.cli", "healcore.tools.replay.scoring",

@@ -29,9 +29,9 @@ from healcore.runtime.store.errors import StateMismatch, pickled
 from healcore.runtime.store.listing import Found
 from healcore.runtime.store.snapshot import aligned
 from healcore.torch.plain_values import DTYPES
-from healcore.torch.store import dcp_index
+from healcore.torch.store import checked_dcp
 from healcore.torch.store.assembling import assemble, checked
-from healcore.torch.store.dcp_index import CheckedReader
+from healcore.torch.store.checked_dcp import CheckedReader
 from healcore.torch.store.digesting_writer import DigestingWriter
 from healcore.torch.store.flattening import HOW, Flat
 from healcore.torch.store.gloo import GlooRanks, initialized
@@ -187,7 +187,7 @@ class DCPStore(DirectoryStore):
             wanted = {name: _stored(node) for name, node in nodes.items()}
             if not wanted:
                 return FileSystemReader(data)  # reads nothing
-            return CheckedReader(data, dcp_index.checked(data, found.manifest.files, wanted))
+            return CheckedReader(data, checked_dcp.checked(data, found.manifest.files, wanted))
 
         return ranks.on_each(self._ranks, check)
 

@@ -12,6 +12,8 @@ from typing import Annotated
 
 import typer
 
+from healcore.tools.terminal import say
+
 STEPS, QUICK_STEPS = 300, 240
 
 
@@ -74,6 +76,6 @@ def _demo(
             out=out,
         )
     except (MissingExtraError, PolicyError, CorpusError, ScenarioError, OSError) as error:
-        typer.echo(f"healcore demo: {error}", err=True)
+        say(f"healcore demo: {error}", err=True)
         raise typer.Exit(2) from error
     raise typer.Exit(0 if all(claim.holds for claim in result.claims) else 1)

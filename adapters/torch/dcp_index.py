@@ -1,0 +1,176 @@
+"""DCP's index (`.metadata`) as data: what a directory of `torch.distributed.checkpoint` lists.
+
+The index is a pickle, and DCP unpickles it, which runs whatever is in it. Here it is read with
+`inert_pickle`: nothing is imported, called or changed. Memory and time are proportional to the size
+of the file.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from healcore.runtime import inert_pickle
+from healcore.runtime.inert_pickle import Global, Made
+
+INDEX = ".metadata"
+
+Shape = tuple[int, ...]
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_STORAGE_INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+_DCP = {
+    _STORAGE_INFO,
+    Global("torch", "Size"),
+    Global("torch.serialization", "_get_layout"),
+    Global("collections", "OrderedDict"),
+    *(Global(_METADATA, name) for name in (
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")),
+    *(Global(module, name) for module in ("pathlib", "pathlib._local") for name in (
+        "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")),
+}  # fmt: skip
+"""What DCP's own index is made of."""
+
+
+class Place(NamedTuple):
+    """Where one part of an entry lies."""
+
+    file: str
+    offset: int
+    length: int
+    plain: bool
+    """Not compressed, nor transformed otherwise."""
+
+
+class Entry(NamedTuple):
+    """One tensor or value."""
+
+    dtype: str
+    """As torch names it; empty for a value, which DCP pickles."""
+    shape: Shape
+    chunks: list[tuple[Shape, Shape]]
+    """Offsets and sizes of a tensor's parts."""
+    places: dict[Shape | None, Place]
+    """Offsets of a part -> where it lies; None for a value."""
+    planned: Any
+    """Where the planner says that it lies in the tree; whatever the file holds."""
+
+
+def read(path: Path, *, only_dcp: bool = False) -> dict[str, Entry]:
+    """The entries of an index, by name.
+
+    Args:
+        path: of the index.
+        only_dcp: refuse an index that names anything besides what DCP itself writes, in a part
+            that is not looked at too. Savers of other projects may put their own objects there.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not what DCP writes.
+    """
+    content = path.read_bytes()
+    try:
+        objects: list[Made] = []
+        metadata, _ = inert_pickle.read(content, objects=objects)
+        other = [each.what for each in objects if each.what not in _DCP] if only_dcp else []
+        if other:
+            raise ValueError(f"it names {other[0]!s:.200}")
+        return _entries(metadata)
+    except Exception as error:  # crafted bytes make anything raise anything
+        lines = str(error).splitlines() or [""]
+        raise ValueError(f"{type(error).__name__}: {lines[0][:200]}") from None
+
+
+def _entries(root: Any) -> dict[str, Entry]:
+    metadata = _attributes(root, "Metadata")
+    places: dict[str, dict[Shape | None, Place]] = {}
+    parts = []
+    for index, info in _dictionary(metadata["storage_data"]).items():
+        found = _attributes(index, "MetadataIndex")
+        offset = found.get("offset")
+        place = _place(info)
+        parts.append(place[:3])
+        at = None if offset is None else _shape(offset)
+        places.setdefault(_text(found["fqn"]), {})[at] = place
+    _check_overlaps(parts)
+    planned = _dictionary(metadata.get("planner_data") or {})
+    kinds = _dictionary(metadata["state_dict_metadata"])
+    return {
+        _text(name): _entry(kind, places.get(name, {}), planned.get(name))
+        for name, kind in kinds.items()
+    }
+
+
+def _place(info: Any) -> Place:
+    state = inert_pickle.state(info, _STORAGE_INFO)
+    if state is None:
+        raise ValueError("something else where a _StorageInfo should be")
+    file, offset, length = _text(state["relative_path"]), state["offset"], state["length"]
+    if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts or "\\" in file:
+        raise ValueError(f"it names a file outside the directory: {file[:200]}")
+    if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
+        raise ValueError("a place has no number as its offset or length")
+    return Place(file, offset, length, not state.get("transform_descriptors"))
+
+
+def _check_overlaps(parts: list[tuple[str, int, int]]) -> None:
+    """The places of a file lie beside each other: so no byte of it is read many times."""
+    for (file, offset, length), (following, begin, _) in itertools.pairwise(sorted(parts)):
+        if file == following and offset + length > begin:
+            raise ValueError(f"two parts overlap in {file[:200]}")
+
+
+def _entry(kind: Any, places: dict[Shape | None, Place], planned: Any) -> Entry:
+    if type(kind) is Made and kind.what == Global(_METADATA, "BytesStorageMetadata"):
+        return Entry("", (), [], places, planned)
+    tensor = _attributes(kind, "TensorStorageMetadata")
+    properties = tensor["properties"]
+    if type(properties) is not Made or properties.what != Global(_METADATA, "TensorProperties"):
+        raise ValueError("a tensor has no properties")
+    state = properties.state
+    dtype = state[0] if type(state) is tuple else state["dtype"]
+    if type(dtype) is not Global or dtype.module != "torch":
+        raise ValueError("the dtype of a tensor is none")
+    if type(tensor["chunks"]) is not list:
+        raise ValueError("the parts of a tensor are no list")
+    chunks = [_attributes(each, "ChunkStorageMetadata") for each in tensor["chunks"]]
+    parts = [(_shape(each["offsets"]), _shape(each["sizes"])) for each in chunks]
+    return Entry(dtype.name[:40], _shape(tensor["size"]), parts, places, planned)
+
+
+def _shape(value: Any) -> Shape:
+    if type(value) is not Made or value.what != Global("torch", "Size") or len(value.args) != 1:
+        raise ValueError("a shape is none")
+    (shape,) = value.args
+    if not isinstance(shape, (tuple, list)) or len(shape) > 64:
+        raise ValueError("a shape is none")
+    if not all(type(size) is int and 0 <= size < 1 << 62 for size in shape):
+        raise ValueError("a shape that no tensor has")
+    if math.prod(shape) >= 1 << 62:
+        raise ValueError("a shape that no tensor has")
+    return tuple(shape)
+
+
+def _attributes(value: Any, name: str) -> Mapping[Any, Any]:
+    """The attributes of an object of DCP's index."""
+    state = inert_pickle.state(value, Global(_METADATA, name))
+    if state is None:
+        raise ValueError(f"something else where a {name} should be")
+    return state
+
+
+def _dictionary(value: Any) -> Mapping[Any, Any]:
+    found = inert_pickle.as_dict(value)
+    if found is None:
+        raise ValueError("something else where a dictionary should be")
+    return found
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError("something else where a name should be")
+    return value
