@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import gzip
 import io
 import json
 import os
 import pickle
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,16 +23,21 @@ from hypothesis import strategies as st
 from healcore.policy import PolicyError, dumps, load, loads
 from healcore.runtime.events import reading
 from healcore.runtime.inert_pickle import BadPickle, read
+from healcore.runtime.store import StoreError
+from healcore.runtime.store.manifest import MANIFEST
 from healcore.tools.probe.checkpoint import probe_checkpoint
 from healcore.tools.probe.contents.torch_pickle import storages
 from healcore.tools.probe.optimizer import probe_optimizer
 from healcore.tools.probe.verdict import ProbeError
 from healcore.tools.replay.scoring import LabelError, read_labels
 from healcore.tools.traces import TraceError, open_traces
+from healcore.torch.store import DCPStore
 from tests.hostile.pickles import dcp, packed
+from tests.hostile.run_directories import sealed_again
 from tests.hostile.test_events import EVENT
 from tests.hostile.test_logs import ROWS, event, framed
 
+STATE_TO_SAVE = {"model": torch.ones(4), "other": torch.zeros(4)}
 STATE = {"w": torch.ones(4), "n": [1, 2.5, "x", None, {"a": True}], "b": torch.zeros(2, 2)}
 
 
@@ -61,6 +69,36 @@ def _index(content: bytes) -> None:
 def _dcp() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         return (dcp(Path(folder) / "c") / ".metadata").read_bytes()
+
+
+@functools.cache
+def _store() -> Path:
+    """A store with one checkpoint, that of step 1. Never changed: examples copy it."""
+    root = Path(tempfile.mkdtemp())
+    store = DCPStore(root)
+    store.save(1, STATE_TO_SAVE)
+    store.wait()
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    return root
+
+
+def _stored(name: str) -> bytes:
+    (folder,) = _store().glob("step-*")
+    return (folder / name).read_bytes()
+
+
+def _with(name: str, content: bytes) -> None:
+    """Restores and probes a checkpoint of which one file is this, with digests that hold."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = shutil.copytree(_store(), Path(folder) / "store")
+        (checkpoint,) = root.glob("step-*")
+        (checkpoint / name).write_bytes(content)
+        if name != MANIFEST:
+            sealed_again(checkpoint)
+        with contextlib.suppress(StoreError):
+            like = {name: torch.zeros(4) for name in STATE_TO_SAVE}
+            DCPStore(root).restore(1, like)
+        _checkpoint(root)
 
 
 def _safetensors() -> bytes:
@@ -113,6 +151,10 @@ READERS: dict[str, tuple[bytes, Callable[[bytes], object], tuple[type[Exception]
         lambda data: loads(data.decode("utf-8", "replace")),
         (PolicyError,),
     ),
+    **{
+        name: (_stored(name), functools.partial(_with, name), (ProbeError,))
+        for name in ("state.json", "manifest.json", "data/.metadata")
+    },
     "labels": (LABELS.encode(), lambda data: _file("", data, read_labels), (LabelError,)),
 }  # fmt: skip
 
