@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -30,7 +31,7 @@ def program(folder: str, how: str) -> None:
             healer.store.wait()
         print(number, flush=True)
         if number >= 7:
-            sys.stdin.readline()
+            wait_for_line()
 
     try:
         train(loop_of("torch"), rules(), range(12), store=Path(folder), before=before)
@@ -40,6 +41,17 @@ def program(folder: str, how: str) -> None:
         raise
     finally:
         print("tidied up", flush=True)
+
+
+def wait_for_line() -> None:
+    """Reads one line, and comes back to Python meanwhile.
+
+    A signal that comes just before a blocking read is noted in C, and its handler would run only
+    when the read is over.
+    """
+    while not select.select([sys.stdin], [], [], 0.05)[0]:
+        pass
+    sys.stdin.readline()
 
 
 @contextmanager

@@ -49,7 +49,7 @@ def test_killed_many_times(rounds, stores, root):
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert [counts["store"] for counts in told] == list(stores)
     for counts in told:
-        assert counts["rounds"] == rounds
+        assert counts["rounds"] >= rounds
         assert counts["leavings"] > 0, "no kill hit a save: make the lives shorter or longer"
     # Over all stores: on a machine that is busy ten lives of one may all end too early.
     assert sum(counts["saves"] + counts["rollbacks"] for counts in told) > 0
