@@ -18,7 +18,7 @@ from jax import lax
 from healcore.core import step_record, tree
 from healcore.core.engine import Engine
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of this layout, the first of the integers."""
 
 _RECORD = step_record.leaf_names()

@@ -11,7 +11,7 @@ from healcore.core.evidence import Evidence
 from healcore.runtime.events.models import EventRecord
 
 MOST_ALARMS = 100
-"""Alarms of one incident that get an event of their own."""
+"""Alarms that get an event of their own: in each incident, and in all outside of incidents."""
 
 _EVIDENCE = 5
 """Tensors that are kept of one incident."""

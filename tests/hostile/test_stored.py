@@ -84,6 +84,12 @@ def test_a_pipe_in_the_place_of_the_state(reader, folder):
     assert reader.probe("optimizer", folder).status == 3
 
 
+def test_a_pipe_beside_the_state(reader, folder):
+    """Named like the state of another rank, and in no manifest."""
+    os.mkfifo(folder / "state-rank1.json")
+    assert reader.probe("checkpoint", folder.parent).status == 3
+
+
 def test_its_index_runs_nothing(reader, folder, tmp_path):
     ran = tmp_path / "ran"
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from healcore.core.evidence import Evidence
 from healcore.core.step_record import Readings, StepRecord
 from healcore.core.verdict import Action, Cause, names
+from healcore.history.incident import MOST_ALARMS
 from healcore.runtime.data import BatchId
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import StepResult
@@ -18,9 +19,6 @@ from healcore.runtime.ledger import IncidentRecord, Ledger
 from healcore.runtime.store.ranks import Ranks
 
 _ON_HOST = (Action.STOP, Action.ROLLBACK, Action.SAVE)
-_MAX_ALARM_EVENTS = 100
-"""Alarms that get an event: in each incident, and in all outside of incidents."""
-
 _MIN_REMEMBERED = 1000
 """Steps whose batch ids are remembered; more if the policy's region is longer."""
 
@@ -230,7 +228,7 @@ class IncidentMonitor:
         self, step: StepResult, record: StepRecord, incident: IncidentRecord | None
     ) -> None:
         self._alarms_outside += incident is None
-        if (incident.alarms if incident else self._alarms_outside) > _MAX_ALARM_EVENTS:
+        if (incident.alarms if incident else self._alarms_outside) > MOST_ALARMS:
             self.unlogged_alarms += 1
             return
         self.log_event(
