@@ -18,7 +18,7 @@ from healcore.demo.scenario import Scenario
 from healcore.history import Curves
 from healcore.policy import Policy
 from healcore.tools.report import page, picture
-from healcore.tools.report.report import RunReport
+from healcore.tools.report.run_report import RunReport
 from healcore.tools.report.runs import read_reports
 
 _STYLES = {Outcome.TRAINED: "green", Outcome.NEITHER: "yellow", Outcome.FAILED: "red"}

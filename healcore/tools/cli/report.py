@@ -18,7 +18,7 @@ from healcore.tools.writing import OutputError, check_outputs, replacing
 
 if TYPE_CHECKING:  # imported where it is used, so that the other commands start fast
     from healcore.policy import Policy
-    from healcore.tools.report.report import RunReport
+    from healcore.tools.report.run_report import RunReport
 
 OK, SOME, UNUSABLE = 0, 1, 2
 
