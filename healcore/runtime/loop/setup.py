@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
 from healcore.runtime.checkpoints.manager import CheckpointManager
-from healcore.runtime.data.feeds import Feeds
+from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.driver import Driver
 from healcore.runtime.events import Log
 from healcore.runtime.events.metrics import Metrics, path_beside
@@ -224,7 +224,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks) -> Loop:
     log = _log(options.events, folder, ranks)
     console = ConsoleLog(enabled=ranks.rank == 0)
     journal = Journal(None if folder is None else folder / NAME, writes=ranks.rank == 0)
-    ledger, feeds = Ledger(), Feeds(trust=options.trust)
+    ledger, loaders = Ledger(), LoaderRegistry(trust=options.trust)
     every = options.save_every or policy.probation
     checkpoints = CheckpointManager(
         store,
@@ -243,8 +243,8 @@ def _construct(options: Options, driver: Driver, ranks: Ranks) -> Loop:
         checkpoints=checkpoints,
         journal=journal,
         ledger=ledger,
-        feeds=feeds,
-        host=HostState(feeds.position, driver.generators(), trust=options.trust),
+        loaders=loaders,
+        host=HostState(loaders.position, driver.generators(), trust=options.trust),
         ranks=ranks,
         log_event=log.write,
     )
@@ -256,7 +256,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks) -> Loop:
         rollbacks=rollbacks,
         journal=journal,
         ledger=ledger,
-        feeds=feeds,
+        loaders=loaders,
         reader=DelayedReader(options.lag),
         hooks=options.hooks,
         log=log,
