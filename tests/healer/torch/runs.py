@@ -117,8 +117,8 @@ def only(driver: TorchDriver) -> StepRecord:
     """The one record of the one step since the last call."""
     handle = driver.poll_step()
     assert handle is not None
-    (told,) = handle.read()
-    return told
+    ((record,),) = handle.steps()
+    return record
 
 
 def ratios(moved: list[Tensor], plain: list[Tensor]) -> Tensor:

@@ -147,7 +147,7 @@ def test_losses_go_to_all_optimizers_or_to_one():
             state[name].step()
         handle = driver.poll_step()
         assert handle is not None
-        return [told.loss for told in handle.read()]
+        return [record.loss for record in handle.steps()[0]]
 
     driver.observe(2.0)
     assert losses() == [2.0, 2.0]

@@ -116,4 +116,4 @@ def test_clipping_by_each_tensors_history_begins_one_for_what_is_added(where: st
 def only_step(run: Growing) -> int:
     handle = run.driver.poll_step()
     assert handle is not None
-    return handle.read()[-1].step
+    return handle.steps()[0][-1].step

@@ -159,7 +159,7 @@ def test_each_optimizer_has_its_own_cut():
     assert step(NAN) == [0.0, pytest.approx(4.0)]
     handle = driver.poll_step()
     assert handle is not None
-    assert [(told.engine, told.lr_scale) for told in handle.read()] == [
+    assert [(record.engine, record.lr_scale) for record in handle.steps()[0]] == [
         ("slow", 0.5),
         ("fast", 1.0),
     ]

@@ -81,11 +81,11 @@ def test_it_keeps_the_values_of_its_step(where: str):
         driver.observe(float(i))
         run.step(i, NAN if i == 1 else 1.0)
         handles.append(driver.poll_step())
-    told = [handle.read()[0] for handle in handles if handle is not None]
+    told = [handle.steps()[0][0] for handle in handles if handle is not None]
     assert [each.step for each in told] == [1, 2, 3, 4]
     assert [each.loss for each in told] == [0.0, 1.0, 2.0, 3.0]
     assert [each.skip for each in told] == [False, True, False, False]
-    assert handles[1].read() is handles[1].read()
+    assert handles[1].steps()[0] is handles[1].steps()[0]
 
 
 @host_and_device
@@ -155,7 +155,7 @@ def test_two_steps_of_one_batch_are_both_told():
         state[name].step()
     handle = driver.poll_step()
     assert handle is not None
-    told = handle.read()
+    told = handle.steps()[0]
     assert [(t.engine, t.step) for t in told] == [("critic", 1), ("actor", 1), ("critic", 2)]
     assert [bool(t.action & Action.ROLLBACK) for t in told] == [True, False, False]
 
@@ -171,7 +171,7 @@ def test_nothing_waits_before_it_is_read(where: str):
             handles.append(driver.poll_step())
             driver.may_save()
     assert syncs.count == 0
-    assert all(len(handle.read()) == 1 for handle in handles)
+    assert all(len(handle.steps()[0]) == 1 for handle in handles)
 
 
 def test_a_healthy_step_reads_no_norm(monkeypatch: pytest.MonkeyPatch):

@@ -158,7 +158,7 @@ def test_the_scalers_state_goes_back_too(fused: bool):
         step(2, NAN)  # and is halved again, which is not ours to judge
         assert scaler.get_scale() == 8.0
         handle = driver.poll_step()
-        assert handle is None or handle.read()[0].step == 2
+        assert handle is None or handle.steps()[0][0].step == 2
         step(3)
         found = parameters(state)
         assert weights is None or all(map(torch.equal, weights, found))
