@@ -23,8 +23,8 @@ from healcore.torch.driver.pending_step import PendingEntries, PendingStep, Reco
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
 from healcore.torch.store import DCPStore, MemoryStore, TieredStore, apply
-from healcore.torch.store.flattening import flatten
 from healcore.torch.store.gloo import GlooRanks, initialized
+from healcore.torch.store.state import flatten
 
 _WITHOUT_LOSS = 20
 """Steps without any loss after which a warning is logged."""

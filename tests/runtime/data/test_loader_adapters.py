@@ -8,7 +8,7 @@ import pytest
 
 from healcore.runtime.data import BatchId, Cursor
 from healcore.runtime.store import structure
-from tests.healer.data.loaders import REWINDING, Kind, over, take
+from tests.runtime.data.loaders import REWINDING, Kind, over, take
 
 
 def gone_through(kind: Kind) -> tuple[Cursor, list, list]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from healcore.runtime.data import BatchId, Cursor, DataError
-from tests.healer.data.loaders import (
+from tests.runtime.data.loaders import (
     BATCHES,
     FORWARD,
     REWINDING,

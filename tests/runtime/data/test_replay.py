@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from healcore.runtime.data import BatchId, Cursor
-from tests.healer.data.loaders import generator, stateful
+from tests.runtime.data.loaders import generator, stateful
 
 
 class Run:

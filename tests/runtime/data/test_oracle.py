@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from healcore.runtime.data import BatchId, Cursor
-from tests.healer.data.loaders import BATCHES, REWINDING, Kind, over, take
+from tests.runtime.data.loaders import BATCHES, REWINDING, Kind, over, take
 
 EPOCHS = 3
 STEPS = st.one_of(

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from healcore.runtime.data import BatchId, Cursor, DataError, EmptyLoader, UnusableLoader
-from tests.healer.data.loaders import BATCHES, EXAMPLES, SIZE, generator, plain, take
+from tests.runtime.data.loaders import BATCHES, EXAMPLES, SIZE, generator, plain, take
 
 
 def distributed(sampler_type: Any = DistributedSampler, loader_type: Any = DataLoader) -> Any:
@@ -159,7 +159,7 @@ def test_epochs_without_batches_do_not_spin():
 
     cursor = Cursor(Once(), epochs=None)
     take(cursor, 2)
-    with pytest.raises(EmptyLoader, match="in epoch 1: it can be gone through only once"):
+    with pytest.raises(EmptyLoader, match="in epoch 1: it can be iterated over only once"):
         cursor.next()
 
 
@@ -170,7 +170,7 @@ def test_an_iterator_has_one_pass():
     take(cursor)
     cursor.extend()  # as a plain loop: nothing more comes
     assert take(cursor) == []
-    with pytest.raises(UnusableLoader, match="is an iterator and gives one pass, not 2"):
+    with pytest.raises(UnusableLoader, match="is an iterator and has one epoch, not 2"):
         Cursor(iter([1, 2]), epochs=2)
 
 

@@ -6,7 +6,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from healcore.runtime.data import BatchId, Cursor, DataError, EmptyLoader, UnusableLoader
-from tests.healer.data.loaders import SIZE, Squares, stateful, take
+from tests.runtime.data.loaders import SIZE, Squares, stateful, take
 
 
 @pytest.mark.parametrize("workers", [0, 2])
