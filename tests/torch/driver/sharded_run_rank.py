@@ -1,4 +1,4 @@
-"""One of two ranks of a sharded run: python -m tests.healer.torch.sharded_life RANK ROOT.
+"""One of two ranks of a sharded run: python -m tests.torch.driver.sharded_run_rank RANK ROOT.
 
 For each optimizer: a whole run, and the same in two lives with a store between them. Prints a JSON
 line with digests of both.
@@ -74,7 +74,7 @@ def built(name: str) -> tuple[nn.Module, Optimizer]:
     return net, OPTIMIZERS[name](net.parameters())
 
 
-def live(name: str, store: Path, steps: int) -> str:
+def digests(name: str, store: Path, steps: int) -> str:
     """One process's part of a run; a digest of what it leaves."""
     net, optimizer = built(name)
     state = {"model": net, "optimizer": optimizer}

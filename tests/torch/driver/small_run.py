@@ -1,4 +1,4 @@
-"""A small run of everything that a checkpoint of a torch run has in it."""
+"""A small run with everything that a checkpoint of a torch run has in it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CLIPS = Engine(_GOES_BACK._replace(clip=("fixed", FixedConfig(1e-3))))
 
 
 class Run:
-    """A linear model whose gradient is what the batch says, wherever the weights are.
+    """A linear model whose gradient is what the batch message, wherever the weights are.
 
     Args:
         optimizer: made from the parameters.
