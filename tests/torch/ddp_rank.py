@@ -87,7 +87,7 @@ class CountCollectives(TorchDispatchMode):
 
 
 def run(scenario: Scenario, root: Path) -> dict[str, Any]:
-    """One whole run; with a Healer as the README has it."""
+    """One run; with a Healer as in the README."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))

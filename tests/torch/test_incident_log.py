@@ -56,9 +56,9 @@ def lines(caplog: pytest.LogCaptureFixture) -> Lines:
     return caplog
 
 
-def logged(lines: Lines, *words: str) -> list[str]:
+def logged(lines: Lines, *parts: str) -> list[str]:
     texts = [r.getMessage() for r in lines.records if r.name == "healcore"]
-    return [text for text in texts if all(word in text for word in words)]
+    return [text for text in texts if all(part in text for part in parts)]
 
 
 @host_and_device
