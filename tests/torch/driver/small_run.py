@@ -41,7 +41,7 @@ CLIPS = Engine(_GOES_BACK._replace(clip=("fixed", FixedConfig(1e-3))))
 
 
 class Run:
-    """A linear model whose gradient is what the batch message, wherever the weights are.
+    """A linear model whose gradient depends on the batch only, wherever the weights are.
 
     Args:
         optimizer: made from the parameters.
