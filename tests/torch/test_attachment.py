@@ -1,4 +1,4 @@
-"""`attach` itself: what it takes, what it turns away, and without torch."""
+"""`attach`: what it accepts, what it rejects, and the error without torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def optimizer(**options: Any) -> AdamW:
 
 
 @pytest.mark.parametrize(
-    ("thing", "says"),
+    ("given", "message"),
     [
         (None, "got NoneType.*whose step"),
         (Linear(2, 2), "not the model"),
@@ -29,13 +29,13 @@ def optimizer(**options: Any) -> AdamW:
         (torch.optim.lr_scheduler.ConstantLR(optimizer()), r"scheduler\.optimizer"),
     ],
 )
-def test_what_is_no_optimizer_is_turned_away(thing: Any, says: str):
-    with pytest.raises(AttachError, match=says):
-        attach(thing, policies.SKIPS)
+def test_what_is_no_optimizer_is_rejected(given: Any, message: str):
+    with pytest.raises(AttachError, match=message):
+        attach(given, policies.SKIPS)
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"engine": "gpu"}, "engine must be"),
         ({"compile": "yes"}, "compile must be"),
@@ -44,9 +44,9 @@ def test_what_is_no_optimizer_is_turned_away(thing: Any, says: str):
         ({"scaler": 1024.0}, "GradScaler, got float"),
     ],
 )
-def test_a_wrong_option_changes_nothing(options: dict[str, Any], says: str):
+def test_a_wrong_option_changes_nothing(options: dict[str, Any], message: str):
     o = optimizer()
-    with pytest.raises(AttachError, match=says):
+    with pytest.raises(AttachError, match=message):
         attach(o, policies.SKIPS, **options)
     assert not o._optimizer_step_pre_hooks
     attach(o, policies.SKIPS)
@@ -79,7 +79,7 @@ def test_a_policy_by_name_object_or_engine(policy: Any):
     assert torch.equal(o.param_groups[0]["params"][0].detach(), torch.ones(2))
 
 
-def test_parameters_on_meta_are_turned_away():
+def test_parameters_on_meta_are_rejected():
     with pytest.raises(AttachError, match="meta device"):
         attach(SGD([Parameter(torch.ones(2, device="meta"))]), policies.SKIPS)
 
@@ -94,7 +94,7 @@ class Accelerated(torch.optim.Optimizer):
         self.optimizer.step(closure)
 
 
-def test_accelerates_wrapper_is_looked_through():
+def test_the_optimizer_in_accelerates_wrapper_is_healed():
     inner = optimizer()
     heal = attach(Accelerated(inner), policies.SKIPS)
     assert heal.optimizer is inner
@@ -125,7 +125,7 @@ def test_parameters_added_later_are_healed_unless_each_has_a_history(where: Any)
     assert heal.state_dict() == state
 
 
-def test_a_group_that_is_not_fused_any_more_is_skipped_by_hand():
+def test_a_group_that_is_not_fused_any_more_is_skipped_by_hidden_gradients():
     p, q = Parameter(torch.ones(2)), Parameter(torch.ones(2))
     o = AdamW([{"params": [p]}, {"params": [q]}], fused=True)
     heal = attach(o, policies.fixed(0.1), engine="device")
@@ -142,7 +142,7 @@ def test_a_group_that_is_not_fused_any_more_is_skipped_by_hand():
     assert int(heal.metrics()["heal/skips"]) == 1
 
 
-def test_without_torch_the_import_says_what_to_install():
+def test_without_torch_the_error_names_what_to_install():
     code = (
         "import importlib.util as u; real = u.find_spec\n"
         "u.find_spec = lambda n, *a: None if n == 'torch' else real(n, *a)\n"

@@ -1,4 +1,4 @@
-"""The example fails without healcore; with it, it goes back once and trains to the end."""
+"""The example fails without healcore; with it, it is rolled back once and completes."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from torch.optim import LBFGS, SGD, AdamW
 
 from healcore.torch import attach
 from healcore.torch.driver import TorchDriver
-from tests.healer.torch.runs import GOES_BACK, NAN, OBSERVES, go_back
-from tests.torch.bits import bits
-from tests.torch.test_syncs import CountSyncs
+from tests.torch.bit_comparison import bits
+from tests.torch.driver.small_run import GOES_BACK, NAN, OBSERVES, go_back
+from tests.torch.sync_counter import CountSyncs
 
 FUSED = partial(AdamW, lr=0.01, fused=True)
 PLAIN = partial(AdamW, lr=0.01, fused=False)
@@ -41,7 +41,7 @@ def mean(model: nn.Sequential) -> Tensor:
     return model.get_buffer("1.running_mean").clone()
 
 
-class Life:
+class NormRun:
     """A model with statistics, healed; batches of small numbers, or of whatever is asked for."""
 
     def __init__(
@@ -72,69 +72,69 @@ class Life:
 @every_way
 @pytest.mark.parametrize("factor", [NAN, SPIKE])
 @pytest.mark.parametrize("options", [{}, {"momentum": None}], ids=["ema", "cumulative"])
-def test_a_skip_puts_them_back_to_the_bit(where: str, optimizer: Any, factor: float, options: Any):
-    life, twin = Life(optimizer, where=where, **options), network(**options)
+def test_a_skip_restores_them_to_the_bit(where: str, optimizer: Any, factor: float, options: Any):
+    run, twin = NormRun(optimizer, where=where, **options), network(**options)
     for i in range(6):
-        life.step(i)
-    before, weights = life.statistics, bits(list(life.model.parameters()))
-    twin.load_state_dict(life.model.state_dict())
-    life.step(6, factor)
-    assert bits(list(life.model.parameters())) == weights, "it was skipped"
-    assert life.statistics == before
-    life.step(7)
+        run.step(i)
+    before, weights = run.statistics, bits(list(run.model.parameters()))
+    twin.load_state_dict(run.model.state_dict())
+    run.step(6, factor)
+    assert bits(list(run.model.parameters())) == weights, "it was skipped"
+    assert run.statistics == before
+    run.step(7)
     twin(torch.randn(8, 3, generator=torch.Generator().manual_seed(7)))
-    assert life.statistics == statistics(twin), "the next step is as ever"
+    assert run.statistics == statistics(twin), "the next step is as ever"
 
 
 @every_way
-def test_healthy_steps_are_those_of_a_model_alone(where: str, optimizer: Any):
-    life, alone = Life(optimizer, where=where), Life(optimizer, where=where)
+def test_steps_without_an_alarm_are_those_of_the_model_alone(where: str, optimizer: Any):
+    run, alone = NormRun(optimizer, where=where), NormRun(optimizer, where=where)
     alone.driver.close()
     for i in range(5):
-        life.step(i)
+        run.step(i)
         alone.step(i)
-        assert life.statistics == alone.statistics
+        assert run.statistics == alone.statistics
 
 
 @every_way
-def test_all_of_an_accumulated_step_goes_back(where: str, optimizer: Any):
-    life = Life(optimizer, where=where)
+def test_all_of_an_accumulated_step_is_restored(where: str, optimizer: Any):
+    run = NormRun(optimizer, where=where)
     for bad in (None, 0, 1, 2):
-        before = life.statistics
+        before = run.statistics
         for i in range(3):
-            life.backward(i, NAN if i == bad else 1.0)
-        life.optimizer.step()
-        life.optimizer.zero_grad()
-        assert (life.statistics == before) == (bad is not None)
+            run.backward(i, NAN if i == bad else 1.0)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        assert (run.statistics == before) == (bad is not None)
 
 
 @every_way
-def test_an_observed_skip_touches_nothing(where: str, optimizer: Any):
-    life = Life(optimizer, OBSERVES, where)
-    life.step(0)
-    life.step(1, NAN)
-    assert mean(life.model).isnan().all()
+def test_observe_mode_restores_nothing(where: str, optimizer: Any):
+    run = NormRun(optimizer, OBSERVES, where)
+    run.step(0)
+    run.step(1, NAN)
+    assert mean(run.model).isnan().all()
 
 
-def test_later_evaluations_of_a_closure_go_back_too():
-    life = Life(partial(LBFGS, max_iter=3))
+def test_later_evaluations_of_a_closure_are_restored_too():
+    run = NormRun(partial(LBFGS, max_iter=3))
     evaluations = 0
 
     def closure(bad: int | None) -> Tensor:
         nonlocal evaluations
         evaluations += 1
-        life.optimizer.zero_grad()
-        return life.backward(evaluations, NAN if evaluations == bad else 1.0)
+        run.optimizer.zero_grad()
+        return run.backward(evaluations, NAN if evaluations == bad else 1.0)
 
-    life.optimizer.step(partial(closure, None))
-    before = life.statistics
-    life.optimizer.step(partial(closure, evaluations + 2))
-    assert life.statistics == before
+    run.optimizer.step(partial(closure, None))
+    before = run.statistics
+    run.optimizer.step(partial(closure, evaluations + 2))
+    assert run.statistics == before
 
 
 @every_way
 @pytest.mark.parametrize("skip", [False, True])
-def test_two_optimizers_keep_to_their_own_layers(where: str, optimizer: Any, skip: bool):
+def test_two_optimizers_restore_their_own_layers(where: str, optimizer: Any, skip: bool):
     """The loop of every GAN: the generator's backward comes after the critic's step."""
     torch.manual_seed(0)
     generator, critic = network(), nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
@@ -164,53 +164,53 @@ def test_two_optimizers_keep_to_their_own_layers(where: str, optimizer: Any, ski
 
 
 @every_way
-def test_what_nobody_judged_leaves_nothing_that_is_not_finite(where: str, optimizer: Any):
+def test_a_step_that_was_not_judged_leaves_finite_statistics(where: str, optimizer: Any):
     """A GradScaler that does not call step(), a loop that goes on with the next batch itself."""
-    life = Life(optimizer, where=where)
-    life.step(0)
-    before = mean(life.model)
-    life.model(torch.full((8, 3), NAN))
-    life.step(1)
-    assert torch.equal(mean(life.model), before)
-    life.step(2)
-    assert not torch.equal(mean(life.model), before)
+    run = NormRun(optimizer, where=where)
+    run.step(0)
+    before = mean(run.model)
+    run.model(torch.full((8, 3), NAN))
+    run.step(1)
+    assert torch.equal(mean(run.model), before)
+    run.step(2)
+    assert not torch.equal(mean(run.model), before)
 
 
 @every_way
-def test_what_a_scaler_skips_leaves_nothing_either(where: str, optimizer: Any):
+def test_a_step_that_a_scaler_skips_is_restored_too(where: str, optimizer: Any):
     """It does not call step() where the kernel does not know of it: hence finite and no more."""
-    life = Life(optimizer, where=where)
+    run = NormRun(optimizer, where=where)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for i in range(4):
-        before = statistics(life.model)
-        life.optimizer.zero_grad()
+        before = statistics(run.model)
+        run.optimizer.zero_grad()
         x = torch.randn(8, 3) * (NAN if i == 2 else 1.0)
-        scaler.scale(life.model(x).square().mean()).backward()
-        scaler.step(life.optimizer)
+        scaler.scale(run.model(x).square().mean()).backward()
+        scaler.step(run.optimizer)
         scaler.update()
         if optimizer is FUSED:
-            assert (statistics(life.model) == before) == (i == 2)
+            assert (statistics(run.model) == before) == (i == 2)
     assert scaler.get_scale() == 4.0
-    assert all(each.isfinite().all() for each in life.model.buffers())
+    assert all(each.isfinite().all() for each in run.model.buffers())
 
 
 @every_way
-def test_a_compiled_model_is_none_the_wiser(where: str, optimizer: Any):
-    life = Life(optimizer, where=where)
-    life.driver.close()
-    compiled: Any = torch.compile(life.model, backend="aot_eager")
-    state = {"model": compiled, "optimizer": life.optimizer}
+def test_a_compiled_model_is_restored_too(where: str, optimizer: Any):
+    run = NormRun(optimizer, where=where)
+    run.driver.close()
+    compiled: Any = torch.compile(run.model, backend="aot_eager")
+    state = {"model": compiled, "optimizer": run.optimizer}
     driver = TorchDriver(state, GOES_BACK, attach={"engine": where})
     for i in range(4):
-        before = statistics(life.model)
-        life.optimizer.zero_grad()
+        before = statistics(run.model)
+        run.optimizer.zero_grad()
         compiled(torch.randn(8, 3) * (NAN if i == 2 else 1.0)).square().mean().backward()
-        life.optimizer.step()
-        assert (statistics(life.model) == before) == (i == 2)
+        run.optimizer.step()
+        assert (statistics(run.model) == before) == (i == 2)
     driver.close()
 
 
-def test_layers_of_nobodys_are_kept_finite_and_no_more():
+def test_untrained_layers_are_only_kept_finite():
     """An average of the model's is written between two steps, a target network runs in train()."""
     torch.manual_seed(0)
     model, average = network(), network()
@@ -231,7 +231,7 @@ def test_layers_of_nobodys_are_kept_finite_and_no_more():
     driver.close()
 
 
-def test_frozen_affine_free_and_late_layers_belong_to_who_trains_around_them():
+def test_frozen_affine_free_and_late_layers_belong_to_the_module_around_them():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 1))
     optimizer = SGD(model.parameters(), lr=0.01)
     driver = TorchDriver({"model": model, "optimizer": optimizer}, GOES_BACK)
@@ -257,7 +257,7 @@ def test_frozen_affine_free_and_late_layers_belong_to_who_trains_around_them():
 @every_way
 @pytest.mark.parametrize("factor", [1.0, NAN])
 @pytest.mark.parametrize("train", [True, False])
-def test_a_backward_after_the_step_does_not_mind(
+def test_a_backward_after_the_step_does_not_raise(
     where: str, optimizer: Any, factor: float, train: bool
 ):
     norm = nn.BatchNorm1d(4, affine=False)
@@ -274,48 +274,48 @@ def test_a_backward_after_the_step_does_not_mind(
     driver.close()
 
 
-def test_going_back_and_loading_are_not_undone_by_the_next_skip():
-    life = Life(FUSED)
-    store = life.driver.store(None, ())
-    life.step(0)
-    store.save(1, life.driver.items(), healing=life.driver.healing())
-    saved = life.statistics
+def test_a_rollback_and_a_load_are_not_undone_by_the_next_skip():
+    run = NormRun(FUSED)
+    store = run.driver.store(None, ())
+    run.step(0)
+    store.save(1, run.driver.items(), healing=run.driver.healing())
+    saved = run.statistics
     for i in range(1, 4):
-        life.step(i)
-    go_back(life.driver, store.restore(1, life.driver.items()))
-    assert life.statistics == saved
-    life.step(4, NAN)
-    assert life.statistics == saved
-    life.norm.reset_running_stats()
-    life.driver.expect_change()
-    fresh = life.statistics
-    life.step(5, NAN)
-    assert life.statistics == fresh
+        run.step(i)
+    go_back(run.driver, store.restore(1, run.driver.items()))
+    assert run.statistics == saved
+    run.step(4, NAN)
+    assert run.statistics == saved
+    run.norm.reset_running_stats()
+    run.driver.expect_change()
+    fresh = run.statistics
+    run.step(5, NAN)
+    assert run.statistics == fresh
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_nothing_waits_for_them(where: str):
-    life = Life(FUSED, where=where)
+    run = NormRun(FUSED, where=where)
     with CountSyncs() as syncs:
         for i in range(4):
-            life.step(i, NAN if i == 2 else 1.0)
+            run.step(i, NAN if i == 2 else 1.0)
     assert syncs.count == 0
 
 
-def test_models_without_such_layers_pay_nothing():
+def test_models_without_such_layers_have_no_hook():
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.InstanceNorm1d(4))
     driver = TorchDriver({"model": model, "optimizer": FUSED(model.parameters())}, GOES_BACK)
     assert driver.healings["optimizer"].hooks.on_ended is None
-    observed = Life(FUSED, OBSERVES)
+    observed = NormRun(FUSED, OBSERVES)
     assert observed.driver.healings["optimizer"].hooks.on_ended is None
 
 
-def test_closing_ends_it():
-    life = Life(FUSED)
-    heal = life.driver.healings["optimizer"]
+def test_close_removes_the_hook():
+    run = NormRun(FUSED)
+    heal = run.driver.healings["optimizer"]
     assert heal.hooks.on_ended is not None
-    life.driver.close()
+    run.driver.close()
     assert heal.hooks.on_ended is None
-    attach(life.optimizer, GOES_BACK)
-    life.step(0, NAN)
-    assert mean(life.model).isnan().all(), "attach alone knows of no modules"
+    attach(run.optimizer, GOES_BACK)
+    run.step(0, NAN)
+    assert mean(run.model).isnan().all(), "attach alone knows of no modules"

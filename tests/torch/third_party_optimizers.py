@@ -13,8 +13,8 @@ from torch.nn import Parameter
 from torch.optim import SGD, AdamW, Optimizer
 
 from healcore.torch import Healing
-from tests.torch.bits import bits, parameters
-from tests.torch.cases import bowl
+from tests.torch.bit_comparison import bits, parameters
+from tests.torch.optimizer_cases import bowl
 
 LEFT_OUT = {
     "lomo": "updates in the backward pass and has no step()",

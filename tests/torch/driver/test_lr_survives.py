@@ -16,7 +16,17 @@ from torch.optim import LBFGS, SGD, Adam, AdamW
 from torch.optim import lr_scheduler as schedules
 
 from healcore.torch.driver import TorchDriver
-from tests.healer.torch.runs import GOES_BACK, HOLD, NAN, OBSERVES, RAMP, Run, go_back, only, ratios
+from tests.torch.driver.small_run import (
+    GOES_BACK,
+    HOLD,
+    NAN,
+    OBSERVES,
+    RAMP,
+    Run,
+    go_back,
+    only,
+    ratios,
+)
 
 SCHEDULERS: dict[str, Any] = {
     "plain": None,
@@ -63,9 +73,7 @@ def both(
 @pytest.mark.parametrize(
     ("optimizer", "where"), [(name, "host") for name in OPTIMIZERS] + [("fused", "device")]
 )
-def test_the_cut_holds_from_the_very_next_step_and_ends_on_the_schedule(
-    optimizer, scheduler, where
-):
+def test_the_cut_applies_from_the_next_step_and_ends_on_the_schedule(optimizer, scheduler, where):
     run, driver, twin, _ = both(optimizer, scheduler, where)
     for i, scale in enumerate(SCALES, SAVED):
         for p, q in zip(run.model.parameters(), twin.model.parameters(), strict=True):
@@ -84,7 +92,7 @@ def only_rate(run: Run) -> float:
     return float(group["lr"])
 
 
-def test_the_ramp_is_as_long_as_the_policy_says():
+def test_the_ramp_is_as_long_as_in_the_policy():
     assert SCALES.index(1.0) == HOLD + RAMP - 1
 
 
@@ -117,7 +125,7 @@ def test_lbfgs_reads_its_rate_before_it_is_judged_and_still_has_the_cut():
     torch.testing.assert_close(found, torch.full_like(found, 0.5))
 
 
-def test_a_restart_goes_on_at_the_cut_rate():
+def test_a_restart_continues_at_the_cut_rate():
     moved = []
     for cut in (True, False):
         run = Run(OPTIMIZERS["AdamW"], SCHEDULERS["one cycle"])
@@ -159,7 +167,7 @@ def test_each_optimizer_has_its_own_cut():
     assert step(NAN) == [0.0, pytest.approx(4.0)]
     handle = driver.poll_step()
     assert handle is not None
-    assert [(told.engine, told.lr_scale) for told in handle.read()] == [
+    assert [(record.engine, record.lr_scale) for record in handle.steps()[0]] == [
         ("slow", 0.5),
         ("fast", 1.0),
     ]

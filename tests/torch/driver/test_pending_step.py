@@ -1,7 +1,9 @@
-"""What a handle says of a step: the values of that step, and no wait for them."""
+"""The records of a step: the values of that step, without waiting for them."""
 
 from __future__ import annotations
 
+import gc
+import logging
 from functools import partial
 from typing import Any
 
@@ -11,11 +13,13 @@ from torch import nn
 from torch.optim import LBFGS, SGD, AdamW
 
 from healcore.core.verdict import Action, Cause
+from healcore.runtime.healer import Healer
 from healcore.torch.driver import TorchDriver
+from healcore.torch.driver.pending_step import MOST, PendingEntry
 from healcore.torch.measurement import StepNorms
-from tests.healer.torch.runs import CLIPS, GOES_BACK, NAN, OBSERVES, Run, only
 from tests.torch import policies
-from tests.torch.test_syncs import CountSyncs
+from tests.torch.driver.small_run import CLIPS, GOES_BACK, NAN, OBSERVES, Run, only
+from tests.torch.sync_counter import CountSyncs
 
 host_and_device = pytest.mark.parametrize("where", ["host", "device"])
 fused = partial(AdamW, lr=0.01, fused=True)
@@ -27,20 +31,20 @@ def driven(optimizer: Any, policy: Any, where: str = "host") -> tuple[Run, Torch
 
 
 @host_and_device
-def test_it_says_what_the_engine_ordered(where: str):
+def test_a_record_has_what_the_engine_ordered(where: str):
     run, driver = driven(fused, GOES_BACK, where)
     assert driver.poll_step() is None
     driver.observe(7.0)
     run.step(0)
-    calm = only(driver)
+    first = only(driver)
     assert driver.poll_step() is None
-    assert (calm.engine, calm.step, calm.loss) == ("optimizer", 1, 7.0)
-    assert (calm.onset, calm.incident, calm.incident_open) == (-1, 0, False)
-    assert calm.decision == (1.0, False, 1.0, Action(0), Cause(0), 0, None)
+    assert (first.engine, first.step, first.loss) == ("optimizer", 1, 7.0)
+    assert (first.onset, first.incident, first.incident_open) == (-1, 0, False)
+    assert first.decision == (1.0, False, 1.0, Action(0), Cause(0), 0, None)
     norm = torch.nn.utils.get_total_norm(
         [p.grad for p in run.model.parameters() if p.grad is not None]
     )
-    assert calm.grad_norm == pytest.approx(norm.item())
+    assert first.grad_norm == pytest.approx(norm.item())
 
     driver.observe(NAN)
     run.step(1, NAN)
@@ -50,73 +54,80 @@ def test_it_says_what_the_engine_ordered(where: str):
     assert bad.action is Action.ROLLBACK | Action.CUT_LR
     assert (bad.lr_scale, bad.rollback_depth) == (0.5, 1)
     assert (bad.step, bad.onset, bad.incident, bad.incident_open) == (2, 1, 1, True)
-    assert (bad.loss, bad.grad_norm) == (7.0, calm.grad_norm)
+    assert (bad.loss, bad.grad_norm) == (7.0, first.grad_norm)
 
     for i in (2, 3):
         run.step(i)
-        told = only(driver)
-    assert (told.onset, told.incident, told.incident_open) == (1, 1, False)
+        record = only(driver)
+    assert (record.onset, record.incident, record.incident_open) == (1, 1, False)
 
 
 @host_and_device
 @pytest.mark.parametrize("policy", ["EVERYTHING", "ADAGC"])
-def test_it_says_what_the_metrics_say(where: str, policy: str):
+def test_a_record_agrees_with_the_metrics(where: str, policy: str):
     run, driver = driven(fused, getattr(policies, policy), where)
     for i in range(12):
         driver.observe(float(i % 3))
         run.step(i, 30.0 if i == 9 else 1.0)
-        told, heal = only(driver), driver.healings["optimizer"].metrics()
-        found = (told.loss, told.grad_norm, told.threshold, told.z, told.z_loss, told.step)
+        record, heal = only(driver), driver.healings["optimizer"].metrics()
+        found = (
+            record.loss,
+            record.grad_norm,
+            record.threshold,
+            record.z,
+            record.z_loss,
+            record.step,
+        )
         names = ("loss", "grad_norm", "threshold", "z", "z_loss", "steps")
         assert found == tuple(heal[f"heal/{name}"].item() for name in names)
-        assert told.grad_scale == heal["heal/grad_scale"].item()
-        assert told.cause == heal["heal/cause"].item()
+        assert record.grad_scale == heal["heal/grad_scale"].item()
+        assert record.cause == heal["heal/cause"].item()
 
 
 @host_and_device
-def test_it_keeps_the_values_of_its_step(where: str):
+def test_a_record_has_the_values_of_its_own_step(where: str):
     run, driver = driven(fused, GOES_BACK, where)
     handles = []
     for i in range(4):
         driver.observe(float(i))
         run.step(i, NAN if i == 1 else 1.0)
         handles.append(driver.poll_step())
-    told = [handle.read()[0] for handle in handles if handle is not None]
-    assert [each.step for each in told] == [1, 2, 3, 4]
-    assert [each.loss for each in told] == [0.0, 1.0, 2.0, 3.0]
-    assert [each.skip for each in told] == [False, True, False, False]
-    assert handles[1].read() is handles[1].read()
+    records = [handle.steps()[0][0] for handle in handles if handle is not None]
+    assert [each.step for each in records] == [1, 2, 3, 4]
+    assert [each.loss for each in records] == [0.0, 1.0, 2.0, 3.0]
+    assert [each.skip for each in records] == [False, True, False, False]
+    assert handles[1].steps()[0] is handles[1].steps()[0]
 
 
 @host_and_device
-def test_an_observed_order_is_told_and_not_carried_out(where: str):
+def test_in_observe_mode_an_order_is_recorded_and_not_carried_out(where: str):
     run, driver = driven(fused, OBSERVES, where)
     run.step(0, NAN)
-    told = only(driver)
-    assert told.skip
-    assert told.action & Action.ROLLBACK
+    record = only(driver)
+    assert record.skip
+    assert record.action & Action.ROLLBACK
     assert any(p.isnan().any() for p in run.model.parameters())
 
 
 @host_and_device
-def test_what_a_scaler_throws_away_was_not_judged(where: str):
-    """Neither as calm nor as what the step before it was."""
+def test_a_step_that_a_scaler_drops_was_not_judged(where: str):
+    """Its record is neither of a step without an alarm nor that of the step before."""
     run, driver = driven(fused, GOES_BACK, where)
     run.step(0, NAN)
     judged = only(driver)
     run.optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
     run.step(1, NAN)
-    told = only(driver)
+    record = only(driver)
     assert judged.action
-    assert told.step == judged.step == 1
-    assert (told.cause, told.action, told.skip) == (0, 0, False)
-    assert told.lr_scale == 0.5
-    assert told.incident_open
-    assert told.evidence == ()
+    assert record.step == judged.step == 1
+    assert (record.cause, record.action, record.skip) == (0, 0, False)
+    assert record.lr_scale == 0.5
+    assert record.incident_open
+    assert record.evidence == ()
 
 
 @host_and_device
-def test_the_first_step_after_going_back_was_judged(where: str):
+def test_the_first_step_after_a_rollback_was_judged(where: str):
     """Its number is that of the last step before, which does not make them one."""
     run, driver = driven(fused, GOES_BACK, where)
     run.step(0)
@@ -125,9 +136,9 @@ def test_the_first_step_after_going_back_was_judged(where: str):
     driver.load_healing(engines)
     assert driver.poll_step() is None, "of the branch that was given up"
     run.step(1, NAN)
-    told = only(driver)
-    assert told.step == 2
-    assert told.skip
+    record = only(driver)
+    assert record.step == 2
+    assert record.skip
 
 
 def test_an_accumulating_loop_takes_a_step_every_few_batches():
@@ -146,7 +157,7 @@ def test_an_accumulating_loop_takes_a_step_every_few_batches():
             assert not driver.may_save()
 
 
-def test_two_steps_of_one_batch_are_both_told():
+def test_two_steps_of_one_batch_have_two_records():
     a, b = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
     state = {"a": a, "b": b, "critic": SGD(a.parameters()), "actor": SGD(b.parameters())}
     driver = TorchDriver(state, GOES_BACK)
@@ -155,13 +166,13 @@ def test_two_steps_of_one_batch_are_both_told():
         state[name].step()
     handle = driver.poll_step()
     assert handle is not None
-    told = handle.read()
-    assert [(t.engine, t.step) for t in told] == [("critic", 1), ("actor", 1), ("critic", 2)]
-    assert [bool(t.action & Action.ROLLBACK) for t in told] == [True, False, False]
+    records = handle.steps()[0]
+    assert [(t.engine, t.step) for t in records] == [("critic", 1), ("actor", 1), ("critic", 2)]
+    assert [bool(t.action & Action.ROLLBACK) for t in records] == [True, False, False]
 
 
 @host_and_device
-def test_nothing_waits_before_it_is_read(where: str):
+def test_nothing_waits_before_a_record_is_read(where: str):
     run, driver = driven(fused, CLIPS, where)
     handles = []
     with CountSyncs() as syncs:
@@ -171,10 +182,10 @@ def test_nothing_waits_before_it_is_read(where: str):
             handles.append(driver.poll_step())
             driver.may_save()
     assert syncs.count == 0
-    assert all(len(handle.read()) == 1 for handle in handles)
+    assert all(len(handle.steps()[0]) == 1 for handle in handles)
 
 
-def test_a_healthy_step_reads_no_norm(monkeypatch: pytest.MonkeyPatch):
+def test_a_step_without_an_alarm_reads_no_norm(monkeypatch: pytest.MonkeyPatch):
     run, driver = driven(fused, GOES_BACK)
     read: list[StepNorms] = []
     monkeypatch.setattr(
@@ -187,7 +198,7 @@ def test_a_healthy_step_reads_no_norm(monkeypatch: pytest.MonkeyPatch):
     assert not read
 
 
-def test_a_compiled_step_is_told_like_any_other():
+def test_a_compiled_step_is_recorded_like_any_other():
     run, driver = driven(fused, GOES_BACK)
     step = torch.compile(run.optimizer.step, backend="eager")
     for i, factor in enumerate([1.0, NAN, 1.0]):
@@ -196,14 +207,14 @@ def test_a_compiled_step_is_told_like_any_other():
         assert not driver.may_save()
         step()
         assert driver.may_save()
-        told = only(driver)
-        assert (told.step, told.skip) == (i + 1, i == 1)
+        record = only(driver)
+        assert (record.step, record.skip) == (i + 1, i == 1)
 
 
 # -- accumulation ---------------------------------------------------------------------------------
 
 
-def test_gradients_left_lying_are_not_an_accumulation():
+def test_gradients_left_after_a_step_are_not_an_accumulation():
     run, driver = driven(fused, GOES_BACK)
     assert driver.may_save()
     run.backward(0)
@@ -237,9 +248,61 @@ def test_a_closure_evaluated_again_is_not_an_accumulation():
     assert not driver.may_save()
 
 
-def test_gradients_written_past_autograd_are_seen_by_their_loss():
+def test_gradients_written_without_autograd_are_detected_by_their_loss():
     run, driver = driven(fused, GOES_BACK)
     for p in run.model.parameters():
         p.grad = torch.ones_like(p)
     driver.observe(1.0)
     assert not driver.may_save()
+
+
+# -- steps that are never polled ---------------------------------------------------------------
+
+
+def entries() -> int:
+    gc.collect()
+    return sum(isinstance(each, PendingEntry) for each in gc.get_objects())
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "after_step()" in r.getMessage()]
+
+
+def test_steps_that_are_never_polled_are_logged_once_and_not_kept(caplog):
+    run, before = Run(AdamW), entries()
+    with caplog.at_level(logging.INFO), Healer("default", state=run.state) as healer:
+        for i in range(99):
+            healer.observe(1.0)
+            run.step(i)
+        assert not lines(caplog)
+        for i in range(500):
+            healer.observe(1.0)
+            run.step(i)
+        assert entries() - before <= 3 * MOST
+    (line,) = lines(caplog)
+    assert "healer.batches(loader)" in line
+
+
+def test_many_steps_to_a_batch_are_fine(caplog):
+    run = Run(AdamW)
+    with caplog.at_level(logging.INFO), Healer("default", state=run.state) as healer:
+        for _ in healer.batches(range(3)):
+            for i in range(300):
+                healer.observe(float("nan") if i == 100 else 1.0)
+                run.step(i)
+    assert not lines(caplog)
+    assert healer.step == 3
+
+
+def test_an_alarm_among_many_steps_is_not_lost():
+    run = Run(AdamW)
+    with Healer("default", state=run.state) as healer:
+        for _ in healer.batches(range(1)):
+            for i in range(300):
+                healer.observe(float("nan") if i == 100 else 1.0)
+                run.step(i)
+            handle = healer.driver.poll_step()
+            assert handle is not None
+            (records,) = handle.steps()
+    assert sum(bool(int(each.cause)) for each in records) == 1
+    assert records[-1].step == 300

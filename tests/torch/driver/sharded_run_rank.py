@@ -1,6 +1,6 @@
-"""One of two ranks of a sharded run: python -m tests.healer.torch.sharded_life RANK ROOT.
+"""One of two ranks of a sharded run: python -m tests.torch.driver.sharded_run_rank RANK ROOT.
 
-For each optimizer: a whole run, and the same in two lives with a store between them. Prints a JSON
+For each optimizer: a run without a restart, and the same with a restart from a store. Prints a JSON
 line with digests of both.
 """
 
@@ -74,7 +74,7 @@ def built(name: str) -> tuple[nn.Module, Optimizer]:
     return net, OPTIMIZERS[name](net.parameters())
 
 
-def live(name: str, store: Path, steps: int) -> str:
+def digests(name: str, store: Path, steps: int) -> str:
     """One process's part of a run; a digest of what it leaves."""
     net, optimizer = built(name)
     state = {"model": net, "optimizer": optimizer}
@@ -97,11 +97,13 @@ def live(name: str, store: Path, steps: int) -> str:
 
 
 def main(rank: int, root: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{root}/meeting", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=2
+    )
     for name in OPTIMIZERS:
-        whole = live(name, root / name / "whole", STEPS)
-        live(name, root / name / "parts", FIRST)
-        print(json.dumps([whole, live(name, root / name / "parts", STEPS)]), flush=True)
+        whole = digests(name, root / name / "whole", STEPS)
+        digests(name, root / name / "parts", FIRST)
+        print(json.dumps([whole, digests(name, root / name / "parts", STEPS)]), flush=True)
     dist.destroy_process_group()
 
 

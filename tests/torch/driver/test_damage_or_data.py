@@ -1,4 +1,4 @@
-"""Before the Healer goes back: is the model worse, or are the data different?."""
+"""Evidence before a rollback: is the model damaged, or are the data different?"""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("asks", [False, True])
-def test_other_data_are_left_alone(tmp_path, asks):
+def test_different_data_cause_no_rollback(tmp_path, asks):
     run = Run()
     run.relabelled_from = CHANGE
     healer = run.train(tmp_path, loss_fn=run.loss if asks else None)
@@ -82,7 +82,7 @@ def test_other_data_are_left_alone(tmp_path, asks):
     assert float(run.loss(STEPS)) < 0.5, "the new labels were learnt"
 
 
-def test_a_damaged_model_goes_back(tmp_path):
+def test_a_damaged_model_is_rolled_back(tmp_path):
     run, done = Run(), []
 
     def damage(healer: Healer) -> None:
@@ -100,7 +100,7 @@ def test_a_damaged_model_goes_back(tmp_path):
     assert not events(tmp_path, "lr"), "no rate has broken it"
 
 
-def test_a_bad_part_of_the_data_is_left_out_when_it_has_ended(tmp_path):
+def test_a_bad_window_of_data_is_skipped_when_it_has_ended(tmp_path):
     """While it lasts it looks like a new task; then the weights from before it are better."""
     run = Run(lr=0.03)
     run.shuffled = range(CHANGE, CHANGE + 60)
@@ -112,12 +112,12 @@ def test_a_bad_part_of_the_data_is_left_out_when_it_has_ended(tmp_path):
     (back,) = events(tmp_path, "rollback")
     left_out = {index for _, index in back["batches"]}
     assert left_out >= {*run.shuffled} - {CHANGE}, "the alarm may be a step late"
-    sound = Run(lr=0.03)
-    sound.train(tmp_path / "sound", loss_fn=sound.loss)
+    undamaged = Run(lr=0.03)
+    undamaged.train(tmp_path / "undamaged", loss_fn=undamaged.loss)
     with torch.no_grad():
-        for each in (run, sound):
+        for each in (run, undamaged):
             each.model.eval()
-        losses = [float(each.loss(STEPS + 1)) for each in (run, sound)]
+        losses = [float(each.loss(STEPS + 1)) for each in (run, undamaged)]
     assert losses[0] < 1.1 * losses[1]
 
 
@@ -126,7 +126,7 @@ def test_a_bad_part_of_the_data_is_left_out_when_it_has_ended(tmp_path):
     [{"mode": "observe"}, {"respond": [{"to": ["loss_spike"], "do": ["alert"]}]}],
     ids=["observe", "no rollback"],
 )
-def test_only_a_policy_that_goes_back_does_so(tmp_path, change):
+def test_only_a_policy_with_rollbacks_rolls_back(tmp_path, change):
     run = Run(lr=0.03)
     run.shuffled = range(CHANGE, CHANGE + 60)
     healer = run.train(tmp_path, policy=load("default", **change), loss_fn=run.loss)
@@ -135,7 +135,7 @@ def test_only_a_policy_that_goes_back_does_so(tmp_path, change):
     assert healer.rollbacks == 0
 
 
-def test_looking_at_earlier_weights_changes_nothing(tmp_path):
+def test_evaluating_earlier_weights_changes_nothing(tmp_path):
     """A run that is looked at again and again ends with the same bits as one that is not."""
     runs = []
     for asks in (False, True):
@@ -151,7 +151,7 @@ def test_looking_at_earlier_weights_changes_nothing(tmp_path):
     assert all(torch.equal(plain[name], asked[name]) for name in plain)
 
 
-def test_weights_that_are_not_finite_go_back(tmp_path):
+def test_nonfinite_weights_are_rolled_back(tmp_path):
     run, done = Run(), []
 
     def damage(healer: Healer) -> None:
@@ -166,7 +166,7 @@ def test_weights_that_are_not_finite_go_back(tmp_path):
     assert all(p.isfinite().all() for p in run.model.parameters())
 
 
-def test_a_rate_that_is_too_high_is_cut_and_not_met_again(tmp_path):
+def test_a_rate_that_is_too_high_is_cut_and_stays_cut(tmp_path):
     """Gradient descent on a quadratic: above 2 / curvature each update makes it worse."""
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.ones(8))
@@ -188,7 +188,7 @@ def test_a_rate_that_is_too_high_is_cut_and_not_met_again(tmp_path):
     assert 3.0 * scale < 2.0, "below what broke it, to the end"
 
 
-def test_asking_changes_nothing_of_the_run(tmp_path):
+def test_evaluating_losses_changes_nothing_of_the_run(tmp_path):
     """Dropout draws, running statistics and modes are those of a run that is not asked."""
     ended = []
     for asks in (False, True):
@@ -244,7 +244,7 @@ def test_a_loss_fn_that_raises_does_not_end_the_run(tmp_path):
     assert healer.rollbacks == 0
 
 
-def test_damaged_again_and_again(tmp_path):
+def test_repeated_damage(tmp_path):
     """Three rollbacks, the last of them with a cut of the rate, and then the run goes on."""
     run, done = Run(), set()
 

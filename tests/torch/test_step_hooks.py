@@ -12,8 +12,8 @@ from torch.optim import LBFGS, SGD, Adam, AdamW
 
 from healcore.torch import attach
 from tests.torch import policies
-from tests.torch.bits import assert_same, bits, parameters, snapshot
-from tests.torch.cases import Case, Where
+from tests.torch.bit_comparison import assert_same, bits, parameters, snapshot
+from tests.torch.optimizer_cases import Case, Where
 
 host_and_device = pytest.mark.parametrize("where", ["host", "device"])
 NAN = float("nan")
@@ -75,9 +75,7 @@ def test_a_closure_may_return_nothing():
 @host_and_device
 @pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
 @pytest.mark.parametrize("bad_call", [2, 3])
-def test_lbfgs_that_walks_into_a_nan_goes_back(
-    where: Where, line_search: str | None, bad_call: int
-):
+def test_lbfgs_that_reaches_a_nan_is_undone(where: Where, line_search: str | None, bad_call: int):
     case = Case("", LBFGS, {"max_iter": 5, "line_search_fn": line_search}, closure=True)
     optimizer = case.build()
     attach(optimizer, policies.SKIPS, engine=where)
@@ -124,13 +122,13 @@ class Decaying(AdamW):
 
 
 @host_and_device
-@pytest.mark.parametrize("vouched", [True, "auto"])
-def test_super_step_is_judged_once(where: Where, vouched: Any):
+@pytest.mark.parametrize("fused", [True, "auto"])
+def test_super_step_is_judged_once(where: Where, fused: Any):
     Adam([Parameter(torch.ones(1))])  # patches the base classes' step too
     AdamW([Parameter(torch.ones(1))])
     case = Case("", Wrapping, {"fused": True})
     mine, twin = case.build(), case.build()
-    heal = attach(mine, policies.SKIPS, engine=where, fused=vouched)
+    heal = attach(mine, policies.SKIPS, engine=where, fused=fused)
     for i in range(3):
         case.step(mine, i, heal=heal)
         case.step(twin, i)
@@ -141,7 +139,7 @@ def test_super_step_is_judged_once(where: Where, vouched: Any):
 
 
 @host_and_device
-def test_a_step_with_arithmetic_of_its_own_stands_still_too(where: Where):
+def test_a_step_with_its_own_arithmetic_is_skipped_too(where: Where):
     case = Case("", Decaying, {"fused": True})
     optimizer = case.build()
     heal = attach(optimizer, policies.SKIPS, engine=where)
@@ -156,7 +154,7 @@ def test_a_step_with_arithmetic_of_its_own_stands_still_too(where: Where):
 
 
 class Failing(SGD):
-    """Raises in the middle of a step when told so."""
+    """Raises in the middle of a step when it is set to."""
 
     fail = False
 
@@ -174,7 +172,7 @@ def test_a_step_that_raises_does_not_end_healing(where: Where, fused: bool):
     own = optimizer.param_groups[0]["lr"]
     heal = attach(optimizer, policies.CUTS, engine=where, fused=fused)
     p.grad = torch.full((3,), NAN)
-    optimizer.step()  # cuts the rate, so that the next step borrows it
+    optimizer.step()  # cuts the rate, so that it is replaced in the next step
     optimizer.fail = True
     p.grad = torch.ones(3)
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -191,7 +189,7 @@ def test_a_step_that_raises_does_not_end_healing(where: Where, fused: bool):
 
 
 @host_and_device
-def test_what_is_set_after_an_exception_is_not_taken_back(where: Where):
+def test_attributes_set_after_an_exception_stay(where: Where):
     p = Parameter(torch.ones(3))
     optimizer = Failing([p], lr=0.5, fused=True)
     attach(optimizer, policies.fixed(0.1), engine=where, fused=True)
@@ -199,7 +197,7 @@ def test_what_is_set_after_an_exception_is_not_taken_back(where: Where):
     p.grad = torch.ones(3)
     with pytest.raises(RuntimeError, match="out of memory"):
         optimizer.step()
-    assert "grad_scale" in vars(optimizer)  # lent, and no post-hook to give it back
+    assert "grad_scale" in vars(optimizer)  # set, and no post-hook has restored it
     optimizer.fail = False
     own = optimizer.grad_scale = torch.tensor(2.0)  # type: ignore[attr-defined]
     p.grad = torch.full((3,), 0.02)  # 0.01 times the scale: too small to clip
@@ -213,7 +211,7 @@ def fail(*_: Any) -> None:
 
 
 @host_and_device
-def test_detaching_after_an_exception_gives_everything_back(where: Where):
+def test_detach_after_an_exception_restores_everything(where: Where):
     p = Parameter(torch.ones(3))
     optimizer = SGD([p], lr=0.5)
     heal = attach(optimizer, policies.CUTS, engine=where)
@@ -275,7 +273,7 @@ def test_zero_grad_works_as_ever_after_a_skip(where: Where, set_to_none: bool):
 
 
 @host_and_device
-def test_a_checkpoint_library_may_rehearse_a_fresh_optimizer(where: Where):
+def test_a_checkpoint_library_may_initialize_a_fresh_optimizer(where: Where):
     """get_optimizer_state_dict steps it with zero gradients at learning rate 0."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -289,7 +287,7 @@ def test_a_checkpoint_library_may_rehearse_a_fresh_optimizer(where: Where):
 
 
 @host_and_device
-def test_a_warm_up_from_rate_zero_is_no_rehearsal(where: Where):
+def test_a_warm_up_from_rate_zero_is_judged(where: Where):
     p = Parameter(torch.ones(3))
     optimizer = AdamW([p], lr=0.0, fused=True)
     heal = attach(optimizer, policies.SKIPS, engine=where)

@@ -11,9 +11,9 @@ from torch.optim import SGD, AdamW
 
 from healcore.runtime.store import StateMismatch
 from healcore.torch.driver import TorchDriver
-from tests.healer.torch.runs import GOES_BACK, NAN, only
 from tests.torch import policies
-from tests.torch.bits import assert_same, snapshot
+from tests.torch.bit_comparison import assert_same, snapshot
+from tests.torch.driver.small_run import GOES_BACK, NAN, only
 
 host_and_device = pytest.mark.parametrize("where", ["host", "device"])
 
@@ -58,13 +58,13 @@ def test_added_parameters_are_judged_named_and_skipped(where: str):
     assert run.head.weight.grad is not None
     run.head.weight.grad.fill_(NAN)
     run.optimizer.step()
-    told = only(run.driver)
-    assert told.skip
-    assert [each.name for each in told.evidence] == ["head.weight"]
+    record = only(run.driver)
+    assert record.skip
+    assert [each.name for each in record.evidence] == ["head.weight"]
     assert_same(snapshot(run.optimizer), before)
 
 
-def test_a_checkpoint_from_before_does_not_fit_and_touches_nothing():
+def test_an_earlier_checkpoint_does_not_fit_and_changes_nothing():
     run = Growing(optimizer=SGD)
     store = run.driver.store(None, ())
     run.step()
@@ -82,7 +82,7 @@ def test_a_checkpoint_from_before_does_not_fit_and_touches_nothing():
     assert_same(snapshot(run.optimizer), after)
 
 
-def test_an_accumulation_is_seen_whichever_parameters_it_reaches():
+def test_an_accumulation_is_detected_whichever_parameters_it_reaches():
     run = Growing()
     run.step()
     run.body.requires_grad_(False)
@@ -98,7 +98,7 @@ def test_an_accumulation_is_seen_whichever_parameters_it_reaches():
 
 
 @host_and_device
-def test_clipping_by_each_tensors_history_begins_one_for_what_is_added(where: str):
+def test_per_tensor_clipping_begins_a_history_for_added_parameters(where: str):
     run = Growing(policies.ADAGC, where)
     for _ in range(5):
         run.step()
@@ -116,4 +116,4 @@ def test_clipping_by_each_tensors_history_begins_one_for_what_is_added(where: st
 def only_step(run: Growing) -> int:
     handle = run.driver.poll_step()
     assert handle is not None
-    return handle.read()[-1].step
+    return handle.steps()[0][-1].step

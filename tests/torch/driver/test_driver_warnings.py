@@ -1,4 +1,4 @@
-"""What the driver notices and no engine can: optimizers not handed over, losses not told."""
+"""Warnings of the driver: optimizers that are not in the state, losses that are missing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
 )
 
 from healcore.torch.driver import TorchDriver
-from tests.healer.torch.runs import CLIPS, GOES_BACK, Run
+from tests.torch.driver.small_run import CLIPS, GOES_BACK, Run
 
 sgd = partial(SGD, lr=0.01)
 
@@ -26,7 +26,7 @@ def steps(optimizer: Optimizer, *params: Any) -> None:
     optimizer.step()
 
 
-def test_an_optimizer_made_anew_is_told_once():
+def test_a_replaced_optimizer_has_one_warning():
     run = Run(sgd)
     driver = TorchDriver(run.state, GOES_BACK)
     run.step(0)
@@ -49,14 +49,14 @@ def test_an_optimizer_made_anew_is_told_once():
     assert len(driver.warnings) == 1
 
 
-def test_optimizers_of_other_models_are_nobodys_business():
+def test_optimizers_of_other_models_have_no_warning():
     run, other = Run(sgd), nn.Linear(2, 2)
     driver = TorchDriver(run.state, GOES_BACK)
     steps(SGD(other.parameters()), *other.parameters())
     assert driver.warnings == []
 
 
-def test_what_an_optimizer_of_the_state_steps_within_is_its_own():
+def test_an_optimizer_stepped_by_one_of_the_state_has_no_warning():
     class Wrapper(SGD):
         def __init__(self, params: Any) -> None:
             super().__init__(params, lr=0.01)
@@ -73,7 +73,7 @@ def test_what_an_optimizer_of_the_state_steps_within_is_its_own():
     assert len(driver.warnings) == 1, "but not when stepped past it"
 
 
-def test_a_loop_that_makes_one_for_every_step_is_not_told_for_ever():
+def test_a_new_optimizer_at_every_step_has_a_limited_number_of_warnings():
     run = Run(sgd)
     driver = TorchDriver(run.state, GOES_BACK)
     for i in range(50):
@@ -82,7 +82,7 @@ def test_a_loop_that_makes_one_for_every_step_is_not_told_for_ever():
     assert 1 <= len(driver.warnings) <= 10
 
 
-def test_the_hook_goes_with_the_driver():
+def test_the_hook_is_removed_with_the_driver():
     gc.collect()  # other tests have left theirs open
     before = len(hooks)
     driver = TorchDriver(Run(sgd).state, GOES_BACK)
@@ -95,7 +95,7 @@ def test_the_hook_goes_with_the_driver():
     assert len(hooks) == before, "nor does one that nobody closed"
 
 
-def test_a_state_that_is_turned_away_leaves_no_hook():
+def test_a_rejected_state_leaves_no_hook():
     before = len(hooks)
     state = {**Run(sgd).state, "empty": SGD([{"params": []}])}
     with pytest.raises(Exception, match="has no parameters"):
@@ -113,7 +113,7 @@ def taken(driver: TorchDriver, run: Run, n: int) -> list[str]:
     return driver.warnings
 
 
-def test_a_forgotten_loss_is_told_after_a_while_and_once():
+def test_a_missing_loss_has_one_warning_after_a_while():
     run = Run(sgd)
     driver = TorchDriver(run.state, GOES_BACK)
     assert taken(driver, run, 19) == []
@@ -132,13 +132,13 @@ def test_one_loss_is_enough():
     assert taken(driver, run, 30) == []
 
 
-def test_a_closure_that_returns_its_loss_has_told_it():
+def test_a_closures_loss_counts_as_observed():
     run = Run(partial(torch.optim.LBFGS, max_iter=2))
     driver = TorchDriver(run.state, GOES_BACK)
     assert taken(driver, run, 30) == []
 
 
-def test_policies_that_read_no_loss_miss_none():
+def test_policies_that_read_no_loss_have_no_warning():
     run = Run(sgd)
     driver = TorchDriver(run.state, CLIPS)
     engine = driver.healings["optimizer"].engine

@@ -1,4 +1,4 @@
-"""Going back, as far as the driver does it: everything loaded, nothing left over."""
+"""The driver's part of a rollback: everything is loaded, nothing is left over."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from healcore.runtime.store import StateMismatch
 from healcore.torch.driver import TorchDriver
-from tests.healer.torch.runs import GOES_BACK, NAN, Run, go_back, only, parameters
-from tests.torch.bits import assert_same, snapshot
+from tests.torch.bit_comparison import assert_same, snapshot
+from tests.torch.driver.small_run import GOES_BACK, NAN, Run, go_back, only, parameters
 
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": partial(AdamW, lr=0.01),
@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, Any] = {
 @pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("saved", [0, 2])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_the_same_steps_again_to_the_bit(optimizer: str, saved: int, where: str):
+def test_the_same_steps_again_are_the_same_to_the_bit(optimizer: str, saved: int, where: str):
     """Also from the snapshot before the first step, whose optimizer has no moments yet."""
     run = Run(OPTIMIZERS[optimizer], partial(ExponentialLR, gamma=0.9))
     driver = TorchDriver(run.state, GOES_BACK, attach={"engine": where})
@@ -52,7 +52,7 @@ def test_the_same_steps_again_to_the_bit(optimizer: str, saved: int, where: str)
 
 @pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("optimizer", ["momentum", "fused momentum", "fused nesterov", "dampening"])
-def test_the_first_step_held_back_after_going_back(optimizer: str, where: str):
+def test_the_first_step_is_skipped_after_a_rollback(optimizer: str, where: str):
     """Fused SGD makes its buffer at that step and leaves what lay in the memory."""
     run, twin = Run(OPTIMIZERS[optimizer]), Run(OPTIMIZERS[optimizer])
     driver = TorchDriver(run.state, GOES_BACK, attach={"engine": where})
@@ -69,7 +69,7 @@ def test_the_first_step_held_back_after_going_back(optimizer: str, where: str):
             assert torch.equal(a, b)
 
 
-def test_gradients_and_losses_of_a_step_not_taken_are_gone():
+def test_gradients_and_losses_of_an_unfinished_step_are_dropped():
     run = Run(OPTIMIZERS["AdamW"])
     driver = TorchDriver(run.state, GOES_BACK)
     store = driver.store(None, ())
@@ -84,7 +84,7 @@ def test_gradients_and_losses_of_a_step_not_taken_are_gone():
     assert only(driver).loss == 2.0
 
 
-def test_gradients_that_a_skip_has_hidden_do_not_come_back():
+def test_gradients_hidden_by_a_skip_are_not_restored():
     run = Run(OPTIMIZERS["AdamW"])
     driver = TorchDriver(run.state, GOES_BACK)
     store = driver.store(None, ())
@@ -98,11 +98,11 @@ def test_gradients_that_a_skip_has_hidden_do_not_come_back():
         run.step(0, NAN)
     handle.remove()
     driver.replace(store.restore(0, run.state).state)
-    driver.close()  # puts back what is still lent
+    driver.close()  # restores what is still changed
     assert all(p.grad is None for p in run.model.parameters())
 
 
-def test_what_does_not_fit_touches_nothing():
+def test_a_state_that_does_not_fit_changes_nothing():
     run, other = Run(OPTIMIZERS["AdamW"]), nn.Linear(3, 3)
     driver = TorchDriver(run.state, GOES_BACK)
     run.step(0)
@@ -133,7 +133,7 @@ def test_a_rate_that_is_a_tensor_stays_that_tensor():
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_the_scalers_state_goes_back_too(fused: bool):
+def test_the_scalers_state_is_restored_too(fused: bool):
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
     run = Run(partial(AdamW, lr=0.01, fused=fused), dtype=torch.float32)
     state = {**run.state, "scaler": scaler}
@@ -158,7 +158,7 @@ def test_the_scalers_state_goes_back_too(fused: bool):
         step(2, NAN)  # and is halved again, which is not ours to judge
         assert scaler.get_scale() == 8.0
         handle = driver.poll_step()
-        assert handle is None or handle.read()[0].step == 2
+        assert handle is None or handle.steps()[0][0].step == 2
         step(3)
         found = parameters(state)
         assert weights is None or all(map(torch.equal, weights, found))

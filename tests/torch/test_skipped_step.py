@@ -1,4 +1,4 @@
-"""Optimizers that torch has not written: a skipped step has never been made."""
+"""Third-party optimizers: a skipped step leaves no trace."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
 from healcore.torch import attach
-from tests.torch import policies, third_party
-from tests.torch.bits import assert_same, bits
+from tests.torch import policies
+from tests.torch.bit_comparison import assert_same, bits
+from tests.torch.third_party_optimizers import SCHEDULE_FREE, Run, names, parameters_for
 
 NAN = float("nan")
 
-every = pytest.mark.parametrize("name", third_party.names())
+every = pytest.mark.parametrize("name", names())
 
 
-def test_all_of_schedulefree_is_here():
+def test_all_of_schedulefree_is_tested():
     schedulefree = pytest.importorskip("schedulefree")
     theirs = {
         name
         for name, each in vars(schedulefree).items()
         if isinstance(each, type) and issubclass(each, Optimizer)
     }
-    assert theirs == set(third_party.SCHEDULE_FREE)
+    assert theirs == set(SCHEDULE_FREE)
 
 
 @every
 @pytest.mark.parametrize("closure", [False, True], ids=["plain", "closure"])
 def test_a_skip_leaves_no_trace(name: str, closure: bool):
-    mine, twin = third_party.Run(name, closure=closure), third_party.Run(name, closure=closure)
+    mine, twin = Run(name, closure=closure), Run(name, closure=closure)
     heal = attach(mine.optimizer, policies.SKIPS)
     skipped = (0, 4)
     for i in range(8):
@@ -149,7 +150,7 @@ def test_a_schedule_goes_on_over_a_skip(order: str):
     assert optimizer.param_groups[0]["lr"] == 0.05
 
 
-def test_what_the_user_sets_stays_set():
+def test_attributes_set_by_the_user_stay():
     optimizer = built()
     attach(optimizer, policies.SKIPS)
     optimizer.param_groups[0]["step"] = 100
@@ -163,7 +164,7 @@ def test_what_the_user_sets_stays_set():
     assert optimizer.param_groups[0]["lr"] == 0.25
 
 
-def test_others_of_the_class_are_left_alone():
+def test_other_optimizers_of_the_class_are_left_alone():
     healed, other = built(), built()
     heal = attach(healed, policies.SKIPS)
     take(other, NAN)
@@ -173,7 +174,7 @@ def test_others_of_the_class_are_left_alone():
     assert healed.calls == 1
 
 
-def test_a_closure_that_fails_fails():
+def test_an_exception_of_a_closure_is_raised():
     optimizer = built()
     attach(optimizer, policies.SKIPS)
 
@@ -187,7 +188,7 @@ def test_a_closure_that_fails_fails():
     assert seen(optimizer) == before
 
 
-def test_a_compiled_step_is_left_out_too():
+def test_a_compiled_step_is_skipped_too():
     optimizer = built()
     attach(optimizer, policies.SKIPS)
     step = torch.compile(optimizer.step, backend="eager")
@@ -199,10 +200,10 @@ def test_a_compiled_step_is_left_out_too():
     assert optimizer.calls == 2
 
 
-def test_a_restored_optimizer_that_moves_first_is_put_back():
+def test_a_restored_optimizer_that_moves_first_is_undone():
     """Of its first step there is no copy: it finishes what it began, without gradients."""
     theirs = pytest.importorskip("pytorch_optimizer")
-    params = third_party.parameters_for("SAM")
+    params = parameters_for("SAM")
     optimizer = theirs.SAM(params, SGD, lr=0.1, momentum=0.9)
     for p in params:
         optimizer.state[p]["momentum_buffer"] = torch.ones_like(p)

@@ -1,4 +1,4 @@
-"""One rank of a sharded run that meets a NaN and goes back. Asserts; run by test_several_ranks."""
+"""One rank of a sharded run that rolls back after a NaN. Run by test_rollback_of_two_ranks.py."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 
 from healcore.torch.driver import TorchDriver
-from tests.healer.torch.runs import GOES_BACK, NAN, go_back, only
+from tests.torch.driver.small_run import GOES_BACK, NAN, go_back, only
 
 
-def main(rank: int, meeting: str, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+def main(rank: int, rendezvous: str, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
@@ -54,10 +54,10 @@ def main(rank: int, meeting: str, folder: str) -> None:
     bad = usual.clone()
     bad[3] = NAN if rank == 0 else bad[3]
     step(bad)
-    told = only(driver)
-    assert told.skip
-    assert {each.name for each in told.evidence} == {"0.weight", "1.weight"}, told.evidence
-    assert all(each.grad_norm != each.grad_norm for each in told.evidence)
+    record = only(driver)
+    assert record.skip
+    assert {each.name for each in record.evidence} == {"0.weight", "1.weight"}, record.evidence
+    assert all(each.grad_norm != each.grad_norm for each in record.evidence)
 
     go_back(driver, store.restore(1, driver.items()))
     again = step(usual)

@@ -13,9 +13,9 @@ from torch.optim import SGD, AdamW
 from healcore.core.evidence import MOST
 from healcore.core.verdict import Cause
 from healcore.torch.driver import TorchDriver
-from tests.healer.torch.runs import GOES_BACK, NAN, only
+from tests.torch.driver.small_run import GOES_BACK, NAN, only
 
-CALM = 6
+QUIET = 6
 """Steps until the spike detector is warm."""
 
 
@@ -26,11 +26,13 @@ class Net(nn.Module):
         self.head = nn.Parameter(torch.ones(1))
 
 
-def step(driver: TorchDriver, norms: dict[str, float], module: nn.Module, calm: float = 1.0) -> Any:
-    """One step whose gradients have these norms, `calm` where none is given."""
+def step(
+    driver: TorchDriver, norms: dict[str, float], module: nn.Module, usual: float = 1.0
+) -> Any:
+    """One step whose gradients have these norms, `usual` where none is given."""
     for name, p in module.named_parameters():
         p.grad = torch.zeros_like(p)
-        p.grad.view(-1)[0] = norms.get(name, calm)
+        p.grad.view(-1)[0] = norms.get(name, usual)
     driver.healings["optimizer"].optimizer.step()
     return only(driver)
 
@@ -38,7 +40,7 @@ def step(driver: TorchDriver, norms: dict[str, float], module: nn.Module, calm: 
 def driver_of(module: nn.Module, where: str = "host", **more: Any) -> TorchDriver:
     state = {"model": module, "optimizer": AdamW(module.parameters(), fused=True), **more}
     driver = TorchDriver(state, GOES_BACK, attach={"engine": where})
-    for i in range(CALM):
+    for i in range(QUIET):
         assert step(driver, {}, module, 1.0 + 0.01 * (i % 2)).evidence == ()
     return driver
 
@@ -48,42 +50,42 @@ def test_nonfinite_gradients_are_named_first_and_then_what_stood_out(where: str)
     net = Net()
     driver = driver_of(net, where)
     bad = {"layers.0.weight": 5.0, "layers.1.weight": NAN, "head": 50.0, "layers.2.weight": 3.0}
-    told = step(driver, bad, net)
-    assert told.cause & Cause.NONFINITE_GRAD
-    assert [e.name for e in told.evidence] == ["layers.1.weight", "head", "layers.0.weight"]
-    assert str([e.grad_norm for e in told.evidence]) == "[nan, 50.0, 5.0]"
+    record = step(driver, bad, net)
+    assert record.cause & Cause.NONFINITE_GRAD
+    assert [e.name for e in record.evidence] == ["layers.1.weight", "head", "layers.0.weight"]
+    assert str([e.grad_norm for e in record.evidence]) == "[nan, 50.0, 5.0]"
 
 
-def test_a_spike_is_compared_with_the_last_calm_step():
+def test_a_spike_is_compared_with_the_last_step_without_an_alarm():
     net = Net()
     driver = driver_of(net)
     for _ in range(2):  # the first bad step is not what is usual at the second
-        told = step(driver, {"layers.2.weight": 100.0}, net)
-        assert told.cause == Cause.GRAD_SPIKE
-        assert [(e.name, e.grad_norm) for e in told.evidence] == [("layers.2.weight", 100.0)]
+        record = step(driver, {"layers.2.weight": 100.0}, net)
+        assert record.cause == Cause.GRAD_SPIKE
+        assert [(e.name, e.grad_norm) for e in record.evidence] == [("layers.2.weight", 100.0)]
 
 
-def test_an_overflowed_norm_is_named_without_anything_to_compare_with():
+def test_an_overflowed_norm_is_named_without_a_norm_to_compare_with():
     net = Net()
     state = {"model": net, "optimizer": SGD(net.parameters())}
-    told = step(TorchDriver(state, GOES_BACK), {"head": 1e30, "layers.0.weight": 1e9}, net)
-    assert [e.name for e in told.evidence] == ["head"]
+    record = step(TorchDriver(state, GOES_BACK), {"head": 1e30, "layers.0.weight": 1e9}, net)
+    assert [e.name for e in record.evidence] == ["head"]
 
 
 def test_a_loss_that_is_nan_alone_has_no_evidence():
     net = Net()
     driver = driver_of(net)
     driver.observe(NAN)
-    told = step(driver, {}, net)
-    assert told.cause == Cause.NONFINITE_LOSS
-    assert told.evidence == ()
+    record = step(driver, {}, net)
+    assert record.cause == Cause.NONFINITE_LOSS
+    assert record.evidence == ()
 
 
 def test_no_more_than_a_few_are_named():
     net = Net(layers=2 * MOST)
     names = [name for name, _ in net.named_parameters()]
-    told = step(driver_of(net), dict.fromkeys(names, NAN), net)
-    assert [e.name for e in told.evidence] == names[:MOST]
+    record = step(driver_of(net), dict.fromkeys(names, NAN), net)
+    assert [e.name for e in record.evidence] == names[:MOST]
 
 
 def test_a_parameter_without_a_gradient_does_not_shift_the_names():
@@ -95,7 +97,7 @@ def test_a_parameter_without_a_gradient_does_not_shift_the_names():
     assert [e.name for e in only(driver).evidence] == ["head", "layers.1.weight", "layers.2.weight"]
 
 
-def test_several_modules_and_tensors_without_one_have_longer_names():
+def test_parameters_of_several_modules_and_of_none_have_longer_names():
     body, head, alone = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False), torch.ones(1)
     alone = nn.Parameter(alone)
     optimizer = SGD([{"params": [body.weight]}, {"params": [head.weight, alone]}])
@@ -111,7 +113,7 @@ def test_several_modules_and_tensors_without_one_have_longer_names():
     ]
 
 
-def test_a_scalers_scale_is_taken_out():
+def test_a_scalers_scale_is_divided_out():
     net = Net()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     driver = driver_of(net, scaler=scaler)
@@ -147,5 +149,5 @@ def test_sharded_parameters(one_rank):
         optimizer.step()
         optimizer.zero_grad()
         assert driver.may_save()
-        told = only(driver)
-    assert {e.name for e in told.evidence} >= {"0.weight", "1.weight"}
+        record = only(driver)
+    assert {e.name for e in record.evidence} >= {"0.weight", "1.weight"}

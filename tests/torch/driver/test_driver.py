@@ -1,4 +1,4 @@
-"""What the driver takes for a state, and what it puts on it and takes off."""
+"""Which states the driver accepts, and what it installs and removes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from healcore.runtime.store.ranks import Alone
 from healcore.torch import AttachError, SignalError, StateError, attach
 from healcore.torch.driver import RngState, TorchDriver
 from healcore.torch.store import MemoryStore, TieredStore
-from tests.healer.torch.runs import CLIPS, GOES_BACK, NAN, Run, only
+from tests.torch.driver.small_run import CLIPS, GOES_BACK, NAN, Run, only
 
 adam = partial(AdamW, lr=0.01)
 
 
-def test_it_is_a_driver():
+def test_it_implements_the_protocol():
     driver: Driver = TorchDriver(Run(adam).state)
     assert driver.framework == "torch"
     assert isinstance(driver.ranks(), Alone)
@@ -43,7 +43,7 @@ def model_and(**more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("state", "says"),
+    ("state", "message"),
     [
         (None, "maps names to what is saved, got NoneType"),
         ([nn.Linear(2, 2)], "got list"),
@@ -63,12 +63,12 @@ def model_and(**more: Any) -> dict[str, Any]:
         (model_and(loader=lambda o: HalfStateful()), r"give HalfStateful load_state_dict\(state\)"),
     ],
 )
-def test_a_state_that_cannot_be_healed_is_turned_away(state, says):
-    with pytest.raises(AttachError, match=says):
+def test_a_state_that_cannot_be_healed_is_rejected(state, message):
+    with pytest.raises(AttachError, match=message):
         TorchDriver(state, GOES_BACK)
 
 
-def test_what_cannot_be_looked_into_may_hold_the_parameters():
+def test_an_opaque_object_may_hold_the_parameters():
     class Trainer(HalfStateful):
         def load_state_dict(self, state: dict[str, Any]) -> None:
             pass
@@ -79,7 +79,7 @@ def test_what_cannot_be_looked_into_may_hold_the_parameters():
     TorchDriver({"weights": {"layers": [p]}, "optimizer": SGD([p])}, GOES_BACK)
 
 
-def test_a_schedule_that_is_not_saved_is_told():
+def test_a_scheduler_that_is_not_in_the_state_has_a_warning():
     state = model_and(scheduler=lambda o: ExponentialLR(o, 0.9))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -97,7 +97,7 @@ def test_nothing_stays_on_the_first_optimizer_when_the_second_cannot_be_healed()
     assert not state["optimizer"]._optimizer_step_pre_hooks
 
 
-def test_a_handle_that_is_there_is_used_and_stays():
+def test_an_existing_handle_is_used_and_stays():
     state = model_and()
     heal = attach(state["optimizer"], CLIPS)
     with pytest.raises(AttachError, match="under another policy"):
@@ -111,7 +111,7 @@ def test_a_handle_that_is_there_is_used_and_stays():
     TorchDriver(state, CLIPS).close()
 
 
-def test_closing_leaves_nothing_behind():
+def test_close_removes_everything():
     run, twin = Run(adam), Run(adam)
     driver = TorchDriver(run.state, CLIPS)
     driver.close()
@@ -147,7 +147,7 @@ def test_losses_go_to_all_optimizers_or_to_one():
             state[name].step()
         handle = driver.poll_step()
         assert handle is not None
-        return [told.loss for told in handle.read()]
+        return [record.loss for record in handle.steps()[0]]
 
     driver.observe(2.0)
     assert losses() == [2.0, 2.0]
@@ -161,7 +161,7 @@ def test_losses_go_to_all_optimizers_or_to_one():
         driver.observe(torch.ones(2))
 
 
-def test_engine_states_go_there_and_back_or_not_at_all():
+def test_engine_states_are_loaded_completely_or_not_at_all():
     run = Run(adam)
     driver = TorchDriver(run.state, GOES_BACK)
     for i in range(3):
@@ -174,7 +174,7 @@ def test_engine_states_go_there_and_back_or_not_at_all():
     damaged = {**found["optimizer"], "schema": 99}
     with pytest.raises(StateError, match="schema 99"):
         driver.load_healing({"optimizer": damaged})
-    with pytest.raises(StateError, match=r'no optimizer "other".*has optimizer'):
+    with pytest.raises(StateError, match=r"no engine named 'other'.*there is optimizer"):
         driver.load_healing({"optimizer": found["optimizer"], "other": found["optimizer"]})
     assert driver.healing() == before
     driver.load_healing({})
@@ -185,7 +185,7 @@ def test_engine_states_go_there_and_back_or_not_at_all():
     assert only(driver).step == 4
 
 
-def test_announcing_opens_the_window():
+def test_expect_change_opens_the_grace_window():
     run = Run(adam)
     driver = TorchDriver(run.state, GOES_BACK)
     driver.expect_change()
@@ -220,7 +220,7 @@ def test_the_default_store(tmp_path):
     assert tiers.disk.root == tmp_path / "checkpoints"
 
 
-def test_random_generators_go_there_and_back():
+def test_random_generators_are_saved_and_restored():
     store = TorchDriver(Run(adam).state).store(None, ())
     state = {"rng": RngState()}
     store.save(0, state)

@@ -1,4 +1,4 @@
-"""A small run of everything that a checkpoint of a torch run has in it."""
+"""A small run with everything that a checkpoint of a torch run has in it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CLIPS = Engine(_GOES_BACK._replace(clip=("fixed", FixedConfig(1e-3))))
 
 
 class Run:
-    """A linear model whose gradient is what the batch says, wherever the weights are.
+    """A linear model whose gradient depends on the batch only, wherever the weights are.
 
     Args:
         optimizer: made from the parameters.
@@ -117,8 +117,8 @@ def only(driver: TorchDriver) -> StepRecord:
     """The one record of the one step since the last call."""
     handle = driver.poll_step()
     assert handle is not None
-    (told,) = handle.read()
-    return told
+    ((record,),) = handle.steps()
+    return record
 
 
 def ratios(moved: list[Tensor], plain: list[Tensor]) -> Tensor:
