@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from healcore.core.engine import Engine, StateError
+from healcore.core.engine import Engine
 from healcore.jax import state as heal_state
 from healcore.jax import state_layout
 from healcore.jax.driver.checkpoint_layout import as_live
@@ -24,6 +24,7 @@ from healcore.jax.state import (
     warn_if_after_optimizer,
 )
 from healcore.jax.state_transfer import without_heal_state
+from healcore.runtime.driver import check_engines
 
 Path = tuple[Any, ...]
 _PARAMETERS = ("params", "model")
@@ -109,12 +110,7 @@ def loaded(
         StateError: a state is of another policy or model, or of no engine of this run.
     """
     paths = {each.name: each.path for each in engines}
-    unknown = [name for name in data if name not in paths]
-    if unknown:
-        raise StateError(
-            f"there is no engine named {unknown[0]!r} in this run, there is {', '.join(paths)}: "
-            "pass the healing state of a run with the same optimizers"
-        )
+    check_engines(data, paths)
     states = {name: engine.from_dict(each) for name, each in data.items()}
     new = {
         paths[name]: _packed(engine, at(tree, paths[name]), state) for name, state in states.items()
