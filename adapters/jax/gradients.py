@@ -1,6 +1,9 @@
-"""Functions on a tree of gradients or updates: scale it, or replace its values on a skip.
+"""Trees of gradients or updates: their norms in float32, and functions that scale or replace them.
 
-Each leaf keeps its dtype; integer and float0 leaves are left alone.
+optax's norm is computed in the dtype of the leaves: float16 squares overflow from 256 on, and
+bfloat16 loses 0.3 %. In both cases the engine would judge a rounding error.
+
+Functions on a tree keep the dtype of each leaf and leave integer and float0 leaves alone.
 """
 
 from __future__ import annotations
@@ -12,12 +15,49 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from healcore.jax.norms import gradient_leaves, is_gradient
-
 SMALL = 1 << 14
 """Elements of the largest tensor that `not_finite` checks."""
 Tree = TypeVar("Tree")
 """A pytree of gradients or updates; each function returns the same structure."""
+
+
+def is_gradient(leaf: Any) -> bool:
+    """Whether a leaf is a gradient: floating or complex."""
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+
+
+def gradient_leaves(tree: Any) -> list[chex.Array]:
+    """The gradients of a tree in flattening order; None and MaskedNode have none."""
+    return [leaf for leaf in jax.tree.leaves(tree) if is_gradient(leaf)]
+
+
+def global_norm(tree: chex.ArrayTree) -> chex.Array:
+    """L2 norm over all leaves.
+
+    Args:
+        tree: gradients of any floating or complex dtype; may be empty.
+
+    Returns:
+        float32, 0-d; 0 for an empty tree; NaN or Inf as soon as one element is. Finite gradients
+        above 1.8e19 overflow float32 when squared and count as infinite.
+    """
+    return both_norms(tree)[0]
+
+
+def leaf_norms(tree: chex.ArrayTree) -> chex.Array:
+    """L2 norm of each gradient leaf, in flattening order.
+
+    Returns:
+        float32 (n,), n = number of floating or complex leaves.
+    """
+    return both_norms(tree)[1]
+
+
+def both_norms(tree: Any) -> tuple[chex.Array, chex.Array]:
+    """`global_norm` and `leaf_norms` from one pass over the gradients."""
+    sums = [_square_sum(leaf) for leaf in gradient_leaves(tree)]
+    each = jnp.stack(sums) if sums else jnp.zeros((0,), jnp.float32)
+    return jnp.sqrt(sum(sums, start=jnp.zeros((), jnp.float32))), jnp.sqrt(each)
 
 
 def scale(tree: Tree, factor: chex.Numeric) -> Tree:
@@ -32,18 +72,17 @@ def scale(tree: Tree, factor: chex.Numeric) -> Tree:
 
 
 def scale_each(tree: Tree, factors: chex.Array) -> Tree:
-    """Multiplies leaf i by `factors[i]`; float32 (n,) in the order of `norms.leaf_norms`."""
-    leaves, structure = jax.tree.flatten(tree)
+    """Multiplies leaf i by `factors[i]`; float32 (n,) in the order of `leaf_norms`."""
     own = iter(jnp.asarray(factors))
-    leaves = [
-        _scaled(jnp.asarray(leaf), next(own)) if is_gradient(leaf) else leaf for leaf in leaves
-    ]
-    return jax.tree.unflatten(structure, leaves)
+    return _map(lambda leaf: _scaled(leaf, next(own)), tree)
 
 
-def zero_where(skip: chex.Array, tree: Tree) -> Tree:
-    """Zeros where `skip` (bool, 0-d): gradients that do an optimizer no harm."""
-    return _map(lambda leaf: jnp.where(skip, jnp.zeros((), leaf.dtype), leaf), tree)
+def fill_where(skip: chex.Array, tree: Tree, value: float) -> Tree:
+    """`value` in every element where `skip` (bool, 0-d).
+
+    0.0 does an optimizer no harm; NaN is the signal that `optax.apply_if_finite` understands.
+    """
+    return _map(lambda leaf: jnp.where(skip, jnp.full((), value, leaf.dtype), leaf), tree)
 
 
 def no_update_where(skip: chex.Array, tree: Tree) -> Tree:
@@ -71,13 +110,17 @@ def not_finite(tree: Any) -> chex.Array:
     return jnp.stack(flags).any() if flags else jnp.zeros((), jnp.bool_)
 
 
-def nan_where(skip: chex.Array, tree: Tree) -> Tree:
-    """NaN where `skip` (bool, 0-d): the signal that `optax.apply_if_finite` understands."""
-    return _map(lambda leaf: jnp.where(skip, jnp.full((), jnp.nan, leaf.dtype), leaf), tree)
-
-
 def _map(fn: Callable[[chex.Array], chex.Array], tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: fn(jnp.asarray(leaf)) if is_gradient(leaf) else leaf, tree)
+
+
+def _square_sum(leaf: chex.Array) -> chex.Array:
+    if jnp.iscomplexobj(leaf):
+        return _square_sum(jnp.real(leaf)) + _square_sum(jnp.imag(leaf))
+    # A plain reduction: XLA splits it over the cores by itself. A reshape to (rows, 1024) and two
+    # sums was 12 times slower (25 M float32 on 2 cores: 3.4 against 38 ms, the reshape copies),
+    # vdot and a sum over the last axis first were equal within the noise.
+    return jnp.sum(jnp.square(jnp.asarray(leaf).astype(jnp.float32)))
 
 
 def _scaled(leaf: chex.Array, factor: chex.Numeric) -> chex.Array:
