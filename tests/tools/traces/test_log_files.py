@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from healcore.tools.traces import TraceError, load, open_traces
-from tests.traces.reading import column, one, refused, write
+from tests.tools.traces.opened_traces import column, open_one, refusal, write
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from tests.traces.reading import column, one, refused, write
         ("step,loss\n", "no usable row: it has no rows"),
         ("step,loss\n1,\n2,\n", "no usable row: none of its 2 rows logs a loss or a gradient norm"),
         ("step,loss,lr\n1,,0.1\n", "no usable row: none of its 1 rows logs"),
-        ("step,accuracy\n1,2\n", "It has 'step', 'accuracy'. Say which one it is: --column loss="),
+        ("step,accuracy\n1,2\n", "It has 'step', 'accuracy'. Name one: --column loss="),
         ("1,2.5\n2,2.25\n", "its first line is data, not a header: '1,2.5'. Write the names"),
         (
             "step,loss\n1,x\n2,y\n",
@@ -36,13 +36,13 @@ from tests.traces.reading import column, one, refused, write
     ],
 )
 def test_files_without_a_usable_row(tmp_path, text, words):
-    assert words in refused(write(tmp_path / "run.csv", text))
+    assert words in refusal(write(tmp_path / "run.csv", text))
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
 def test_a_run_that_is_nan_from_the_start_is_a_run(tmp_path, value):
     text = f"step,loss\n1,{value}\n2,{value}\n"
-    trace = one(write(tmp_path / "run.csv", text))
+    trace = open_one(write(tmp_path / "run.csv", text))
     assert column(load(trace).values["loss"]) == [value if value == "nan" else np.inf] * 2
     assert trace.survey().problem_count == 0
 
@@ -51,9 +51,9 @@ def test_a_damaged_gzip_file(tmp_path):
     path = tmp_path / "run.csv.gz"
     whole = gzip.compress(b"step,loss\n1,2\n")
     path.write_bytes(whole[:11])
-    assert refused(path).startswith("its compressed data are damaged")
+    assert refusal(path).startswith("its compressed data are damaged")
     path.write_bytes(b"\x1f\x8b\xff" + whole[3:])
-    assert refused(path).startswith("its compressed data are damaged")
+    assert refusal(path).startswith("its compressed data are damaged")
 
 
 def test_paths_that_cannot_be_read_do_not_stop_the_others(tmp_path):
@@ -66,9 +66,9 @@ def test_paths_that_cannot_be_read_do_not_stop_the_others(tmp_path):
 
 def test_a_directory_without_a_log(tmp_path):
     write(tmp_path / "config.json", '{"lr": 1,\n"x": 2}')
-    assert "without a file of a known kind" in refused(tmp_path)
+    assert "without a file of a known format" in refusal(tmp_path)
     write(tmp_path / "run.csv", "step,loss\n")
-    assert "run.csv: no usable row" in refused(tmp_path)
+    assert "run.csv: no usable row" in refusal(tmp_path)
 
 
 def test_a_directory_of_several_kinds_says_what_it_reads(tmp_path):
@@ -77,21 +77,21 @@ def test_a_directory_of_several_kinds_says_what_it_reads(tmp_path):
     write(tmp_path / "train-3.jsonl", '{"type":"step","step":2,"loss":1}\n')
     write(tmp_path / "metrics.csv", "step,loss\n1,2\n")
     write(tmp_path / ".hidden.csv", "step,loss\n1,2\n")
-    trace = one(tmp_path)
+    trace = open_one(tmp_path)
     assert [os.path.basename(source) for source in trace.sources] == [
         "train-1.jsonl",
         "train-3.jsonl",
     ]
     survey = trace.survey()
-    assert [note.problem for note in survey.notes] == [
-        "'metrics.csv' (CSV): left aside, the typed records are read",
-        "'train-2.jsonl': left aside, of no known kind",
+    assert [note.text for note in survey.notes] == [
+        "'metrics.csv' (CSV): not read, the typed records are",
+        "'train-2.jsonl': not read, of no known format",
     ]
 
 
 def test_a_file_that_goes_away_is_an_error_in_words(tmp_path):
     path = write(tmp_path / "run.csv", "step,loss\n1,2\n")
-    trace = one(path)
+    trace = open_one(path)
     path.unlink()
     with pytest.raises(TraceError, match=r"run\.csv cannot be read: No such file"):
         trace.survey()
@@ -109,4 +109,4 @@ def test_a_file_of_a_directory_that_may_not_be_read_is_told(tmp_path):
 
 def test_a_pipe_is_refused_in_words_and_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "log")
-    assert "pipe or a device" in refused(tmp_path / "log")
+    assert "pipe or a device" in refusal(tmp_path / "log")

@@ -11,7 +11,7 @@ import numpy as np
 from healcore.tools.traces import Trace, lineage, open_traces
 
 
-def one(path: str | os.PathLike[str], **options: Any) -> Trace:
+def open_one(path: str | os.PathLike[str], **options: Any) -> Trace:
     """The only trace that a path has."""
     traces, unreadable = open_traces([os.fspath(path)], **options)
     assert not unreadable
@@ -19,7 +19,7 @@ def one(path: str | os.PathLike[str], **options: Any) -> Trace:
     return trace
 
 
-def refused(path: str | os.PathLike[str], **options: Any) -> str:
+def refusal(path: str | os.PathLike[str], **options: Any) -> str:
     """Why a path gives no trace."""
     traces, unreadable = open_traces([os.fspath(path)], **options)
     assert not traces
@@ -32,12 +32,12 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def told(trace: Trace) -> list[tuple[int | None, str]]:
+def problems_of(trace: Trace) -> list[tuple[int | None, str]]:
     """The problems of a trace: line and text."""
-    return [(problem.line, problem.problem) for problem in trace.survey().problems]
+    return [(problem.line, problem.text) for problem in trace.survey().problems]
 
 
-def kept(trace: Trace) -> list[int]:
+def lineage_of(trace: Trace) -> list[int]:
     """Indices of the rows of the final lineage."""
     return [int(index) for rows in lineage(trace) for index in rows.index]
 

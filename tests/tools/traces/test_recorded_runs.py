@@ -9,7 +9,7 @@ import pytest
 
 from healcore.tools.traces import load, open_traces
 
-TRACES = Path(__file__).parents[3] / "shared" / "traces"
+TRACES = Path(__file__).parents[4] / "shared" / "traces"
 
 
 def test_every_row_of_every_public_run():

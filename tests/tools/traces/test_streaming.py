@@ -8,9 +8,9 @@ import tracemalloc
 import pytest
 
 from healcore.tools.traces import load
-from healcore.tools.traces.header import LONGEST
+from healcore.tools.traces.csv_file import LONGEST
 from healcore.tools.traces.trace import CHUNK
-from tests.traces.reading import one, told, write
+from tests.tools.traces.opened_traces import open_one, problems_of, write
 
 
 def csv(step):
@@ -40,7 +40,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, written):
     """Three chunks, and three times as many."""
     peaks = []
     for name, count in (("short", 3 * CHUNK), ("long", 9 * CHUNK)):
-        trace = one(write(tmp_path / name, written(count)))
+        trace = open_one(write(tmp_path / name, written(count)))
         tracemalloc.start()
         try:
             last = max(rows.step[-1] for rows in trace.rows())
@@ -55,6 +55,6 @@ def test_memory_does_not_grow_with_the_file(tmp_path, written):
 def test_a_line_without_an_end_is_left_out(tmp_path):
     path = tmp_path / "run.csv"
     path.write_text("step,loss\n0,1\n1," + "9" * (LONGEST + 5) + "\n2,3\n")
-    trace = one(path)
+    trace = open_one(path)
     assert load(trace).step.tolist() == [0, 2]
-    assert told(trace) == [(3, "the line is longer than 1 MB: left out")]
+    assert problems_of(trace) == [(3, "the line is longer than 1 MB: left out")]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from healcore.tools.traces import TraceError, load, open_traces
 from healcore.tools.traces.trace import CHUNK
-from tests.traces.reading import kept, one, write
+from tests.tools.traces.opened_traces import lineage_of, open_one, write
 
 
 def csv(steps, first=0):
@@ -19,7 +19,7 @@ def csv(steps, first=0):
 
 
 def test_a_step_back_begins_an_attempt_that_replaces_the_tail(tmp_path):
-    trace = one(write(tmp_path / "run.csv", csv([1, 2, 3, 4, 5, 3, 4, 5, 6])))
+    trace = open_one(write(tmp_path / "run.csv", csv([1, 2, 3, 4, 5, 3, 4, 5, 6])))
     survey = trace.survey()
     assert [(a.first_index, a.first_step, a.resumes_after) for a in survey.attempts] == [
         (0, 1, None),
@@ -27,7 +27,7 @@ def test_a_step_back_begins_an_attempt_that_replaces_the_tail(tmp_path):
     ]
     assert load(trace).attempt.tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 1]
     assert survey.stale == 3
-    assert kept(trace) == [0, 1, 5, 6, 7, 8]
+    assert lineage_of(trace) == [0, 1, 5, 6, 7, 8]
     (note,) = survey.notes
     assert str(note).endswith(
         "run.csv, line 7: step 3 comes after step 5: the run goes back, and attempt 1 begins"
@@ -35,9 +35,9 @@ def test_a_step_back_begins_an_attempt_that_replaces_the_tail(tmp_path):
 
 
 def test_a_deeper_rollback_goes_past_the_attempt_in_between(tmp_path):
-    trace = one(write(tmp_path / "run.csv", csv([1, 2, 3, 4, 3, 4, 5, 2, 3, 4, 5, 6])))
+    trace = open_one(write(tmp_path / "run.csv", csv([1, 2, 3, 4, 3, 4, 5, 2, 3, 4, 5, 6])))
     assert [a.resumes_after for a in trace.survey().attempts] == [None, 1, 0]
-    assert kept(trace) == [0, 7, 8, 9, 10, 11]
+    assert lineage_of(trace) == [0, 7, 8, 9, 10, 11]
 
 
 def test_files_are_joined_in_the_order_given(tmp_path):
@@ -52,7 +52,7 @@ def test_files_are_joined_in_the_order_given(tmp_path):
         (str(first), 0, None),
         (str(third), 6, 2),
     ]
-    assert kept(trace) == [0, 1, 2, 6, 7, 8, 9]
+    assert lineage_of(trace) == [0, 1, 2, 6, 7, 8, 9]
 
 
 def test_a_file_that_begins_at_the_last_step_is_a_new_attempt(tmp_path):
@@ -60,7 +60,7 @@ def test_a_file_that_begins_at_the_last_step_is_a_new_attempt(tmp_path):
     second = write(tmp_path / "b.csv", csv([3, 4]))
     (trace,), _ = open_traces([str(first), str(second)], join=True)
     assert [a.resumes_after for a in trace.survey().attempts] == [None, 1]
-    assert kept(trace) == [0, 1, 3, 4]
+    assert lineage_of(trace) == [0, 1, 3, 4]
 
 
 def test_unreadable_rows_of_a_file_count_in_the_next(tmp_path):
@@ -71,17 +71,17 @@ def test_unreadable_rows_of_a_file_count_in_the_next(tmp_path):
 
 
 def test_a_repeated_step_is_told_and_the_later_row_stays(tmp_path):
-    trace = one(write(tmp_path / "run.csv", csv([1, 2, 2, 2, 3, 3])))
+    trace = open_one(write(tmp_path / "run.csv", csv([1, 2, 2, 2, 3, 3])))
     survey = trace.survey()
     assert (survey.rows, survey.repeated, survey.note_count) == (6, 3, 1)
     assert len(survey.attempts) == 1
     assert survey.notes[0].line == 4
-    assert kept(trace) == [0, 3, 5]
+    assert lineage_of(trace) == [0, 3, 5]
 
 
 def test_rows_of_one_step_with_different_signals_are_one_row(tmp_path):
     text = "step,loss,eval_loss\n1,5,\n1,,4\n2,,3\n2,4,\n3,3,\n"
-    trace = one(write(tmp_path / "run.csv", text))
+    trace = open_one(write(tmp_path / "run.csv", text))
     table = load(trace)
     assert table.step.tolist() == [1, 2, 3]
     assert table.values["loss"].tolist() == [5, 4, 3]
@@ -92,7 +92,7 @@ def test_rows_of_one_step_with_different_signals_are_one_row(tmp_path):
 
 def test_an_evaluation_that_is_written_late_is_no_resume(tmp_path):
     text = "step,loss,eval_loss\n1,5,\n2,4,\n3,3,\n2,,9\n4,2,\n1,,8\n"
-    trace = one(write(tmp_path / "run.csv", text))
+    trace = open_one(write(tmp_path / "run.csv", text))
     table = load(trace)
     assert len(trace.survey().attempts) == 1
     assert table.step.tolist() == [1, 2, 3, 4]
@@ -104,17 +104,17 @@ def test_evaluations_of_all_checkpoints_afterwards_are_rows_of_their_own(tmp_pat
     steps = range(1, 5 * CHUNK)
     text = "step,loss,eval_loss\n" + "".join(f"{step},{step % 7},\n" for step in steps)
     text += "1000,,5\n2000,,4\n1000,,3\n"
-    trace = one(write(tmp_path / "run.csv", text))
+    trace = open_one(write(tmp_path / "run.csv", text))
     survey = trace.survey()
     assert len(survey.attempts) == 1
     assert survey.rows == len(steps) + 3
-    assert kept(trace) == list(range(len(steps) + 3))
+    assert lineage_of(trace) == list(range(len(steps) + 3))
 
 
 def test_signals_that_are_written_one_after_the_other_meet(tmp_path):
     text = "step,loss,grad_norm\n" + "".join(f"{step},2,\n" for step in range(200))
     text += "".join(f"{step},,1\n" for step in range(200))
-    trace = one(write(tmp_path / "run.csv", text))
+    trace = open_one(write(tmp_path / "run.csv", text))
     assert trace.survey().combinations == {frozenset({"loss", "grad_norm"})}
     assert trace.survey().rows == 200
 
@@ -153,12 +153,12 @@ def test_a_directory_of_directories_is_all_of_them(tmp_path):
 def test_fresh_starts_of_one_run_are_told(tmp_path):
     paths = [write(tmp_path / "run-2.csv", csv([1, 2, 3])), write(tmp_path / "x.csv", csv([1, 2]))]
     (trace,), _ = open_traces([str(path) for path in paths], join=True)
-    notes = [note.problem for note in trace.survey().notes]
+    notes = [note.text for note in trace.survey().notes]
     assert any("If these are several runs, name the files" in note for note in notes)
 
 
 def test_many_writers_in_one_file_are_refused(tmp_path):
-    trace = one(write(tmp_path / "run.csv", csv(list(range(3000, 0, -1)))))
+    trace = open_one(write(tmp_path / "run.csv", csv(list(range(3000, 0, -1)))))
     with pytest.raises(TraceError, match=r"line \d+: the steps go back for the 1,000th time"):
         trace.survey()
 
@@ -190,5 +190,5 @@ def test_the_lineage_is_that_of_a_list_that_is_cut_back(tmp_path_factory, steps,
     assert [attempt.resumes_after for attempt in survey.attempts] == ancestors
     assert survey.stale == replaced
     last = dict(run)  # of a repeated step the last row stays
-    assert kept(trace) == sorted(last.values())
+    assert lineage_of(trace) == sorted(last.values())
     assert survey.rows == len(steps)

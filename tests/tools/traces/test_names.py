@@ -72,11 +72,11 @@ def test_the_very_name_wins_among_equals():
 @pytest.mark.parametrize(
     ("names", "columns", "words"),
     [
-        (["step", "a"], {}, "It has 'step', 'a'. Say which one it is: --column loss=NAME"),
+        (["step", "a"], {}, "It has 'step', 'a'. Name one: --column loss=NAME"),
         (["train_loss", "train/loss"], {}, "may each be the loss"),
         (["loss", "iter", "iteration"], {}, "may each be the step"),
         (["loss"], {"loss": "x"}, "there is no 'x' for --column loss=x: it has 'loss'"),
-        (["a", "a"], {"loss": "a"}, "two columns are called 'a': rename one"),
+        (["a", "a"], {"loss": "a"}, "two columns have the name 'a': rename one"),
     ],
 )
 def test_refusals(names, columns, words):
