@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from healcore.jax import store as jax_stores
-from healcore.runtime.checkpoints import wait_limit
+from healcore.runtime.checkpoints import manager
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.loop.loop import Loop
@@ -61,7 +61,7 @@ class Gates:
         monkeypatch.setattr(CheckpointManager, "wait", waits)
         monkeypatch.setattr(RollbackManager, "roll_back", goes_back)
         monkeypatch.setattr(Loop, "save_last", ends)
-        monkeypatch.setattr(wait_limit, "SECONDS", float("inf"))
+        monkeypatch.setattr(manager, "MAX_WAIT", float("inf"))
         for kind in (torch_stores.DCPStore, jax_stores.OrbaxStore):
             self._hold_up(monkeypatch, kind, writes, proofs)
 
@@ -168,7 +168,7 @@ def test_a_disk_that_stands_still_leaves_the_rollback_where_it_was(kind, tmp_pat
         with monkeypatch.context() as patch:
             gates = Gates(patch, lambda step, steps=steps: steps, lambda step: 0)
             if steps:
-                patch.setattr(wait_limit, "SECONDS", 0.0)
+                patch.setattr(manager, "MAX_WAIT", 0.0)
             folder = tmp_path / name
             facts = train(loop, rules(), range(60), store=folder, before=gates.step)
         assert facts["step"] == 59
@@ -184,7 +184,7 @@ def test_a_save_that_would_wait_is_left_out_where_there_is_no_memory(kind, tmp_p
     framework, make = STORES[kind]
     with monkeypatch.context() as patch:
         gates = Gates(patch, lambda step: 12 if step == 5 else 0, lambda step: 0)
-        patch.setattr(wait_limit, "SECONDS", 0.0)
+        patch.setattr(manager, "MAX_WAIT", 0.0)
         loop, log = loop_of(framework, policy=rules()), tmp_path / "events.jsonl"
 
         def before(healer: Any, number: int) -> None:
@@ -216,7 +216,7 @@ def test_the_thread_that_trains_waits_for_no_disk(kind, tmp_path, monkeypatch):
         at["step"] = number if number < 59 else -1
 
     monkeypatch.setattr(os, "fsync", watched)
-    monkeypatch.setattr(wait_limit, "SECONDS", float("inf"))
+    monkeypatch.setattr(manager, "MAX_WAIT", float("inf"))
     loop, log = loop_of(framework, policy=rules()), tmp_path / "events.jsonl"
     store = make(tmp_path / "it")
     train(loop, rules(), range(60), store=store, events=log, before=before)
@@ -248,7 +248,7 @@ def test_waiting_time_does_not_come_back_with_a_success(monkeypatch):
         now["s"] += seconds
 
     clock = SimpleNamespace(monotonic=lambda: now["s"], sleep=passes)
-    monkeypatch.setattr(wait_limit, "time", clock)
+    monkeypatch.setattr(manager, "time", clock)
     store, told = Behind(clock, 3.0), []
     checkpoints = CheckpointManager(
         store,
@@ -265,6 +265,6 @@ def test_waiting_time_does_not_come_back_with_a_success(monkeypatch):
         if checkpoints.due(step):
             checkpoints.save(step, {}, {}, "regular")
         passes(0.03)
-    assert now["s"] < 6 + wait_limit.SECONDS + 0.5
+    assert now["s"] < 6 + manager.MAX_WAIT + 0.5
     assert told.count("save") >= 3
     assert told.count("save") + told.count("save_failed") == 20

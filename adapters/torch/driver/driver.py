@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from healcore.core.engine import StateError
 from healcore.policy import PolicyLike, engine_of
+from healcore.runtime.driver import check_engines
 from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.torch import gradients
@@ -23,13 +23,11 @@ from healcore.torch.driver.pending_step import PendingEntries, PendingStep, Reco
 from healcore.torch.driver.rng import RngState
 from healcore.torch.driver.tensor_hyperparameters import TensorHyperparameters
 from healcore.torch.driver.untracked_optimizers import UntrackedOptimizers
-from healcore.torch.engine_state import from_saved
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
-from healcore.torch.norms import per_tensor, total
 from healcore.torch.store import DCPStore, MemoryStore, TieredStore, apply
-from healcore.torch.store.flattening import flatten
 from healcore.torch.store.gloo import GlooRanks, initialized
+from healcore.torch.store.state import flatten
 
 _WITHOUT_LOSS = 20
 """Steps without any loss after which a warning is logged."""
@@ -77,9 +75,8 @@ class TorchDriver:
         self._statistics = BatchStatistics(self._state, self.healings)
         self._ranks: Ranks | None = None
         self._polled_steps = 0
-        self.notes: list[str] = []
-        """Lines for the log, oldest first: the Healer logs them and clears the list."""
-        self._untracked = UntrackedOptimizers(self._state, self.healings, self.notes.append)
+        self.warnings: list[str] = []
+        self._untracked = UntrackedOptimizers(self._state, self.healings, self.warnings.append)
 
     # -- signals from the loop ------------------------------------------------------------------
 
@@ -127,14 +124,9 @@ class TorchDriver:
 
     def load_healing(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
         """Replaces engine states; steps that were not polled yet are dropped."""
+        check_engines(engines, self.healings)
         for name, data in engines.items():
-            if name not in self.healings:
-                raise StateError(
-                    f'there is no optimizer "{name}" in the state, whose engine this would be: '
-                    f"it has {', '.join(self.healings)}"
-                )
-            healing = self.healings[name]
-            from_saved(healing.engine, data, healing.live_engine.groups)
+            self.healings[name].live_engine.parsed(data)
         for recorder in self._recorders:
             if recorder.name in engines:
                 recorder.healing.load_state_dict(engines[recorder.name])
@@ -189,7 +181,8 @@ class TorchDriver:
     def finite(self) -> bool:
         """Whether all parameters are finite. One sync for each device."""
         params = [p for h in self.healings.values() for p in gradients.parameters(h.optimizer)]
-        return bool(torch.isfinite(total(per_tensor(params), params[0].device)))
+        norm = gradients.total_norm(gradients.norms(params), params[0].device)
+        return bool(torch.isfinite(norm))
 
     def losses_of(
         self,
@@ -299,7 +292,7 @@ class TorchDriver:
     def _note_missing_losses(self) -> None:
         read = any("loss" in healing.engine.needs for healing in self.healings.values())
         if read and not any(healing.has_seen_loss for healing in self.healings.values()):
-            self.notes.append(
+            self.warnings.append(
                 f"no loss has been observed in {self._polled_steps} steps: call "
                 "healer.observe(loss); detectors that read it are inactive"
             )

@@ -44,8 +44,8 @@ class BackgroundVerifier:
         self,
         store: CheckpointStore,
         step: int,
-        on_verified: Callable[[Any], None] = lambda tier: None,
         *,
+        on_verified: Callable[[Any], None] | None = None,
         nearest_only: bool = False,
     ) -> None:
         """Queues a checkpoint to be verified and marked as known-good, in every tier that has it.
@@ -63,7 +63,8 @@ class BackgroundVerifier:
                 tier.verify(step)
                 tier.mark(step, "good")
                 self._results.append(VerifyResult(step, None))
-                on_verified(tier)
+                if on_verified is not None:
+                    on_verified(tier)
             except NotThere:
                 return
             except Exception as error:

@@ -9,9 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
-from healcore.runtime.checkpoints.catalog import Catalog
-from healcore.runtime.checkpoints.pending_quarantine import PendingQuarantine
-from healcore.runtime.checkpoints.wait_limit import WaitLimit
+from healcore.runtime.checkpoints.catalog import Catalog, PendingQuarantine
 from healcore.runtime.ledger import Ledger
 from healcore.runtime.store import (
     CheckpointDamaged,
@@ -25,11 +23,16 @@ from healcore.runtime.store import (
     StoreError,
     UnsavableState,
 )
+from healcore.runtime.store.memory import WHERE
 from healcore.runtime.store.ranks import Ranks, agreed
-from healcore.runtime.store.ring import WHERE
 
 LogEvent = Callable[..., object]
 """Writes an event: ``log_event(kind, step=..., **fields)``."""
+
+MAX_WAIT = 2.0
+"""Seconds that a run waits for a disk that is slower than its saves, over all saves, ..."""
+_WAIT_SHARE = 0.01
+"""... and this share of its run time in addition."""
 
 _OPTIONAL_SAVES = frozenset({"regular", "ordered"})
 """Reasons of the saves that may be left out while the disk is busy."""
@@ -44,7 +47,7 @@ class CheckpointManager:
         keep: how many of each kind stay.
         probation: healthy steps until a checkpoint is known-good.
         region: onsets fewer steps apart than this belong to the same trouble.
-        verifier: verifies in the background.
+        verifier: runs the verifications.
         ranks: the processes of this run.
         log_event: writes an event, see `Log.write`.
         warn: writes a warning to the console log.
@@ -152,12 +155,9 @@ class CheckpointManager:
         began = time.monotonic()
         try:
             save(step, state, healing=healing)
-        except UnsavableState as error:
-            if not self._saved_once:
-                raise
-            self._save_failed(step, error)
-            return
         except (StoreError, OSError) as error:
+            if isinstance(error, UnsavableState) and not self._saved_once:
+                raise
             self._save_failed(step, error)
             return
         self._saved_once = True
@@ -166,7 +166,11 @@ class CheckpointManager:
         self.catalog.add(step)
         self._log_event("save", step=step, why=why, seconds=round(time.monotonic() - began, 6))
         if self._pending_quarantine:
-            self._verifier.submit(self.store, step, self._write_pending_quarantine)
+            self._verifier.submit(
+                self.store,
+                step,
+                lambda tier: self._quarantined_late.extend(self._pending_quarantine.write(tier)),
+            )
 
     def in_memory_only(self, step: int) -> bool:
         """Whether a checkpoint is missing on a disk that was too slow. Waits for the disk."""
@@ -196,14 +200,15 @@ class CheckpointManager:
 
         The target of a rollback must depend on the steps, not on the speed of a disk.
         """
-        everybody = self._ranks.gather(self.catalog.probation_passed(ledger, before))
-        self._verify(sorted(set.intersection(*map(set, everybody))), ledger)
-        self._verifier.wait()
-        self._read_results()
+        self._verify(self._on_every_rank(self.catalog.probation_passed(ledger, before)), ledger)
+        self._wait_for_results()
 
     def finish(self, ledger: Ledger, step: int) -> None:
         """The last `poll` of a run; waits for what it has queued."""
         self.poll(ledger, step)
+        self._wait_for_results()
+
+    def _wait_for_results(self) -> None:
         self._verifier.wait()
         self._read_results()
 
@@ -217,8 +222,10 @@ class CheckpointManager:
             return self.catalog.probation_passed(ledger)
         if ledger.next_step % max(1, self.every // 2):
             return []
-        everybody = self._ranks.gather(self.catalog.probation_passed(ledger))
-        return sorted(set.intersection(*map(set, everybody)))
+        return self._on_every_rank(self.catalog.probation_passed(ledger))
+
+    def _on_every_rank(self, steps: list[int]) -> list[int]:
+        return sorted(set.intersection(*map(set, self._ranks.gather(steps))))
 
     def _verify(self, steps: Sequence[int], ledger: Ledger) -> None:
         """Queues verifications, and the deletion of surplus checkpoints after the last of them."""
@@ -226,9 +233,11 @@ class CheckpointManager:
             return
         surplus = agreed(self._ranks, self.catalog.mark_good(steps, ledger))
         for step in steps:
-            on_verified = self._deletion(surplus) if step == steps[-1] else _nothing
             self._verifier.verify(
-                self.store, step, on_verified, nearest_only=step in self._in_memory_only
+                self.store,
+                step,
+                on_verified=self._deletion(surplus) if step == steps[-1] else None,
+                nearest_only=step in self._in_memory_only,
             )
             self._in_memory_only.discard(step)
 
@@ -347,9 +356,6 @@ class CheckpointManager:
         if failed:
             self._pending_quarantine.add(target)
 
-    def _write_pending_quarantine(self, tier: Any) -> None:
-        self._quarantined_late += self._pending_quarantine.write(tier)
-
     def _report_store_errors(self, now: int) -> None:
         """Reports errors of one tier that another tier has made up for."""
         trouble: Any = getattr(self.store, "trouble", list)
@@ -406,5 +412,23 @@ class CheckpointManager:
             self.warn(line)
 
 
-def _nothing(tier: Any) -> None:
-    """For a verification after which nothing is deleted."""
+class WaitLimit:
+    """The waiting time that is left. It is not refunded when the disk keeps up for once.
+
+    If it were, every other save would wait as long as the first.
+    """
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._waited = 0.0
+
+    def exceeded(self, store: Any) -> bool:
+        """Waits for the previous save; whether it is still being written when the time is up."""
+        began = time.monotonic()
+        left = MAX_WAIT + _WAIT_SHARE * (began - self._began) - self._waited
+        busy = getattr(store, "busy", False)
+        while busy and time.monotonic() < began + left:
+            time.sleep(0.001)
+            busy = getattr(store, "busy", False)
+        self._waited += time.monotonic() - began
+        return busy

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.runtime.rollback.host_state import ITEM, pickled_parts
-from healcore.runtime.store import StoreError, digest, listing, manifest, regular, structure
+from healcore.runtime.store import StoreError, files, inspection, manifest, structure
 from healcore.runtime.store.claim import LOCK
-from healcore.runtime.store.inspection import unmeant
-from healcore.runtime.store.listing import Found, Wrong
+from healcore.runtime.store.manifest import Found, Wrong
 from healcore.runtime.store.protocol import Saved
 from healcore.tools.probe.contents.contents import Contents, ProbeError, dotted
 from healcore.tools.probe.contents.formats import archives, open_contents
@@ -96,7 +95,7 @@ def _probe_other(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     if not contents.arrays:
         raise NothingToProbe(f"{path} is a {contents.format} without arrays: nothing to look at")
     found = check_finite(contents)
-    bad = unmeant(found.nonfinite, inputs.nonfinite_ok)
+    bad = inspection.unmeant(found.nonfinite, inputs.nonfinite_ok)
     checks = []
     if found.unreadable:
         checks.append(Check("readable", ERROR, "; ".join(found.unreadable[:3])))
@@ -123,11 +122,11 @@ def _probe_other(path: Path, inputs: CheckpointInputs) -> ProbeResult:
 
 def _archive(path: Path) -> tuple[Check | None, int]:
     """Torch's files are zip archives, with a CRC-32 of every record; and how many records."""
-    files = archives(path)
-    if not files:
+    archived = archives(path)
+    if not archived:
         return None, 0
     bad, records = [], 0
-    for file in files:
+    for file in archived:
         found = check_records(file)
         records += found.records
         if found.damage is not None:
@@ -162,27 +161,27 @@ class ProbedCheckpoint(NamedTuple):
 def is_store(path: Path) -> bool:
     """Whether a directory is a store's, or one checkpoint in it."""
     return path.is_dir() and (
-        listing.step_of(path) is not None
-        or any(listing.step_of(each) is not None for each in path.iterdir())
+        manifest.step_of(path) is not None
+        or any(manifest.step_of(each) is not None for each in path.iterdir())
     )
 
 
 def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
-    one = listing.step_of(path) is not None
+    one = manifest.step_of(path) is not None
     root = path.parent if one else path
 
     def wanted(folder: Path) -> bool:
-        of_step = inputs.step is None or listing.step_of(folder) == inputs.step
+        of_step = inputs.step is None or manifest.step_of(folder) == inputs.step
         return of_step and (not one or folder.name == path.name)
 
     try:
-        complete = listing.complete(root)
-        broken = [(at, wrong) for at, wrong in listing.incomplete(root) if wanted(at)]
-        problems = listing.problems(root)
+        complete = manifest.complete(root)
+        broken = [(at, wrong) for at, wrong in manifest.incomplete(root) if wanted(at)]
+        problems = manifest.problems(root)
     except (StoreError, OSError) as error:
         raise ProbeError(str(error)) from None
     probed = [
-        _probed(found, found is listing.newest(saves), inputs)
+        _probed(found, found is manifest.newest(saves), inputs)
         for saves in complete.values()
         for found in saves
         if wanted(found.folder)
@@ -228,14 +227,14 @@ def _damage(found: Found) -> list[Wrong]:
 
     def wrong(name: str) -> Wrong | None:
         try:
-            now = digest.file_digest(found.folder / name)
+            now = inspection.file_digest(found.folder / name)
         except OSError as error:
             return Wrong(name, f"cannot be read ({error.strerror})")
         if now != found.manifest.files[name]:
             return Wrong(name, "is not what was written: its digest differs")
         return None
 
-    compared = digest.mapped(wrong, sorted(found.manifest.files), found.manifest.bytes)
+    compared = inspection.mapped(wrong, sorted(found.manifest.files), found.manifest.bytes)
     return [each for each in compared if each is not None]
 
 
@@ -247,7 +246,7 @@ def _pickled_parts(folder: Path) -> tuple[str, ...]:
     found: list[str] = []
     for file in sorted(folder.glob("state*.json")):
         try:
-            for name, entry in json.loads(regular.read(file)).items():
+            for name, entry in json.loads(files.read(file)).items():
                 if name == ITEM:
                     found += pickled_parts(entry)
                 tree = "tree" in entry
@@ -268,12 +267,12 @@ def _digests(probed: list[ProbedCheckpoint], broken: list[tuple[Path, Wrong]]) -
     bad += [f"{at.name}: {wrong.file} {wrong.difference}" for at, wrong in broken]
     number = sum(1 for each in probed if each.damage) + len(broken)
     if not bad:
-        files = f"all {len(probed)} checkpoint{'s' * (len(probed) != 1)}"
+        which = f"all {len(probed)} checkpoint{'s' * (len(probed) != 1)}"
         message = "every file is what was written"
         if any(each.pickled for each in probed):
             # Whoever can write a pickle into a file can write its digest too.
             message = "every digest holds, which shows damage, not malice"
-        return Check("digests", PASS, f"{files}: {message}", 0, 0)
+        return Check("digests", PASS, f"{which}: {message}", 0, 0)
     # What a run has quarantined is known already.
     known = not broken and all(each.saved.status == "quarantined" for each in probed if each.damage)
     return Check("digests", WARN if known else FAIL, several(bad, "; "), number, 0)

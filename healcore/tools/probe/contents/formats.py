@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from healcore.extras import require
-from healcore.runtime.store import listing, manifest
+from healcore.runtime.store import manifest
 from healcore.tools.probe.contents.contents import Contents, Damaged, ProbeError
 from healcore.tools.probe.contents.safetensors import is_safetensors, read_safetensors
 from healcore.tools.probe.contents.saved_state import open_stored
@@ -58,9 +58,9 @@ def _file(path: Path) -> Contents:
 
 def _of_store(root: Path, step: int | None) -> Contents | None:
     """One checkpoint of a store; None if the directory is none."""
-    if not any(listing.step_of(each) is not None for each in root.iterdir()):
+    if not any(manifest.step_of(each) is not None for each in root.iterdir()):
         return None
-    saves = listing.counting(root)
+    saves = manifest.counting(root)
     if not saves or (step is not None and step not in saves):
         there = ", ".join(map(str, saves)) or "none"
         which = "complete checkpoint" if step is None else f"checkpoint of step {step}"
@@ -71,9 +71,9 @@ def _of_store(root: Path, step: int | None) -> Contents | None:
     contents = open_stored(found.folder, found.manifest.format)
     status = manifest.read_status(found.folder)
     # Those that the store itself skips count too.
-    complete = [each for same_step in listing.complete(root).values() for each in same_step]
+    complete = [each for same_step in manifest.complete(root).values() for each in same_step]
     quarantined = sum(manifest.read_status(each.folder) == "quarantined" for each in complete)
-    broken = len(listing.incomplete(root))
+    broken = len(manifest.incomplete(root))
     counts = [f"{quarantined} quarantined"] * bool(quarantined)
     counts += [f"{broken} not complete"] * bool(broken)
     others = f" ({', '.join(counts)})" if counts else ""

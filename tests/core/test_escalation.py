@@ -1,0 +1,220 @@
+"""Incidents, escalation, budgets and refunds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from healcore.core.engine import BudgetConfig, IncidentConfig, RollbackConfig, RuleConfig
+from healcore.core.verdict import Action, Cause
+from tests.core.stepping import Runner, ordered, watching
+
+BAD = int(Cause.NONFINITE_LOSS)
+CONFIG = watching(
+    "nonfinite", RuleConfig(BAD, action=int(Action.ROLLBACK | Action.CUT_LR))
+)._replace(
+    incident=IncidentConfig(quiet_steps=5, patience=10),
+    rollback=RollbackConfig(depth=1, deepen=2, region=50),
+    budget=BudgetConfig(recoveries=3, lr_cuts=2, refund_after=30),
+)
+
+
+def bad(steps: int, *at: int) -> np.ndarray:
+    losses = np.ones(steps)
+    losses[list(at)] = np.nan
+    return losses
+
+
+def depths(decisions) -> dict[int, int]:
+    return {i: int(d.rollback_depth) for i, d in enumerate(decisions) if d.rollback_depth}
+
+
+def test_one_incident_spends_one_attempt():
+    runner = Runner(CONFIG)
+    decisions = runner.feed(loss=bad(40, 10, 11, 12, 15, 18))
+    assert depths(decisions) == {10: 1}
+    assert runner.state.budget.recoveries == 2
+    assert runner.state.incident.number == 1
+
+
+def test_quiet_steps_end_it():
+    runner = Runner(CONFIG)
+    runner.feed(loss=bad(100, 10, 14))
+    assert runner.state.incident.number == 1
+    runner = Runner(CONFIG)
+    runner.feed(loss=bad(100, 10, 16, 22))
+    assert runner.state.incident.number == 3
+
+
+def test_the_second_in_the_region_goes_deeper_and_a_far_one_does_not():
+    assert depths(Runner(CONFIG).feed(loss=bad(200, 10, 40, 80, 150))) == {
+        10: 1,
+        40: 3,
+        80: 5,
+        150: 1,
+    }
+
+
+def test_alarms_that_go_on_after_patience_escalate():
+    decisions = Runner(CONFIG).feed(loss=bad(60, *range(20, 45)))
+    assert depths(decisions) == {20: 1, 31: 3, 42: 5}
+
+
+def test_an_exhausted_budget_stops_the_run_and_rolls_nothing_back():
+    runner = Runner(CONFIG._replace(budget=BudgetConfig(recoveries=2, refund_after=1 << 20)))
+    decisions = runner.feed(loss=bad(200, 10, 70, 130, 190))
+    assert list(depths(decisions)) == [10, 70]
+    assert np.flatnonzero(ordered(decisions, Action.STOP)).tolist() == [130, 190]
+    assert runner.state.budget.recoveries == 0
+
+
+# With no recovery left: stop where going on is worse than standing still, else an alert.
+
+FINITE = watching(
+    "loss_ceiling",
+    RuleConfig(int(Cause.DIVERGENCE), action=int(Action.ROLLBACK)),
+    ceiling=5.0,
+    first_steps=0,
+)._replace(
+    incident=IncidentConfig(quiet_steps=5, patience=10),
+    budget=BudgetConfig(recoveries=1, refund_after=1 << 20),
+)
+
+
+def where(decisions, action: Action) -> list[int]:
+    return np.flatnonzero(ordered(decisions, action)).tolist()
+
+
+def test_a_run_whose_numbers_are_finite_goes_on_with_an_alert():
+    losses = np.ones(100)
+    losses[[10, 30, 50]] = 9.0
+    runner = Runner(FINITE)
+    decisions = runner.feed(loss=losses)
+    assert where(decisions, Action.ROLLBACK) == [10]
+    assert where(decisions, Action.ALERT) == [30, 50]
+    assert where(decisions, Action.STOP) == []
+    assert depths(decisions) == {10: 1}
+    assert runner.state.budget.recoveries == 0
+
+
+def test_the_alert_comes_once_per_rung_not_at_each_step():
+    losses = np.ones(100)
+    losses[10] = 9.0
+    losses[30:60] = 9.0
+    decisions = Runner(FINITE).feed(loss=losses)
+    assert where(decisions, Action.ALERT) == [30, 41, 52]
+
+
+@pytest.mark.parametrize("cuts", [0, 4])
+def test_nothing_finite_stops_it_whatever_else_could_be_cut(cuts):
+    config = CONFIG._replace(budget=BudgetConfig(recoveries=0, lr_cuts=cuts))
+    decisions = Runner(config).feed(loss=bad(30, 10))
+    assert where(decisions, Action.STOP) == [10]
+    assert where(decisions, Action.ALERT) == []
+
+
+def test_one_nan_within_a_finite_trouble_is_what_it_is_asked_at():
+    """The cause of the step at which the recovery is wanted counts, not what was before."""
+    both = RuleConfig(
+        int(Cause.DIVERGENCE | Cause.NONFINITE_LOSS), action=int(Action.ROLLBACK), consecutive=2
+    )
+    base = FINITE._replace(
+        detectors=(*watching("nonfinite").detectors, *FINITE.detectors),
+        rules=(both,),
+        budget=BudgetConfig(recoveries=0),
+    )
+    losses = np.ones(20)
+    losses[[5, 6]] = np.nan, 9.0
+    decisions = Runner(base).feed(loss=losses)
+    assert (where(decisions, Action.STOP), where(decisions, Action.ALERT)) == ([], [6])
+    losses[[5, 6]] = 9.0, np.nan
+    decisions = Runner(base).feed(loss=losses)
+    assert (where(decisions, Action.STOP), where(decisions, Action.ALERT)) == ([6], [])
+
+
+def growing(runs: int) -> dict[str, np.ndarray]:
+    """Loss and norm that double for eight steps, again and again, each time from calm."""
+    grown = np.tile(np.r_[np.zeros(42), 2.0 ** np.arange(8)], runs)
+    return {"loss": 2 + grown, "grad_norm": 1 + 30 * grown}
+
+
+INSTABLE = int(Cause.INSTABILITY)
+
+
+def unstable(*rules: RuleConfig, **budget: int):
+    return watching("instability", *rules)._replace(
+        incident=IncidentConfig(quiet_steps=5, patience=1000),
+        budget=BudgetConfig(refund_after=1 << 20, **budget),
+    )
+
+
+def test_weights_that_get_worse_stop_it_where_no_rule_can_cut():
+    config = unstable(RuleConfig(INSTABLE, action=int(Action.ROLLBACK)), recoveries=1, lr_cuts=4)
+    decisions = Runner(config).feed(**growing(3))
+    assert len(where(decisions, Action.ROLLBACK)) == 1
+    assert len(where(decisions, Action.STOP)) == 2
+    assert where(decisions, Action.ALERT) == []
+
+
+def test_weights_that_get_worse_go_on_while_a_cut_is_left():
+    """Also at the step of the last cut: what it does is not known yet."""
+    both = RuleConfig(INSTABLE, action=int(Action.ROLLBACK | Action.CUT_LR))
+    decisions = Runner(unstable(both, recoveries=1, lr_cuts=3)).feed(**growing(5))
+    recovered, cut, alert, stop = (
+        where(decisions, action)
+        for action in (Action.ROLLBACK, Action.CUT_LR, Action.ALERT, Action.STOP)
+    )
+    assert [len(each) for each in (recovered, cut, alert, stop)] == [1, 3, 2, 2]
+    assert cut == recovered + alert
+    assert alert[-1] < stop[0]
+
+
+def test_rollbacks_are_counted_where_they_are_carried_out():
+    runner = Runner(CONFIG)
+    saved = runner.state
+    runner.feed(loss=bad(12, 10))
+    assert runner.engine.metrics(runner.state)["heal/rollbacks"] == 0
+    runner.state = runner.engine.on_rollback(runner.state, saved, xp=np)
+    assert runner.engine.metrics(runner.state)["heal/rollbacks"] == 1
+    runner.feed(loss=bad(30, 20))
+    assert runner.engine.metrics(runner.state)["heal/rollbacks"] == 1
+
+
+def test_a_refund_after_long_health_and_never_above_the_full_purse():
+    runner = Runner(CONFIG)
+    runner.feed(loss=bad(20, 10))
+    assert runner.state.budget.recoveries == 2
+    # 10 + 5 quiet steps: the first healthy one is 15, the thirtieth 44.
+    runner.feed(loss=bad(24))
+    assert runner.state.budget.recoveries == 2
+    runner.feed(loss=bad(1))
+    assert runner.state.budget.recoveries == 3
+    runner.feed(loss=bad(200))
+    assert runner.state.budget.recoveries == 3
+    assert runner.state.budget.lr_cuts == 2
+
+
+def test_cuts_have_a_budget_of_their_own():
+    decisions = Runner(CONFIG).feed(loss=bad(50, 5, 15, 25))
+    assert np.flatnonzero(ordered(decisions, Action.CUT_LR)).tolist() == [5, 15]
+    assert len(depths(decisions)) == 3
+
+
+def test_a_cause_that_is_only_told_opens_no_incident():
+    config = watching(
+        "plateau",
+        RuleConfig(int(Cause.PLATEAU), action=int(Action.ALERT)),
+        window=10,
+        patience=1,
+    )
+    runner = Runner(config)
+    runner.feed(loss=np.ones(100))
+    assert runner.state.tally.alarms > 0
+    assert runner.state.incident.number == 0
+    assert not runner.state.incident.open
+
+
+def test_a_stop_rule_stops():
+    config = watching("nonfinite", RuleConfig(BAD, action=int(Action.STOP), consecutive=4))
+    decisions = Runner(config).feed(loss=bad(20, 5, 6, 7, 8))
+    assert np.flatnonzero(ordered(decisions, Action.STOP)).tolist() == [8]
