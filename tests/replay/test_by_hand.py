@@ -242,9 +242,9 @@ def test_the_first_rollback_of_an_incident_is_what_would_have_happened(tmp_path)
     assert "would roll back (if that had not helped: it would stop)" in outcome(second)
     told = facts(summary, "numpy")
     assert told["rollbacks"] == "2, and 2 more if rollbacks had not helped, 1 beyond the budget"
-    assert told["cuts of the learning rate"] == "2, and 2 more had going back not helped"
+    assert told["cuts of the learning rate"] == "2, and 2 more if rollbacks had not helped"
     assert told["smallest learning-rate multiplier"] == (
-        f"{summary.lowest_lr_first:g}, or {summary.lowest_lr:g} had going back not helped"
+        f"{summary.lowest_lr_first:g}, or {summary.lowest_lr:g} if rollbacks had not helped"
     )
 
 

@@ -16,7 +16,7 @@ from healcore.tools.traces import Rows, Trace
 
 _CURVES = ("loss", "grad_norm")
 _MOST_HELD = 50_000
-_UNHELPED = "had going back not helped"
+_UNHELPED = "if rollbacks had not helped"
 
 
 class ReplayReport:
