@@ -33,11 +33,10 @@ from healcore.runtime.rollback.host_state import HostState
 from healcore.runtime.rollback.journal import NAME, Journal
 from healcore.runtime.rollback.manager import RollbackManager
 from healcore.runtime.store import CheckpointStore, Keep, Saved, StoreError
-from healcore.runtime.store.claim import Claim, claim
+from healcore.runtime.store.claim import Claim, claim, open_to_others
 from healcore.runtime.store.memory import MemoryStore
-from healcore.runtime.store.permissions import open_to_others
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_first
-from healcore.runtime.store.room import fits
+from healcore.runtime.store.snapshot import fits
 
 _logger = logging.getLogger("healcore")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from healcore.torch import norms
+from healcore.torch import gradients
 
 CPU = torch.device("cpu")
 
 
 def norm(*grads: torch.Tensor) -> float:
-    found = norms.total(norms.per_tensor(grads), CPU)
+    found = gradients.total_norm(gradients.norms(grads), CPU)
     assert found.dtype is torch.float32
     assert found.shape == ()
     return float(found)
@@ -37,7 +37,7 @@ def test_bfloat16_loses_no_digits():
 
 
 def test_a_large_tensor_is_summed_in_pieces():
-    grad = torch.rand(20 * norms.CHUNK + 16) + 5
+    grad = torch.rand(20 * gradients.CHUNK + 16) + 5
     assert norm(grad) == pytest.approx(float(grad.double().norm()), rel=1e-6)
     assert norm(grad.view(16, -1).t()) == pytest.approx(norm(grad), rel=1e-6)
 
@@ -63,14 +63,14 @@ def test_mixed_dtypes_complex_and_empty():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_bad_number_shows(bad: float, dtype: torch.dtype):
-    grad = torch.zeros(norms.CHUNK + 5, dtype=dtype)
+    grad = torch.zeros(gradients.CHUNK + 5, dtype=dtype)
     grad[-1] = bad
     assert not torch.isfinite(torch.tensor(norm(torch.ones(3), grad)))
 
 
 def test_a_vector_has_zero_where_there_is_no_gradient():
-    each = norms.per_tensor([torch.ones(4), torch.ones(9)])
-    assert norms.vector([each[0], None, each[1]], CPU).tolist() == [2.0, 0.0, 3.0]
+    each = gradients.norms([torch.ones(4), torch.ones(9)])
+    assert gradients.norm_vector([each[0], None, each[1]], CPU).tolist() == [2.0, 0.0, 3.0]
 
 
 def test_dtensors_mix_with_plain_tensors():
@@ -86,7 +86,7 @@ def test_dtensors_mix_with_plain_tensors():
         plain = [torch.randn(8, 4), torch.randn(8, 4).bfloat16(), torch.randn(3)]
         mixed = [distribute_tensor(g, mesh, [Shard(0)]) for g in plain[:2]] + plain[2:]
         assert norm(*mixed) == pytest.approx(norm(*plain), rel=1e-6)
-        vector = norms.vector(norms.per_tensor(mixed), CPU)
-        torch.testing.assert_close(vector, norms.vector(norms.per_tensor(plain), CPU))
+        vector = gradients.norm_vector(gradients.norms(mixed), CPU)
+        torch.testing.assert_close(vector, gradients.norm_vector(gradients.norms(plain), CPU))
     finally:
         dist.destroy_process_group()
