@@ -13,9 +13,9 @@ from healcore.runtime.data.cursor import Loader
 from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.hooks import Hook, Hooks
+from healcore.runtime.loop.lifecycle import close
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.setup import Options, open_run
-from healcore.runtime.loop.shutdown import close
 from healcore.runtime.store import CheckpointStore, Keep
 from healcore.runtime.store.ranks import Ranks
 
