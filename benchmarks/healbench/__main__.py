@@ -78,13 +78,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--jobs", type=int, metavar="N", default=_cores(), help="processes (default: cores)")
     add("--limit", type=float, metavar="SECONDS", default=LIMIT_S, help="for one run (%(default)g)")
     add("--results", type=Path, metavar="DIR", default=RUNS, help="where runs are kept")
-    add("--report", action="store_true", help="run nothing, only write the tables anew")
+    add("--report", action="store_true", help="run nothing, only write the tables again")
     add(
         "--again",
         choices=AGAIN,
         nargs="?",
         const="all",
-        help="run anew what is kept: all of it, what failed, or what other sources have made",
+        help="run again what is kept: all of it, what failed, or what other sources have made",
     )
     return parser
 

@@ -41,7 +41,7 @@ class Job:
     arm: str
     seed: int
     policy: str = ""
-    """Fingerprint of the arm's policy, so that a changed policy runs anew; empty: it has none."""
+    """Fingerprint of the arm's policy, so that a changed policy runs again; empty: it has none."""
 
 
 @dataclass(frozen=True)

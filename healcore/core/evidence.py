@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,16 +26,19 @@ class Evidence(NamedTuple):
     """L2, float32, before clipping; NaN and Inf are evidence."""
 
 
-def standouts(norms: np.ndarray, usual: np.ndarray | None) -> list[int]:
-    """Indices of the tensors to look at: not finite first, then by how many times the usual norm.
+def evidence(
+    norms: np.ndarray, usual: np.ndarray | None, names: Sequence[str]
+) -> tuple[Evidence, ...]:
+    """The tensors to look at: not finite first, then by how many times the usual norm.
 
     Args:
         norms: float32 (n,), L2 norms of the gradients in the step with the alarm.
         usual: (n,), those of the last step without one; 0: not known; None: there was none.
+        names: of the n tensors.
     """
     usual = np.zeros_like(norms) if usual is None else usual
     with np.errstate(all="ignore"):
         ratios = np.where(usual > 0, norms / usual, 0.0)
     ratios[~(norms <= numerics.HUGE)] = np.inf  # no step may have these
     worst = np.argsort(-ratios, kind="stable")[:MOST]
-    return [int(i) for i in worst if ratios[i] >= STANDS_OUT]
+    return tuple(Evidence(names[i], float(norms[i])) for i in worst if ratios[i] >= STANDS_OUT)

@@ -45,7 +45,7 @@ class ShiftState(NamedTuple):
 
 
 class Shift(NamedTuple):
-    """What the watch says of one value."""
+    """Whether one value shows that the level has shifted."""
 
     escaped: Any
     """bool: the level has shifted; take `level` and `spread` as the new baseline."""
@@ -84,9 +84,9 @@ def update(
     run = xp.where(restart, 0, state.run)
     first = rejected & (run == 0)
     active = learn & (rejected | (run > 0))
-    paid = run - config.forgive
-    calmer = xp.where(paid > 0, paid, 0)
-    run = xp.where(rejected, run + config.gain, xp.where(learn, calmer, run))
+    lower = run - config.forgive
+    lower = xp.where(lower > 0, lower, 0)
+    run = xp.where(rejected, run + config.gain, xp.where(learn, lower, run))
 
     before = xp.where(first, value, state.level)
     deviation = value - before

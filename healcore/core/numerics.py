@@ -106,7 +106,7 @@ def ema(mean: Any, value: Any, rate: Any, learn: Any, *, xp: Any) -> Any:
 def shared(x: Any, *, xp: Any) -> Any:
     """`x` itself: a bool, or an int32 from 0 to a million, that many results depend on.
 
-    For a compiler that would compute it anew for each of them (`healcore.jax.namespace`).
+    For a compiler that would compute it again for each of them (`healcore.jax.namespace`).
     """
     return xp.shared(x) if hasattr(xp, "shared") else x
 

@@ -221,9 +221,9 @@ class Tape:
 
     def program(self, patterns: list[str], result: Any) -> Callable[..., Any]:
         """Everything that the result needs, as a function."""
-        told = self._written(result)
+        template, places = self._written(result)
         uses = [0] * len(self._lines)
-        for name in told[1]:
+        for name in places:
             uses[name] += 1
         for place in reversed(range(len(self._lines))):
             if uses[place]:
@@ -241,7 +241,7 @@ class Tape:
                 inlined[f"v{place}"] = (f"({line})", depth)
             else:
                 body.append(f"v{place} = {line}")
-        answer = told[0].format(*(inlined.get(f"v{at}", (f"v{at}", 0))[0] for at in told[1]))
+        answer = template.format(*(inlined.get(f"v{at}", (f"v{at}", 0))[0] for at in places))
         arguments = [f"tree{i}" for i in range(len(patterns))]
         unpacked = [f"{p} = {a}" for p, a in zip(patterns, arguments, strict=True)]
         constants = [f"{name}={name}" for name in self._constants]  # defaults: found as locals
@@ -286,7 +286,7 @@ def _sample(value: Any) -> Any:
 
 
 def _like(value: Any, other: Any) -> Any:
-    """A Python number as NumPy would take it beside another scalar: in that one's dtype."""
+    """A Python number in the dtype that NumPy gives it in an operation with another scalar."""
     if not isinstance(value, (int, float)) or isinstance(value, np.generic):
         return value
     if type(other) is np.float32:

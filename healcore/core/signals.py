@@ -11,7 +11,7 @@ from healcore.core.errors import HealcoreError
 
 
 class SignalError(HealcoreError, ValueError):
-    """A signal that cannot be one: the message says which, what was received, what to pass."""
+    """A signal of a wrong type or shape: the message names it, what was received, what to pass."""
 
 
 class Signals(NamedTuple):
@@ -54,7 +54,7 @@ class Observed(NamedTuple):
     """bool or None: a gradient norm is NaN, infinite, above 1e15 or negative."""
     bad_update: Any
     """bool or None: the update's norm is."""
-    sound: Any
+    finite: Any
     """bool: every signal is finite, so that this step may teach the baselines."""
     has_eval: Any
     """bool or None: this step carries an evaluation."""
@@ -74,27 +74,27 @@ def observe(signals: Signals, restart: Any, *, xp: Any) -> Observed:
         restart: bool array, see `Observed.restart`.
         xp: the array namespace.
     """
-    sound = restart | True
+    finite = restart | True
     bad_loss = bad_grad = bad_update = has_eval = None
     loss, norm, update, evaluation = signals.loss, signals.grad_norm, None, None
     groups = signals.group_norms
     if loss is not None:
         fine = xp.isfinite(loss)
-        bad_loss, sound = ~fine, sound & fine
+        bad_loss, finite = ~fine, finite & fine
         loss = numerics.bounded(loss, fine, xp=xp)
     if norm is not None:
         fine = _is_norm(norm)
-        bad_grad, sound = ~fine, sound & fine
+        bad_grad, finite = ~fine, finite & fine
         norm = numerics.bounded(norm, fine, xp=xp)
     if groups is not None:
         each = _is_norm(groups)
         bad = xp.sum(xp.astype(~each, xp.int32), axis=-1) > 0
         bad_grad = bad if bad_grad is None else bad_grad | bad
-        sound = sound & ~bad
+        finite = finite & ~bad
         groups = numerics.bounded(groups, each, xp=xp)
     if signals.update_norm is not None:
         fine = _is_norm(signals.update_norm)
-        bad_update, sound = ~fine, sound & fine
+        bad_update, finite = ~fine, finite & fine
         update = numerics.bounded(signals.update_norm, fine, xp=xp)
     rate = signals.learning_rate
     if rate is not None:
@@ -111,7 +111,7 @@ def observe(signals: Signals, restart: Any, *, xp: Any) -> Observed:
         bad_loss=bad_loss,
         bad_grad=bad_grad,
         bad_update=bad_update,
-        sound=sound,
+        finite=finite,
         has_eval=has_eval,
         restart=restart,
         learning_rate=rate,

@@ -1,4 +1,4 @@
-"""What a detector says (`Cause`, `Reading`) and what the engine orders (`Action`, `Decision`)."""
+"""What a detector returns (`Cause`, `Reading`) and the engine orders (`Action`, `Decision`)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def flag(condition: Any, flags: int, *, xp: Any) -> Any:
 
 
 class Reading(NamedTuple):
-    """One detector's word on one step. All 0-d arrays (or of the batch's shape)."""
+    """One detector's result for one step. All 0-d arrays (or of the batch's shape)."""
 
     alarm: Any
     """bool: this step is out of line."""

@@ -3,7 +3,7 @@
 A plain mean over the first 25 norms is what ZClip publishes. One norm of x1000 among them makes
 the baseline so high that nothing looks like a spike for hundreds of steps. So while warming up a
 norm above ten times the mean so far enters as ten times the mean, and one below a tenth of it
-begins the warm-up anew: then it was the first ones that were out of line. Norms within a factor of
+starts the warm-up again: then the first norms were the outliers. Norms within a factor of
 ten of their mean, which is all that the published rule is meant for, are averaged as published.
 """
 

@@ -281,7 +281,7 @@ class GradCeiling(Table):
             yield Conflict(
                 ("sustain",),
                 self.sustain,
-                f"at most escape, which is {self.escape}: by then the first norms are counted anew",
+                f"at most escape, which is {self.escape}: then the first norms are counted again",
                 f"sustain = {self.escape}, or a longer escape",
             )
 

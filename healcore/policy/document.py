@@ -20,7 +20,7 @@ SCHEMA = 1
 """Version of the file format that this release reads and writes."""
 
 
-_PAID = (("rollback", "recoveries"), ("cut_lr", "lr_cuts"))
+_BUDGETED = (("rollback", "recoveries"), ("cut_lr", "lr_cuts"))
 
 
 def _entries(value: Any) -> Any:
@@ -34,7 +34,7 @@ class Policy(Table):
     """What to watch, what to do about it, and how often.
 
     Frozen and hashable. Two policies are equal when every value in them is. Made by
-    `healcore.policy.load`, whose errors say what to write instead; built by hand it raises
+    `healcore.policy.load`, whose errors name what to write instead; built by hand it raises
     pydantic's `ValidationError`.
     """
 
@@ -73,17 +73,17 @@ class Policy(Table):
                         "and a rule hears the cause, not the detector",
                         f'to = ["{cause}", "{other}"], or only one of the two tables',
                     )
-            for action, purse in _PAID:
-                if action in rule.do and getattr(self.budget, purse) == 0:
+            for action, budget in _BUDGETED:
+                if action in rule.do and getattr(self.budget, budget) == 0:
                     yield Conflict(
                         ("respond", i, "do", rule.do.index(action)),
                         action,
-                        f"an action that is paid for; budget.{purse} is 0",
-                        f"budget.{purse} = 3, or drop {action!r} from the rule",
+                        f"an action that needs a budget; budget.{budget} is 0",
+                        f"budget.{budget} = 3, or drop {action!r} from the rule",
                     )
 
     def _mistaken_for(self, cause: str, named: tuple[str, ...]) -> Iterator[str]:
-        """Detectors that are on, raise the flags of `cause`, and are not named beside it."""
+        """Detectors that are on, raise the flags of `cause`, and are not named next to it."""
         flags = CAUSES[cause]
         for other in DETECTORS:
             if other in named or other == detector_of(cause) or not CAUSES[other] & flags:

@@ -143,7 +143,7 @@ def _no_preset(name: str) -> PolicyError:
 
 
 def _read(path: str | os.PathLike[str]) -> str:
-    """The file's text, or a PolicyError in words."""
+    """The file's text; raises `PolicyError`."""
     name = os.fsdecode(path)
     try:
         with Path(path).open("rb") as file:

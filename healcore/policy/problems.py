@@ -19,7 +19,7 @@ from healcore.policy.values import NONE
 Path = tuple[str | int, ...]
 
 _MOST_TOLD = 100
-"""Problems that are told: for each the keys of the format are searched for one like it."""
+"""Problems that are reported: for each the keys of the format are searched for one like it."""
 
 _EXAMPLES = {
     "schema": "schema = 1",
@@ -35,12 +35,12 @@ _SEES, _DOES = "that this version of healcore sees", "that this version of healc
 _NOT_CARRIED_OUT = {
     ("retry",): f"a table {_DOES}",
     ("budget", "shrinks"): f"a key {_DOES}",
-    **{("to", word): f"a cause {_SEES}" for word in ("oom", "data", "network", "hang", "unknown")},
+    **{("to", name): f"a cause {_SEES}" for name in ("oom", "data", "network", "hang", "unknown")},
     **{
-        ("do", word): f"an action {_DOES}" for word in ("shrink_microbatch", "clear_cache", "retry")
+        ("do", name): f"an action {_DOES}" for name in ("shrink_microbatch", "clear_cache", "retry")
     },
 }
-"""What later versions may have, and nothing carries out yet: key, or list and word -> rule."""
+"""What later versions may have, and nothing carries out yet: key, or list and entry -> rule."""
 
 
 def problems_in(error: ValidationError) -> tuple[Problem, ...]:
@@ -72,14 +72,14 @@ def _problems(detail: ErrorDetails) -> Iterator[Problem]:
         received = detail["input"].get("kind") if isinstance(detail["input"], dict) else None
         rule = "one of " + ", ".join(f'"{name}"' for name in KINDS)
         value = "" if received is None else shown(received)
-        words = [] if received is None else list(KINDS)
-        close = difflib.get_close_matches(str(received), words, n=1, cutoff=0.6) or ["zclip"]
+        choices = [] if received is None else list(KINDS)
+        close = difflib.get_close_matches(str(received), choices, n=1, cutoff=0.6) or ["zclip"]
         yield Problem(dotted((*path, "kind")), value, rule, f"kind = {shown(close[0])}")
     elif kind == "rule":
         received = detail["input"]
         if "entry" in context:
             path, received = (*path, context["entry"]), received[context["entry"]]
-        rule, write = context["rule"], _instead(path, table, received, context.get("words", ()))
+        rule, write = context["rule"], _instead(path, table, received, context.get("choices", ()))
         planned = (*path[-2:-1], received) if isinstance(received, str) else ()
         if planned in _NOT_CARRIED_OUT:
             rule = _NOT_CARRIED_OUT[planned]
@@ -157,13 +157,13 @@ def _places() -> Iterator[tuple[str, list[str]]]:
                 yield f"[detect.{part}]", _keys(_tables(inner.annotation)[0])
 
 
-def _instead(path: Path, table: type[Table], received: Any, words: tuple[str, ...]) -> str:
-    """A line that would be right: the closest word, the same number as a whole, or the default."""
-    close = difflib.get_close_matches(str(received), words, n=1, cutoff=0.6)
+def _instead(path: Path, table: type[Table], received: Any, choices: tuple[str, ...]) -> str:
+    """A line that would be right: the closest choice, the number as a whole, or the default."""
+    close = difflib.get_close_matches(str(received), choices, n=1, cutoff=0.6)
     if isinstance(path[-1], int):  # an entry of a list
-        if received in words:
+        if received in choices:
             return "drop the second one"
-        return shown(close[0]) if close else "one of these" if words else "a string in quotes"
+        return shown(close[0]) if close else "one of these" if choices else "a string in quotes"
     key = path[-1]
     if key in _EXAMPLES:
         return _EXAMPLES[key]

@@ -52,7 +52,7 @@ class Respond(Table):
     when: When = When()
 
     def config(self) -> RuleConfig:
-        """The core's rule: words become flags."""
+        """The core's rule: names become flags."""
         causes = action = 0
         for name in self.to:
             causes |= int(CAUSES[name])

@@ -1,4 +1,4 @@
-"""The kinds of value a policy holds, each with its rule in words.
+"""The kinds of value a policy holds, each with its rule as text.
 
 Numbers reach the core as float32, in every backend, so a range has to hold for the float32 too:
 0.99999999 lies in (0, 1) and its float32 is 1.
@@ -16,7 +16,7 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 NONE = "none"
-"""How TOML, which has no null, says that a limit is absent."""
+"""An absent limit in TOML, which has no null."""
 
 _SMALLEST = float(np.finfo(np.float32).tiny)
 _LARGEST = float(np.finfo(np.float32).max)
@@ -26,8 +26,8 @@ def broken(rule: str, **more: Any) -> PydanticCustomError:
     """The error of a value that breaks `rule`; `problems` turns it into a `Problem`.
 
     Args:
-        rule: What the value has to be, in words.
-        **more: `words`: what it may be; `entry`: index of the wrong entry of a list.
+        rule: What the value has to be.
+        **more: `choices`: what it may be; `entry`: index of the wrong entry of a list.
     """
     return PydanticCustomError("rule", "must be {rule}", {"rule": rule, **more})
 
@@ -65,7 +65,7 @@ class Number(_Checked):
 
     @property
     def rule(self) -> str:
-        """The rule in words."""
+        """The rule as text."""
         return "a finite number" + _bounds(self) + (f', or "{NONE}"' if self.none else "")
 
     def check(self, value: Any) -> float | None:
@@ -99,7 +99,7 @@ class Whole(_Checked):
 
     @property
     def rule(self) -> str:
-        """The rule in words."""
+        """The rule as text."""
         if self.least == self.most:
             return str(self.least)
         return f"a whole number from {self.least} to {self.most}"
@@ -116,24 +116,24 @@ class Whole(_Checked):
 
 @dataclass(frozen=True)
 class OneOf(_Checked):
-    """One of a few words."""
+    """One of a few strings."""
 
-    words: tuple[str, ...]
+    choices: tuple[str, ...]
 
     @property
     def rule(self) -> str:
-        """The rule in words."""
-        return "one of " + ", ".join(f'"{word}"' for word in self.words)
+        """The rule as text."""
+        return "one of " + ", ".join(f'"{each}"' for each in self.choices)
 
     def check(self, value: Any) -> str:
-        """Returns the word."""
-        if not isinstance(value, str) or value not in self.words:
-            raise broken(self.rule, words=self.words)
+        """Returns the string."""
+        if not isinstance(value, str) or value not in self.choices:
+            raise broken(self.rule, choices=self.choices)
         return value
 
     @classmethod
     def of(cls, literal: Any) -> OneOf:
-        """The words of a `Literal[...]`, so that types and validation cannot drift apart."""
+        """The strings of a `Literal[...]`, so that types and validation cannot drift apart."""
         return cls(get_args(literal))
 
 
@@ -145,7 +145,7 @@ class Text(_Checked):
 
     @property
     def rule(self) -> str:
-        """The rule in words."""
+        """The rule as text."""
         return "a string" if self.empty else "a string that is not empty, on one line"
 
     def check(self, value: Any) -> str:
@@ -183,7 +183,7 @@ class Listed(_Checked):
 
     @property
     def rule(self) -> str:
-        """The rule in words."""
+        """The rule as text."""
         what = "a list" if self.empty else "a list that is not empty"
         return f"{what}, of: {self.kind.rule}"
 
@@ -197,7 +197,7 @@ class Listed(_Checked):
             except PydanticCustomError as error:
                 raise broken(**{**(error.context or {}), "entry": i}) from error
             if entry in value[:i]:
-                raise broken("in the list once; it is there already", entry=i, words=value[:i])
+                raise broken("in the list once; it is there already", entry=i, choices=value[:i])
         return tuple(value)
 
 
@@ -211,9 +211,9 @@ def _inside(bounds: Number, value: float) -> bool:
 
 
 def _bounds(bounds: Number) -> str:
-    words = [
-        f"{word} {value:g}"
-        for word, value in (
+    limits = [
+        f"{name} {value:g}"
+        for name, value in (
             ("above", bounds.above),
             ("of at least", bounds.least),
             ("below", bounds.below),
@@ -221,7 +221,7 @@ def _bounds(bounds: Number) -> str:
         )
         if value is not None
     ]
-    return f" {' and '.join(words)}" if words else ""
+    return f" {' and '.join(limits)}" if limits else ""
 
 
 Positive = Annotated[float, Number(above=0)]

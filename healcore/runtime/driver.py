@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from healcore.core.engine import Engine
+from healcore.core.engine import Engine, StateError
 from healcore.core.errors import HealcoreError
 from healcore.core.step_record import StepRecord
 from healcore.runtime.store.protocol import CheckpointStore
@@ -44,11 +44,24 @@ class Generators(Protocol):
         ...
 
 
+def check_engines(engines: Iterable[str], present: Iterable[str]) -> None:
+    """Raises StateError unless all of these engines are among those of the run."""
+    known = list(present)
+    for name in engines:
+        if name not in known:
+            raise StateError(
+                f"there is no engine named {name!r} in this run, there is {', '.join(known)}: "
+                "pass the healing state of a run with the same optimizers"
+            )
+
+
 class Driver(Protocol):
     """One framework's part of a healed run."""
 
     framework: str
     """`torch` or `jax`."""
+    warnings: list[str]
+    """Lines to log, oldest first; the run logs them and empties the list."""
 
     def items(self) -> dict[str, Any]:
         """The live state to save, without engines: name -> tree, or object with `state_dict`.

@@ -86,7 +86,7 @@ def core_run(config: EngineConfig, trace: Signals, *, groups: int = 0) -> Told:
 def growing_run(
     config: EngineConfig, trace: Signals, stops: Iterable[int], *, groups: int = 0
 ) -> Iterator[Told]:
-    """The same, told anew after each of these numbers of steps: all from the first step on."""
+    """The same, told again after each of these numbers of steps: all from the first step on."""
     engine = Engine(config)
     state, rows = engine.init(groups=groups, batch=lanes_of(trace)[1:]), []
     for stop in stops:

@@ -30,7 +30,7 @@ BOUNDED: dict[str, Any] = {
 
 
 def number(low: float, high: float) -> st.SearchStrategy[float]:
-    """A float32 in [low, high], so that no backend rounds it anew."""
+    """A float32 in [low, high], so that no backend rounds it again."""
     return st.floats(low, high, width=32)
 
 

@@ -111,9 +111,9 @@ def test_a_rollback_keeps_budgets_and_the_cut_and_takes_the_detectors_back():
 
 
 def test_going_back_to_the_same_place_goes_deeper():
-    from tests.core.test_ladder import CONFIG as LADDER
+    from tests.core.test_escalation import CONFIG as ESCALATION
 
-    runner = Runner(LADDER)
+    runner = Runner(ESCALATION)
     runner.feed(loss=np.ones(20))
     saved = runner.state
     found = []

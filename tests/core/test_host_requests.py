@@ -13,8 +13,8 @@ from healcore.core.tree import leaves, map_leaves
 from healcore.core.verdict import Action, Cause
 from tests.core import fuzz, oracle, policies
 from tests.core.stepping import Runner, ordered
-from tests.core.test_ladder import CONFIG as LADDER
-from tests.core.test_ladder import bad, depths
+from tests.core.test_escalation import CONFIG as ESCALATION
+from tests.core.test_escalation import bad, depths
 
 
 def same(a, b) -> bool:
@@ -53,27 +53,27 @@ def test_the_attempt_is_back_and_nothing_else_is_touched():
 
 
 def test_the_next_trouble_is_another_incident_at_the_first_depth():
-    runner = Runner(LADDER)
+    runner = Runner(ESCALATION)
     decisions = declining(runner, bad(60, 10, 20, 30, 40))
     assert depths(decisions) == {10: 1, 20: 1, 30: 1, 40: 1}, "never deeper: nothing was tried"
-    assert depths(Runner(LADDER).feed(loss=bad(60, 10, 20, 30, 40))) == {10: 1, 20: 3, 30: 5}
+    assert depths(Runner(ESCALATION).feed(loss=bad(60, 10, 20, 30, 40))) == {10: 1, 20: 3, 30: 5}
     assert runner.state.incident.number == 4
     assert runner.state.budget.recoveries == 3
     assert runner.state.tally.rollbacks == 0
 
 
 def test_what_is_declined_never_uses_up_the_budget():
-    config = LADDER._replace(budget=BudgetConfig(recoveries=1, lr_cuts=0, refund_after=1 << 20))
+    config = ESCALATION._replace(budget=BudgetConfig(recoveries=1, lr_cuts=0, refund_after=1 << 20))
     runner = Runner(config)
     decisions = declining(runner, bad(400, *range(10, 400, 3)))
-    asked = len(range(10, 400, 3)) / LADDER.incident.patience
+    asked = len(range(10, 400, 3)) / ESCALATION.incident.patience
     assert asked / 2 < len(depths(decisions)) <= asked + 1, "once in `patience` alarms"
     assert not ordered(decisions, Action.STOP).any()
     assert runner.state.budget.recoveries == 1
 
 
 def test_two_declines_give_nothing_more_than_the_budget():
-    runner = Runner(LADDER)
+    runner = Runner(ESCALATION)
     runner.feed(loss=bad(12, 10))
     for _ in range(5):
         runner.state = runner.engine.decline(runner.state, xp=np)
@@ -81,7 +81,7 @@ def test_two_declines_give_nothing_more_than_the_budget():
 
 
 def test_a_cut_that_was_ordered_with_it_stays():
-    runner = Runner(LADDER)
+    runner = Runner(ESCALATION)
     decisions = declining(runner, bad(12, 10))
     assert ordered(decisions, Action.CUT_LR)[10]
     assert runner.state.lr.scale == np.float32(0.5)
@@ -126,7 +126,7 @@ def test_a_cut_that_the_host_asks_for_is_one_of_the_engines_own(rate):
     """The same multiplier, budget and tally as when a rule cuts at that step."""
     lr = LrConfig(factor=0.25, floor=0.01, hold_steps=3, ramp_steps=8, ceiling=0.5)
     budget = BudgetConfig(recoveries=3, lr_cuts=1, refund_after=1 << 20)
-    plain = LADDER._replace(lr=lr, budget=budget, rules=())
+    plain = ESCALATION._replace(lr=lr, budget=budget, rules=())
     cutting = plain._replace(
         rules=(RuleConfig(int(Cause.NONFINITE_LOSS), action=int(Action.CUT_LR)),)
     )

@@ -1,6 +1,6 @@
 """The oracle sees errors: each part of the core is broken on purpose, and the comparison fails.
 
-In `make test` four errors per file, drawn anew from each version of the file; all of them under
+In `make test` four errors per file, drawn again from each version of the file; all of them under
 the marker `stress`. Some errors change nothing (a comparison that is never equal, a count that
 feeds nothing), so not all are asked for.
 """

@@ -57,7 +57,7 @@ def test_the_core_stays_on_its_own_floor(path):
 
 @pytest.mark.parametrize("clip", policies.CLIPS)
 def test_a_traced_step_has_no_branch_and_keeps_its_types(clip):
-    """Tracing fails on `if array:`; a type that changed would be traced anew at the next step."""
+    """Tracing fails on `if array:`; a type that changed would be traced again at the next step."""
     groups = policies.GROUPS if clip == "adagc" else 0
     engine = Engine(policies.full(clip))
     state = map_leaves(jnp.asarray, engine.init(groups=groups))

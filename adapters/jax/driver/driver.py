@@ -52,8 +52,7 @@ class JaxDriver:
         self._usual: dict[str, np.ndarray] = {}
         """Each engine's norms at its last step without an alarm."""
         self._missing_noted = False
-        self.notes: list[str] = []
-        """Lines for the log, oldest first: the Healer logs them and clears the list."""
+        self.warnings: list[str] = []
         self._remember_step()
 
     # -- the training loop ------------------------------------------------------------------------
@@ -223,7 +222,7 @@ class JaxDriver:
     def _note_missing(self, steps: int, missing: int) -> None:
         if not self._missing_noted:
             self._missing_noted = True
-            self.notes.append(
+            self.warnings.append(
                 f"{steps} steps in one dispatch, and the state keeps the records of "
                 f"{steps - missing}: no order is lost, but the metrics lack the others; "
                 f"protect(tx, policy, records={steps}) keeps them all"

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from healcore.core.engine import Engine, StateError
+from healcore.core.engine import Engine
 from healcore.jax import state as heal_state
 from healcore.jax import state_layout
 from healcore.jax.chain_order import warn_if_after_optimizer
@@ -17,6 +17,7 @@ from healcore.jax.driver.leaf_form import as_live
 from healcore.jax.driver.tensor_names import names
 from healcore.jax.lr import ScaleByHealLrState
 from healcore.jax.state import HealState, HealStateError
+from healcore.runtime.driver import check_engines
 
 Path = tuple[Any, ...]
 
@@ -102,12 +103,7 @@ def loaded(
         StateError: a state is of another policy or model, or of no engine of this run.
     """
     paths = {each.name: each.path for each in engines}
-    unknown = [name for name in data if name not in paths]
-    if unknown:
-        raise StateError(
-            f"there is no engine named {unknown[0]!r} in this run, there is {', '.join(paths)}: "
-            "pass the healing state of a run with the same optimizers"
-        )
+    check_engines(data, paths)
     states = {name: engine.from_dict(each) for name, each in data.items()}
     new = {
         paths[name]: _packed(engine, at(tree, paths[name]), state) for name, state in states.items()

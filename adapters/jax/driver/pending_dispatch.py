@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from healcore.core import step_record
-from healcore.core.evidence import Evidence, standouts
+from healcore.core.evidence import Evidence, evidence
 from healcore.core.step_record import StepRecord
 from healcore.jax import state_layout
 from healcore.jax.driver.engines import EngineEntry
@@ -140,8 +140,7 @@ class Dispatch:
         if not record.cause:
             self._usual[engine.name] = norms
             return ()
-        worst = standouts(norms, self._usual.get(engine.name))
-        return tuple(Evidence(engine.leaves[i], float(norms[i])) for i in worst)
+        return evidence(norms, self._usual.get(engine.name), engine.leaves)
 
     def read(self) -> list[StepRecord]:
         """The last step, one entry per engine, also for one that has judged nothing in it."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from healcore.core.engine import StateError
 from healcore.policy import PolicyLike, engine_of
+from healcore.runtime.driver import check_engines
 from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.torch import gradients
@@ -77,9 +77,8 @@ class TorchDriver:
         self._statistics = BatchStatistics(self._state, self.healings)
         self._ranks: Ranks | None = None
         self._polled_steps = 0
-        self.notes: list[str] = []
-        """Lines for the log, oldest first: the Healer logs them and clears the list."""
-        self._untracked = UntrackedOptimizers(self._state, self.healings, self.notes.append)
+        self.warnings: list[str] = []
+        self._untracked = UntrackedOptimizers(self._state, self.healings, self.warnings.append)
 
     # -- signals from the loop ------------------------------------------------------------------
 
@@ -127,12 +126,8 @@ class TorchDriver:
 
     def load_healing(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
         """Replaces engine states; steps that were not polled yet are dropped."""
+        check_engines(engines, self.healings)
         for name, data in engines.items():
-            if name not in self.healings:
-                raise StateError(
-                    f'there is no optimizer "{name}" in the state, whose engine this would be: '
-                    f"it has {', '.join(self.healings)}"
-                )
             healing = self.healings[name]
             from_saved(healing.engine, data, healing.live_engine.groups)
         for recorder in self._recorders:
@@ -299,7 +294,7 @@ class TorchDriver:
     def _note_missing_losses(self) -> None:
         read = any("loss" in healing.engine.needs for healing in self.healings.values())
         if read and not any(healing.has_seen_loss for healing in self.healings.values()):
-            self.notes.append(
+            self.warnings.append(
                 f"no loss has been observed in {self._polled_steps} steps: call "
                 "healer.observe(loss); detectors that read it are inactive"
             )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from healcore.core.evidence import Evidence, standouts
+from healcore.core.evidence import Evidence, evidence
 from healcore.core.step_record import StepRecord
 from healcore.runtime.store.ranks import Ranks
 from healcore.torch.driver.live_state import ParameterNames
@@ -92,7 +92,7 @@ class EvidenceReader:
         self._usual = norms if norms.params else self._usual
 
     def read(self, norms: StepNorms) -> tuple[Evidence, ...]:
-        """What stood out in a step with an alarm, see `standouts`.
+        """What stood out in a step with an alarm, see `healcore.core.evidence`.
 
         Sharded norms are reduced over the ranks, so every rank has to call it for the same steps.
         """
@@ -102,9 +102,7 @@ class EvidenceReader:
         if self._usual is not None:
             known = dict(zip(map(id, self._usual.params), self._usual.on_host(), strict=True))
             usual = np.array([known.get(id(p), 0.0) for p in norms.params], np.float32)
-        worst = standouts(found, usual)
-        names = self._names([norms.params[i] for i in worst])
-        return tuple(Evidence(n, float(found[i])) for n, i in zip(names, worst, strict=True))
+        return evidence(found, usual, self._names(norms.params))
 
 
 class Recorder:

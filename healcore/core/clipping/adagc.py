@@ -65,7 +65,7 @@ def update(
     norms = seen.group_norms
     count = xp.where(seen.restart, 0, state.count)
     warm = count < config.warmup_steps
-    learn = learn & seen.sound
+    learn = learn & seen.finite
     over_all = seen.grad_norm > config.max_norm
     shared = scale_to(config.max_norm, seen.grad_norm, over_all, xp=xp)
 

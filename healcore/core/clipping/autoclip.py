@@ -59,7 +59,7 @@ def update(
 ) -> tuple[AutoClipState, Clip]:
     """Puts `seen.grad_norm` into the histogram and clips it at the percentile, itself included."""
     norm = seen.grad_norm
-    learn = learn & seen.sound & (norm > 0)
+    learn = learn & seen.finite & (norm > 0)
     edges = xp.asarray(_EDGES)
     above = norm[..., None] >= edges
     index = xp.sum(xp.astype(above, xp.int32), axis=-1) - 1

@@ -170,7 +170,7 @@ def update(
     known = ~warm & (sigma > 0)
     z = xp.where(known, numerics.quotient(gap, xp.where(known, sigma, 1.0), xp=xp), 0.0)
 
-    learn = learn & seen.sound & (norm > 0)
+    learn = learn & seen.finite & (norm > 0)
     faded = peak - _FORGET * peak
     peak = numerics.larger(faded, xp.where(over, effective, norm), xp=xp)
     used = numerics.quotient(largest, xp.where(alone, state.mean, 1.0), xp=xp)
@@ -206,8 +206,8 @@ def _learn(
 ) -> ZClipState:
     """Running mean and population variance in warm-up (Welford), moving averages after it."""
     warm = count < config.warmup_steps
-    value, anew = warmup.robust(accepted, state.mean, count, warm, xp=xp)
-    count = xp.where(learn & anew, 0, count)
+    value, first_were_outliers = warmup.robust(accepted, state.mean, count, warm, xp=xp)
+    count = xp.where(learn & first_were_outliers, 0, count)
     known = count > 0
     mean = xp.where(known, state.mean, 0.0)
     var = xp.where(known, state.var, 0.0)

@@ -2,7 +2,7 @@
 
 `Config` is a NamedTuple of thresholds, `init(config)` gives the state as NumPy arrays, and
 `update(config, state, seen, *, xp)` judges one step against the state, then learns it, and
-returns `(state, Reading)`. `NEEDS` names the signals without which the detector rests.
+returns `(state, Reading)`. `NEEDS` names the signals without which the detector is inactive.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def init(config: Config) -> State:
 
 def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
     """Learns `seen.loss`, then compares the trend with the best level."""
-    learn, loss = seen.sound, seen.loss
+    learn, loss = seen.finite, seen.loss
     count = xp.where(seen.restart, 0, state.count)
     first, warm = count == 0, count < config.warmup_steps
     one = loss - loss + 1.0

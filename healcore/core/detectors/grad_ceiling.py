@@ -6,9 +6,9 @@ that are unexpectedly large (`is_unexpectedly_large`, megatron/core/rerun_state_
 least ten times the largest of the first 100.
 
 The number is the user's own, like that of the fixed clip, and has nothing to escape from. What the
-first norms taught does: after `escape` alarms in a row they are counted anew. Published, they never
-are: a run that legitimately reaches a higher level is called unexpected for good, and a first
-sample of zeros (a frozen network) makes everything after it unexpected.
+first norms taught does: after `escape` alarms in a row they are counted again. In the original
+they never are: a run that legitimately reaches a higher level stays unexpected, and a first sample
+of zeros (a frozen network) makes everything after it unexpected.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Config(NamedTuple):
     sustain: Any = 5
     """Alarms in a row that make it sustained."""
     escape: Any = 100
-    """Alarms in a row after which the first norms are counted anew."""
+    """Alarms in a row after which the first norms are counted again."""
 
 
 class State(NamedTuple):
@@ -60,7 +60,7 @@ def init(config: Config) -> State:
 def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
     """Judges `seen.grad_norm`, or learns the ceiling from it; unsound steps change nothing."""
     norm = seen.grad_norm
-    learn = seen.sound & (norm > 0)
+    learn = seen.finite & (norm > 0)
     count = xp.where(seen.restart, 0, state.count)
     early = count < config.first_steps
     top = xp.where(count == 0, 0.0, state.top)

@@ -72,7 +72,7 @@ def init(config: Config) -> State:
 def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
     """Judges `seen.grad_norm`, then learns it if accepted."""
     norm = seen.grad_norm
-    learn = seen.sound & (norm > 0)
+    learn = seen.finite & (norm > 0)
     count = xp.where(seen.restart, 0, state.count)
     warm = count < config.warmup_steps
     gap = norm - state.mean
@@ -87,8 +87,8 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
         config.shift, state.shift, norm, alarm, learn & ~warm, seen.restart, xp=xp
     )
     taught = learn & ~alarm
-    value, anew = warmup.robust(norm, state.mean, count, warm, xp=xp)
-    count = xp.where(taught & anew, 0, count)
+    value, first_were_outliers = warmup.robust(norm, state.mean, count, warm, xp=xp)
+    count = xp.where(taught & first_were_outliers, 0, count)
     first = count == 0
     old = xp.where(first, 0.0, state.weight)
     rest = numerics.complement(config.ema_decay, norm)

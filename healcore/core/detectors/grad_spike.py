@@ -21,7 +21,7 @@ init = norm_spike.init
 
 def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
     """Judges `seen.grad_norm`, then learns it."""
-    norm, learn = seen.grad_norm, seen.sound
+    norm, learn = seen.grad_norm, seen.finite
     state, spike = norm_spike.update(config, state, norm, learn, seen.restart, xp=xp)
     cause = flag(spike.alarm, Cause.GRAD_SPIKE, xp=xp)
     return state, Reading(spike.alarm, spike.sustained, cause, spike.z)

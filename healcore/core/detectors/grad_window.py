@@ -21,7 +21,7 @@ init = window_outlier.init
 
 def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
     """Judges `seen.grad_norm`, then learns it."""
-    norm, learn = seen.grad_norm, seen.sound
-    state, word = window_outlier.update(config, state, norm, learn, seen.restart, xp=xp)
-    cause = flag(word.alarm, Cause.GRAD_SPIKE, xp=xp)
-    return state, Reading(word.alarm, word.sustained, cause, word.z)
+    norm, learn = seen.grad_norm, seen.finite
+    state, reading = window_outlier.update(config, state, norm, learn, seen.restart, xp=xp)
+    cause = flag(reading.alarm, Cause.GRAD_SPIKE, xp=xp)
+    return state, Reading(reading.alarm, reading.sustained, cause, reading.z)

@@ -13,7 +13,7 @@ to stand above that level by as much as the whole run has improved so far, by ha
 size and by four times the noise. One that is above the last by the square of `growth` counts
 twice. `records` of them, none more than `patience` steps after the one before, are an alarm, at
 the step of the record itself: there is none while the loss comes back. Once it has come back to a
-quarter of a record, that growth is over. Without a gradient norm the detector rests.
+quarter of a record, that growth is over. Without a gradient norm the detector is inactive.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WINSOR = 3.0  # a norm counts at most this many times the usual, a residual so 
 _NOISE = 4.0  # a rise below this many times the noise is none
 _SHARE = 0.5  # nor one below this share of the level's size: a smooth loss has no noise
 _SETTLED = 4  # times the patience: a loss that has stayed high so long is the level
-_BACK = 0.25  # of the last record: below it the loss has come back, and other growth begins anew
+_BACK = 0.25  # of the last record: below it the loss is back, and growth is counted again
 _FORGET = 1.0 / 512.0  # rate at which best and highest level are forgotten: a level shift is learnt
 _COUNTED = 1 << 22  # exact as a float32, and far beyond where any weight still changes
 
@@ -91,7 +91,7 @@ def init(config: Config) -> State:
 
 def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
     """Judges loss and norm against the run so far, then learns them."""
-    learn, loss, norm = seen.sound, seen.loss, seen.grad_norm
+    learn, loss, norm = seen.finite, seen.loss, seen.grad_norm
     count = xp.where(seen.restart, 0, state.count)
     first = count == 0
     level, best, top = (

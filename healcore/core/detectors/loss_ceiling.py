@@ -7,7 +7,7 @@ have gone wrong all the same.
 
 Where the published rules break, this follows what they are for:
 
-* **NaN is not fine.** `nan > threshold` is false, so Axolotl's count begins anew at each NaN, and a
+* **NaN is not fine.** `nan > threshold` is false, so Axolotl's count restarts at each NaN, and a
   NaN in the first window may become llm-foundry's cap. Here it changes nothing (and is a cause of
   its own).
 * **One step, one count.** Axolotl looks at the last log entry at every step: a single high entry
@@ -16,7 +16,7 @@ Where the published rules break, this follows what they are for:
   other weights) has them counted again.
 
 It rejects nothing and learns only at the beginning, so there is nothing to lock in: above the
-ceiling it goes on saying so, and the policy's ladder escalates.
+ceiling the alarm goes on, and the policy escalates.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def init(config: Config) -> State:
 
 def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
     """Judges `seen.loss`, or learns the ceiling from it; unsound steps change nothing."""
-    learn, loss = seen.sound, seen.loss
+    learn, loss = seen.finite, seen.loss
     count = xp.where(seen.restart, 0, state.count)
     early = count < config.first_steps
     top = xp.where((count == 0) | (loss > state.top), loss, state.top)

@@ -52,7 +52,7 @@ class LevelState(NamedTuple):
     wander: Any
     """float32: mean absolute distance of the level from the slow one."""
     now: Any
-    """float32: running mean of what is seen, spikes too; where the level begins anew."""
+    """float32: running mean of the losses, spikes included; the level to restart from."""
     last: Any
     """float32: the last loss."""
     grid: Any
@@ -107,7 +107,7 @@ def learn(
     blank: Any,
     incident: Any,
     over: Any,
-    sound: Any,
+    finite: Any,
     *,
     xp: Any,
 ) -> LevelState:
@@ -121,8 +121,8 @@ def learn(
         warm: bool, warming up: plain means.
         blank: bool, the history is constant.
         incident: bool, inside a sustained spike: rises teach nothing.
-        over: bool, the incident ends here: the level begins anew at what is seen now.
-        sound: bool; where false nothing is learnt.
+        over: bool, the incident ends here: the level restarts at what is seen now.
+        finite: bool; where false nothing is learnt.
         xp: the array namespace.
     """
     one = loss - loss + 1.0
@@ -186,5 +186,5 @@ def learn(
         last=loss,
         grid=xp.where(finer, jump, state.grid),
     )
-    learnt = [xp.where(sound, after, before) for after, before in zip(new, state, strict=True)]
+    learnt = [xp.where(finite, after, before) for after, before in zip(new, state, strict=True)]
     return LevelState(learnt[0], *(numerics.settle(value, xp=xp) for value in learnt[1:]))

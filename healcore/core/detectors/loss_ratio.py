@@ -43,7 +43,7 @@ class Config(NamedTuple):
     sustain: Any = 5
     """Losses out of line in a row that make it sustained."""
     escape: Any = 25
-    """Losses out of line in a row after which the window begins anew at the loss of now."""
+    """Losses out of line in a row after which the window restarts at the present loss."""
 
 
 class State(NamedTuple):
@@ -63,7 +63,7 @@ def init(config: Config) -> State:
 
 def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
     """Judges `seen.loss` against the window, then learns it if accepted."""
-    learn, loss = seen.sound, seen.loss
+    learn, loss = seen.finite, seen.loss
     held = window.cleared(state.window, seen.restart, xp=xp)
     mean = window.mean(held, xp=xp)
     negative = xp.sum(xp.astype(held.values < 0, xp.int32), axis=-1)

@@ -14,7 +14,7 @@ at every hundredth; nothing here knows the unit or the cadence. Four ideas:
    worth a rollback. A step below the level takes votes away: spikes are one-sided. The
    level's own distance from a slower one casts lesser votes: a small rise that lasts.
 4. **An incident ends**: when its votes have faded, or after `escape` steps. The level then begins
-   anew where the loss is now: healed, or truly shifted.
+   again where the loss is now: healed, or truly shifted.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def init(config: Config) -> State:
 
 def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
     """Judges `seen.loss`, then learns it."""
-    learn, loss = seen.sound, seen.loss
+    learn, loss = seen.finite, seen.loss
     level = loss_level.begin(state.level, loss, seen.restart, xp=xp)
     first, warm = level.count == 0, level.count < config.warmup_steps
     votes = xp.where(first, 0.0, state.votes)

@@ -20,7 +20,7 @@ init = window_outlier.init
 
 def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
     """Judges `seen.loss`, then learns it."""
-    loss, learn = seen.loss, seen.sound
-    state, word = window_outlier.update(config, state, loss, learn, seen.restart, xp=xp)
-    cause = flag(word.alarm, Cause.LOSS_SPIKE, xp=xp)
-    return state, Reading(word.alarm, word.sustained, cause, word.z)
+    loss, learn = seen.loss, seen.finite
+    state, reading = window_outlier.update(config, state, loss, learn, seen.restart, xp=xp)
+    cause = flag(reading.alarm, Cause.LOSS_SPIKE, xp=xp)
+    return state, Reading(reading.alarm, reading.sustained, cause, reading.z)

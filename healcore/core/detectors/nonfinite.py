@@ -30,9 +30,9 @@ def init(config: Config) -> State:
 
 
 def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
-    """Reads what `seen` says is bad; a bad update counts as a gradient."""
+    """Reads the flags of `seen`; a bad update counts as a gradient."""
     del config
-    never = seen.sound & False
+    never = seen.finite & False
     bad_loss = never if seen.bad_loss is None else seen.bad_loss
     bad_grad = never if seen.bad_grad is None else seen.bad_grad
     if seen.bad_update is not None:

@@ -45,7 +45,7 @@ class NormSpikeState(NamedTuple):
 
 
 class NormSpike(NamedTuple):
-    """One step's word."""
+    """The result for one step."""
 
     alarm: Any
     sustained: Any
@@ -77,8 +77,8 @@ def update(
         config.shift, state.shift, norm, alarm, learn & ~warm, restart, xp=xp
     )
     taught = learn & ~alarm
-    value, anew = warmup.robust(norm, state.level, count, warm, xp=xp)
-    count = xp.where(taught & anew, 0, count)
+    value, first_were_outliers = warmup.robust(norm, state.level, count, warm, xp=xp)
+    count = xp.where(taught & first_were_outliers, 0, count)
     seen = xp.where(taught & warm, count + 1, count)
     divisor = numerics.as_float(xp.where(seen > 0, seen, 1), xp=xp)
     rate = numerics.complement(config.ema_decay, norm)

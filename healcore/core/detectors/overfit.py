@@ -48,7 +48,7 @@ def init(config: Config) -> State:
 
 def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
     """Learns `seen.loss`; judges `seen.eval_loss` at the steps that have one."""
-    learn = seen.sound
+    learn = seen.finite
     rate = numerics.complement(config.ema_decay, seen.loss)
     train = numerics.ema(state.train, seen.loss, rate, learn, xp=xp)
     train = xp.where(learn & ~state.started, seen.loss, train)

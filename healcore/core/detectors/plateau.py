@@ -73,7 +73,7 @@ def init(config: Config) -> State:
 
 def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
     """Adds `seen.loss` to its window; the alarm stands until a window is better."""
-    learn, loss = seen.sound, seen.loss
+    learn, loss = seen.finite, seen.loss
     started = (state.windows > 0) | (state.count > 0)
     count = xp.where(learn, state.count + 1, state.count)
     divisor = numerics.as_float(xp.where(count > 0, count, 1), xp=xp)

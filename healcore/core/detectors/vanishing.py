@@ -42,9 +42,9 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
     """Counts steps whose `seen.grad_norm` is below the floor; unsound steps change nothing."""
     gone = seen.grad_norm < config.threshold
     more = xp.where(state.run < config.patience, state.run + 1, state.run)
-    run = xp.where(seen.sound, xp.where(gone, more, 0), state.run)
+    run = xp.where(seen.finite, xp.where(gone, more, 0), state.run)
     run = xp.where(seen.restart, 0, run)
-    alarm = seen.sound & gone & (run >= config.patience)
+    alarm = seen.finite & gone & (run >= config.patience)
     cause = flag(alarm, Cause.GRAD_VANISHING, xp=xp)
     zero = seen.grad_norm - seen.grad_norm
     return State(run), Reading(alarm, alarm, cause, zero)

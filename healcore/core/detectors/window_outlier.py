@@ -51,7 +51,7 @@ class WindowOutlierState(NamedTuple):
 
 
 class WindowOutlier(NamedTuple):
-    """One step's word."""
+    """The result for one step."""
 
     alarm: Any
     sustained: Any

@@ -1,8 +1,8 @@
 """How often the engine may act.
 
-With the budget of recoveries spent nothing more is done to a run: it is stopped where going on is
-worse than standing still (nothing finite to step with, or weights that get worse with each step),
-and goes on, clipped, with an alert, where its numbers are finite and do not grow.
+No action is granted once the budget of recoveries is exhausted. The run is then stopped where going
+on is worse than standing still (nothing finite to step with, or weights that get worse with each
+step); it goes on, clipped, with an alert, where its numbers are finite and do not grow.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Granted(NamedTuple):
 
 
 def init(config: BudgetConfig) -> BudgetState:
-    """Nothing spent; with array budgets the state takes their shape."""
+    """A full budget; with array budgets the state takes their shape."""
     return BudgetState(
         np.asarray(config.recoveries, np.int32),
         np.asarray(config.lr_cuts, np.int32),
@@ -55,7 +55,7 @@ def update(
     state: BudgetState,
     recover: Any,
     cut: Any,
-    calm: Any,
+    no_incident: Any,
     harmful: Any,
     *,
     xp: Any,
@@ -67,19 +67,19 @@ def update(
         state: what is left.
         recover: bool, a rollback is ordered.
         cut: bool, a cut is ordered.
-        calm: bool, no incident is open.
+        no_incident: bool, no incident is open.
         harmful: bool, this step is not finite, or the weights are getting worse.
         xp: the array namespace.
     """
     can_recover, can_cut = state.recoveries > 0, state.lr_cuts > 0
-    spent = recover & ~can_recover
-    healthy = xp.where(calm, state.healthy + 1, 0)
+    denied = recover & ~can_recover
+    healthy = xp.where(no_incident, state.healthy + 1, 0)
     refund = numerics.shared(healthy >= config.refund_after, xp=xp)
     granted = Granted(
         recover=numerics.shared(recover & can_recover, xp=xp),
         cut=numerics.shared(cut & can_cut, xp=xp),
-        stop=spent & harmful,
-        alert=spent & ~harmful,
+        stop=denied & harmful,
+        alert=denied & ~harmful,
         refund=refund,
     )
     left = xp.where(granted.recover, state.recoveries - 1, state.recoveries)

@@ -34,7 +34,7 @@ class IncidentConfig(NamedTuple):
     quiet_steps: Any = 20
     """Steps without an alarm that close an incident."""
     patience: Any = 50
-    """Alarms after an order, in the same incident, until the next rung of the ladder."""
+    """Alarms after an order, in the same incident, until recovery escalates."""
 
 
 class RollbackConfig(NamedTuple):
@@ -90,6 +90,6 @@ class EngineConfig(NamedTuple):
     lr: LrConfig = LrConfig()
     budget: BudgetConfig = BudgetConfig()
     max_skips: Any = 10
-    """Steps with finite signals skipped in a row; then they pass (clipped) until one is calm."""
+    """Finite steps skipped in a row; then they pass, clipped, until an alarm-free one."""
     grace_steps: Any = 50
     """Steps after an expected change in which only non-finite values are alarms."""

@@ -1,4 +1,4 @@
-"""From what is ordered to what is enforced: nothing, where the step or the policy says so."""
+"""From what is ordered to what is enforced, which the step or the policy may reduce to nothing."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Engine:
 
     @cached_property
     def needs(self) -> frozenset[str]:
-        """Names of the `Signals` fields this policy reads; a detector without its signal rests."""
+        """The `Signals` fields this policy reads; without its signal a detector is inactive."""
         names: set[str] = {"grad_norm"} if self.config.clip else set()
         if self.per_tensor:
             names.add("group_norms")
@@ -145,7 +145,7 @@ class Engine:
             decision = observed_only(decision, xp=xp)
         return new, decision
 
-    # -- what the host says ---------------------------------------------------------------------
+    # -- requests of the host -------------------------------------------------------------------
 
     def expect_change(self, state: EngineState, *, xp: Any) -> EngineState:
         """Opens the grace window at the next step: the LR, the batch or the data changes.

@@ -1,8 +1,8 @@
-"""Incidents: a contiguous run of alarms with one onset, and the ladder climbed within it.
+"""Incidents: a contiguous run of alarms with one onset, and how recovery escalates within it.
 
-One incident spends one attempt, however many steps it lasts. Only when alarms go on for
-`patience` steps after an order, or when another incident begins in the same region, is the next
-rung climbed: a deeper rollback, another cut.
+One incident uses one attempt, however many steps it lasts. The engine escalates (a deeper rollback,
+another cut) only when alarms go on for `patience` steps after an order, or when another incident
+begins in the same region.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class IncidentState(NamedTuple):
     """int32: alarms since its last cut; -1 = none was ordered."""
     last_onset: Any
     """int32: onset of the last incident that ordered a rollback; -1 = none did."""
-    rung: Any
+    escalations: Any
     """int32: recoveries in this region before the last one."""
 
 
@@ -58,7 +58,7 @@ def init() -> IncidentState:
         recovered=minus.copy(),
         cut=minus.copy(),
         last_onset=minus.copy(),
-        rung=none.copy(),
+        escalations=none.copy(),
     )
 
 
@@ -101,9 +101,9 @@ def update(
     cut = xp.where(cuts, 0, _one_more(cut, alarm, xp=xp))
 
     again = (state.last_onset >= 0) & (onset - state.last_onset < rollback.region)
-    # Going back moves the step counter back too: an onset before the last one is the same trouble.
-    rung = xp.where(recover, xp.where(again, state.rung + 1, 0), state.rung)
-    depth = xp.where(recover, rollback.depth + rollback.deepen * rung, 0)
+    # Going back moves the step counter back too: an earlier onset is in the same region.
+    escalations = xp.where(recover, xp.where(again, state.escalations + 1, 0), state.escalations)
+    depth = xp.where(recover, rollback.depth + rollback.deepen * escalations, 0)
     return IncidentState(
         open=open_,
         number=xp.where(opened, state.number + 1, state.number),
@@ -112,7 +112,7 @@ def update(
         recovered=recovered,
         cut=cut,
         last_onset=xp.where(recover, onset, state.last_onset),
-        rung=rung,
+        escalations=escalations,
     ), Ordered(recover, cuts, depth)
 
 

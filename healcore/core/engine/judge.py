@@ -1,4 +1,4 @@
-"""One step, judged: detectors first, then rules, then clipping, then the ladder.
+"""One step, judged: detectors first, then rules, then clipping, then recovery orders.
 
 The order is the rule "judged before it is learnt": whether the step is skipped is known before the
 clipping rule learns its norm, and budgets are asked before anything is ordered.
@@ -37,8 +37,8 @@ def judge(
     change_expected = state.change_expected
     if signals.change_expected is not None:
         change_expected = change_expected | signals.change_expected
-    spent = xp.where(state.grace > 0, state.grace - 1, 0)
-    grace = xp.where(change_expected, config.grace_steps, spent)
+    remaining = xp.where(state.grace > 0, state.grace - 1, 0)
+    grace = xp.where(change_expected, config.grace_steps, remaining)
     seen = observe(signals, change_expected, xp=xp)
 
     detectors, readings = _read(config, state, seen, grace > 0, xp=xp)
@@ -53,7 +53,7 @@ def judge(
     wished = _any([f.fired for rule, f in fired if rule.skip], never)
     skips, skip = skipping.update(config.max_skips, state.skips, wished, seen, xp=xp)
     skip = numerics.shared(skip, xp=xp)
-    clip_state, clip = _clip(config, state, seen, seen.sound & ~skip, xp=xp)
+    clip_state, clip = _clip(config, state, seen, seen.finite & ~skip, xp=xp)
 
     incident_state, wanted = incident.update(
         config.incident,
@@ -65,18 +65,18 @@ def judge(
         _any([f.fired for rule, f in fired if rule.action & Action.CUT_LR], never),
         xp=xp,
     )
-    calm = numerics.shared(~incident_state.open, xp=xp)
+    no_incident = numerics.shared(~incident_state.open, xp=xp)
     budget_state, granted = budget.update(
         config.budget,
         state.budget,
         wanted.recover,
         wanted.cut,
-        calm,
+        no_incident,
         _harmful(config, state, cause),
         xp=xp,
     )
     lr_state = lr.update(
-        config.lr, state.lr, granted.cut, calm, granted.refund, seen.learning_rate, xp=xp
+        config.lr, state.lr, granted.cut, no_incident, granted.refund, seen.learning_rate, xp=xp
     )
 
     action = (
@@ -147,7 +147,7 @@ def _read(
 
 def _causes(readings: Mapping[str, Reading], seen: Observed, *, xp: Any) -> tuple[Any, Any]:
     """Flags of this step's alarms, and of what is sustained (this step may look fine), int32."""
-    alarmed = sustained = xp.astype(seen.sound & False, xp.int32)
+    alarmed = sustained = xp.astype(seen.finite & False, xp.int32)
     for reading in readings.values():
         alarmed = alarmed | xp.where(reading.alarm, reading.cause, 0)
         sustained = sustained | xp.where(reading.sustained, reading.cause, 0)

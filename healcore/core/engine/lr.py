@@ -40,15 +40,15 @@ def init() -> LrState:
 
 
 def update(
-    config: LrConfig, state: LrState, cut: Any, calm: Any, refund: Any, rate: Any, *, xp: Any
+    config: LrConfig, state: LrState, cut: Any, no_incident: Any, refund: Any, rate: Any, *, xp: Any
 ) -> LrState:
-    """One step: a cut multiplies what is in force; hold and ramp run only while it is calm.
+    """One step: a cut multiplies what is in force; hold and ramp run while no incident is open.
 
     Args:
         config: factor, floor, ceiling, hold and ramp.
         state: the multiplier.
         cut: bool, cut now.
-        calm: bool, no incident is open.
+        no_incident: bool, no incident is open.
         refund: bool, long health: the rate that broke the run is trusted a little further.
         rate: float32, the schedule's learning rate at this step, or None: taken as constantly 1.
         xp: the array namespace.
@@ -68,7 +68,7 @@ def update(
     ramp = xp.where(cut, config.ramp_steps, state.ramp)
 
     holding = hold > 0
-    moves = calm & ~cut
+    moves = no_incident & ~cut
     ramp = xp.where(moves & ~holding, numerics.sub_one(ramp, xp=xp), ramp)
     hold = xp.where(moves & holding, hold - 1, hold)
     limited = (broken > 0) & (config.ceiling * one > 0)
@@ -83,5 +83,5 @@ def update(
     done = ~holding & (ramp == 0)
     scale = xp.where(done, top, xp.where(holding, bottom, ramped))
     # While an incident is open the multiplier stays where it is.
-    scale = xp.where(cut, lower, xp.where(calm, scale, state.scale))
+    scale = xp.where(cut, lower, xp.where(no_incident, scale, state.scale))
     return LrState(numerics.settle(scale, xp=xp), low, broken, hold, ramp)

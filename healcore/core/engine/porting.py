@@ -15,7 +15,7 @@ from healcore.core.engine.config import EngineConfig
 from healcore.core.engine.state import EngineState, init
 from healcore.core.errors import HealcoreError
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the neutral form."""
 
 _MOST_GROUPS = 10_000_000
@@ -34,7 +34,7 @@ def to_dict(config: EngineConfig, state: EngineState, policy: str | None) -> dic
         policy: its fingerprint, see `Engine.fingerprint`.
 
     Returns:
-        `{"schema": 2, "policy": fingerprint, "clip": name, "detectors": [names], "groups": n,
+        `{"schema": 3, "policy": fingerprint, "clip": name, "detectors": [names], "groups": n,
         "state": {...}}`.
     """
     scale = state.last.decision.group_scale
@@ -79,7 +79,7 @@ def from_dict(config: EngineConfig, data: Mapping[str, Any], policy: str | None)
         raise StateError(
             f"the saved state is of a policy with other numbers ({saved!r:.40}), this one "
             f"has {policy!r}: load it with the policy that it was saved under, or start from a "
-            "fresh state, whose detectors warm up anew"
+            "fresh state, whose detectors warm up again"
         )
     groups = data.get("groups")
     if not isinstance(groups, int) or isinstance(groups, bool) or not 0 <= groups <= _MOST_GROUPS:

@@ -18,7 +18,7 @@ def metrics(state: EngineState) -> dict[str, Any]:
         `heal/z`, `heal/z_loss`, `heal/grad_scale`, `heal/skip`, `heal/lr_scale`, `heal/cause`
         and `heal/action` (flags), as ordered at the last step, and the counts `heal/steps`,
         `heal/clips`, `heal/skips`, `heal/alarms`, `heal/rollbacks`, `heal/lr_cuts`,
-        `heal/incidents`. In observe mode they say what would have been done.
+        `heal/incidents`. In observe mode they hold what would have been done.
     """
     last, tally = state.last, state.tally
     return {

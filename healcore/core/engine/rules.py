@@ -26,12 +26,12 @@ class RuleState(NamedTuple):
 
 
 class Firing(NamedTuple):
-    """One rule's word on one step."""
+    """Whether a rule fires at one step."""
 
     fired: Any
     """bool: the condition holds at this step."""
     fresh: Any
-    """bool: and it had not held for `quiet_steps` before: what is said or saved only once."""
+    """bool: fired, and not within the `quiet_steps` before: for what is reported or saved once."""
 
 
 def init(config: RuleConfig) -> RuleState:

@@ -1,8 +1,8 @@
 """Which steps are skipped: non-finite gradients always, finite outliers only so many in a row.
 
-A bad batch is worth a skip. When batch after batch looks bad it is not the batches: by then the
-spike is sustained and the ladder's next rung has been ordered, and skipping on would only lock the
-run in. So a row of finite skips ends after `max_skips`, and begins anew after a calm step.
+A bad batch is worth a skip. When batch after batch looks bad the cause is not the batches: by then
+the spike is sustained, recovery has been ordered, and further skips would keep the run where it is.
+So a row of finite skips ends after `max_skips`; the count restarts after an alarm-free step.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ def update(max_skips: Any, run: Any, wished: Any, seen: Observed, *, xp: Any) ->
         max_skips: finite steps that may be skipped in a row.
         run: int32, how many were.
         wished: bool, a rule wants to skip.
-        seen: the signals; says whether all of them are finite.
+        seen: the signals; `seen.finite` where all of them are.
         xp: the array namespace.
 
     Returns:
         The new run and the skip, bool.
     """
-    bad = ~seen.sound
+    bad = ~seen.finite
     finite = wished & ~bad
     allowed = run < max_skips
     run = xp.where(bad, run, xp.where(finite, xp.where(allowed, run + 1, run), 0))

@@ -189,7 +189,7 @@ class Loop:
             if self._read() or self._save_when_due():
                 return True
             self.checkpoints.poll(self.ledger, self.step)
-        self._report_driver_notes()
+        self._log_driver_warnings()
         # Within an accumulation the state cannot be saved: the run ends after it.
         number = self.termination.signal_number
         if number is not None and (
@@ -305,7 +305,7 @@ class Loop:
         pending = self.driver.poll_step()
         if pending is not None:
             self._push(pending)
-        self._report_driver_notes()
+        self._log_driver_warnings()
         if self._batches_since_step >= _MIN_WITHOUT_STEP:
             self._warn_no_step()
         if self.step == self._resumed_at:
@@ -385,10 +385,9 @@ class Loop:
             "after each step, in torch pass the optimizer that steps in the state"
         )
 
-    def _report_driver_notes(self) -> None:
-        notes: list[str] = getattr(self.driver, "notes", [])
-        while notes:
-            self.warn(notes.pop(0))
+    def _log_driver_warnings(self) -> None:
+        while self.driver.warnings:
+            self.warn(self.driver.warnings.pop(0))
 
     def _log_skipped(self, number: int) -> None:
         skipped = self.feeds.skipped(number)

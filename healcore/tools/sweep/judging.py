@@ -121,7 +121,7 @@ def step(
         number=before.number,
         onset=before.onset,
         last_onset=before.last_onset,
-        rung=before.rung,
+        escalations=before.escalations,
     )
     watch = Watch(state.step + 1, tuple(memories), tuple(remembered), skips, after)
     return watch, Verdict(wanted.recover, first, skip)

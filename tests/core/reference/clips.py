@@ -92,8 +92,8 @@ class ZClip:
         if warm:
             past = self.history
             if past:
-                norm, anew = warmup(norm, sum(past) / len(past), self.ties)
-                if anew:
+                norm, forget = warmup(norm, sum(past) / len(past), self.ties)
+                if forget:
                     past.clear()
             past.append(norm)
             self.mean = sum(past) / len(past)

@@ -29,7 +29,7 @@ class Step(NamedTuple):
     bad_loss: bool
     bad_grad: bool
     bad_update: bool
-    sound: bool
+    finite: bool
     restart: bool
 
 
@@ -66,12 +66,12 @@ class NormSpike:
             self.count = 0
             self.level = self.scale = 0.0
             self.watch.clear()
-        if not step.sound or x <= 0:
+        if not step.finite or x <= 0:
             return False, False, 0
         if self.count < c.warmup_steps:
             if self.count:
-                x, anew = warmup(x, self.level, self.ties)
-                if anew:
+                x, forget = warmup(x, self.level, self.ties)
+                if forget:
                     self.count = 0
                     self.level = self.scale = 0.0
             self.count += 1
@@ -115,7 +115,7 @@ class Vanishing:
         assert step.norm is not None
         if step.restart:
             self.run = 0
-        if not step.sound:
+        if not step.finite:
             return False, False, 0
         gone = not self.ties.above(step.norm, self.config.threshold)
         self.run = self.run + 1 if gone else 0
@@ -141,7 +141,7 @@ class Plateau:
         c, x = self.config, step.loss
         assert x is not None
         alarm = False
-        if step.sound:
+        if step.finite:
             if self.losses or self.best is not None:
                 moved = abs(x - self.last)
                 self.change += (moved - self.change) * (0.01 if self.change else 1.0)
@@ -188,7 +188,7 @@ class Overfit:
     def see(self, step: Step) -> Word:
         c, x = self.config, step.loss
         assert x is not None
-        if step.sound:
+        if step.finite:
             old = self.train
             self.train = x if old is None else old + (1 - c.ema_decay) * (x - old)
         if step.evaluation is not None and self.train is not None:

@@ -67,7 +67,7 @@ class Rule:
 
 
 class Incident:
-    """One contiguous run of alarms; the ladder within it and across neighbours."""
+    """One contiguous run of alarms; its escalation, and that across neighbours."""
 
     def __init__(self, config: Any, rollback: Any) -> None:
         self.config, self.rollback = config, rollback
@@ -75,7 +75,7 @@ class Incident:
         self.onset = -1
         self.since: dict[str, int | None] = {"rollback": None, "cut": None}
         self.last_onset: int | None = None
-        self.rung = 0
+        self.escalations = 0
 
     def see(self, step: int, alarm: bool) -> None:
         """Opens or closes."""
@@ -99,11 +99,11 @@ class Incident:
         return False
 
     def depth(self) -> int:
-        """Of a rollback ordered now; one more rung in the same region."""
+        """Of a rollback ordered now; one more escalations in the same region."""
         near = self.last_onset is not None and (self.onset - self.last_onset < self.rollback.region)
-        self.rung = self.rung + 1 if near else 0
+        self.escalations = self.escalations + 1 if near else 0
         self.last_onset = self.onset
-        return self.rollback.depth + self.rollback.deepen * self.rung
+        return self.rollback.depth + self.rollback.deepen * self.escalations
 
 
 class Multiplier:
@@ -118,7 +118,7 @@ class Multiplier:
         """The rate that was in force at the last cut, and what health has raised it to."""
         self.hold = self.ramp = 0
 
-    def see(self, cut: bool, calm: bool, refund: bool, schedule: float | None) -> float:
+    def see(self, cut: bool, no_incident: bool, refund: bool, schedule: float | None) -> float:
         c = self.config
         rate = schedule if schedule is not None and 0 < schedule < 1e12 else 1.0
         if refund:
@@ -128,7 +128,7 @@ class Multiplier:
             self.scale = min(self.scale, max(c.factor * self.scale, c.floor))
             self.low = self.scale * rate
             self.hold, self.ramp = c.hold_steps, c.ramp_steps
-        elif calm and self.low is not None:
+        elif no_incident and self.low is not None:
             top = min(1.0, c.ceiling * self.broken / rate) if c.ceiling > 0 else 1.0
             bottom = min(top, self.low / rate)
             if self.hold > 0:
@@ -214,13 +214,13 @@ class Engine:
         scale, group_scale = 1.0, [1.0] * self.groups if self.per_tensor else None
         clipped = clips.Clipped(1.0, False, self.report.threshold, self.report.z)
         if self.clip is not None and grad_norm is not None:
-            learn = step.sound and not skip
+            learn = step.finite and not skip
             clipped = self.clip.see(step.norm or 0.0, groups, learn, restart, self.outlier)
             if not skip and self.per_tensor:
                 group_scale = clipped.scale
             elif not skip:
                 scale = clipped.scale
-        action, depth = self._ladder(cause, fired, _bounded(learning_rate))
+        action, depth = self._recovery_orders(cause, fired, _bounded(learning_rate))
         self.step += 1
         old = self.report
         self.report = Report(
@@ -251,7 +251,7 @@ class Engine:
         return alarmed, sustained
 
     def _skip(self, step: Step, wished: bool) -> bool:
-        if not step.sound:
+        if not step.finite:
             return wished or step.bad_grad
         if not wished:
             self.skips = 0
@@ -266,7 +266,7 @@ class Engine:
         self.incident.last_onset = None
         self.recoveries = min(self.recoveries + 1, self.config.budget.recoveries)
 
-    def _ladder(self, cause: int, fired: list[Any], rate: float | None) -> tuple[int, int]:
+    def _recovery_orders(self, cause: int, fired: list[Any], rate: float | None) -> tuple[int, int]:
         alarm = bool(cause & self.trouble)
         self.incident.see(self.step, alarm)
 
@@ -282,14 +282,14 @@ class Engine:
         recover = recover and not spent
         self.recoveries -= recover
         self.cuts -= cut
-        calm = not self.incident.open
-        self.healthy = self.healthy + 1 if calm else 0
+        no_incident = not self.incident.open
+        self.healthy = self.healthy + 1 if no_incident else 0
         refund = self.healthy >= self.config.budget.refund_after
         if refund:
             self.healthy = 0
             self.recoveries = min(self.recoveries + 1, self.config.budget.recoveries)
             self.cuts = min(self.cuts + 1, self.config.budget.lr_cuts)
-        self.lr.see(cut, calm, refund, rate)
+        self.lr.see(cut, no_incident, refund, rate)
         action = int(Action.ROLLBACK * recover | Action.CUT_LR * cut)
         if spent:
             action |= int(Action.STOP if harmful else Action.ALERT)
@@ -326,7 +326,7 @@ def _observed(
         bad_loss=bad_loss,
         bad_grad=bad_grad,
         bad_update=bad_update,
-        sound=not (bad_loss or bad_grad or bad_update),
+        finite=not (bad_loss or bad_grad or bad_update),
         restart=restart,
     )
     if groups is None:

@@ -21,7 +21,7 @@ class LossRatio:
         c, x = self.config, step.loss
         if step.restart:
             self.accepted, self.row = [], 0
-        if not step.sound:
+        if not step.finite:
             return False, False, 0
         if self._judge(x):
             self.row += 1
@@ -59,7 +59,7 @@ class LossCeiling:
         c, x = self.config, step.loss
         if step.restart:
             self.first, self.row = [], 0
-        if not step.sound:
+        if not step.finite:
             return False, False, 0
         if len(self.first) < c.first_steps:
             self.first.append(x)

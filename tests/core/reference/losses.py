@@ -104,7 +104,7 @@ class LossSpike:
         if level.count == 0:
             level.mean = level.slow = level.now = level.last = x
             self.tail, self.votes, self.lasted = 1.5, 0.0, 0
-        if not step.sound:
+        if not step.finite:
             return False, False, 0
         warm = level.count < c.warmup_steps
         unit, constant = level.unit()
@@ -149,7 +149,7 @@ class Divergence:
     def see(self, step: Any) -> Word:
         if step.restart:
             self.count, self.latched = 0, False
-        if not step.sound:
+        if not step.finite:
             return False, False, 0
         c, x = self.config, step.loss
         warm, share = self.count < c.warmup_steps, 1 / (self.count + 1)
@@ -213,7 +213,7 @@ class Instability:
         c, x = self.config, step.loss
         if step.restart:
             self.learnt = 0
-        if not step.sound:
+        if not step.finite:
             return False, False, 0
         if not self.learnt:
             self.row, self.noise = [], 0.0
@@ -238,7 +238,7 @@ class Instability:
         settled = high and not new and self.since >= 4 * c.patience
         if not (high or self.row):
             self._learn(x, step.norm)
-        self._forget(calm=not (high or self.row))
+        self._forget(quiet=not (high or self.row))
         self.last = x, step.norm
         self.learnt = 0 if settled else self.learnt + 1
         if alarm:
@@ -260,7 +260,7 @@ class Instability:
         return [height] * (1 + above(height, c.growth**2 * self.row[-1], *sizes))
 
     def _learn(self, x: float, norm: float) -> None:
-        """Of a calm step: a fall in full, of a rise what the noise allows."""
+        """Of a quiet step: a fall in full, of a rise what the noise allows."""
         weight = max(1 / (self.learnt + 1), 1 / 8)
         off = x - self.level
         size = min(abs(off), 3 * self.noise) if self.noise > 0 else abs(off)
@@ -270,9 +270,9 @@ class Instability:
         usual = min(norm, 3 * self.usual) if self.usual > 0 else norm
         self.usual += weight * (usual - self.usual)
 
-    def _forget(self, *, calm: bool) -> None:
+    def _forget(self, *, quiet: bool) -> None:
         """Best and highest level drift towards the level."""
         self.best = min(self.level, self.best + (self.level - self.best) / 512)
         self.top += (self.level - self.top) / 512
-        if calm:
+        if quiet:
             self.top = max(self.top, self.level)

@@ -32,7 +32,7 @@ class LossWindow:
         c, x = self.config, getattr(step, self.signal)
         if step.restart:
             self.held, self.row = [], 0
-        if not step.sound:
+        if not step.finite:
             return QUIET
         limit = self._limit()
         alarm = limit is not None and self.ties.above(x, limit, *map(abs, self.held))
@@ -71,12 +71,12 @@ class GradEma:
         if step.restart:
             self.count = 0
             self.watch.clear()
-        if not step.sound or x <= 0:
+        if not step.finite or x <= 0:
             return QUIET
         if self.count < c.warmup_steps:
             if self.count:
-                x, anew = warmup(x, self.mean, self.ties)
-                self.count = 0 if anew else self.count
+                x, forget = warmup(x, self.mean, self.ties)
+                self.count = 0 if forget else self.count
             self._learn(x)
             self.count += 1
             return QUIET
@@ -122,7 +122,7 @@ class GradCeiling:
         c, x = self.config, step.norm
         if step.restart:
             self.first, self.row = [], 0
-        if not step.sound or x <= 0:
+        if not step.finite or x <= 0:
             return QUIET
         known = len(self.first) >= c.first_steps
         alarm = c.ceiling is not None and x > c.ceiling

@@ -107,11 +107,11 @@ def test_an_order_is_told_though_the_records_of_its_dispatch_are_more_than_the_s
     steps = handle.steps()
     assert [bool(told.action & Action.ROLLBACK) for (told,) in steps].index(True) == 3
     assert [told.judged for (told,) in steps].count(True) == 5
-    (note,) = driver.notes
+    (note,) = driver.warnings
     assert "records=20" in note
     driver.update(many(driver.state, data(20)))
     assert all(not told.action for (told,) in driver.poll_step().steps())
-    assert len(driver.notes) == 1
+    assert len(driver.warnings) == 1
 
 
 def test_the_number_of_records_is_a_whole_number():

@@ -30,30 +30,30 @@ def test_an_optimizer_made_anew_is_told_once():
     run = Run(sgd)
     driver = TorchDriver(run.state, GOES_BACK)
     run.step(0)
-    assert driver.notes == []
+    assert driver.warnings == []
     run.optimizer = AdamW(run.model.parameters())
     for i in range(3):
         run.step(i)
-    (line,) = driver.notes
+    (line,) = driver.warnings
     assert line.startswith("an optimizer (AdamW) that is not in the state")
     assert 'trains parameters of "model"' in line
-    driver.notes.clear()
+    driver.warnings.clear()
     run.step(4)
-    assert driver.notes == []
+    assert driver.warnings == []
     run.optimizer = SGD(run.model.parameters())
     run.step(5)
-    assert len(driver.notes) == 1
+    assert len(driver.warnings) == 1
     driver.close()
     run.optimizer = SGD(run.model.parameters())
     run.step(6)
-    assert len(driver.notes) == 1
+    assert len(driver.warnings) == 1
 
 
 def test_optimizers_of_other_models_are_nobodys_business():
     run, other = Run(sgd), nn.Linear(2, 2)
     driver = TorchDriver(run.state, GOES_BACK)
     steps(SGD(other.parameters()), *other.parameters())
-    assert driver.notes == []
+    assert driver.warnings == []
 
 
 def test_what_an_optimizer_of_the_state_steps_within_is_its_own():
@@ -68,9 +68,9 @@ def test_what_an_optimizer_of_the_state_steps_within_is_its_own():
     run = Run(Wrapper)
     driver = TorchDriver(run.state, GOES_BACK)
     run.step(0)
-    assert driver.notes == []
+    assert driver.warnings == []
     run.optimizer.inner.step()  # type: ignore[attr-defined]
-    assert len(driver.notes) == 1, "but not when stepped past it"
+    assert len(driver.warnings) == 1, "but not when stepped past it"
 
 
 def test_a_loop_that_makes_one_for_every_step_is_not_told_for_ever():
@@ -79,7 +79,7 @@ def test_a_loop_that_makes_one_for_every_step_is_not_told_for_ever():
     for i in range(50):
         run.optimizer = SGD(run.model.parameters())
         run.step(i)
-    assert 1 <= len(driver.notes) <= 10
+    assert 1 <= len(driver.warnings) <= 10
 
 
 def test_the_hook_goes_with_the_driver():
@@ -110,7 +110,7 @@ def taken(driver: TorchDriver, run: Run, n: int) -> list[str]:
     for i in range(n):
         run.step(i)
         driver.poll_step()
-    return driver.notes
+    return driver.warnings
 
 
 def test_a_forgotten_loss_is_told_after_a_while_and_once():

@@ -55,7 +55,7 @@ def test_the_second_in_the_region_goes_deeper_and_a_far_one_does_not():
     }
 
 
-def test_alarms_that_go_on_after_patience_climb_a_rung():
+def test_alarms_that_go_on_after_patience_escalate():
     decisions = Runner(CONFIG).feed(loss=bad(60, *range(20, 45)))
     assert depths(decisions) == {20: 1, 31: 3, 42: 5}
 
