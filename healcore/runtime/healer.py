@@ -222,7 +222,7 @@ class Healer(Generic[State]):
         return getattr(self._loop.driver, "state", self._options.state)
 
     def expect_change(self) -> None:
-        """Says that the next step differs on purpose (LR, batch size, data, weights)."""
+        """Announces that the next step differs on purpose (LR, batch size, data, weights)."""
         self._live.driver.expect_change()
 
     def save(self) -> None:

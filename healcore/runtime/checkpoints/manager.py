@@ -291,7 +291,7 @@ class CheckpointManager:
         return united
 
     def _log_nonfinite(self, step: int, names: Sequence[str]) -> None:
-        """Reports a checkpoint with NaN: otherwise nobody notices until it is needed."""
+        """Reports a checkpoint with NaN: otherwise it is noticed only when it is needed."""
         self.catalog.mark_nonfinite(step)
         if step in self._nonfinite:
             return

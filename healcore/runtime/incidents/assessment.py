@@ -1,7 +1,7 @@
 """Is the model damaged, or are the data different? Assessed before a run goes back or stops.
 
-An alarm says that a step differs from those before it. A rollback heals a damaged model and costs a
-healthy one its progress, so it needs evidence of damage:
+An alarm means that a step differs from those before it. A rollback heals a damaged model and costs
+a healthy one its progress, so it needs evidence of damage:
 
 * *Instability*: loss and gradient norm have grown from update to update (the engine's detector of
   that name). That alone is evidence.

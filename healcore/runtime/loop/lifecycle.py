@@ -38,7 +38,7 @@ def begin(loop: Loop, *, resume: bool, died: Any | None) -> None:
     Args:
         loop: just constructed.
         resume: there are checkpoints to resume from.
-        died: the postmortem of the process before, if it was killed.
+        died: postmortem of the previous process, if it was killed.
 
     Raises:
         NoGoodCheckpoint: there are checkpoints, and none can be used.
@@ -70,12 +70,12 @@ def begin(loop: Loop, *, resume: bool, died: Any | None) -> None:
         loop.save("first")
     loop.termination.start()
     mode = "observed" if loop.policy.observes else "healed"
-    store = _describe(loop.checkpoints.store)
+    store = describe(loop.checkpoints.store)
     loop.log.info(f"{mode} by policy {loop.policy.name}, from step {loop.step}; {store}")
 
 
 def _begin_lineage(loop: Loop) -> None:
-    """Without a checkpoint a new run begins; nothing of an earlier one applies to it.
+    """Begins a new run in a directory without checkpoints.
 
     Raises:
         NoGoodCheckpoint: there had been checkpoints.
@@ -193,7 +193,8 @@ def _log_rollback(loop: Loop, plan: RollbackPlan, target: int) -> None:
     )
 
 
-def _describe(store: Any) -> str:
+def describe(store: Any) -> str:
+    """A store, for logs."""
     describe = getattr(store, "describe", None)
     return describe() if describe is not None else f"checkpoints in {type(store).__name__}"
 
@@ -202,12 +203,7 @@ def _describe(store: Any) -> str:
 
 
 def ending_of(error: BaseException | None, signal_number: int | None = None) -> str:
-    """How a run ended.
-
-    Args:
-        error: what was raised out of its block.
-        signal_number: a signal that the run has received.
-    """
+    """How a run ended, by the error that left its block and a signal that it has received."""
     if error is None:
         return "completed"
     if isinstance(error, RunStopped):

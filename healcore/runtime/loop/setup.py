@@ -22,7 +22,7 @@ from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import DelayedReader
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.ledger import Ledger
-from healcore.runtime.loop.lifecycle import begin
+from healcore.runtime.loop.lifecycle import begin, describe
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.termination import AlreadyCompleted, TerminationWatch
 from healcore.runtime.postmortem import postmortem
@@ -195,7 +195,7 @@ def _start(
         world=ranks.world,
         lag=options.lag,
         save_every=loop.checkpoints.every,
-        store=_describe(store),
+        store=describe(store),
         resumes=bool(saves),
     )
     folder = _folder(store)
@@ -231,7 +231,9 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
     checkpoints = CheckpointManager(
         store,
         every=every,
-        keep=options.keep or _keep(every, policy),
+        # By default all checkpoints on probation, within bounds, and some older known-good ones.
+        keep=options.keep
+        or Keep(candidates=min(max(2, -(-policy.probation // every) + 1), 8), older=True),
         probation=policy.probation,
         region=policy.region,
         verifier=BackgroundVerifier(in_background=ranks.world == 1),
@@ -271,9 +273,8 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
 def _store(options: Options, driver: Driver, ranks: Ranks) -> CheckpointStore:
     given = options.store
     if given is None or isinstance(given, str | os.PathLike):
-        return _fitting(
-            driver.store(given, options.nonfinite_ok, trust=options.trust), driver, ranks
-        )
+        own = driver.store(given, options.nonfinite_ok, trust=options.trust)
+        return _fitting(own, driver, ranks)
     if not isinstance(given, CheckpointStore):
         raise StoreError(
             f"store is a directory, a CheckpointStore or None, not {type(given).__name__}"
@@ -287,11 +288,6 @@ def _store(options: Options, driver: Driver, ranks: Ranks) -> CheckpointStore:
         store: Any = given
         store.nonfinite_ok = (*store.nonfinite_ok, *options.nonfinite_ok)
     return given
-
-
-def _keep(every: int, policy: HostPolicy) -> Keep:
-    """The default: all checkpoints on probation, within bounds, and some older known-good ones."""
-    return Keep(candidates=min(max(2, -(-policy.probation // every) + 1), 8), older=True)
 
 
 def _fitting(store: Any, driver: Driver, ranks: Ranks) -> CheckpointStore:
@@ -338,10 +334,10 @@ def _events(events: Any, folder: Path | None, ranks: Ranks) -> Log:
 
 
 def _refuse_link(path: Path, option: str) -> None:
-    """Nobody has named this path but healcore: a link there is not the user's choice.
+    """Refuses a link at a path that healcore has chosen, not the user.
 
     Raises:
-        StoreError: it is one.
+        StoreError: it is a link.
     """
     if path.is_symlink():
         raise StoreError(
@@ -351,10 +347,8 @@ def _refuse_link(path: Path, option: str) -> None:
 
 
 def _metrics(given: Any, log: Log, ranks: Ranks) -> Metrics:
-    if ranks.rank:  # every rank has the same numbers
-        return Metrics(None, run=log.run)
-    if given != "auto":
-        return Metrics(given, run=log.run)
+    if ranks.rank or given != "auto":  # every rank has the same numbers
+        return Metrics(None if ranks.rank else given, run=log.run)
     to_file = log.path is not None and (log.path.is_file() or not log.path.exists())
     path = path_beside(log.path) if log.path is not None and to_file else None
     if path is not None:
@@ -379,8 +373,3 @@ def _check_resume(
             f"nothing to do: {where} holds a run that completed at step {newest}; resume=True "
             "trains it further, an empty directory begins a new one"
         )
-
-
-def _describe(store: CheckpointStore) -> str:
-    describe = getattr(store, "describe", None)
-    return describe() if describe is not None else type(store).__name__

@@ -202,7 +202,7 @@ def refuse_if_lost(journal: Journal, damaged: Sequence[CheckpointDamaged]) -> No
 def no_usable_checkpoint(
     journal: Journal, saves: Sequence[Saved], damaged: Sequence[CheckpointDamaged]
 ) -> NoGoodCheckpoint:
-    """The error that says what is wrong with every checkpoint, newest first, and what to do.
+    """The error that names what is wrong with every checkpoint, newest first, and what to do.
 
     Args:
         journal: of the directory.
@@ -264,7 +264,7 @@ class LostStatus(NamedTuple):
     """Quarantined by the journal. (An intact status file overrides the journal: a person may have
     changed it.)"""
     unknown: list[int]
-    """They were known-good, or quarantined by somebody else."""
+    """Known-good, or quarantined by another program."""
 
 
 def lost_status(saves: Sequence[Saved], journal: Journal) -> LostStatus:
