@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from healcore.runtime import inert_pickle
 from healcore.runtime.inert_pickle import Global, Made
-from healcore.runtime.store import regular
+from healcore.runtime.store import files
 
 INDEX = ".metadata"
 
@@ -73,7 +73,7 @@ def read(path: Path, *, only_dcp: bool = False) -> dict[str, Entry]:
         OSError: it cannot be read.
         ValueError: it is not what DCP writes.
     """
-    content = regular.read(path)
+    content = files.read(path)
     try:
         objects: list[Made] = []
         metadata, _ = inert_pickle.read(content, objects=objects)

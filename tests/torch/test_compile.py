@@ -10,7 +10,7 @@ import torch
 
 from healcore.core.signals import Signals
 from healcore.core.tree import leaves, map_leaves
-from healcore.torch import attach, device_engine, namespace
+from healcore.torch import attach, engines, namespace
 from tests.torch import policies
 from tests.torch.bits import assert_same, bits, snapshot
 from tests.torch.cases import FUSED, Case, Where
@@ -84,7 +84,7 @@ def test_a_compiler_that_fails_is_said_and_survived(monkeypatch: pytest.MonkeyPa
 
     case = Case("", torch.optim.AdamW, {"fused": True})
     optimizer = case.build()
-    monkeypatch.setattr(device_engine, "_compiled", compiled)
+    monkeypatch.setattr(engines, "_compiled", compiled)
     heal = attach(optimizer, policies.SKIPS, engine="device", compile=True)
     with pytest.warns(RuntimeWarning, match="no compiler here"):
         case.step(optimizer, 0, heal=heal)

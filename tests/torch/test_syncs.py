@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from healcore.torch import attach
-from healcore.torch.measurement import in_one_copy
+from healcore.torch.measurement import read_in_one_copy
 from tests.torch import policies
 from tests.torch.cases import FUSED, PLAIN, Case, Where
 
@@ -67,10 +67,10 @@ def test_the_others_wait_no_more_than_they_do_alone(case: Case):
     assert counted(case, "device", policies.SKIPS, steps) == alone
 
 
-def test_all_signals_cross_in_one_copy():
+def test_all_signals_cross_read_in_one_copy():
     """The accelerators' way to the host, on the CPU."""
     signals = [torch.tensor(1.5), None, torch.tensor([2.0, 3.0, 4.0]), torch.tensor(5.0)]
-    found = in_one_copy(signals)
+    found = read_in_one_copy(signals)
     assert [None if f is None else f.tolist() for f in found] == [1.5, None, [2.0, 3.0, 4.0], 5.0]
     assert [f.shape for f in found if f is not None] == [(), (3,), ()]
 

@@ -23,13 +23,11 @@ from healcore.torch.driver.pending_step import PendingEntries, PendingStep, Reco
 from healcore.torch.driver.rng import RngState
 from healcore.torch.driver.tensor_hyperparameters import TensorHyperparameters
 from healcore.torch.driver.untracked_optimizers import UntrackedOptimizers
-from healcore.torch.engine_state import from_saved
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
-from healcore.torch.norms import per_tensor, total
 from healcore.torch.store import DCPStore, MemoryStore, TieredStore, apply
-from healcore.torch.store.flattening import flatten
 from healcore.torch.store.gloo import GlooRanks, initialized
+from healcore.torch.store.state import flatten
 
 _WITHOUT_LOSS = 20
 """Steps without any loss after which a warning is logged."""
@@ -128,8 +126,7 @@ class TorchDriver:
         """Replaces engine states; steps that were not polled yet are dropped."""
         check_engines(engines, self.healings)
         for name, data in engines.items():
-            healing = self.healings[name]
-            from_saved(healing.engine, data, healing.live_engine.groups)
+            self.healings[name].live_engine.parsed(data)
         for recorder in self._recorders:
             if recorder.name in engines:
                 recorder.healing.load_state_dict(engines[recorder.name])
@@ -184,7 +181,8 @@ class TorchDriver:
     def finite(self) -> bool:
         """Whether all parameters are finite. One sync for each device."""
         params = [p for h in self.healings.values() for p in gradients.parameters(h.optimizer)]
-        return bool(torch.isfinite(total(per_tensor(params), params[0].device)))
+        norm = gradients.total_norm(gradients.norms(params), params[0].device)
+        return bool(torch.isfinite(norm))
 
     def losses_of(
         self,

@@ -11,10 +11,10 @@ from healcore.core.evidence import Evidence, evidence
 from healcore.core.step_record import StepRecord
 from healcore.runtime.store.ranks import Ranks
 from healcore.torch.driver.live_state import ParameterNames
+from healcore.torch.engines import PendingRecord
 from healcore.torch.errors import RanksDisagreeError
 from healcore.torch.healing import Healing
 from healcore.torch.measurement import StepNorms
-from healcore.torch.pending_record import PendingRecord, pending_record
 
 _log = logging.getLogger("healcore")
 
@@ -131,7 +131,7 @@ class Recorder:
         self._before = int(self.healing.live_engine.state.step)
 
     def _record(self, norms: StepNorms) -> None:
-        record = pending_record(self.healing.live_engine)
+        record = self.healing.live_engine.pending_record()
         self._pending.add(PendingEntry(self, record, self._before, norms))
         self._before = record
 

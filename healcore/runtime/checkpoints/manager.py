@@ -24,8 +24,8 @@ from healcore.runtime.store import (
     StoreError,
     UnsavableState,
 )
+from healcore.runtime.store.memory import WHERE
 from healcore.runtime.store.ranks import Ranks, agreed
-from healcore.runtime.store.ring import WHERE
 
 MAX_WAIT = 2.0
 """Seconds that a run waits for a disk that is slower than its saves, over all saves, ..."""

@@ -8,7 +8,7 @@ from typing import NamedTuple, NoReturn
 
 from healcore.core.verdict import Action, Cause, names
 from healcore.runtime.data import BatchId
-from healcore.runtime.data.feeds import Feeds
+from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.driver import Driver
 from healcore.runtime.events.models import RerunVerdict
 from healcore.runtime.host_policy import HostPolicy
@@ -46,7 +46,7 @@ class Reruns:
     enabled: bool
     region: int
     """Onsets fewer steps apart than this belong to the same trouble."""
-    feeds: Feeds
+    loaders: LoaderRegistry
     """The data, which have to be rewound for a re-run."""
     ledger: Ledger
     journal: Journal
@@ -63,7 +63,7 @@ class Reruns:
         past = (each.onset for each in self.ledger.past_rollbacks)
         onsets = [*self.journal.state.rerun_onsets, *past]
         near = any(abs(request.onset - onset) <= self.region for onset in onsets)
-        return self.enabled and not near and not request.overridden and self.feeds.can_rewind
+        return self.enabled and not near and not request.overridden and self.loaders.can_rewind
 
     def start(self, onset: int, last: int) -> None:
         """To be called after the rollback to before the window."""

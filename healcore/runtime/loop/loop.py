@@ -12,7 +12,7 @@ from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause, names
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data import BatchId
-from healcore.runtime.data.feeds import Feeds
+from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.driver import Driver, PendingDispatch
 from healcore.runtime.events.metrics import Metrics
 from healcore.runtime.host_policy import HostPolicy
@@ -50,7 +50,7 @@ class Loop:
     rollbacks: RollbackManager
     journal: Journal
     ledger: Ledger
-    feeds: Feeds
+    loaders: LoaderRegistry
     reader: DelayedReader
     hooks: Hooks
     log: RunLog
@@ -78,7 +78,7 @@ class Loop:
         self.reruns = Reruns(
             enabled=self.rerun,
             region=policy.region,
-            feeds=self.feeds,
+            loaders=self.loaders,
             ledger=ledger,
             journal=self.journal,
             log=self.log,
@@ -153,12 +153,12 @@ class Loop:
     def batches(self, loader: Any, epochs: int | None) -> Iterator[Any]:
         """See `Healer.batches`."""
         self.after_step()  # of a loop that was left by `break`
-        number = self.feeds.feed(loader, epochs)
+        number = self.loaders.begin(loader, epochs)
         self._restore_generators()
-        for line in self.feeds.told:
+        for line in self.loaders.notices:
             self.log.event("data", step=self.step, outcome=line)
             self.log.info(f"data: {line}")
-        self.feeds.told.clear()
+        self.loaders.notices.clear()
         while True:
             try:
                 batch, name = self._next(number)
@@ -177,9 +177,9 @@ class Loop:
             self._batch = batch
             yield batch
             self.after_step()
-            if number == self.feeds.current and self._batches_since_step == _MAX_WITHOUT_STEP:
+            if number == self.loaders.current and self._batches_since_step == _MAX_WITHOUT_STEP:
                 self._warn_no_step()
-        self.feeds.close(number)
+        self.loaders.close(number)
 
     def after_step(self) -> bool:
         """See `Healer.after_step`."""
@@ -210,14 +210,14 @@ class Loop:
 
     def _next(self, number: int) -> tuple[Any, BatchId]:
         if not self.between_steps:
-            return self.feeds.next(number)
+            return self.loaders.next(number)
         with self.termination.waiting_for_data():
-            return self.feeds.next(number)
+            return self.loaders.next(number)
 
     def _push(self, pending: PendingDispatch) -> None:
         """Queues a dispatch, with the batches of the loader that yielded last."""
         ids = self._ids.pop(self._current, [])
-        self.feeds.stepped(self._current, ids[-1] if ids else None)
+        self.loaders.stepped(self._current, ids[-1] if ids else None)
         batch = self._batch if self._assesses_batches and ids else None
         self.reader.push(QueuedDispatch(self.step, pending, tuple(ids), batch))
         self.step += pending.count
@@ -390,7 +390,7 @@ class Loop:
             self.warn(self.driver.warnings.pop(0))
 
     def _log_skipped(self, number: int) -> None:
-        skipped = self.feeds.skipped(number)
+        skipped = self.loaders.skipped(number)
         if skipped:
             self.log.event(
                 "skipped_batches", step=self.step, batches=[list(each) for each in skipped]

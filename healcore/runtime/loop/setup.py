@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
 from healcore.runtime.checkpoints.manager import CheckpointManager
-from healcore.runtime.data.feeds import Feeds
+from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.driver import Driver, driver_for
 from healcore.runtime.events import Log
 from healcore.runtime.events.metrics import Metrics, path_beside
@@ -31,11 +31,10 @@ from healcore.runtime.rollback.journal import NAME, Journal
 from healcore.runtime.rollback.manager import RollbackManager
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import CheckpointStore, Keep, Saved, StoreError
-from healcore.runtime.store.claim import Claim, claim
+from healcore.runtime.store.claim import Claim, claim, open_to_others
 from healcore.runtime.store.memory import MemoryStore
-from healcore.runtime.store.permissions import open_to_others
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_first
-from healcore.runtime.store.room import fits
+from healcore.runtime.store.snapshot import fits
 
 _logger = logging.getLogger("healcore")
 
@@ -226,7 +225,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
     events = _events(options.events, folder, ranks)
     log = RunLog(events, console=ranks.rank == 0)
     journal = Journal(None if folder is None else folder / NAME, writes=ranks.rank == 0)
-    ledger, feeds = Ledger(), Feeds(trust=options.trust)
+    ledger, loaders = Ledger(), LoaderRegistry(trust=options.trust)
     every = options.save_every or policy.probation
     checkpoints = CheckpointManager(
         store,
@@ -246,8 +245,8 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         checkpoints=checkpoints,
         journal=journal,
         ledger=ledger,
-        feeds=feeds,
-        host=HostState(feeds.position, driver.generators(), trust=options.trust),
+        loaders=loaders,
+        host=HostState(loaders.position, driver.generators(), trust=options.trust),
         ranks=ranks,
         log=log,
     )
@@ -259,7 +258,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         rollbacks=rollbacks,
         journal=journal,
         ledger=ledger,
-        feeds=feeds,
+        loaders=loaders,
         reader=DelayedReader(options.lag),
         hooks=options.hooks,
         log=log,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data import BatchId
-from healcore.runtime.data.feeds import Feeds, Moved
+from healcore.runtime.data.loader_registry import LoaderRegistry, RewindResult
 from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.ledger import Ledger
@@ -76,7 +76,7 @@ class RollbackResult(NamedTuple):
     """Of the rollback, from 1, over the whole run."""
     target: int
     """Step of the checkpoint that was restored."""
-    moved: Moved
+    moved: RewindResult
     repeated: bool
     """The last rollback restored the same checkpoint, and nothing older exists."""
     initial: bool
@@ -101,7 +101,7 @@ class RollbackManager:
     checkpoints: CheckpointManager
     journal: Journal
     ledger: Ledger
-    feeds: Feeds
+    loaders: LoaderRegistry
     host: HostState
     """Random states and loader positions that a checkpoint holds."""
     ranks: Ranks
@@ -158,8 +158,8 @@ class RollbackManager:
             order=list(choice.order),
             quarantine=sorted(newer - {*choice.order}),
             engines=live,
-            left_out=self.feeds.left_out(bad, more),
-            forward=self.feeds.forward(),
+            left_out=self.loaders.left_out(bad, more),
+            forward=self.loaders.forward_positions(),
             rerun=None if request.rerun is None else [request.onset, request.rerun],
         )
         self.journal.state.pending, self.journal.state.ledger = plan, self.ledger.to_dict()
@@ -173,7 +173,7 @@ class RollbackManager:
             checkpoint=choice.order[0],
         )
         applied = self._apply_plan(plan, now=request.step)
-        moved = self.feeds.go_back(_position(applied.host_state), bad, more)
+        moved = self.loaders.rewind(_position(applied.host_state), bad, more)
         if applied.host_state is not None:  # after the loaders, which draw random numbers
             self.host.put_back(applied.host_state)
         self._complete(plan, applied)
@@ -239,7 +239,7 @@ class RollbackManager:
             self.ledger.take_over(Ledger.from_dict(self.journal.state.ledger), plan.order[0])
         applied = self._apply_plan(plan, now=plan.step)
         position = {**(_position(applied.host_state) or {}), **plan.forward}
-        self.feeds.resume(position, plan.left_out)
+        self.loaders.resume(position, plan.left_out)
         self._complete(plan, applied)
         return applied.target, applied.host_state
 
@@ -275,7 +275,7 @@ class RollbackManager:
         else:
             self.ledger.next_step = result.step
         left_out = {} if last is None else last.plan.left_out
-        self.feeds.resume({**(_position(host_state) or {}), **forward}, left_out)
+        self.loaders.resume({**(_position(host_state) or {}), **forward}, left_out)
         return result.step, host_state
 
     # -- within ---------------------------------------------------------------------------------

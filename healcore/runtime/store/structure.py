@@ -1,4 +1,4 @@
-"""A nested Python value as JSON, with its arrays taken out by name, and back.
+"""A state as JSON and named arrays: nested Python values with their arrays taken out, and back.
 
 In the JSON an object always is a node with one tag; everything else stands for itself:
 `null true 3 1.5 "text"`, `{"list": […]}`, `{"tuple": […]}`, `{"dict": [[key, value], …]}`,
@@ -13,19 +13,20 @@ from __future__ import annotations
 import base64
 import json
 import math
+from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.runtime.store.errors import UnsavableState
+from healcore.runtime.store.errors import StoreError, UnsavableState
 
 Node = Any
 """A JSON-safe value as described above."""
 
 _SIMPLE = {type(None), bool, int, str}
-"""What stands for itself in JSON."""
+"""Types that stand for themselves in JSON."""
 _LONG = 1000
 _MAPPINGS: dict[str, Callable[[list[tuple[Any, Any]]], dict[Any, Any]]] = {
     "OrderedDict": OrderedDict,
@@ -33,11 +34,63 @@ _MAPPINGS: dict[str, Callable[[list[tuple[Any, Any]]], dict[Any, Any]]] = {
 }
 
 
+class Flat(NamedTuple):
+    """A whole state."""
+
+    entries: dict[str, dict[str, Any]]
+    """Name -> its structure, JSON-safe: {"tree": node} with "stateful" and "per_rank" in torch;
+    in JAX {"tree": node} of an object with `state_dict`, {"leaves": [[path, node], …]} of a
+    pytree."""
+    leaves: dict[str, Any]
+    """Name of array -> the framework's array, where it is now."""
+    treedefs: dict[str, Any]
+    """PyTreeDefs of JAX's pytrees. Not saved: they are restored into the structure of live ones."""
+
+
+def is_stateful(entry: Mapping[str, Any]) -> bool:
+    """Whether an entry is of an object with `state_dict`."""
+    return entry.get("stateful", "tree" in entry)
+
+
+class Flattening(ABC):
+    """Takes the arrays out of one state. Copies nothing. A framework adds what its arrays are."""
+
+    def __init__(self) -> None:
+        self.names = Names()
+        self.flat = Flat({}, {}, {})
+
+    def flatten(self, state: Mapping[str, Any]) -> Flat:
+        """The whole state: name -> tree, or object with `state_dict`.
+
+        Raises:
+            UnsavableState: something in it cannot be saved.
+            StoreError: it is no mapping of names to values.
+        """
+        if not isinstance(state, Mapping) or not state:
+            raise StoreError(
+                "the state to save maps names to what is saved, and holds something; not "
+                f"{state!r:.60}"
+            )
+        for name, value in state.items():
+            if not isinstance(name, str):
+                raise StoreError(f"names in the state are strings, not {name!r}")
+            self.flat.entries[name] = self.entry(name, value)
+        return self.flat
+
+    @abstractmethod
+    def entry(self, name: str, value: Any) -> dict[str, Any]:
+        """The entry of one name; its arrays go to the leaves."""
+
+    @abstractmethod
+    def special(self, path: tuple[Any, ...], value: Any) -> Node | None:
+        """The node of what JSON does not have: see `encode`."""
+
+
 class Names:
     """Gives every array a name from its place: `model.layer.weight`, `optimizer.state.0.exp_avg`.
 
-    Names are for people and must only be unique: a dot inside a key may make two equal, and the
-    second then gets a number.
+    Names are for people and must only be unique: where a dot inside a key makes two equal, the
+    second gets a number.
     """
 
     def __init__(self) -> None:
@@ -67,13 +120,13 @@ def encode(
         value: nested dictionaries, lists, tuples, numbers, strings, bytes, None, and what
             `special` knows.
         path: where it lies, for names and errors.
-        special: asked about everything that JSON does not have; takes arrays out. Returns a node,
-            or None if it does not know the value either.
-        exact: ask `special` about subclasses of dict, list and tuple too. Without it they come back
-            as what they are subclasses of, which is enough for what `load_state_dict` is given.
+        special: called for everything that JSON does not have; takes arrays out. Returns a node,
+            or None for a value that it does not know either.
+        exact: call `special` for subclasses of dict, list and tuple too. Without it they come back
+            as their base class, which is enough for `load_state_dict`.
 
     Raises:
-        UnsavableState: nobody knows a value.
+        UnsavableState: a value that nothing can encode.
     """
     # By exact type: an enum or a NumPy number is an int or a float too, and would come back as one.
     kind = type(value)
@@ -117,7 +170,7 @@ def _parts(
 def _packed(value: Any) -> str | None:
     """A long list of integers as bytes: the order of a million examples, saved between two steps.
 
-    None of anything else, and of integers that are too large.
+    None for anything else, and for integers that are too large.
     """
     if set(map(type, value)) != {int}:
         return None
@@ -133,7 +186,7 @@ def _encode_other(
     special: Callable[[tuple[Any, ...], Any], Node | None],
     exact: bool,
 ) -> Node:
-    """What the standard library has besides, as what it is made from."""
+    """Other containers of the standard library."""
     if isinstance(value, range):
         return {"range": [value.start, value.stop, value.step]}
     if isinstance(value, bytearray):
@@ -174,8 +227,9 @@ def decode(node: Node, fetch: Callable[[str, Mapping[str, Any]], Any], like: Any
 
     Args:
         node: from `encode`.
-        fetch: called with the tag and the content of every node that is none of this module's.
-        like: a value of the same structure, where there is one: gives named tuples their type back.
+        fetch: called with the tag and the content of every node with another tag than this
+            module's.
+        like: a value of the same structure, if there is one: gives named tuples their type back.
     """
     if not isinstance(node, dict):
         return node
@@ -186,8 +240,8 @@ def decode(node: Node, fetch: Callable[[str, Mapping[str, Any]], Any], like: Any
         if like is None and dict not in set(map(type, content)):
             return list(content) if tag == "list" else tuple(content)
         fits = isinstance(like, (list, tuple)) and len(like) == len(content)
-        beside = like if fits and like is not None else [None] * len(content)
-        parts = [decode(part, fetch, other) for part, other in zip(content, beside, strict=True)]
+        likes = like if fits and like is not None else [None] * len(content)
+        parts = [decode(part, fetch, other) for part, other in zip(content, likes, strict=True)]
         if tag == "list":
             return parts
         return type(like)(*parts) if fits and hasattr(like, "_fields") else tuple(parts)
@@ -225,7 +279,7 @@ def _decode_dict(
 
 
 def arrays_of(node: Node) -> Iterator[dict[str, Any]]:
-    """The content of every array node, in order."""
+    """The content of every array node in a node or an entry, in order."""
     if isinstance(node, dict):
         for tag, content in node.items():
             if tag == "array":
@@ -238,7 +292,7 @@ def arrays_of(node: Node) -> Iterator[dict[str, Any]]:
 
 
 def pickles_in(node: Node, path: tuple[Any, ...]) -> Iterator[str]:
-    """Where the nodes lie that hold a pickle: `state['scheduler']['last']`."""
+    """The places of nodes that hold a pickle: `state['scheduler']['last']`."""
     if isinstance(node, list):
         for number, part in enumerate(node):
             yield from pickles_in(part, (*path, number))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from healcore.runtime.rollback.host_state import ITEM, pickled_parts
-from healcore.runtime.store import regular, structure
+from healcore.runtime.store import files, structure
 from healcore.tools.probe.verdict import ProbeError
 
 
@@ -22,7 +22,7 @@ def pickled_in(folder: Path) -> tuple[str, ...]:
     found: list[str] = []
     for file in sorted(folder.glob("state*.json")):
         try:
-            for name, entry in json.loads(regular.read(file)).items():
+            for name, entry in json.loads(files.read(file)).items():
                 found += _of_entry(name, entry)
         except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
             raise ProbeError(f"{file} is damaged: {error}") from None

@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from healcore.runtime.store import StoreError, digest, listing, manifest
+from healcore.runtime.store import StoreError, inspection, manifest
 from healcore.runtime.store.claim import LOCK
-from healcore.runtime.store.listing import Found, Wrong
+from healcore.runtime.store.manifest import Found, Wrong
 from healcore.runtime.store.protocol import Saved
 from healcore.tools.probe.checkpoint.finiteness import look
 from healcore.tools.probe.checkpoint.pickled import pickled_in
@@ -48,8 +48,8 @@ def is_store(path: Path) -> bool:
     if not path.is_dir():
         return False
     names = (each.name for each in path.iterdir())
-    return listing.step_of(path) is not None or any(
-        listing.step_of(Path(name)) is not None for name in names
+    return manifest.step_of(path) is not None or any(
+        manifest.step_of(Path(name)) is not None for name in names
     )
 
 
@@ -60,21 +60,21 @@ def probe_store(path: Path, inputs: CheckpointInputs) -> Result:
         ProbeError: it cannot be read.
         NothingToProbe: there is no checkpoint in it.
     """
-    one = listing.step_of(path) is not None
+    one = manifest.step_of(path) is not None
     root = path.parent if one else path
 
     def wanted(folder: Path) -> bool:
-        of_step = inputs.step is None or listing.step_of(folder) == inputs.step
+        of_step = inputs.step is None or manifest.step_of(folder) == inputs.step
         return of_step and (not one or folder.name == path.name)
 
     try:
-        complete = listing.complete(root)
-        broken = [(at, wrong) for at, wrong in listing.incomplete(root) if wanted(at)]
-        told = listing.problems(root)
+        complete = manifest.complete(root)
+        broken = [(at, wrong) for at, wrong in manifest.incomplete(root) if wanted(at)]
+        told = manifest.problems(root)
     except (StoreError, OSError) as error:
         raise ProbeError(str(error)) from None
     judged = [
-        _judged(found, found is listing.newest(saves), inputs)
+        _judged(found, found is manifest.newest(saves), inputs)
         for saves in complete.values()
         for found in saves
         if wanted(found.folder)
@@ -118,12 +118,12 @@ def _damage(found: Found) -> list[Wrong]:
 
     def wrong(name: str) -> Wrong | None:
         try:
-            now = digest.file_digest(found.folder / name)
+            now = inspection.file_digest(found.folder / name)
         except OSError as error:
             return Wrong(name, f"cannot be read ({error.strerror})")
         return Wrong(name, _DIFFERS) if now != found.manifest.files[name] else None
 
-    looked = digest.mapped(wrong, sorted(found.manifest.files), found.manifest.bytes)
+    looked = inspection.mapped(wrong, sorted(found.manifest.files), found.manifest.bytes)
     return [each for each in looked if each is not None]
 
 

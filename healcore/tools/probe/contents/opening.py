@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from healcore.extras import require
-from healcore.runtime.store import listing, manifest
+from healcore.runtime.store import manifest
 from healcore.tools.probe.contents.contents import Contents
 from healcore.tools.probe.contents.safetensors import is_safetensors, read_safetensors
 from healcore.tools.probe.contents.stored import open_stored
@@ -58,9 +58,9 @@ def _file(path: Path) -> Contents:
 
 def _of_store(root: Path, step: int | None) -> Contents | None:
     """One checkpoint of a store; None if the directory is none."""
-    if not any(listing.step_of(each) is not None for each in root.iterdir()):
+    if not any(manifest.step_of(each) is not None for each in root.iterdir()):
         return None
-    saves = listing.counting(root)
+    saves = manifest.counting(root)
     if not saves or (step is not None and step not in saves):
         there = ", ".join(map(str, saves)) or "none"
         which = "complete checkpoint" if step is None else f"checkpoint of step {step}"
@@ -75,11 +75,11 @@ def _of_store(root: Path, step: int | None) -> Contents | None:
 
 def _which(root: Path, step: int, status: str) -> str:
     """Which checkpoint of a store was looked at. Those that the store itself passes over count."""
-    from healcore.runtime.store import listing, manifest
+    from healcore.runtime.store import manifest
 
-    complete = [found for saves in listing.complete(root).values() for found in saves]
+    complete = [found for saves in manifest.complete(root).values() for found in saves]
     aside = sum(1 for each in complete if manifest.read_status(each.folder) == "quarantined")
-    broken = len(listing.incomplete(root))
+    broken = len(manifest.incomplete(root))
     several = [f"{aside} quarantined"] * bool(aside) + [f"{broken} not complete"] * bool(broken)
     others = f" ({', '.join(several)})" if several else ""
     return f"of {len(complete) + broken} checkpoints in it{others}, that of step {step} ({status})"
