@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from healcore.core.verdict import Action
 from healcore.runtime.healer import Healer
-from healcore.runtime.loop.exits import RunStopped
+from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.store import Keep
 from healcore.runtime.store.memory import MemoryStore
 from healcore.runtime.store.tiered import TieredStore

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from healcore import policy as policies
-from healcore.runtime.loop.exits import RunStopped
+from healcore.runtime.loop.termination import RunStopped
 from tests.healer.loops import RULES, Faults, loop_of, rules, train
 from tests.healer.reading import events, postmortems
 

@@ -77,7 +77,7 @@ def quiet_end(run: Any, error: BaseException | None) -> None:
     run.termination.stop()
     run.driver.close()
     run.release()
-    run.console.end()
+    run.log.detach_console()
     assert error is None or isinstance(error, Crash)
 
 

@@ -14,8 +14,12 @@ import torch
 from healcore import policy as policies
 from healcore.core.verdict import Action
 from healcore.runtime.healer import Healer
-from healcore.runtime.loop.exits import LastStateNotSaved, RunStopped
-from healcore.runtime.loop.termination import Interrupted, TerminationWatch
+from healcore.runtime.loop.termination import (
+    Interrupted,
+    LastStateNotSaved,
+    RunStopped,
+    TerminationWatch,
+)
 from healcore.runtime.store import StateMismatch
 from tests.healer.loops import Faults, loop_of, rules, train
 from tests.healer.reading import events, postmortems

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from healcore.runtime.loop.exits import RunStopped
-from healcore.runtime.loop.termination import Terminated
+from healcore.runtime.loop.termination import RunStopped, Terminated
 from tests.healer.loops import Faults, loop_of, rules, train
 from tests.healer.reading import events, postmortems
 

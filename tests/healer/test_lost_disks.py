@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from healcore.runtime.loop.exits import LastStateNotSaved
+from healcore.runtime.loop.termination import LastStateNotSaved
 from healcore.runtime.store.errors import StoreError
 from tests.healer.loops import Faults, loop_of, rules, same, train
 from tests.healer.test_slow_disks import events_of

@@ -7,7 +7,7 @@ import pytest
 
 from healcore.core.verdict import Action
 from healcore.runtime.healer import Healer
-from healcore.runtime.loop.exits import RunStopped
+from healcore.runtime.loop.termination import RunStopped
 from tests.healer.loops import Faults, loop_of, rules, same, train
 from tests.healer.reading import events
 

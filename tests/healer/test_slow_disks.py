@@ -16,10 +16,11 @@ from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.rollback.manager import RollbackManager
+from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import Keep
 from healcore.runtime.store.ranks import Alone
 from healcore.torch import store as torch_stores
-from tests.healer.histories import Listed
+from tests.healer.histories import EventList, Listed
 from tests.healer.loops import Faults, loop_of, rules, train
 from tests.healer.reading import events
 
@@ -249,7 +250,7 @@ def test_waiting_time_does_not_come_back_with_a_success(monkeypatch):
 
     clock = SimpleNamespace(monotonic=lambda: now["s"], sleep=passes)
     monkeypatch.setattr(manager, "time", clock)
-    store, told = Behind(clock, 3.0), []
+    store, events = Behind(clock, 3.0), []
     checkpoints = CheckpointManager(
         store,
         every=10,
@@ -258,13 +259,13 @@ def test_waiting_time_does_not_come_back_with_a_success(monkeypatch):
         region=50,
         verifier=BackgroundVerifier(in_background=False),
         ranks=Alone(),
-        log_event=lambda kind, **fields: told.append(kind),
-        warn=lambda line: None,
+        log=RunLog(EventList(events), console=False),
     )
     for step in range(200):
         if checkpoints.due(step):
             checkpoints.save(step, {}, {}, "regular")
         passes(0.03)
     assert now["s"] < 6 + manager.MAX_WAIT + 0.5
-    assert told.count("save") >= 3
-    assert told.count("save") + told.count("save_failed") == 20
+    kinds = [each["kind"] for each in events]
+    assert kinds.count("save") >= 3
+    assert kinds.count("save") + kinds.count("save_failed") == 20

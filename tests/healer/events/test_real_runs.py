@@ -11,7 +11,7 @@ import pytest
 from healcore.core.verdict import Action
 from healcore.runtime.events import read, schema
 from healcore.runtime.events.models import KINDS
-from healcore.runtime.loop.exits import LastStateNotSaved, RunStopped
+from healcore.runtime.loop.termination import LastStateNotSaved, RunStopped
 from healcore.runtime.postmortem.postmortem import Postmortem, path_for
 from tests.healer.loops import Faults, loop_of, rules, train
 from tests.healer.test_storage import flip_a_bit
