@@ -20,9 +20,9 @@ from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import Keep
 from healcore.runtime.store.ranks import Alone
 from healcore.torch import store as torch_stores
-from tests.healer.histories import EventList, Listed
 from tests.healer.loops import Faults, loop_of, rules, train
-from tests.healer.reading import events
+from tests.healer.run_events import events
+from tests.runtime.rollback.simulated_run import EventList, Listed
 
 EVERY = 5
 BAD = [43, 46]
