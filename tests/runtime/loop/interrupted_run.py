@@ -17,7 +17,7 @@ def main(folder: str, how: str) -> None:
     """Prints its steps. From step 7 on it waits for a line before each; its disk may hang."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits "ignore"
     if how == "disk hangs":
-        directory.committing.commit = lambda *args: threading.Event().wait()  # type: ignore
+        directory.commit.commit = lambda *args: threading.Event().wait()  # type: ignore
 
     def before(healer: Any, number: int) -> None:
         if number == 7 and not how:
