@@ -13,7 +13,7 @@ from healcore.runtime.loop.termination import (
     RunStopped,
 )
 from tests.healer.loops import SKIPS, Faults, loop_of, rules, same, train
-from tests.healer.run_events import events
+from tests.healer.run_directory import events
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 

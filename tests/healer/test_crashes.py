@@ -20,7 +20,7 @@ from healcore.runtime.store.tiered import TieredStore
 from tests.healer.crashes import Crash, quiet_end
 from tests.healer.killed_runs import at_step, killed
 from tests.healer.loops import Faults, loop_of, rules, same, train
-from tests.healer.run_events import events, postmortems
+from tests.healer.run_directory import events, postmortems
 
 POINTS = [
     (TieredStore, "mark"),

@@ -13,7 +13,7 @@ from healcore.runtime.store import NoGoodCheckpoint
 from healcore.torch.store import DCPStore
 from tests.healer import killed_runs
 from tests.healer.loops import Faults, loop_of, rules, train
-from tests.healer.run_events import events
+from tests.healer.run_directory import events
 from tests.store.test_damage import flip
 
 

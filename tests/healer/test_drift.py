@@ -11,7 +11,7 @@ from healcore.runtime.store import Keep
 from healcore.torch.store import DCPStore
 from tests.healer.killed_runs import is_poisoned, poison
 from tests.healer.loops import RULES, loop_of, train
-from tests.healer.run_events import events
+from tests.healer.run_directory import events
 
 BROKEN, SEEN = 70, 100
 

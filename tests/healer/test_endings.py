@@ -16,7 +16,7 @@ from healcore.runtime.loop.termination import (
     Terminated,
 )
 from tests.healer.loops import Faults, loop_of, rules, train
-from tests.healer.run_events import events, postmortems
+from tests.healer.run_directory import events, postmortems
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 

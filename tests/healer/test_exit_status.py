@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.healer.run_events import postmortems
+from tests.healer.run_directory import postmortems
 from tests.store.disks import small_disk
 
 ROOT = Path(__file__).parents[2]

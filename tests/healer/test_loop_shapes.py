@@ -6,7 +6,7 @@ import pytest
 
 from healcore.runtime.healer import Healer
 from tests.healer.loops import SKIPS, Faults, loop_of, rules, train
-from tests.healer.run_events import events
+from tests.healer.run_directory import events
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])

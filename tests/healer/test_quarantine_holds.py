@@ -11,7 +11,7 @@ import pytest
 from healcore.torch.store import DCPStore
 from tests.healer import killed_runs
 from tests.healer.loops import Faults, loop_of, rules, train
-from tests.healer.run_events import events
+from tests.healer.run_directory import events
 from tests.store.test_damage import flip
 
 BAD = [23]

@@ -17,7 +17,7 @@ from healcore.runtime.store.directory import DirectoryStore
 from healcore.torch.store import DCPStore
 from tests.healer.crashes import crash
 from tests.healer.loops import Faults, loop_of, rules, same, train
-from tests.healer.run_events import events, postmortems
+from tests.healer.run_directory import events, postmortems
 
 BAD = [23, 24]
 

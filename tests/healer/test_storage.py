@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,18 +14,9 @@ from healcore.runtime.loop.termination import (
 )
 from healcore.runtime.store import SaveFailed, StateMismatch
 from tests.healer.loops import Faults, loop_of, rules, same, train
-from tests.healer.run_events import events, postmortems
+from tests.healer.run_directory import events, flip_a_bit, postmortems
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
-
-
-def flip_a_bit(folder: Path, seed: int) -> None:
-    chance = random.Random(seed)
-    files = sorted(path for path in (folder / "data").rglob("*") if path.is_file())
-    path = chance.choice([file for file in files if file.stat().st_size])
-    data = bytearray(path.read_bytes())
-    data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
-    path.write_bytes(data)
 
 
 @BOTH

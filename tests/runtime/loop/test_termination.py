@@ -21,7 +21,7 @@ from healcore.runtime.loop.termination import (
     TerminationWatch,
 )
 from tests.healer.loops import SKIPS, Faults, loop_of, rules, train
-from tests.healer.run_events import events, postmortems
+from tests.healer.run_directory import events, postmortems
 
 
 @contextmanager

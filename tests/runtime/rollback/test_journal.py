@@ -23,7 +23,7 @@ from tests.healer.killed_runs import (
     with_nothing_on_disk,
 )
 from tests.healer.loops import Faults, loop_of, rules, same, train
-from tests.healer.run_events import events
+from tests.healer.run_directory import events
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
