@@ -14,6 +14,7 @@ from torch.optim import SGD, AdamW
 from healcore.policy import PolicyError, load
 from healcore.torch import AttachError, ParametersChangedError, attach
 from tests.torch import policies
+from tests.torch.optimizer_cases import host_and_device
 from tests.torch.two_ranks import ROOT
 
 
@@ -103,7 +104,7 @@ def test_the_optimizer_in_accelerates_wrapper_is_healed():
         attach(inner, policies.SKIPS)
 
 
-@pytest.mark.parametrize("where", ["host", "device"])
+@host_and_device
 def test_parameters_added_later_are_healed_unless_each_has_a_history(where: Any):
     late = Parameter(torch.ones(3))
     o = optimizer(fused=True)
