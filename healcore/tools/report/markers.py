@@ -26,7 +26,7 @@ class Marker(NamedTuple):
     """Symbol there."""
     matplotlib: str
     colour: str
-    """On white, told apart by the colour-blind too. The page's colours are in its CSS."""
+    """On white, distinguishable by the colour-blind too. The page's colours are in its CSS."""
 
     def label(self, would: bool) -> str:
         """The outcome; `would`: of what was not done."""

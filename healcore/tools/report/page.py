@@ -136,7 +136,7 @@ def plot_data(report: RunReport) -> dict[str, Any]:
 
 def _markers() -> dict[str, dict[str, str]]:
     return {
-        each.outcome: {"words": each.done, "would": each.would, "symbol": each.plotly}
+        each.outcome: {"done": each.done, "would": each.would, "symbol": each.plotly}
         for each in MARKERS.values()
     }
 

@@ -281,6 +281,6 @@ def _titles(block: Any, report: RunReport, name: str) -> None:
 
 
 def _short(name: str) -> str:
-    """Both ends of a name that would run into the legend beside it."""
+    """Both ends of a name that would run into the legend next to it."""
     half = _NAME // 2
     return name if len(name) <= _NAME else f"{name[:half]}…{name[-half:]}"
