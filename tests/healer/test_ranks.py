@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from healcore.runtime.events import reading
+from healcore.runtime.events import read
 from tests.healer.ranks_life import BAD, HOOKS, ODD, SECONDS
 
 REPOSITORY = Path(__file__).parents[2]
@@ -67,7 +67,7 @@ def test_both_go_back_to_the_newest_common_step(scenario, target, pair):
     assert told["step"] == 39
     assert told["order"].count(BAD) == 1
     for name in ("run.events.jsonl", "run.events.rank1.jsonl"):
-        events = reading.read(pair.root / scenario / name).events
+        events = read(pair.root / scenario / name).events
         assert [e["checkpoint"] for e in events if e["kind"] == "rollback"] == [target]
 
 

@@ -161,7 +161,7 @@ def test_by_default_they_lie_beside_the_events(tmp_path):
 
 def test_a_long_run_is_thinned_and_says_so(tmp_path, monkeypatch):
     """Steps with and without an alarm, each by itself; a restart goes on from the file's size."""
-    monkeypatch.setattr("healcore.runtime.events.metrics._WHOLE", 100)
+    monkeypatch.setattr("healcore.runtime.events.metrics._UNTHINNED", 100)
     path = tmp_path / "m.jsonl"
 
     def written(steps: range) -> list[dict[str, Any]]:
