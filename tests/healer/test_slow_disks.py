@@ -20,9 +20,9 @@ from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import Keep
 from healcore.runtime.store.ranks import Alone
 from healcore.torch import store as torch_stores
-from tests.healer.histories import EventList, Listed
 from tests.healer.loops import Faults, loop_of, rules, train
-from tests.healer.reading import events
+from tests.healer.run_directory import events, events_of
+from tests.runtime.rollback.simulated_run import EventList, Listed
 
 EVERY = 5
 BAD = [43, 46]
@@ -138,12 +138,6 @@ def story(kind: str, folder: Path, monkeypatch: Any, disk: Any) -> dict[str, Any
         "good": sorted({e["step"] for e in found if e["kind"] == "good"}),
         "weights": [each.tobytes() for each in loop.weights()],
     }
-
-
-def events_of(path: Path) -> list[dict[str, Any]]:
-    import json
-
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.parametrize("kind", STORES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.healer.loops import Faults, loop_of, rules, train
-from tests.healer.reading import events
+from tests.healer.run_directory import events
 
 
 class Forward:

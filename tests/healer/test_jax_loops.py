@@ -19,7 +19,7 @@ from healcore.runtime.healer import Healer
 from healcore.runtime.loop.termination import RunStopped
 from tests.healer.jax.runs import batch, in_place, linen, mse, plain
 from tests.healer.loops import rules
-from tests.healer.reading import events
+from tests.healer.run_directory import events
 
 RULES = rules()
 EVERY = 4

@@ -1,6 +1,6 @@
 """One life of a healed run that is going to be killed, and what it lets its killer see.
 
-Imported by killed_often.py, which forks; nothing here runs before that.
+Imported by repeated_kills.py, which forks; nothing here runs before that.
 """
 
 from __future__ import annotations
