@@ -1,4 +1,4 @@
-"""Healed runs that are killed with SIGKILL, again and again, until they complete all the same.
+"""Healed runs that are killed with SIGKILL, again and again, until they complete.
 
     python -m tests.healer.repeated_kills FRAMEWORK ROOT KILLS
 
@@ -37,7 +37,7 @@ from tests.healer.killed_process import (
     Aim,
     Variant,
     Watched,
-    live,
+    run_process,
 )
 
 AIMS = (
@@ -68,12 +68,12 @@ class Kind:
     def __init__(self, framework: str, variant: Variant, root: Path) -> None:
         self.framework, self.variant, self.root = framework, variant, root
         root.mkdir()
-        assert self.live(root, None).completed
+        assert self.run_process(root, None).completed
         self.trace = story.steps_of(root)
         self.facts = json.loads((root / "end.json").read_text())
         assert self.facts["rollbacks"] >= 2, self.facts
 
-    def live(self, root: Path, aim: Aim | None) -> Killed:
+    def run_process(self, root: Path, aim: Aim | None) -> Killed:
         """One life, in a child."""
         reader, writer = os.pipe()
         shared = mmap.mmap(-1, len(PHASES))
@@ -86,7 +86,7 @@ class Kind:
             try:
                 os.close(reader)
                 watched = Watched(shared, writer, at)
-                live(self.framework, self.variant, root / "store", root / "trace", watched)
+                run_process(self.framework, self.variant, root / "store", root / "trace", watched)
                 status = 0
             except BaseException:
                 traceback.print_exc()
@@ -128,15 +128,15 @@ def run(
 ) -> None:
     """One run, from the first start to its end; most lives are killed."""
     root.mkdir()
-    had, told = b"", b""
+    had, logged = b"", b""
     for life in itertools.count():
         aim = Aim(*AIMS[(first + life) % len(AIMS)], rng.random()) if life < kills else None
-        ended = kind.live(root, aim)
+        ended = kind.run_process(root, aim)
         # At its start, that is of what the life before has left.
         for what in (USABLE, GOOD):
             assert what in ended.said or what not in had or not ended.said, f"{root}: {what!r} lost"
         had += ended.said
-        told = story.goes_on(root, told)
+        logged = story.goes_on(root, logged)
         if ended.completed:
             break
         counts["kills"] += 1

@@ -60,15 +60,15 @@ class Listed:
         self.damaged: set[int] = set()
         self.finite = True
         """Of the state that is saved next."""
-        self.life = -1
+        self.calls_left = -1
         """Changes until the process is killed; negative: it is not."""
 
     def passes(self) -> None:
         """A point at which it may be killed."""
-        if self.life == 0:
-            self.life = -1
+        if self.calls_left == 0:
+            self.calls_left = -1
             raise Killed
-        self.life -= self.life > 0
+        self.calls_left -= self.calls_left > 0
 
     def save(self, step: int, state: Any, *, healing: Mapping[str, Any] | None = None) -> None:
         self.passes()
