@@ -53,7 +53,7 @@ CALLS = ("fsync", "rename", "replace", "write", "unlink", "mkdir", "rmdir")
 
 
 class Aim(NamedTuple):
-    """When this life is to end."""
+    """When this process is to be killed."""
 
     phase: str = ""
     """In which phase; "" at any time."""

@@ -15,7 +15,7 @@ NAME = "healcore.events.jsonl"
 def steps_of(root: Path) -> dict[tuple[int, int], list[Any]]:
     """(rollbacks so far, steps done) -> the next batch and digests of weights and engines.
 
-    Steps that a later life has taken again must have come out the same.
+    Steps that a later process has repeated must have come out the same.
     """
     found: dict[tuple[int, int], list[Any]] = {}
     for line in (root / "trace").read_text().splitlines():

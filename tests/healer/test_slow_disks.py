@@ -121,7 +121,7 @@ DISKS = {
 }
 
 
-def story(kind: str, folder: Path, monkeypatch: Any, disk: Any) -> dict[str, Any]:
+def outcome_of(kind: str, folder: Path, monkeypatch: Any, disk: Any) -> dict[str, Any]:
     """What a run does whose disk takes its time."""
     framework, make = STORES[kind]
     loop = loop_of(framework, Faults(always=BAD), rules())
@@ -143,7 +143,7 @@ def story(kind: str, folder: Path, monkeypatch: Any, disk: Any) -> dict[str, Any
 @pytest.mark.parametrize("kind", STORES)
 def test_where_it_goes_back_to_follows_from_the_steps(kind, tmp_path, monkeypatch):
     stories = {
-        name: story(kind, tmp_path / name, monkeypatch, disk) for name, disk in DISKS.items()
+        name: outcome_of(kind, tmp_path / name, monkeypatch, disk) for name, disk in DISKS.items()
     }
     fast = stories["a fast disk"]
     assert [onset for onset, _ in fast["back"]] == [43, 45]

@@ -79,15 +79,15 @@ class History(RuleBasedStateMachine):
         self.store.finite = True
 
     @precondition(lambda self: not self.over and self.onset is not None)
-    @rule(depth=st.integers(1, 4), life=st.integers(-1, 12))
-    def goes_back(self, depth: int, life: int) -> None:
+    @rule(depth=st.integers(1, 4), calls=st.integers(-1, 12))
+    def goes_back(self, depth: int, calls: int) -> None:
         """As ordered; killed after so many changes, if it takes that many."""
         assert self.onset is not None
         process, journal = self.process, self.process.journal
         process.checkpoints.verify_due(process.ledger, before=self.onset)
         self.what_is_good()
         expected = self.target(depth)
-        self.store.calls_left = life
+        self.store.calls_left = calls
         try:
             arrival = process.go_back(depth)
         except Killed:
