@@ -1,4 +1,4 @@
-"""What a run that was killed again and again has told, and must have told."""
+"""Checks the events of a run that was killed again and again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME = "healcore.events.jsonl"
 def steps_of(root: Path) -> dict[tuple[int, int], list[Any]]:
     """(rollbacks so far, steps done) -> the next batch and digests of weights and engines.
 
-    Steps that a later life has taken again must have come out the same.
+    Steps that a later process has repeated must have come out the same.
     """
     found: dict[tuple[int, int], list[Any]] = {}
     for line in (root / "trace").read_text().splitlines():
@@ -26,18 +26,18 @@ def steps_of(root: Path) -> dict[tuple[int, int], list[Any]]:
 
 
 def rollbacks_of(root: Path) -> dict[int, tuple[Any, ...]]:
-    """Number -> what is told of the rollback."""
+    """Number -> what is logged of the rollback."""
     found: dict[int, tuple[Any, ...]] = {}
     for event in read(root / "store" / NAME).events:
         if event["kind"] == "rollback":
             number = event["number"]
-            assert number not in found, f"{root}: rollback {number} is told twice"
+            assert number not in found, f"{root}: rollback {number} is logged twice"
             found[number] = event["onset"], event["checkpoint"]
     return found
 
 
 def rates_of(root: Path) -> set[tuple[Any, ...]]:
-    """Every change of the learning rate's multiplier that is told."""
+    """Every change of the learning rate's multiplier that is logged."""
     return {
         (event["step"], event["lr_scale_before"], event["lr_scale"])
         for event in read(root / "store" / NAME).events
@@ -60,8 +60,8 @@ def goes_on(root: Path, before: bytes) -> bytes:
 
 def whole(root: Path, clean: Path) -> None:
     """At the end: every rollback as in the run that was not killed, and every death explained."""
-    for told in (rollbacks_of, rates_of):
-        assert told(root) == told(clean), f"{root}: {told(root)}, not {told(clean)}"
+    for logged in (rollbacks_of, rates_of):
+        assert logged(root) == logged(clean), f"{root}: {logged(root)}, not {logged(clean)}"
     path = root / "store" / NAME
     for name, events in read(path).runs().items():
         if events[0]["kind"] != "start":

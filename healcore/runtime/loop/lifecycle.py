@@ -216,11 +216,7 @@ def ending_of(error: BaseException | None, signal_number: int | None = None) -> 
 
 
 def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
-    """Ends a run.
-
-    Args:
-        loop: of the run.
-        error: what was raised out of the block; None: nothing.
+    """Ends a run after an error in its block, or none.
 
     Returns:
         What the block must raise although the loop has completed.

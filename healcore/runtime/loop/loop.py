@@ -129,12 +129,7 @@ class Loop:
     # -- the start, see `lifecycle` -------------------------------------------------------------
 
     def set_restored(self, step: int, generators: HostParts | None) -> None:
-        """The state has been restored from a checkpoint of an earlier process.
-
-        Args:
-            step: the checkpoint's.
-            generators: what it holds for `HostState.put_back`.
-        """
+        """To be called when an earlier process's checkpoint has been restored."""
         self.step, self._generators = step, generators
         self._restore_generators()
 
