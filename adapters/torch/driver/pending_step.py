@@ -50,7 +50,7 @@ class PendingEntries:
         self._count += 1
         if len(self._entries) >= 3 * MOST:
             # The old records have long arrived: reading them waits for nothing.
-            old = [each for each in self._entries[:-MOST] if each.record.read().cause]
+            old = [each for each in self._entries[:-MOST] if each.record().cause]
             self._entries = old[-MOST:] + self._entries[-MOST:]
         if not self._warned and self._count >= (_POLLED_BEFORE if self._polled else _NEVER_POLLED):
             self._warned = True
@@ -107,8 +107,8 @@ class Recorder:
 
     def read(self, entry: PendingEntry) -> StepRecord:
         """The record of an entry; that of a step with a cause has evidence, which is a sync."""
-        record = entry.record.read()._replace(engine=self.name)
-        before = entry.before if isinstance(entry.before, int) else entry.before.read().step
+        record = entry.record()._replace(engine=self.name)
+        before = entry.before if isinstance(entry.before, int) else entry.before().step
         if record.step == before:
             # A GradScaler has skipped it, and the state still holds the record of the step before.
             return record.unjudged()
@@ -167,7 +167,7 @@ class PendingStep:
 
 
 def _compare(entries: list[PendingEntry], ranks: Ranks) -> None:
-    mine = [(each.recorder.name, each.record.read()) for each in entries]
+    mine = [(each.recorder.name, each.record()) for each in entries]
     decided = [(name, n.step, n.action, n.cause, n.skip, n.lr_scale) for name, n in mine]
     if any(other != decided for other in ranks.gather(decided)):
         raise RanksDisagreeError(
