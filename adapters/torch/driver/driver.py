@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class TorchDriver:
         except BaseException:
             self._detach()
             raise
-        names = live_state.ParameterNames(self._state)
+        names = partial(live_state.parameter_names, self._state)
         self._pending = PendingEntries()
         self._recorders = [
             Recorder(name, healing, names, self._pending) for name, healing in self.healings.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,6 @@ import numpy as np
 from healcore.core.evidence import Evidence, evidence
 from healcore.core.step_record import StepRecord
 from healcore.runtime.store.ranks import Ranks
-from healcore.torch.driver.live_state import ParameterNames
 from healcore.torch.engines import PendingRecord
 from healcore.torch.errors import RanksDisagreeError
 from healcore.torch.healing import Healing
@@ -84,7 +84,11 @@ class Recorder:
     """
 
     def __init__(
-        self, name: str, healing: Healing, names: ParameterNames, pending: PendingEntries
+        self,
+        name: str,
+        healing: Healing,
+        names: Callable[[Sequence[object]], list[str]],
+        pending: PendingEntries,
     ) -> None:
         self.name = name
         self.healing = healing
