@@ -1,4 +1,4 @@
-"""One life of a healed run that is going to be killed, and what it lets its killer see.
+"""One process of a healed run that is going to be killed, and what it shows to its killer.
 
 Imported by repeated_kills.py, which forks; nothing here runs before that.
 """
@@ -49,11 +49,11 @@ PHASES: tuple[str, ...] = (SAVE, WRITE, BACK)
 READY, USABLE, GOOD = b"r", b"u", b"g"
 BEGUN: dict[str, bytes] = {SAVE: b"S", WRITE: b"W", BACK: b"B"}
 CALLS = ("fsync", "rename", "replace", "write", "unlink", "mkdir", "rmdir")
-"""Of `os`: everything that changes the disk, the framework's own writing of arrays aside."""
+"""Of `os`: everything that changes the disk, except the framework's own writing of arrays."""
 
 
 class Aim(NamedTuple):
-    """When this life is to end."""
+    """When this process is to be killed."""
 
     phase: str = ""
     """In which phase; "" at any time."""
@@ -64,7 +64,7 @@ class Aim(NamedTuple):
 
 
 class Watched:
-    """Tells the killer which phases are under way; dies by itself if that is the aim.
+    """Reports to the killer which phases are in progress; dies by itself if that is the aim.
 
     Args:
         shared: a byte for each phase, which outlives the process.
@@ -87,7 +87,7 @@ class Watched:
         for name in CALLS:
             self._count(name)
 
-    def say(self, what: bytes) -> None:
+    def send(self, what: bytes) -> None:
         """To the killer."""
         self._write(self._pipe, what)
 
@@ -98,7 +98,7 @@ class Watched:
         def watched(*args: Any, **kwargs: Any) -> Any:
             self._calls[phase], began = 0, time.monotonic()
             self._shared[place] = 1
-            self.say(BEGUN[phase])
+            self.send(BEGUN[phase])
             result = function(*args, **kwargs)
             self._shared[place] = 0
             self.seconds[phase] = max(self.seconds[phase], time.monotonic() - began)
@@ -127,18 +127,20 @@ class Watched:
                 self._calls[phase] += 1
 
 
-def live(framework: str, variant: Variant, folder: Path, trace: Path, watched: Watched) -> None:
-    """Looks at what is there, then trains to the end, telling each step's state in `trace`."""
+def run_process(
+    framework: str, variant: Variant, folder: Path, trace: Path, watched: Watched
+) -> None:
+    """Checks what is on disk, then trains to the end, writing each step's state to `trace`."""
     logging.getLogger("healcore").addHandler(logging.NullHandler())
     logging.getLogger("healcore").setLevel(logging.INFO)
     logging.getLogger("healcore").propagate = False
-    watched.say(_there(framework, folder))
+    watched.send(_there(framework, folder))
     policy = rules(recoveries=6)
     run: Callable[..., dict[str, Any]] = functools.partial(_run, framework, variant, policy, folder)
     with trace.open("a", buffering=1) as file:
         try:
             facts = run(file, watched)
-        except AlreadyCompleted:  # it was killed with nothing left to do but to say so
+        except AlreadyCompleted:  # it was killed just before it logged its end
             facts = run(file, watched, resume=True)
     (trace.parent / "end.json").write_text(json.dumps(facts))
 
@@ -159,11 +161,11 @@ def _run(
         nonlocal first
         if first:
             first = False
-            watched.say(READY)
+            watched.send(READY)
         loop.state = healer.state
         engines = healer.driver.healing()
-        told = [healer.rollbacks, healer.step, number, _digest(loop.weights()), _digest(engines)]
-        file.write(json.dumps(told) + "\n")
+        logged = [healer.rollbacks, healer.step, number, _digest(loop.weights()), _digest(engines)]
+        file.write(json.dumps(logged) + "\n")
 
     data = iter(range(DATA)) if variant.forward else range(DATA)
     facts = train(loop, policy, data, store=folder, before=note, rerun=variant.rerun, **options)

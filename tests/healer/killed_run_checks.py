@@ -1,4 +1,4 @@
-"""What a run that was killed again and again has told, and must have told."""
+"""Checks the events of a run that was killed again and again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from healcore.runtime.events import reading
+from healcore.runtime.events import read
 from healcore.runtime.postmortem import postmortem
 
 NAME = "healcore.events.jsonl"
@@ -15,7 +15,7 @@ NAME = "healcore.events.jsonl"
 def steps_of(root: Path) -> dict[tuple[int, int], list[Any]]:
     """(rollbacks so far, steps done) -> the next batch and digests of weights and engines.
 
-    Steps that a later life has taken again must have come out the same.
+    Steps that a later process has repeated must have come out the same.
     """
     found: dict[tuple[int, int], list[Any]] = {}
     for line in (root / "trace").read_text().splitlines():
@@ -26,21 +26,21 @@ def steps_of(root: Path) -> dict[tuple[int, int], list[Any]]:
 
 
 def rollbacks_of(root: Path) -> dict[int, tuple[Any, ...]]:
-    """Number -> what is told of the rollback."""
+    """Number -> what is logged of the rollback."""
     found: dict[int, tuple[Any, ...]] = {}
-    for event in reading.read(root / "store" / NAME).events:
+    for event in read(root / "store" / NAME).events:
         if event["kind"] == "rollback":
             number = event["number"]
-            assert number not in found, f"{root}: rollback {number} is told twice"
+            assert number not in found, f"{root}: rollback {number} is logged twice"
             found[number] = event["onset"], event["checkpoint"]
     return found
 
 
 def rates_of(root: Path) -> set[tuple[Any, ...]]:
-    """Every change of the learning rate's multiplier that is told."""
+    """Every change of the learning rate's multiplier that is logged."""
     return {
         (event["step"], event["lr_scale_before"], event["lr_scale"])
-        for event in reading.read(root / "store" / NAME).events
+        for event in read(root / "store" / NAME).events
         if event["kind"] == "lr"
     }
 
@@ -51,7 +51,7 @@ def goes_on(root: Path, before: bytes) -> bytes:
     now = path.read_bytes() if path.exists() else b""
     assert now.startswith(before), f"{root}: earlier events have changed"
     if now:
-        history = reading.read(path)
+        history = read(path)
         assert history.problems == [], history.problems
         numbers = [event["seq"] for event in history.events]
         assert numbers == list(range(len(numbers))), f"{root}: {numbers}"
@@ -60,10 +60,10 @@ def goes_on(root: Path, before: bytes) -> bytes:
 
 def whole(root: Path, clean: Path) -> None:
     """At the end: every rollback as in the run that was not killed, and every death explained."""
-    for told in (rollbacks_of, rates_of):
-        assert told(root) == told(clean), f"{root}: {told(root)}, not {told(clean)}"
+    for logged in (rollbacks_of, rates_of):
+        assert logged(root) == logged(clean), f"{root}: {logged(root)}, not {logged(clean)}"
     path = root / "store" / NAME
-    for name, events in reading.read(path).runs().items():
+    for name, events in read(path).runs().items():
         if events[0]["kind"] != "start":
             continue
         ends = [event["ending"] for event in events if event["kind"] == "end"]

@@ -1,8 +1,8 @@
-"""Healed runs that are killed with SIGKILL, again and again, until they complete all the same.
+"""Healed runs that are killed with SIGKILL, again and again, until they complete.
 
     python -m tests.healer.repeated_kills FRAMEWORK ROOT KILLS
 
-It imports the framework once and forks a child for every life. Runs that are never killed come
+It imports the framework once and forks a child for every start. Runs that are never killed come
 first, one of each kind: what they did at every step is what the killed ones must do too. Prints one
 JSON line with what was counted; ends with an error at the first thing that is not as it must be.
 """
@@ -23,7 +23,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.healer import killed_run_checks as story
+from tests.healer import killed_run_checks as checks
 from tests.healer.killed_process import (
     BACK,
     BEGUN,
@@ -37,7 +37,7 @@ from tests.healer.killed_process import (
     Aim,
     Variant,
     Watched,
-    live,
+    run_process,
 )
 
 AIMS = (
@@ -54,9 +54,9 @@ PATIENCE = 60.0
 
 
 class Killed(NamedTuple):
-    """How a life has ended."""
+    """How a process has ended."""
 
-    said: bytes
+    sent: bytes
     during: tuple[str, ...]
     """The phases that were under way; of one that completed none."""
     completed: bool
@@ -68,13 +68,13 @@ class Kind:
     def __init__(self, framework: str, variant: Variant, root: Path) -> None:
         self.framework, self.variant, self.root = framework, variant, root
         root.mkdir()
-        assert self.live(root, None).completed
-        self.trace = story.steps_of(root)
+        assert self.run_process(root, None).completed
+        self.trace = checks.steps_of(root)
         self.facts = json.loads((root / "end.json").read_text())
         assert self.facts["rollbacks"] >= 2, self.facts
 
-    def live(self, root: Path, aim: Aim | None) -> Killed:
-        """One life, in a child."""
+    def run_process(self, root: Path, aim: Aim | None) -> Killed:
+        """One process, forked."""
         reader, writer = os.pipe()
         shared = mmap.mmap(-1, len(PHASES))
         at = None
@@ -86,7 +86,7 @@ class Kind:
             try:
                 os.close(reader)
                 watched = Watched(shared, writer, at)
-                live(self.framework, self.variant, root / "store", root / "trace", watched)
+                run_process(self.framework, self.variant, root / "store", root / "trace", watched)
                 status = 0
             except BaseException:
                 traceback.print_exc()
@@ -94,60 +94,60 @@ class Kind:
                 sys.stderr.flush()
                 os._exit(status)
         os.close(writer)
-        said = b"" if aim is None or aim.calls else self._kill(pid, reader, aim)
+        sent = b"" if aim is None or aim.calls else self._kill(pid, reader, aim)
         _, status = os.waitpid(pid, 0)
         while data := os.read(reader, 1 << 16):
-            said += data
+            sent += data
         os.close(reader)
         assert status == 0 or os.WIFSIGNALED(status), f"{root}: not as it must be"
         during = tuple(phase for i, phase in enumerate(PHASES) if shared[i])
-        return Killed(said, () if status == 0 else during, status == 0)
+        return Killed(sent, () if status == 0 else during, status == 0)
 
     def _kill(self, pid: int, reader: int, aim: Aim) -> bytes:
         """Waits for the phase, then for some of the time that it takes."""
-        said, until = b"", time.monotonic() + PATIENCE
+        sent, until = b"", time.monotonic() + PATIENCE
         begins = BEGUN[aim.phase] if aim.phase else READY
-        while begins not in said and time.monotonic() < until:
+        while begins not in sent and time.monotonic() < until:
             assert select.select([reader], [], [], PATIENCE)[0], "a child does not get on"
             data = os.read(reader, 1 << 16)
-            said += data
+            sent += data
             if not data:
-                return said
+                return sent
         time.sleep(aim.part * (self.facts["seconds"][aim.phase] if aim.phase else self.span))
         os.kill(pid, signal.SIGKILL)
-        return said
+        return sent
 
     @property
     def span(self) -> float:
-        """How long a life may last when no phase is aimed at."""
+        """How long a process may last when no phase is aimed at."""
         return 5 * (self.facts["seconds"][WRITE] + self.facts["seconds"][BACK])
 
 
 def run(
     kind: Kind, root: Path, kills: int, first: int, rng: random.Random, counts: Counter[str]
 ) -> None:
-    """One run, from the first start to its end; most lives are killed."""
+    """One run, from the first start to its end; most processes are killed."""
     root.mkdir()
-    had, told = b"", b""
-    for life in itertools.count():
-        aim = Aim(*AIMS[(first + life) % len(AIMS)], rng.random()) if life < kills else None
-        ended = kind.live(root, aim)
-        # At its start, that is of what the life before has left.
+    had, logged = b"", b""
+    for number in itertools.count():
+        aim = Aim(*AIMS[(first + number) % len(AIMS)], rng.random()) if number < kills else None
+        ended = kind.run_process(root, aim)
+        # At its start, that is of what the previous process has left.
         for what in (USABLE, GOOD):
-            assert what in ended.said or what not in had or not ended.said, f"{root}: {what!r} lost"
-        had += ended.said
-        told = story.goes_on(root, told)
+            assert what in ended.sent or what not in had or not ended.sent, f"{root}: {what!r} lost"
+        had += ended.sent
+        logged = checks.goes_on(root, logged)
         if ended.completed:
             break
         counts["kills"] += 1
         counts["in a rollback"] += BACK in ended.during
         counts["in a save"] += SAVE in ended.during or WRITE in ended.during
         counts["in both"] += BACK in ended.during and WRITE in ended.during
-    story.whole(root, kind.root)
+    checks.whole(root, kind.root)
     facts = json.loads((root / "end.json").read_text())
     for name in ("step", "rollbacks", "weights"):
         assert facts[name] == kind.facts[name], f"{root}: {name} {facts} {kind.facts}"
-    for where, state in story.steps_of(root).items():
+    for where, state in checks.steps_of(root).items():
         assert kind.trace.get(where) == state, f"{root}: {where} {state} {kind.trace.get(where)}"
     counts["runs"] += 1
     counts["rollbacks"] += facts["rollbacks"]

@@ -1,4 +1,4 @@
-"""A Healer whose block is never left: what it held is free when nobody has it any more."""
+"""A Healer whose block is never left: what it held is free once nothing refers to it."""
 
 from __future__ import annotations
 

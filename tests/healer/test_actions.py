@@ -19,7 +19,7 @@ BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
 
 @BOTH
-def test_observe_changes_nothing_and_tells_the_same(framework, tmp_path):
+def test_observe_changes_nothing_and_logs_the_same(framework, tmp_path):
     bad = Faults(always=[5, 23])
     plain = loop_of(framework, Faults(always=[5, 23]))
     for number in range(30):
@@ -30,7 +30,7 @@ def test_observe_changes_nothing_and_tells_the_same(framework, tmp_path):
     assert facts["rollbacks"] == 0
     assert same(watched.weights(), plain.weights())
     orders = events(tmp_path, "order")
-    assert orders, "what would have been done is told"
+    assert orders, "what would have been done is logged"
     assert all(order["observed"] for order in orders)
     assert "ROLLBACK" in orders[0]["action"]
     assert events(tmp_path, "rollback") == []
@@ -106,7 +106,7 @@ def test_two_optimizers_are_one_run(tmp_path):
     assert alarm["engine"] == "opt_b"
 
 
-def test_a_loop_that_never_steps_is_told(tmp_path):
+def test_a_loop_that_never_steps_is_reported(tmp_path):
     loop = loop_of("jax", policy=rules())
     with Healer(rules(), state=loop.state, store=tmp_path) as healer:
         for number in healer.batches(range(150)):
@@ -147,7 +147,7 @@ def test_a_run_writes_down_the_policy_with_its_values_replaced(framework, tmp_pa
     assert start["fingerprint"] == policies.fingerprint(policy) != policies.fingerprint(SKIPS)
 
 
-def test_a_trial_that_finds_the_same_is_not_repeated_for_ever(tmp_path):
+def test_a_rerun_with_the_same_fault_is_not_repeated_for_ever(tmp_path):
     text = policies.dumps(rules()).replace("region = 30", "region = 0")
     policy = policies.loads(text)
     loop = loop_of("torch", Faults(always=[23]))

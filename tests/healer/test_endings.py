@@ -31,7 +31,7 @@ def test_completed(framework, tmp_path):
 
 
 @BOTH
-def test_a_spent_budget_stops_the_run_and_says_why(framework, tmp_path):
+def test_an_exhausted_budget_stops_the_run_with_the_reason(framework, tmp_path):
     bad = range(20, 40)
     policy = rules(recoveries=1)
     loop = loop_of(framework, Faults(always=bad), policy)

@@ -111,7 +111,7 @@ def test_what_does_not_pass_spends_the_budget(tmp_path):
     assert [each["action"] for each in events(tmp_path, "order")][-1] == ["STOP", "CUT_LR"]
 
 
-def test_a_loop_that_ignores_the_restored_state_is_told(tmp_path):
+def test_a_loop_that_ignores_the_restored_state_is_reported(tmp_path):
     run = plain(policy=RULES)
     with pytest.raises(HealStateError, match=r"rollback .* from healer\.state"):
         train_from(run.state, run, range(40), bad=23, store=tmp_path)
@@ -120,7 +120,7 @@ def test_a_loop_that_ignores_the_restored_state_is_told(tmp_path):
     assert end["ending"] == "exception"
 
 
-def test_a_start_that_ignores_the_resumed_state_is_told(tmp_path):
+def test_a_start_that_ignores_the_resumed_state_is_reported(tmp_path):
     train(plain(policy=RULES), RULES, range(20), store=tmp_path)
     run = plain(policy=RULES)
     mine = jax.tree.map(jnp.copy, run.state)

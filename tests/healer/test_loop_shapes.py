@@ -34,7 +34,7 @@ def test_an_evaluation_inside_the_loop(framework, tmp_path):
     assert seen[:6] == validation * 2
 
 
-def test_a_loop_that_breaks_off_begins_the_next_epoch_anew(tmp_path):
+def test_a_loop_that_breaks_off_starts_the_next_epoch_from_its_beginning(tmp_path):
     loop, data = loop_of("torch"), list(range(10))
     with Healer(rules(), state=loop.state, store=tmp_path, save_every=5) as healer:
         for _epoch in range(3):

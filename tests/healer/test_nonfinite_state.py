@@ -59,9 +59,9 @@ def test_the_run_goes_back_by_default(framework, tmp_path):
     it = Spoils(framework, rules(), at=[22])
     facts = train(it.loop, rules(), range(60), store=tmp_path, before=it.before)
     assert facts["rollbacks"] == 1
-    (told,) = events(tmp_path, "rollback")
-    assert told["onset"] == 24, "the checkpoint of step 25 has it"
-    assert told["checkpoint"] in (15, 20)
+    (logged,) = events(tmp_path, "rollback")
+    assert logged["onset"] == 24, "the checkpoint of step 25 has it"
+    assert logged["checkpoint"] in (15, 20)
     assert it.batches.count(22) == 1, "the data of those steps are left out"
     order = events(tmp_path, "order")[0]
     assert (order["action"], order["step"]) == (["ROLLBACK"], 30)
@@ -74,14 +74,14 @@ def test_the_run_goes_back_by_default(framework, tmp_path):
 
 
 @BOTH
-def test_it_stops_where_the_policy_says_so(framework, tmp_path):
+def test_it_stops_if_the_policy_orders_it(framework, tmp_path):
     it = Spoils(framework, saying("stop"), at=[22])
     with pytest.raises(RunStopped, match="NaN or Inf in"):
         train(it.loop, saying("stop"), range(60), store=tmp_path, before=it.before)
 
 
 @BOTH
-def test_it_only_tells_where_the_policy_says_so(framework, tmp_path):
+def test_it_only_alerts_if_the_policy_orders_it(framework, tmp_path):
     it = Spoils(framework, saying("alert"), at=[22])
     facts = train(it.loop, saying("alert"), range(60), store=tmp_path, before=it.before)
     assert (facts["rollbacks"], facts["step"]) == (0, 60)
@@ -89,7 +89,7 @@ def test_it_only_tells_where_the_policy_says_so(framework, tmp_path):
     assert "The run ends in that state" in postmortems(tmp_path)[0]["diagnosis"]
 
 
-def test_what_comes_again_without_any_harm_is_not_gone_back_from_for_ever(tmp_path):
+def test_harmless_nonfinite_arrays_are_rolled_back_once(tmp_path):
     """A buffer that is infinite by design, made by the first forward pass after the start."""
     it = Spoils("torch", rules(), at=range(22, 100))
     facts = train(it.loop, rules(), range(60), store=tmp_path, before=it.before)
@@ -97,7 +97,7 @@ def test_what_comes_again_without_any_harm_is_not_gone_back_from_for_ever(tmp_pa
     assert any("nonfinite_ok" in each["problem"] for each in events(tmp_path, "problem"))
 
 
-def test_damage_in_memory_is_told_though_the_disk_has_repaired_it(tmp_path):
+def test_damage_in_memory_is_reported_although_the_disk_has_repaired_it(tmp_path):
     def flip(healer: Any, number: int) -> None:
         if number == 23 and not healer.rollbacks:
             healer.store.wait()
@@ -113,7 +113,7 @@ def test_damage_in_memory_is_told_though_the_disk_has_repaired_it(tmp_path):
     assert "Check the machine's RAM" in postmortems(tmp_path)[0]["diagnosis"]
 
 
-def test_a_mask_of_minus_infinity_is_meant_and_stays_so_after_a_restart(tmp_path):
+def test_a_mask_of_minus_infinity_is_allowed_after_a_restart_too(tmp_path):
     def loop():
         made = loop_of("torch")
         made.model.register_buffer("mask", torch.full((3,), -torch.inf))

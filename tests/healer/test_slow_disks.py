@@ -121,7 +121,7 @@ DISKS = {
 }
 
 
-def story(kind: str, folder: Path, monkeypatch: Any, disk: Any) -> dict[str, Any]:
+def outcome_of(kind: str, folder: Path, monkeypatch: Any, disk: Any) -> dict[str, Any]:
     """What a run does whose disk takes its time."""
     framework, make = STORES[kind]
     loop = loop_of(framework, Faults(always=BAD), rules())
@@ -143,7 +143,7 @@ def story(kind: str, folder: Path, monkeypatch: Any, disk: Any) -> dict[str, Any
 @pytest.mark.parametrize("kind", STORES)
 def test_where_it_goes_back_to_follows_from_the_steps(kind, tmp_path, monkeypatch):
     stories = {
-        name: story(kind, tmp_path / name, monkeypatch, disk) for name, disk in DISKS.items()
+        name: outcome_of(kind, tmp_path / name, monkeypatch, disk) for name, disk in DISKS.items()
     }
     fast = stories["a fast disk"]
     assert [onset for onset, _ in fast["back"]] == [43, 45]
@@ -157,7 +157,7 @@ def test_where_it_goes_back_to_follows_from_the_steps(kind, tmp_path, monkeypatc
 def test_a_disk_that_stands_still_leaves_the_rollback_where_it_was(kind, tmp_path, monkeypatch):
     """Not one write ends before the rollback: memory has what is needed, and nobody has waited."""
     framework, _ = STORES[kind]
-    told = {}
+    logged = {}
     for name, steps in (("fast", 0), ("still", 10_000)):
         loop = loop_of(framework, Faults(always=[43]), rules())
         with monkeypatch.context() as patch:
@@ -167,10 +167,10 @@ def test_a_disk_that_stands_still_leaves_the_rollback_where_it_was(kind, tmp_pat
             folder = tmp_path / name
             facts = train(loop, rules(), range(60), store=folder, before=gates.step)
         assert facts["step"] == 59
-        told[name] = events(folder, "rollback")[0]["checkpoint"], loop.weights()[0].tobytes()
+        logged[name] = events(folder, "rollback")[0]["checkpoint"], loop.weights()[0].tobytes()
         late = [e["step"] for e in events(folder, "save_failed")]
         assert late[:3] == ([5, 10, 15] if steps else [])
-    assert told["still"] == told["fast"]
+    assert logged["still"] == logged["fast"]
     assert "only in memory" in events(tmp_path / "still", "save_failed")[0]["problem"]
 
 

@@ -20,7 +20,7 @@ BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
 
 @BOTH
-def test_a_damaged_checkpoint_is_told_and_the_next_older_one_used(framework, tmp_path):
+def test_a_damaged_checkpoint_is_reported_and_the_next_older_one_used(framework, tmp_path):
     policy = rules()
 
     def stumble(healer, number):

@@ -218,11 +218,7 @@ class Assessor:
         self._batches.clear()
 
     def assess(self, request: ActionRequest) -> AssessmentResult:
-        """Whether the model is damaged.
-
-        Args:
-            request: of a rollback or a stop.
-        """
+        """Whether the model is damaged; for a request of a rollback or a stop."""
         if request.cause & Cause.INSTABILITY:
             return AssessmentResult(DamageVerdict.DAMAGE, "instability")
         if not self._driver.finite():

@@ -67,7 +67,7 @@ class IncidentMonitor:
     """The state of the run, for hooks."""
 
     def __post_init__(self) -> None:
-        self.unlogged_alarms = 0
+        self.unreported_alarms = 0
         """Alarms without an event of their own."""
         self.first_alarm: FirstAlarm | None = None
         self._batches: dict[int, tuple[BatchId, ...]] = {}
@@ -216,7 +216,7 @@ class IncidentMonitor:
     ) -> None:
         self._alarms_outside += incident is None
         if (incident.alarms if incident else self._alarms_outside) > MOST_ALARMS:
-            self.unlogged_alarms += 1
+            self.unreported_alarms += 1
             return
         self.log.event(
             "alarm",

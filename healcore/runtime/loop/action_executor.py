@@ -17,7 +17,7 @@ from healcore.runtime.incidents.delayed_reader import DelayedReader
 from healcore.runtime.incidents.monitor import ActionRequest, IncidentMonitor
 from healcore.runtime.ledger import Ledger
 from healcore.runtime.loop.termination import RunStopped
-from healcore.runtime.postmortem.diagnosis import Case, Tried, explain
+from healcore.runtime.postmortem.diagnosis import RollbackRecord, RunEnd, explain
 from healcore.runtime.rollback.journal import Journal
 from healcore.runtime.rollback.manager import RollbackManager, RollbackRequest, RollbackResult
 from healcore.runtime.run_log import RunLog
@@ -109,10 +109,10 @@ class ActionExecutor:
     reader: DelayedReader
     reruns: Reruns
     log: RunLog
-    case: Callable[[str], Case]
+    run_end: Callable[[str], RunEnd]
     """What is known of a run that is stopped for a reason, for the diagnosis."""
     assessor: Assessor
-    completed: list[Tried] = field(default_factory=list, init=False)
+    completed: list[RollbackRecord] = field(default_factory=list, init=False)
     """Rollbacks of this process."""
 
     def execute(self, request: ActionRequest, step: int) -> ActionResult:
@@ -247,7 +247,7 @@ class ActionExecutor:
             self.reruns.cancel()
             now = self.driver.learning_rate()
             self.completed.append(
-                Tried(
+                RollbackRecord(
                     step=step,
                     onset=request.onset,
                     target=result.target,
@@ -322,10 +322,10 @@ class ActionExecutor:
         )
 
     def _stop(self, step: int, why: str) -> NoReturn:
-        case = self.case(why)
-        text = explain(case)
-        self.log.event("stop", step=step, why=why, diagnosis=text, checkpoint=case.last_good)
-        raise RunStopped(text, why, case.last_good)
+        end = self.run_end(why)
+        text = explain(end)
+        self.log.event("stop", step=step, why=why, diagnosis=text, checkpoint=end.last_good)
+        raise RunStopped(text, why, end.last_good)
 
     def _why_stop(self, request: ActionRequest) -> str:
         if request.arrays:

@@ -13,8 +13,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from healcore.runtime.events import reading
-from healcore.runtime.events.models import RollbackOutcome
+from healcore.runtime.events import read
+from healcore.runtime.events.models import Ending, RollbackOutcome
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.termination import LastStateNotSaved, RunStopped, Terminated
 from healcore.runtime.postmortem import postmortem
@@ -28,8 +28,6 @@ from healcore.runtime.rollback.journal import (
 from healcore.runtime.store import NoGoodCheckpoint, Saved, StoreError
 from healcore.runtime.store.memory import MemoryStore
 from healcore.runtime.store.ranks import agreed
-
-_LAST = "the last state could not be saved"
 
 
 def begin(loop: Loop, *, resume: bool, died: Any | None) -> None:
@@ -175,7 +173,7 @@ def _is_logged(loop: Loop, number: int) -> bool:
     try:
         if not path.is_file():
             return True
-        events = reading.read(path).events
+        events = read(path).events
     except OSError:
         return True
     return any(e["kind"] == "rollback" and e.get("number") == number for e in events)
@@ -202,27 +200,23 @@ def describe(store: Any) -> str:
 # -- the end --------------------------------------------------------------------------------------
 
 
-def ending_of(error: BaseException | None, signal_number: int | None = None) -> str:
+def ending_of(error: BaseException | None, signal_number: int | None = None) -> Ending:
     """How a run ended, by the error that left its block and a signal that it has received."""
     if error is None:
-        return "completed"
+        return Ending.COMPLETED
     if isinstance(error, RunStopped):
-        return "stopped"
+        return Ending.STOPPED
     # torch's loader raises when the signal has killed its workers too.
     killed = signal_number == signal.SIGTERM and "DataLoader worker" in str(error)
     if isinstance(error, Terminated) or killed:
-        return "signal"
+        return Ending.SIGNAL
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
-    return "exception"
+        return Ending.INTERRUPTED
+    return Ending.EXCEPTION
 
 
 def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
-    """Ends a run.
-
-    Args:
-        loop: of the run.
-        error: what was raised out of the block; None: nothing.
+    """Ends a run after an error in its block, or none.
 
     Returns:
         What the block must raise although the loop has completed.
@@ -230,33 +224,38 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
     ending = ending_of(error, loop.termination.signal_number)
     problems: list[str] = []
 
-    def attempt(what: str, action: Callable[[], object]) -> None:
+    def attempt(what: str, action: Callable[[], object]) -> bool:
         try:
             action()
         except Exception as problem:
             problems.append(f"{what}: {type(problem).__name__}: {problem}")
+            return False
+        return True
 
     # A rank that ends alone, or a step before the others, must not wait for them.
-    together = ending == "completed" or loop.ranks.world == 1
-    if ending == "completed":
+    completed = ending == Ending.COMPLETED
+    saved, together = True, completed or loop.ranks.world == 1
+    if completed:
         attempt("the last steps could not be read", loop.read_remaining)
-    if together and (ending == "completed" or (loop.between_steps and ending != "stopped")):
+    if together and (
+        ending == Ending.COMPLETED or (loop.between_steps and ending != Ending.STOPPED)
+    ):
         # Not after an exception within a step, which leaves the state half changed.
-        attempt(_LAST, loop.save_last)
+        saved = attempt("the last state could not be saved", loop.save_last)
     attempt("checkpoints being written", loop.checkpoints.wait)
     not_saved = None
-    if ending == "completed" and any(loop.ranks.gather(_last_state_lost(loop, problems))):
+    if completed and any(loop.ranks.gather(_last_state_lost(loop, saved))):
         # The journal must not say "completed": the program started again resumes and saves it.
         error = not_saved = LastStateNotSaved(_not_saved(loop, problems))
-        ending = "exception"
+        ending = Ending.EXCEPTION
     if together:
         attempt("checkpoints on probation", lambda: loop.checkpoints.finish(loop.ledger, loop.step))
         attempt("the last saves", loop.checkpoints.nonfinite_checkpoints)
     attempt("the journal", lambda: loop.write_ending(ending))
-    if ending in ("interrupted", "signal"):
+    if ending in (Ending.INTERRUPTED, Ending.SIGNAL):
         newest = loop.journal.state.newest_on_disk if loop.journal.path is not None else None
         on_disk = "nothing is on disk" if newest is None else f"checkpoint {newest} is on disk"
-        ended = "interrupted" if ending == "interrupted" else "ended by a signal"
+        ended = "interrupted" if ending == Ending.INTERRUPTED else "ended by a signal"
         loop.log.info(f"{ended} after step {loop.step}: {on_disk}")
     for problem in problems:
         loop.warn(problem)
@@ -275,12 +274,11 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
     return not_saved
 
 
-def _last_state_lost(loop: Loop, problems: list[str]) -> bool:
+def _last_state_lost(loop: Loop, saved: bool) -> bool:
     """Whether the save of the last state has failed, at once or in the background."""
     if isinstance(loop.checkpoints.store, MemoryStore):
         return False  # its checkpoints end with the process in any case
-    failed = any(problem.startswith(_LAST) for problem in problems)
-    return loop.step in loop.checkpoints.unsaved or failed
+    return loop.step in loop.checkpoints.unsaved or not saved
 
 
 def _not_saved(loop: Loop, problems: list[str]) -> str:
@@ -299,17 +297,17 @@ def _not_saved(loop: Loop, problems: list[str]) -> str:
     )
 
 
-def _write_end(loop: Loop, ending: str, error: BaseException | None) -> None:
+def _write_end(loop: Loop, ending: Ending, error: BaseException | None) -> None:
     """Writes the postmortem and the last event."""
     exception = trace = None
-    if ending == "exception" and error is not None:
+    if ending == Ending.EXCEPTION and error is not None:
         exception = "".join(traceback.format_exception_only(error)).strip()
         trace = "".join(traceback.format_exception(error))
-    case = loop.case(ending, _why(error), exception)
+    end = loop.run_end(ending, _why(error), exception)
     # Before the event: the next start looks for a missing postmortem only if there is no end event.
     events = loop.log.events
     if events.path is not None and not loop.ranks.rank:
-        found = postmortem.of(case, events, seconds=time.monotonic() - loop.began, trace=trace)
+        found = postmortem.of(end, events, seconds=time.monotonic() - loop.began, trace=trace)
         problem = postmortem.write(postmortem.path_for(events.path, events.run), found)
         if problem:
             loop.log.warning(problem)
@@ -317,10 +315,10 @@ def _write_end(loop: Loop, ending: str, error: BaseException | None) -> None:
         "end",
         step=loop.step,
         ending=ending,
-        incidents=case.incidents,
+        incidents=end.incidents,
         rollbacks=loop.journal.state.rollbacks,
-        last_good=case.last_good,
-        untold_alarms=loop.monitor.unlogged_alarms or None,
+        last_good=end.last_good,
+        unreported_alarms=loop.monitor.unreported_alarms or None,
     )
 
 

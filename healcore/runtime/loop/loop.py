@@ -15,6 +15,7 @@ from healcore.runtime.data import BatchId
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.driver import Driver, PendingDispatch
 from healcore.runtime.events.metrics import Metrics
+from healcore.runtime.events.models import Ending
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.assessment import HIGH_LOSS, Assessor
 from healcore.runtime.incidents.delayed_reader import DelayedReader, QueuedDispatch, StepResult
@@ -24,7 +25,7 @@ from healcore.runtime.ledger import Ledger
 from healcore.runtime.loop.action_executor import ActionExecutor, Reruns
 from healcore.runtime.loop.saves import SaveSchedule, StateCheck
 from healcore.runtime.loop.termination import TerminationWatch, exit_for
-from healcore.runtime.postmortem.diagnosis import Case
+from healcore.runtime.postmortem.diagnosis import RunEnd
 from healcore.runtime.rollback.host_state import HostParts
 from healcore.runtime.rollback.journal import Journal
 from healcore.runtime.rollback.manager import RollbackManager
@@ -99,7 +100,7 @@ class Loop:
             reader=self.reader,
             reruns=self.reruns,
             log=self.log,
-            case=lambda why: self.case("stopped", why),
+            run_end=lambda why: self.run_end(Ending.STOPPED, why),
             assessor=self._assessor,
         )
         self._state_check = StateCheck(
@@ -128,12 +129,7 @@ class Loop:
     # -- the start, see `lifecycle` -------------------------------------------------------------
 
     def set_restored(self, step: int, generators: HostParts | None) -> None:
-        """The state has been restored from a checkpoint of an earlier process.
-
-        Args:
-            step: the checkpoint's.
-            generators: what it holds for `HostState.put_back`.
-        """
+        """To be called when an earlier process's checkpoint has been restored."""
         self.step, self._generators = step, generators
         self._restore_generators()
 
@@ -321,18 +317,18 @@ class Loop:
         self.journal.state.ending = ending
         self.rollbacks.write_journal(self.step)
 
-    def case(self, ending: str, why: str = "", exception: str | None = None) -> Case:
+    def run_end(self, ending: Ending, why: str = "", exception: str | None = None) -> RunEnd:
         """What is known of the run, for a diagnosis.
 
         Args:
-            ending: `completed`, `stopped`, `exception`, `signal` or `interrupted`.
+            ending: how the process ends.
             why: the reason of a stop, or the signal.
             exception: what was raised, as text.
         """
         ledger, checkpoints, alarm = self.ledger, self.checkpoints, self.monitor.first_alarm
         last = ledger.incidents[-1] if ledger.incidents else None
         newest_good = [each.path for each in self._listed() if each.step == checkpoints.good]
-        return Case(
+        return RunEnd(
             ending=ending,
             step=self.step,
             why=why,
@@ -344,7 +340,7 @@ class Loop:
             evidence=() if alarm is None else alarm.evidence,
             batches=() if alarm is None else alarm.batches,
             skips=sum(each.skips for each in ledger.incidents),
-            tried=tuple(self._executor.completed),
+            rollbacks=tuple(self._executor.completed),
             lr_scale=self.monitor.lr_scale,
             verdict=self.reruns.verdict,
             damaged=tuple(checkpoints.damaged),

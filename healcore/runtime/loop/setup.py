@@ -17,7 +17,8 @@ from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.driver import Driver, driver_for
 from healcore.runtime.events import Log
-from healcore.runtime.events.metrics import Metrics, path_beside
+from healcore.runtime.events.metrics import Metrics, path_next_to
+from healcore.runtime.events.models import Ending
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import DelayedReader
 from healcore.runtime.incidents.hooks import Hooks
@@ -329,7 +330,7 @@ def _events(events: Any, folder: Path | None, ranks: Ranks) -> Log:
     named = events is not None and not ranks.rank
     if path is not None and not named:
         _refuse_link(path, "events")
-    return Log(path, named=named)
+    return Log(path, follow_links=named)
 
 
 def _refuse_link(path: Path, option: str) -> None:
@@ -349,10 +350,10 @@ def _metrics(given: Any, log: Log, ranks: Ranks) -> Metrics:
     if ranks.rank or given != "auto":  # every rank has the same numbers
         return Metrics(None if ranks.rank else given, run=log.run)
     to_file = log.path is not None and (log.path.is_file() or not log.path.exists())
-    path = path_beside(log.path) if log.path is not None and to_file else None
+    path = path_next_to(log.path) if log.path is not None and to_file else None
     if path is not None:
         _refuse_link(path, "metrics")
-    return Metrics(path, run=log.run, thinned=True, named=False)
+    return Metrics(path, run=log.run, thinned=True, follow_links=False)
 
 
 def _check_resume(
@@ -367,7 +368,7 @@ def _check_resume(
             f"{where} holds checkpoints of an earlier run, up to step {newest}: pass an empty "
             'directory, or resume="auto" to resume from them'
         )
-    if ending == "completed":
+    if ending == Ending.COMPLETED:
         raise AlreadyCompleted(
             f"nothing to do: {where} holds a run that completed at step {newest}; resume=True "
             "trains it further, an empty directory begins a new one"

@@ -100,9 +100,7 @@ class JournalState:
 class Journal:
     """One file, replaced as a whole at every change. Rank 0 writes; every rank reads at the start.
 
-    Args:
-        path: the file; None keeps it in memory, for a run without a directory.
-        writes: whether this process writes it.
+    Without a path it is kept in memory, for a run without a directory.
     """
 
     def __init__(self, path: Path | None, *, writes: bool = True) -> None:
@@ -183,10 +181,6 @@ def check_lineage(journal: Journal, result: RestoreResult) -> None:
 def refuse_if_lost(journal: Journal, damaged: Sequence[CheckpointDamaged]) -> None:
     """Where no checkpoint is listed: refuses to start if there had been one.
 
-    Args:
-        journal: as it was read.
-        damaged: checkpoints that exist and are not listed.
-
     Raises:
         NoGoodCheckpoint: there had been one. A run from step 0 would hide its loss.
     """
@@ -203,13 +197,7 @@ def refuse_if_lost(journal: Journal, damaged: Sequence[CheckpointDamaged]) -> No
 def no_usable_checkpoint(
     journal: Journal, saves: Sequence[Saved], damaged: Sequence[CheckpointDamaged]
 ) -> NoGoodCheckpoint:
-    """The error that names what is wrong with every checkpoint, newest first, and what to do.
-
-    Args:
-        journal: of the directory.
-        saves: the checkpoints that are listed.
-        damaged: all that were found damaged.
-    """
+    """The error that names what is wrong with every checkpoint, newest first, and what to do."""
     where = "the store" if journal.path is None else journal.path.parent
     wrong = {s.step: s.status if s.finite else "not finite" for s in saves}
     wrong |= {e.step: f"damaged: {e.file} {e.difference}" for e in damaged}
@@ -238,12 +226,7 @@ def directories(saves: Sequence[Saved], steps: Collection[int]) -> list[str]:
 
 
 def update_from_disk(journal: Journal, saves: Sequence[Saved]) -> None:
-    """Updates what the journal holds about the checkpoints on disk.
-
-    Args:
-        journal: about to be written.
-        saves: the checkpoints that are listed.
-    """
+    """Updates what the journal holds about the checkpoints on disk, before it is written."""
     if journal.path is None:
         return
     state, folder = journal.state, journal.path.parent
@@ -269,12 +252,7 @@ class LostStatus(NamedTuple):
 
 
 def lost_status(saves: Sequence[Saved], journal: Journal) -> LostStatus:
-    """Finds checkpoints whose listed status is not the one that they were given.
-
-    Args:
-        saves: the checkpoints that are listed.
-        journal: of the directory.
-    """
+    """Finds listed checkpoints whose status is not the one that they were given."""
     without = {s.step: Path(s.path) for s in saves if s.path and stated(Path(s.path)) is None}
     known = set(journal.state.quarantined)
     damaged = [step for step, folder in without.items() if (folder / STATUS).exists()]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from healcore.history import Counts, Incident, Mode
-from healcore.history.axis import Mark, MarkKind
 from healcore.history.process import RunState
+from healcore.history.run import Mark, MarkKind
 from healcore.runtime.events.models import EventRecord, RollbackOutcome
 
 STATES = {

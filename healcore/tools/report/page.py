@@ -116,7 +116,7 @@ def plot_data(report: RunReport) -> dict[str, Any]:
         "lr": _curve(curves.lr_scale),
         "bad": [] if bad is None else np.flatnonzero(bad).tolist(),
         "gaps": [{"row": gap.row, "low": gap.low, "high": gap.high} for gap in curves.gaps()],
-        "lonely": curves.lonely,
+        "isolated": curves.isolated,
         "would": report.would,
         "logLoss": is_wide(curves.loss),
         "logNorm": is_wide(curves.grad_norm),

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from healcore.history import Counts, Curves, Incident, IncidentOutcome, Mode
-from healcore.history.axis import AttemptOrigin, Mark, MarkKind, RunAttempt
 from healcore.history.process import RunState
+from healcore.history.run import AttemptOrigin, Mark, MarkKind, RunAttempt
 from healcore.tools.report.descriptions import STATES, counted, repeats
 from healcore.tools.report.markers import MARKERS
 

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from healcore.core.errors import HealcoreError
 from healcore.policy import Policy
-from healcore.runtime.events.metrics import path_beside
+from healcore.runtime.events.metrics import path_next_to
 from healcore.runtime.events.models import EventRecord
 from healcore.tools.watch.lines import GRAVE, event_line, one_line, state_lines
 from healcore.tools.watch.live_run import LiveRun
@@ -119,7 +119,7 @@ class RunWatcher:
         self.live = LiveRun(policy)
         self._console = console
         self._events = Tail(path)
-        self._metrics = Tail(path_beside(path), last=_METRICS_END)
+        self._metrics = Tail(path_next_to(path), last=_METRICS_END)
         self._quiet_since = time.monotonic()
 
     @property

@@ -148,7 +148,7 @@ def test_a_forked_child_does_not_write_the_parents_lines(tmp_path):
     assert len(path.read_text().splitlines()) == 1
 
 
-def test_by_default_they_lie_beside_the_events(tmp_path):
+def test_by_default_they_lie_next_to_the_events(tmp_path):
     train(loop_of("torch", Faults(), rules()), rules(), range(12), store=tmp_path / "checkpoints")
     assert len(lines(tmp_path / "checkpoints" / "healcore.metrics.jsonl")) == 12
     loop = loop_of("torch", Faults(), rules())
@@ -159,9 +159,9 @@ def test_by_default_they_lie_beside_the_events(tmp_path):
     assert not (tmp_path / "none.metrics.jsonl").exists()
 
 
-def test_a_long_run_is_thinned_and_says_so(tmp_path, monkeypatch):
+def test_a_long_run_is_thinned_and_marked_so(tmp_path, monkeypatch):
     """Steps with and without an alarm, each by itself; a restart goes on from the file's size."""
-    monkeypatch.setattr("healcore.runtime.events.metrics._WHOLE", 100)
+    monkeypatch.setattr("healcore.runtime.events.metrics._UNTHINNED", 100)
     path = tmp_path / "m.jsonl"
 
     def written(steps: range) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """A run without a framework: the Healer's ledger, choice, retention and journal, and nothing else.
 
-The store is a list and a step is a word (healthy or not), so that hypothesis can try thousands of
+The store is a list and a step is healthy or not, so that hypothesis can try thousands of
 histories. Killing it means: the list and the journal's bytes stay, all the rest is gone.
 """
 
@@ -60,15 +60,15 @@ class Listed:
         self.damaged: set[int] = set()
         self.finite = True
         """Of the state that is saved next."""
-        self.life = -1
+        self.calls_left = -1
         """Changes until the process is killed; negative: it is not."""
 
     def passes(self) -> None:
         """A point at which it may be killed."""
-        if self.life == 0:
-            self.life = -1
+        if self.calls_left == 0:
+            self.calls_left = -1
             raise Killed
-        self.life -= self.life > 0
+        self.calls_left -= self.calls_left > 0
 
     def save(self, step: int, state: Any, *, healing: Mapping[str, Any] | None = None) -> None:
         self.passes()
@@ -145,7 +145,7 @@ class EventList(Log):
 
 
 class Process:
-    """One life of the run, as `opening` puts it together."""
+    """One process of the run, constructed as in `setup`."""
 
     def __init__(self, store: Listed, path: Path) -> None:
         self.store, self.ledger, self.loaders = store, Ledger(), LoaderRegistry()
@@ -178,7 +178,7 @@ class Process:
         self.step = 0
 
     def begin(self) -> None:
-        """As `Loop.begins_at`."""
+        """As `lifecycle.begin`."""
         usable = [s.step for s in self.store.steps() if s.finite and s.status != "quarantined"]
         if self.journal.state.pending is not None:
             self.step, _ = self.rollbacks.finish_interrupted(self.journal.state.pending)

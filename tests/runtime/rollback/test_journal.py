@@ -29,7 +29,7 @@ BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
 
 @BOTH
-def test_what_was_never_proven_is_not_gone_back_to(framework, tmp_path):
+def test_a_checkpoint_that_was_never_verified_is_not_restored(framework, tmp_path):
     killed(poisoned, framework, tmp_path)
     policy = never_known_good()
     loop = loop_of(framework, policy=policy)
@@ -75,7 +75,7 @@ def stumble(healer: Any, number: int) -> None:
         raise RuntimeError("power")
 
 
-def test_a_journal_beside_another_run_s_checkpoints_is_refused(tmp_path):
+def test_a_journal_in_the_directory_of_another_run_is_refused(tmp_path):
     one, other = tmp_path / "one", tmp_path / "other"
     killed(after_rollback, one, 13)
     with pytest.raises(RuntimeError, match="power"):

@@ -79,15 +79,15 @@ class History(RuleBasedStateMachine):
         self.store.finite = True
 
     @precondition(lambda self: not self.over and self.onset is not None)
-    @rule(depth=st.integers(1, 4), life=st.integers(-1, 12))
-    def goes_back(self, depth: int, life: int) -> None:
+    @rule(depth=st.integers(1, 4), calls=st.integers(-1, 12))
+    def goes_back(self, depth: int, calls: int) -> None:
         """As ordered; killed after so many changes, if it takes that many."""
         assert self.onset is not None
         process, journal = self.process, self.process.journal
         process.checkpoints.verify_due(process.ledger, before=self.onset)
         self.what_is_good()
         expected = self.target(depth)
-        self.store.life = life
+        self.store.calls_left = calls
         try:
             arrival = process.go_back(depth)
         except Killed:
@@ -104,16 +104,16 @@ class History(RuleBasedStateMachine):
             assert arrival.target == expected
             self.went(expected)
         finally:
-            self.store.life = -1
+            self.store.calls_left = -1
 
     @precondition(lambda self: not self.over)
     @rule(during=st.integers(0, 6), steps=st.integers(0, 6))
     def is_killed(self, during: int, steps: int) -> None:
         """Between two steps, or in a save, a mark or a deletion."""
-        self.store.life = during
+        self.store.calls_left = during
         with contextlib.suppress(Killed):
             self.goes_well(steps)
-        self.store.life = -1
+        self.store.calls_left = -1
         self.the_way_down_stays_open()  # before the count of steps goes back
         self.start(None)
 

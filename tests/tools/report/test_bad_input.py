@@ -112,7 +112,7 @@ def test_metrics_that_cannot_be_read(copy, tmp_path):
 def test_metrics_of_another_run(copy, stopped):
     found = read_reports(copy, metrics=stopped.with_name("run.metrics.jsonl"))
     assert any("has no line of this run" in problem for problem in found.problems)
-    assert found.reports[0].curves.lonely
+    assert found.reports[0].curves.isolated
 
 
 def test_damaged_lines_are_reported_by_number_and_the_rest_is_used(copy):

@@ -10,10 +10,9 @@ from healcore.core.evidence import Evidence
 from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause
 from healcore.runtime.events.models import Ending
-from healcore.runtime.postmortem.advice import advice
-from healcore.runtime.postmortem.diagnosis import Case, Tried, explain
+from healcore.runtime.postmortem.diagnosis import RollbackRecord, RunEnd, advice, explain
 
-STOPPED = Case(
+STOPPED = RunEnd(
     ending="stopped",
     step=4121,
     why="the budget of 2 recoveries is spent",
@@ -25,9 +24,9 @@ STOPPED = Case(
     evidence=(Evidence("layers.3.weight", math.nan), Evidence("layers.1.weight", 12.5)),
     batches=((0, 412), (0, 413)),
     skips=1,
-    tried=(
-        Tried(4011, 4000, 3900, 1e-3, 5e-4, 12),
-        Tried(4021, 4010, 3800, left_out=1),
+    rollbacks=(
+        RollbackRecord(4011, 4000, 3900, 1e-3, 5e-4, 12),
+        RollbackRecord(4021, 4010, 3800, left_out=1),
     ),
     lr_scale=0.25,
     verdict="reproducible",
@@ -65,7 +64,7 @@ def test_the_whole_of_it():
 
 @pytest.mark.parametrize("ending", Ending)
 def test_the_least_that_can_be_known(ending):
-    text = explain(Case(ending, 7))
+    text = explain(RunEnd(ending, 7))
     assert "step 7" in text.splitlines()[0]
     assert "Last known-good: none" in text
     assert "Seen" not in text
@@ -74,13 +73,13 @@ def test_the_least_that_can_be_known(ending):
 
 def test_an_ending_that_is_none():
     with pytest.raises(ValueError, match="one of completed, stopped"):
-        explain(Case("finished", 1))
+        explain(RunEnd("finished", 1))
 
 
 @pytest.mark.parametrize("cause", [each for each in Cause if each != Cause.UNKNOWN])
 def test_every_cause_has_its_advice(cause):
     (hint,) = advice(cause)
-    text = explain(Case("stopped", 7, cause=cause, onset=3))
+    text = explain(RunEnd("stopped", 7, cause=cause, onset=3))
     assert f"Seen: {cause.name.lower()} from step 3 on." in text
     assert " ".join(hint.split()[:5]) in text
     others = [advice(other)[0] for other in Cause if other not in (cause, Cause.UNKNOWN)]
@@ -95,8 +94,8 @@ def test_a_verdict_comes_first():
 @pytest.mark.parametrize("left_out", [0, 3])
 @pytest.mark.parametrize("lr_after", [1e-3, 5e-4])
 def test_the_advice_follows_from_what_was_tried(left_out, lr_after):
-    tried = tuple(Tried(at, at - 2, 0, 1e-3, lr_after, left_out) for at in (10, 20))
-    text = explain(Case("stopped", 30, cause=Cause.LOSS_SPIKE, tried=tried))
+    tried = tuple(RollbackRecord(at, at - 2, 0, 1e-3, lr_after, left_out) for at in (10, 20))
+    text = explain(RunEnd("stopped", 30, cause=Cause.LOSS_SPIKE, rollbacks=tried))
     hint = " ".join(text[text.index("Going back") :].split())
     assert ("same data" in hint) is not bool(left_out)
     assert ("same learning rate" in hint) is (lr_after == 1e-3)
@@ -120,7 +119,7 @@ def test_long_lists_are_cut():
     many = STOPPED._replace(
         evidence=tuple(Evidence(f"w{i}", 1.0) for i in range(40)),
         batches=tuple((0, i) for i in range(40)),
-        tried=tuple(Tried(i, i, i) for i in range(40)),
+        rollbacks=tuple(RollbackRecord(i, i, i) for i in range(40)),
     )
     text = explain(many)
     assert "and 35 more" in text
@@ -129,13 +128,13 @@ def test_long_lists_are_cut():
 
 
 def test_an_exception_is_quoted():
-    text = explain(Case("exception", 7, exception="ValueError: shapes differ", last_good=5))
+    text = explain(RunEnd("exception", 7, exception="ValueError: shapes differ", last_good=5))
     assert text.startswith("The training loop raised an exception at step 7: ValueError: shapes")
 
 
 def test_a_schedule_that_was_rewound_is_no_cut():
     """Without a cut the rate of the checkpoint's step may be the higher one: nobody raised it."""
-    tried = Tried(step=340, onset=338, target=200, lr_before=0.004, lr_after=0.0075)
-    told = explain(Case("stopped", 340, tried=(tried,)))
-    assert "went back from step 340 to 200" in told
-    assert "learning rate 0.004" not in told
+    rollback = RollbackRecord(step=340, onset=338, target=200, lr_before=0.004, lr_after=0.0075)
+    text = explain(RunEnd("stopped", 340, rollbacks=(rollback,)))
+    assert "went back from step 340 to 200" in text
+    assert "learning rate 0.004" not in text

@@ -1,6 +1,6 @@
 """A process that writes events until it is killed, or as many as it is told.
 
-    python -m tests.healer.events.writer PATH COUNT SIZE
+    python -m tests.runtime.events.writer PATH COUNT SIZE
 
 COUNT 0 is for ever. SIZE: characters of each event, about.
 """

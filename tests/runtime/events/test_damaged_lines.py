@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from healcore.runtime.events import Log, Problem, last, read
+from healcore.runtime.events import LineProblem, Log, last, read
 
 
 def event(seq: int, run: Any = "a", **fields) -> bytes:
@@ -35,7 +35,7 @@ def test_no_file(path):
 
 
 @pytest.mark.parametrize(
-    ("junk", "said"),
+    ("junk", "reason"),
     [
         (b'{"schema": 1, "seq"', "not JSON"),
         (b"\x00\x00\x00", "not JSON"),
@@ -50,13 +50,13 @@ def test_no_file(path):
     ],
     ids=range(10),
 )
-def test_a_damaged_line_is_named_and_left_out(path, junk, said):
+def test_a_damaged_line_is_listed_and_left_out(path, junk, reason):
     path.write_bytes(b"\n".join([event(0), junk, event(1), b""]))
     history = read(path)
     assert [e["seq"] for e in history.events] == [0, 1]
     (problem,) = history.problems
     assert problem.line == 2
-    assert said in problem.problem
+    assert reason in problem.problem
     path.write_bytes(b"\n".join([event(0), junk]))
     assert last(path) == json.loads(event(0))
     assert "torn" in read(path).problems[0].problem
@@ -106,14 +106,25 @@ def test_last_in_a_large_file_and_behind_a_large_line(path):
 
 def test_the_same_event_twice_is_a_problem(path):
     path.write_bytes(b"\n".join([event(0), event(1), event(0), b""]))
-    assert read(path).problems == [Problem(3, "a second event 0 of run a, as in line 1")]
+    assert read(path).problems == [LineProblem(3, "a second event 0 of run a, as in line 1")]
 
 
-def test_a_newer_schema_is_read_and_said(path):
-    path.write_bytes(event(0, schema=2) + b"\n")
+def test_a_newer_schema_is_read_with_a_warning(path):
+    path.write_bytes(event(0, schema=3) + b"\n")
     history = read(path)
     assert len(history.events) == 1
     assert "newer healcore" in history.problems[0].problem
+
+
+def test_events_of_schema_1_come_with_the_names_of_schema_2(path):
+    late = {"kind": "rollback", "outcome": "finished after a crash"}
+    path.write_bytes(b"\n".join([event(0, untold_alarms=3), event(1, **late), b""]))
+    end, rollback = read(path).events
+    assert (end["unreported_alarms"], "untold_alarms" in end) == (3, False)
+    assert rollback["outcome"] == "after_crash"
+    assert last(path) == rollback
+    path.write_bytes(event(0, schema=2, untold_alarms=3, **late) + b"\n")
+    assert read(path).events[0]["outcome"] == late["outcome"]
 
 
 def test_runs_one_after_another_are_no_problem_and_at_once_are(path):
@@ -121,4 +132,4 @@ def test_runs_one_after_another_are_no_problem_and_at_once_are(path):
     path.write_bytes(b"\n".join([*one_by_one, b""]))
     assert read(path).problems == []
     path.write_bytes(b"\n".join([*one_by_one, event(4, run="b"), event(5, run="c"), b""]))
-    assert read(path).problems == [Problem(5, "runs c and b write at once")]
+    assert read(path).problems == [LineProblem(5, "runs c and b write at once")]

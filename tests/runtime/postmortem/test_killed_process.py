@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from healcore.core.verdict import Cause
-from healcore.runtime.events.reading import Event
-from healcore.runtime.postmortem.diagnosis import Case
-from healcore.runtime.postmortem.postmortem import case_of, last_process
+from healcore.runtime.events.log import Event
+from healcore.runtime.postmortem.diagnosis import RunEnd
+from healcore.runtime.postmortem.postmortem import end_of_killed, last_process
 
 ALARM: dict[str, Any] = {
     "cause": ["LOSS_SPIKE"],
@@ -16,17 +16,17 @@ ALARM: dict[str, Any] = {
 }
 
 
-def history(*told: tuple[str, int | None, dict[str, Any]], run: str = "a") -> list[Event]:
+def history(*happened: tuple[str, int | None, dict[str, Any]], run: str = "a") -> list[Event]:
     return [
         {"schema": 1, "seq": seq, "run": run, "kind": kind, "step": step, **fields}
-        for seq, (kind, step, fields) in enumerate(told)
+        for seq, (kind, step, fields) in enumerate(happened)
     ]
 
 
-def killed(events: list[Event], before: list[Event] = []) -> Case:  # noqa: B006 -- not changed
+def killed(events: list[Event], before: list[Event] = []) -> RunEnd:  # noqa: B006 -- not changed
     run = last_process(events)
     assert run is not None
-    return case_of(run, [*before, *events])
+    return end_of_killed(run, [*before, *events])
 
 
 def ours(events: list[Event]) -> tuple[str, int | None, int | None] | None:
@@ -43,14 +43,14 @@ START = ("start", None, {"mode": "heal", "store": "there"})
 
 
 def test_a_run_in_which_nothing_happened():
-    case = killed(history(START))
-    assert (case.ending, case.step, case.cause, case.incidents) == ("killed", 0, Cause(0), 0)
-    assert (case.last_good, case.readings, case.tried, case.lr_scale) == (None, None, (), 1.0)
+    end = killed(history(START))
+    assert (end.ending, end.step, end.cause, end.incidents) == ("killed", 0, Cause(0), 0)
+    assert (end.last_good, end.readings, end.rollbacks, end.lr_scale) == (None, None, (), 1.0)
 
 
-def test_nothing_of_an_older_incident_is_told_of_a_newer_one():
+def test_nothing_of_an_older_incident_is_reported_for_a_newer_one():
     evidence = [{"name": "old", "grad_norm": 1.0}]
-    case = killed(
+    end = killed(
         history(
             START,
             ("incident", 5, {"incident": 1, "onset": 4, "cause": ["OVERFIT"]}),
@@ -60,16 +60,16 @@ def test_nothing_of_an_older_incident_is_told_of_a_newer_one():
             ("rollback", 91, {"checkpoint": 80, "outcome": "done", "batches": [[1, 1]]}),
         )
     )
-    assert (case.cause, case.onset, case.incidents) == (Cause.LOSS_SPIKE, 89, 2)
-    assert (case.evidence, case.batches) == ((), ())
-    assert case.readings is not None
-    assert case.readings.grad_norm == float("inf")
-    assert case.skips == 2
+    assert (end.cause, end.onset, end.incidents) == (Cause.LOSS_SPIKE, 89, 2)
+    assert (end.evidence, end.batches) == ((), ())
+    assert end.readings is not None
+    assert end.readings.grad_norm == float("inf")
+    assert end.skips == 2
 
 
 def test_a_trial_is_no_attempt():
     back = {"checkpoint": 80, "lr_scale": 0.5}
-    case = killed(
+    end = killed(
         history(
             START,
             ("rollback", 91, {**back, "outcome": "trial"}),
@@ -77,8 +77,8 @@ def test_a_trial_is_no_attempt():
             ("rollback", 95, {**back, "outcome": "done"}),
         )
     )
-    assert [each.step for each in case.tried] == [95]
-    assert (case.verdict, case.lr_scale) == ("reproducible", 0.5)
+    assert [each.step for each in end.rollbacks] == [95]
+    assert (end.verdict, end.lr_scale) == ("reproducible", 0.5)
 
 
 def test_the_last_good_checkpoint_is_of_the_last_store():
@@ -104,4 +104,4 @@ def test_a_run_id_that_is_used_again_begins_at_its_last_start():
     again = history(START, ("save", 5, {}), START, ("save", 7, {}))
     assert ours(again) == ("a", 2, 7)
     rollback = ("rollback", 4, {"checkpoint": 2, "outcome": "done"})
-    assert killed(history(START, rollback, START)).tried == ()
+    assert killed(history(START, rollback, START)).rollbacks == ()

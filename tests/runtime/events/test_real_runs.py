@@ -10,7 +10,7 @@ import pytest
 
 from healcore.core.verdict import Action
 from healcore.runtime.events import read, schema
-from healcore.runtime.events.models import KINDS
+from healcore.runtime.events.schema import KINDS
 from healcore.runtime.loop.termination import LastStateNotSaved, RunStopped
 from healcore.runtime.postmortem.postmortem import Postmortem, path_for
 from tests.healer.loops import Faults, loop_of, rules, train
@@ -29,9 +29,9 @@ def kinds_in(path: Path) -> set[str]:
         VALIDATOR.validate(event)
         assert schema.problems(event) == []
     for run, events in history.runs().items():
-        told = json.loads(path_for(path, run).read_text())
-        assert told.keys() == {"schema", *Postmortem._fields}
-        assert told["ending"] == events[-1]["ending"]
+        content = json.loads(path_for(path, run).read_text())
+        assert content.keys() == {"schema", *Postmortem._fields}
+        assert content["ending"] == events[-1]["ending"]
     return {event["kind"] for event in history.events}
 
 

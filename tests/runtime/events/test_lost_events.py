@@ -1,4 +1,4 @@
-"""Fault 40: events that cannot be written are counted and told; training goes on."""
+"""Fault 40: events that cannot be written are counted and reported; training goes on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import pytest
 
 from healcore.runtime.events import Log, read
-from tests.healer.events.processes import output, python
+from tests.runtime.events.processes import output, python
 from tests.store.disks import read_only, small_disk
 
 
@@ -22,7 +22,7 @@ def test_full_disk(tmp_path):
         while events.write("alarm", step=written, why="y" * 500):
             written += 1
         assert 5 < written < 50
-        assert events.trouble is not None
+        assert events.error is not None
         for step in range(9):
             assert not events.write("alarm", step=step, why="y" * 500)
         assert events.lost == 10
@@ -30,9 +30,9 @@ def test_full_disk(tmp_path):
         filler.unlink()
         assert events.write("good", step=99)
         assert events.write("good", step=100)
-        assert (events.lost, events.trouble) == (10, None)
-        *_, told, after = read(path).events
-        assert (told["lost"], told["seq"]) == (10, written + 10)
+        assert (events.lost, events.error) == (10, None)
+        *_, reporting, after = read(path).events
+        assert (reporting["lost"], reporting["seq"]) == (10, written + 10)
         assert "lost" not in after
         assert len(read(path).events) == written + 2
 
@@ -40,17 +40,8 @@ def test_full_disk(tmp_path):
 def test_limit_on_file_sizes(tmp_path):
     """Needs no rights. The signal that comes with it does not end the process either."""
     path = tmp_path / "run.events.jsonl"
-    code = f"""
-import resource
-from healcore.runtime.events import Log
-log = Log({str(path)!r})
-hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
-written = [log.write("alarm", step=step) for step in range(100)].count(True)
-resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-print(written, log.lost, log.write("end", step=100, ending="completed"))
-"""
-    written, lost, last = output(python("-c", code)).split()
+    child = python("-m", "tests.runtime.events.limited_writer", path, 5000)
+    written, lost, last = output(child).split()
     assert int(written) + int(lost) == 100
     assert last == "True"
     history = read(path)
@@ -96,14 +87,14 @@ def test_a_directory_that_is_a_file(tmp_path):
     (tmp_path / "file").touch()
     events = Log(tmp_path / "file" / "run.events.jsonl")
     assert not events.write("start", step=0)
-    assert "NotADirectoryError" in str(events.trouble) or "FileExistsError" in str(events.trouble)
+    assert "NotADirectoryError" in str(events.error) or "FileExistsError" in str(events.error)
 
 
 def test_the_device_that_is_always_full():
     """/dev/full: every write fails with ENOSPC."""
     events = Log("/dev/full")
     assert not events.write("start", step=0)
-    assert "No space left" in str(events.trouble)
+    assert "No space left" in str(events.error)
 
 
 def test_a_pipe_that_is_read(tmp_path):
@@ -121,7 +112,7 @@ def test_a_pipe_that_is_read(tmp_path):
         os.close(reader)
 
 
-def test_it_is_told_once(tmp_path, caplog):
+def test_the_warning_comes_once(tmp_path, caplog):
     (tmp_path / "run.events.jsonl").mkdir()
     events = Log(tmp_path / "run.events.jsonl")
     with caplog.at_level(logging.WARNING, "healcore"):

@@ -1,4 +1,4 @@
-"""Code, JSON Schema and page say the same about events; real lines of every kind are held to it."""
+"""Code, JSON Schema and docs/events.md agree on events; real lines of every kind are checked."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import jsonschema
 import pytest
 
 from healcore.runtime.events import Log, read, schema
-from healcore.runtime.events.models import KINDS, EventFields
-from healcore.runtime.events.schema import ENVELOPE
+from healcore.runtime.events.models import EventFields
+from healcore.runtime.events.schema import ENVELOPE, KINDS
 from healcore.runtime.postmortem.postmortem import Postmortem
-from tests.healer.events.samples import SAMPLES
+from tests.runtime.events.samples import SAMPLES
 
 ROOT = Path(__file__).parents[3]
 RUNTIME = ROOT / "healcore" / "runtime"
@@ -143,7 +143,7 @@ def section(heading: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("| `")]
 
 
-def words_of(shape: dict) -> str:
+def type_of(shape: dict) -> str:
     shape = EXPORTED["$defs"][shape["$ref"].split("/")[-1]] | shape if "$ref" in shape else shape
     return "one of " + ", ".join(shape["enum"]) if "enum" in shape else shape["title"]
 
@@ -151,7 +151,7 @@ def words_of(shape: dict) -> str:
 def rows_of_fields(fields) -> list[str]:
     shapes = {name: EXPORTED["properties"][name] for name in fields}
     return [
-        f"| `{name}` | {words_of(shape)} | {shape['description']} |"
+        f"| `{name}` | {type_of(shape)} | {shape['description']} |"
         for name, shape in shapes.items()
     ]
 

@@ -32,7 +32,7 @@ def test_one_line_per_event(path):
     assert events.write("end", step=None, ending="completed")
     first, second = lines(path)
     assert list(first) == ["schema", "seq", "run", "time", "mono", "kind", "step", "cause"]
-    assert (first["schema"], first["seq"], first["run"], first["step"]) == (1, 0, "mine", 3)
+    assert (first["schema"], first["seq"], first["run"], first["step"]) == (2, 0, "mine", 3)
     assert (second["seq"], second["kind"], second["step"]) == (1, "end", None)
     assert second["mono"] >= first["mono"]
     assert second["time"] >= first["time"]
@@ -46,7 +46,7 @@ def test_without_a_path_nothing_is_written_and_nothing_lost(tmp_path, monkeypatc
     assert (events.lost, os.listdir(tmp_path)) == (0, [])
 
 
-def test_start_says_who_and_on_what(path):
+def test_start_has_the_process_and_its_environment(path):
     Log(path).write("start", step=0, policy="default")
     (start,) = lines(path)
     assert start["pid"] == os.getpid()
@@ -87,7 +87,7 @@ def test_anothers_torn_line_does_not_take_ours_with_it(path):
     assert [e["step"] for e in read(path).events] == [1, 2]
 
 
-def test_a_file_that_is_rotated_away_or_deleted_is_made_anew(path):
+def test_a_file_that_is_rotated_away_or_deleted_is_made_again(path):
     events = Log(path)
     events.write("save", step=1)
     path.rename(path.with_suffix(".1"))

@@ -1,6 +1,6 @@
 """A run that writes its events and then waits to be killed.
 
-python -m tests.healer.events.dying PATH
+python -m tests.runtime.postmortem.waiting_run PATH
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 import time
 
 from healcore.runtime.events import Log
-from tests.healer.events.samples import SAMPLES
+from tests.runtime.events.samples import SAMPLES
 
 
 def main(path: str) -> None:

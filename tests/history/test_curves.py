@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from healcore.history.envelope import Envelope
+from healcore.history.curves import Envelope
 
 
 def test_short_curves_stay_whole():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from healcore.runtime.events import Log, last, read
-from tests.healer.events.processes import first_line, output, writer
+from tests.runtime.events.processes import first_line, output, writer
 
 ROUNDS, ROUNDS_AT_MOST = 25, 100
 ENOUGH = 5
