@@ -17,7 +17,7 @@ from flax import nnx
 from healcore.jax import HealStateError, protect
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop.exits import RunStopped
-from tests.healer.jax.runs import batch, in_place, linen, mse, plain
+from tests.jax.driver.runs import batch, in_place, linen, mse, plain
 from tests.healer.loops import rules
 from tests.healer.reading import events
 
