@@ -1,4 +1,4 @@
-"""Clipping is `clip_grad_norm_`'s, wherever it happens."""
+"""Clipping gives the bits of `clip_grad_norm_`, in the kernel and in place."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch.nn import Parameter
 
 from healcore.torch import attach
 from tests.torch import policies
-from tests.torch.bits import assert_same, parameters, snapshot
-from tests.torch.cases import CASES, FUSED, Case, Where
+from tests.torch.bit_comparison import assert_same, parameters, snapshot
+from tests.torch.optimizer_cases import CASES, FUSED, Case, Where, host_and_device
 
 MAX_NORM = 0.5
 
@@ -26,7 +26,7 @@ def clipped_run(case: Case, steps: int) -> torch.optim.Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize("where", ["host", "device"])
+@host_and_device
 @pytest.mark.parametrize(
     "case", [c for c in CASES if not c.sparse and not c.closure], ids=lambda case: case.name
 )
@@ -71,7 +71,7 @@ def test_lbfgs_gets_one_factor_for_all_evaluations_of_a_step(line_search: str | 
 
 
 @pytest.mark.parametrize("case", FUSED, ids=lambda case: case.name)
-def test_both_seats_clip_to_the_same_bits(case: Case):
+def test_both_engines_clip_to_the_same_bits(case: Case):
     runs = []
     for where in ("host", "device"):
         optimizer = case.build()
@@ -82,7 +82,7 @@ def test_both_seats_clip_to_the_same_bits(case: Case):
     assert_same(*runs)
 
 
-@pytest.mark.parametrize("where", ["host", "device"])
+@host_and_device
 @pytest.mark.parametrize("fused", [True, False])
 def test_adagc_clips_each_tensor_by_its_own_history(where: Where, fused: bool):
     a, b, idle = (Parameter(torch.ones(4)) for _ in range(3))
@@ -101,7 +101,7 @@ def test_adagc_clips_each_tensor_by_its_own_history(where: Where, fused: bool):
     assert decision.group_scale == pytest.approx([0.104, 1.0, 1.0], abs=1e-6)
 
 
-@pytest.mark.parametrize("where", ["host", "device"])
+@host_and_device
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_gradients_of_other_dtypes_and_several_groups(where: Where, dtype: torch.dtype):
     half, full = Parameter(torch.zeros(100, dtype=dtype)), Parameter(torch.zeros(100))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from healcore.jax.store.state import assemble, description, flatten
+from healcore.jax.store.state import flatten
 from healcore.runtime.store.inspection import mapped
-from healcore.runtime.store.snapshot import Arena, Block, Copier, rounded
+from healcore.runtime.store.snapshot import Arena, Block, Copier, CopyBlocks, rounded
 from healcore.runtime.store.structure import Flat
 
 _PINNED = "pinned_host"
@@ -136,42 +136,30 @@ class JaxCopier(Copier):
         return {name: entry.array() for name, entry in snapshot.entries.items()}
 
     def copies(
-        self,
-        snapshot: JaxSnapshot,
-        names: set[str],
-        live: Flat,
-        copy: Callable[[Sequence[Block]], list[np.ndarray]],
+        self, snapshot: JaxSnapshot, names: set[str], live: Flat, copy: CopyBlocks
     ) -> dict[str, Any]:
         """Arrays in fresh memory, sharded as the live ones are."""
         needed = [entry for name, entry in snapshot.entries.items() if name in names]
         saved = [(entry, *part) for entry in needed for part in entry.data().items()]
+        copies = copy([_block(*each) for each in saved])
         fresh: dict[str, dict[Index, np.ndarray]] = {entry.name: {} for entry in needed}
-        for (entry, index, data), raw in zip(
-            saved, copy([_block(*each) for each in saved]), strict=True
-        ):
+        for (entry, index, data), raw in zip(saved, copies, strict=True):
             fresh[entry.name][index] = raw.view(entry.dtype).reshape(data.shape)
         return {
             entry.name: _placed(entry, fresh[entry.name], live.leaves.get(entry.name))
             for entry in needed
         }
 
-    def assemble(
-        self,
-        entries: Mapping[str, Mapping[str, Any]],
-        arrays: Mapping[str, Any],
-        like: Mapping[str, Any],
-        live: Flat,
-        *,
-        trust: bool = False,
-    ) -> dict[str, Any]:
-        """The state, with the pytrees of the live one. No JAX state has pickles."""
-        return assemble(entries, arrays, live.treedefs)
-
-    def described(self, name: str, entry: Mapping[str, Any]) -> dict[str, str] | None:
-        """The dtype and shape of every leaf of a pytree; None for an object with `state_dict`."""
-        if "leaves" not in entry:
-            return None
-        return {f"{name}{path}": description(node) for path, node in entry["leaves"]}
+    def fetch(
+        self, name: str, tag: str, content: Any, arrays: Mapping[str, Any], live: Flat | None
+    ) -> Any:
+        """An array, wherever it is; a random key is made of its data."""
+        array = arrays[content["name"]]
+        if content["kind"] == "key":
+            return jax.random.wrap_key_data(array, impl=content["impl"])
+        if content["kind"] == "scalar" and isinstance(array, np.ndarray):
+            return array[()]
+        return array
 
     def _sent(self, flat: Flat) -> dict[str, jax.Array]:
         """Arrays on accelerators, on their way to pinned host memory."""

@@ -74,9 +74,7 @@ class OrbaxStore(DirectoryStore):
         like: Mapping[str, Any],
         live: Flat,
     ) -> dict[str, Any]:
-        nodes = {
-            node["name"]: node for each in entries.values() for node in structure.arrays_of(each)
-        }
+        nodes = structure.nodes_of(entries)
         wanted = {
             _escaped(name): _abstract(node, live) for name, node in nodes.items() if _size(node)
         }

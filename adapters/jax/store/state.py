@@ -1,4 +1,4 @@
-"""A JAX state as JSON structure and named arrays, and back."""
+"""A JAX state as JSON structure and named arrays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from healcore.runtime.store import structure
 from healcore.runtime.store.errors import UnsavableState
-from healcore.runtime.store.structure import Flat, Flattening
+from healcore.runtime.store.structure import Flat
 
 
 def flatten(state: Mapping[str, Any], *, shapes: bool = False) -> Flat:
@@ -24,64 +24,35 @@ def flatten(state: Mapping[str, Any], *, shapes: bool = False) -> Flat:
     Raises:
         UnsavableState: something in it cannot be saved.
     """
-    return _Flattening(shapes).flatten(state)
+    flattening = _Flattening(shapes)
+    entries = {
+        name: flattening.entry(name, value)
+        for name, value in structure.checked_names(state).items()
+    }
+    return Flat(entries, flattening.leaves, flattening.treedefs)
 
 
-def description(node: structure.Node) -> str:
-    """What has to be the same at a leaf. JAX and NumPy arrays may replace each other, keys not."""
-    array = node.get("array") if isinstance(node, dict) else None
-    if array is None:
-        return "no array"
-    kind = f" {array['impl']} key" if array["kind"] == "key" else ""
-    return f"{array['dtype']}{tuple(array['shape'])}{kind}"
+class _Flattening:
+    """Collects the arrays while trees are encoded."""
 
-
-def assemble(
-    entries: Mapping[str, Mapping[str, Any]],
-    arrays: Mapping[str, Any],
-    treedefs: Mapping[str, Any],
-) -> dict[str, Any]:
-    """The state.
-
-    Args:
-        entries: from `Flat.entries`, whose leaves are in the order of the trees.
-        arrays: name of array -> array, which becomes part of the result.
-        treedefs: PyTreeDefs of the pytrees.
-    """
-
-    def fetch(tag: str, content: Mapping[str, Any]) -> Any:
-        return _array(content, arrays[content["name"]])
-
-    state = {}
-    for name, entry in entries.items():
-        if "tree" in entry:
-            state[name] = structure.decode(entry["tree"], fetch)
-        else:
-            leaves = [structure.decode(node, fetch) for _, node in entry["leaves"]]
-            state[name] = jax.tree_util.tree_unflatten(treedefs[name], leaves)
-    return state
-
-
-class _Flattening(Flattening):
     def __init__(self, shapes: bool) -> None:
-        super().__init__()
+        self.leaves: dict[str, Any] = {}
+        self.treedefs: dict[str, Any] = {}
+        self._names = structure.Names()
         self._arrays = (jax.Array, jax.ShapeDtypeStruct) if shapes else (jax.Array,)
 
     def entry(self, name: str, value: Any) -> dict[str, Any]:
         if hasattr(value, "state_dict"):
-            return {"tree": structure.encode(value.state_dict(), (name,), self.special)}
-        paths, self.flat.treedefs[name] = jax.tree_util.tree_flatten_with_path(value)
-        return {
-            "leaves": [
-                [
-                    jax.tree_util.keystr(path),
-                    structure.encode(leaf, (name, *_parts(path)), self.special),
-                ]
-                for path, leaf in paths
-            ]
-        }
+            return {"tree": structure.encode(value.state_dict(), (name,), self._special)}
+        paths, self.treedefs[name] = jax.tree_util.tree_flatten_with_path(value)
+        leaves = []
+        for path, leaf in paths:
+            place = (name, *_parts(path))
+            node = structure.encode(leaf, place, self._special)
+            leaves.append([jax.tree_util.keystr(path), node])
+        return {"leaves": leaves}
 
-    def special(self, path: tuple[Any, ...], value: Any) -> structure.Node | None:
+    def _special(self, path: tuple[Any, ...], value: Any) -> structure.Node | None:
         extra = {}
         if isinstance(value, self._arrays):
             kind = "jax"
@@ -99,8 +70,8 @@ class _Flattening(Flattening):
             value = np.asarray(value, value.dtype.newbyteorder("="))
         else:
             return None
-        name = self.names.at(path)
-        self.flat.leaves[name] = value
+        name = self._names.at(path)
+        self.leaves[name] = value
         # Orbax saves no arrays without elements; shape and dtype are all there is to them.
         shape, dtype = list(value.shape), np.dtype(value.dtype).name
         return {"array": {"name": name, "kind": kind, "dtype": dtype, "shape": shape, **extra}}
@@ -112,11 +83,3 @@ def _parts(path: tuple[Any, ...]) -> tuple[Any, ...]:
         next((getattr(key, name) for name in ("key", "name", "idx") if hasattr(key, name)), key)
         for key in path
     )
-
-
-def _array(node: Mapping[str, Any], array: Any) -> Any:
-    if node["kind"] == "key":
-        return jax.random.wrap_key_data(array, impl=node["impl"])
-    if node["kind"] == "scalar" and isinstance(array, np.ndarray):
-        return array[()]
-    return array

@@ -102,11 +102,7 @@ class DCPStore(DirectoryStore):
         like: Mapping[str, Any],
         live: Flat,
     ) -> dict[str, Tensor]:
-        nodes = {
-            node["name"]: node
-            for entry in entries.values()
-            for node in structure.arrays_of(entry["tree"])
-        }
+        nodes = structure.nodes_of(entries)
         reader = self._reader(found, entries, nodes)
         spread = {
             name: (p.to_local(), p._spec)  # type: ignore[attr-defined,operator]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor
 
 from healcore.runtime.store.inspection import mapped
-from healcore.runtime.store.snapshot import Arena, Block, Copier, rounded
-from healcore.runtime.store.structure import Flat, arrays_of
-from healcore.torch.store.state import Leaf, assemble, device_in, flatten
+from healcore.runtime.store.snapshot import Arena, Block, Copier, CopyBlocks, rounded
+from healcore.runtime.store.structure import Flat
+from healcore.torch.plain_values import value_of
+from healcore.torch.store.state import Leaf, device_in, flatten, subclass, unpickled
 
 
 class HostTensor(NamedTuple):
@@ -116,11 +118,7 @@ class TorchCopier(Copier):
         return {each.name: each.tensor for each in snapshot.entries}
 
     def copies(
-        self,
-        snapshot: TorchSnapshot,
-        names: set[str],
-        live: Flat,
-        copy: Callable[[Sequence[Block]], list[np.ndarray]],
+        self, snapshot: TorchSnapshot, names: set[str], live: Flat, copy: CopyBlocks
     ) -> dict[str, Tensor]:
         """Tensors in fresh host memory; DTensors on the device of the live ones."""
         saved = [each for each in snapshot.entries if each.name in names]
@@ -132,22 +130,23 @@ class TorchCopier(Copier):
             arrays[each.name] = fresh
         return arrays
 
-    def assemble(
-        self,
-        entries: Mapping[str, Mapping[str, Any]],
-        arrays: Mapping[str, Tensor],
-        like: Mapping[str, Any],
-        live: Flat,
-        *,
-        trust: bool = False,
-    ) -> dict[str, Any]:
-        """The state: trees on the devices of the live one, the rest on the host."""
-        return assemble(entries, arrays, like, live, trust=trust or self.trust)
-
-    def described(self, name: str, entry: Mapping[str, Any]) -> dict[str, str]:
-        """The dtype and shape of every array, by its name."""
-        nodes = arrays_of(entry["tree"])
-        return {node["name"]: f"{node['dtype']}{tuple(node['shape'])}" for node in nodes}
+    def fetch(
+        self, name: str, tag: str, content: Any, arrays: Mapping[str, Tensor], live: Flat | None
+    ) -> Any:
+        """A tensor on its device, a value with a plain form, or with trust an unpickled object."""
+        if tag == "pickle":
+            return unpickled(name, content, self.trust)
+        if tag == "torch":
+            return value_of(content)
+        if tag == "subclass":
+            inner = functools.partial(self.fetch, name, arrays=arrays, live=live)
+            return subclass(name, content, inner, self.trust)
+        tensor = arrays[content["name"]]
+        if content["kind"] == "tensor":
+            device = None if live is None else device_in(live, content["name"])
+            return tensor if device is None else tensor.to(device)
+        array = tensor.numpy().view(np.dtype(content["dtype"])).reshape(content["shape"])
+        return array[()] if content["kind"] == "scalar" else array
 
 
 def view(raw: np.ndarray, like: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,8 +21,8 @@ from healcore.runtime.store.errors import (
     no_plain_form,
     pickled,
 )
-from healcore.runtime.store.structure import Flat, Flattening
-from healcore.torch.plain_values import node_of, value_of
+from healcore.runtime.store.structure import Flat
+from healcore.torch.plain_values import node_of
 
 HOW = "the store (or to the Healer that makes it)"
 
@@ -54,7 +54,12 @@ def flatten(state: Mapping[str, Any], rank: int = 0, *, trust: bool = False) -> 
     Raises:
         UnsavableState: something in it cannot be saved.
     """
-    return _Flattening(rank, trust).flatten(state)
+    flattening = _Flattening(rank, trust)
+    entries = {
+        name: flattening.entry(name, value)
+        for name, value in structure.checked_names(state).items()
+    }
+    return Flat(entries, flattening.leaves, {})
 
 
 def device_in(live: Flat, name: str) -> torch.device | None:
@@ -63,9 +68,12 @@ def device_in(live: Flat, name: str) -> torch.device | None:
     return None if leaf is None else leaf.tensor.device
 
 
-class _Flattening(Flattening):
+class _Flattening:
+    """Collects the arrays while a tree is encoded."""
+
     def __init__(self, rank: int, trust: bool) -> None:
-        super().__init__()
+        self.leaves: dict[str, Leaf] = {}
+        self._names = structure.Names()
         self._rank = rank
         self._trust = trust
         self._known: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -79,10 +87,10 @@ class _Flattening(Flattening):
         # Tensors that share memory are saved once if `load_state_dict` will copy from them.
         self._known.clear()
         self._ties = stateful
-        node = structure.encode(tree, path, self.special)
+        node = structure.encode(tree, path, self._special)
         return {"tree": node, "stateful": stateful, "per_rank": per_rank}
 
-    def special(self, path: tuple[Any, ...], value: Any) -> structure.Node:
+    def _special(self, path: tuple[Any, ...], value: Any) -> structure.Node:
         if isinstance(value, Tensor):
             value = value.detach()
             if _is_made_of_others(value):
@@ -110,10 +118,10 @@ class _Flattening(Flattening):
         names, context = value.__tensor_flatten__()
         return {
             "class": class_name(type(value)),
-            "context": structure.encode(context, path, self.special, exact=True),
+            "context": structure.encode(context, path, self._special, exact=True),
             "shape": list(value.shape),
             "stride": list(value.stride()),
-            "parts": [[name, self.special((*path, name), getattr(value, name))] for name in names],
+            "parts": [[name, self._special((*path, name), getattr(value, name))] for name in names],
         }
 
     def _pickled(self, path: tuple[Any, ...], value: Any) -> str:
@@ -140,21 +148,21 @@ class _Flattening(Flattening):
         if self._ties and local.numel() and key in self._known:
             return self._known[key]
         node = {
-            "name": self.names.at(path),
+            "name": self._names.at(path),
             "kind": "tensor",
             "dtype": str(value.dtype).removeprefix("torch."),
             "shape": list(value.shape),
         }
         self._known[key] = node
-        self.flat.leaves[node["name"]] = Leaf(node["name"], local, node["dtype"], spread)
+        self.leaves[node["name"]] = Leaf(node["name"], local, node["dtype"], spread)
         return node
 
     def _numpy(self, path: tuple[Any, ...], value: np.ndarray, scalar: bool) -> dict[str, Any]:
         """NumPy has dtypes that torch lacks: its arrays are saved as bytes."""
-        name = self.names.at(path)
+        name = self._names.at(path)
         # Copied where it is read-only: torch warns about memory that it may not write.
         raw = np.require(value, requirements=["C", "W"]).reshape(-1).view(np.uint8)
-        self.flat.leaves[name] = Leaf(name, torch.from_numpy(raw), value.dtype.name)
+        self.leaves[name] = Leaf(name, torch.from_numpy(raw), value.dtype.name)
         return {
             "name": name,
             "kind": "scalar" if scalar else "numpy",
@@ -189,55 +197,17 @@ def _by_name(dtype: np.dtype) -> bool:
     return not dtype.hasobject and dtype.names is None and np.dtype(dtype.str) == dtype
 
 
-def assemble(
-    entries: Mapping[str, Mapping[str, Any]],
-    arrays: Mapping[str, Tensor],
-    like: Mapping[str, Any],
-    live: Flat,
-    *,
-    trust: bool,
-) -> dict[str, Any]:
-    """The state of some names.
-
-    Args:
-        entries: from `Flat.entries`, for (at least) the names of `like`.
-        arrays: name of array -> tensor, which becomes part of the result.
-        like: name -> live value; named tuples get their type from it.
-        live: the live state, flattened: its tensors' devices are those of plain trees.
-        trust: read what was pickled.
-
-    Raises:
-        Untrusted: something was pickled.
-    """
-    state = {}
-    for name, value in like.items():
-        entry, has_state_dict = entries[name], hasattr(value, "state_dict")
-        stays = entry["stateful"] or has_state_dict  # `load_state_dict` moves it
-
-        def fetch(tag: str, content: Any, stays: bool = stays, name: str = name) -> Any:
-            if tag == "pickle":
-                return _unpickled(name, content, trust)
-            if tag == "torch":
-                return value_of(content)
-            if tag == "subclass":
-                return _subclass(name, content, fetch, trust)
-            device = None if stays else device_in(live, content["name"])
-            return _array(content, arrays[content["name"]], device)
-
-        state[name] = structure.decode(entry["tree"], fetch, None if has_state_dict else value)
-    return state
-
-
-def _unpickled(name: str, content: str, trust: bool) -> Any:
+def unpickled(name: str, content: str, trust: bool) -> Any:
+    """A pickled object, if it is trusted."""
     if not trust:
         raise pickled(f"something in {structure.place((name,))}", HOW)
     return pickle.loads(base64.b64decode(content))
 
 
-def _subclass(name: str, content: Mapping[str, Any], fetch: Callable[..., Any], trust: bool) -> Any:
+def subclass(name: str, content: Any, fetch: structure.Fetch, trust: bool) -> Any:
     """A tensor made of others. Its class is one that this program has, whatever the name is."""
     if "made" in content:  # by a healcore that did not write plain values yet
-        kind, context = _unpickled(name, content["made"], trust)
+        kind, context = unpickled(name, content["made"], trust)
     else:
         context = structure.decode(content["context"], fetch)
         kind = _tensor_classes().get(content["class"])
@@ -259,13 +229,6 @@ def _tensor_classes() -> dict[str, Any]:
         if hasattr(kind, "__tensor_unflatten__"):
             found[class_name(kind)] = kind
     return found
-
-
-def _array(node: Mapping[str, Any], tensor: Tensor, device: torch.device | None) -> Any:
-    if node["kind"] == "tensor":
-        return tensor if device is None else tensor.to(device)
-    array = tensor.numpy().view(np.dtype(node["dtype"])).reshape(node["shape"])
-    return array[()] if node["kind"] == "scalar" else array
 
 
 def apply(live: Mapping[str, Any], restored: Mapping[str, Any]) -> None:

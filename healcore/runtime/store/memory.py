@@ -38,228 +38,6 @@ SMALL = Keep(good=1, candidates=2, quarantined=0)
 WHERE = "memory"
 
 
-class MemoryStore:
-    """Snapshots in host memory. Adapters make it with their `Copier`.
-
-    Args:
-        copier: the framework's.
-        keep: how many snapshots of each kind stay. During a save there is one more.
-        nonfinite_ok: patterns of array names where NaN and Inf are meant.
-    """
-
-    def __init__(
-        self, copier: Copier, keep: Keep = SMALL, *, nonfinite_ok: Collection[str] = ()
-    ) -> None:
-        self.keep = keep
-        self._copier = copier
-        self._ring = Ring(keep, tuple(nonfinite_ok))
-        self._behind = Background("healcore-memory")
-        self._problems: list[str] = []
-        self._nonfinite: list[tuple[int, tuple[str, ...]]] = []
-
-    # -- the protocol ---------------------------------------------------------------------------
-
-    def save(
-        self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
-    ) -> None:
-        """Copies the state; digests and the finite check follow in the background."""
-        self._save(step, state, healing)
-
-    def steps(self) -> list[Saved]:
-        """The snapshots in the ring, ascending by step."""
-        return self._settled.saves()
-
-    def verify(self, step: int) -> Saved:
-        """Recomputes the digest of every array."""
-        with self._settled.holding(step) as slot:
-            name = inspection.first_changed(slot.snapshot.blocks(), slot.digests)
-            if name is not None:
-                raise _changed(step, name)
-            return slot.saved(self.nonfinite_ok)
-
-    def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
-        """Copies the snapshot, verifying every digest during the copy."""
-        with self._settled.holding(step) as slot:
-
-            def copy(blocks: Sequence[Block]) -> list[np.ndarray]:
-                return inspection.checked_copies(
-                    blocks, slot.digests, lambda name: _changed(step, name)
-                )
-
-            return Restored(self._copier.give(slot.snapshot, like, copy), slot.healing_state)
-
-    def mark(self, step: int, status: Status) -> None:
-        """Sets the status; a newly good snapshot may push older ones out."""
-        protocol.checked_status(status)
-        bad = self._settled.slot(step).saved(self.nonfinite_ok).nonfinite
-        if status == "good" and bad:
-            raise NotFinite(step, bad)
-        self._ring.mark(step, status)
-
-    def delete(self, step: int) -> None:
-        """Drops a snapshot, unless it is the last known-good one."""
-        if retention.is_last_good(self.steps(), step):
-            raise LastGoodKept(step)
-        self.drop(step)
-
-    def wait(self) -> None:
-        """Waits for the background."""
-        self._behind.wait()
-
-    def failures(self) -> list[SaveFailed]:
-        """Failures since the last call."""
-        return self._behind.failures()
-
-    def problems(self) -> list[str]:
-        """Snapshots that were dropped as soon as they were taken, since the last call."""
-        self._behind.join()
-        found, self._problems = self._problems, []
-        return found
-
-    # -- beyond it ------------------------------------------------------------------------------
-
-    @property
-    def nonfinite_ok(self) -> tuple[str, ...]:
-        """Patterns of array names where NaN and Inf are meant. May be changed at any time."""
-        return self._ring.nonfinite_ok
-
-    @nonfinite_ok.setter
-    def nonfinite_ok(self, patterns: Collection[str]) -> None:
-        self._ring.nonfinite_ok = tuple(patterns)
-
-    def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of the arrays in a state that hold NaN or Inf, meant or not; saves nothing.
-
-        Raises:
-            UnsavableState: there is something in the state that cannot be saved.
-        """
-        snapshot = self._copier.take(state, self._settled.take_spare())
-        try:
-            snapshot.settle()
-            return inspection.nonfinite(snapshot.blocks())
-        finally:
-            self._ring.reclaim(snapshot)  # the first save goes into it
-
-    def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Saves with NaN or Inf where it is not meant, and the arrays; since the last call."""
-        self._behind.join()
-        found, self._nonfinite = self._nonfinite, []
-        return found
-
-    def queues(self) -> list[tuple[MemoryStore, Background]]:
-        """Itself, and the queue in which checkpoints are verified: after the saves before it."""
-        return [(self, self._behind)]
-
-    @property
-    def nbytes(self) -> int:
-        """Host memory held now, the spare included."""
-        return self._settled.nbytes
-
-    def describe(self, state_bytes: int | None = None) -> str:
-        """The bound as text: "at most 4 copies of the state in host memory (4 × 240 MB = …".
-
-        Args:
-            state_bytes: size of one copy, for a store without a snapshot.
-        """
-        most = self.keep.most + 1
-        one = max((saved.bytes for saved in self.steps()), default=state_bytes or 0)
-        size = f" ({most} × {decimal(one)} = {decimal(most * one)})" if one else ""
-        return (
-            f"at most {most} copies of the state in host memory{size}: "
-            f"{self.keep.good} known-good, {self.keep.candidates} on probation, "
-            f"{self.keep.quarantined} quarantined, one being taken"
-        )
-
-    def drop(self, step: int) -> None:
-        """`delete`, even of the last known-good one."""
-        self._settled.drop(step)
-
-    def save_and_hold(
-        self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
-    ) -> Hold:
-        """`save`, and a hold on the copy, from which it is written to disk."""
-        return Hold(self, self._save(step, state, healing, holders=1))
-
-    # -- within ---------------------------------------------------------------------------------
-
-    @property
-    def _settled(self) -> Ring:
-        """The ring, once it contains the snapshot under way."""
-        self._behind.join()
-        return self._ring
-
-    def _save(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        healing: Mapping[str, Any] | None,
-        holders: int = 0,
-    ) -> Slot:
-        step = protocol.checked_step(step)
-        kept = None if healing is None else protocol.frozen(healing)
-        spare = self._settled.take_spare()
-        try:
-            snapshot = self._copier.take(state, spare)
-        except Exception as error:
-            self._ring.reclaim(spare)
-            if isinstance(error, StoreError):
-                raise
-            raise SaveFailed(step, "while copying the state", error) from error
-        slot = Slot(step, snapshot, kept, time.time(), holders=holders)
-        self._behind.submit(step, "while copying the state", lambda: self._admit(slot))
-        return slot
-
-    def _admit(self, slot: Slot) -> None:
-        """In the background: completes the copy, inspects it, puts it in the ring."""
-        try:
-            slot.snapshot.settle()
-            slot.found = inspection.inspect(slot.snapshot.blocks())
-        except BaseException:
-            self._ring.release(slot)
-            raise
-        bad = slot.saved(self.nonfinite_ok).nonfinite
-        self._ring.admit(slot)
-        if bad:
-            self._nonfinite.append((slot.step, bad))
-        if slot.dropped:
-            names = ", ".join(bad[:3])
-            self._problems.append(
-                f"the snapshot of step {slot.step} has NaN or Inf in {names} and was not kept"
-            )
-
-
-class Hold:
-    """A snapshot that stays readable, in or out of the ring, until it is released."""
-
-    def __init__(self, store: MemoryStore, slot: Slot) -> None:
-        self._store = store
-        self._slot = slot
-
-    @property
-    def created(self) -> float:
-        """When it was copied."""
-        return self._slot.created
-
-    @created.setter
-    def created(self, when: float) -> None:
-        self._slot.created = when
-
-    def read(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """State and healing state in the snapshot's own memory: not to be changed.
-
-        Raises:
-            StoreError: the copy failed.
-        """
-        self._store._behind.join()
-        if self._slot.found is None:
-            raise StoreError(f"the copy of step {self._slot.step} could not be completed")
-        return self._store._copier.held(self._slot.snapshot), self._slot.healing_state
-
-    def release(self) -> None:
-        """The snapshot is not needed any more."""
-        self._store._ring.end_hold(self._slot)
-
-
 @dataclass
 class Slot:
     """One snapshot."""
@@ -287,11 +65,7 @@ class Slot:
         return None if self.healing is None else json.loads(self.healing)
 
     def saved(self, nonfinite_ok: Collection[str]) -> Saved:
-        """As `steps` lists it.
-
-        Args:
-            nonfinite_ok: patterns of array names where NaN and Inf are meant.
-        """
+        """As `steps` lists it, with patterns of array names where NaN and Inf are meant."""
         bad = inspection.unmeant(self.found.nonfinite if self.found else (), nonfinite_ok)
         return Saved(
             step=self.step,
@@ -305,118 +79,279 @@ class Slot:
         )
 
 
-class Ring:
-    """Slots by step, never more than `keep` allows. From any thread.
+class MemoryStore:
+    """Snapshots in host memory, never more than `keep` allows.
 
     The memory of one snapshot that nobody needs any more is kept for the next.
+
+    Args:
+        copier: the framework's.
+        keep: how many snapshots of each kind stay. During a save there is one more.
+        nonfinite_ok: patterns of array names where NaN and Inf are meant.
     """
 
-    def __init__(self, keep: Keep, nonfinite_ok: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, copier: Copier, keep: Keep = SMALL, *, nonfinite_ok: Collection[str] = ()
+    ) -> None:
         self.keep = keep.checked()
-        self.nonfinite_ok = nonfinite_ok
+        self.nonfinite_ok = tuple(nonfinite_ok)
+        """Patterns of array names where NaN and Inf are meant. May be changed at any time."""
+        self._copier = copier
         self._slots: dict[int, Slot] = {}
         self._superseded: Slot | None = None
         """The last known-good one while a newer save of its step is not verified. It takes a good
         one's place: there is no other."""
         self._spare: Any | None = None
         self._lock = RLock()
+        self._behind = Background("healcore-memory")
+        self._problems: list[str] = []
+        self._nonfinite: list[tuple[int, tuple[str, ...]]] = []
         forking.watch(self)
 
     def forked(self) -> None:
         """In a child: the thread that held the lock does not exist there."""
         self._lock = RLock()
 
-    def saves(self) -> list[Saved]:
-        """Its snapshots, ascending by step."""
+    # -- the protocol ---------------------------------------------------------------------------
+
+    def save(
+        self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
+    ) -> None:
+        """Copies the state; digests and the finite check follow in the background."""
+        self._save(step, state, healing)
+
+    def steps(self) -> list[Saved]:
+        """The snapshots in the ring, ascending by step."""
+        self._behind.join()
+        return self._listed()
+
+    def verify(self, step: int) -> Saved:
+        """Recomputes the digest of every array."""
+        with self._reading(step) as slot:
+            name = inspection.first_changed(slot.snapshot.blocks(), slot.digests)
+            if name is not None:
+                raise _changed(step, name)
+            return slot.saved(self.nonfinite_ok)
+
+    def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
+        """Copies the snapshot, verifying every digest during the copy."""
+        with self._reading(step) as slot:
+
+            def copy(blocks: Sequence[Block]) -> list[np.ndarray]:
+                return inspection.checked_copies(
+                    blocks, slot.digests, lambda name: _changed(step, name)
+                )
+
+            return Restored(self._copier.give(slot.snapshot, like, copy), slot.healing_state)
+
+    def mark(self, step: int, status: Status) -> None:
+        """Sets the status; a newly good snapshot may push older ones out."""
+        protocol.checked_status(status)
+        self._behind.join()
+        bad = self._slot(step).saved(self.nonfinite_ok).nonfinite
+        if status == "good" and bad:
+            raise NotFinite(step, bad)
         with self._lock:
-            return [self._slots[step].saved(self.nonfinite_ok) for step in sorted(self._slots)]
+            self._slot(step).status = status
+            self._thin()
+
+    def delete(self, step: int) -> None:
+        """Drops a snapshot, unless it is the last known-good one."""
+        if retention.is_last_good(self.steps(), step):
+            raise LastGoodKept(step)
+        self.drop(step)
+
+    def wait(self) -> None:
+        """Waits for the background."""
+        self._behind.wait()
+
+    def failures(self) -> list[SaveFailed]:
+        """Failures since the last call."""
+        return self._behind.failures()
+
+    def problems(self) -> list[str]:
+        """Snapshots that were dropped as soon as they were taken, since the last call."""
+        self._behind.join()
+        found, self._problems = self._problems, []
+        return found
+
+    # -- beyond it ------------------------------------------------------------------------------
+
+    def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the arrays in a state that hold NaN or Inf, meant or not; saves nothing.
+
+        Raises:
+            UnsavableState: there is something in the state that cannot be saved.
+        """
+        snapshot = self._copier.take(state, self._take_spare())
+        try:
+            snapshot.settle()
+            return inspection.nonfinite(snapshot.blocks())
+        finally:
+            self._reclaim(snapshot)  # the first save goes into it
+
+    def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
+        """Saves with NaN or Inf where it is not meant, and the arrays; since the last call."""
+        self._behind.join()
+        found, self._nonfinite = self._nonfinite, []
+        return found
+
+    def queues(self) -> list[tuple[MemoryStore, Background]]:
+        """Itself, and the queue in which checkpoints are verified: after the saves before it."""
+        return [(self, self._behind)]
 
     @property
     def nbytes(self) -> int:
-        """Memory held, the spare included."""
+        """Host memory held now, the spare included."""
+        self._behind.join()
         with self._lock:
             slots = [*self._slots.values(), self._superseded]
             held = [*(slot.snapshot for slot in slots if slot is not None), self._spare]
             return sum(snapshot.nbytes for snapshot in held if snapshot is not None)
 
-    def slot(self, step: int) -> Slot:
-        """The snapshot of a step.
+    def describe(self, state_bytes: int | None = None) -> str:
+        """The bound as text: "at most 4 copies of the state in host memory (4 × 240 MB = …".
 
-        Raises:
-            NotThere: there is none.
+        Args:
+            state_bytes: size of one copy, for a store without a snapshot.
         """
-        with self._lock:
-            if step not in self._slots:
-                raise NotThere(step, sorted(self._slots), WHERE)
-            return self._slots[step]
-
-    def admit(self, slot: Slot) -> None:
-        """Puts a snapshot in, in place of one of the same step; superfluous ones go.
-
-        It may be superfluous itself: `slot.dropped` is set then.
-        """
-        with self._lock:
-            replaced = self._slots.pop(slot.step, None)
-            self._slots[slot.step] = slot
-            if replaced is not None and replaced.status == "good" and not self._has_good():
-                self._superseded = replaced
-            elif replaced is not None:
-                self.release(replaced)
-            self._thin()
-
-    def mark(self, step: int, status: Status) -> None:
-        """Sets a status. One more good snapshot may push older ones out."""
-        with self._lock:
-            self.slot(step).status = status
-            self._thin()
+        most = self.keep.most + 1
+        one = max((saved.bytes for saved in self.steps()), default=state_bytes or 0)
+        size = f" ({most} × {decimal(one)} = {decimal(most * one)})" if one else ""
+        return (
+            f"at most {most} copies of the state in host memory{size}: "
+            f"{self.keep.good} known-good, {self.keep.candidates} on probation, "
+            f"{self.keep.quarantined} quarantined, one being taken"
+        )
 
     def drop(self, step: int) -> None:
-        """Takes a snapshot out."""
+        """`delete`, even of the last known-good one."""
+        self._behind.join()
         with self._lock:
-            self.slot(step)
-            self.release(self._slots.pop(step))
+            self._slot(step)
+            self._release(self._slots.pop(step))
             self._resolve_superseded()
 
-    def take_spare(self) -> Any | None:
-        """A snapshot whose memory may be overwritten, if there is one."""
-        with self._lock:
-            spare, self._spare = self._spare, None
-            return spare
+    def save_and_hold(
+        self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
+    ) -> Slot:
+        """`save`; the copy stays readable, in or out of the ring, until `end_hold`."""
+        return self._save(step, state, healing, holders=1)
 
-    def reclaim(self, snapshot: Any | None) -> None:
-        """Keeps unused memory for the next snapshot; frees it if there is some already."""
-        with self._lock:
-            if self._spare is None:
-                self._spare = snapshot
+    def read_held(self, slot: Slot) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """State and healing state in the snapshot's own memory: not to be changed.
 
-    def release(self, slot: Slot) -> None:
-        """A slot is not in the ring (any more): its memory is free when nobody reads it."""
-        with self._lock:
-            slot.dropped = True
-            if not slot.holders:
-                self.reclaim(slot.snapshot)
-
-    @contextmanager
-    def holding(self, step: int) -> Iterator[Slot]:
-        """The snapshot of a step, whose memory stays as it is until the end of the block."""
-        with self._lock:
-            slot = self.slot(step)
-            slot.holders += 1
-        try:
-            yield slot
-        finally:
-            self.end_hold(slot)
+        Raises:
+            StoreError: the copy failed.
+        """
+        self._behind.join()
+        if slot.found is None:
+            raise StoreError(f"the copy of step {slot.step} could not be completed")
+        return self._copier.held(slot.snapshot), slot.healing_state
 
     def end_hold(self, slot: Slot) -> None:
         """One reader less."""
         with self._lock:
             slot.holders -= 1
             if slot.dropped and not slot.holders:
-                self.reclaim(slot.snapshot)
+                self._reclaim(slot.snapshot)
+
+    # -- within ---------------------------------------------------------------------------------
+
+    def _save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        healing: Mapping[str, Any] | None,
+        holders: int = 0,
+    ) -> Slot:
+        step = protocol.checked_step(step)
+        kept = None if healing is None else protocol.frozen(healing)
+        spare = self._take_spare()
+        try:
+            snapshot = self._copier.take(state, spare)
+        except Exception as error:
+            self._reclaim(spare)
+            if isinstance(error, StoreError):
+                raise
+            raise SaveFailed(step, "while copying the state", error) from error
+        slot = Slot(step, snapshot, kept, time.time(), holders=holders)
+        self._behind.submit(step, "while copying the state", lambda: self._admit(slot))
+        return slot
+
+    def _admit(self, slot: Slot) -> None:
+        """In the background: completes the copy, inspects it, puts it in the ring.
+
+        It replaces a snapshot of the same step. Superfluous ones go, perhaps itself.
+        """
+        try:
+            slot.snapshot.settle()
+            slot.found = inspection.inspect(slot.snapshot.blocks())
+        except BaseException:
+            self._release(slot)
+            raise
+        bad = slot.saved(self.nonfinite_ok).nonfinite
+        with self._lock:
+            replaced = self._slots.pop(slot.step, None)
+            self._slots[slot.step] = slot
+            if replaced is not None and replaced.status == "good" and not self._has_good():
+                self._superseded = replaced
+            elif replaced is not None:
+                self._release(replaced)
+            self._thin()
+        if bad:
+            self._nonfinite.append((slot.step, bad))
+        if slot.dropped:
+            names = ", ".join(bad[:3])
+            self._problems.append(
+                f"the snapshot of step {slot.step} has NaN or Inf in {names} and was not kept"
+            )
+
+    def _listed(self) -> list[Saved]:
+        with self._lock:
+            return [self._slots[step].saved(self.nonfinite_ok) for step in sorted(self._slots)]
+
+    def _slot(self, step: int) -> Slot:
+        with self._lock:
+            if step not in self._slots:
+                raise NotThere(step, sorted(self._slots), WHERE)
+            return self._slots[step]
+
+    @contextmanager
+    def _reading(self, step: int) -> Iterator[Slot]:
+        """The snapshot of a step, whose memory stays as it is until the end of the block."""
+        self._behind.join()
+        with self._lock:
+            slot = self._slot(step)
+            slot.holders += 1
+        try:
+            yield slot
+        finally:
+            self.end_hold(slot)
+
+    def _take_spare(self) -> Any | None:
+        """A snapshot whose memory may be overwritten, if there is one."""
+        self._behind.join()
+        with self._lock:
+            spare, self._spare = self._spare, None
+            return spare
+
+    def _reclaim(self, snapshot: Any | None) -> None:
+        """Keeps unused memory for the next snapshot; frees it if there is some already."""
+        with self._lock:
+            if self._spare is None:
+                self._spare = snapshot
+
+    def _release(self, slot: Slot) -> None:
+        """A slot is not in the ring (any more): its memory is free when nobody reads it."""
+        with self._lock:
+            slot.dropped = True
+            if not slot.holders:
+                self._reclaim(slot.snapshot)
 
     def _thin(self) -> None:
-        for step in retention.superfluous(self.saves(), self.keep):
-            self.release(self._slots.pop(step))
+        for step in retention.superfluous(self._listed(), self.keep):
+            self._release(self._slots.pop(step))
         self._resolve_superseded()
 
     def _resolve_superseded(self) -> None:
@@ -427,12 +362,12 @@ class Ring:
         newer = self._slots.get(old.step)
         if self._has_good():
             self._superseded = None
-            self.release(old)
+            self._release(old)
         elif newer is None or newer.status == "quarantined":
             self._superseded = None
             self._slots[old.step] = old
             if newer is not None:
-                self.release(newer)
+                self._release(newer)
 
     def _has_good(self) -> bool:
         return any(slot.status == "good" for slot in self._slots.values())

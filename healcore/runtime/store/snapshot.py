@@ -17,7 +17,7 @@ import numpy as np
 
 from healcore.runtime.store.errors import StateMismatch
 from healcore.runtime.store.protocol import wanted
-from healcore.runtime.store.structure import Flat, arrays_of, is_stateful
+from healcore.runtime.store.structure import Flat, decode, described, is_stateful, nodes_of
 
 ALIGNMENT = 64
 """Bytes. A cache line, and what XLA asks for to use memory as it is."""
@@ -46,6 +46,10 @@ class Block(NamedTuple):
         return self.name + self.part
 
 
+CopyBlocks = Callable[[Sequence[Block]], list[np.ndarray]]
+"""Makes fresh copies of the bytes of blocks."""
+
+
 class Snapshot(Protocol):
     """A copy that nothing else changes."""
 
@@ -68,8 +72,8 @@ class Snapshot(Protocol):
 class Copier(ABC):
     """Copies a framework's states to host memory and back.
 
-    A framework says how a state is flattened, copied and put together again; which names and arrays
-    have to fit is the same for all of them.
+    A framework adds how its leaves are flattened, copied and fetched. Which names and arrays have
+    to fit, and how a state is put together again, is the same for all of them.
     """
 
     @abstractmethod
@@ -78,8 +82,8 @@ class Copier(ABC):
 
         Args:
             state: name -> tree, or object with `state_dict`.
-            live: it is only compared with a saved one: shapes may stand for arrays, and values are
-                taken that could not be saved.
+            live: it is only compared with a saved one: shapes may replace arrays, and it may hold
+                values that cannot be saved.
 
         Raises:
             UnsavableState: there is something in it that cannot be saved.
@@ -92,9 +96,6 @@ class Copier(ABC):
         Args:
             state: name -> tree, or object with `state_dict`.
             recycled: a snapshot that nobody needs any more; its memory is used again if it fits.
-
-        Raises:
-            UnsavableState: there is something in it that cannot be saved.
         """
 
     @abstractmethod
@@ -107,47 +108,22 @@ class Copier(ABC):
 
     @abstractmethod
     def copies(
-        self,
-        snapshot: Any,
-        names: set[str],
-        live: Flat,
-        copy: Callable[[Sequence[Block]], list[np.ndarray]],
+        self, snapshot: Any, names: set[str], live: Flat, copy: CopyBlocks
     ) -> dict[str, Any]:
-        """The framework's arrays in fresh memory, by name, placed as the live ones are.
-
-        Args:
-            snapshot: from `take`.
-            names: of the arrays.
-            live: the live state.
-            copy: makes fresh copies of the bytes of blocks.
-        """
+        """The framework's arrays of some names in fresh memory, placed as the live ones are."""
 
     @abstractmethod
-    def assemble(
-        self,
-        entries: Mapping[str, Mapping[str, Any]],
-        arrays: Mapping[str, Any],
-        like: Mapping[str, Any],
-        live: Flat,
-        *,
-        trust: bool = False,
-    ) -> dict[str, Any]:
-        """A state from its parts.
+    def fetch(
+        self, name: str, tag: str, content: Any, arrays: Mapping[str, Any], live: Flat | None
+    ) -> Any:
+        """The value of a node: see `structure.Fetch`.
 
         Args:
-            entries: the saved structure of the names of `like`.
+            name: the name in the state.
+            tag: of the node.
+            content: of the node.
             arrays: name of array -> array, which becomes part of the result.
-            like: name -> live value; gives types and devices.
-            live: the live state, flattened.
-            trust: read pickles even if the copier does not trust a directory: this process made
-                them.
-        """
-
-    @abstractmethod
-    def described(self, name: str, entry: Mapping[str, Any]) -> dict[str, str] | None:
-        """The leaves of one name that have to fit: place -> dtype and shape.
-
-        None if the entry cannot be compared with a tree.
+            live: the state on whose devices it belongs; None where `load_state_dict` moves it.
         """
 
     def checked(
@@ -169,28 +145,53 @@ class Copier(ABC):
         flat = self.flatten(like, live=True)
         wrong = [f'there is no "{name}" in it' for name in like if name not in saved]
         for name, entry in flat.entries.items():
-            if name in saved and not is_stateful(entry):
-                there, here = self.described(name, saved[name]), self.described(name, entry)
-                if there is None or here is None:
-                    wrong.append(f'"{name}" was an object with state_dict')
-                else:
-                    wrong += _differences(there, here)
+            if name not in saved or is_stateful(entry):
+                continue
+            if "leaves" in entry and "leaves" not in saved[name]:
+                wrong.append(f'"{name}" was an object with state_dict')
+            else:
+                wrong += _differences(described(name, saved[name]), described(name, entry))
         if wrong:
             raise StateMismatch(step, wrong)
         return flat
 
-    def give(
+    def assemble(
         self,
-        snapshot: Any,
+        entries: Mapping[str, Mapping[str, Any]],
+        arrays: Mapping[str, Any],
         like: Mapping[str, Any],
-        copy: Callable[[Sequence[Block]], list[np.ndarray]],
+        live: Flat,
     ) -> dict[str, Any]:
+        """A state from its parts.
+
+        Args:
+            entries: the saved structure of the names of `like`.
+            arrays: name of array -> array, which becomes part of the result.
+            like: name -> live value; gives named tuples their type.
+            live: the same, flattened; gives PyTreeDefs and devices.
+        """
+        state = {}
+        for name, value in like.items():
+            entry, has_state_dict = entries[name], hasattr(value, "state_dict")
+            devices = None if is_stateful(entry) or has_state_dict else live
+
+            def fetch(tag: str, content: Any, name: str = name, devices: Any = devices) -> Any:
+                return self.fetch(name, tag, content, arrays, devices)
+
+            if "leaves" in entry:
+                leaves = [decode(node, fetch) for _, node in entry["leaves"]]
+                state[name] = live.treedefs[name].unflatten(leaves)
+            else:
+                state[name] = decode(entry["tree"], fetch, None if has_state_dict else value)
+        return state
+
+    def give(self, snapshot: Any, like: Mapping[str, Any], copy: CopyBlocks) -> dict[str, Any]:
         """The state in fresh memory, placed as `like` is.
 
         Args:
             snapshot: from `take`.
             like: the live state.
-            copy: makes fresh copies of the bytes of blocks, and checks them.
+            copy: checks the bytes of blocks too.
 
         Raises:
             StateMismatch: the snapshot is of another state.
@@ -201,20 +202,20 @@ class Copier(ABC):
             return {}
         live = self.checked(None, saved, like)
         entries = {name: saved[name] for name in like}
-        names = {node["name"] for each in entries.values() for node in arrays_of(each)}
-        arrays = self.copies(snapshot, names, live, copy)
-        return self.assemble(entries, arrays, like, live, trust=True)
+        arrays = self.copies(snapshot, set(nodes_of(entries)), live, copy)
+        return self.assemble(entries, arrays, like, live)
 
     def held(self, snapshot: Any) -> dict[str, Any]:
         """The state as trees that share the snapshot's memory, to be written elsewhere."""
-        entries = snapshot.flat.entries
-        like = dict.fromkeys(entries)
-        trees = self.assemble(entries, self.arrays(snapshot), like, snapshot.flat, trust=True)
+        flat = snapshot.flat
+        trees = self.assemble(
+            flat.entries, self.arrays(snapshot), dict.fromkeys(flat.entries), flat
+        )
         return {
-            name: HeldState(tree, entries[name].get("per_rank", False))
-            if is_stateful(entries[name])
-            else tree
-            for name, tree in trees.items()
+            name: HeldState(trees[name], entry.get("per_rank", False))
+            if is_stateful(entry)
+            else trees[name]
+            for name, entry in flat.entries.items()
         }
 
 

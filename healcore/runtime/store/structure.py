@@ -13,7 +13,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -24,6 +23,13 @@ from healcore.runtime.store.errors import StoreError, UnsavableState
 
 Node = Any
 """A JSON-safe value as described above."""
+Path = tuple[Any, ...]
+"""The keys that lead to a value, for names and errors."""
+Special = Callable[[Path, Any], Node | None]
+"""Called for everything that JSON does not have; takes arrays out. Returns a node, or None for a
+value that it does not know either."""
+Fetch = Callable[[str, Any], Any]
+"""Called with the tag and the content of every node with another tag than this module's."""
 
 _SIMPLE = {type(None), bool, int, str}
 """Types that stand for themselves in JSON."""
@@ -52,38 +58,38 @@ def is_stateful(entry: Mapping[str, Any]) -> bool:
     return entry.get("stateful", "tree" in entry)
 
 
-class Flattening(ABC):
-    """Takes the arrays out of one state. Copies nothing. A framework adds what its arrays are."""
+def described(name: str, entry: Mapping[str, Any]) -> dict[str, str]:
+    """What has to be the same in a saved and a live entry: place -> dtype and shape.
 
-    def __init__(self) -> None:
-        self.names = Names()
-        self.flat = Flat({}, {}, {})
+    JAX and NumPy arrays may replace each other, keys not.
+    """
+    if "leaves" in entry:
+        return {f"{name}{path}": _description(node) for path, node in entry["leaves"]}
+    return {node["name"]: _description({"array": node}) for node in arrays_of(entry)}
 
-    def flatten(self, state: Mapping[str, Any]) -> Flat:
-        """The whole state: name -> tree, or object with `state_dict`.
 
-        Raises:
-            UnsavableState: something in it cannot be saved.
-            StoreError: it is no mapping of names to values.
-        """
-        if not isinstance(state, Mapping) or not state:
-            raise StoreError(
-                "the state to save maps names to what is saved, and holds something; not "
-                f"{state!r:.60}"
-            )
-        for name, value in state.items():
-            if not isinstance(name, str):
-                raise StoreError(f"names in the state are strings, not {name!r}")
-            self.flat.entries[name] = self.entry(name, value)
-        return self.flat
+def _description(node: Node) -> str:
+    array = node.get("array") if isinstance(node, dict) else None
+    if array is None:
+        return "no array"
+    kind = f" {array['impl']} key" if array["kind"] == "key" else ""
+    return f"{array['dtype']}{tuple(array['shape'])}{kind}"
 
-    @abstractmethod
-    def entry(self, name: str, value: Any) -> dict[str, Any]:
-        """The entry of one name; its arrays go to the leaves."""
 
-    @abstractmethod
-    def special(self, path: tuple[Any, ...], value: Any) -> Node | None:
-        """The node of what JSON does not have: see `encode`."""
+def checked_names(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state to save.
+
+    Raises:
+        StoreError: it is no mapping of names to values, or empty.
+    """
+    if not isinstance(state, Mapping) or not state:
+        raise StoreError(
+            f"the state to save maps names to what is saved, and holds something; not {state!r:.60}"
+        )
+    for name in state:
+        if not isinstance(name, str):
+            raise StoreError(f"names in the state are strings, not {name!r}")
+    return state
 
 
 class Names:
@@ -96,7 +102,7 @@ class Names:
     def __init__(self) -> None:
         self._taken: set[str] = set()
 
-    def at(self, path: tuple[Any, ...]) -> str:
+    def at(self, path: Path) -> str:
         """A name that no other array of this state has."""
         plain = ".".join(str(part) for part in path)
         name, number = plain, 1
@@ -107,21 +113,14 @@ class Names:
         return name
 
 
-def encode(
-    value: Any,
-    path: tuple[Any, ...],
-    special: Callable[[tuple[Any, ...], Any], Node | None],
-    *,
-    exact: bool = False,
-) -> Node:
+def encode(value: Any, path: Path, special: Special, *, exact: bool = False) -> Node:
     """A value as a node.
 
     Args:
         value: nested dictionaries, lists, tuples, numbers, strings, bytes, None, and what
             `special` knows.
-        path: where it lies, for names and errors.
-        special: called for everything that JSON does not have; takes arrays out. Returns a node,
-            or None for a value that it does not know either.
+        path: its place.
+        special: the framework's.
         exact: call `special` for subclasses of dict, list and tuple too. Without it they come back
             as their base class, which is enough for `load_state_dict`.
 
@@ -156,12 +155,7 @@ def encode(
     return node
 
 
-def _parts(
-    value: Collection[Any],
-    path: tuple[Any, ...],
-    special: Callable[[tuple[Any, ...], Any], Node | None],
-    exact: bool,
-) -> list[Node]:
+def _parts(value: Collection[Any], path: Path, special: Special, exact: bool) -> list[Node]:
     if set(map(type, value)) <= _SIMPLE:
         return list(value)
     return [encode(part, (*path, i), special, exact=exact) for i, part in enumerate(value)]
@@ -180,12 +174,7 @@ def _packed(value: Any) -> str | None:
         return None
 
 
-def _encode_other(
-    value: Any,
-    path: tuple[Any, ...],
-    special: Callable[[tuple[Any, ...], Any], Node | None],
-    exact: bool,
-) -> Node:
+def _encode_other(value: Any, path: Path, special: Special, exact: bool) -> Node:
     """Other containers of the standard library."""
     if isinstance(value, range):
         return {"range": [value.start, value.stop, value.step]}
@@ -197,12 +186,7 @@ def _encode_other(
     return {type(value).__name__: parts}
 
 
-def _encode_dict(
-    value: dict[Any, Any],
-    path: tuple[Any, ...],
-    special: Callable[[tuple[Any, ...], Any], Node | None],
-    exact: bool,
-) -> Node:
+def _encode_dict(value: dict[Any, Any], path: Path, special: Special, exact: bool) -> Node:
     items = []
     for key, part in value.items():
         if not isinstance(key, (str, int, float, bool, tuple, bytes, type(None))):
@@ -211,7 +195,7 @@ def _encode_dict(
                 "keys are strings, numbers or tuples of them"
             )
         part = encode(part, (*path, key), special, exact=exact)
-        items.append([encode(key, path, _nothing), part])
+        items.append([encode(key, path, lambda path, value: None), part])  # keys hold no arrays
     node: dict[str, Any] = {"dict": items}
     if type(value).__name__ in _MAPPINGS:
         node["type"] = type(value).__name__
@@ -222,13 +206,12 @@ def _encode_dict(
     return node
 
 
-def decode(node: Node, fetch: Callable[[str, Mapping[str, Any]], Any], like: Any = None) -> Any:
+def decode(node: Node, fetch: Fetch, like: Any = None) -> Any:
     """The value that a node stands for.
 
     Args:
         node: from `encode`.
-        fetch: called with the tag and the content of every node with another tag than this
-            module's.
+        fetch: the framework's.
         like: a value of the same structure, if there is one: gives named tuples their type back.
     """
     if not isinstance(node, dict):
@@ -264,9 +247,7 @@ def decode(node: Node, fetch: Callable[[str, Mapping[str, Any]], Any], like: Any
     return fetch(tag, content)
 
 
-def _decode_dict(
-    node: dict[str, Any], fetch: Callable[[str, Mapping[str, Any]], Any], like: Any
-) -> dict[Any, Any]:
+def _decode_dict(node: dict[str, Any], fetch: Fetch, like: Any) -> dict[Any, Any]:
     others = like if isinstance(like, Mapping) else {}
     items = []
     for coded, part in node["dict"]:
@@ -278,7 +259,7 @@ def _decode_dict(
     return value
 
 
-def arrays_of(node: Node) -> Iterator[dict[str, Any]]:
+def arrays_of(node: Any) -> Iterator[dict[str, Any]]:
     """The content of every array node in a node or an entry, in order."""
     if isinstance(node, dict):
         for tag, content in node.items():
@@ -291,7 +272,12 @@ def arrays_of(node: Node) -> Iterator[dict[str, Any]]:
             yield from arrays_of(part)
 
 
-def pickles_in(node: Node, path: tuple[Any, ...]) -> Iterator[str]:
+def nodes_of(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The array nodes of some entries, by the name of the array."""
+    return {node["name"]: node for entry in entries.values() for node in arrays_of(entry)}
+
+
+def pickles_in(node: Node, path: Path) -> Iterator[str]:
     """The places of nodes that hold a pickle: `state['scheduler']['last']`."""
     if isinstance(node, list):
         for number, part in enumerate(node):
@@ -316,11 +302,6 @@ def dumps(node: Node) -> bytes:
     return json.dumps(node, separators=(",", ":"), allow_nan=False).encode()
 
 
-def place(path: tuple[Any, ...]) -> str:
+def place(path: Path) -> str:
     """A path as Python would write it: `state["model"]["layer"][0]`."""
     return "state" + "".join(f"[{part!r}]" for part in path)
-
-
-def _nothing(path: tuple[Any, ...], value: Any) -> None:
-    """Keys hold no arrays."""
-    return

@@ -17,7 +17,7 @@ from healcore.runtime.store.errors import (
     SaveFailed,
     StoreError,
 )
-from healcore.runtime.store.memory import Hold, MemoryStore
+from healcore.runtime.store.memory import MemoryStore, Slot
 from healcore.runtime.store.protocol import Restored, Saved, Status
 from healcore.runtime.store.ranks import RankFailed, Ranks
 
@@ -215,7 +215,7 @@ class TieredStore:
     ) -> None:
         """Copies to memory and submits the write. Ranks exchange in the background only."""
         try:
-            hold = self.memory.save_and_hold(step, state, healing=healing)
+            slot = self.memory.save_and_hold(step, state, healing=healing)
         except Exception as error:
             if self._ranks.world > 1:  # the others have a copy, and wait for this rank's
                 failure = error
@@ -224,18 +224,18 @@ class TieredStore:
                 )
             raise
         self._written = self._behind.submit(
-            step, "while writing to disk", lambda: self._to_disk(step, hold)
+            step, "while writing to disk", lambda: self._to_disk(step, slot)
         )
 
-    def _to_disk(self, step: int, hold: Hold) -> None:
+    def _to_disk(self, step: int, slot: Slot) -> None:
         try:
-            state, healing = ranks.on_each(self._ranks, hold.read)
+            state, healing = ranks.on_each(self._ranks, lambda: self.memory.read_held(slot))
             # Every rank has a clock of its own, and the disk has that of rank 0.
-            hold.created = ranks.agreed(self._ranks, hold.created)
-            self.disk.save_held(step, state, healing=healing, created=hold.created)
+            slot.created = ranks.agreed(self._ranks, slot.created)
+            self.disk.save_held(step, state, healing=healing, created=slot.created)
             self.disk.wait()
         finally:
-            hold.release()
+            self.memory.end_hold(slot)
 
     def _raise_on_all(self, failure: Exception) -> None:
         """Makes the save fail on the other ranks: this one could not copy its state."""

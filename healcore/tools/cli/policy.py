@@ -27,10 +27,10 @@ from healcore.policy import (
     recipe_names,
     to_dict,
 )
-from healcore.tools.cli.overriding import Set, overrides_of
-from healcore.tools.terminal import console, say, say_json
+from healcore.tools.cli.options import UNUSABLE, Set, fail, overrides_of
+from healcore.tools.terminal import console, echo, echo_json
 
-OK, WRONG, UNUSABLE = 0, 1, 2
+OK, WRONG = 0, 1
 
 app = typer.Typer(no_args_is_help=True, help="Look at policies, check them, compare them.")
 
@@ -56,7 +56,7 @@ def list_(as_json: _Json = False) -> None:
             }
             for policy, kind in kinds
         ]
-        say_json(json.dumps(rows, indent=2))
+        echo_json(json.dumps(rows, indent=2))
         return
     printer = console()
     table = Table("preset", "mode", "clip", "what it does", box=None, pad_edge=False)
@@ -85,11 +85,11 @@ def show(
     """A policy as TOML: a preset or recipe with its comments, or with --full or --set every key."""
     loaded = _load(policy, set_)
     if as_json:
-        say_json(json.dumps(to_dict(loaded), indent=2))
+        echo_json(json.dumps(to_dict(loaded), indent=2))
     elif full or set_ or policy not in (*preset_names(), *recipe_names()):
-        say(dumps(loaded), nl=False)
+        echo(dumps(loaded), nl=False)
     else:
-        say(preset_text(policy), nl=False)
+        echo(preset_text(policy), nl=False)
 
 
 @app.command()
@@ -98,18 +98,18 @@ def check(
         list[str], typer.Argument(metavar="POLICY...", help="Presets, recipes or TOML files.")
     ],
 ) -> None:
-    """Says what is wrong with a policy, and what to write instead."""
+    """Prints what is wrong with a policy, and what to write instead."""
     status = OK
     for name in policies:
         try:
             policy = load(name)
         except PolicyError as error:
-            say(str(error), err=True)
+            echo(str(error), err=True)
             status = max(status, UNUSABLE if error.unreadable else WRONG)
         else:
             rules = len(policy.respond)
-            watched = ", ".join(_detectors(policy)) or "nothing"
-            say(
+            watched = ", ".join(to_dict(policy)["detect"]) or "nothing"
+            echo(
                 f"{name}: ok ({policy.mode}, clip {policy.clip.kind}, watches {watched}; "
                 f"{rules} rule{'s' if rules != 1 else ''}; {fingerprint(policy)})"
             )
@@ -121,14 +121,14 @@ def diff_(left: _Named, right: _Named, as_json: _Json = False) -> None:
     """The keys in which two policies differ, defaults included."""
     found = diff(_load(left), _load(right))
     if as_json:
-        say_json(json.dumps([difference._asdict() for difference in found], indent=2))
+        echo_json(json.dumps([difference._asdict() for difference in found], indent=2))
     elif found:
         table = Table("key", left, right, box=None, pad_edge=False)
         for key, a, b in found:
             table.add_row(key, _cell(a), _cell(b))
         console().print(table)
     else:
-        say("no difference")
+        echo("no difference")
     raise typer.Exit(WRONG if found else OK)
 
 
@@ -136,12 +136,7 @@ def _load(name: str, pairs: list[str] | None = None) -> Policy:
     try:
         return load(name, **overrides_of(pairs))
     except PolicyError as error:
-        say(str(error), err=True)
-        raise typer.Exit(UNUSABLE) from error
-
-
-def _detectors(policy: Policy) -> list[str]:
-    return list(to_dict(policy)["detect"])
+        fail(str(error))
 
 
 def _cell(value: Any) -> Text:

@@ -1,0 +1,133 @@
+"""Every optimizer that torch has, fused and not, and one small problem for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from healcore.torch import Healing
+
+Where = Literal["host", "device"]
+"""Where the engine runs."""
+HOST_AND_DEVICE = ("host", "device")
+host_and_device = pytest.mark.parametrize("where", HOST_AND_DEVICE)
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One optimizer and what it asks of the loop."""
+
+    name: str
+    kind: type[Optimizer]
+    options: dict[str, Any] = field(default_factory=dict)
+    closure: bool = False
+    sparse: bool = False
+
+    @property
+    def fused(self) -> bool:
+        return bool(self.options.get("fused"))
+
+    def build(self, **options: Any) -> Optimizer:
+        """The optimizer over fresh, always equal parameters."""
+        random = torch.Generator().manual_seed(7)
+        shapes = [(6, 4), (4, 3)] if self.kind is torch.optim.Muon else [(6, 4), (4, 3), (5,)]
+        params = [Parameter(torch.randn(shape, generator=random)) for shape in shapes]
+        return self.kind(params, **{"lr": 0.01, **self.options, **options})  # type: ignore[call-arg]
+
+    def step(
+        self,
+        optimizer: Optimizer,
+        i: int,
+        *,
+        heal: Healing | None = None,
+        factor: float = 1.0,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """One training step on batch `i`; `factor` multiplies the loss and so the gradients."""
+
+        def evaluate() -> Tensor:
+            optimizer.zero_grad()
+            loss = bowl([p for g in optimizer.param_groups for p in g["params"]], i) * factor
+            loss.backward()
+            if self.sparse:
+                for group in optimizer.param_groups:
+                    for p in group["params"]:
+                        p.grad = p.grad.to_sparse()
+            if then is not None:
+                then()
+            return loss
+
+        if self.closure:
+            optimizer.step(evaluate)  # type: ignore[arg-type]
+            return
+        loss = evaluate()
+        if heal is not None:
+            heal.observe(loss)
+        optimizer.step()
+
+
+def bowl(params: Sequence[Tensor], i: int) -> Tensor:
+    """A noisy quadratic; gradient norms between about 1 and 10."""
+    random = torch.Generator().manual_seed(1000 + i)
+    loss = torch.zeros(())
+    for p in params:
+        noise = 0.1 * torch.randn(p.shape, generator=random)
+        loss = loss + 0.5 * ((p - noise) ** 2).sum()
+    return loss
+
+
+_OPTIM = torch.optim
+
+FUSED = [
+    Case("Adam-fused", _OPTIM.Adam, {"fused": True}),
+    Case("Adam-fused-amsgrad", _OPTIM.Adam, {"fused": True, "amsgrad": True}),
+    Case("AdamW-fused", _OPTIM.AdamW, {"fused": True}),
+    Case("SGD-fused", _OPTIM.SGD, {"fused": True}),
+    Case("SGD-fused-momentum", _OPTIM.SGD, {"fused": True, "momentum": 0.9}),
+    Case(
+        "SGD-fused-nesterov",
+        _OPTIM.SGD,
+        {"fused": True, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    ),
+    Case("SGD-fused-dampening", _OPTIM.SGD, {"fused": True, "momentum": 0.9, "dampening": 0.5}),
+    Case("Adagrad-fused", _OPTIM.Adagrad, {"fused": True}),
+]
+
+PLAIN = [
+    Case("Adadelta", _OPTIM.Adadelta),
+    Case("Adafactor", _OPTIM.Adafactor),
+    Case("Adagrad", _OPTIM.Adagrad),
+    Case("Adam", _OPTIM.Adam),
+    Case("Adam-foreach", _OPTIM.Adam, {"foreach": True}),
+    Case("Adamax", _OPTIM.Adamax),
+    Case("AdamW", _OPTIM.AdamW),
+    Case("ASGD", _OPTIM.ASGD, {"t0": 2}),
+    Case("LBFGS", _OPTIM.LBFGS, {"max_iter": 3}, closure=True),
+    Case(
+        "LBFGS-wolfe",
+        _OPTIM.LBFGS,
+        {"max_iter": 3, "line_search_fn": "strong_wolfe"},
+        closure=True,
+    ),
+    Case("Muon", _OPTIM.Muon),
+    Case("NAdam", _OPTIM.NAdam),
+    Case("RAdam", _OPTIM.RAdam),
+    Case("RMSprop", _OPTIM.RMSprop, {"momentum": 0.5, "centered": True}),
+    Case("Rprop", _OPTIM.Rprop),
+    Case("SGD", _OPTIM.SGD),
+    Case("SGD-momentum", _OPTIM.SGD, {"momentum": 0.9, "dampening": 0.5}),
+    Case("SGD-foreach", _OPTIM.SGD, {"momentum": 0.9, "foreach": True}),
+    Case("SparseAdam", _OPTIM.SparseAdam, sparse=True),
+    Case("Adam-closure", _OPTIM.Adam, closure=True),
+]
+
+CASES = FUSED + PLAIN
