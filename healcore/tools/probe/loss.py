@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from healcore.history.envelope import Envelope
+from healcore.history.curves import Envelope
 from healcore.tools.probe.inputs import LossInputs
 from healcore.tools.probe.loss_curve import CurveStatistics, Shape, logged, shape
 from healcore.tools.probe.loss_events import Events, Incidents
