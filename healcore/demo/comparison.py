@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import shutil
 import time
@@ -21,6 +20,7 @@ from healcore.demo.claims import Claim, claims
 from healcore.demo.runs import ARMS, DemoRun, Step, number, shortened
 from healcore.demo.scenario import Scenario
 from healcore.extras import require
+from healcore.plugins import registry
 from healcore.runtime import events
 
 FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "optax", "flax", "chex")}
@@ -88,8 +88,8 @@ def run_demo(
                 run.folder = out / f"{framework}-healed-seed{scenario.seed}"
                 shutil.rmtree(run.folder, ignore_errors=True)  # of an earlier demo
                 run.folder.mkdir()
-            loop = importlib.import_module(f"healcore.{framework}.demo.training")
-            training.append((run, loop.train(scenario, arm, policy, run.folder)))
+            train = registry.find(framework, "demo_training")
+            training.append((run, train(scenario, arm, policy, run.folder)))
             runs.append(run)
         _train(console, scenario, training)
     for run in runs:

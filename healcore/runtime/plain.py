@@ -8,22 +8,18 @@ names. What has no plain form is pickled, where that was asked for with `trust`.
 from __future__ import annotations
 
 import base64
-import importlib
 import json
 import pickle
 from typing import Any
 
 import numpy as np
 
+from healcore.plugins import registry
 from healcore.runtime.store import structure
 from healcore.runtime.store.errors import StoreError, UnsavableState, no_plain_form, pickled
 
-_ADAPTERS = {
-    "torch": "healcore.torch.plain_values",
-    "jax": "healcore.jax.plain_values",
-    "jaxlib": "healcore.jax.plain_values",
-}
-"""Package that a class is of -> who knows its values. `node_of` and `value_of` are theirs."""
+_FRAMEWORKS = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}
+"""Package of a class -> the framework whose adapter has `node_of` and `value_of` for it."""
 
 HOW = "the Healer (or the Cursor)"
 
@@ -74,7 +70,7 @@ def loads(text: str, path: tuple[Any, ...], *, trust: bool = False) -> Any:
         if tag in ("numpy", "number"):
             return _array(content, number=tag == "number")
         if tag in ("torch", "jax"):
-            return importlib.import_module(_ADAPTERS[tag]).value_of(content)
+            return registry.find(tag, "plain_values").value_of(content)
         raise ValueError(f"there is nothing called {tag!r:.40}")
 
     try:
@@ -137,7 +133,8 @@ def _framework_node(value: Any) -> structure.Node | None:
     """What a framework's own value is coded as; nothing is imported for a value of nobody's."""
     for kind in type(value).__mro__:
         package = kind.__module__.partition(".")[0]
-        if package in _ADAPTERS:
-            node = importlib.import_module(_ADAPTERS[package]).node_of(value)
-            return None if node is None else {package.removesuffix("lib"): node}
+        if package in _FRAMEWORKS:
+            framework = _FRAMEWORKS[package]
+            node = registry.find(framework, "plain_values").node_of(value)
+            return None if node is None else {framework: node}
     return None

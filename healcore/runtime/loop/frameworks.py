@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from healcore.core.errors import HealcoreError
+from healcore.plugins import registry
+from healcore.plugins.registry import FRAMEWORKS
 from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
-
-FRAMEWORKS = ("torch", "jax")
 
 
 class UnknownState(HealcoreError, TypeError):
@@ -60,7 +59,5 @@ def driver_for(
         raise UnknownState(f"framework is one of {', '.join(FRAMEWORKS)} or None, not {name!r}")
     if attach and name != "torch":
         raise UnknownState(f"attach holds options of healcore.torch.attach; this is {name}")
-    adapter = importlib.import_module(f"healcore.{name}.driver")
-    if name == "torch":
-        return adapter.TorchDriver(state, policy.engine, attach)
-    return adapter.JaxDriver(state, policy.engine)
+    options = {"attach": attach} if attach else {}  # torch only
+    return registry.find(name, "driver")(state, policy.engine, **options)

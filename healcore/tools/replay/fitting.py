@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import Engine
 from healcore.core.errors import HealcoreError
-from healcore.tools.replay.feeding import Feed
+from healcore.plugins.rows import SignalLayout
 
 
 class ReplayError(HealcoreError, ValueError):
@@ -18,12 +18,14 @@ class ReplayError(HealcoreError, ValueError):
         self.problem = problem
 
 
-def resting(engine: Engine, feed: Feed, *, trace: str, policy: str) -> dict[str, tuple[str, ...]]:
+def resting(
+    engine: Engine, layout: SignalLayout, *, trace: str, policy: str
+) -> dict[str, tuple[str, ...]]:
     """What of the policy rests because the trace does not log what it reads.
 
     Args:
         engine: the policy.
-        feed: what it is given of the trace.
+        layout: what it is given of the trace.
         trace: its name, for messages.
         policy: its name, for messages.
 
@@ -33,7 +35,7 @@ def resting(engine: Engine, feed: Feed, *, trace: str, policy: str) -> dict[str,
     Raises:
         ReplayError: no row can be judged, or nothing of the policy is left.
     """
-    logged = set(feed.signals)
+    logged = set(layout.signals)
     if not logged:
         raise ReplayError(
             trace,

@@ -9,16 +9,14 @@ from typing import Any
 import numpy as np
 
 from healcore.core.step_record import StepRecord
-from healcore.tools.replay.feeding import Chunk
-from healcore.tools.replay.judging import by_name, columns
-from healcore.tools.replay.runners import MOST_ROWS, Runner
+from healcore.plugins.rows import MOST_ROWS, RowRunner, SignalRows, as_record, empty_columns
 from healcore.tools.traces import Attempt
 
 
 class Lineage:
     """Runs chunk after chunk, attempt after attempt."""
 
-    def __init__(self, runner: Runner, attempts: Sequence[Attempt]) -> None:
+    def __init__(self, runner: RowRunner, attempts: Sequence[Attempt]) -> None:
         """Starts before the first row.
 
         Args:
@@ -56,12 +54,12 @@ class Lineage:
         self._state = self._runner.on_rollback(live, self._state)
         return True
 
-    def run(self, index: np.ndarray, chunk: Chunk, first: int) -> tuple[StepRecord, np.ndarray]:
+    def run(self, index: np.ndarray, rows: SignalRows, first: int) -> tuple[StepRecord, np.ndarray]:
         """Judges the rows of a chunk.
 
         Args:
             index: (n,) of the judged rows in the trace.
-            chunk: the judged rows.
+            rows: the judged rows.
             first: index of the first row, judged or not.
 
         Returns:
@@ -71,15 +69,15 @@ class Lineage:
         # judged row up to w, in this chunk or, until proven otherwise, in a later one.
         wanted = self._wanted[bisect_left(self._wanted, first) :]
         places = np.searchsorted(index, np.array(wanted, np.int64), side="right")
-        done, parts = 0, [columns(0)]
+        done, parts = 0, [empty_columns(0)]
         for place, after in zip((*places.tolist(), len(index)), (*wanted, None), strict=True):
             for part in _parts(done, place):
-                self._state, found = self._runner.run(self._state, chunk.part(part))
+                self._state, found = self._runner.run(self._state, rows.part(part))
                 parts.append(found)
             done = place
             if after is not None:
                 self._kept[after] = self._state
-        return by_name(tuple(map(np.concatenate, zip(*parts, strict=True))))
+        return as_record(tuple(map(np.concatenate, zip(*parts, strict=True))))
 
 
 def _parts(start: int, stop: int) -> Iterator[slice]:

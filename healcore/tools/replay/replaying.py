@@ -17,9 +17,8 @@ from healcore.core.verdict import Action, Cause
 from healcore.history import Incident
 from healcore.policy import PolicyLike
 from healcore.runtime.host_policy import HostPolicy
-from healcore.tools.replay import runners
+from healcore.tools.replay import backends
 from healcore.tools.replay.decided import Decided, Judged, decided
-from healcore.tools.replay.feeding import chunk_of, feed_of
 from healcore.tools.replay.fitting import resting, sentence
 from healcore.tools.replay.incidents import ReplayIncidents
 from healcore.tools.replay.lineage import Lineage
@@ -80,15 +79,15 @@ class Replay:
         self.fingerprint = host.fingerprint or ""
         self.engine: Engine = host.engine
         self._survey = trace.survey()
-        self._feed = feed_of(self.engine, self._survey.combinations)
-        self.missing = resting(self.engine, self._feed, trace=trace.name, policy=self.policy)
+        self._layout = backends.layout_of(self.engine, self._survey.combinations)
+        self.missing = resting(self.engine, self._layout, trace=trace.name, policy=self.policy)
         """Parts of the policy that rest, by the signal that the trace does not log."""
         self.resting = tuple(sentence(*each) for each in self.missing.items())
         """What of the policy rests on this trace, in words."""
-        self.backend = backend or runners.chosen(
-            [(self._survey.rows, len(self._feed.combinations))]
+        self.backend = backend or backends.choose_backend(
+            [(self._survey.rows, len(self._layout.combinations))]
         )
-        self._runner = runners.runner(self.engine, self._feed, self.backend)
+        self._runner = backends.row_runner(self.engine, self._layout, self.backend)
         self._on_chunk = on_chunk
         self._counter, self._cases = SummaryCounter(), ReplayIncidents()
         self._rows: Counter[int] = Counter()
@@ -198,14 +197,14 @@ class Replay:
         self._finished = True
 
     def _judge(self, rows: Rows, lineage: Lineage) -> Judged:
-        chunk, places = chunk_of(self._feed, self.engine, rows.values, rows.given)
+        chunk, places = backends.rows_of(self._layout, self.engine, rows.values, rows.given)
         index = rows.index[places]
         record, due = lineage.run(index, chunk, rows.start)
         return Judged(
             index=index,
             step=rows.step[places],
             attempt=rows.attempt,
-            given={name: rows.given[name][places] for name in self._feed.signals},
+            given={name: rows.given[name][places] for name in self._layout.signals},
             record=record,
             due=due,
             again=np.zeros(len(index), bool),

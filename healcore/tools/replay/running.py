@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TextIO
 
 from healcore.policy import Policy
-from healcore.tools.replay import runners
+from healcore.tools.replay import backends
 from healcore.tools.replay.decided import Judged
 from healcore.tools.replay.fitting import ReplayError
 from healcore.tools.replay.jsonl import decided_line, summary_line
@@ -109,7 +109,7 @@ def _backend(traces: Sequence[Trace], policies: int) -> str:
     for trace in traces:
         survey = trace.survey()
         rows[frozenset(each for each in survey.combinations if each)] += survey.rows
-    return runners.chosen([(count, len(loop)) for loop, count in rows.items()], policies)
+    return backends.choose_backend([(count, len(loop)) for loop, count in rows.items()], policies)
 
 
 def _one(

@@ -7,13 +7,11 @@ from collections.abc import Mapping
 from typing import Any, get_type_hints
 
 from healcore.core.detectors import CAUSES
-from healcore.core.engine import EngineConfig, IncidentConfig, RuleConfig
+from healcore.core.engine import IncidentConfig, RuleConfig
 from healcore.core.errors import HealcoreError
 from healcore.core.verdict import Action
+from healcore.plugins.sweep import Place
 from healcore.policy import Policy, to_dict
-
-Place = tuple[str | int, ...]
-"""The way from an `EngineConfig` to one number: names of fields and detectors, indices of rules."""
 
 _PART = re.compile(r"([A-Za-z_]\w*)((?:\[\d+\])*)")
 _SETTLED = ("warmup", "escape", "first_", "min_rel_std")
@@ -103,30 +101,6 @@ def place_of(policy: Policy, key: str) -> Place:
         f"{key} is no threshold: vary numbers of detect.*, incident.*, respond[i].when.* or "
         "max_skips"
     )
-
-
-def configure(config: EngineConfig, places: tuple[Place, ...], numbers: tuple[Any, ...]) -> Any:
-    """The config with its numbers at `places` replaced, by Python numbers or arrays."""
-    for place, number in zip(places, numbers, strict=True):
-        config = _put(config, place, number)
-    return config
-
-
-def _put(tree: Any, place: Place, number: Any) -> Any:
-    if not place:
-        return number
-    head, rest = place[0], place[1:]
-    if isinstance(head, int):
-        return tuple(_put(each, rest, number) if i == head else each for i, each in enumerate(tree))
-    if head == "detectors":
-        name = rest[0]
-        return tree._replace(
-            detectors=tuple(
-                (own, _put(each, rest[1:], number) if own == name else each)
-                for own, each in tree.detectors
-            )
-        )
-    return tree._replace(**{head: _put(getattr(tree, head), rest, number)})
 
 
 def _varies(key: str, config: type, field: str) -> None:

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from healcore.tools.replay.scoring import IN_TIME, LATE, START, Label
-from healcore.tools.sweep.orders import Orders
-from healcore.tools.sweep.series import Series
+from healcore.tools.sweep.series import RecoveryOrders, Series
 
 
 class Costs(NamedTuple):
@@ -72,7 +71,7 @@ def ground_of(series: Series, label: Label) -> Ground:
     return Ground(np.array(ends, np.int64).reshape(-1, 4), neutral, len(own))
 
 
-def tally(series: Series, ground: Ground, orders: Orders, costs: Costs) -> Tally:
+def tally(series: Series, ground: Ground, orders: RecoveryOrders, costs: Costs) -> Tally:
     """Counts one series' orders.
 
     Args:

@@ -10,7 +10,7 @@ import numpy as np
 
 from healcore.policy import Policy, PolicySource, load
 from healcore.tools.replay.scoring import FEWEST, Label, Labels
-from healcore.tools.sweep import hindsight, outcome, running, scoring, space, splitting
+from healcore.tools.sweep import hindsight, outcome, scans, scoring, space, splitting
 from healcore.tools.sweep.counting import counted
 from healcore.tools.sweep.keys import SweepError
 from healcore.tools.sweep.objective import OBJECTIVES
@@ -116,11 +116,11 @@ def sweep(
     variants = space.draw(base, axes, plan.variants)
 
     steps = len(variants.values) * sum(each.length for each in series)
-    backend = plan.backend or running.backend_for(steps)
-    scan = running.scan_of(base.config(), tuple(axis.place for axis in axes), backend)
+    backend = plan.backend or scans.backend_for(steps)
+    scan = scans.scan_of(base.config(), tuple(axis.place for axis in axes), backend)
     started(steps)
     began = time.perf_counter()
-    tallies = running.run(
+    tallies = scans.run(
         scan, variants, series, grounds, plan.costs, backend=backend, advance=advance
     )
     seconds = time.perf_counter() - began

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from healcore.policy import preset_text
 from healcore.tools.cli import app
-from tests.replay import logs
+from tests.tools.replay import logs
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def healcore_replay(*arguments: str | Path):

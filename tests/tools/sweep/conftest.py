@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.sweep import samples
+from tests.tools.sweep import samples
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,8 @@ from healcore.tools.replay import replay
 from healcore.tools.replay.report import facts
 from healcore.tools.report.words import outcome
 from tests.healer.loops import rules
-from tests.replay import logs
-from tests.replay.test_backends import OVERFIT
+from tests.tools.replay import logs
+from tests.tools.replay.test_backends import OVERFIT
 
 STOPS = """
 schema = 1

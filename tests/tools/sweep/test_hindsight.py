@@ -8,7 +8,7 @@ import numpy as np
 
 from healcore.tools.sweep.hindsight import events_in
 from tests.parity import recorded
-from tests.sweep import samples
+from tests.tools.sweep import samples
 
 
 def seen(loss: np.ndarray):

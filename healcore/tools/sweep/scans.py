@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
 from healcore.core.engine import EngineConfig
-from healcore.extras import require
-from healcore.tools.sweep import judging
-from healcore.tools.sweep.keys import Place, SweepError
-from healcore.tools.sweep.numpy_scan import NumpyScan
-from healcore.tools.sweep.orders import Orders
-from healcore.tools.sweep.reel import Reel, pack
+from healcore.core.signals import Signals
+from healcore.plugins import registry
+from healcore.plugins import sweep as variant_engine
+from healcore.plugins.sweep import WORD, PackedSeries, Place, SweepScan, configure
+from healcore.tools.sweep.keys import SweepError
 from healcore.tools.sweep.scoring import Costs, Ground, Tally, tally
-from healcore.tools.sweep.series import Series
+from healcore.tools.sweep.series import Series, pack, unpack
 from healcore.tools.sweep.space import Variants
 
 BACKENDS = ("numpy", "jax")
@@ -35,26 +33,53 @@ _WORDS = 1 << 24
 """Most words of orders that one call gives back: of a very long run fewer variants at a time."""
 
 
-class Scan(Protocol):
-    """The variants of one policy on one backend."""
-
-    def orders(self, numbers: tuple[np.ndarray, ...], reel: Reel) -> list[Orders]:
-        """Runs the variants over each series of the reel.
-
-        Args:
-            numbers: (variants,) for each varied place.
-            reel: the series.
-        """
-        ...
-
-
 def backend_for(policy_steps: int) -> str:
     """The backend for so much work where the user names none."""
     worth = policy_steps >= WORTH_COMPILING and importlib.util.find_spec("jax") is not None
     return "jax" if worth else "numpy"
 
 
-def scan_of(config: EngineConfig, places: tuple[Place, ...], backend: str) -> Scan:
+class NumpySweepScan:
+    """All variants in NumPy: an array of variants, one row after another."""
+
+    def __init__(self, config: EngineConfig, places: tuple[Place, ...]) -> None:
+        """The variants of one policy; no more than a few thousand at once are worth it.
+
+        Args:
+            config: the base policy's, from `healcore.plugins.sweep.trimmed`.
+            places: where the varied numbers stand.
+        """
+        self._config, self._places = config, places
+
+    def run(
+        self, numbers: tuple[np.ndarray, ...], packed: PackedSeries
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """See `SweepScan.run`."""
+        config = configure(self._config, self._places, numbers)
+        rows, groups, layout = packed.rows, packed.groups, packed.layout
+        shape = len(groups.start), len(numbers[0])
+        words = np.zeros(shape, np.uint32)
+        skipped, recovered = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        column = {name: rows.signals[:, i] for i, name in enumerate(layout.signals)}
+        state: Any = None
+        with np.errstate(all="ignore"):
+            for group in np.flatnonzero(groups.stop > groups.start):
+                if groups.fresh[group]:
+                    state = variant_engine.init(config)
+                for row in range(groups.start[group], groups.stop[group]):
+                    names = layout.combinations[rows.kind[row]]
+                    signals = Signals(**{name: column[name][row] for name in names})
+                    state, decision = variant_engine.step(
+                        config, state, signals, rows.resumed[row], xp=np
+                    )
+                    words[group] |= np.asarray(decision.order, np.uint32) << (row % WORD)
+                    if rows.own[row]:
+                        skipped[group] += decision.skip
+                        recovered[group] += decision.first
+        return words, skipped, recovered
+
+
+def scan_of(config: EngineConfig, places: tuple[Place, ...], backend: str) -> SweepScan:
     """A scan of the policy's variants.
 
     Args:
@@ -68,14 +93,11 @@ def scan_of(config: EngineConfig, places: tuple[Place, ...], backend: str) -> Sc
     """
     if backend not in BACKENDS:
         raise SweepError(f"the backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    trimmed = judging.trimmed(config)
+    trimmed = variant_engine.trimmed(config)
     if backend == "numpy":
-        return NumpyScan(trimmed, places)
-    require("jax", "jax")
-    # By name, at run time: healcore itself imports no framework.
-    module = importlib.import_module("healcore.jax.sweep_scan")
+        return NumpySweepScan(trimmed, places)
     try:
-        return module.JaxScan(trimmed, places)
+        return registry.find("jax", "sweep_scan")(trimmed, places)
     except RuntimeError as error:
         raise SweepError(
             f"JAX has no CPU backend in this process ({error}): add cpu to JAX_PLATFORMS, or take "
@@ -84,7 +106,7 @@ def scan_of(config: EngineConfig, places: tuple[Place, ...], backend: str) -> Sc
 
 
 def run(
-    scan: Scan,
+    scan: SweepScan,
     variants: Variants,
     series: Sequence[Series],
     grounds: Sequence[Ground],
@@ -105,32 +127,33 @@ def run(
         advance: called with the policy-steps just done.
     """
     count = len(variants.values)
-    reels = pack(series)
-    longest = max(len(reel.groups.start) for reel in reels)
+    batches = pack(series)
+    longest = max(len(packed.groups.start) for packed in batches)
     blocks = -(-count // max(16, min(_LANES[backend], _WORDS // longest)))
     lanes = -(-count // blocks)
     lanes = -(-lanes // 16) * 16 if backend == "jax" else lanes
     starts = range(0, count, lanes)
 
-    def one(task: tuple[int, Reel]) -> list[Tally]:
-        start, reel = task
+    def one(task: tuple[int, PackedSeries]) -> list[Tally]:
+        start, packed = task
         numbers = variants.numbers(slice(start, start + lanes))
         real = len(numbers[0])
         # Every block has one shape, so that one program serves; what pads the last is not counted.
         padded = tuple(np.pad(each, (0, lanes - real), mode="edge") for each in numbers)
-        found = scan.orders(padded if backend == "jax" else numbers, reel)
+        words = scan.run(padded if backend == "jax" else numbers, packed)
+        found = unpack(series, packed, *words)
         counted = []
-        for i, orders in zip(reel.which, found, strict=True):
+        for i, orders in zip(packed.which, found, strict=True):
             counted.append(tally(series[i], grounds[i], orders.first(real), costs))
             advance(real * series[i].length)
         return counted
 
-    tasks = [(start, reel) for start in starts for reel in reels]
+    tasks = [(start, packed) for start in starts for packed in batches]
     with ThreadPoolExecutor(_threads() if backend == "jax" else 1) as pool:
         done = list(pool.map(one, tasks))
     parts: list[list[Tally]] = [[] for _ in series]
-    for (_, reel), counted in zip(tasks, done, strict=True):
-        for i, each in zip(reel.which, counted, strict=True):
+    for (_, packed), counted in zip(tasks, done, strict=True):
+        for i, each in zip(packed.which, counted, strict=True):
             parts[i].append(each)
     return [_side_by_side(each) for each in parts]
 

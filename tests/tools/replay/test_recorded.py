@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from healcore.tools.replay import replay
-from tests.replay import logs
-from tests.replay.test_backends import check
+from tests.tools.replay import logs
+from tests.tools.replay.test_backends import check
 
-FOLDER = Path(__file__).parents[3] / "shared" / "traces"
+FOLDER = Path(__file__).parents[4] / "shared" / "traces"
 
 needed = pytest.mark.skipif(
     not (FOLDER / "labels.json").is_file(), reason=f"no recorded runs: {FOLDER} is not there"

@@ -13,7 +13,7 @@ from healcore.core.verdict import Action, Cause, names
 from healcore.policy import load
 from healcore.tools.replay import replay
 from tests.healer.loops import Faults, loop_of, rules, train
-from tests.replay import logs
+from tests.tools.replay import logs
 
 Step = tuple[tuple[str, ...], tuple[str, ...], bool, np.float32, np.float32]
 """Causes, orders, skip, grad_scale, lr_scale."""

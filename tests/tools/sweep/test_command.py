@@ -13,8 +13,8 @@ from healcore.policy import load, preset_text
 from healcore.tools.sweep import Plan, SweepError, sweep
 from healcore.tools.sweep.search import PLAN
 from healcore.tools.traces import open_traces
-from tests.sweep import samples
-from tests.sweep.samples import DULL, blunt, run
+from tests.tools.sweep import samples
+from tests.tools.sweep.samples import DULL, blunt, run
 
 
 def test_a_better_setting_is_found_and_written(logs, tmp_path):

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from healcore.core.verdict import Action
+from healcore.plugins.rows import as_record, empty_columns
 from healcore.tools.replay.decided import Judged
-from healcore.tools.replay.judging import by_name, columns
 from healcore.tools.replay.scoring import (
     Evidence,
     Label,
@@ -24,20 +24,20 @@ from healcore.tools.replay.scoring import (
 )
 from healcore.tools.traces import Rows
 
-SCORER = Path(__file__).parents[3] / "shared" / "tools" / "score_detectors.py"
+SCORER = Path(__file__).parents[4] / "shared" / "tools" / "score_detectors.py"
 
 
 def evidence_of(orders, loss, chunk=64):
     """Evidence of a run with rollbacks at these rows."""
     found = Evidence()
-    found_rows = columns(len(loss))
-    by_name(found_rows)[0].action[list(orders)] = int(Action.ROLLBACK)
+    found_rows = empty_columns(len(loss))
+    as_record(found_rows)[0].action[list(orders)] = int(Action.ROLLBACK)
     index, step = np.arange(len(loss)), np.arange(len(loss), dtype=np.float64)
     given = np.ones(len(loss), bool)
     for start in range(0, len(loss), chunk):
         part = slice(start, start + chunk)
         rows = Rows(start, index[part], step[part], {"loss": loss[part]}, {"loss": given[part]}, 0)
-        record, due = by_name(tuple(column[part] for column in found_rows))
+        record, due = as_record(tuple(column[part] for column in found_rows))
         never = np.zeros(len(index[part]), bool)
         judged = Judged(
             index[part], step[part], 0, {"loss": given[part]}, record, due, never, never

@@ -8,19 +8,16 @@ import numpy as np
 import pytest
 
 from healcore.core.signals import Signals
-from healcore.jax.sweep_scan import JaxScan
+from healcore.jax.sweep_scan import JaxSweepScan
+from healcore.plugins.sweep import configure, trimmed
 from healcore.policy import load
-from healcore.tools.sweep import judging
-from healcore.tools.sweep.keys import configure
-from healcore.tools.sweep.numpy_scan import NumpyScan
-from healcore.tools.sweep.orders import Orders
-from healcore.tools.sweep.reel import pack
-from healcore.tools.sweep.series import Series, series_of
+from healcore.tools.sweep.scans import NumpySweepScan
+from healcore.tools.sweep.series import RecoveryOrders, Series, pack, series_of, unpack
 from healcore.tools.sweep.space import draw, parse
 from healcore.tools.traces import open_traces
 from tests.core import fuzz, policies
 from tests.parity import recorded
-from tests.sweep import samples
+from tests.tools.sweep import samples
 
 VARIANTS, ROWS = 32, 200
 SIGNALS = ("loss", "grad_norm", "update_norm", "eval_loss")
@@ -67,10 +64,15 @@ def fuzzed(rng: np.random.Generator, *, resumed: bool) -> Series:
     return series
 
 
-def one(scan: Any, values: Any, series: Series) -> Orders:
+def one(scan: Any, values: Any, series: Series) -> RecoveryOrders:
     """A scan over one series."""
-    (reel,) = pack([series])
-    return scan.orders(values, reel)[0]
+    return orders_of(scan, values, [series])[0]
+
+
+def orders_of(scan: Any, values: Any, series: list[Series]) -> list[RecoveryOrders]:
+    """A scan over series that are packed together."""
+    (packed,) = pack(series)
+    return unpack(series, packed, *scan.run(values, packed))
 
 
 def assert_as_alone(
@@ -91,20 +93,19 @@ def test_in_numpy_on_fuzzed_runs(seed):
     rng = np.random.default_rng(seed)
     config, values = policies.full(), numbers(rng)
     series = fuzzed(rng, resumed=seed % 2 == 1)
-    scan = NumpyScan(judging.trimmed(config), PLACES)
+    scan = NumpySweepScan(trimmed(config), PLACES)
     orders = one(scan, values, series)
     assert_as_alone(config, PLACES, values, orders, series, range(4))
 
 
 def test_jax_equals_numpy_on_fuzzed_runs():
     rng = np.random.default_rng(50)
-    config = judging.trimmed(policies.full())
-    compiled, plain = JaxScan(config, PLACES), NumpyScan(config, PLACES)
+    config = trimmed(policies.full())
+    compiled, plain = JaxSweepScan(config, PLACES), NumpySweepScan(config, PLACES)
     values = numbers(rng)
-    spliced = [fuzzed(rng, resumed=run % 2 == 1) for run in range(8)]
-    (reel,) = pack(spliced)
+    runs = [fuzzed(rng, resumed=run % 2 == 1) for run in range(8)]
     seen = 0
-    pairs = zip(compiled.orders(values, reel), plain.orders(values, reel), strict=True)
+    pairs = zip(orders_of(compiled, values, runs), orders_of(plain, values, runs), strict=True)
     for mine, its in pairs:
         for ours, other in zip(mine, its, strict=True):
             np.testing.assert_array_equal(ours, other)
@@ -126,7 +127,7 @@ def test_recorded_runs_in_jax():
     )
     variants = draw(policy, axes, 32)
     places = tuple(axis.place for axis in axes)
-    scan = JaxScan(judging.trimmed(policy.config()), places)
+    scan = JaxSweepScan(trimmed(policy.config()), places)
     files = sorted(str(f) for f in recorded.FOLDER.glob("algoperf/spiky/*.csv"))[::6]
     opened, unreadable = open_traces(files)
     assert not unreadable
@@ -142,15 +143,15 @@ def test_recorded_runs_in_jax():
 
 def test_what_is_trimmed_has_no_say():
     config = load("default").config()
-    trimmed = judging.trimmed(config)
-    assert trimmed.clip is None
-    assert [name for name, _ in trimmed.detectors] == [
+    fewer = trimmed(config)
+    assert fewer.clip is None
+    assert [name for name, _ in fewer.detectors] == [
         "nonfinite",
         "loss_spike",
         "divergence",
         "instability",
     ]
-    assert len(trimmed.rules) == len(config.rules) - 2, "only what alerts and no more goes"
+    assert len(fewer.rules) == len(config.rules) - 2, "only what alerts and no more goes"
 
 
 def test_an_own_policy_for_every_preset():
@@ -166,6 +167,6 @@ def test_an_own_policy_for_every_preset():
     for name in ("default", "aggressive", "conservative", "observe"):
         config = load(name).config()
         values = (np.array([config.max_skips, 1], np.int32),)
-        orders = one(NumpyScan(judging.trimmed(config), (("max_skips",),)), values, series)
+        orders = one(NumpySweepScan(trimmed(config), (("max_skips",),)), values, series)
         told = assert_as_alone(config, (("max_skips",),), values, orders, series, range(2))
         assert told > 0, name

@@ -6,7 +6,7 @@ import pytest
 
 from healcore.policy import loads
 from healcore.tools.replay import ReplayError, replay
-from tests.replay import logs
+from tests.tools.replay import logs
 
 LOSS_ONLY = """
 schema = 1

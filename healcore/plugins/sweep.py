@@ -1,18 +1,21 @@
-"""What of the engine a recorded curve can judge: which steps are skipped, where it goes back.
+"""Many variants of a policy over recorded series: what `healcore sweep` asks of an adapter.
 
-What a policy clips, how far it cuts the learning rate and what its budget pays for change nothing
-in a curve that is already recorded. What is left are the detectors that some rule acts on, those
-rules and the incident (a cut that is due takes a rollback along): the same functions of the core in
-the same order as in `healcore.core.engine.judge`, less the rest, so that thousands of variants cost
-little. Each rule reads only the detectors that it listens to: what does not depend on the varied
-numbers (the window of the non-finite rule, say) stays one value for all variants. tests/sweep holds
-every order and every skip equal to those of the whole engine.
+The need is "sweep_scan": a `SweepScan` class, called with a config from `trimmed` and the places
+that vary.
+
+A recorded curve shows which steps are skipped and where a rollback is ordered. What a policy clips,
+how far it cuts the learning rate and what its budget grants change nothing in it. So `step` runs
+only the detectors that some rule acts on, those rules and the incident (a cut that is due takes a
+rollback along): the same functions of the core in the same order as `healcore.core.engine.judge`.
+Each rule reads only the detectors that it listens to: what does not depend on the varied numbers
+(the window of the non-finite rule, say) stays one value for all variants.
+tests/tools/sweep holds every order and every skip equal to those of the whole engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,12 +23,75 @@ from healcore.core.detectors import CAUSES, DETECTORS
 from healcore.core.engine import EngineConfig, incident, rules, skipping
 from healcore.core.signals import Signals, observe
 from healcore.core.verdict import Action, Cause, Reading
+from healcore.plugins.rows import SignalLayout
+
+WORD = 32
+"""Rows of a group: one word of bits holds its orders."""
+
+Place = tuple[str | int, ...]
+"""The way from an `EngineConfig` to one number: names of fields and detectors, indices of rules."""
 
 _NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
 _ACTS = int(Action.ROLLBACK | Action.CUT_LR | Action.STOP)
 
 
-class Watch(NamedTuple):
+class PackedRows(NamedTuple):
+    """All rows of some series; those beyond the last group's are not judged."""
+
+    signals: np.ndarray
+    """float32 (rows, signals of the layout)."""
+    kind: np.ndarray
+    """int32 (rows,): which of the layout's combinations the row has."""
+    resumed: np.ndarray
+    """bool (rows,): the first row after the checkpoint that a resumed attempt went on from."""
+    own: np.ndarray
+    """bool (rows,): counts; false for rows of earlier attempts, which only lead to the state."""
+
+
+class RowGroups(NamedTuple):
+    """int32 or bool (groups,) each; a group without rows has `start == stop`."""
+
+    start: np.ndarray
+    stop: np.ndarray
+    fresh: np.ndarray
+    """A series begins here, with a new state."""
+
+
+class PackedSeries(NamedTuple):
+    """Series of one layout, one after another, so that one call of a compiled program runs many.
+
+    Each begins a new group of `WORD` rows.
+    """
+
+    layout: SignalLayout
+    rows: PackedRows
+    groups: RowGroups
+    which: tuple[int, ...]
+    """Places of the series among all that were packed."""
+    first: tuple[int, ...]
+    """The group in which each begins."""
+
+
+class SweepScan(Protocol):
+    """The variants of one policy on one backend. Thread-safe."""
+
+    def run(
+        self, numbers: tuple[np.ndarray, ...], packed: PackedSeries
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Runs the variants over each series.
+
+        Args:
+            numbers: (variants,) for each varied place.
+            packed: the series.
+
+        Returns:
+            uint32 (groups, variants): bit `j` is the order at the group's row `j`; and int32
+            (groups, variants): skips, and first orders of incidents, of the group's own rows.
+        """
+        ...
+
+
+class VariantState(NamedTuple):
     """The engine's memory, as far as it matters here."""
 
     step: Any
@@ -37,15 +103,39 @@ class Watch(NamedTuple):
     incident: incident.IncidentState
 
 
-class Verdict(NamedTuple):
+class VariantDecision(NamedTuple):
     """One step. Bools."""
 
     order: Any
-    """A recovery is due, whether the budget still pays for it or not."""
+    """A recovery is due, whether or not the budget still grants it."""
     first: Any
     """It is the first of its incident. A recorded curve does not heal: on it the order is repeated
     every `incident.patience` alarms, where a live run has gone back once."""
     skip: Any
+
+
+def configure(config: EngineConfig, places: tuple[Place, ...], numbers: tuple[Any, ...]) -> Any:
+    """The config with its numbers at `places` replaced, by Python numbers or arrays."""
+    for place, number in zip(places, numbers, strict=True):
+        config = _put(config, place, number)
+    return config
+
+
+def _put(tree: Any, place: Place, number: Any) -> Any:
+    if not place:
+        return number
+    head, rest = place[0], place[1:]
+    if isinstance(head, int):
+        return tuple(_put(each, rest, number) if i == head else each for i, each in enumerate(tree))
+    if head == "detectors":
+        name = rest[0]
+        return tree._replace(
+            detectors=tuple(
+                (own, _put(each, rest[1:], number) if own == name else each)
+                for own, each in tree.detectors
+            )
+        )
+    return tree._replace(**{head: _put(getattr(tree, head), rest, number)})
 
 
 def trimmed(config: EngineConfig) -> EngineConfig:
@@ -60,10 +150,10 @@ def trimmed(config: EngineConfig) -> EngineConfig:
     )
 
 
-def init(config: EngineConfig) -> Watch:
+def init(config: EngineConfig) -> VariantState:
     """Before the first step, as NumPy arrays."""
     none = np.zeros((), np.int32)
-    return Watch(
+    return VariantState(
         step=none,
         detectors=tuple(DETECTORS[name].init(each) for name, each in config.detectors),
         rules=tuple(rules.init(rule) for rule in config.rules),
@@ -73,8 +163,8 @@ def init(config: EngineConfig) -> Watch:
 
 
 def step(
-    config: EngineConfig, state: Watch, signals: Signals, resumed: Any, *, xp: Any
-) -> tuple[Watch, Verdict]:
+    config: EngineConfig, state: VariantState, signals: Signals, resumed: Any, *, xp: Any
+) -> tuple[VariantState, VariantDecision]:
     """Judges one step.
 
     Args:
@@ -123,8 +213,8 @@ def step(
         last_onset=before.last_onset,
         escalations=before.escalations,
     )
-    watch = Watch(state.step + 1, tuple(memories), tuple(remembered), skips, after)
-    return watch, Verdict(wanted.recover, first, skip)
+    new = VariantState(state.step + 1, tuple(memories), tuple(remembered), skips, after)
+    return new, VariantDecision(wanted.recover, first, skip)
 
 
 def _heard(readings: Mapping[str, Reading], causes: int, sustained: bool, never: Any) -> Any:
@@ -132,8 +222,8 @@ def _heard(readings: Mapping[str, Reading], causes: int, sustained: bool, never:
     heard = never
     for name, reading in readings.items():
         if int(CAUSES[name]) & causes:
-            told = reading.sustained if sustained else reading.alarm
-            heard = heard | (told & ((reading.cause & causes) != 0))
+            hit = reading.sustained if sustained else reading.alarm
+            heard = heard | (hit & ((reading.cause & causes) != 0))
     return heard
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from healcore.plugins.sweep import configure
 from healcore.policy import fingerprint, load, loads
-from healcore.tools.sweep.keys import SweepError, configure, place_of
+from healcore.tools.sweep.keys import SweepError, place_of
 from healcore.tools.sweep.space import default_axes, draw, parse, policy_with
 
 DEFAULT = load("default")

@@ -14,10 +14,10 @@ from healcore.core.signals import Signals
 from healcore.core.verdict import Action
 from healcore.tools.replay.scoring import Evidence, Label, Zone
 from healcore.tools.sweep.objective import latency, rates, score
-from healcore.tools.sweep.orders import Orders
 from healcore.tools.sweep.scoring import Costs, ground_of, tally
+from healcore.tools.sweep.series import RecoveryOrders, pack, unpack
 from tests.parity import recorded
-from tests.sweep import samples
+from tests.tools.sweep import samples
 
 ROWS = 900
 
@@ -33,9 +33,12 @@ def counted(
 ):
     """The tally of variants that order at these rows."""
     variant = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
-    at, none = np.concatenate(rows).astype(int), np.zeros(len(rows), np.int32)
+    at, none = (
+        np.concatenate([sorted(each) for each in rows]).astype(int),
+        np.zeros(len(rows), np.int32),
+    )
     recovered = np.array([len(each) - repeats for each in rows], np.int32)
-    orders = Orders.of(variant, at, none, recovered)
+    orders = RecoveryOrders(variant, at, none, recovered)
     each = series(bad)
     return tally(each, ground_of(each, label), orders, Costs(**costs))
 
@@ -96,7 +99,9 @@ def test_words_of_bits():
     words = np.zeros((3, 5), np.uint32)
     for row, variant in np.argwhere(due):
         words[row // 32, variant] |= np.uint32(1) << np.uint32(row % 32)
-    orders = Orders.from_bits(words, *np.zeros((2, 5), np.int32), own=40)
+    each = samples.series_of(Signals(loss=due[:, 0]), (("loss",),), np.zeros(96))._replace(own=40)
+    (packed,) = pack([each])
+    (orders,) = unpack([each], packed, words, *np.zeros((2, 3, 5), np.int32))
     expected = [(v, r) for v in range(5) for r in range(40, 96) if due[r, v]]
     assert list(zip(orders.variant.tolist(), orders.row.tolist(), strict=True)) == expected
 
@@ -154,7 +159,7 @@ def test_as_the_shared_scorer(tmp_path):
         zones = {k: tuple(Zone(z["onset"], z["end"]) for z in entry[k]) for k in ("spikes",)}
         vague = tuple(Zone(z["onset"], z["end"]) for z in entry["ambiguous"])
         each = samples.series_of(Signals(loss=loss), (("loss",),), np.zeros(len(loss)))
-        orders = Orders.of(np.zeros(len(rows), int), rows, *np.zeros((2, 1), np.int32))
+        orders = RecoveryOrders(np.zeros(len(rows), int), rows, *np.zeros((2, 1), np.int32))
         ground = ground_of(each, Label(entry["file"], len(loss), zones["spikes"], vague))
         got = tally(each, ground, orders, Costs())
         mine["events"] += got.events

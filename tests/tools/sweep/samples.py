@@ -9,12 +9,10 @@ from typer.testing import CliRunner, Result
 
 from healcore.core.engine import Engine, EngineConfig
 from healcore.core.signals import Signals
+from healcore.plugins.rows import SignalLayout, SignalRows, as_record
 from healcore.tools.cli import app
-from healcore.tools.replay.feeding import Chunk, Feed
-from healcore.tools.replay.judging import by_name
-from healcore.tools.replay.runners import HostRunner
-from healcore.tools.sweep.orders import Orders
-from healcore.tools.sweep.series import Series
+from healcore.tools.replay.backends import NumpyRowRunner
+from healcore.tools.sweep.series import RecoveryOrders, Series
 
 DULL = "detect.loss_spike.evidence=1.5..14"
 """Up to what no spike of the made-up runs reaches."""
@@ -25,11 +23,11 @@ def series_of(trace: Signals, kinds: tuple[tuple[str, ...], ...], kind: np.ndarr
     names = {name for names in kinds for name in names}
     values = {name: np.asarray(getattr(trace, name), np.float32) for name in names}
     rows = len(kind)
-    feed = Feed(kinds)
+    layout = SignalLayout(kinds)
     return Series(
         "fuzzed",
-        feed,
-        Chunk(values, kind.astype(np.int32)),
+        layout,
+        SignalRows(values, kind.astype(np.int32)),
         np.arange(rows),
         np.zeros(rows, bool),
         0,
@@ -45,7 +43,7 @@ def alone(config: EngineConfig, series: Series) -> tuple[list[int], int, int]:
     was in trouble.
     """
     engine = Engine(config)
-    runner = HostRunner(engine, series.feed)
+    runner = NumpyRowRunner(engine, series.layout)
     state = runner.start()
     rows, skips, recovered, start = [], 0, 0, 0
     for stop in (*np.flatnonzero(series.resumed).tolist(), series.length):
@@ -53,7 +51,7 @@ def alone(config: EngineConfig, series: Series) -> tuple[list[int], int, int]:
             live, _ = runner.run(state, series.rows.part(slice(0, start)))
             state = runner.on_rollback(live, state)
         state, found = runner.run(state, series.rows.part(slice(start, stop)))
-        record, due = by_name(found)
+        record, due = as_record(found)
         own = np.arange(start, stop) >= series.own
         rows += (start + np.flatnonzero(due & own)).tolist()
         skips += int((record.skip & own).sum())
@@ -62,7 +60,7 @@ def alone(config: EngineConfig, series: Series) -> tuple[list[int], int, int]:
     return rows, skips, recovered
 
 
-def of_variant(orders: Orders, variant: int) -> tuple[list[int], int, int]:
+def of_variant(orders: RecoveryOrders, variant: int) -> tuple[list[int], int, int]:
     """The same of one variant of a sweep."""
     rows = orders.row[orders.variant == variant].tolist()
     return rows, int(orders.skipped[variant]), int(orders.recovered[variant])

@@ -7,7 +7,7 @@ import pytest
 from healcore.policy import load, loads
 from healcore.tools.replay import replay
 from healcore.tools.replay.jsonl import decided_line, summary_line
-from tests.replay import logs
+from tests.tools.replay import logs
 
 ROWS = 440
 """Few, for torch takes two milliseconds for each; a spike begins at row 120, another at 420."""

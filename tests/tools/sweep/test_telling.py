@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from healcore.policy import load
-from tests.sweep import samples
-from tests.sweep.samples import DULL, blunt, run
+from tests.tools.sweep import samples
+from tests.tools.sweep.samples import DULL, blunt, run
 
 
 def test_events_of_one_family_are_held_out_run_by_run(logs, tmp_path):

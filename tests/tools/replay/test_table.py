@@ -6,11 +6,11 @@ import pytest
 from rich.console import Console
 
 from healcore.policy import load
+from healcore.tools.replay.backends import choose_backend
 from healcore.tools.replay.remarks import legend, notes
-from healcore.tools.replay.runners import chosen
 from healcore.tools.replay.running import Named, Result, Wanted, replay_all
 from healcore.tools.replay.table import LEAVES_OUT, summary_table
-from tests.replay import logs
+from tests.tools.replay import logs
 
 
 @pytest.fixture(scope="module")
@@ -143,12 +143,12 @@ def test_the_legend_tells_of_what_is_there(results):
 
 
 def test_the_backend_is_that_which_is_done_first():
-    """From measurements: benchmarks, and `runners.A_LOOP`."""
+    """From measurements: benchmarks, and `backends.A_LOOP`."""
     pytest.importorskip("jax")
-    assert chosen([(7_912, 1)], 4) == "numpy"
-    assert chosen([(35_136, 1)]) == "jax"
-    assert chosen([(12_000, 1)]) == "numpy"
-    assert chosen([(12_000, 1)], 4) == "jax", "JAX starts once"
-    assert chosen([(15_000, 3)], 4) == "numpy", "three combinations take longer to compile"
-    assert chosen([(40_000, 1), (500, 1)]) == "jax"
-    assert chosen([(1_000, 1)] * 100) == "numpy"
+    assert choose_backend([(7_912, 1)], 4) == "numpy"
+    assert choose_backend([(35_136, 1)]) == "jax"
+    assert choose_backend([(12_000, 1)]) == "numpy"
+    assert choose_backend([(12_000, 1)], 4) == "jax", "JAX starts once"
+    assert choose_backend([(15_000, 3)], 4) == "numpy", "three combinations take longer to compile"
+    assert choose_backend([(40_000, 1), (500, 1)]) == "jax"
+    assert choose_backend([(1_000, 1)] * 100) == "numpy"
