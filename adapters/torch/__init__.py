@@ -28,8 +28,7 @@ from healcore.torch.errors import (  # noqa: E402
     ParametersChangedError,
     RanksDisagreeError,
 )
-from healcore.torch.healing import Healing  # noqa: E402
-from healcore.torch.report import Report  # noqa: E402
+from healcore.torch.healing import Healing, Report  # noqa: E402
 
 if TYPE_CHECKING:
     from healcore.torch.store import DCPStore, Keep, MemoryStore, TieredStore

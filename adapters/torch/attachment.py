@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 import torch
 from torch.optim import Optimizer
 
-from healcore.torch import fused as kernels
 from healcore.torch import gradients
-from healcore.torch.device_engine import DeviceEngine
-from healcore.torch.enforcer import Enforcer
+from healcore.torch.enforcer import Enforcer, all_fused
+from healcore.torch.engines import DeviceEngine, HostEngine
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
-from healcore.torch.host_engine import HostEngine
-from healcore.torch.measurer import Measurer
-from healcore.torch.report import Reporter
+from healcore.torch.measurement import Measurer
 from healcore.torch.signal_allreduce import SignalAllReduce
+from healcore.torch.skipped_step import is_third_party
 from healcore.torch.step_hooks import StepHooks
 
 if TYPE_CHECKING:
@@ -56,8 +54,8 @@ def attach(
             sync if the optimizer is fused. "host": in NumPy, one sync per step on an accelerator,
             none on a CPU. "auto": device for fused optimizers on accelerators, else host. Both
             make the same decisions.
-        fused: whether `step()` honours `found_inf` and `grad_scale`. "auto" knows torch's own; True
-            asserts it for a subclass that only wraps `super().step()`; False never uses them.
+        fused: whether `step()` honours `found_inf` and `grad_scale`. "auto" trusts torch's own;
+            True asserts it for a subclass that only wraps `super().step()`; False never uses them.
         compile: whether the device engine runs through torch.compile; "auto": on accelerators.
         process_group: the ranks that take each step together. They judge the mean of their losses
             and norms, which costs one small all_reduce per step. "auto": the default group, where
@@ -103,7 +101,7 @@ def attach(
             "attach after they are materialised"
         )
     core = engine_of(policy, overrides)
-    obstacle = kernels.obstacle(optimizer, fused)
+    obstacle = _fused_obstacle(optimizer, fused)
     where, reason = _choose_engine(engine, obstacle, home, type(optimizer).__name__)
     if where == "device":
         compiled = home.type != "cpu" if compile == "auto" else compile
@@ -120,10 +118,50 @@ def attach(
         measurer,
         StepHooks(optimizer, core, live_engine, measurer, enforcer, all_reduce),
         all_reduce,
-        Reporter(
-            measurer, live_engine, reason, obstacle, enforcer.third_party_step.can_omit, all_reduce
-        ),
+        engine_reason=reason,
+        obstacle=obstacle,
     )
+
+
+def _fused_obstacle(optimizer: Optimizer, wanted: bool | Literal["auto"]) -> str | None:
+    """Why an optimizer cannot clip and skip inside its fused kernel, or None if it can.
+
+    The fused Adam, AdamW, SGD and Adagrad kernels divide the gradients by `optimizer.grad_scale`,
+    and leave parameters, moments and step counters alone where `optimizer.found_inf` is 1. It is
+    how GradScaler unscales and skips; torch's flag for it is `_step_supports_amp_scaling`. Skipping
+    a step of any other optimizer needs the decision on the host.
+
+    Args:
+        optimizer: a torch optimizer.
+        wanted: False: never use them. True: the caller asserts that an unknown `step()` honours
+            them. "auto": only where they are known to be honoured.
+
+    Raises:
+        AttachError: `wanted` is True for an optimizer that ignores them, or none of the three.
+    """
+    if wanted not in (True, False, "auto"):
+        raise AttachError(f"fused must be True, False or 'auto', got {wanted!r}")
+    if not wanted:
+        return "set by fused=False"
+    name = type(optimizer).__name__
+    reason = None
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        reason = f"{name} was not built with fused=True"
+    elif not all_fused(optimizer):
+        reason = f"a parameter group of this {name} has fused off"
+    if reason is not None and wanted is True:
+        raise AttachError(
+            f"fused=True needs the fused kernels, but {reason}: "
+            "build the optimizer with fused=True, or leave it to 'auto'"
+        )
+    if reason is None and wanted == "auto" and is_third_party(optimizer):
+        # It may compute the update itself, or add to that of super().step(); its `fused` is only
+        # what the base class would do. Without gradients neither does anything.
+        reason = (
+            f"{name} has a step() of its own, which may not honour found_inf "
+            "(if it only wraps super().step(), attach with fused=True)"
+        )
+    return reason
 
 
 def _choose_engine(

@@ -1,4 +1,8 @@
-"""Enforces a decision on one optimizer step: clips it, skips it, scales its learning rate."""
+"""Enforces a decision on one optimizer step: clips it, skips it, scales its learning rate.
+
+What is changed on the optimizer (learning rates, `.grad`, the two attributes that fused kernels
+read) is changed for one step. It is restored afterwards, unless somebody else has written there.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
-from healcore.torch import fused, gradients
-from healcore.torch.measurement import DeviceOrder, HostOrder
-from healcore.torch.momentum import FirstStepMomentum
-from healcore.torch.step_overrides import AmpOverride, HiddenGradients, LrOverride
-from healcore.torch.third_party_step import ThirdPartyStep
+from healcore.torch import gradients
+from healcore.torch.engines import DeviceOrder, HostOrder
+from healcore.torch.skipped_step import StepSkipper
+
+_ABSENT = object()
 
 
 class Enforcer:
@@ -27,111 +31,263 @@ class Enforcer:
 
     def __init__(self, optimizer: Optimizer, *, by_kernel: bool, cuts_lr: bool) -> None:
         self.by_kernel = by_kernel
-        self.cuts_lr = cuts_lr
-        self._amp = AmpOverride()
-        self._lr = LrOverride()
+        self.step_skipper = StepSkipper(optimizer)
+        self._optimizer = optimizer
+        self._cuts_lr = cuts_lr
+        self._amp = AmpOverride(optimizer)
+        self._lr = LrOverride(optimizer)
         self._hidden = HiddenGradients()
-        self._momentum = FirstStepMomentum()
-        self.third_party_step = ThirdPartyStep(optimizer)
+        self._momentum = FirstStepMomentum(optimizer)
 
-    def uses_kernel(self, optimizer: Optimizer) -> bool:
-        """Whether the fused kernel clips this step."""
-        return self.by_kernel and fused.is_on(optimizer)
+    def amp_flags(self) -> tuple[Tensor | None, Tensor | None]:
+        """`grad_scale` and `found_inf`, see `AmpOverride.read`."""
+        return self._amp.read()
 
-    def needs_host(self, optimizer: Optimizer, params: list[Tensor]) -> bool:
+    def needs_host(self, params: list[Tensor]) -> bool:
         """Whether the host must know the order of this step; see also `FirstStepMomentum`."""
-        return not self.uses_kernel(optimizer) or self._momentum.needs_host(optimizer, params)
+        return not self._uses_kernel() or self._momentum.needs_host(params)
 
     def enforce(
-        self,
-        optimizer: Optimizer,
-        everything: Sequence[Tensor],
-        order: HostOrder,
-        divisor: Tensor | None,
+        self, everything: Sequence[Tensor], order: HostOrder, divisor: Tensor | None
     ) -> None:
         """Enforces an order that the host knows. A neutral part of it touches nothing.
 
         Args:
-            optimizer: the optimizer about to step.
-            everything: all its parameters.
+            everything: all parameters of the optimizer about to step.
             order: what to enforce.
             divisor: 0-d float32, a scale the gradients still carry, or None.
         """
         if order.skip:
-            self.skip(optimizer, everything)
+            self.skip(everything)
             return
-        self.clip(optimizer, everything, order, divisor)
+        self.clip(everything, order, divisor)
         if order.lr_scale != 1.0:
-            self.scale_lr(optimizer, order.lr_scale)
+            self.scale_lr(order.lr_scale)
 
     def enforce_on_device(
-        self,
-        optimizer: Optimizer,
-        everything: Sequence[Tensor],
-        params: list[Tensor],
-        order: DeviceOrder,
+        self, everything: Sequence[Tensor], params: list[Tensor], order: DeviceOrder
     ) -> None:
         """Enforces an order that stays on the device, where the fused kernel reads it.
 
         A neutral order changes no bit: the kernel divides by exactly 1 and subtracts a flag of
         exactly 0.
+
+        Args:
+            everything: all parameters of the optimizer about to step.
+            params: those with a gradient.
+            order: what to enforce.
         """
         if order.group_scale is not None:
-            grads, factors = _with_gradients(everything, order.group_scale.unbind())
-            gradients.scale_each_(grads, factors)
-        self._amp.set(optimizer, grad_divisor=order.grad_divisor, found_inf=order.found_inf)
-        self._momentum.before_step(optimizer, params, order.found_inf)
-        if self.cuts_lr:
-            self._lr.scale(optimizer, order.lr_scale)
+            gradients.scale_each_(everything, order.group_scale.unbind())
+        self._amp.set(grad_divisor=order.grad_divisor, found_inf=order.found_inf)
+        self._momentum.before_step(params, order.found_inf)
+        if self._cuts_lr:
+            self._lr.scale(order.lr_scale)
 
-    def skip(self, optimizer: Optimizer, params: Sequence[Tensor]) -> None:
+    def skip(self, params: Sequence[Tensor]) -> None:
         """Makes the step an exact no-op: hides the gradients, or does not run `step()` at all."""
         self._hidden.hide(params)
-        self.third_party_step.omit(optimizer)
+        self.step_skipper.skip()
 
-    def scale_lr(self, optimizer: Optimizer, factor: float) -> None:
+    def scale_lr(self, factor: float) -> None:
         """Scales every group's learning rate."""
-        self._lr.scale(optimizer, factor)
+        self._lr.scale(factor)
 
     def clip(
-        self,
-        optimizer: Optimizer,
-        everything: Sequence[Tensor],
-        order: HostOrder,
-        divisor: Tensor | None = None,
+        self, everything: Sequence[Tensor], order: HostOrder, divisor: Tensor | None = None
     ) -> None:
         """Clips: in the fused kernel where there is one, else in a pass over the gradients."""
         if order.group_scale is not None:
-            grads, factors = _with_gradients(everything, order.group_scale.tolist())
-            smaller = [(g, f) for g, f in zip(grads, factors, strict=True) if f != 1.0]
-            gradients.scale_each_([g for g, _ in smaller], [f for _, f in smaller])
+            gradients.scale_each_(everything, order.group_scale.tolist())
         if order.grad_scale == 1.0:
             return
-        if self.uses_kernel(optimizer):
+        if self._uses_kernel():
             # In float32 and in this order, as the device engine computes it.
             device = everything[0].device
             scale = torch.full((), order.grad_scale, dtype=torch.float32, device=device)
             base = torch.ones_like(scale) if divisor is None else divisor
-            self._amp.set(optimizer, grad_divisor=base / scale, found_inf=None)
+            self._amp.set(grad_divisor=base / scale, found_inf=None)
         else:
-            gradients.scale_(_with_gradients(everything, everything)[0], order.grad_scale)
+            gradients.scale_(everything, order.grad_scale)
 
-    def restore(self, optimizer: Optimizer) -> None:
+    def restore(self) -> None:
         """Restores everything that was changed for the step; does nothing when nothing was."""
-        self._momentum.after_step(optimizer)
+        self._momentum.after_step()
         self._hidden.restore()
         self._lr.restore()
-        self._amp.restore(optimizer)
-        self.third_party_step.reset(optimizer)
+        self._amp.restore()
+        self.step_skipper.reset()
+
+    def _uses_kernel(self) -> bool:
+        return self.by_kernel and all_fused(self._optimizer)
 
 
-def _with_gradients(
-    everything: Sequence[Tensor], values: Sequence[Any]
-) -> tuple[list[Tensor], list[Any]]:
-    """The gradients that exist, and those of one value per parameter that belong to them."""
-    grads, kept = [], []
-    for p, value in zip(everything, values, strict=True):
-        if p.grad is not None:
-            grads.append(p.grad)
-            kept.append(value)
-    return grads, kept
+def all_fused(optimizer: Optimizer) -> bool:
+    """Whether every group runs the fused kernel; `load_state_dict` can change a group's flag."""
+    return all(group.get("fused") for group in optimizer.param_groups)
+
+
+class LrOverride:
+    """Replaces every group's `lr` for one step.
+
+    The user's own object (float or tensor) is saved and restored, never computed back, so a
+    scheduler sees what it wrote. A new `lr` that is written during the step stays.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._replaced: list[tuple[dict[str, Any], Any, Any]] = []
+
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiplies the rate of every group that has one.
+
+        Args:
+            factor: a Python number, or a 0-d float32 tensor next to the parameters: then the
+                rate becomes a tensor too, which the fused kernels read on the device. Against a
+                Python rate that costs a rounding: float32(lr) in place of the double lr, on
+                accelerators (their kernels take a float32 pointer); in float64, and so to the
+                bit, on a CPU.
+        """
+        for group in self._optimizer.param_groups:
+            original = group.get("lr")
+            if original is None:
+                continue
+            if isinstance(factor, Tensor) and not isinstance(original, Tensor):
+                on_cpu = factor.device.type == "cpu"
+                scaled = factor.to(torch.float64 if on_cpu else torch.float32) * original
+            else:
+                scaled = original * factor
+            group["lr"] = scaled
+            self._replaced.append((group, scaled, original))
+
+    def restore(self) -> None:
+        """Restores every rate; does nothing when none was replaced."""
+        for group, scaled, original in self._replaced:
+            if group["lr"] is scaled:
+                group["lr"] = original
+        self._replaced.clear()
+
+
+class HiddenGradients:
+    """Sets every `.grad` to None for one step: an exact no-op for all of torch's optimizers.
+
+    Zeroed gradients are not a no-op: Adam, momentum SGD and Muon move on them. The same tensors are
+    restored afterwards: with DDP's `gradient_as_bucket_view` they are views into its buckets, and a
+    log of gradient norms may still want to see them.
+    """
+
+    def __init__(self) -> None:
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+
+    def hide(self, params: Sequence[Tensor]) -> None:
+        """Sets `.grad` to None on all of `params` that have one."""
+        for p in params:
+            if p.grad is not None:
+                self._hidden.append((p, p.grad))
+                p.grad = None
+
+    def restore(self) -> None:
+        """Restores what `hide` took, unless a new gradient is there by now."""
+        for p, grad in self._hidden:
+            if p.grad is None:
+                p.grad = grad
+        self._hidden.clear()
+
+
+class AmpOverride:
+    """Sets `grad_scale` and `found_inf`, which GradScaler and fused kernels use, for one step.
+
+    For a fused optimizer `GradScaler.step` sets both attributes, calls `optimizer.step()`, then
+    *deletes* both; it also multiplies its scale by a `grad_scale` that it finds set, and after
+    `unscale_` it passes on what it finds. So healcore leaves nothing there between steps, and
+    restores after a step what was there before it.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._replaced: list[tuple[str, Tensor, Any]] = []
+
+    def read(self) -> tuple[Tensor | None, Tensor | None]:
+        """What a GradScaler (or the user) has set for the step that begins.
+
+        Returns:
+            `(grad_scale, found_inf)`, 0-d float32 tensors on the scaler's device, or None.
+        """
+        scale, found = (vars(self._optimizer).get(name) for name in ("grad_scale", "found_inf"))
+        return (
+            scale if isinstance(scale, Tensor) else None,
+            found if isinstance(found, Tensor) else None,
+        )
+
+    def set(self, *, grad_divisor: Tensor | None, found_inf: Tensor | None) -> None:
+        """Sets what is not None, until `restore`."""
+        for name, value in (("grad_scale", grad_divisor), ("found_inf", found_inf)):
+            if value is not None:
+                self._replaced.append((name, value, vars(self._optimizer).get(name, _ABSENT)))
+                setattr(self._optimizer, name, value)
+
+    def restore(self) -> None:
+        """Restores both, unless somebody has set them again (after an exception)."""
+        for name, value, before in self._replaced:
+            if vars(self._optimizer).get(name) is not value:
+                continue
+            if before is _ABSENT:
+                delattr(self._optimizer, name)
+            else:
+                setattr(self._optimizer, name, before)
+        self._replaced.clear()
+
+
+class FirstStepMomentum:
+    """Fills fused SGD's momentum buffers that a skipped first step leaves uninitialised.
+
+    torch creates a buffer with `empty_like` and lets the kernel fill it. Where found_inf makes
+    the kernel do nothing, the buffer stays uninitialised memory, which the next step takes for
+    momentum.
+
+    It is filled with -0.0, not 0.0: `momentum * -0.0 + g` is `g` for every g, zeros of either sign
+    included, which is what the first step would have stored. That needs dampening 0; with dampening
+    the first step is special (`g`, not `(1 - dampening) * g`) and has to be decided on the host.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._new: list[Tensor] = []
+        self._found_inf: Tensor | None = None
+
+    def needs_host(self, params: Sequence[Tensor]) -> bool:
+        """Whether this step can only be skipped exactly if the host knows of the skip."""
+        return isinstance(self._optimizer, SGD) and (
+            any(g["momentum"] != 0 and g["dampening"] != 0 for g in self._optimizer.param_groups)
+            and bool(self._without_buffer(params))
+        )
+
+    def before_step(self, params: Sequence[Tensor], found_inf: Tensor) -> None:
+        """Records which parameters get their buffer in this step.
+
+        Args:
+            params: those with gradients.
+            found_inf: 0-d float32, 0 or 1, the flag that the kernel is going to read.
+        """
+        if isinstance(self._optimizer, SGD):
+            self._new, self._found_inf = self._without_buffer(params), found_inf
+
+    def after_step(self) -> None:
+        """Fills the new buffers if the step was skipped."""
+        if not self._new:
+            return
+        with torch.no_grad():
+            for p in self._new:
+                buffer = self._optimizer.state[p].get("momentum_buffer")
+                if buffer is None or self._found_inf is None:
+                    continue
+                skipped = self._found_inf.to(buffer.device, non_blocking=True) > 0
+                buffer.copy_(torch.where(skipped, torch.full_like(buffer, -0.0), buffer))
+        self._new, self._found_inf = [], None
+
+    def _without_buffer(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Parameters that have no momentum buffer yet and are about to get one."""
+        if all(group["momentum"] == 0 for group in self._optimizer.param_groups):
+            return []
+        state = self._optimizer.state
+        return [p for p in params if state.get(p, {}).get("momentum_buffer") is None]

@@ -1,8 +1,9 @@
-"""`Healing`: the handle that `attach` returns."""
+"""`Healing`: the handle that `attach` returns, and its `Report`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -10,12 +11,55 @@ from torch.optim import Optimizer
 
 from healcore.core.engine import Engine
 from healcore.core.verdict import Action, Cause, Decision
-from healcore.torch.device_engine import LiveEngine
+from healcore.torch.engines import LiveEngine
 from healcore.torch.losses import checked
-from healcore.torch.measurer import Measurer
-from healcore.torch.report import Report
+from healcore.torch.measurement import Measurer
 from healcore.torch.signal_allreduce import SignalAllReduce
 from healcore.torch.step_hooks import StepHooks
+
+_METHODS = {
+    "loss": "observe(loss)",
+    "eval_loss": "observe_eval(loss)",
+    "update_norm": "observe_update_norm(norm)",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """How one optimizer is healed. `str()` gives it as lines to print."""
+
+    mode: str
+    """heal or observe."""
+    engine: str
+    """Where the engine runs: host (NumPy) or device (torch)."""
+    engine_reason: str
+    skip: str
+    """How a step is skipped: found_inf (in the fused kernel), grads (hidden from the step), or
+    not run (the `step()` of a third-party optimizer)."""
+    clip: str
+    """How gradients are scaled: grad_scale (in the fused kernel), or in place."""
+    skip_reason: str
+    syncs_per_step: int
+    """Times per step that the host waits for the device because of healcore."""
+    ranks: int
+    """Number of ranks that decide together; several need one all_reduce per step."""
+    compiled: bool
+    """Whether the engine's step runs through torch.compile."""
+    waiting_for: tuple[str, ...]
+    """Signals that the policy reads and no step had so far; their detectors are inactive."""
+
+    def __str__(self) -> str:
+        lines = [
+            f"mode    {self.mode}",
+            f"engine  {self.engine}{', compiled' if self.compiled else ''}: {self.engine_reason}",
+            f"skip    {'' if self.skip == 'not run' else 'by '}{self.skip}: {self.skip_reason}",
+            f"clip    by {self.clip}",
+            f"syncs   {self.syncs_per_step} per step",
+        ]
+        if self.ranks > 1:
+            lines.append(f"ranks   {self.ranks} decide together, by one all_reduce per step")
+        lines += [f"missing {name}: call {_METHODS[name]}" for name in self.waiting_for]
+        return "\n".join(lines)
 
 
 class Healing:
@@ -36,7 +80,9 @@ class Healing:
         measurer: Measurer,
         hooks: StepHooks,
         all_reduce: SignalAllReduce,
-        report: Callable[[], Report],
+        *,
+        engine_reason: str,
+        obstacle: str | None,
     ) -> None:
         self.optimizer = optimizer
         self.engine = engine
@@ -45,7 +91,8 @@ class Healing:
         self.own_loss = True
         self._measurer = measurer
         self._all_reduce = all_reduce
-        self._report = report
+        self._engine_reason = engine_reason
+        self._obstacle = obstacle
         hooks.before.__healing__ = self
 
     # -- signals from the training loop ---------------------------------------------------------
@@ -89,7 +136,7 @@ class Healing:
         self._measurer.add_side_signal("update_norm", update_norm)
 
     def expect_change(self) -> None:
-        """Says that the next step differs on purpose (LR, batch size, data, weights).
+        """Announces that the next step differs on purpose (LR, batch size, data, weights).
 
         Baselines warm up again, and only non-finite values are alarms for `grace_steps` steps.
         """
@@ -195,7 +242,28 @@ class Healing:
 
     def report(self) -> Report:
         """Which engine and which way of skipping are in use, why, and what they cost."""
-        return self._report()
+        live_engine, measurer, policy = self.live_engine, self._measurer, self.engine
+        on_host = live_engine.name == "host"
+        by_flag = self._obstacle is None and not on_host
+        if by_flag:
+            reason = "the fused kernel reads it on the device"
+        else:
+            reason = self._obstacle or "the host knows the decision before the step"
+        omits_step = self.hooks.enforcer.step_skipper.can_skip
+        reads = on_host or (not by_flag and policy.mode != "observe")
+        missing = (n for n in _METHODS if n in policy.needs and n not in measurer.seen)
+        return Report(
+            mode=policy.mode,
+            engine=live_engine.name,
+            engine_reason=self._engine_reason,
+            skip="found_inf" if by_flag else "not run" if omits_step else "grads",
+            clip="grad_scale" if self._obstacle is None else "one pass over the gradients",
+            skip_reason=reason,
+            syncs_per_step=int(reads and measurer.home.type != "cpu"),
+            ranks=self._all_reduce.world,
+            compiled=live_engine.compiled,
+            waiting_for=tuple(missing),
+        )
 
     # -- saving ---------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """`IncidentLog`: incidents and likely mistakes, logged on the logger `healcore`.
 
-Only for an optimizer that `attach` heals on its own; a Healer has a log that says more. On an
+Only for an optimizer that `attach` heals on its own; a Healer has a more detailed log. On an
 accelerator nothing waits: flags are collected on the device, copied every few steps, and read once
 the copy has arrived.
 """
@@ -15,9 +15,8 @@ from torch import Tensor
 from healcore.core.engine import Engine
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Action, Cause, names
-from healcore.torch.device_engine import DeviceEngine, LiveEngine
-from healcore.torch.host_engine import HostEngine
-from healcore.torch.pending_record import AsyncCopy, DeviceRecord, HostRecord
+from healcore.torch.engines import HostEngine, LiveEngine, PendingRecord
+from healcore.torch.measurement import AsyncCopy
 
 _log = logging.getLogger("healcore")
 
@@ -56,7 +55,7 @@ class IncidentLog:
         self._logged: set[str] = set()
         self._flags: Tensor | None = None
         """int32 (2,): causes and actions since the last read, on the device."""
-        self._pending: tuple[DeviceRecord, AsyncCopy] | None = None
+        self._pending: tuple[PendingRecord, AsyncCopy] | None = None
 
     def observed(self) -> None:
         """Call it when a loss is observed."""
@@ -83,11 +82,11 @@ class IncidentLog:
             decision = live_engine.state.last.decision
             cause, action = int(decision.cause), int(decision.action)
             if cause or action or self._lr_scale < 1.0:
-                self._log_step(HostRecord(live_engine.state).read(), cause, action)
+                self._log_step(live_engine.pending_record().read(), cause, action)
             return
         self._collect(live_engine)
 
-    def _collect(self, live_engine: DeviceEngine) -> None:
+    def _collect(self, live_engine: LiveEngine) -> None:
         decision = live_engine.state.last.decision
         if decision.cause.is_cuda and torch.cuda.is_current_stream_capturing():
             return  # the replays of a CUDA graph run no hooks
@@ -95,7 +94,7 @@ class IncidentLog:
         self._flags = now if self._flags is None else self._flags | now
         self._read_arrived()
         if self._pending is None and self._steps % EVERY == 0:
-            self._pending = DeviceRecord(live_engine.state), AsyncCopy(self._flags)
+            self._pending = live_engine.pending_record(), AsyncCopy(self._flags)
             self._flags = None
             self._read_arrived()
 

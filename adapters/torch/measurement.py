@@ -1,15 +1,24 @@
-"""What is measured in one step, what the engine orders for it, and copying both to the host."""
+"""What is measured in one step, and copying it to the host."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from healcore.torch import norms
+from healcore.core.engine import Engine
+from healcore.torch import gradients
+from healcore.torch.errors import AttachError
+from healcore.torch.grad_scaler import DroppedSteps, Overflows
+from healcore.torch.losses import LossMean, checked
+
+_SIDE_SIGNALS = {"eval_loss": math.nan, "update_norm": None}
+"""Signals that not every step has, and what replaces them at a step without one (None: absent)."""
 
 
 class Measurement(NamedTuple):
@@ -52,39 +61,191 @@ class StepNorms(NamedTuple):
 
         Sharded norms are reduced over the ranks: every rank has to call it for the same steps.
         """
-        stacked, divisor = read([norms.vector(self.norms, self.norms[0].device), self.grad_divisor])
-        assert stacked is not None
+        stacked = gradients.norm_vector(self.norms, self.norms[0].device)
+        values, divisor = read([stacked, self.grad_divisor])
         with np.errstate(all="ignore"):
-            return stacked if divisor is None else stacked / divisor
+            return values if divisor is None else values / divisor
 
 
-class HostOrder(NamedTuple):
-    """What to enforce, as Python numbers."""
+class Measurer:
+    """Collects what the loop reports, and measures the gradients that the optimizer holds.
 
-    skip: bool
-    """Skip the step: the policy's skip, or a GradScaler's."""
-    grad_scale: float
-    lr_scale: float
-    group_scale: np.ndarray | None
-    """(n,) float32 factors, or None."""
+    Args:
+        engine: the policy's engine; determines which signals are needed.
+        optimizer: the optimizer.
+        home: the first parameter's device; all signals end up there.
+        scaler: the GradScaler, or None.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        optimizer: Optimizer,
+        home: torch.device,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self.engine = engine
+        self.home = home
+        self.seen: set[str] = set()
+        """Names of the signals that any step had so far."""
+        self.tensor_norms: Sequence[Tensor] = ()
+        """Norm of each gradient at the last step, 0-d float32, on the gradient's device."""
+        self._optimizer = optimizer
+        self._losses = LossMean(home)
+        self._dropped = DroppedSteps(scaler, optimizer)
+        self._overflows = Overflows(home)
+        self._side_signals: dict[str, Tensor | float] = {}
+
+    def add_loss(self, loss: Tensor | float, name: str = "loss") -> None:
+        """Adds one micro-batch's loss; SignalError, and no change, if it is not a number."""
+        self._losses.add(checked(name, loss))
+
+    def add_side_signal(self, name: str, value: Tensor | float) -> None:
+        """Sets a side signal for the next step; SignalError if it is not a number."""
+        self._side_signals[name] = checked(name, value)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether a loss was observed since the last step."""
+        return len(self._losses) > 0
+
+    def clear(self) -> None:
+        """Drops what was reported since the last step."""
+        self._losses.clear()
+        self._side_signals.clear()
+
+    def measure(
+        self,
+        everything: Sequence[Tensor],
+        *,
+        grad_divisor: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> Measurement:
+        """Measures the step about to be taken.
+
+        Args:
+            everything: all parameters of the optimizer.
+            grad_divisor: a GradScaler's scale, if the gradients still carry it.
+            found_inf: a GradScaler's overflow flag.
+        """
+        self._dropped.stepped = True
+        self._overflows.reset()
+        each = gradients.norms([p.grad for p in everything if p.grad is not None])
+        self.tensor_norms = each
+        group_norms = None
+        if self.engine.per_tensor:
+            remaining = iter(each)
+            group_norms = gradients.norm_vector(
+                [None if p.grad is None else next(remaining) for p in everything], self.home
+            )
+        measured = Measurement(
+            grad_norm=gradients.total_norm(each, self.home) if each else None,
+            loss=self._losses.mean(),
+            group_norms=group_norms,
+            eval_loss=self._side_signal("eval_loss"),
+            update_norm=self._side_signal("update_norm"),
+            grad_divisor=self._at_home(grad_divisor),
+            found_inf=self._at_home(found_inf),
+            learning_rate=self._learning_rate(),
+            state_init=_may_be_state_init(self._optimizer),
+        )
+        if measured.loss is not None:
+            self.seen.add("loss")
+        self.seen.update(self._side_signals)
+        return measured
+
+    def mark_overflow(self, measured: Measurement) -> Measurement:
+        """Marks an overflow: externally skipped, or non-finite after too many in a row."""
+        if measured.found_inf is None or measured.grad_norm is None:
+            return measured
+        skipped = self._overflows.externally_skipped(measured.found_inf)
+        counted = (measured.found_inf > 0) & ~skipped
+        return measured._replace(
+            externally_skipped=skipped,
+            grad_norm=measured.grad_norm.masked_fill(counted, math.nan),
+        )
+
+    def measure_dropped(self, groups: int, *, alone: bool) -> Measurement | None:
+        """A step that a GradScaler skipped without calling the optimizer, if it is to be judged.
+
+        Its losses are dropped in any case. Reads nothing on the host.
+
+        Args:
+            groups: number of parameters of the optimizer.
+            alone: no other rank has to judge it by the same loss.
+        """
+        if not self._dropped.found():
+            return None
+        loss = self._losses.mean() if alone else None
+        measured = None
+        if self._overflows.count_dropped():
+            bad = torch.full((), math.nan, dtype=torch.float32, device=self.home)
+            measured = Measurement(
+                grad_norm=bad,
+                loss=None if loss is None else loss.clone(),
+                group_norms=bad.expand(groups).clone() if self.engine.per_tensor else None,
+                eval_loss=self._side_signal("eval_loss"),
+                update_norm=self._side_signal("update_norm"),
+                learning_rate=self._learning_rate(),
+            )
+        self.clear()
+        return measured
+
+    def all_finite(self, grads: Sequence[Tensor]) -> bool:
+        """Whether these gradients are finite. A sync on an accelerator."""
+        norm = gradients.total_norm(gradients.norms(grads), self.home)
+        return bool(torch.isfinite(norm).cpu().numpy())
+
+    def _side_signal(self, name: str) -> Tensor | None:
+        """A side signal as a tensor, if the policy reads it."""
+        value = self._side_signals.get(name, _SIDE_SIGNALS[name])
+        if value is None or name not in self.engine.needs:
+            return None
+        if isinstance(value, Tensor):
+            return value.to(self.home, torch.float32, non_blocking=True)
+        return torch.full((), value, dtype=torch.float32, device=self.home)
+
+    def _learning_rate(self) -> Tensor | None:
+        """The schedule's rate, where the policy may limit it in absolute terms."""
+        groups = self._optimizer.param_groups
+        rates = [group["lr"] for group in groups if group.get("lr") is not None]
+        if not rates or not self.engine.limits_lr:
+            return None
+        if not any(isinstance(rate, Tensor) for rate in rates):
+            return torch.full((), max(rates), dtype=torch.float32, device=self.home)
+        # Stays on the device: reading it would be a sync.
+        each = [torch.as_tensor(r, dtype=torch.float32).detach().to(self.home) for r in rates]
+        return torch.stack([rate.reshape(()) for rate in each]).amax()
+
+    def _at_home(self, value: Tensor | None) -> Tensor | None:
+        if value is None:
+            return None
+        return value.detach().to(self.home, torch.float32, non_blocking=True)
 
 
-class DeviceOrder(NamedTuple):
-    """What to enforce, as tensors, for fused kernels that read it on the device."""
+def _may_be_state_init(optimizer: Optimizer) -> bool:
+    """Whether this may be the step by which torch.distributed.checkpoint creates optimizer state.
 
-    found_inf: Tensor
-    """0-d float32, exactly 0 or 1: 1 skips the step."""
-    grad_divisor: Tensor
-    """0-d float32: the fused kernel divides the gradients by it."""
-    lr_scale: Tensor
-    """0-d float32."""
-    grad_scale: Tensor
-    """0-d float32 in [0, 1]."""
-    group_scale: Tensor | None
-    """(n,) float32, or None."""
+    It steps an optimizer without state, at learning rate 0, on zero gradients. (A schedule that
+    warms up from 0 has real gradients: the engines look at the norm too.)
+    """
+    if optimizer.state:
+        return False
+    for group in optimizer.param_groups:
+        lr = group.get("lr")
+        if isinstance(lr, Tensor):
+            if lr.device.type != "cpu":
+                return False
+            lr = float(lr.detach().numpy())
+        if lr != 0:
+            return False
+    return True
 
 
-def read(tensors: list[Tensor | None]) -> list[Any]:
+# -- copies to the host ---------------------------------------------------------------------------
+
+
+def read(tensors: Sequence[Tensor | None]) -> list[Any]:
     """Copies float32 tensors to the host: no sync for CPU tensors, one for all on a device.
 
     Args:
@@ -93,28 +254,53 @@ def read(tensors: list[Tensor | None]) -> list[Any]:
     Returns:
         NumPy scalars and arrays of the same shapes, copies; or None.
     """
-    present = [t for t in tensors if t is not None]
-    if all(t.device.type == "cpu" for t in present):
+    if all(t is None or t.device.type == "cpu" for t in tensors):
         # .numpy() shares memory and dispatches nothing (.item() would be a counted sync).
-        return [None if t is None else _copied(t.numpy()) for t in tensors]
-    return in_one_copy(tensors)
+        return [None if t is None else t.numpy()[()].copy() for t in tensors]
+    return read_in_one_copy(tensors)
 
 
-def _copied(array: np.ndarray) -> Any:
-    return array.copy() if array.ndim else array[()]
-
-
-def in_one_copy(tensors: list[Tensor | None]) -> list[np.ndarray | None]:
+def read_in_one_copy(tensors: Sequence[Tensor | None]) -> list[np.ndarray | None]:
     """`read` for accelerators: everything is concatenated and copied once."""
     present = [t for t in tensors if t is not None]
     home = next((t.device for t in present if t.device.type != "cpu"), torch.device("cpu"))
     flat = torch.cat([t.to(home, torch.float32).reshape(-1) for t in present]).cpu().numpy()
-    arrays: list[np.ndarray | None] = []
-    at = 0
-    for t in tensors:
-        if t is None:
-            arrays.append(None)
-            continue
-        arrays.append(flat[at : at + t.numel()].reshape(tuple(t.shape)))
-        at += t.numel()
-    return arrays
+    parts = iter(np.split(flat, np.cumsum([t.numel() for t in present])[:-1]))
+    return [None if t is None else next(parts).reshape(tuple(t.shape)) for t in tensors]
+
+
+class AsyncCopy:
+    """A tensor that is being copied to the host. Tensors not on CUDA are copied when read.
+
+    Args:
+        tensor: the values; on CUDA they may be overwritten as soon as this is made.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: Any = None
+        if tensor.is_cuda:
+            tensor, device = _copied_to_pinned(tensor), tensor.device
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(device))
+        self._tensor = tensor
+
+    def has_arrived(self) -> bool:
+        """Whether reading it does not wait, as far as that can be known."""
+        return self._event is None or self._event.query()
+
+    def read(self) -> np.ndarray:
+        """The values; waits for the copy."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensor.cpu().numpy()
+
+
+def _copied_to_pinned(tensor: Tensor) -> Tensor:
+    """Pinned host memory that a CUDA tensor is being copied to."""
+    if torch.cuda.is_current_stream_capturing():
+        raise AttachError(
+            "optimizer.step() is being captured in a CUDA graph, whose replays run no hooks: the "
+            "Healer would not see them; call step() outside of the graph, or use attach() alone"
+        )
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

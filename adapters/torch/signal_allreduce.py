@@ -16,8 +16,7 @@ from torch import Tensor
 
 from healcore.core.verdict import Decision
 from healcore.torch.errors import AttachError, RanksDisagreeError
-from healcore.torch.measurement import Measurement
-from healcore.torch.pending_record import AsyncCopy
+from healcore.torch.measurement import AsyncCopy, Measurement
 
 _SIGNALS = ("loss", "grad_norm", "update_norm", "eval_loss", "found_inf")
 _OPTIONAL = frozenset({"loss", "grad_norm", "update_norm"})

@@ -1,8 +1,11 @@
-"""`StepHooks`: measures, judges and enforces around `optimizer.step()`."""
+"""Measures, judges and enforces around `optimizer.step()`."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -11,19 +14,16 @@ from torch.optim import Optimizer
 
 from healcore.core.engine import Engine
 from healcore.torch import gradients
-from healcore.torch.closure_undo import ClosureUndo
-from healcore.torch.device_engine import LiveEngine, read_order
 from healcore.torch.enforcer import Enforcer
+from healcore.torch.engines import DeviceOrder, HostOrder, LiveEngine
 from healcore.torch.errors import ParametersChangedError
-from healcore.torch.host_engine import HostEngine
 from healcore.torch.incident_log import IncidentLog
-from healcore.torch.late_loss import LateLoss
-from healcore.torch.measurement import HostOrder, StepNorms
-from healcore.torch.measurer import Measurer
-from healcore.torch.open_step import OpenStep
+from healcore.torch.losses import LateLoss
+from healcore.torch.measurement import Measurer, StepNorms
 from healcore.torch.signal_allreduce import SignalAllReduce
-from healcore.torch.step_overrides import AmpOverride
-from healcore.torch.third_party_step import StepOmitted
+from healcore.torch.skipped_step import ClosureUndo, StepSkipped
+
+_OPTIMIZER_FILE = os.path.join("torch", "optim", "optimizer.py")
 
 
 class StepHooks:
@@ -33,6 +33,7 @@ class StepHooks:
     `grad_scale` and `found_inf` are changed for one step only, and restored after it.
 
     Attributes:
+        enforcer: carries out what the engine orders.
         last_norms: gradient norms of the last step that was judged.
         on_judged: called at every step that was judged, before the optimizer updates.
         on_ended: called after the step, with whether it was skipped, by the policy or a GradScaler:
@@ -55,7 +56,7 @@ class StepHooks:
         self._engine = engine
         self._live_engine = live_engine
         self._measurer = measurer
-        self._enforcer = enforcer
+        self.enforcer = enforcer
         self._all_reduce = all_reduce
         self._groups = len(gradients.parameters(optimizer))
         self._open = OpenStep()
@@ -93,7 +94,7 @@ class StepHooks:
     def judge_dropped(self) -> None:
         """Judges a step that the GradScaler skipped without calling the optimizer, if any."""
         alone = self._all_reduce.world == 1
-        measured = self._measurer.measure_dropped(self._optimizer, self._groups, alone=alone)
+        measured = self._measurer.measure_dropped(self._groups, alone=alone)
         if measured is None:
             return
         self._live_engine.step(measured)
@@ -102,14 +103,14 @@ class StepHooks:
     def on_state_loaded(self) -> None:
         """Call it when the engine's state was replaced."""
         self._measurer.clear()
-        if ClosureUndo.reevaluates(self._optimizer) and self._engine.mode != "observe":
+        if self._undo.reevaluates and self._engine.mode != "observe":
             # L-BFGS uses the multiplier of the last step, see `_before`: here that of the state.
             scale = float(self._live_engine.state.lr.scale)
             self._order = HostOrder(skip=False, grad_scale=1.0, lr_scale=scale, group_scale=None)
 
     def settle(self) -> None:
         """Restores the optimizer after a step that raised. Do not call it during a step."""
-        self._restore(self._optimizer)
+        self._restore()
 
     def detach(self) -> None:
         """Removes the hooks; the optimizer is as if `attach` had never been called."""
@@ -117,7 +118,7 @@ class StepHooks:
             handle.remove()
         self._handles = []
         self.on_judged = self.on_ended = None
-        self._restore(self._optimizer)
+        self._restore()
         self._open.clear()
         self._measurer.clear()
 
@@ -127,20 +128,20 @@ class StepHooks:
         """The pre-hook: judges the step, or wraps the closure, whose backward has to come first."""
         if not self._open.enter():
             return None  # step() of a subclass called super().step()
-        self._restore(optimizer)  # a step that raised had no post-hook
+        self._restore()  # a step that raised had no post-hook
         self._judged = self._turned_nonfinite = False
         self._skipped = None
         last, self._order = self._order, None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            self._judge(optimizer)
+            self._judge()
             return None
-        self._enforcer.third_party_step.watch(optimizer)
-        self._undo.record(optimizer)
-        if ClosureUndo.reevaluates(optimizer) and last is not None and last.lr_scale != 1.0:
+        self.enforcer.step_skipper.watch()
+        self._undo.record()
+        if self._undo.reevaluates and last is not None and last.lr_scale != 1.0:
             # L-BFGS reads its learning rate before the closure runs: it gets the last multiplier.
-            self._enforcer.scale_lr(optimizer, last.lr_scale)
-        wrapped = torch.compiler.disable(self._wrapped(optimizer, closure))
+            self.enforcer.scale_lr(last.lr_scale)
+        wrapped = torch.compiler.disable(self._wrapped(closure))
         if len(args) > 1:
             return (args[0], wrapped, *args[2:]), kwargs
         return args, {**kwargs, "closure": wrapped}
@@ -150,56 +151,56 @@ class StepHooks:
         if not self._open.leave():
             return
         if self._turned_nonfinite or (self._order is not None and self._order.skip):
-            self._undo.restore(optimizer)
-        self._restore(optimizer)
+            self._undo.restore()
+        self._restore()
         self._measurer.clear()  # losses of a closure's later evaluations
         if self._skipped is not None and self.on_ended is not None:
             self.on_ended(self._turned_nonfinite or self._skipped)
 
-    def _restore(self, optimizer: Optimizer) -> None:
-        self._enforcer.restore(optimizer)
+    def _restore(self) -> None:
+        self.enforcer.restore()
         self._undo.clear()
 
-    def _wrapped(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _wrapped(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The user's closure; its first evaluation is judged, later ones are only checked."""
 
         def evaluate() -> Any:
-            self._undo.before_evaluation(optimizer)
+            self._undo.before_evaluation()
             loss = closure()
             if self._judged:
-                self._check_again(optimizer)
+                self._check_again()
             else:
                 if loss is not None and not self._measurer.has_loss:
                     self._measurer.add_loss(loss, "the closure's loss")
-                self._judge(optimizer)
-            if self._enforcer.third_party_step.can_end and self._undo.is_complete:
+                self._judge()
+            if self.enforcer.step_skipper.can_end and self._undo.is_complete:
                 self._open.unwind()
-                raise StepOmitted(loss)
+                raise StepSkipped(loss)
             return loss
 
         return evaluate
 
     @torch.no_grad()
-    def _check_again(self, optimizer: Optimizer) -> None:
+    def _check_again(self) -> None:
         """Clips a later evaluation of the same step by the same factor; skips a non-finite one."""
         order = self._order
         if order is None:
             return
-        everything = gradients.parameters(optimizer)
+        everything = gradients.parameters(self._optimizer)
         grads = [p.grad for p in everything if p.grad is not None]
         if order.skip or self._turned_nonfinite:
-            self._enforcer.skip(optimizer, everything)
+            self.enforcer.skip(everything)
         elif grads and not self._measurer.all_finite(grads):
             self._turned_nonfinite = True
-            self._enforcer.skip(optimizer, everything)
+            self.enforcer.skip(everything)
         else:
-            self._enforcer.clip(optimizer, everything, order)
+            self.enforcer.clip(everything, order)
 
     @torch.no_grad()
-    def _judge(self, optimizer: Optimizer) -> None:
+    def _judge(self) -> None:
         """Measures the step, runs the engine and enforces its order. No-op without gradients."""
         self._judged = True
-        everything = gradients.parameters(optimizer)
+        everything = gradients.parameters(self._optimizer)
         params = [p for p in everything if p.grad is not None]
         has_ranks = self._all_reduce.world > 1
         if not params and not has_ranks:
@@ -213,10 +214,8 @@ class StepHooks:
                 f"the optimizer had {self._groups} parameters at attach, now {len(everything)}, "
                 "and this policy clips each by its own history: detach() and attach again"
             )
-        divisor, found_inf = AmpOverride.read(optimizer)
-        measured = self._measurer.measure(
-            optimizer, everything, grad_divisor=divisor, found_inf=found_inf
-        )
+        divisor, found_inf = self.enforcer.amp_flags()
+        measured = self._measurer.measure(everything, grad_divisor=divisor, found_inf=found_inf)
         self._measurer.clear()
         state_init = measured.state_init and _is_zero(measured.grad_norm)
         if params and not state_init and not self.late_loss.is_done:
@@ -228,21 +227,18 @@ class StepHooks:
         if measured.grad_norm is None:
             return
         measured = self._measurer.mark_overflow(measured)
-        enforces, self._skipped = self._engine.mode != "observe", False
-        if isinstance(self._live_engine, HostEngine):
-            order = self._live_engine.step(measured)
-        else:
-            on_host = self._enforcer.needs_host(optimizer, params)
-            device_order = self._live_engine.step(measured)
-            if enforces and not on_host:
-                self._enforcer.enforce_on_device(optimizer, everything, params, device_order)
-                self._skipped = device_order.found_inf
-            order = read_order(device_order) if enforces and on_host else None
-        if enforces and order is not None:
-            self._order, self._skipped = order, order.skip
-            if ClosureUndo.reevaluates(optimizer):  # too late for this step, see `_before`
-                order = order._replace(lr_scale=1.0)
-            self._enforcer.enforce(optimizer, everything, order, measured.grad_divisor)
+        order = self._live_engine.step(measured)
+        self._skipped = False
+        if self._engine.mode != "observe":
+            if isinstance(order, DeviceOrder) and not self.enforcer.needs_host(params):
+                self.enforcer.enforce_on_device(everything, params, order)
+                self._skipped = order.found_inf
+            else:
+                order = order.on_host() if isinstance(order, DeviceOrder) else order
+                self._order, self._skipped = order, order.skip
+                if self._undo.reevaluates:  # too late for this step, see `_before`
+                    order = order._replace(lr_scale=1.0)
+                self.enforcer.enforce(everything, order, measured.grad_divisor)
         self.last_norms = StepNorms(params, self._measurer.tensor_norms, measured.grad_divisor)
         self._report(self.last_norms)
 
@@ -258,3 +254,70 @@ class StepHooks:
 def _is_zero(norm: Tensor | None) -> bool:
     """Whether a norm is 0. A sync, only for a fresh optimizer with learning rate 0."""
     return norm is None or not norm.cpu().numpy()
+
+
+class OpenStep:
+    """The frame of the `Optimizer.step` that is running: distinguishes a nested from the next step.
+
+    A subclass whose `step()` calls `super().step()` fires the hooks twice, and a step that raises
+    fires the pre-hook without the post-hook. A flag or a depth counter confuses the two: after one
+    exception it would take every later step for a nested one, and healing would end silently.
+    The call stack is reliable: the frame that began the step is still on it, or it is not.
+    """
+
+    def __init__(self) -> None:
+        self._frame: FrameType | None = None
+        self._nested = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step began and did not end; it may have ended in an exception."""
+        return self._frame is not None
+
+    def enter(self) -> bool:
+        """Begins a step; call it from the pre-hook.
+
+        Returns:
+            True for an outermost step, False for one nested in the running step.
+        """
+        if self._frame is not None and self._on_stack(self._frame):
+            self._nested += 1
+            return False
+        self._frame = _optimizer_frame()
+        self._nested = 0
+        return True
+
+    def leave(self) -> bool:
+        """Ends a step; call it from the post-hook. True for an outermost step."""
+        if self._nested:
+            self._nested -= 1
+            return False
+        self._frame = None
+        return True
+
+    def unwind(self) -> None:
+        """An exception is about to end the nested steps, and the outermost one catches it."""
+        self._nested = 0
+
+    def clear(self) -> None:
+        """Drops the frame (and what its locals keep alive)."""
+        self._frame, self._nested = None, 0
+
+    @staticmethod
+    def _on_stack(frame: FrameType) -> bool:
+        at: FrameType | None = sys._getframe(1)
+        while at is not None:
+            if at is frame:
+                return True
+            at = at.f_back
+        return False
+
+
+def _optimizer_frame() -> FrameType:
+    """The nearest frame of torch's hook wrapper, which outlives both hooks."""
+    at: FrameType | None = sys._getframe(2)
+    while at is not None:
+        if at.f_code.co_filename.endswith(_OPTIMIZER_FILE):
+            return at
+        at = at.f_back
+    return sys._getframe(3)

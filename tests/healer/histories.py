@@ -14,7 +14,7 @@ from typing import Any
 from healcore.core.verdict import Cause
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
 from healcore.runtime.checkpoints.manager import CheckpointManager
-from healcore.runtime.data.feeds import Feeds
+from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.ledger import Ledger
 from healcore.runtime.rollback.host_state import HostState
@@ -134,7 +134,7 @@ class Process:
     """One life of the run, as `opening` puts it together."""
 
     def __init__(self, store: Listed, path: Path) -> None:
-        self.store, self.ledger, self.feeds = store, Ledger(), Feeds()
+        self.store, self.ledger, self.loaders = store, Ledger(), LoaderRegistry()
         self.told: list[dict[str, Any]] = []
         self.journal = Journal(path)
         self.journal.read()
@@ -156,8 +156,8 @@ class Process:
             checkpoints=self.checkpoints,
             journal=self.journal,
             ledger=self.ledger,
-            feeds=self.feeds,
-            host=HostState(self.feeds.position, None),
+            loaders=self.loaders,
+            host=HostState(self.loaders.position, None),
             ranks=Alone(),
             log_event=self.tell,
         )

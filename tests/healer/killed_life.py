@@ -21,7 +21,7 @@ from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.loop import start
 from healcore.runtime.loop.action_executor import ActionExecutor
 from healcore.runtime.loop.setup import AlreadyCompleted
-from healcore.runtime.store import committing
+from healcore.runtime.store import commit
 from tests.healer.loops import Faults, loop_of, rules, train
 
 DATA = 45
@@ -81,7 +81,7 @@ class Watched:
         self.calls: dict[str, int] = dict.fromkeys(PHASES, 0)
         """The most calls of each phase."""
         self._watch(CheckpointManager, "save", SAVE)
-        self._watch(committing, "commit", WRITE)
+        self._watch(commit, "commit", WRITE)
         self._watch(ActionExecutor, "_roll_back", BACK)
         self._watch(start, "_finish_rollback", BACK)
         for name in CALLS:

@@ -54,7 +54,7 @@ def rots(healer: Healer, number: int) -> None:
         assert isinstance(memory, MemoryStore)
         for saved in memory.steps():
             if saved.step >= 15:
-                next(iter(memory._ring.slot(saved.step).snapshot.blocks())).raw[0] ^= 1
+                next(iter(memory._slot(saved.step).snapshot.blocks())).raw[0] ^= 1
 
 
 ODD: dict[str, Any] = {

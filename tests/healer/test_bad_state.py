@@ -100,8 +100,8 @@ def test_damage_in_memory_is_told_though_the_disk_has_repaired_it(tmp_path):
             healer.store.wait()
             for saved in healer.store.memory.steps():
                 if saved.step:
-                    ring = healer.store.memory._ring
-                    next(iter(ring.slot(saved.step).snapshot.blocks())).raw[0] ^= 1
+                    slot = healer.store.memory._slot(saved.step)
+                    next(iter(slot.snapshot.blocks())).raw[0] ^= 1
 
     loop = loop_of("torch", Faults(always=[23]))
     facts = train(loop, rules(), range(40), store=tmp_path, before=flip)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from healcore.runtime.checkpoints.manager import CheckpointManager
-from healcore.runtime.data.feeds import Feeds
+from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.rollback.journal import Journal
 from healcore.runtime.rollback.manager import RollbackManager
 from healcore.runtime.store.tiered import TieredStore
@@ -28,7 +28,7 @@ POINTS = [
     (CheckpointManager, "quarantine"),
     (CheckpointManager, "reload"),
     (RollbackManager, "_load_state"),
-    (Feeds, "go_back"),
+    (LoaderRegistry, "rewind"),
 ]
 BAD = [23, 26]
 
@@ -88,7 +88,9 @@ def test_every_point_of_a_rollback(framework, tmp_path, monkeypatch):
         expected = train(clean, rules(), range(40), store=tmp_path / "clean")
     assert expected["rollbacks"] == 2
     assert len(passed) > 8, passed
-    first = passed.index("Feeds.go_back") + 3  # of the first rollback, and the journal after it
+    first = (
+        passed.index("LoaderRegistry.rewind") + 3
+    )  # of the first rollback, and the journal after it
     for at in range(0, first, 1 if framework == "torch" else 3):
         folder = tmp_path / str(at)
         with crashing(monkeypatch, at), pytest.raises(Crash):

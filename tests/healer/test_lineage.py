@@ -17,9 +17,8 @@ import pytest
 from healcore import policy as policies
 from healcore.runtime.rollback.journal import Journal, JournalError
 from healcore.runtime.rollback.manager import RollbackManager
-from healcore.runtime.store import NoGoodCheckpoint, StoreError
+from healcore.runtime.store import NoGoodCheckpoint, StoreError, checksummed_json
 from healcore.runtime.store import tiered as tiers
-from healcore.runtime.store.sealed import seal
 from tests.healer.loops import RULES, Faults, loop_of, rules, same, train
 from tests.healer.reading import events
 from tests.healer.test_restarts import crash
@@ -170,7 +169,7 @@ def test_a_journal_beside_another_run_s_checkpoints_is_refused(tmp_path):
 
 def test_a_journal_of_another_version_is_refused(tmp_path):
     path = tmp_path / "healcore.json"
-    path.write_bytes(seal({"schema": 2, "begun": None}))
+    path.write_bytes(checksummed_json.dumps({"schema": 2, "begun": None}))
     with pytest.raises(JournalError, match=r"has schema 2, .* reads 3: .*delete it"):
         Journal(path).read()
 

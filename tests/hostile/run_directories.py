@@ -10,8 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from healcore.runtime.store import digest, manifest
-from healcore.runtime.store.sealed import seal, unseal
+from healcore.runtime.store import checksummed_json, files, inspection, manifest
 from tests.healer.loops import loop_of, rules, train
 
 STEPS = 12
@@ -71,10 +70,10 @@ def checkpoints(root: Path) -> list[Path]:
 
 def sealed_again(folder: Path) -> None:
     """The manifest of a checkpoint as its files are now: the digests are no secret."""
-    content = unseal((folder / manifest.MANIFEST).read_bytes())
-    known = {*digest.files_below(folder)} - {manifest.MANIFEST, manifest.STATUS}
-    content["files"] = {name: digest.file_digest(folder / name)._asdict() for name in known}
-    (folder / manifest.MANIFEST).write_bytes(seal(content))
+    content = checksummed_json.read(folder / manifest.MANIFEST)
+    known = {*files.below(folder)} - {manifest.MANIFEST, manifest.STATUS}
+    content["files"] = {name: inspection.file_digest(folder / name)._asdict() for name in known}
+    (folder / manifest.MANIFEST).write_bytes(checksummed_json.dumps(content))
 
 
 def change_state(root: Path, change: Callable[[dict[str, Any]], None]) -> None:

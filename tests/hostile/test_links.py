@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from healcore.runtime.rollback.journal import NAME, JournalError
-from healcore.runtime.store import NotThere, StoreError, atomic
+from healcore.runtime.store import NotThere, StoreError, files
 from healcore.runtime.store.claim import LOCK
 from healcore.tools.writing import replacing
 from healcore.torch.store import DCPStore
@@ -75,7 +75,7 @@ def test_a_link_that_the_user_names_is_written_through(root, tmp_path):
 @pytest.mark.parametrize("name", [NAME, "healcore.postmortem.x.json"])
 def test_a_file_that_is_replaced_takes_the_place_of_the_link(name, root, precious):
     (root / name).symlink_to(precious)
-    atomic.write(root / name, b"new")
+    files.replace(root / name, b"new")
     assert precious.read_text() == "precious\n"
     assert not (root / name).is_symlink()
 
@@ -83,10 +83,10 @@ def test_a_file_that_is_replaced_takes_the_place_of_the_link(name, root, preciou
 def test_a_new_file_goes_through_no_link(root, precious):
     (root / "x").symlink_to(precious)
     with pytest.raises(FileExistsError):
-        atomic.write_new(root / "x", b"new")
+        files.write_new(root / "x", b"new")
     precious.unlink()
     with pytest.raises(FileExistsError):
-        atomic.write_new(root / "x", b"new")
+        files.write_new(root / "x", b"new")
     assert not precious.exists()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from healcore.runtime.store.permissions import open_to_others
+from healcore.runtime.store.claim import open_to_others
 from tests.healer.reading import events
 from tests.hostile.run_directories import cut_short, go_on
 

@@ -9,9 +9,9 @@ import pickle
 import pytest
 import torch
 
+from healcore.runtime.store import checksummed_json
 from healcore.runtime.store.manifest import MANIFEST, SCHEMA
-from healcore.runtime.store.sealed import seal, unseal
-from healcore.tools.probe.contents.stored import parsed
+from healcore.tools.probe.contents.saved_state import parsed
 from healcore.torch.store import DCPStore
 
 
@@ -27,9 +27,11 @@ def folder(tmp_path):
 
 def changed(folder, **changes):
     """The manifest with other entries; its own digest holds."""
-    content = unseal((folder / MANIFEST).read_bytes())
+    content = checksummed_json.read(folder / MANIFEST)
     content.pop("digest", None)
-    (folder / MANIFEST).write_bytes(seal({**content, "schema": SCHEMA, **changes}))
+    (folder / MANIFEST).write_bytes(
+        checksummed_json.dumps({**content, "schema": SCHEMA, **changes})
+    )
 
 
 def test_the_checkpoint_is_sound(reader, folder):

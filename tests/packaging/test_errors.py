@@ -12,7 +12,7 @@ import pytest
 import healcore
 
 # Raised and caught within healcore; nobody outside ever sees one.
-INTERNAL = {"StepOmitted", "BadPickle", "Unsealed", "BadManifest", "NotRecordable"}
+INTERNAL = {"StepSkipped", "BadPickle", "ChecksumError", "BadManifest", "NotRecordable"}
 HOMES = ("healcore", "healcore.jax", "healcore.torch", "healcore.policy")
 ENDS = {"RunStopped", "AlreadyCompleted", "LastStateNotSaved", "Terminated", "Interrupted"}
 

@@ -58,7 +58,7 @@ def test_imports_go_down(path):
 ADAPTERS = ROOT.parent / "adapters"
 PARTS = ("core", "policy", "runtime", "plugins", "extras")
 BELOW_TOOLS = tuple(f"healcore.{name}" for name in PARTS)
-READS_CHECKPOINTS = ("probing.py", "probing_dcp.py")
+READS_CHECKPOINTS = ("checkpoint_contents.py", "checkpoint_pickle.py")
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 
 from healcore.runtime.events.process import here
-from healcore.runtime.store import StoreError, names
+from healcore.runtime.store import StoreError, checksummed_json, files
 from healcore.runtime.store.claim import LOCK, StoreInUse, claim
-from healcore.runtime.store.listing import problems
-from healcore.runtime.store.sealed import seal
+from healcore.runtime.store.manifest import problems
 from healcore.torch.store import DCPStore
 
 HOLDS = """
@@ -137,7 +136,9 @@ assert os.listdir(sys.argv[1]) == []
 
 def test_what_cannot_be_seen_is_told(tmp_path):
     there = here()._replace(host=socket.gethostname() + "-other", pid=17, boot="another")
-    (tmp_path / LOCK).write_bytes(seal({"schema": 1, "token": "x", **there._asdict()}))
+    (tmp_path / LOCK).write_bytes(
+        checksummed_json.dumps({"schema": 1, "token": "x", **there._asdict()})
+    )
     held = claim(tmp_path)
     assert held.warning is not None
     assert f"process 17 on {there.host}" in held.warning
@@ -146,7 +147,9 @@ def test_what_cannot_be_seen_is_told(tmp_path):
     held.release()
     # A container of this machine: the kernel would have known of its lock.
     there = there._replace(boot=here().boot)
-    (tmp_path / LOCK).write_bytes(seal({"schema": 1, "token": "x", **there._asdict()}))
+    (tmp_path / LOCK).write_bytes(
+        checksummed_json.dumps({"schema": 1, "token": "x", **there._asdict()})
+    )
     held = claim(tmp_path)
     assert held.warning is None
     held.release()
@@ -162,7 +165,9 @@ def test_a_torn_one_is_nobodys(tmp_path, content):
 
 def test_another_boot_and_another_life_of_the_number_are_gone(tmp_path):
     for other in (here()._replace(boot="another"), here()._replace(born=1)):
-        (tmp_path / LOCK).write_bytes(seal({"schema": 1, "token": "x", **other._asdict()}))
+        (tmp_path / LOCK).write_bytes(
+            checksummed_json.dumps({"schema": 1, "token": "x", **other._asdict()})
+        )
         held = claim(tmp_path)
         assert held.warning is None
         held.release()
@@ -173,7 +178,7 @@ def in_another_container(root: Path) -> None:
     named = json.loads((root / LOCK).read_bytes())
     named = {**named, "pid": 2**22 + 1}
     named.pop("digest")
-    (root / LOCK).write_bytes(seal(named))
+    (root / LOCK).write_bytes(checksummed_json.dumps(named))
 
 
 def test_a_run_in_another_container_is_seen_by_its_lock(tmp_path):
@@ -190,7 +195,7 @@ def test_a_run_in_another_container_is_seen_by_its_lock(tmp_path):
 
 def test_its_saves_are_not_swept(tmp_path):
     """By a store that was made before a Healer could ask for the directory."""
-    work = tmp_path / f".tmp-healcore-{2**22 + 1}-{names.place()}-0a1b2c3d"
+    work = tmp_path / f".tmp-healcore-{2**22 + 1}-{files.place()}-0a1b2c3d"
     work.mkdir()
     holder = start(tmp_path)
     assert said(holder) == "held"

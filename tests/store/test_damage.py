@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from healcore.runtime.store import CheckpointDamaged, NoGoodCheckpoint, restore_first_intact, sealed
+from healcore.runtime.store import (
+    CheckpointDamaged,
+    NoGoodCheckpoint,
+    checksummed_json,
+    restore_first_intact,
+)
+from healcore.runtime.store.checksummed_json import ChecksumError
 from tests.store.worlds import DISKS, World, over, same_states
 
 FLIPS = 60
@@ -71,8 +77,8 @@ def test_every_bit_of_the_manifest(world, tmp_path):
     for bit in range(len(data) * 8):
         spoilt = bytearray(data)
         spoilt[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(sealed.Unsealed):
-            sealed.unseal(bytes(spoilt))
+        with pytest.raises(ChecksumError):
+            checksummed_json.loads(bytes(spoilt))
     flip(manifest, 8 * (len(data) // 2))
     store = world.make(tmp_path)
     assert [saved.step for saved in store.steps()] == [1]
@@ -151,7 +157,7 @@ def test_the_healer_s_own_file_is_no_stranger(world, tmp_path):
     (tmp_path / "healcore.json").write_text("{}")
     assert store.problems() == []
     (tmp_path / "healcorejson").write_text("{}")
-    assert store.problems() == ["healcorejson is nothing of healcore's"]
+    assert store.problems() == ["healcorejson was not written by healcore"]
 
 
 @over(*DISKS)
@@ -178,5 +184,5 @@ def test_a_copied_store_is_the_same_store(world, tmp_path):
 )
 def test_what_json_cannot_hold_is_damage_and_no_crash(text):
     """One such manifest must not take the others with it."""
-    with pytest.raises(sealed.Unsealed, match="is not what was written"):
-        sealed.unseal(text.encode())
+    with pytest.raises(ChecksumError, match="is not what was written"):
+        checksummed_json.loads(text.encode())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from healcore.runtime.store import SaveFailed, StoreError
-from healcore.runtime.store.names import place
+from healcore.runtime.store.files import place
 from tests.store import worlds
 from tests.store.disks import read_only, small_disk
 from tests.store.worlds import DISKS, TIERS, World, over, same_states

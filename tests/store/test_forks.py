@@ -77,7 +77,7 @@ memory.save(1, {"w": torch.zeros(3)})
 memory.wait()
 held = threading.Event()
 def holds():
-    with log._lock, memory._ring._lock:
+    with log._lock, memory._lock:
         held.set()
         gate.wait(60)
 threading.Thread(target=holds).start()

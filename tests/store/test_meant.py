@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from healcore.runtime.store import NotFinite, manifest
-from healcore.runtime.store.sealed import seal, unseal
+from healcore.runtime.store import NotFinite, checksummed_json, manifest
 from tests.store.worlds import ALL, DISKS, over
 
 
@@ -85,12 +84,12 @@ def test_manifests_that_kept_twenty_names_count_as_they_did(tmp_path, many, fini
     store.save(1, world.state(0))
     store.wait()
     path = next(tmp_path.glob("step-*")) / manifest.MANIFEST
-    content = unseal(path.read_bytes())
+    content = checksummed_json.read(path)
     del content["unnamed"]
-    path.write_bytes(seal(content))
+    path.write_bytes(checksummed_json.dumps(content))
     assert store.verify(1).finite
     content["nonfinite"] = [f"weights.{number}" for number in range(many)]
-    path.write_bytes(seal(content))
+    path.write_bytes(checksummed_json.dumps(content))
     assert not store.steps()[0].finite
     store.nonfinite_ok = ("weights.*",)
     assert store.steps()[0].finite == finite

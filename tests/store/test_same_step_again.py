@@ -162,7 +162,7 @@ def test_damage_in_memory_does_not_lead_to_an_older_save_on_disk(world, tmp_path
     store = world.make(tmp_path, disk_every=2)
     save(world, store, 1, seed=1)
     save(world, store, 1, seed=2)  # memory only
-    max(store.memory._ring.slot(1).snapshot.blocks(), key=lambda each: len(each.raw)).raw[3] ^= 1
+    max(store.memory._slot(1).snapshot.blocks(), key=lambda each: len(each.raw)).raw[3] ^= 1
     with pytest.raises(CheckpointDamaged):
         store.restore(1, world.state(0))
 

@@ -17,7 +17,7 @@ def test_a_damaged_copy_in_memory_is_replaced_by_the_one_on_disk(world, tmp_path
     store = world.make(tmp_path)
     store.save(7, world.state(1))
     store.wait()
-    block = max(store.memory._ring.slot(7).snapshot.blocks(), key=lambda block: len(block.raw))
+    block = max(store.memory._slot(7).snapshot.blocks(), key=lambda block: len(block.raw))
     block.raw[3] ^= 1
     assert same_states(world.state(1), store.restore(7, world.state(2)).state)
     assert any("memory" in told and block.name in told for told in store.problems())

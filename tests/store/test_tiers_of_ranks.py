@@ -27,7 +27,7 @@ def fresh(scale):
 
 def flip(step):
     if rank == ODD:
-        next(iter(tiers.memory._ring.slot(step).snapshot.blocks())).raw[3] ^= 1
+        next(iter(tiers.memory._slot(step).snapshot.blocks())).raw[3] ^= 1
 
 def check(state, scale):
     whole = torch.arange(24.0).reshape(6, 4) * scale

@@ -257,7 +257,7 @@ def test_memory_holds_no_more_than_it_says(tmp_path):
         assert store.nbytes <= (keep.most + 1) * (1 << 20)
     assert len(store.steps()) == keep.most
     assert store.describe().startswith("at most 4 copies of the state in host memory (4 × 1")
-    memory = {id(slot.snapshot.arena) for slot in store._ring._slots.values()}
+    memory = {id(slot.snapshot.arena) for slot in store._slots.values()}
     assert len(memory) == keep.most
 
 
@@ -282,7 +282,7 @@ def test_the_memory_of_old_snapshots_is_used_again():
     for step in range(20):
         store.save(step, state)
         store.wait()
-        seen |= {slot.snapshot.arena._memory.ctypes.data for slot in store._ring._slots.values()}
+        seen |= {slot.snapshot.arena._memory.ctypes.data for slot in store._slots.values()}
     assert len(seen) == store.keep.candidates + 1
 
 

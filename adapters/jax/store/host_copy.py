@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from healcore.jax.store.assembling import assemble
-from healcore.jax.store.flattening import Flat, arrays_of, checked, flatten
-from healcore.jax.store.placing import Index, as_array, parts, whole
-from healcore.runtime.store.digest import mapped
-from healcore.runtime.store.protocol import wanted
-from healcore.runtime.store.snapshot import Arena, Block, rounded
+from healcore.jax.store.state import flatten
+from healcore.runtime.store.inspection import mapped
+from healcore.runtime.store.snapshot import Arena, Block, Copier, CopyBlocks, rounded
+from healcore.runtime.store.structure import Flat
 
 _PINNED = "pinned_host"
 
+Index = tuple[tuple[int, int], ...]
+"""The place of a part in its array: (start, stop) per axis."""
 
-class Entry(NamedTuple):
+
+class Part(NamedTuple):
+    """One distinct part of an array on this process."""
+
+    index: Index
+    data: Any
+    """A jax.Array on one device, or a NumPy array."""
+
+
+class HostArray(NamedTuple):
     """One array in host memory."""
 
     name: str
@@ -51,10 +60,8 @@ class Entry(NamedTuple):
 class JaxSnapshot:
     """A state in host memory."""
 
-    structure: dict[str, dict[str, Any]]
-    treedefs: dict[str, Any]
-    """PyTreeDefs of the pytrees."""
-    entries: dict[str, Entry]
+    flat: Flat
+    entries: dict[str, HostArray]
     arena: Arena | None
 
     @property
@@ -76,12 +83,12 @@ class JaxSnapshot:
                 yield _block(each, index, data)
 
 
-class JaxCopier:
+class JaxCopier(Copier):
     """Copies JAX states to host memory.
 
     Arrays on a CPU are copied into one block of memory before `take` returns: their own memory may
-    be donated to the next step. Arrays on an accelerator are sent to pinned host memory by the
-    runtime, which knows about donation; the host does not wait.
+    be donated to the next step. The runtime sends arrays on an accelerator to pinned host memory;
+    it knows about donation, and the host does not wait.
 
     Args:
         pinned: send arrays on a CPU through pinned memory too, for tests.
@@ -89,6 +96,10 @@ class JaxCopier:
 
     def __init__(self, *, pinned: bool = False) -> None:
         self._pinned = pinned
+
+    def flatten(self, state: Mapping[str, Any], *, live: bool = False) -> Flat:
+        """The structure of a state and its arrays; of a live one also shapes."""
+        return flatten(state, shapes=live)
 
     def take(self, state: Mapping[str, Any], recycled: JaxSnapshot | None = None) -> JaxSnapshot:
         """A snapshot."""
@@ -109,53 +120,46 @@ class JaxCopier:
                 work.append((copies[index], data))
             entries[name] = _entry(name, leaf, copies, sent.get(name))
         mapped(lambda pair: np.copyto(*pair), work, need)
-        return JaxSnapshot(flat.entries, flat.treedefs, entries, arena)
+        return JaxSnapshot(flat._replace(leaves={}), entries, arena)
 
     def borrow(self, state: Mapping[str, Any]) -> JaxSnapshot:
-        """The same form without a copy, of arrays that nobody changes or donates."""
+        """A snapshot without a copy, of arrays that nobody changes or donates."""
         flat = flatten(state)
         entries = {}
         for name, leaf in flat.leaves.items():
             known = {part.index: np.asarray(part.data) for part in parts(leaf)}
             entries[name] = _entry(name, leaf, known, None)
-        return JaxSnapshot(flat.entries, flat.treedefs, entries, None)
+        return JaxSnapshot(flat._replace(leaves={}), entries, None)
 
-    def give(
-        self,
-        snapshot: JaxSnapshot,
-        like: Mapping[str, Any],
-        copy: Callable[[Sequence[Block]], list[np.ndarray]],
+    def arrays(self, snapshot: JaxSnapshot) -> dict[str, Any]:
+        """The arrays in the snapshot's own memory."""
+        return {name: entry.array() for name, entry in snapshot.entries.items()}
+
+    def copies(
+        self, snapshot: JaxSnapshot, names: set[str], live: Flat, copy: CopyBlocks
     ) -> dict[str, Any]:
-        """The state in fresh memory, sharded as `like` is."""
-        like = wanted(snapshot.structure, like)
-        if not like:
-            return {}
-        live = checked(None, snapshot.structure, like)
-        saved = {name: snapshot.structure[name] for name in like}
-        needed = [
-            snapshot.entries[node["name"]] for each in saved.values() for node in arrays_of(each)
-        ]
-        parts_of = [
-            (entry, index, data) for entry in needed for index, data in entry.data().items()
-        ]
-        copies = copy([_block(*each) for each in parts_of])
+        """Arrays in fresh memory, sharded as the live ones are."""
+        needed = [entry for name, entry in snapshot.entries.items() if name in names]
+        saved = [(entry, *part) for entry in needed for part in entry.data().items()]
+        copies = copy([_block(*each) for each in saved])
         fresh: dict[str, dict[Index, np.ndarray]] = {entry.name: {} for entry in needed}
-        for (entry, index, data), raw in zip(parts_of, copies, strict=True):
+        for (entry, index, data), raw in zip(saved, copies, strict=True):
             fresh[entry.name][index] = raw.view(entry.dtype).reshape(data.shape)
-        arrays = {
+        return {
             entry.name: _placed(entry, fresh[entry.name], live.leaves.get(entry.name))
             for entry in needed
         }
-        return assemble(saved, arrays, live.treedefs)
 
-    def held(self, snapshot: JaxSnapshot) -> dict[str, Any]:
-        """The state in the snapshot's own memory."""
-        arrays = {name: entry.array() for name, entry in snapshot.entries.items()}
-        trees = assemble(snapshot.structure, arrays, snapshot.treedefs)
-        return {
-            name: HeldState(tree) if "tree" in snapshot.structure[name] else tree
-            for name, tree in trees.items()
-        }
+    def fetch(
+        self, name: str, tag: str, content: Any, arrays: Mapping[str, Any], live: Flat | None
+    ) -> Any:
+        """An array, wherever it is; a random key is made of its data."""
+        array = arrays[content["name"]]
+        if content["kind"] == "key":
+            return jax.random.wrap_key_data(array, impl=content["impl"])
+        if content["kind"] == "scalar" and isinstance(array, np.ndarray):
+            return array[()]
+        return array
 
     def _sent(self, flat: Flat) -> dict[str, jax.Array]:
         """Arrays on accelerators, on their way to pinned host memory."""
@@ -168,23 +172,14 @@ class JaxCopier:
         return dict(zip(away, jax.device_put(list(away.values()), places), strict=True))
 
 
-class HeldState:
-    """Stands for an object with `state_dict`, of which only that is left."""
-
-    def __init__(self, state: Any) -> None:
-        self._state = state
-
-    def state_dict(self) -> Any:
-        """What the object's was."""
-        return self._state
-
-
-def _entry(name: str, leaf: Any, known: dict[Index, np.ndarray], pinned: jax.Array | None) -> Entry:
+def _entry(
+    name: str, leaf: Any, known: dict[Index, np.ndarray], pinned: jax.Array | None
+) -> HostArray:
     sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
-    return Entry(name, tuple(leaf.shape), np.dtype(leaf.dtype), sharding, known, pinned)
+    return HostArray(name, tuple(leaf.shape), np.dtype(leaf.dtype), sharding, known, pinned)
 
 
-def _placed(entry: Entry, fresh: dict[Index, np.ndarray], live: Any) -> Any:
+def _placed(entry: HostArray, fresh: dict[Index, np.ndarray], live: Any) -> Any:
     """An array as the live one is placed; as it was saved where there is no live one.
 
     Args:
@@ -211,32 +206,32 @@ def _placed(entry: Entry, fresh: dict[Index, np.ndarray], live: Any) -> Any:
     return jax.device_put(_whole(entry, fresh), target)
 
 
-def _whole(entry: Entry, fresh: dict[Index, np.ndarray]) -> np.ndarray:
+def _whole(entry: HostArray, fresh: dict[Index, np.ndarray]) -> np.ndarray:
     if len(fresh) == 1 and next(iter(fresh.values())).shape == entry.shape:
         return next(iter(fresh.values()))
-    found = whole(entry.shape, entry.dtype, fresh)
-    if found is None:
+    result = np.empty(entry.shape, entry.dtype)
+    filled = 0
+    for index, data in fresh.items():
+        result[tuple(slice(start, stop) for start, stop in index)] = data
+        filled += data.size
+    if filled != result.size:
         raise ValueError(
             f"{entry.name} lies on several processes and is wanted in another sharding: "
             "restore it into the sharding it was saved from"
         )
-    return found
+    return result
 
 
 def _arena(nbytes: int, recycled: JaxSnapshot | None) -> Arena:
-    """Memory for a snapshot: that of the recycled one if it is large enough and not far larger."""
     old = recycled.arena if recycled is not None else None
-    if old is not None and nbytes <= old.nbytes <= 2 * nbytes:
-        old.reset()
-        return old
-    return Arena(nbytes)
+    return old if old is not None and old.reused(nbytes) else Arena(nbytes)
 
 
 def _raw(data: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
 
 
-def _block(entry: Entry, index: Index, data: np.ndarray) -> Block:
+def _block(entry: HostArray, index: Index, data: np.ndarray) -> Block:
     whole = tuple((0, size) for size in entry.shape)
     place = "" if index == whole else "[" + ", ".join(f"{a}:{b}" for a, b in index) + "]"
     return Block(entry.name, entry.dtype.name, _raw(data), place)
@@ -244,3 +239,44 @@ def _block(entry: Entry, index: Index, data: np.ndarray) -> Block:
 
 def _on_cpu(array: jax.Array) -> bool:
     return next(iter(array.devices())).platform == "cpu"
+
+
+def parts(array: Any) -> Iterator[Part]:
+    """The distinct parts that this process has: one of several replicas."""
+    if not isinstance(array, jax.Array):
+        yield Part(_index(tuple(slice(None) for _ in array.shape), array.shape), array)
+        return
+    seen = set()
+    for shard in array.addressable_shards:
+        index = _index(shard.index, array.shape)
+        if index not in seen:
+            seen.add(index)
+            yield Part(index, shard.data)
+
+
+def as_array(
+    shape: tuple[int, ...],
+    sharding: jax.sharding.Sharding,
+    part: Callable[[Index], np.ndarray],
+) -> jax.Array:
+    """An array from host memory, each device with its part.
+
+    XLA on a CPU uses well-aligned memory as it is, so `part` must return memory that nobody writes
+    to as long as the array lives.
+
+    Args:
+        shape: global.
+        sharding: of the result.
+        part: the data at an index, with the right shape and dtype; called once for each device.
+    """
+    local = sharding.addressable_devices_indices_map(shape)
+    pieces = [
+        jax.device_put(part(_index(index, shape)), device)
+        for device, index in local.items()
+        if index is not None
+    ]
+    return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
+
+
+def _index(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
+    return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +12,13 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from healcore.jax.store.assembling import assemble
-from healcore.jax.store.flattening import Flat, arrays_of, checked
-from healcore.jax.store.host_copy import JaxCopier, JaxSnapshot
-from healcore.runtime.store import atomic, inspection, manifest, protocol, structure
-from healcore.runtime.store.committing import Written
+from healcore.jax.store.host_copy import JaxCopier
+from healcore.runtime.store import manifest, structure
 from healcore.runtime.store.directory import DirectoryStore
 from healcore.runtime.store.errors import StoreError
-from healcore.runtime.store.listing import Found
+from healcore.runtime.store.inspection import Digest
+from healcore.runtime.store.manifest import Found
+from healcore.runtime.store.structure import Flat
 
 _ITEM = "state"
 """Name of the one checkpointable. Its tree is flat: array name -> array."""
@@ -59,46 +56,25 @@ class OrbaxStore(DirectoryStore):
                 f"OrbaxStore saves from one process, this program has {jax.process_count()}: "
                 "give each process a MemoryStore, and save to disk with Orbax itself"
             )
-        super().__init__(root, nonfinite_ok=nonfinite_ok)
+        super().__init__(root, JaxCopier(), nonfinite_ok=nonfinite_ok)
         self.compress = compress
-        self._copier = JaxCopier()
-        self._spare: JaxSnapshot | None = None
 
-    def _capture(self, state: Mapping[str, Any], *, copy: bool) -> JaxSnapshot:
-        if not copy:
-            return self._copier.borrow(state)
-        spare, self._spare = self._spare, None
-        return self._copier.take(state, spare)
+    def _write_arrays(self, arrays: dict[str, Any], folder: Path) -> dict[str, Digest]:
+        # Orbax saves no arrays without elements.
+        saved = {_escaped(name): array for name, array in arrays.items() if array.size}
+        if saved:
+            with self._context():
+                ocp.save_checkpointables(str(folder), {_ITEM: saved})
+        return {}
 
-    def _release(self, captured: JaxSnapshot) -> None:
-        if captured.arena is not None:
-            self._spare = captured
-
-    def _write(self, captured: JaxSnapshot, folder: Path) -> Written:
-        captured.settle()
-        # Checked beside the writing: the one waits for the disk, the other for memory.
-        with ThreadPoolExecutor(1) as pool:
-            checking = pool.submit(inspection.nonfinite, captured.blocks())
-            arrays = {
-                _escaped(name): entry.array()
-                for name, entry in captured.entries.items()
-                if np.prod(entry.shape)
-            }
-            if arrays:
-                with self._context():
-                    ocp.save_checkpointables(str(folder / manifest.DATA), {_ITEM: arrays})
-            bad = checking.result()
-        atomic.write_new(folder / manifest.STATE, structure.dumps(captured.structure))
-        return Written({}, len(captured.entries), bad)
-
-    def _read(self, found: Found, like: Mapping[str, Any]) -> dict[str, Any]:
-        saved = json.loads((found.folder / manifest.STATE).read_bytes())
-        like = protocol.wanted(saved, like)
-        if not like:
-            return {}
-        live = checked(found.manifest.step, saved, like)
-        entries = {name: saved[name] for name in like}
-        nodes = {node["name"]: node for each in entries.values() for node in arrays_of(each)}
+    def _read_arrays(
+        self,
+        found: Found,
+        entries: Mapping[str, Mapping[str, Any]],
+        like: Mapping[str, Any],
+        live: Flat,
+    ) -> dict[str, Any]:
+        nodes = structure.nodes_of(entries)
         wanted = {
             _escaped(name): _abstract(node, live) for name, node in nodes.items() if _size(node)
         }
@@ -109,14 +85,13 @@ class OrbaxStore(DirectoryStore):
             with context:
                 path = str(found.folder / manifest.DATA)
                 read = ocp.load_checkpointables(path, {_ITEM: wanted})[_ITEM]
-        arrays = {
+        return {
             name: read[_escaped(name)] if _size(node) else _empty(node, live)
             for name, node in nodes.items()
         }
-        return assemble(entries, arrays, live.treedefs)
 
     def _context(self) -> ocp.Context:
-        """Orbax's settings. They belong to a thread, hence made where they are used."""
+        """Orbax's settings. They belong to a thread, so each use makes its own."""
         context = ocp.Context()
         context.memory_options.deepcopy_host_arrays = False  # it is a copy already
         context.array.saving.use_compression = self.compress

@@ -17,19 +17,14 @@ from healcore.torch import gradients
 from healcore.torch.attachment import attach as attach_to
 from healcore.torch.attachment import healing_of
 from healcore.torch.driver import live_state
-from healcore.torch.driver.accumulation import Accumulation
 from healcore.torch.driver.batch_statistics import BatchStatistics
+from healcore.torch.driver.optimizer_hooks import Accumulation, UntrackedOptimizers
 from healcore.torch.driver.pending_step import PendingEntries, PendingStep, Recorder
-from healcore.torch.driver.rng import RngState
-from healcore.torch.driver.tensor_hyperparameters import TensorHyperparameters
-from healcore.torch.driver.untracked_optimizers import UntrackedOptimizers
-from healcore.torch.engine_state import from_saved
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
-from healcore.torch.norms import per_tensor, total
 from healcore.torch.store import DCPStore, MemoryStore, TieredStore, apply
-from healcore.torch.store.flattening import flatten
 from healcore.torch.store.gloo import GlooRanks, initialized
+from healcore.torch.store.state import flatten
 
 _WITHOUT_LOSS = 20
 """Steps without any loss after which a warning is logged."""
@@ -68,7 +63,7 @@ class TorchDriver:
             self._detach()
             raise
         names = live_state.ParameterNames(self._state)
-        self._pending: PendingEntries = PendingEntries()
+        self._pending = PendingEntries()
         self._recorders = [
             Recorder(name, healing, names, self._pending) for name, healing in self.healings.items()
         ]
@@ -95,7 +90,7 @@ class TorchDriver:
     def observe_eval(
         self, eval_loss: Tensor | float, optimizer: str | Optimizer | None = None
     ) -> None:
-        """Reports an evaluation's loss; the next step sees it."""
+        """Reports an evaluation's loss; the next step is judged by it."""
         for healing in self._healings_of(optimizer):
             healing.observe_eval(eval_loss)
 
@@ -110,7 +105,9 @@ class TorchDriver:
     def replace(self, restored: Mapping[str, Any]) -> None:
         """Loads a restored state; drops gradients, and losses of a step that was not taken."""
         self._settle()
-        hyperparameters = [TensorHyperparameters(h.optimizer) for h in self.healings.values()]
+        hyperparameters = [
+            live_state.TensorHyperparameters(h.optimizer) for h in self.healings.values()
+        ]
         apply(self._state, restored)
         for each in hyperparameters:
             each.restore()
@@ -128,8 +125,7 @@ class TorchDriver:
         """Replaces engine states; steps that were not polled yet are dropped."""
         check_engines(engines, self.healings)
         for name, data in engines.items():
-            healing = self.healings[name]
-            from_saved(healing.engine, data, healing.live_engine.groups)
+            self.healings[name].live_engine.parsed(data)
         for recorder in self._recorders:
             if recorder.name in engines:
                 recorder.healing.load_state_dict(engines[recorder.name])
@@ -149,7 +145,7 @@ class TorchDriver:
         step = PendingStep(entries, self._ranks_to_compare)
         self._polled_steps += 1
         if self._polled_steps == _WITHOUT_LOSS:
-            self._note_missing_losses()
+            self._warn_of_missing_losses()
         return step
 
     def may_save(self) -> bool:
@@ -184,7 +180,8 @@ class TorchDriver:
     def finite(self) -> bool:
         """Whether all parameters are finite. One sync for each device."""
         params = [p for h in self.healings.values() for p in gradients.parameters(h.optimizer)]
-        return bool(torch.isfinite(total(per_tensor(params), params[0].device)))
+        norm = gradients.total_norm(gradients.norms(params), params[0].device)
+        return bool(torch.isfinite(norm))
 
     def losses_of(
         self,
@@ -196,11 +193,11 @@ class TorchDriver:
 
         Of `state` only the modules are used. Their present tensors are kept on the host meanwhile.
         """
-        modules = [m for each in self._state.values() for m in live_state.modules(each)]
+        named = {n: m for n, m in self._state.items() if isinstance(m, nn.Module)}
+        modules = [m for each in named.values() for m in each.modules()]
         modes, generators = [module.training for module in modules], self.generators()
         before, weights = generators.state_dict(), {}
         if state is not None:
-            named = {n: m for n, m in self._state.items() if isinstance(m, nn.Module)}
             weights = {n: _on_host(m.state_dict()) for n, m in named.items()}
             apply(self._state, {name: state[name] for name in named})
         try:
@@ -241,9 +238,9 @@ class TorchDriver:
             self._ranks = GlooRanks() if initialized() else Alone()
         return self._ranks
 
-    def generators(self) -> RngState:
+    def generators(self) -> live_state.RngState:
         """The global random generators of CPU and CUDA."""
-        return RngState()
+        return live_state.RngState()
 
     def close(self) -> None:
         """Removes hooks and handles; those of an earlier `attach` stay."""
@@ -291,7 +288,7 @@ class TorchDriver:
         for healing in self._own:
             healing.detach()
 
-    def _note_missing_losses(self) -> None:
+    def _warn_of_missing_losses(self) -> None:
         read = any("loss" in healing.engine.needs for healing in self.healings.values())
         if read and not any(healing.has_seen_loss for healing in self.healings.values()):
             self.warnings.append(

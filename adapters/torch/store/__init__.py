@@ -13,10 +13,10 @@ from collections.abc import Collection
 from healcore.runtime.store import memory
 from healcore.runtime.store.retention import Keep
 from healcore.runtime.store.tiered import TieredStore
-from healcore.torch.store.applying import apply
 from healcore.torch.store.dcp import DCPStore
 from healcore.torch.store.gloo import initialized
 from healcore.torch.store.host_copy import TorchCopier
+from healcore.torch.store.state import apply
 
 __all__ = ["DCPStore", "Keep", "MemoryStore", "TieredStore", "apply"]
 

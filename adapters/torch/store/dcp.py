@@ -3,53 +3,48 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import os
 import warnings
 from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Optimizer
 
-from healcore.runtime.store import atomic, inspection, manifest, protocol, ranks, structure
-from healcore.runtime.store.committing import Written
-from healcore.runtime.store.digest import Digest
+from healcore.runtime.store import manifest, ranks, structure
 from healcore.runtime.store.directory import DirectoryStore
-from healcore.runtime.store.errors import StateMismatch, pickled
-from healcore.runtime.store.listing import Found
+from healcore.runtime.store.errors import pickled
+from healcore.runtime.store.inspection import Digest
+from healcore.runtime.store.manifest import Found
 from healcore.runtime.store.snapshot import aligned
+from healcore.runtime.store.structure import Flat
 from healcore.torch.plain_values import DTYPES
-from healcore.torch.store import checked_dcp
-from healcore.torch.store.assembling import assemble, checked
-from healcore.torch.store.checked_dcp import CheckedReader
-from healcore.torch.store.digesting_writer import DigestingWriter
-from healcore.torch.store.flattening import HOW, Flat
+from healcore.torch.store import dcp_files
+from healcore.torch.store.dcp_files import CheckedReader, DigestingWriter
 from healcore.torch.store.gloo import GlooRanks, initialized
-from healcore.torch.store.host_copy import TorchCopier, TorchSnapshot
-from healcore.torch.store.moments import spread_parameters
+from healcore.torch.store.host_copy import TorchCopier
+from healcore.torch.store.state import HOW
 
-# Said by DCP at every save and load of a run of one process. A filter set here and not around the
-# calls: those are made in the background, and filters are the whole program's.
+# DCP warns at every save and load of a run of one process. The filter is set here and not around
+# the calls: those run in the background, and filters are the whole program's.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
 
 class DCPStore(DirectoryStore):
     """A DirectoryStore whose arrays torch.distributed.checkpoint writes and reads.
 
-    DTensors are saved and restored in parts, by every rank its own; other tensors, taken to be the
-    same everywhere, by one rank. Moments that a fresh optimizer does not have yet are spread as its
-    parameters are. Checkpoints of another number of ranks can be restored, except for what was
-    saved per rank.
+    Every rank saves and restores its own part of a DTensor; other tensors are taken to be the same
+    everywhere, and one rank saves them. Moments that a fresh optimizer does not have yet are
+    sharded as its parameters are. Checkpoints of another number of ranks can be restored, except
+    for what was saved per rank.
 
     Between two saves it keeps the host memory of one copy of the state, for the next.
 
@@ -78,83 +73,40 @@ class DCPStore(DirectoryStore):
     ) -> None:
         several = process_group is not None or initialized()
         together = GlooRanks(process_group) if several else None
-        super().__init__(root, nonfinite_ok=nonfinite_ok, ranks=together)
+        copier = TorchCopier(together.rank if together else 0, trust=trust)
+        super().__init__(root, copier, nonfinite_ok=nonfinite_ok, ranks=together)
         self._group = together.group if together else None
         self.trust = trust
-        self._copier = TorchCopier(self._ranks.rank, trust=trust)
-        self._spare: TorchSnapshot | None = None
 
-    def _capture(self, state: Mapping[str, Any], *, copy: bool) -> TorchSnapshot:
-        if not copy:
-            return self._copier.borrow(state)
-        spare, self._spare = self._spare, None
-        return self._copier.take(state, spare)
-
-    def _release(self, captured: TorchSnapshot) -> None:
-        if captured.arena is not None:
-            self._spare = captured
-
-    def _write(self, captured: TorchSnapshot, folder: Path) -> Written:
-        captured.settle()
-        tensors = {each.name: each.tensor for each in captured.entries}
-        # Checked beside the writing: the one waits for the disk, the other for memory.
-        with ThreadPoolExecutor(1) as pool:
-            checking = pool.submit(inspection.nonfinite, captured.blocks())
-            digests = self._write_arrays(tensors, folder / manifest.DATA)
-            bad = checking.result()
-        digests |= self._write_structure(captured.structure, folder)
-        return Written(digests, len(tensors), bad)
-
-    def _write_arrays(self, tensors: dict[str, Tensor], folder: Path) -> dict[str, Digest]:
+    def _write_arrays(self, arrays: dict[str, Tensor], folder: Path) -> dict[str, Digest]:
         # All ranks have the same names, and so agree on whether there is anything to write.
-        if not tensors:
+        if not arrays:
             return {}
         writer = DigestingWriter(folder)
         try:
             save(
-                tensors,
+                arrays,
                 storage_writer=writer,
                 process_group=self._group,
                 no_dist=self._group is None,
             )
         except CheckpointException as error:
-            # Every rank gets the errors of all of them, in one that shows none of their numbers.
+            # Every rank gets the errors of all of them, in one without any error number.
             raise next(iter(error.failures.values()))[0] from error
-        return {f"{manifest.DATA}/{name}": found for name, found in writer.digests.items()}
+        return writer.digests
 
-    def _write_structure(
-        self, entries: Mapping[str, Mapping[str, Any]], folder: Path
-    ) -> dict[str, Digest]:
-        """What is the same everywhere, once; what is not, for every rank."""
-        rank = self._ranks.rank
-        files = {_own(rank): {k: v for k, v in entries.items() if v["per_rank"]}}
-        if rank == 0:
-            files[manifest.STATE] = {k: v for k, v in entries.items() if not v["per_rank"]}
-        digests = {}
-        for name, part in files.items():
-            if part or name == manifest.STATE:
-                data = structure.dumps(part)
-                atomic.write_new(folder / name, data)
-                digests[name] = Digest(len(data), xxhash.xxh3_128_hexdigest(data))
-        return digests
-
-    def _read(self, found: Found, like: Mapping[str, Any]) -> dict[str, Any]:
-        saved = json.loads((found.folder / manifest.STATE).read_bytes())
-        own = _own(self._ranks.rank)
-        if own in found.manifest.files:
-            saved |= json.loads((found.folder / own).read_bytes())
-        like = protocol.wanted(saved, like)
-        live = self._fitting(found.manifest.step, saved, like)
-        entries = {name: saved[name] for name in like}
-        nodes = {
-            node["name"]: node
-            for entry in entries.values()
-            for node in structure.arrays_of(entry["tree"])
-        }
+    def _read_arrays(
+        self,
+        found: Found,
+        entries: Mapping[str, Mapping[str, Any]],
+        like: Mapping[str, Any],
+        live: Flat,
+    ) -> dict[str, Tensor]:
+        nodes = structure.nodes_of(entries)
         reader = self._reader(found, entries, nodes)
         spread = {
             name: (p.to_local(), p._spec)  # type: ignore[attr-defined,operator]
-            for name, p in spread_parameters(entries, like).items()
+            for name, p in _moments_of_dtensors(entries, like).items()
         }
         for leaf in live.leaves.values():
             if leaf.spread is not None:
@@ -167,14 +119,14 @@ class DCPStore(DirectoryStore):
                 process_group=self._group,
                 no_dist=self._group is None,
             )
-        return assemble(entries, targets, like, live.device, trust=self.trust)
+        return targets
 
     def _reader(
         self, found: Found, entries: Mapping[str, Any], nodes: Mapping[str, Any]
     ) -> FileSystemReader:
-        """DCP's own, which is given the index that was read here: it would unpickle the file.
+        """DCP's own, with the index as it was read here: DCP would unpickle the file.
 
-        What is refused on one rank is refused on all: the others would wait for it in `load`.
+        If one rank refuses the index, all raise: the others would wait for it in `load`.
         """
         data = found.folder / manifest.DATA
         if self.trust:
@@ -187,28 +139,45 @@ class DCPStore(DirectoryStore):
             wanted = {name: _stored(node) for name, node in nodes.items()}
             if not wanted:
                 return FileSystemReader(data)  # reads nothing
-            return CheckedReader(data, checked_dcp.checked(data, found.manifest.files, wanted))
+            return CheckedReader(data, dcp_files.checked(data, found.manifest.files, wanted))
 
         return ranks.on_each(self._ranks, check)
 
-    def _fitting(self, step: int, saved: Mapping[str, Any], like: Mapping[str, Any]) -> Flat:
-        """The live state flattened; if it does not fit on one rank, all of them say so.
 
-        One that raised alone would leave the others waiting for it in `load`.
-        """
+def _moments_of_dtensors(
+    entries: Mapping[str, Mapping[str, Any]], like: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """The parameters that determine how saved moments are sharded.
 
-        def check() -> Flat:
-            return checked(step, saved, like, self._ranks.rank) if like else Flat({}, {})
+    A fresh optimizer has no moments to restore into. Where its parameters are DTensors (FSDP2,
+    tensor parallel) its moments have to be sharded like them: read as plain tensors they would be
+    whole on every rank, and the first step would fail.
 
-        try:
-            return ranks.on_each(self._ranks, check)
-        except ranks.RankFailed as error:
-            raise StateMismatch(step, [str(error)]) from error
+    Args:
+        entries: of the names of `like`.
+        like: the live state.
+
+    Returns:
+        Name of an array -> DTensor of the same shape, for moments of DTensors.
+    """
+    found: dict[str, Tensor] = {}
+    for name, live in like.items():
+        if not isinstance(live, Optimizer):
+            continue
+        params = [p for group in live.param_groups for p in group["params"]]
+        for index, node in _items(dict(_items(entries[name]["tree"])).get("state")):
+            if not isinstance(index, int) or index >= len(params):
+                continue
+            p = params[index]
+            if hasattr(p, "to_local"):
+                arrays = structure.arrays_of(node)
+                found |= {a["name"]: p for a in arrays if a["shape"] == list(p.shape)}
+    return found
 
 
-def _own(rank: int) -> str:
-    """The file of what is saved per rank."""
-    return f"state-rank-{rank:05d}.json"
+def _items(node: Any) -> list[Any]:
+    """Keys, as they are coded, and nodes of a dictionary."""
+    return node.get("dict", []) if isinstance(node, dict) else []
 
 
 def _stored(node: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:

@@ -23,8 +23,8 @@ from healcore.runtime.store import (
     StoreError,
     UnsavableState,
 )
+from healcore.runtime.store.memory import WHERE
 from healcore.runtime.store.ranks import Ranks, agreed
-from healcore.runtime.store.ring import WHERE
 
 LogEvent = Callable[..., object]
 """Writes an event: ``log_event(kind, step=..., **fields)``."""

@@ -1,7 +1,7 @@
-"""A place in the data as a value that a checkpoint can hold.
+"""A position in the data as a value that a checkpoint can hold.
 
 Python values only, whatever framework the loader is of: a JAX run may read from a torch loader, and
-its store knows no torch tensors. The loader's own state is text in it, by `healcore.runtime.plain`.
+its store knows no torch tensors. `healcore.runtime.plain` writes the loader's own state as text.
 """
 
 from __future__ import annotations
@@ -10,81 +10,85 @@ import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from healcore.core.errors import HealcoreError
 from healcore.runtime import plain
-from healcore.runtime.data.errors import DataError
 from healcore.runtime.store.errors import pickled
 
 _VERSION = 2
-_PICKLED = 1
-"""Version of the positions whose state is a pickle: of healcore until it wrote plain values."""
-_STATE = ("the loader's state",)
+_PICKLED_VERSION = 1
+"""Positions of this version hold the loader's state as a pickle."""
+_STATE_PATH = ("the loader's state",)
+
+
+class DataError(HealcoreError, RuntimeError):
+    """What the data cursor refuses or fails at. Exceptions of the loader pass through unchanged."""
 
 
 class BatchId(NamedTuple):
-    """Names a batch for the whole run; a rewind does not change it."""
+    """Identifies a batch for the whole run; a rewind does not change it."""
 
     epoch: int
     """From 0."""
     index: int
-    """Place among the batches of its epoch, from 0; batches left out count."""
+    """Among the batches of its epoch, from 0; batches left out count."""
 
 
 class Position(NamedTuple):
-    """Decoded. The next batch is `epoch`, `index`."""
+    """A decoded position. The next batch is `epoch`, `index`."""
 
     kind: str
-    """Which kind of source the state is of."""
+    """`LoaderAdapter.kind` of the adapter that the state is from."""
     epoch: int
     index: int
     state: Any
-    """The source's own; None: the pass has not begun, or the source has no state."""
-    told_epoch: int | None
-    """What `set_epoch` was told for this epoch, where known."""
+    """Of the adapter; None: the epoch has not begun, or the adapter has no state."""
+    sampler_epoch: int | None
+    """The number that `set_epoch` was called with for this epoch, where known."""
 
 
 def encode(
     position: Position, left_out: Iterable[BatchId], *, trust: bool = False
 ) -> dict[str, Any]:
-    """As a value for a checkpoint: a copy, of dictionaries, lists, numbers and strings.
+    """Encodes a position for a checkpoint: a copy, of dictionaries, lists, numbers and strings.
 
     Args:
-        position: the place.
-        left_out: batches not to hand out; those still to come go with it.
+        position: the position.
+        left_out: batches not to hand out; those still ahead are saved too.
         trust: pickle what has no plain form.
 
     Raises:
         UnsavableState: the loader's state has no plain form.
     """
     state = position.state
-    to_come = sorted(left for left in left_out if left >= (position.epoch, position.index))
+    ahead = sorted(each for each in left_out if each >= (position.epoch, position.index))
     return {
         "version": _VERSION,
         "kind": position.kind,
         "epoch": position.epoch,
         "index": position.index,
-        "state": None if state is None else frozen(state, trust=trust),
-        "told_epoch": position.told_epoch,
-        "left_out": [list(left) for left in to_come],
+        "state": None if state is None else state_to_text(state, trust=trust),
+        "told_epoch": position.sampler_epoch,
+        "left_out": [list(each) for each in ahead],
     }
 
 
-def frozen(state: Any, *, trust: bool = False) -> str:
-    """A loader's state as text: a copy, because loaders hand out live ones."""
-    return plain.dumps(state, _STATE, trust=trust)
+def state_to_text(state: Any, *, trust: bool = False) -> str:
+    """A loader's state as text: a copy, because loaders return live objects."""
+    return plain.dumps(state, _STATE_PATH, trust=trust)
 
 
-def thawed(text: str, *, trust: bool = False) -> Any:
-    """The state again, every time a new one."""
-    return plain.loads(text, _STATE, trust=trust)
+def state_from_text(text: str, *, trust: bool = False) -> Any:
+    """A new copy of the state."""
+    return plain.loads(text, _STATE_PATH, trust=trust)
 
 
 def is_pickled(value: Any) -> bool:
-    """Whether a position is one of before, with a loader's state that is a pickle."""
+    """Whether an encoded position is of the old version, with a pickle as the loader's state."""
     return isinstance(value, Mapping) and isinstance(value.get("state"), (bytes, bytearray))
 
 
 def decode(value: Any, *, trust: bool = False) -> tuple[Position, frozenset[BatchId]]:
-    """The place and the batches left out; every call gives a state of its own.
+    """Decodes a position and the batches left out; every call returns a new state.
 
     Args:
         value: from `encode`.
@@ -93,7 +97,7 @@ def decode(value: Any, *, trust: bool = False) -> tuple[Position, frozenset[Batc
     Raises:
         DataError: it is no position, one of another version, or one with a pickle in it.
     """
-    if not isinstance(value, Mapping) or value.get("version") not in (_VERSION, _PICKLED):
+    if not isinstance(value, Mapping) or value.get("version") not in (_VERSION, _PICKLED_VERSION):
         raise DataError(
             f"a position is what Cursor.position() of version {_VERSION} gave, not {value!r:.80}"
         )
@@ -104,22 +108,22 @@ def decode(value: Any, *, trust: bool = False) -> tuple[Position, frozenset[Batc
                 raise DataError(str(pickled("the loader's state", plain.HOW)))
             state = pickle.loads(state)
         elif state is not None:
-            state = thawed(state, trust=trust)
-        told = value["told_epoch"]
-        (place,) = checked_ids([(value["epoch"], value["index"])])
-        told = None if told is None else int(told)
-        position = Position(str(value["kind"]), place.epoch, place.index, state, told)
+            state = state_from_text(state, trust=trust)
+        number = value["told_epoch"]
+        number = None if number is None else int(number)
+        (batch,) = checked_ids([(value["epoch"], value["index"])])
+        position = Position(str(value["kind"]), *batch, state, number)
         return position, checked_ids(value["left_out"])
     except DataError:
         raise
-    except Exception as error:  # crafted or damaged: anything at all
+    except Exception as error:  # the value may be crafted or damaged
         raise DataError(
             f"a position that cannot be read: {type(error).__name__}: {error}"
         ) from error
 
 
 def checked_ids(ids: Iterable[Any]) -> frozenset[BatchId]:
-    """Batch ids, also those that come as pairs from JSON.
+    """Batch ids, also from the pairs that JSON has for them.
 
     Raises:
         DataError: one is not two whole numbers >= 0.

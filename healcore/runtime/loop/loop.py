@@ -10,7 +10,7 @@ from typing import Any
 from healcore.core.verdict import names
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data import BatchId
-from healcore.runtime.data.feeds import Feeds
+from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.driver import Driver, PendingDispatch
 from healcore.runtime.events import Log
 from healcore.runtime.events.metrics import Metrics
@@ -55,7 +55,7 @@ class Loop:
         rollbacks: RollbackManager,
         journal: Journal,
         ledger: Ledger,
-        feeds: Feeds,
+        loaders: LoaderRegistry,
         reader: DelayedReader,
         hooks: Hooks,
         log: Log,
@@ -71,7 +71,7 @@ class Loop:
         self.rollbacks = rollbacks
         self.journal = journal
         self.ledger = ledger
-        self.feeds = feeds
+        self.loaders = loaders
         self.log = log
         self.metrics = metrics
         self.log_event = log.write
@@ -94,7 +94,7 @@ class Loop:
         self.reruns = Reruns(
             enabled=rerun,
             region=policy.region,
-            feeds=feeds,
+            loaders=loaders,
             ledger=ledger,
             journal=journal,
             log_event=self.log_event,
@@ -168,12 +168,12 @@ class Loop:
     def batches(self, loader: Any, epochs: int | None) -> Iterator[Any]:
         """See `Healer.batches`."""
         self.after_step()  # of a loop that was left by `break`
-        number = self.feeds.feed(loader, epochs)
+        number = self.loaders.begin(loader, epochs)
         self._restore_generators()
-        for line in self.feeds.told:
+        for line in self.loaders.notices:
             self.log_event("data", step=self.step, outcome=line)
             self.console.info(f"data: {line}")
-        self.feeds.told.clear()
+        self.loaders.notices.clear()
         while True:
             try:
                 batch, name = self._next(number)
@@ -192,9 +192,9 @@ class Loop:
             self._batch = batch
             yield batch
             self.after_step()
-            if number == self.feeds.current and self._batches_since_step == _MAX_WITHOUT_STEP:
+            if number == self.loaders.current and self._batches_since_step == _MAX_WITHOUT_STEP:
                 self._warn_no_step()
-        self.feeds.close(number)
+        self.loaders.close(number)
 
     def after_step(self) -> bool:
         """See `Healer.after_step`."""
@@ -225,14 +225,14 @@ class Loop:
 
     def _next(self, number: int) -> tuple[Any, BatchId]:
         if not self.between_steps:
-            return self.feeds.next(number)
+            return self.loaders.next(number)
         with self.termination.waiting_for_data():
-            return self.feeds.next(number)
+            return self.loaders.next(number)
 
     def _push(self, pending: PendingDispatch) -> None:
         """Queues a dispatch, with the batches of the loader that yielded last."""
         ids = self._ids.pop(self._current, [])
-        self.feeds.stepped(self._current, ids[-1] if ids else None)
+        self.loaders.stepped(self._current, ids[-1] if ids else None)
         batch = self._batch if self._assesses_batches and ids else None
         self._reader.push(QueuedDispatch(self.step, pending, tuple(ids), batch))
         self.step += pending.count
@@ -381,7 +381,7 @@ class Loop:
             self.warn(self.driver.warnings.pop(0))
 
     def _log_skipped(self, number: int) -> None:
-        skipped = self.feeds.skipped(number)
+        skipped = self.loaders.skipped(number)
         if skipped:
             self.log_event(
                 "skipped_batches", step=self.step, batches=[list(each) for each in skipped]

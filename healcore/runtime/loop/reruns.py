@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from healcore.core.verdict import Action
-from healcore.runtime.data.feeds import Feeds
+from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.events.models import RerunVerdict
 from healcore.runtime.incidents.monitor import ActionRequest
 from healcore.runtime.ledger import Ledger
@@ -27,7 +27,7 @@ class Reruns:
     Args:
         enabled: the user wants re-runs.
         region: onsets fewer steps apart than this belong to the same trouble.
-        feeds: the data, which has to be rewound for a re-run.
+        loaders: the data, which has to be rewound for a re-run.
         ledger: rollbacks so far.
         journal: re-runs so far, in earlier processes too.
         log_event: writes an event, see `Log.write`.
@@ -39,7 +39,7 @@ class Reruns:
         *,
         enabled: bool,
         region: int,
-        feeds: Feeds,
+        loaders: LoaderRegistry,
         ledger: Ledger,
         journal: Journal,
         log_event: Callable[..., object],
@@ -47,7 +47,7 @@ class Reruns:
     ) -> None:
         self._enabled = enabled
         self._region = region
-        self._feeds = feeds
+        self._loaders = loaders
         self._ledger = ledger
         self._journal = journal
         self._log_event = log_event
@@ -61,7 +61,7 @@ class Reruns:
         past = (each.onset for each in self._ledger.past_rollbacks)
         onsets = [*self._journal.state.rerun_onsets, *past]
         near = any(abs(request.onset - onset) <= self._region for onset in onsets)
-        return self._enabled and not near and not request.overridden and self._feeds.can_rewind
+        return self._enabled and not near and not request.overridden and self._loaders.can_rewind
 
     def start(self, onset: int, last: int) -> None:
         """The run has gone back to before the window."""

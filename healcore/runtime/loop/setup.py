@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
 from healcore.runtime.checkpoints.manager import CheckpointManager
-from healcore.runtime.data.feeds import Feeds
+from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.driver import Driver
 from healcore.runtime.events import Log
 from healcore.runtime.events.metrics import Metrics, path_beside
@@ -33,11 +33,10 @@ from healcore.runtime.rollback.host_state import HostState
 from healcore.runtime.rollback.journal import NAME, Journal
 from healcore.runtime.rollback.manager import RollbackManager
 from healcore.runtime.store import CheckpointStore, Keep, Saved, StoreError
-from healcore.runtime.store.claim import Claim, claim
+from healcore.runtime.store.claim import Claim, claim, open_to_others
 from healcore.runtime.store.memory import MemoryStore
-from healcore.runtime.store.permissions import open_to_others
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_first
-from healcore.runtime.store.room import fits
+from healcore.runtime.store.snapshot import fits
 
 _logger = logging.getLogger("healcore")
 
@@ -225,7 +224,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks) -> Loop:
     log = _log(options.events, folder, ranks)
     console = ConsoleLog(enabled=ranks.rank == 0)
     journal = Journal(None if folder is None else folder / NAME, writes=ranks.rank == 0)
-    ledger, feeds = Ledger(), Feeds(trust=options.trust)
+    ledger, loaders = Ledger(), LoaderRegistry(trust=options.trust)
     every = options.save_every or policy.probation
     checkpoints = CheckpointManager(
         store,
@@ -244,8 +243,8 @@ def _construct(options: Options, driver: Driver, ranks: Ranks) -> Loop:
         checkpoints=checkpoints,
         journal=journal,
         ledger=ledger,
-        feeds=feeds,
-        host=HostState(feeds.position, driver.generators(), trust=options.trust),
+        loaders=loaders,
+        host=HostState(loaders.position, driver.generators(), trust=options.trust),
         ranks=ranks,
         log_event=log.write,
     )
@@ -257,7 +256,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks) -> Loop:
         rollbacks=rollbacks,
         journal=journal,
         ledger=ledger,
-        feeds=feeds,
+        loaders=loaders,
         reader=DelayedReader(options.lag),
         hooks=options.hooks,
         log=log,

@@ -20,8 +20,8 @@ from healcore.runtime.events.models import Ending, EventRecord, record
 from healcore.runtime.events.process import Process, here
 from healcore.runtime.events.reading import Event
 from healcore.runtime.postmortem.diagnosis import Case, Tried, explain
-from healcore.runtime.store import atomic
-from healcore.runtime.store.sweeping import sweep
+from healcore.runtime.store import files
+from healcore.runtime.store.commit import sweep
 
 SCHEMA = 1
 
@@ -115,7 +115,7 @@ def write(path: str | os.PathLike[str], postmortem: Postmortem) -> str | None:
     try:
         text = json.dumps({"schema": SCHEMA, **encoding.plain(postmortem)}, indent=2)
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic.write(path, f"{text}\n".encode("ascii"))
+        files.replace(path, f"{text}\n".encode("ascii"))
     except Exception as error:
         return f"the postmortem {path} could not be written: {type(error).__name__}: {error}"
     sweep(path.parent)

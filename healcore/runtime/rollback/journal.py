@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from healcore.core.errors import HealcoreError
-from healcore.runtime.store import atomic, regular
-from healcore.runtime.store.sealed import Unsealed, seal, unseal
+from healcore.runtime.store import checksummed_json, files
+from healcore.runtime.store.checksummed_json import ChecksumError
 
 NAME = "healcore.json"
 """Its file name in the directory of a store."""
@@ -109,8 +109,8 @@ class Journal:
         if self.path is None or not self.path.exists():
             return self.state
         try:
-            content = unseal(regular.read(self.path))
-        except (OSError, Unsealed) as error:
+            content = checksummed_json.read(self.path)
+        except (OSError, ChecksumError) as error:
             raise JournalError(
                 f"{self.path} {error}: it holds the budgets after the last rollback, and which "
                 "checkpoints are quarantined. To resume without them, delete it"
@@ -137,7 +137,8 @@ class Journal:
             OSError: it could not be written; the old file is still there.
         """
         if self.path is not None and self._writes:
-            atomic.write(self.path, seal({**asdict(self.state), "schema": SCHEMA}))
+            content = {**asdict(self.state), "schema": SCHEMA}
+            files.replace(self.path, checksummed_json.dumps(content))
 
 
 def _completed(plan: dict[str, Any], **rest: Any) -> CompletedRollback:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data import BatchId
-from healcore.runtime.data.feeds import Feeds, Moved
+from healcore.runtime.data.loader_registry import LoaderRegistry, RewindResult
 from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.ledger import Ledger
@@ -69,7 +69,7 @@ class RollbackResult(NamedTuple):
     """Of the rollback, from 1, over the whole run."""
     target: int
     """Step of the checkpoint that was restored."""
-    moved: Moved
+    moved: RewindResult
     repeated: bool
     """The last rollback restored the same checkpoint, and nothing older exists."""
     initial: bool
@@ -94,7 +94,7 @@ class RollbackManager:
         checkpoints: of the run.
         journal: what has to survive the process.
         ledger: healthy and unhealthy steps, earlier rollbacks.
-        feeds: the loaders.
+        loaders: of the run.
         host: random states and loader positions that a checkpoint holds.
         ranks: the processes of this run.
         log_event: writes an event, see `Log.write`.
@@ -108,7 +108,7 @@ class RollbackManager:
         checkpoints: CheckpointManager,
         journal: Journal,
         ledger: Ledger,
-        feeds: Feeds,
+        loaders: LoaderRegistry,
         host: HostState,
         ranks: Ranks,
         log_event: Callable[..., object],
@@ -118,7 +118,7 @@ class RollbackManager:
         self.checkpoints = checkpoints
         self.journal = journal
         self.ledger = ledger
-        self.feeds = feeds
+        self.loaders = loaders
         self.host = host
         self.ranks = ranks
         self.log_event = log_event
@@ -167,8 +167,8 @@ class RollbackManager:
             order=list(choice.order),
             quarantine=sorted(newer - {*choice.order}),
             engines=self._live_engines(request),
-            left_out=self.feeds.left_out(bad, more),
-            forward=self.feeds.forward(),
+            left_out=self.loaders.left_out(bad, more),
+            forward=self.loaders.forward_positions(),
             rerun=None if request.rerun is None else [request.onset, request.rerun],
         )
         self.journal.state.pending, self.journal.state.ledger = plan, self.ledger.to_dict()
@@ -182,7 +182,7 @@ class RollbackManager:
             checkpoint=choice.order[0],
         )
         applied = self._apply_plan(plan, now=request.step)
-        moved = self.feeds.go_back(_position(applied.host_state), bad, more)
+        moved = self.loaders.rewind(_position(applied.host_state), bad, more)
         if applied.host_state is not None:  # after the loaders, which draw random numbers
             self.host.put_back(applied.host_state)
         self._complete(plan, applied)
@@ -256,7 +256,7 @@ class RollbackManager:
             self.ledger.take_over(Ledger.from_dict(self.journal.state.ledger), plan.order[0])
         applied = self._apply_plan(plan, now=plan.step)
         position = {**(_position(applied.host_state) or {}), **plan.forward}
-        self.feeds.resume(position, plan.left_out)
+        self.loaders.resume(position, plan.left_out)
         self._complete(plan, applied)
         return applied.target, applied.host_state
 
@@ -292,7 +292,7 @@ class RollbackManager:
         else:
             self.ledger.next_step = result.step
         left_out = {} if last is None else last.plan.left_out
-        self.feeds.resume({**(_position(host_state) or {}), **forward}, left_out)
+        self.loaders.resume({**(_position(host_state) or {}), **forward}, left_out)
         return result.step, host_state
 
     # -- within ---------------------------------------------------------------------------------

@@ -17,9 +17,14 @@ from healcore.runtime.store.errors import (
     StoreError,
     UnsavableState,
 )
-from healcore.runtime.store.falling_back import RestoreResult, restore_first_intact
 from healcore.runtime.store.protocol import CheckpointStore, Restored, Saved, Status
-from healcore.runtime.store.retention import Keep, prune, superfluous
+from healcore.runtime.store.retention import (
+    Keep,
+    RestoreResult,
+    prune,
+    restore_first_intact,
+    superfluous,
+)
 
 __all__ = [
     "CheckpointDamaged",

@@ -1,4 +1,4 @@
-"""Jobs behind the training loop, one after another, and the errors they met."""
+"""Jobs in the background of the training loop, one after another, and their errors."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _log = logging.getLogger(__name__)
 class Background:
     """A single worker thread, which does jobs in the order in which they were submitted.
 
-    So what comes of them depends on that order and not on how long one takes. A job that fails
-    leaves a SaveFailed to be collected once.
+    Their results depend on that order and not on how long one takes. A job that fails leaves a
+    SaveFailed to be collected once.
 
     A program that ends waits for the jobs under way. Failures that nobody has collected by then are
     logged as errors. A forked child has neither the jobs nor the failures: they are its parent's.
@@ -44,7 +44,7 @@ class Background:
             job: raises what went wrong.
 
         Returns:
-            What is done when the job is. It holds no error: those are in `failures`.
+            Done when the job is. It holds no error: those are in `failures`.
         """
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix=self._name)
@@ -85,22 +85,22 @@ class Background:
         return self.waiting > 0
 
     def pending(self, job: Future[None] | None) -> bool:
-        """Whether it is one of them; a job of the process that has forked this one is not."""
+        """Whether it is one of them and not done; a job of the parent of a fork is not one."""
         return job is not None and job in self._jobs and not job.done()
 
     def wait(self) -> None:
-        """Waits, and raises the oldest failure that was not told yet."""
+        """Waits, and raises the oldest failure that was not reported yet."""
         self.join()
         if self._failures:
             failure = self._failures.pop(0)
             raise failure from failure.error
 
     def failures(self) -> list[SaveFailed]:
-        """The failures so far, without waiting. Each is told once."""
-        told = []
+        """The failures so far, without waiting. Each is reported once."""
+        found = []
         while self._failures:
-            told.append(self._failures.pop(0))
-        return told
+            found.append(self._failures.pop(0))
+        return found
 
     def forked(self) -> None:
         """In a child: the thread is the parent's alone."""
@@ -117,8 +117,8 @@ def _before_the_end(method: Callable[[], None]) -> None:
     """Calls a bound method when the program ends and threads can still be started.
 
     `atexit` is too late: by then the interpreter starts no more threads, and the frameworks'
-    writers need some. The earlier place is private; where it is missing an unfinished save is
-    dropped at the end, whole.
+    writers need some. The earlier hook is private; where it is missing, an unfinished save is
+    dropped as a whole.
     """
     register: Any = getattr(threading, "_register_atexit", None)
     if register is not None:
@@ -129,7 +129,7 @@ def _before_the_end(method: Callable[[], None]) -> None:
             if alive is not None:
                 alive()
 
-        # Refused at the end itself: then it is a job of another store that started this one,
-        # and that store waits for it.
+        # Refused while the interpreter ends: then a job of another store started this one, and
+        # that store waits for it.
         with contextlib.suppress(RuntimeError):
             register(finish)

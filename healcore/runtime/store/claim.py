@@ -1,9 +1,13 @@
-"""One run at a time in a directory: two would prune and quarantine each other's checkpoints.
+"""Whether a directory belongs to this run alone: no second run, and no other user who can write.
 
-`healcore.lock` in the root names the process that runs there, and is locked (`flock`) as long as
-the run lasts. The kernel gives the lock back when the process ends, however it ends, and it sees
-the processes of other containers. The name alone would not do: containers may share a host name and
-have process numbers of their own. On a file system without locks it has to, and a warning says so.
+Two runs in one directory would prune and quarantine each other's checkpoints. `healcore.lock` in
+the root names the process that runs there, and is locked (`flock`) as long as the run lasts. The
+kernel releases the lock when the process ends, however it ends, and it sees the processes of other
+containers. The name alone is not enough: containers may share a host name and have process numbers
+of their own. On a file system without locks the name has to be enough, and a warning reports that.
+
+Whoever else can write there can change what this run restores. Digests are next to the files and
+do not detect that; owners and modes do.
 """
 
 from __future__ import annotations
@@ -20,9 +24,9 @@ from typing import Any
 
 from healcore.runtime import forking
 from healcore.runtime.events.process import Process, here
-from healcore.runtime.store import regular
+from healcore.runtime.store import checksummed_json, files
+from healcore.runtime.store.checksummed_json import ChecksumError
 from healcore.runtime.store.errors import StoreError
-from healcore.runtime.store.sealed import Unsealed, seal, unseal
 
 try:
     import fcntl
@@ -30,14 +34,14 @@ except ImportError:  # Windows
     fcntl = None
 
 LOCK = "healcore.lock"
-_SAFELY = regular.NO_LINK | getattr(os, "O_NONBLOCK", 0)
-"""Even if a link or a pipe took its place just now."""
+_SAFELY = files.NO_LINK | files.NO_WAITING
+"""Flags to open it with, even if a link or a pipe took its place just now."""
 _ATTEMPTS = 100
 _PAUSE_S = 0.01
-"""Between two of them. Who holds the lock may only be looking, or about to write its name."""
+"""Between two attempts. The holder may only be looking, or about to write its name."""
 
 _claims: weakref.WeakValueDictionary[str, Claim] = weakref.WeakValueDictionary()
-"""Those of this process, by token."""
+"""The claims of this process, by token."""
 
 
 class StoreInUse(StoreError):
@@ -54,7 +58,7 @@ class StoreInUse(StoreError):
         self.process = process
 
     def __str__(self) -> str:
-        """Who, and the ways out."""
+        """The other run, and what to do."""
         if self.process is None:
             who = f"a process that {LOCK} does not name"
         elif self.process == here():
@@ -72,19 +76,19 @@ class Claim:
 
     Attributes:
         root: the directory.
-        warning: what could not be made sure of; None if the directory is this run's for certain.
+        warning: why another run may be there too; None if the directory is certainly this run's.
     """
 
     def __init__(self, root: Path, token: str, handle: int | None, warning: str | None) -> None:
         self.root = root
         self.warning = warning
         self._handle = handle
-        self._end = weakref.finalize(self, _give_back, root / LOCK, token, handle, os.getpid())
+        self._end = weakref.finalize(self, _unlock, root / LOCK, token, handle, os.getpid())
         _claims[token] = self
         forking.watch(self)
 
     def release(self) -> None:
-        """Gives it back. Twice is once, and in a forked child nothing: it is the parent's."""
+        """Releases it. A second call does nothing; nor does one in a forked child."""
         self._end()
 
     def forked(self) -> None:
@@ -94,13 +98,13 @@ class Claim:
 
 
 def claim(root: str | os.PathLike[str]) -> Claim:
-    """Takes a directory for the run of this process. With several ranks, from rank 0 alone.
+    """Takes a directory for the run of this process. With several ranks, on rank 0 only.
 
     Args:
         root: the store's directory; it is there.
 
     Returns:
-        The claim. Its `warning` says if a run that cannot be seen from here may be at work there:
+        The claim. It has a `warning` if a run that cannot be seen from here may be at work there:
         the file system has no locks, or takes no lock file.
 
     Raises:
@@ -113,9 +117,10 @@ def claim(root: str | os.PathLike[str]) -> Claim:
         handle, no_locks = _locked(root)
         warning = _unless_free(root, no_locks)
         os.ftruncate(handle, 0)
-        os.pwrite(handle, seal({"schema": 1, "token": token, **here()._asdict()}), 0)
+        content = {"schema": 1, "token": token, **here()._asdict()}
+        os.pwrite(handle, checksummed_json.dumps(content), 0)
     except OSError as error:
-        # An open handle is locked all the same: the file is another user's and keeps that name.
+        # An open handle is locked nevertheless: the file is another user's and keeps that name.
         why = f"{root / LOCK} cannot be written ({error.strerror or error})"
         return Claim(
             root, token, handle, f"{why}: a second run in this directory would not be noticed"
@@ -128,7 +133,7 @@ def claim(root: str | os.PathLike[str]) -> Claim:
 
 
 def held_by_another(root: Path) -> bool:
-    """Whether another process has the directory for certain: its work there is not abandoned."""
+    """Whether another process certainly has the directory: its work there is not abandoned."""
     lock = root / LOCK
     try:
         if fcntl is None or not stat.S_ISREG(lock.lstat().st_mode):
@@ -147,7 +152,7 @@ def held_by_another(root: Path) -> bool:
     return False
 
 
-def _give_back(lock: Path, token: str, handle: int | None, pid: int) -> None:
+def _unlock(lock: Path, token: str, handle: int | None, pid: int) -> None:
     if os.getpid() != pid:
         return
     _claims.pop(token, None)
@@ -159,7 +164,7 @@ def _give_back(lock: Path, token: str, handle: int | None, pid: int) -> None:
 
 
 def _locked(root: Path) -> tuple[int, str | None]:
-    """The lock file, open and locked; and why it is not locked, where there are no locks.
+    """The lock file, open and locked; or open, and why it cannot be locked here.
 
     Raises:
         StoreInUse: another process has it.
@@ -171,7 +176,7 @@ def _locked(root: Path) -> tuple[int, str | None]:
         handle = _opened(lock)
         try:
             no_locks = _flock(handle)
-            # While it was opened, the one before may have taken the file away.
+            # While it was opened, the previous holder may have removed the file.
             if os.path.samestat(os.fstat(handle), lock.stat()):
                 handle, mine = -1, handle
                 return mine, no_locks
@@ -191,10 +196,10 @@ def _locked(root: Path) -> tuple[int, str | None]:
 
 
 def _opened(lock: Path) -> int:
-    """The lock file, made if it is not there.
+    """The lock file, created if necessary.
 
     Raises:
-        StoreError: it is a link, a pipe or a directory: not of our making, and a pipe would hang.
+        StoreError: it is a link, a pipe or a directory. healcore makes none, and a pipe would hang.
     """
     try:
         mode = lock.lstat().st_mode
@@ -206,14 +211,14 @@ def _opened(lock: Path) -> int:
             "remove it, or pass another directory"
         )
     try:
-        # To write, even to look: a network disk locks no other file.
+        # For writing, even to look: a network disk locks no other file.
         return os.open(lock, os.O_RDWR | os.O_CREAT | _SAFELY, 0o666)
     except PermissionError:
         return os.open(lock, os.O_RDONLY | _SAFELY)  # another user's
 
 
 def _flock(handle: int) -> str | None:
-    """Locks it; or why that cannot be done here.
+    """Locks it; returns why that cannot be done here.
 
     Raises:
         BlockingIOError: another process has locked it.
@@ -230,10 +235,10 @@ def _flock(handle: int) -> str | None:
 
 
 def _read(lock: Path) -> dict[str, Any]:
-    """Its content; empty if nobody can have written it whole."""
+    """Its content; empty if it is missing or torn."""
     try:
-        return unseal(regular.read(lock))
-    except (OSError, Unsealed):
+        return checksummed_json.read(lock)
+    except (OSError, ChecksumError):
         return {}
 
 
@@ -245,10 +250,10 @@ def _holder(found: dict[str, Any]) -> Process | None:
 
 
 def _unless_free(root: Path, no_locks: str | None) -> str | None:
-    """A warning if it may not be free, by the name in the file.
+    """A warning if the process that the file names may still be there.
 
     Raises:
-        StoreInUse: it is not: there are no locks, or the process is of an older healcore.
+        StoreInUse: it is there: the disk has no locks, or the process is of an older healcore.
     """
     lock, found = root / LOCK, _read(root / LOCK)
     holder = _holder(found)
@@ -256,7 +261,7 @@ def _unless_free(root: Path, no_locks: str | None) -> str | None:
         gone = found.get("token") not in _claims if holder == here() else holder.gone()
         if gone is False:
             raise StoreInUse(root, holder)
-        # In a container of this machine: the kernel has said that its lock is free.
+        # In a container of this machine: the kernel has its lock as free.
         seen = no_locks is None and holder.boot == here().boot
         if gone is None and not seen:
             return (
@@ -270,3 +275,40 @@ def _unless_free(root: Path, no_locks: str | None) -> str | None:
             "container or on another machine, would not be noticed"
         )
     return None
+
+
+def open_to_others(root: Path) -> str | None:
+    """A warning if another user can write in a directory; None if only this user and root can.
+
+    Checks owners and modes of the directory and of its entries, not deeper. Access lists, and who
+    can write to the directories above, are not checked.
+
+    Args:
+        root: the store's directory.
+    """
+    if not hasattr(os, "geteuid"):
+        return None
+    try:
+        found = [(root, root.stat())]
+        with os.scandir(root) as entries:
+            found += [(Path(entry), entry.stat(follow_symlinks=False)) for entry in entries]
+    except OSError:
+        return None  # reported where it is needed
+    open_ = [(path, why) for path, status in found if (why := _why_open(status)) is not None]
+    if not open_:
+        return None
+    path, why = open_[0]
+    more = f", and so for {len(open_) - 1} more in it" if len(open_) > 1 else ""
+    return (
+        f"{path} {why}{more}: whoever can write there can change what this run goes on from, and "
+        f"no digest detects that. If it is to be yours alone: chmod go-w {root}, and chown"
+    )
+
+
+def _why_open(status: os.stat_result) -> str | None:
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"belongs to user {status.st_uid}"
+    if stat.S_ISLNK(status.st_mode) or not status.st_mode & 0o022:
+        return None
+    who = "everybody" if status.st_mode & stat.S_IWOTH else "its group"
+    return f"can be written by {who} (mode {stat.S_IMODE(status.st_mode):o})"

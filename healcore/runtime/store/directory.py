@@ -4,14 +4,15 @@
       step-0000000120.5f3a9c21/        a fresh directory for every save
         data/                          what the framework's own writer wrote
         state.json                     structure of the state, Python values
+        state-rank-00001.json          the same of what is saved per rank, if there is any
         healing.json                   the healing state, if there is one
         manifest.json                  written last: size and digest of all of the above
         status.json                    candidate, good or quarantined; may change
       .tmp-healcore-<pid>-…/           work in progress: a save, or a checkpoint being deleted
 
-A save happens in a temporary directory that gets its final name when all in it is on disk. Deleting
-is the same backwards: the directory loses its name first, in one atomic step, and is emptied then;
-the name is the journal, and the next start finishes what a crash has left.
+A save happens in a temporary directory that gets its final name when everything in it is on disk. A
+deletion is the reverse: the directory loses its name first, in one atomic step, and is emptied
+then. The name is the journal: the next start finishes what a crash has left.
 """
 
 from __future__ import annotations
@@ -21,74 +22,87 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from healcore.runtime.store import (
-    committing,
+    commit,
+    files,
     inspection,
-    listing,
     manifest,
     protocol,
     ranks,
-    regular,
     retention,
-    sweeping,
+    structure,
 )
 from healcore.runtime.store.background import Background
 from healcore.runtime.store.claim import held_by_another
-from healcore.runtime.store.committing import Item, Written
+from healcore.runtime.store.commit import Item, Written
 from healcore.runtime.store.errors import (
     CheckpointDamaged,
     LastGoodKept,
     NotFinite,
     NotThere,
     SaveFailed,
+    StateMismatch,
     StoreError,
 )
-from healcore.runtime.store.listing import Found
+from healcore.runtime.store.inspection import Digest
+from healcore.runtime.store.manifest import Found
 from healcore.runtime.store.protocol import Restored, Saved, Status
 from healcore.runtime.store.ranks import Alone, Ranks
+from healcore.runtime.store.snapshot import Copier
+from healcore.runtime.store.structure import Flat
 
 _CRAFTED = (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError)
-"""What reading a structure raises whose digest holds, and which no store can have written."""
+"""What a structure raises that is not damaged, and that no store can have written."""
 
 
 class DirectoryStore(ABC):
-    """Checkpoints in the directories below one root. A framework adds copying, writing and reading.
+    """Checkpoints in the directories below one root. A framework adds its writer and reader.
+
+    Between two saves it keeps the host memory of one copy of the state, for the next.
 
     Args:
-        root: directory of this run's checkpoints and of nothing else; made if it is not there.
+        root: directory of this run's checkpoints and of nothing else; created if necessary.
+        copier: the framework's.
         nonfinite_ok: patterns of array names (`model.*.mask`) where NaN and Inf are meant.
         ranks: the processes that save together, into a directory that all of them see. They call
             every method together, except `steps` and `problems`.
 
     Raises:
-        StoreError: the directory is not there and cannot be made.
+        StoreError: the directory does not exist and cannot be created.
     """
 
     format: str
-    """Name of what lies in `data`, for the manifest."""
+    """What `data` contains, for the manifest."""
 
     def __init__(
         self,
         root: str | os.PathLike[str],
+        copier: Copier,
         *,
         nonfinite_ok: Collection[str] = (),
         ranks: Ranks | None = None,
     ) -> None:
-        # Absolute: a program that changes its working directory still means the same place.
+        # Absolute: the program may change its working directory.
         self.root = Path(root).absolute()
         self.nonfinite_ok = tuple(nonfinite_ok)
-        """Patterns of array names where NaN and Inf are meant. May be set anew at any time."""
+        """Patterns of array names where NaN and Inf are meant. May be changed at any time."""
+        self._copier = copier
+        self._spare: Any | None = None
         self._ranks: Ranks = ranks or Alone()
         self._behind = Background(f"healcore-{self.format}")
         # Several ranks exchange while they write and while they verify: in one order, hence in one
-        # thread. A rank alone verifies beside the writing: the next save need not wait for that.
+        # thread. A rank alone verifies in a second thread: the next save need not wait for that.
         alone = self._ranks.world == 1
-        self._proofs = Background(f"healcore-{self.format}-proofs") if alone else self._behind
+        self._verifications = (
+            Background(f"healcore-{self.format}-verify") if alone else self._behind
+        )
         self._written: Future[None] | None = None
         self._nonfinite: list[tuple[int, tuple[str, ...]]] = []
         try:
@@ -99,27 +113,30 @@ class DirectoryStore(ABC):
                 f"{self.root} cannot be used for checkpoints: {error.strerror}; "
                 "pass a directory that can be made and written"
             ) from error
-        # In another container a living process looks like one that has gone.
+        # A process in another container looks as if it had gone, even while it is alive.
         sweeps = self._ranks.rank == 0 and not held_by_another(self.root)
-        self.swept = sweeping.sweep(self.root) if sweeps else []
-        """Own leavings of killed processes, removed just now."""
+        self.swept = commit.sweep(self.root) if sweeps else []
+        """Stale files of killed processes, removed just now."""
 
     # -- the framework's part -------------------------------------------------------------------
 
     @abstractmethod
-    def _capture(self, state: Mapping[str, Any], *, copy: bool) -> Any:
-        """A Snapshot of the state (without `copy`: the state itself in the same form)."""
+    def _write_arrays(self, arrays: dict[str, Any], folder: Path) -> dict[str, Digest]:
+        """Writes arrays below `folder`, which is new. In the background, on every rank.
+
+        Returns:
+            Path below `folder` -> digest, of files that are on disk and need not be read again.
+        """
 
     @abstractmethod
-    def _write(self, captured: Any, folder: Path) -> Written:
-        """Writes it below `folder`: `data/` and `state.json`. In the background, on every rank."""
-
-    @abstractmethod
-    def _read(self, found: Found, like: Mapping[str, Any]) -> dict[str, Any]:
-        """The state in fresh memory, from files that are verified. On every rank."""
-
-    def _release(self, captured: Any) -> None:  # noqa: B027 (nothing to do is fine)
-        """The capture is written, or will never be."""
+    def _read_arrays(
+        self,
+        found: Found,
+        entries: Mapping[str, Mapping[str, Any]],
+        like: Mapping[str, Any],
+        live: Flat,
+    ) -> dict[str, Any]:
+        """The arrays of some entries in fresh memory, from verified files. On every rank."""
 
     # -- the protocol ---------------------------------------------------------------------------
 
@@ -137,7 +154,7 @@ class DirectoryStore(ABC):
         healing: Mapping[str, Any] | None = None,
         created: float | None = None,
     ) -> None:
-        """`save` of a state that nobody changes until `wait` returns: there is no copy.
+        """`save` without a copy, of a state that nobody changes until `wait` returns.
 
         Args:
             step: as in `save`.
@@ -148,16 +165,12 @@ class DirectoryStore(ABC):
         self._save(step, state, healing, copy=False, created=created)
 
     def steps(self) -> list[Saved]:
-        """The complete checkpoints, ascending. One under way is not among them."""
-        return [
-            manifest.saved(found.folder, found.manifest, self.nonfinite_ok)
-            for found in listing.counting(self.root).values()
-        ]
+        """The complete checkpoints, ascending; not the one under way."""
+        return [self._listed(found) for found in manifest.counting(self.root).values()]
 
     def verify(self, step: int) -> Saved:
         """Recomputes the digest of every file."""
-        found = self._checked(step)
-        return manifest.saved(found.folder, found.manifest, self.nonfinite_ok)
+        return self._listed(self._checked(step))
 
     def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
         """Verifies every file, then reads."""
@@ -167,34 +180,34 @@ class DirectoryStore(ABC):
         except StoreError:
             raise
         except _CRAFTED as error:
-            told = f"{type(error).__name__}: {str(error)[:200]}"
+            why = f"{type(error).__name__}: {str(error)[:200]}"
             raise StoreError(
-                f"{found.folder} holds a state that healcore does not write ({told}): nothing was "
+                f"{found.folder} holds a state that healcore does not write ({why}): nothing was "
                 "restored, use an older checkpoint"
             ) from error
         healing = None
         if found.manifest.healing:
-            healing = json.loads(regular.read(found.folder / manifest.HEALING))
+            healing = json.loads(files.read(found.folder / manifest.HEALING))
         return Restored(state, healing)
 
     def mark(self, step: int, status: Status) -> None:
         """Sets the status, in one atomic step."""
         protocol.checked_status(status)
         found = self._find(step)
-        saved = manifest.saved(found.folder, found.manifest, self.nonfinite_ok)
+        saved = self._listed(found)
         if status == "good" and not saved.finite:
             raise NotFinite(step, saved.nonfinite)
 
         def action() -> None:
             # Before it too: a crash may have left two saves of this step, and one is meant.
-            committing.clear_superseded(self.root)
+            commit.clear_superseded(self.root)
             manifest.write_status(found.folder, status)
-            committing.clear_superseded(self.root)
+            commit.clear_superseded(self.root)
 
         self._change(f"step {step} cannot be marked {status}", action)
 
     def delete(self, step: int) -> None:
-        """Removes all saves of a step, unless the last known-good one is what counts for it."""
+        """Removes all saves of a step, unless the one that counts is the last known-good one."""
         self._behind.join()
         if retention.is_last_good(self.steps(), step):
             raise LastGoodKept(step)
@@ -205,12 +218,12 @@ class DirectoryStore(ABC):
         self._behind.wait()
 
     def failures(self) -> list[SaveFailed]:
-        """Failures not told yet."""
+        """Failures since the last call."""
         return self._behind.failures()
 
     def problems(self) -> list[str]:
         """Directories that are no checkpoint, files that belong to none, damaged status files."""
-        return listing.problems(self.root)
+        return manifest.problems(self.root)
 
     # -- beyond it ------------------------------------------------------------------------------
 
@@ -221,8 +234,8 @@ class DirectoryStore(ABC):
         """
         return [
             CheckpointDamaged(step, str(folder), wrong.file, wrong.difference)
-            for folder, wrong in listing.incomplete(self.root)
-            if (step := listing.step_of(folder)) is not None
+            for folder, wrong in manifest.incomplete(self.root)
+            if (step := manifest.step_of(folder)) is not None
         ]
 
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
@@ -254,7 +267,7 @@ class DirectoryStore(ABC):
         return self._behind.pending(self._written)
 
     def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Saves with NaN or Inf where that is not meant, and in which arrays; each is told once.
+        """Saves with NaN or Inf where it is not meant, and the arrays; since the last call.
 
         Of those that are written; it does not wait.
         """
@@ -262,27 +275,27 @@ class DirectoryStore(ABC):
         return found
 
     def queues(self) -> list[tuple[DirectoryStore, Background]]:
-        """Itself, and the queue in which checkpoints are proven."""
-        return [(self, self._proofs)]
+        """Itself, and the queue in which checkpoints are verified."""
+        return [(self, self._verifications)]
 
     def drop(self, step: int) -> None:
-        """`delete` without the question whether what counts is the last known-good one.
+        """`delete`, even if the save that counts is the last known-good one.
 
         A known-good save of the step that a newer one has superseded stays, if it is the last.
         """
         self._find(step)
 
         def action() -> None:
-            committing.clear_superseded(self.root)
-            saves = listing.complete(self.root).get(step, [])
-            counting = listing.newest(saves)
-            for each in reversed(saves):  # a crash leaves the newer ones
+            commit.clear_superseded(self.root)
+            saves = manifest.complete(self.root).get(step, [])
+            counting = manifest.newest(saves)
+            for each in reversed(saves):  # so that a crash leaves the newer ones
                 if each is counting or manifest.read_status(each.folder) != "good":
-                    committing.remove(self.root, each.folder)
+                    commit.remove(self.root, each.folder)
 
         self._change(f"step {step} cannot be deleted", action)
 
-    # -- within ---------------------------------------------------------------------------------
+    # -- saving ---------------------------------------------------------------------------------
 
     def _save(
         self,
@@ -304,7 +317,7 @@ class DirectoryStore(ABC):
             if self._ranks.world > 1:  # the others have a copy, and wait for this rank's
                 failure = error
                 self._written = self._behind.submit(
-                    step, "while copying the state", lambda: self._without(item, failure)
+                    step, "while copying the state", lambda: self._commit_failure(item, failure)
                 )
             if isinstance(error, StoreError):
                 raise
@@ -312,7 +325,7 @@ class DirectoryStore(ABC):
 
         def job() -> None:
             try:
-                bad = committing.commit(
+                bad = commit.commit(
                     self.root, self._ranks, item, lambda folder: self._write(captured, folder)
                 )
             finally:
@@ -323,42 +336,107 @@ class DirectoryStore(ABC):
 
         self._written = self._behind.submit(step, "while writing", job)
 
-    def _without(self, item: Item, failure: Exception) -> None:
-        """Tells the other ranks that this one could not copy its state. Here `save` has raised."""
+    def _commit_failure(self, item: Item, failure: Exception) -> None:
+        """Makes the save fail on the other ranks: this one could not copy its state."""
 
         def fail(folder: Path) -> Written:
             raise failure
 
-        with suppress(SaveFailed):
-            committing.commit(self.root, self._ranks, item, fail)
+        with suppress(SaveFailed):  # `save` has raised it on this rank
+            commit.commit(self.root, self._ranks, item, fail)
+
+    def _capture(self, state: Mapping[str, Any], *, copy: bool) -> Any:
+        """A snapshot of the state; without `copy` in the state's own memory."""
+        if not copy:
+            return self._copier.borrow(state)
+        spare, self._spare = self._spare, None
+        return self._copier.take(state, spare)
+
+    def _release(self, captured: Any) -> None:
+        """A snapshot is not needed any more: the next uses its memory."""
+        if captured.arena is not None:
+            self._spare = captured
+
+    def _write(self, captured: Any, folder: Path) -> Written:
+        """Writes `data/` and `state.json`. In the background, on every rank."""
+        captured.settle()
+        arrays = self._copier.arrays(captured)
+        # Checked during the write: the write waits for the disk, the check for memory.
+        with ThreadPoolExecutor(1) as pool:
+            checking = pool.submit(inspection.nonfinite, captured.blocks())
+            written = self._write_arrays(arrays, folder / manifest.DATA)
+            bad = checking.result()
+        digests = {f"{manifest.DATA}/{name}": found for name, found in written.items()}
+        digests |= self._write_structure(captured.flat.entries, folder)
+        return Written(digests, len(arrays), bad)
+
+    def _write_structure(
+        self, entries: Mapping[str, Mapping[str, Any]], folder: Path
+    ) -> dict[str, Digest]:
+        """Rank 0 writes what is the same on every rank; every rank writes what is its own."""
+        parts = {_own(self._ranks.rank): {k: v for k, v in entries.items() if v.get("per_rank")}}
+        if self._ranks.rank == 0:
+            parts[manifest.STATE] = {k: v for k, v in entries.items() if not v.get("per_rank")}
+        digests = {}
+        for name, part in parts.items():
+            if part or name == manifest.STATE:
+                data = structure.dumps(part)
+                files.write_new(folder / name, data)
+                digests[name] = Digest(len(data), xxhash.xxh3_128_hexdigest(data))
+        return digests
+
+    # -- restoring ------------------------------------------------------------------------------
+
+    def _read(self, found: Found, like: Mapping[str, Any]) -> dict[str, Any]:
+        """The state in fresh memory, from verified files. On every rank."""
+        saved = json.loads((found.folder / manifest.STATE).read_bytes())
+        own = _own(self._ranks.rank)
+        if own in found.manifest.files:
+            saved |= json.loads((found.folder / own).read_bytes())
+        like = protocol.wanted(saved, like)
+        step = found.manifest.step
+        try:
+            # On all ranks or on none: the others would wait for a rank that raised.
+            live = ranks.on_each(
+                self._ranks,
+                lambda: self._copier.checked(step, saved, like) if like else Flat({}, {}, {}),
+            )
+        except ranks.RankFailed as error:
+            raise StateMismatch(step, [str(error)]) from error
+        entries = {name: saved[name] for name in like}
+        arrays = self._read_arrays(found, entries, like, live)
+        return self._copier.assemble(entries, arrays, like, live)
+
+    def _listed(self, found: Found) -> Saved:
+        return manifest.saved(found.folder, found.manifest, self.nonfinite_ok)
 
     def _find(self, step: int) -> Found:
         """The checkpoint that counts for a step, the same on every rank.
 
         Raises:
             CheckpointDamaged: there is a directory for it, and no complete checkpoint in it.
-            NotThere: there is not even that.
+            NotThere: there is no directory for it.
         """
         step = protocol.checked_step(step)
         self._behind.join()
 
         def look() -> Found | StoreError:
-            found = listing.counting(self.root)
+            found = manifest.counting(self.root)
             if step in found:
                 return found[step]
             damaged = [error for error in self.damaged() if error.step == step]
             return damaged[0] if damaged else NotThere(step, list(found), str(self.root))
 
-        looked = ranks.on_first(self._ranks, look)
-        if isinstance(looked, StoreError):
-            raise looked
-        return looked
+        result = ranks.on_first(self._ranks, look)
+        if isinstance(result, StoreError):
+            raise result
+        return result
 
     def _checked(self, step: int) -> Found:
         """The same, every digest recomputed; the files are divided among the ranks."""
         found = self._find(step)
         mine = sorted(found.manifest.files)[self._ranks.rank :: self._ranks.world]
-        for wrong in self._ranks.gather(listing.first_difference(found, mine)):
+        for wrong in self._ranks.gather(manifest.first_difference(found, mine)):
             if wrong is not None:
                 raise CheckpointDamaged(step, str(found.folder), wrong.file, wrong.difference)
         return found
@@ -367,9 +445,14 @@ class DirectoryStore(ABC):
         """Changes something on disk, from rank 0.
 
         Raises:
-            StoreError: it did not work.
+            StoreError: it failed.
         """
         try:
             ranks.on_first(self._ranks, action)
         except OSError as error:
             raise StoreError(f"{what} in {self.root}: {error.strerror or error}") from error
+
+
+def _own(rank: int) -> str:
+    """The file of what is saved per rank."""
+    return f"state-rank-{rank:05d}.json"

@@ -1,4 +1,4 @@
-"""What can go wrong with checkpoints. Every one of them leaves live state untouched."""
+"""The errors of checkpoint stores. Every one of them leaves live state untouched."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from healcore.core.errors import HealcoreError
 
 
 class StoreError(HealcoreError, RuntimeError):
-    """Anything that a checkpoint store refuses, finds or fails at."""
+    """Base class of all errors of checkpoint stores."""
 
 
 class CheckpointDamaged(StoreError):
@@ -16,7 +16,7 @@ class CheckpointDamaged(StoreError):
 
     Attributes:
         step: the checkpoint's step.
-        path: its directory, or where it lies ("memory").
+        path: its directory, or "memory".
         file: the file (or array) that differs, relative to `path`.
         difference: what differs.
     """
@@ -29,7 +29,7 @@ class CheckpointDamaged(StoreError):
         self.difference = difference
 
     def __str__(self) -> str:
-        """Where, what, and what it means."""
+        """Where, what, and what to do."""
         return (
             f"the checkpoint of step {self.step} is damaged: {self.file} {self.difference} "
             f"(in {self.path}); nothing was restored, use an older one"
@@ -53,7 +53,7 @@ class NotThere(StoreError):
 
 
 class NoGoodCheckpoint(StoreError):
-    """There is nothing to go back to."""
+    """There is no checkpoint to go back to."""
 
 
 class LastGoodKept(StoreError):
@@ -64,7 +64,7 @@ class LastGoodKept(StoreError):
         self.step = step
 
     def __str__(self) -> str:
-        """The rule and the way around it."""
+        """The rule and what to do instead."""
         return (
             f"step {self.step} is the last known-good checkpoint and stays: mark a newer one good "
             "first, or remove its directory by hand"
@@ -105,7 +105,7 @@ class SaveFailed(StoreError):
         self.hint = hint
 
     def __str__(self) -> str:
-        """What was being done, and what went wrong."""
+        """When it failed, and the error."""
         what = f"{type(self.error).__name__}: {self.error}"
         hint = f"; {self.hint}" if self.hint else ""
         return f"step {self.step} was not saved, {self.doing}: {what}{hint}"
@@ -139,8 +139,8 @@ def pickled(what: str, how: str) -> Untrusted:
     """The error for a pickle that was not read.
 
     Args:
-        what: where it lies, with what it is of.
-        how: who has to be told to trust: "the store".
+        what: its place in the state.
+        how: what takes `trust=True`: "the store".
     """
     return Untrusted(
         f"{what} is a pickled object, and reading one runs whatever code its writer put there: it "
@@ -154,9 +154,9 @@ def no_plain_form(what: str, value: object, how: str) -> UnsavableState:
     """The error for an object that only pickle could write.
 
     Args:
-        what: where it lies.
+        what: its place in the state.
         value: the object.
-        how: who has to be told to trust: "the store".
+        how: what takes `trust=True`: "the store".
     """
     name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     return UnsavableState(

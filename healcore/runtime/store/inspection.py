@@ -1,27 +1,47 @@
-"""Reading every byte of a snapshot once: digests and the finite check together.
+"""Checking bytes: digests of files and arrays, and whether every number is finite.
 
-In pieces that stay in a core's cache, so that the second reading of a piece costs no memory
-bandwidth. Every call in the loops releases the interpreter's lock.
+Digests are xxh3, 128 bits; they detect damage, not malice. xxh3 is the only one that costs nothing
+next to a copy (measured here: 15 to 22 GB/s on one core; crc32 7, sha256 2), and it releases the
+interpreter's lock.
+
+Arrays are read in pieces that stay in a core's cache, so that the second reading of a piece costs
+no memory bandwidth. Every call in the loops releases the interpreter's lock.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
 
-from healcore.runtime.store import finite
-from healcore.runtime.store.digest import mapped
 from healcore.runtime.store.snapshot import Block, fresh
 
+_BUFFER = 1 << 18
 _PIECE = 1 << 17
+CHUNK = 1 << 18
+"""Bytes of a finite check: few enough to stay in a core's own cache."""
+_WORTH_THREADS = 8 << 20
+"""Bytes from which on several items are read at a time."""
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+class Digest(NamedTuple):
+    """The size and digest that a file must keep."""
+
+    bytes: int
+    xxh3_128: str
 
 
 class Inspection(NamedTuple):
-    """What a snapshot was found to hold."""
+    """The result of reading a snapshot."""
 
     digests: dict[str, str]
     """Key of a block -> xxh3, 128 bits, hexadecimal."""
@@ -29,39 +49,87 @@ class Inspection(NamedTuple):
     """All arrays with NaN or Inf, meant or not."""
 
 
+# -- files ------------------------------------------------------------------------------------
+
+
+def file_digest(path: Path, *, sync: bool = False) -> Digest:
+    """The digest of a file as it can be read now.
+
+    Args:
+        path: the file.
+        sync: wait until its content is on disk too.
+    """
+    state, size = xxhash.xxh3_128(), 0
+    buffer = bytearray(_BUFFER)
+    view = memoryview(buffer)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            state.update(view[:count])
+            size += count
+        if sync:
+            os.fsync(file.fileno())
+    return Digest(size, state.hexdigest())
+
+
+def mapped(action: Callable[[A], B], items: Sequence[A], nbytes: int) -> list[B]:
+    """Applies an action to items, several at a time where that is worth it.
+
+    Args:
+        action: releases the interpreter's lock for most of its time.
+        items: what to apply it to.
+        nbytes: read in all.
+    """
+    workers = min(threads(), len(items))
+    if nbytes < _WORTH_THREADS or workers < 2:
+        return [action(item) for item in items]
+    results: list[Any] = [None] * len(items)
+    left = iter(range(len(items)))
+
+    def work() -> None:
+        # Not one task for each item: submitting it would take as long as a small item does.
+        for at in left:
+            results[at] = action(items[at])
+
+    with ThreadPoolExecutor(workers - 1) as pool:
+        others = [pool.submit(work) for _ in range(workers - 1)]
+        work()
+        for each in others:
+            each.result()
+    return results
+
+
+def threads() -> int:
+    """How many threads to read with: more than a few make neither disk nor memory faster."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(4, cores or 1))
+
+
+# -- snapshots --------------------------------------------------------------------------------
+
+
 def inspect(blocks: Iterable[Block]) -> Inspection:
-    """Digests of all arrays, and those with NaN or Inf."""
+    """Digests of all arrays, and those with NaN or Inf, in one pass."""
     digests, bad = {}, []
     for block in blocks:
-        state, sound = xxhash.xxh3_128(), True
+        state, finite_so_far = xxhash.xxh3_128(), True
         for at in range(0, len(block.raw), _PIECE):
             piece = block.raw[at : at + _PIECE]
             state.update(piece.data)
-            sound = sound and finite.finite_chunk(piece, block.dtype)
+            finite_so_far = finite_so_far and finite_chunk(piece, block.dtype)
         digests[block.key] = state.hexdigest()
-        if not sound:
+        if not finite_so_far:
             bad.append(block.name)
     return Inspection(digests, tuple(dict.fromkeys(bad)))
 
 
 def nonfinite(blocks: Iterable[Block]) -> tuple[str, ...]:
     """Only the names of arrays with NaN or Inf."""
-    found = [block.name for block in blocks if not finite.finite(block.raw, block.dtype)]
+    found = [block.name for block in blocks if not finite(block.raw, block.dtype)]
     return tuple(dict.fromkeys(found))
 
 
-def unmeant(names: Iterable[str], nonfinite_ok: Collection[str]) -> tuple[str, ...]:
-    """Those of some arrays with NaN or Inf where that is not meant.
-
-    Args:
-        names: of the arrays.
-        nonfinite_ok: patterns of names (`model.*.mask`) where it is, or names.
-    """
-    return tuple(name for name in names if not matches(name, nonfinite_ok))
-
-
-def first_difference(blocks: Iterable[Block], digests: dict[str, str]) -> str | None:
-    """Name of the first array whose digest is another one now."""
+def first_changed(blocks: Iterable[Block], digests: dict[str, str]) -> str | None:
+    """Key of the first block whose digest has changed."""
     for block in blocks:
         if xxhash.xxh3_128_hexdigest(block.raw.data) != digests[block.key]:
             return block.key
@@ -71,12 +139,12 @@ def first_difference(blocks: Iterable[Block], digests: dict[str, str]) -> str | 
 def checked_copies(
     blocks: Sequence[Block], digests: dict[str, str], changed: Callable[[str], Exception]
 ) -> list[np.ndarray]:
-    """Copies of the blocks' bytes in fresh memory, checked on the way.
+    """Copies of the blocks' bytes in fresh memory, verified during the copy.
 
     Args:
         blocks: what to copy.
         digests: what the blocks were when they were saved.
-        changed: makes the error for one that is not the same any more.
+        changed: makes the error for a block that has changed.
     """
     sizes = [len(block.raw) for block in blocks]
     copies = fresh(sizes)
@@ -95,6 +163,83 @@ def checked_copies(
     return copies
 
 
-def matches(name: str, patterns: Collection[str]) -> bool:
-    """Whether a name fits one of the patterns (`*` and `?`), or is one of them."""
-    return any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)
+def unmeant(names: Iterable[str], nonfinite_ok: Collection[str]) -> tuple[str, ...]:
+    """Those of some arrays with NaN or Inf where that is not meant.
+
+    Args:
+        names: of the arrays.
+        nonfinite_ok: names, or patterns of names (`model.*.mask`), where it is meant.
+    """
+    return tuple(
+        name
+        for name in names
+        if not any(name == pattern or fnmatchcase(name, pattern) for pattern in nonfinite_ok)
+    )
+
+
+# -- numbers ----------------------------------------------------------------------------------
+#
+# A number with sign, exponent and fraction is NaN or Inf exactly if its exponent is all ones: the
+# bits without the sign, read as an integer, are then at least the pattern of infinity. That needs
+# neither NumPy's nor a framework's bfloat16, raises no warnings and allocates nothing.
+
+
+class _Layout(NamedTuple):
+    """How to read a format's bits."""
+
+    unsigned: type[np.unsignedinteger]
+    signed: type[np.signedinteger] | None
+    """None of a format without a sign."""
+    infinity: int
+    """The smallest magnitude that is not finite."""
+
+
+_HALF = _Layout(np.uint16, np.int16, 0x7C00)
+_SINGLE = _Layout(np.uint32, np.int32, 0x7F80_0000)
+_DOUBLE = _Layout(np.uint64, np.int64, 0x7FF0_0000_0000_0000)
+
+_LAYOUTS = {
+    "float16": _HALF,
+    "bfloat16": _Layout(np.uint16, np.int16, 0x7F80),
+    "float32": _SINGLE,
+    "float64": _DOUBLE,
+    "complex32": _HALF,
+    "complex64": _SINGLE,
+    "complex128": _DOUBLE,
+    "float8_e3m4": _Layout(np.uint8, np.int8, 0x70),
+    "float8_e4m3": _Layout(np.uint8, np.int8, 0x78),
+    "float8_e5m2": _Layout(np.uint8, np.int8, 0x7C),
+    "float8_e4m3fn": _Layout(np.uint8, np.int8, 0x7F),  # no Inf, one NaN
+    "float8_e8m0fnu": _Layout(np.uint8, None, 0xFF),  # no sign, no Inf, one NaN
+}
+# In these NaN has the bits of minus zero.
+_NAN_IS_MINUS_ZERO = {"float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz"}
+# Everything else (integers, bool, 4-bit and 6-bit floats) has no NaN and no Inf.
+
+
+def finite(raw: np.ndarray, dtype: str) -> bool:
+    """Whether an array holds neither NaN nor Inf.
+
+    Args:
+        raw: uint8 (n,), the array's bytes, contiguous.
+        dtype: name of its dtype in NumPy, ml_dtypes and torch, for example "bfloat16".
+    """
+    return all(finite_chunk(raw[at : at + CHUNK], dtype) for at in range(0, len(raw), CHUNK))
+
+
+def finite_chunk(raw: np.ndarray, dtype: str) -> bool:
+    """`finite`, for a whole number of elements that fit into a cache."""
+    if dtype in _NAN_IS_MINUS_ZERO:
+        return not bool((raw == 0x80).any())
+    layout = _LAYOUTS.get(dtype)
+    if layout is None or not len(raw):
+        return True
+    # Two maxima: the signed one is of the positive numbers, the unsigned one of the negative ones.
+    # One maximum over the bits without the sign would need memory of its own, and allocating that
+    # for every piece takes longer than the check.
+    bits = raw.view(layout.unsigned)
+    if layout.signed is None:
+        return bool(bits.max() < layout.infinity)
+    minus_infinity = layout.infinity | 1 << 8 * bits.itemsize - 1
+    positive, negative = bits.view(layout.signed).max(), bits.max()
+    return bool(positive < layout.infinity and negative < minus_infinity)

@@ -1,22 +1,26 @@
-"""The manifest: what a complete checkpoint consists of. Written last, and never again.
+"""The manifest: what a complete checkpoint consists of, and which directories of a store are one.
 
-A directory without a valid one is no checkpoint. The status, which does change, lies in a small
-file of its own beside it.
+It is written last, and never again. A directory without a valid one is no checkpoint. The status,
+which does change, is in a small file of its own next to it. The disk is read again for every
+question: it is the only truth.
 """
 
 from __future__ import annotations
 
+import os
+import re
+import secrets
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import healcore
-from healcore.runtime.store import atomic, regular
-from healcore.runtime.store.digest import Digest
-from healcore.runtime.store.inspection import unmeant
+from healcore.runtime.store import checksummed_json, files
+from healcore.runtime.store.checksummed_json import ChecksumError
+from healcore.runtime.store.errors import StoreError
+from healcore.runtime.store.inspection import Digest, file_digest, mapped, unmeant
 from healcore.runtime.store.protocol import STATUSES, Saved, Status
-from healcore.runtime.store.sealed import Unsealed, seal, unseal
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -26,9 +30,12 @@ STATE = "state.json"
 HEALING = "healing.json"
 DATA = "data"
 """Directory of what the framework's own writer wrote."""
+HEALER = "healcore."
+"""Prefix of the files that a Healer keeps in the root about its run; no store touches them."""
+_STEP = re.compile(r"step-(\d{10,})\.[0-9a-f]{8}")
 _NAMES_KEPT = 1000
 _ONCE_KEPT = 20
-"""In manifests without `unnamed`: those of healcore before it asked when listing what is meant."""
+"""How many names older manifests, those without `unnamed`, kept."""
 
 
 class BadManifest(ValueError):
@@ -42,7 +49,7 @@ class Manifest(NamedTuple):
     created: float
     """Wall-clock seconds since 1970."""
     save: int
-    """1 for the first save of this step, one more for each further: clocks may jump."""
+    """1 for the first save of this step, one more for each further one: clocks may jump."""
     writer: str
     format: str
     """"dcp" or "orbax"."""
@@ -53,12 +60,26 @@ class Manifest(NamedTuple):
     """Names of arrays with NaN or Inf, meant or not; the first 1000 are kept."""
     healing: bool
     unnamed: int = 0
-    """How many more there are. Nobody can say of those that they are meant."""
+    """How many more there are. No pattern can declare those as meant."""
 
     @property
     def bytes(self) -> int:
         """Size of all files."""
         return sum(digest.bytes for digest in self.files.values())
+
+
+class Found(NamedTuple):
+    """A complete checkpoint."""
+
+    folder: Path
+    manifest: Manifest
+
+
+class Wrong(NamedTuple):
+    """Why a directory is no complete checkpoint."""
+
+    file: str
+    difference: str
 
 
 def new(
@@ -87,7 +108,7 @@ def write(folder: Path, manifest: Manifest) -> None:
         "finite": not manifest.nonfinite,
         "files": {name: digest._asdict() for name, digest in manifest.files.items()},
     }
-    atomic.write_new(folder / MANIFEST, seal(content))
+    files.write_new(folder / MANIFEST, checksummed_json.dumps(content))
 
 
 def read(folder: Path) -> Manifest:
@@ -97,57 +118,77 @@ def read(folder: Path) -> Manifest:
         BadManifest: missing, torn, altered, or of a schema that this version does not know.
     """
     try:
-        content = unseal(regular.read(folder / MANIFEST))
+        content = checksummed_json.read(folder / MANIFEST)
     except OSError as error:
         raise BadManifest(f"{MANIFEST} cannot be read ({error.strerror})") from None
-    except Unsealed as error:
+    except ChecksumError as error:
         raise BadManifest(f"{MANIFEST} {error}") from None
     if content.pop("schema", None) != SCHEMA:
         raise BadManifest(f"{MANIFEST} is of a schema this version does not know: upgrade healcore")
     content.pop("finite", None)
     try:
-        files = {_inside(name): Digest(**digest) for name, digest in content.pop("files").items()}
-        if not files:
+        listed = {_inside(name): Digest(**digest) for name, digest in content.pop("files").items()}
+        if not listed:
             raise BadManifest(f"{MANIFEST} lists no file")
         nonfinite = tuple(content.pop("nonfinite"))
         content.setdefault("unnamed", int(len(nonfinite) >= _ONCE_KEPT))
-        return Manifest(files=files, nonfinite=nonfinite, **content)
+        return Manifest(files=listed, nonfinite=nonfinite, **content)
     except (TypeError, KeyError, AttributeError):
         raise BadManifest(f"{MANIFEST} lacks a field") from None
 
 
 def _inside(name: str) -> str:
-    """A path of a manifest; it leads to no file outside the checkpoint.
-
-    Raises:
-        BadManifest: it is absolute, or has `..` in it.
-    """
+    """The name, if it leads to no file outside the checkpoint."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\\" in name or not path.parts:
         raise BadManifest(f"{MANIFEST} lists a file outside the checkpoint: {name!r:.200}")
     return name
 
 
-def missing_or_resized(folder: Path, manifest: Manifest) -> tuple[str, str] | None:
-    """The first file that is not there or has another size, and which of the two; reads no data."""
+def missing_or_resized(folder: Path, manifest: Manifest) -> Wrong | None:
+    """The first file that is missing or has another size; reads no data."""
     for name, digest in manifest.files.items():
         try:
             found = (folder / name).lstat()
         except OSError as error:
-            return name, f"cannot be found ({error.strerror})"
+            return Wrong(name, f"cannot be found ({error.strerror})")
         if not stat.S_ISREG(found.st_mode):
-            return name, "is no file any more"
+            return Wrong(name, "is no file any more")
         if found.st_size != digest.bytes:
-            return name, f"has {found.st_size} bytes, {digest.bytes} were written"
+            return Wrong(name, f"has {found.st_size} bytes, {digest.bytes} were written")
     return None
+
+
+def first_difference(found: Found, names: Iterable[str]) -> Wrong | None:
+    """Recomputes digests; the first file that is not what was written.
+
+    Args:
+        found: the checkpoint.
+        names: which of its files.
+    """
+    resized = missing_or_resized(found.folder, found.manifest)
+    if resized is not None:
+        return resized
+
+    def wrong(name: str) -> Wrong | None:
+        try:
+            now = file_digest(found.folder / name)
+        except OSError as error:
+            return Wrong(name, f"cannot be read ({error.strerror})")
+        if now != found.manifest.files[name]:
+            return Wrong(name, "is not what was written: its digest differs")
+        return None
+
+    results = mapped(wrong, list(names), found.manifest.bytes)
+    return next((each for each in results if each is not None), None)
 
 
 def saved(folder: Path, manifest: Manifest, nonfinite_ok: Collection[str]) -> Saved:
     """The checkpoint as `steps` lists it.
 
     Args:
-        folder: where it is.
-        manifest: what it is.
+        folder: its directory.
+        manifest: its manifest.
         nonfinite_ok: patterns of array names where NaN and Inf are meant.
     """
     bad = unmeant(manifest.nonfinite, nonfinite_ok)
@@ -165,18 +206,131 @@ def saved(folder: Path, manifest: Manifest, nonfinite_ok: Collection[str]) -> Sa
 
 def write_status(folder: Path, status: Status) -> None:
     """Sets the status; a crash leaves the old one or the new one."""
-    atomic.write(folder / STATUS, seal({"schema": SCHEMA, "status": status}))
+    files.replace(folder / STATUS, checksummed_json.dumps({"schema": SCHEMA, "status": status}))
 
 
 def read_status(folder: Path) -> Status:
-    """The status. What is missing or damaged says nothing: the checkpoint is not proven."""
+    """The status. With its file missing or damaged the checkpoint is not verified: a candidate."""
     return stated(folder) or "candidate"
 
 
 def stated(folder: Path) -> Status | None:
     """The status, None if its file is missing or damaged."""
     try:
-        status = unseal(regular.read(folder / STATUS)).get("status")
-    except (OSError, Unsealed):
+        status = checksummed_json.read(folder / STATUS).get("status")
+    except (OSError, ChecksumError):
         return None
     return status if status in STATUSES else None
+
+
+# -- the checkpoints of a store ---------------------------------------------------------------
+
+
+def step_directory(step: int) -> str:
+    """A new name for a checkpoint's directory: `step-0000000123.0a1b2c3d`.
+
+    The end is random, so that every save has a directory of its own.
+    """
+    return f"step-{step:010d}.{secrets.token_hex(4)}"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step in a directory's name; None for any other name."""
+    found = _STEP.fullmatch(folder.name)
+    return int(found[1]) if found else None
+
+
+def complete(root: Path) -> dict[int, list[Found]]:
+    """Complete checkpoints by step, ascending; of one step the newest save first.
+
+    A checkpoint is complete if its manifest's own digest is right and every file in it is there at
+    its size. The content of the files is not read.
+    """
+    found: dict[int, list[Found]] = {}
+    for folder in _folders(root):
+        checked = _check(folder)
+        if isinstance(checked, Found):
+            found.setdefault(checked.manifest.step, []).append(checked)
+    for saves in found.values():
+        saves.sort(key=lambda each: (-each.manifest.save, each.folder.name))
+    return dict(sorted(found.items()))
+
+
+def incomplete(root: Path) -> list[tuple[Path, Wrong]]:
+    """Directories with a checkpoint's name that are no complete one, and why."""
+    checked = [(folder, _check(folder)) for folder in _folders(root)]
+    # One that has gone in the meantime was being deleted.
+    return [(at, wrong) for at, wrong in checked if isinstance(wrong, Wrong) and at.exists()]
+
+
+def counting(root: Path) -> dict[int, Found]:
+    """The save that counts for each step, ascending."""
+    return {step: newest(saves) for step, saves in complete(root).items()}
+
+
+def newest(saves: list[Found]) -> Found:
+    """The newest save of one step that is not quarantined; the newest if all are."""
+    for each in saves:
+        if read_status(each.folder) != "quarantined":
+            return each
+    return saves[0]
+
+
+def problems(root: Path) -> list[str]:
+    """Everything in a store that a person might want to look at. Changes nothing."""
+    found = [
+        f"{folder.name} is no complete checkpoint: {wrong.file} {wrong.difference}"
+        for folder, wrong in incomplete(root)
+    ]
+    for saves in complete(root).values():
+        for each in saves:
+            found += _oddities(each)
+    for name in _names(root):
+        if files.is_temporary(name):
+            if f"-{files.place()}-" not in name:  # processes elsewhere cannot be seen from here
+                found.append(f"{name} is work of a process that is not known here")
+        elif step_of(root / name) is None and not name.startswith(HEALER):
+            found.append(f"{name} was not written by healcore")
+    return found
+
+
+def _oddities(checkpoint: Found) -> list[str]:
+    """Files that the manifest does not list, and a damaged status file."""
+    folder = checkpoint.folder
+    extra = set(files.below(folder)) - {MANIFEST, STATUS} - set(checkpoint.manifest.files)
+    found = [
+        f"{folder.name} has a file that its manifest does not know: {x}" for x in sorted(extra)
+    ]
+    if os.path.lexists(folder / STATUS):
+        try:
+            checksummed_json.read(folder / STATUS)
+        except (OSError, ChecksumError):
+            found.append(f"{folder.name} has a damaged {STATUS}: it counts as not yet verified")
+    return found
+
+
+def _folders(root: Path) -> list[Path]:
+    return [root / name for name in _names(root) if step_of(root / name) is not None]
+
+
+def _names(root: Path) -> list[str]:
+    """Everything in a store, sorted.
+
+    Raises:
+        StoreError: it cannot be read. An empty list would look like a run without checkpoints.
+    """
+    try:
+        return sorted(os.listdir(root))
+    except OSError as error:
+        raise StoreError(f"{root} cannot be read: {error.strerror}") from error
+
+
+def _check(folder: Path) -> Found | Wrong:
+    try:
+        record = read(folder)
+    except BadManifest as error:
+        file, _, difference = str(error).partition(" ")
+        return Wrong(file, difference)
+    if record.step != step_of(folder):
+        return Wrong(MANIFEST, f"is of step {record.step}")
+    return missing_or_resized(folder, record) or Found(folder, record)

@@ -1,59 +1,116 @@
 """A ring of snapshots in host memory: rollback within milliseconds, as long as the process lives.
 
-Taking a snapshot costs one copy of the state. The copy goes into spare memory and takes its place
-in the ring when it is complete and inspected, so whatever happens during it loses nothing.
+Taking a snapshot costs one copy of the state. The copy goes into spare memory and enters the ring
+when it is complete and inspected, so a failure during the copy loses nothing.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import RLock
 from typing import Any
 
 import numpy as np
 from rich.filesize import decimal
 
+from healcore.runtime import forking
 from healcore.runtime.store import inspection, protocol, retention
 from healcore.runtime.store.background import Background
 from healcore.runtime.store.errors import (
     CheckpointDamaged,
     LastGoodKept,
     NotFinite,
+    NotThere,
     SaveFailed,
     StoreError,
 )
+from healcore.runtime.store.inspection import Inspection
 from healcore.runtime.store.protocol import Restored, Saved, Status
 from healcore.runtime.store.retention import Keep
-from healcore.runtime.store.ring import WHERE, Ring, Slot
 from healcore.runtime.store.snapshot import Block, Copier
 
 SMALL = Keep(good=1, candidates=2, quarantined=0)
 """Three snapshots: one known-good, the next to be, and the newest."""
+WHERE = "memory"
+
+
+@dataclass
+class Slot:
+    """One snapshot."""
+
+    step: int
+    snapshot: Any
+    healing: bytes | None
+    created: float
+    found: Inspection | None = None
+    """None until the copy is complete and inspected; only then it enters the ring."""
+    status: Status = "candidate"
+    holders: int = 0
+    """Readers that still use its memory."""
+    dropped: bool = False
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Key of a block -> digest."""
+        assert self.found is not None, "slots in the ring are inspected"
+        return self.found.digests
+
+    @property
+    def healing_state(self) -> dict[str, Any] | None:
+        """A fresh copy of the healing state."""
+        return None if self.healing is None else json.loads(self.healing)
+
+    def saved(self, nonfinite_ok: Collection[str]) -> Saved:
+        """As `steps` lists it, with patterns of array names where NaN and Inf are meant."""
+        bad = inspection.unmeant(self.found.nonfinite if self.found else (), nonfinite_ok)
+        return Saved(
+            step=self.step,
+            status=self.status,
+            finite=not bad,
+            bytes=self.snapshot.nbytes,
+            created=self.created,
+            healing=self.healing is not None,
+            path=None,
+            nonfinite=bad,
+        )
 
 
 class MemoryStore:
-    """Snapshots in host memory. Adapters make it with their `Copier`.
+    """Snapshots in host memory, never more than `keep` allows.
+
+    The memory of one snapshot that nobody needs any more is kept for the next.
 
     Args:
         copier: the framework's.
-        keep: how many snapshots of each kind stay. One more is being taken at times.
+        keep: how many snapshots of each kind stay. During a save there is one more.
         nonfinite_ok: patterns of array names where NaN and Inf are meant.
     """
 
     def __init__(
-        self,
-        copier: Copier,
-        keep: Keep = SMALL,
-        *,
-        nonfinite_ok: Collection[str] = (),
+        self, copier: Copier, keep: Keep = SMALL, *, nonfinite_ok: Collection[str] = ()
     ) -> None:
-        self.keep = keep
+        self.keep = keep.checked()
+        self.nonfinite_ok = tuple(nonfinite_ok)
+        """Patterns of array names where NaN and Inf are meant. May be changed at any time."""
         self._copier = copier
-        self._ring = Ring(keep, tuple(nonfinite_ok))
+        self._slots: dict[int, Slot] = {}
+        self._superseded: Slot | None = None
+        """The last known-good one while a newer save of its step is not verified. It takes a good
+        one's place: there is no other."""
+        self._spare: Any | None = None
+        self._lock = RLock()
         self._behind = Background("healcore-memory")
-        self._told: list[str] = []
+        self._problems: list[str] = []
         self._nonfinite: list[tuple[int, tuple[str, ...]]] = []
+        forking.watch(self)
+
+    def forked(self) -> None:
+        """In a child: the thread that held the lock does not exist there."""
+        self._lock = RLock()
 
     # -- the protocol ---------------------------------------------------------------------------
 
@@ -65,35 +122,38 @@ class MemoryStore:
 
     def steps(self) -> list[Saved]:
         """The snapshots in the ring, ascending by step."""
-        return self._settled.saves()
+        self._behind.join()
+        return self._listed()
 
     def verify(self, step: int) -> Saved:
         """Recomputes the digest of every array."""
-        with self._settled.holding(step) as slot:
-            name = inspection.first_difference(slot.snapshot.blocks(), _digests(slot))
+        with self._reading(step) as slot:
+            name = inspection.first_changed(slot.snapshot.blocks(), slot.digests)
             if name is not None:
                 raise _changed(step, name)
             return slot.saved(self.nonfinite_ok)
 
     def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
-        """Copies the snapshot out, checking every digest on the way."""
-        with self._settled.holding(step) as slot:
+        """Copies the snapshot, verifying every digest during the copy."""
+        with self._reading(step) as slot:
 
             def copy(blocks: Sequence[Block]) -> list[np.ndarray]:
                 return inspection.checked_copies(
-                    blocks, _digests(slot), lambda name: _changed(step, name)
+                    blocks, slot.digests, lambda name: _changed(step, name)
                 )
 
-            state = self._copier.give(slot.snapshot, like, copy)
-            return Restored(state, _healing(slot))
+            return Restored(self._copier.give(slot.snapshot, like, copy), slot.healing_state)
 
     def mark(self, step: int, status: Status) -> None:
         """Sets the status; a newly good snapshot may push older ones out."""
         protocol.checked_status(status)
-        bad = self._settled.slot(step).saved(self.nonfinite_ok).nonfinite
+        self._behind.join()
+        bad = self._slot(step).saved(self.nonfinite_ok).nonfinite
         if status == "good" and bad:
             raise NotFinite(step, bad)
-        self._ring.mark(step, status)
+        with self._lock:
+            self._slot(step).status = status
+            self._thin()
 
     def delete(self, step: int) -> None:
         """Drops a snapshot, unless it is the last known-good one."""
@@ -106,25 +166,16 @@ class MemoryStore:
         self._behind.wait()
 
     def failures(self) -> list[SaveFailed]:
-        """Failures not told yet."""
+        """Failures since the last call."""
         return self._behind.failures()
 
     def problems(self) -> list[str]:
         """Snapshots that were dropped as soon as they were taken, since the last call."""
         self._behind.join()
-        told, self._told = self._told, []
-        return told
+        found, self._problems = self._problems, []
+        return found
 
     # -- beyond it ------------------------------------------------------------------------------
-
-    @property
-    def nonfinite_ok(self) -> tuple[str, ...]:
-        """Patterns of array names where NaN and Inf are meant. May be set anew at any time."""
-        return self._ring.nonfinite_ok
-
-    @nonfinite_ok.setter
-    def nonfinite_ok(self, patterns: Collection[str]) -> None:
-        self._ring.nonfinite_ok = tuple(patterns)
 
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the arrays in a state that hold NaN or Inf, meant or not; saves nothing.
@@ -132,33 +183,37 @@ class MemoryStore:
         Raises:
             UnsavableState: there is something in the state that cannot be saved.
         """
-        snapshot = self._copier.take(state, self._settled.take_spare())
+        snapshot = self._copier.take(state, self._take_spare())
         try:
             snapshot.settle()
             return inspection.nonfinite(snapshot.blocks())
         finally:
-            self._ring.reclaim(snapshot)  # the first save goes into it
+            self._reclaim(snapshot)  # the first save goes into it
 
     def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Saves with NaN or Inf where that is not meant, and in which arrays; each is told once."""
+        """Saves with NaN or Inf where it is not meant, and the arrays; since the last call."""
         self._behind.join()
         found, self._nonfinite = self._nonfinite, []
         return found
 
     def queues(self) -> list[tuple[MemoryStore, Background]]:
-        """Itself, and the queue in which checkpoints are proven: behind the saves before it."""
+        """Itself, and the queue in which checkpoints are verified: after the saves before it."""
         return [(self, self._behind)]
 
     @property
     def nbytes(self) -> int:
         """Host memory held now, the spare included."""
-        return self._settled.nbytes
+        self._behind.join()
+        with self._lock:
+            slots = [*self._slots.values(), self._superseded]
+            held = [*(slot.snapshot for slot in slots if slot is not None), self._spare]
+            return sum(snapshot.nbytes for snapshot in held if snapshot is not None)
 
     def describe(self, state_bytes: int | None = None) -> str:
-        """The bound in words: "at most 4 copies of the state in host memory (4 × 240 MB = …".
+        """The bound as text: "at most 4 copies of the state in host memory (4 × 240 MB = …".
 
         Args:
-            state_bytes: size of one copy, if there is no snapshot yet to tell it.
+            state_bytes: size of one copy, for a store without a snapshot.
         """
         most = self.keep.most + 1
         one = max((saved.bytes for saved in self.steps()), default=state_bytes or 0)
@@ -170,22 +225,38 @@ class MemoryStore:
         )
 
     def drop(self, step: int) -> None:
-        """`delete` without the question whether it is the last known-good one."""
-        self._settled.drop(step)
+        """`delete`, even of the last known-good one."""
+        self._behind.join()
+        with self._lock:
+            self._slot(step)
+            self._release(self._slots.pop(step))
+            self._resolve_superseded()
 
     def save_and_hold(
         self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
-    ) -> Hold:
-        """`save`, and a hold on the copy: this is how it gets from here to disk."""
-        return Hold(self, self._save(step, state, healing, holders=1))
+    ) -> Slot:
+        """`save`; the copy stays readable, in or out of the ring, until `end_hold`."""
+        return self._save(step, state, healing, holders=1)
+
+    def read_held(self, slot: Slot) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """State and healing state in the snapshot's own memory: not to be changed.
+
+        Raises:
+            StoreError: the copy failed.
+        """
+        self._behind.join()
+        if slot.found is None:
+            raise StoreError(f"the copy of step {slot.step} could not be completed")
+        return self._copier.held(slot.snapshot), slot.healing_state
+
+    def end_hold(self, slot: Slot) -> None:
+        """One reader less."""
+        with self._lock:
+            slot.holders -= 1
+            if slot.dropped and not slot.holders:
+                self._reclaim(slot.snapshot)
 
     # -- within ---------------------------------------------------------------------------------
-
-    @property
-    def _settled(self) -> Ring:
-        """The ring, once the snapshot under way is in it."""
-        self._behind.join()
-        return self._ring
 
     def _save(
         self,
@@ -196,11 +267,11 @@ class MemoryStore:
     ) -> Slot:
         step = protocol.checked_step(step)
         kept = None if healing is None else protocol.frozen(healing)
-        spare = self._settled.take_spare()
+        spare = self._take_spare()
         try:
             snapshot = self._copier.take(state, spare)
         except Exception as error:
-            self._ring.reclaim(spare)
+            self._reclaim(spare)
             if isinstance(error, StoreError):
                 raise
             raise SaveFailed(step, "while copying the state", error) from error
@@ -209,63 +280,97 @@ class MemoryStore:
         return slot
 
     def _admit(self, slot: Slot) -> None:
-        """The background's part: complete the copy, inspect it, put it in the ring."""
+        """In the background: completes the copy, inspects it, puts it in the ring.
+
+        It replaces a snapshot of the same step. Superfluous ones go, perhaps itself.
+        """
         try:
             slot.snapshot.settle()
             slot.found = inspection.inspect(slot.snapshot.blocks())
         except BaseException:
-            self._ring.release(slot)
+            self._release(slot)
             raise
         bad = slot.saved(self.nonfinite_ok).nonfinite
-        self._ring.admit(slot)
+        with self._lock:
+            replaced = self._slots.pop(slot.step, None)
+            self._slots[slot.step] = slot
+            if replaced is not None and replaced.status == "good" and not self._has_good():
+                self._superseded = replaced
+            elif replaced is not None:
+                self._release(replaced)
+            self._thin()
         if bad:
             self._nonfinite.append((slot.step, bad))
         if slot.dropped:
             names = ", ".join(bad[:3])
-            self._told.append(
+            self._problems.append(
                 f"the snapshot of step {slot.step} has NaN or Inf in {names} and was not kept"
             )
 
+    def _listed(self) -> list[Saved]:
+        with self._lock:
+            return [self._slots[step].saved(self.nonfinite_ok) for step in sorted(self._slots)]
 
-class Hold:
-    """A snapshot that stays readable, in or out of the ring, until it is released."""
+    def _slot(self, step: int) -> Slot:
+        with self._lock:
+            if step not in self._slots:
+                raise NotThere(step, sorted(self._slots), WHERE)
+            return self._slots[step]
 
-    def __init__(self, store: MemoryStore, slot: Slot) -> None:
-        self._store = store
-        self._slot = slot
+    @contextmanager
+    def _reading(self, step: int) -> Iterator[Slot]:
+        """The snapshot of a step, whose memory stays as it is until the end of the block."""
+        self._behind.join()
+        with self._lock:
+            slot = self._slot(step)
+            slot.holders += 1
+        try:
+            yield slot
+        finally:
+            self.end_hold(slot)
 
-    @property
-    def created(self) -> float:
-        """When it was copied."""
-        return self._slot.created
+    def _take_spare(self) -> Any | None:
+        """A snapshot whose memory may be overwritten, if there is one."""
+        self._behind.join()
+        with self._lock:
+            spare, self._spare = self._spare, None
+            return spare
 
-    @created.setter
-    def created(self, when: float) -> None:
-        self._slot.created = when
+    def _reclaim(self, snapshot: Any | None) -> None:
+        """Keeps unused memory for the next snapshot; frees it if there is some already."""
+        with self._lock:
+            if self._spare is None:
+                self._spare = snapshot
 
-    def read(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """State and healing state in the snapshot's own memory: not to be changed.
+    def _release(self, slot: Slot) -> None:
+        """A slot is not in the ring (any more): its memory is free when nobody reads it."""
+        with self._lock:
+            slot.dropped = True
+            if not slot.holders:
+                self._reclaim(slot.snapshot)
 
-        Raises:
-            StoreError: the copy did not work out.
-        """
-        self._store._behind.join()
-        if self._slot.found is None:
-            raise StoreError(f"the copy of step {self._slot.step} could not be completed")
-        return self._store._copier.held(self._slot.snapshot), _healing(self._slot)
+    def _thin(self) -> None:
+        for step in retention.superfluous(self._listed(), self.keep):
+            self._release(self._slots.pop(step))
+        self._resolve_superseded()
 
-    def release(self) -> None:
-        """The snapshot is not needed any more."""
-        self._store._ring.let_go(self._slot)
+    def _resolve_superseded(self) -> None:
+        """The superseded save comes back if the newer one is bad, and goes once one is good."""
+        old = self._superseded
+        if old is None:
+            return
+        newer = self._slots.get(old.step)
+        if self._has_good():
+            self._superseded = None
+            self._release(old)
+        elif newer is None or newer.status == "quarantined":
+            self._superseded = None
+            self._slots[old.step] = old
+            if newer is not None:
+                self._release(newer)
 
-
-def _digests(slot: Slot) -> dict[str, str]:
-    assert slot.found is not None, "slots in the ring are inspected"
-    return slot.found.digests
-
-
-def _healing(slot: Slot) -> dict[str, Any] | None:
-    return None if slot.healing is None else json.loads(slot.healing)
+    def _has_good(self) -> bool:
+        return any(slot.status == "good" for slot in self._slots.values())
 
 
 def _changed(step: int, name: str) -> CheckpointDamaged:

@@ -1,4 +1,4 @@
-"""What every checkpoint store can do, whatever lies behind it."""
+"""What every checkpoint store can do."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkab
 from healcore.runtime.store.errors import SaveFailed, StoreError
 
 Status = Literal["candidate", "good", "quarantined"]
-"""`candidate`: complete, not yet proven. `good`: known-good. `quarantined`: newer than the one that
-a run went back to,
-or found damaged; kept for a person to look at, never restored by itself."""
+"""`candidate`: complete, still on probation. `good`: known-good. `quarantined`: newer than the one
+that a run rolled back to, or found damaged; kept for a person to look at, never restored
+automatically."""
 
 STATUSES: tuple[str, ...] = get_args(Status)
 
@@ -22,12 +22,12 @@ class Saved(NamedTuple):
     step: int
     status: Status
     finite: bool
-    """Every array in it is finite (those in `nonfinite_ok` aside)."""
+    """Every array in it is finite, except those in `nonfinite_ok`."""
     bytes: int
     created: float
     """Wall-clock seconds since 1970. For people: clocks jump, order by `step`."""
     healing: bool
-    """Whether it has the healing state, an item of its own."""
+    """Whether it has the healing state."""
     path: str | None
     """Its directory; None in memory."""
     nonfinite: tuple[str, ...] = ()
@@ -38,8 +38,8 @@ class Restored(NamedTuple):
     """What `restore` returns: fresh memory, nothing shared with the store."""
 
     state: dict[str, Any]
-    """The names of `like`. A tree where a tree was saved; where an object with `state_dict` was,
-    what its `load_state_dict` takes."""
+    """The names of `like`. A tree where a tree was saved; for an object with `state_dict`, what its
+    `load_state_dict` takes."""
     healing: dict[str, Any] | None
     """The healing state, None in a checkpoint without one."""
 
@@ -57,9 +57,10 @@ class CheckpointStore(Protocol):
     ) -> None:
         """Takes a consistent copy and returns; checking and writing go on in the background.
 
-        Changing the state afterwards, in place or by donation, does not reach the save. While the
-        save before is still being written this waits for it: at most one copy is under way. A step
-        that exists already is saved anew beside it, and the newer one counts when it is complete.
+        Changing the state afterwards, in place or by donation, does not change the save. While the
+        previous save is still being written this waits for it: at most one copy is under way. A
+        step that exists already is saved again in a directory of its own, and the newer save counts
+        once it is complete.
 
         Args:
             step: number of the optimizer step, >= 0.
@@ -68,7 +69,7 @@ class CheckpointStore(Protocol):
 
         Raises:
             UnsavableState: there is something in the state that cannot be saved.
-            SaveFailed: the copy could not be taken. What the background meets shows at `wait`.
+            SaveFailed: the copy could not be taken. Failures of the background show at `wait`.
         """
         ...
 
@@ -91,9 +92,8 @@ class CheckpointStore(Protocol):
         Args:
             step: which checkpoint.
             like: the live state (its structure, shapes, dtypes and shardings are used; it is not
-                changed), with all of the saved names or some. A value that says
-                ``optional = True`` may be one that the checkpoint lacks: it is left out of the
-                result then.
+                changed), with all of the saved names or some. A value with ``optional = True`` may
+                be missing in the checkpoint: the result lacks it then.
 
         Raises:
             CheckpointDamaged: something differs from what was saved.
@@ -112,7 +112,7 @@ class CheckpointStore(Protocol):
         ...
 
     def delete(self, step: int) -> None:
-        """Removes a checkpoint: at once for `steps`, whatever happens then.
+        """Removes a checkpoint: `steps` does not list it any more, even if the process dies.
 
         Raises:
             LastGoodKept: it is the last known-good one.
@@ -130,11 +130,11 @@ class CheckpointStore(Protocol):
         ...
 
     def failures(self) -> list[SaveFailed]:
-        """The failures that `wait` has not raised yet, without waiting; each is told once."""
+        """The failures that `wait` has not raised yet, without waiting; each is reported once."""
         ...
 
     def problems(self) -> list[str]:
-        """What lies in the store and is no checkpoint, in words: for events and for people."""
+        """What is in the store and is no checkpoint, as texts for events and for people."""
         ...
 
 

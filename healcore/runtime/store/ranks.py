@@ -1,4 +1,4 @@
-"""The processes that write one checkpoint together: all of them go on, or all of them raise."""
+"""The processes that write one checkpoint together: all of them continue, or all raise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Ranks(Protocol):
     """What a store needs to agree with the other processes of a run."""
 
     rank: int
-    """Of this process; 0 names directories and writes the manifest."""
+    """Of this process; rank 0 names directories and writes the manifest."""
     world: int
 
     def gather(self, item: Any) -> list[Any]:
@@ -40,7 +40,7 @@ class Alone:
 
 
 class RankFailed(HealcoreError, OSError):
-    """Another rank met an error; its words are in the message."""
+    """Another rank raised an error; its message is part of this one."""
 
 
 def agreed(ranks: Ranks, mine: Any) -> Any:
@@ -51,27 +51,27 @@ def agreed(ranks: Ranks, mine: Any) -> Any:
 def together(ranks: Ranks, action: Callable[[], T]) -> list[T]:
     """Runs an action on every rank; the results of all, or an error on all.
 
-    A rank that failed alone would leave the others waiting for it in their next exchange.
+    If only the rank that failed raised, the others would wait for it in their next exchange.
 
     Args:
         ranks: the processes.
         action: may raise, on any of them. Its result is picklable.
 
     Raises:
-        RankFailed: it was another rank that failed; otherwise what this one raised.
+        RankFailed: another rank failed; otherwise what this one raised.
     """
     result, failure = None, None
     try:
         result = action()
     except Exception as error:
         failure = error
-    told = None if failure is None else f"{type(failure).__name__}: {failure}"
-    outcomes = ranks.gather((result, told))
+    text = None if failure is None else f"{type(failure).__name__}: {failure}"
+    outcomes = ranks.gather((result, text))
     if failure is not None:
         raise failure
-    for rank, (_, trouble) in enumerate(outcomes):
-        if trouble is not None:
-            raise RankFailed(f"rank {rank}: {trouble}")
+    for rank, (_, theirs) in enumerate(outcomes):
+        if theirs is not None:
+            raise RankFailed(f"rank {rank}: {theirs}")
     return [outcome for outcome, _ in outcomes]
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoints need not be kept. Pure: a list in, step numbers out.
+"""Which checkpoints need not be kept, and which one a restore ends up with.
 
 Never dropped: the newest known-good one, and while there is none, the oldest finite candidate,
 which is the nearest to becoming one.
@@ -6,11 +6,16 @@ which is the nearest to becoming one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from healcore.runtime.store.errors import StoreError
-from healcore.runtime.store.protocol import CheckpointStore, Saved
+from healcore.runtime.store.errors import (
+    CheckpointDamaged,
+    NoGoodCheckpoint,
+    NotThere,
+    StoreError,
+)
+from healcore.runtime.store.protocol import CheckpointStore, Restored, Saved
 
 
 class Keep(NamedTuple):
@@ -24,13 +29,13 @@ class Keep(NamedTuple):
     quarantined: int = 2
     """Quarantined and non-finite ones, the newest, for a person to look at."""
     older: bool = False
-    """Besides: known-good ones older than those, one at each doubling of the distance in steps, so
-    that a deep rollback leaves a slow drift behind. At most log2(steps / steps between two saves)
-    of them; the first of the run is among them."""
+    """In addition: known-good ones older than those, one at each doubling of the distance in steps,
+    so that a deep rollback leaves a slow drift behind. At most log2(steps / steps between two
+    saves) of them; the first of the run is among them."""
 
     @property
     def most(self) -> int:
-        """The most that ever stay, `older` ones aside."""
+        """The most that ever stay, not counting `older` ones."""
         return self.good + self.candidates + self.quarantined
 
     def checked(self) -> Keep:
@@ -48,6 +53,15 @@ class Keep(NamedTuple):
         return self
 
 
+class RestoreResult(NamedTuple):
+    """The checkpoint that was restored."""
+
+    step: int
+    restored: Restored
+    damaged: tuple[CheckpointDamaged, ...]
+    """Errors of the checkpoints that were tried before it."""
+
+
 def superfluous(saves: Sequence[Saved], keep: Keep) -> list[int]:
     """The steps to delete, oldest first.
 
@@ -57,11 +71,15 @@ def superfluous(saves: Sequence[Saved], keep: Keep) -> list[int]:
     """
     keep.checked()
     ordered = sorted(saves, key=lambda save: save.step)
-    good = [save.step for save in ordered if save.status == "good"]
-    bad = [s.step for s in ordered if s.status != "good" and (not s.finite or _set_aside(s))]
+    good = [s.step for s in ordered if s.status == "good"]
+    bad = [
+        s.step
+        for s in ordered
+        if s.status == "quarantined" or (s.status != "good" and not s.finite)
+    ]
     open_ = [s.step for s in ordered if s.status == "candidate" and s.finite]
     newest_good = good[-1] if good else -1
-    # A candidate that a newer good one has overtaken was never proven and never will be needed.
+    # A candidate older than a good one was never verified and is not needed any more.
     overtaken = [step for step in open_ if step < newest_good]
     waiting = [step for step in open_ if step >= newest_good]
     dropped = {
@@ -74,7 +92,7 @@ def superfluous(saves: Sequence[Saved], keep: Keep) -> list[int]:
 
 
 def prune(store: CheckpointStore, keep: Keep) -> list[int]:
-    """Deletes what need not be kept, and says what that was."""
+    """Deletes what need not be kept; returns the deleted steps."""
     steps = superfluous(store.steps(), keep)
     for step in steps:
         store.delete(step)
@@ -85,12 +103,48 @@ def prune(store: CheckpointStore, keep: Keep) -> list[int]:
 
 def is_last_good(saves: Sequence[Saved], step: int) -> bool:
     """Whether `step` is known-good and no other checkpoint is."""
-    good = {save.step for save in saves if save.status == "good"}
-    return good == {step}
+    return {save.step for save in saves if save.status == "good"} == {step}
 
 
-def _set_aside(save: Saved) -> bool:
-    return save.status == "quarantined"
+def restore_first_intact(
+    store: CheckpointStore,
+    order: Sequence[int],
+    like: Mapping[str, Any],
+    on_damage: Callable[[CheckpointDamaged], None] = lambda error: None,
+) -> RestoreResult:
+    """Restores the first intact checkpoint, and quarantines and reports the damaged ones before it.
+
+    Args:
+        store: the checkpoints.
+        order: steps, in the order in which they are tried.
+        like: the live state; it is not changed.
+        on_damage: called with the error of every damaged checkpoint.
+
+    Raises:
+        NoGoodCheckpoint: none is intact.
+        StateMismatch: the checkpoint is of another state; an older one would not fit either.
+    """
+    damaged: list[CheckpointDamaged] = []
+    for step in order:
+        try:
+            return RestoreResult(step, store.restore(step, like), tuple(damaged))
+        except NotThere:
+            continue
+        except CheckpointDamaged as error:
+            damaged.append(error)
+            on_damage(error)
+            _quarantine(store, step)
+    reasons = "; ".join(str(error) for error in damaged) or "none of them exists any more"
+    raise NoGoodCheckpoint(
+        f"none of the checkpoints of steps {list(order)} can be restored: {reasons}"
+    )
+
+
+def _quarantine(store: CheckpointStore, step: int) -> None:
+    try:
+        store.mark(step, "quarantined")
+    except StoreError:
+        return  # too damaged to be listed, or the disk cannot be written
 
 
 def _spaced(good: Sequence[int], newest: int) -> set[int]:
@@ -105,9 +159,9 @@ def _spaced(good: Sequence[int], newest: int) -> set[int]:
 def _thinned(steps: Sequence[int], most: int) -> list[int]:
     """What to take out of `steps` so that at most `most` stay, spread out.
 
-    The oldest and the newest stay. In between goes the one whose neighbours are closest together:
-    dropping the oldest instead would, with saves more frequent than the probation is long, throw
-    every candidate away just before it is proven.
+    The oldest and the newest stay. Of the others the one goes whose neighbours are closest
+    together. If the oldest went instead, and saves were more frequent than the probation is long,
+    every candidate would go just before it is verified.
     """
     left, out = list(steps), []
     while len(left) > most:

@@ -1,16 +1,23 @@
-"""A copy of the state in host memory: what stores check, digest, write and give back.
+"""A copy of the state in host memory: what stores check, digest, write and restore from.
 
-A framework brings a `Copier`. What it takes lies in an `Arena`, one block of memory for the whole
+A framework supplies a `Copier`. Its copies lie in an `Arena`, one block of memory for the whole
 state, because a fresh allocation per array costs more than the copy itself: the first touch of
 every page (measured: 1.2 GB/s with torch's allocator, 6 with NumPy's, 9 into memory used before).
 """
 
 from __future__ import annotations
 
+import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+
+from healcore.runtime.store.errors import StateMismatch
+from healcore.runtime.store.protocol import wanted
+from healcore.runtime.store.structure import Flat, decode, described, is_stateful, nodes_of
 
 ALIGNMENT = 64
 """Bytes. A cache line, and what XLA asks for to use memory as it is."""
@@ -18,6 +25,8 @@ ALIGNMENT = 64
 _HUGE = 2 << 20
 """Bytes of a huge page."""
 _SHARED = 16 << 20
+_SHARE_OF_FREE = 0.5
+"""Of the free memory. The rest is for data loaders, the page cache and the next allocation."""
 
 
 class Block(NamedTuple):
@@ -33,18 +42,26 @@ class Block(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What no other block has."""
+        """Unique among the blocks of a snapshot."""
         return self.name + self.part
+
+
+CopyBlocks = Callable[[Sequence[Block]], list[np.ndarray]]
+"""Makes fresh copies of the bytes of blocks."""
 
 
 class Snapshot(Protocol):
     """A copy that nothing else changes."""
 
+    flat: Flat
+    """Structure of the state, without its leaves."""
+    arena: Arena | None
+    """Memory of its arrays; None where that belongs to somebody else."""
     nbytes: int
     """Host memory that it holds."""
 
     def settle(self) -> None:
-        """Waits until the copy is complete; copies off an accelerator run by themselves."""
+        """Waits until the copy is complete; copies off an accelerator are asynchronous."""
         ...
 
     def blocks(self) -> Iterator[Block]:
@@ -52,42 +69,178 @@ class Snapshot(Protocol):
         ...
 
 
-class Copier(Protocol):
-    """How a framework's state gets into host memory and out of it again."""
+class Copier(ABC):
+    """Copies a framework's states to host memory and back.
 
+    A framework adds how its leaves are flattened, copied and fetched. Which names and arrays have
+    to fit, and how a state is put together again, is the same for all of them.
+    """
+
+    @abstractmethod
+    def flatten(self, state: Mapping[str, Any], *, live: bool = False) -> Flat:
+        """The structure of a state and its arrays; copies nothing.
+
+        Args:
+            state: name -> tree, or object with `state_dict`.
+            live: it is only compared with a saved one: shapes may replace arrays, and it may hold
+                values that cannot be saved.
+
+        Raises:
+            UnsavableState: there is something in it that cannot be saved.
+        """
+
+    @abstractmethod
     def take(self, state: Mapping[str, Any], recycled: Any | None = None) -> Any:
         """A snapshot of the state as it is now.
 
         Args:
             state: name -> tree, or object with `state_dict`.
             recycled: a snapshot that nobody needs any more; its memory is used again if it fits.
+        """
+
+    @abstractmethod
+    def borrow(self, state: Mapping[str, Any]) -> Any:
+        """A snapshot without a copy, of a state in host memory that nobody changes."""
+
+    @abstractmethod
+    def arrays(self, snapshot: Any) -> dict[str, Any]:
+        """The framework's arrays in the snapshot's own memory, by name."""
+
+    @abstractmethod
+    def copies(
+        self, snapshot: Any, names: set[str], live: Flat, copy: CopyBlocks
+    ) -> dict[str, Any]:
+        """The framework's arrays of some names in fresh memory, placed as the live ones are."""
+
+    @abstractmethod
+    def fetch(
+        self, name: str, tag: str, content: Any, arrays: Mapping[str, Any], live: Flat | None
+    ) -> Any:
+        """The value of a node: see `structure.Fetch`.
+
+        Args:
+            name: the name in the state.
+            tag: of the node.
+            content: of the node.
+            arrays: name of array -> array, which becomes part of the result.
+            live: the state on whose devices it belongs; None where `load_state_dict` moves it.
+        """
+
+    def checked(
+        self, step: int | None, saved: Mapping[str, Mapping[str, Any]], like: Mapping[str, Any]
+    ) -> Flat:
+        """The live state flattened, if the saved one fits it.
+
+        Trees must have the same arrays. Of objects with `state_dict` only the names are checked: a
+        fresh optimizer has no moments yet, and `load_state_dict` knows what it takes.
+
+        Args:
+            step: for the error.
+            saved: entries of the checkpoint.
+            like: the live state.
 
         Raises:
-            UnsavableState: there is something in it that cannot be saved.
+            StateMismatch: it does not fit.
         """
-        ...
+        flat = self.flatten(like, live=True)
+        wrong = [f'there is no "{name}" in it' for name in like if name not in saved]
+        for name, entry in flat.entries.items():
+            if name not in saved or is_stateful(entry):
+                continue
+            if "leaves" in entry and "leaves" not in saved[name]:
+                wrong.append(f'"{name}" was an object with state_dict')
+            else:
+                wrong += _differences(described(name, saved[name]), described(name, entry))
+        if wrong:
+            raise StateMismatch(step, wrong)
+        return flat
 
-    def give(
+    def assemble(
         self,
-        snapshot: Any,
+        entries: Mapping[str, Mapping[str, Any]],
+        arrays: Mapping[str, Any],
         like: Mapping[str, Any],
-        copy: Callable[[Sequence[Block]], list[np.ndarray]],
+        live: Flat,
     ) -> dict[str, Any]:
-        """The state in fresh memory.
+        """A state from its parts.
+
+        Args:
+            entries: the saved structure of the names of `like`.
+            arrays: name of array -> array, which becomes part of the result.
+            like: name -> live value; gives named tuples their type.
+            live: the same, flattened; gives PyTreeDefs and devices.
+        """
+        state = {}
+        for name, value in like.items():
+            entry, has_state_dict = entries[name], hasattr(value, "state_dict")
+            devices = None if is_stateful(entry) or has_state_dict else live
+
+            def fetch(tag: str, content: Any, name: str = name, devices: Any = devices) -> Any:
+                return self.fetch(name, tag, content, arrays, devices)
+
+            if "leaves" in entry:
+                leaves = [decode(node, fetch) for _, node in entry["leaves"]]
+                state[name] = live.treedefs[name].unflatten(leaves)
+            else:
+                state[name] = decode(entry["tree"], fetch, None if has_state_dict else value)
+        return state
+
+    def give(self, snapshot: Any, like: Mapping[str, Any], copy: CopyBlocks) -> dict[str, Any]:
+        """The state in fresh memory, placed as `like` is.
 
         Args:
             snapshot: from `take`.
             like: the live state.
-            copy: makes fresh copies of the bytes of blocks (and checks them on the way).
+            copy: checks the bytes of blocks too.
 
         Raises:
             StateMismatch: the snapshot is of another state.
         """
-        ...
+        saved = snapshot.flat.entries
+        like = wanted(saved, like)
+        if not like:
+            return {}
+        live = self.checked(None, saved, like)
+        entries = {name: saved[name] for name in like}
+        arrays = self.copies(snapshot, set(nodes_of(entries)), live, copy)
+        return self.assemble(entries, arrays, like, live)
 
     def held(self, snapshot: Any) -> dict[str, Any]:
-        """The state as trees that share the snapshot's memory, for writing it elsewhere."""
-        ...
+        """The state as trees that share the snapshot's memory, to be written elsewhere."""
+        flat = snapshot.flat
+        trees = self.assemble(
+            flat.entries, self.arrays(snapshot), dict.fromkeys(flat.entries), flat
+        )
+        return {
+            name: HeldState(trees[name], entry.get("per_rank", False))
+            if is_stateful(entry)
+            else trees[name]
+            for name, entry in flat.entries.items()
+        }
+
+
+class HeldState:
+    """Stands for an object with `state_dict`, of which only that is left."""
+
+    def __init__(self, state: Any, per_rank: bool) -> None:
+        self._state = state
+        self.per_rank = per_rank
+
+    def state_dict(self) -> Any:
+        """The object's state dictionary."""
+        return self._state
+
+
+def _differences(saved: Mapping[str, str], live: Mapping[str, str]) -> list[str]:
+    wrong = [f"{place} is not in it" for place in live if place not in saved]
+    wrong += [f"{place} is in it and not in the live state" for place in saved if place not in live]
+    for place in live.keys() & saved.keys():
+        if saved[place] != live[place]:
+            wrong.append(f"{place} is {saved[place]} in it and {live[place]} in the live state")
+    return sorted(wrong)
+
+
+# -- memory -----------------------------------------------------------------------------------
 
 
 class Arena:
@@ -100,9 +253,7 @@ class Arena:
     """
 
     def __init__(self, nbytes: int, allocate: Callable[[int], np.ndarray] | None = None) -> None:
-        whole = (allocate or empty)(nbytes + ALIGNMENT)
-        start = -whole.ctypes.data % ALIGNMENT
-        self._memory = whole[start : start + nbytes]
+        self._memory = aligned(nbytes, allocate)
         self._next = 0
 
     @property
@@ -110,16 +261,25 @@ class Arena:
         """All of it."""
         return len(self._memory)
 
-    def reset(self) -> None:
-        """Deals out from the beginning again: what was dealt out before is overwritten."""
-        self._next = 0
-
     def deal(self, nbytes: int) -> np.ndarray:
         """The next piece, uint8 (nbytes,), aligned."""
         start = self._next
         self._next = start + rounded(nbytes)
         assert self._next <= self.nbytes, "the arena was planned too small"
         return self._memory[start : start + nbytes]
+
+    def reused(self, nbytes: int) -> bool:
+        """Deals out from the beginning again if the arena is large enough and not far larger.
+
+        What was dealt out before is overwritten then.
+
+        Returns:
+            Whether it does.
+        """
+        if not nbytes <= self.nbytes <= 2 * nbytes:
+            return False
+        self._next = 0
+        return True
 
 
 def rounded(nbytes: int) -> int:
@@ -159,8 +319,54 @@ def fresh(sizes: Sequence[int]) -> list[np.ndarray]:
     return pieces
 
 
-def aligned(nbytes: int) -> np.ndarray:
-    """Fresh aligned memory of its own, uint8: for arrays that outlive the store."""
-    whole = empty(nbytes + ALIGNMENT)
+def aligned(nbytes: int, allocate: Callable[[int], np.ndarray] | None = None) -> np.ndarray:
+    """Fresh aligned memory of its own, uint8."""
+    whole = (allocate or empty)(nbytes + ALIGNMENT)
     start = -whole.ctypes.data % ALIGNMENT
     return whole[start : start + nbytes]
+
+
+def fits(copies: int, nbytes: int, processes: int = 1) -> bool:
+    """Whether so many copies fit into free host memory. True where the system does not report it.
+
+    A healer that gets its run killed for memory heals nothing.
+
+    Args:
+        copies: of the state, per process.
+        nbytes: of one.
+        processes: on this machine, each with its own.
+    """
+    free = free_memory()
+    return free is None or copies * nbytes * processes <= _SHARE_OF_FREE * free
+
+
+def free_memory() -> int | None:
+    """Bytes of host memory that this process could still take; None if the system does not report.
+
+    The smaller of what the machine has left and what the container's limit (cgroup v2) leaves.
+    """
+    found = [bytes_ for bytes_ in (_of_machine(), _of_container()) if bytes_ is not None]
+    return min(found, default=None)
+
+
+def _of_machine() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    try:  # not Linux: all there is, which is too much, and better than nothing
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _of_container() -> int | None:
+    root = Path("/sys/fs/cgroup")
+    try:
+        limit = (root / "memory.max").read_text().strip()
+        used = int((root / "memory.current").read_text())
+        return None if limit == "max" else max(int(limit) - used, 0)
+    except (OSError, ValueError):
+        return None

@@ -1,4 +1,4 @@
-"""A nested Python value as JSON, with its arrays taken out by name, and back.
+"""A state as JSON and named arrays: nested Python values with their arrays taken out, and back.
 
 In the JSON an object always is a node with one tag; everything else stands for itself:
 `null true 3 1.5 "text"`, `{"list": […]}`, `{"tuple": […]}`, `{"dict": [[key, value], …]}`,
@@ -15,17 +15,24 @@ import json
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.runtime.store.errors import UnsavableState
+from healcore.runtime.store.errors import StoreError, UnsavableState
 
 Node = Any
 """A JSON-safe value as described above."""
+Path = tuple[Any, ...]
+"""The keys that lead to a value, for names and errors."""
+Special = Callable[[Path, Any], Node | None]
+"""Called for everything that JSON does not have; takes arrays out. Returns a node, or None for a
+value that it does not know either."""
+Fetch = Callable[[str, Any], Any]
+"""Called with the tag and the content of every node with another tag than this module's."""
 
 _SIMPLE = {type(None), bool, int, str}
-"""What stands for itself in JSON."""
+"""Types that stand for themselves in JSON."""
 _LONG = 1000
 _MAPPINGS: dict[str, Callable[[list[tuple[Any, Any]]], dict[Any, Any]]] = {
     "OrderedDict": OrderedDict,
@@ -33,17 +40,69 @@ _MAPPINGS: dict[str, Callable[[list[tuple[Any, Any]]], dict[Any, Any]]] = {
 }
 
 
+class Flat(NamedTuple):
+    """A whole state."""
+
+    entries: dict[str, dict[str, Any]]
+    """Name -> its structure, JSON-safe: {"tree": node} with "stateful" and "per_rank" in torch;
+    in JAX {"tree": node} of an object with `state_dict`, {"leaves": [[path, node], …]} of a
+    pytree."""
+    leaves: dict[str, Any]
+    """Name of array -> the framework's array, where it is now."""
+    treedefs: dict[str, Any]
+    """PyTreeDefs of JAX's pytrees. Not saved: they are restored into the structure of live ones."""
+
+
+def is_stateful(entry: Mapping[str, Any]) -> bool:
+    """Whether an entry is of an object with `state_dict`."""
+    return entry.get("stateful", "tree" in entry)
+
+
+def described(name: str, entry: Mapping[str, Any]) -> dict[str, str]:
+    """What has to be the same in a saved and a live entry: place -> dtype and shape.
+
+    JAX and NumPy arrays may replace each other, keys not.
+    """
+    if "leaves" in entry:
+        return {f"{name}{path}": _description(node) for path, node in entry["leaves"]}
+    return {node["name"]: _description({"array": node}) for node in arrays_of(entry)}
+
+
+def _description(node: Node) -> str:
+    array = node.get("array") if isinstance(node, dict) else None
+    if array is None:
+        return "no array"
+    kind = f" {array['impl']} key" if array["kind"] == "key" else ""
+    return f"{array['dtype']}{tuple(array['shape'])}{kind}"
+
+
+def checked_names(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state to save.
+
+    Raises:
+        StoreError: it is no mapping of names to values, or empty.
+    """
+    if not isinstance(state, Mapping) or not state:
+        raise StoreError(
+            f"the state to save maps names to what is saved, and holds something; not {state!r:.60}"
+        )
+    for name in state:
+        if not isinstance(name, str):
+            raise StoreError(f"names in the state are strings, not {name!r}")
+    return state
+
+
 class Names:
     """Gives every array a name from its place: `model.layer.weight`, `optimizer.state.0.exp_avg`.
 
-    Names are for people and must only be unique: a dot inside a key may make two equal, and the
-    second then gets a number.
+    Names are for people and must only be unique: where a dot inside a key makes two equal, the
+    second gets a number.
     """
 
     def __init__(self) -> None:
         self._taken: set[str] = set()
 
-    def at(self, path: tuple[Any, ...]) -> str:
+    def at(self, path: Path) -> str:
         """A name that no other array of this state has."""
         plain = ".".join(str(part) for part in path)
         name, number = plain, 1
@@ -54,26 +113,19 @@ class Names:
         return name
 
 
-def encode(
-    value: Any,
-    path: tuple[Any, ...],
-    special: Callable[[tuple[Any, ...], Any], Node | None],
-    *,
-    exact: bool = False,
-) -> Node:
+def encode(value: Any, path: Path, special: Special, *, exact: bool = False) -> Node:
     """A value as a node.
 
     Args:
         value: nested dictionaries, lists, tuples, numbers, strings, bytes, None, and what
             `special` knows.
-        path: where it lies, for names and errors.
-        special: asked about everything that JSON does not have; takes arrays out. Returns a node,
-            or None if it does not know the value either.
-        exact: ask `special` about subclasses of dict, list and tuple too. Without it they come back
-            as what they are subclasses of, which is enough for what `load_state_dict` is given.
+        path: its place.
+        special: the framework's.
+        exact: call `special` for subclasses of dict, list and tuple too. Without it they come back
+            as their base class, which is enough for `load_state_dict`.
 
     Raises:
-        UnsavableState: nobody knows a value.
+        UnsavableState: a value that nothing can encode.
     """
     # By exact type: an enum or a NumPy number is an int or a float too, and would come back as one.
     kind = type(value)
@@ -103,12 +155,7 @@ def encode(
     return node
 
 
-def _parts(
-    value: Collection[Any],
-    path: tuple[Any, ...],
-    special: Callable[[tuple[Any, ...], Any], Node | None],
-    exact: bool,
-) -> list[Node]:
+def _parts(value: Collection[Any], path: Path, special: Special, exact: bool) -> list[Node]:
     if set(map(type, value)) <= _SIMPLE:
         return list(value)
     return [encode(part, (*path, i), special, exact=exact) for i, part in enumerate(value)]
@@ -117,7 +164,7 @@ def _parts(
 def _packed(value: Any) -> str | None:
     """A long list of integers as bytes: the order of a million examples, saved between two steps.
 
-    None of anything else, and of integers that are too large.
+    None for anything else, and for integers that are too large.
     """
     if set(map(type, value)) != {int}:
         return None
@@ -127,13 +174,8 @@ def _packed(value: Any) -> str | None:
         return None
 
 
-def _encode_other(
-    value: Any,
-    path: tuple[Any, ...],
-    special: Callable[[tuple[Any, ...], Any], Node | None],
-    exact: bool,
-) -> Node:
-    """What the standard library has besides, as what it is made from."""
+def _encode_other(value: Any, path: Path, special: Special, exact: bool) -> Node:
+    """Other containers of the standard library."""
     if isinstance(value, range):
         return {"range": [value.start, value.stop, value.step]}
     if isinstance(value, bytearray):
@@ -144,12 +186,7 @@ def _encode_other(
     return {type(value).__name__: parts}
 
 
-def _encode_dict(
-    value: dict[Any, Any],
-    path: tuple[Any, ...],
-    special: Callable[[tuple[Any, ...], Any], Node | None],
-    exact: bool,
-) -> Node:
+def _encode_dict(value: dict[Any, Any], path: Path, special: Special, exact: bool) -> Node:
     items = []
     for key, part in value.items():
         if not isinstance(key, (str, int, float, bool, tuple, bytes, type(None))):
@@ -158,7 +195,7 @@ def _encode_dict(
                 "keys are strings, numbers or tuples of them"
             )
         part = encode(part, (*path, key), special, exact=exact)
-        items.append([encode(key, path, _nothing), part])
+        items.append([encode(key, path, lambda path, value: None), part])  # keys hold no arrays
     node: dict[str, Any] = {"dict": items}
     if type(value).__name__ in _MAPPINGS:
         node["type"] = type(value).__name__
@@ -169,13 +206,13 @@ def _encode_dict(
     return node
 
 
-def decode(node: Node, fetch: Callable[[str, Mapping[str, Any]], Any], like: Any = None) -> Any:
+def decode(node: Node, fetch: Fetch, like: Any = None) -> Any:
     """The value that a node stands for.
 
     Args:
         node: from `encode`.
-        fetch: called with the tag and the content of every node that is none of this module's.
-        like: a value of the same structure, where there is one: gives named tuples their type back.
+        fetch: the framework's.
+        like: a value of the same structure, if there is one: gives named tuples their type back.
     """
     if not isinstance(node, dict):
         return node
@@ -186,8 +223,8 @@ def decode(node: Node, fetch: Callable[[str, Mapping[str, Any]], Any], like: Any
         if like is None and dict not in set(map(type, content)):
             return list(content) if tag == "list" else tuple(content)
         fits = isinstance(like, (list, tuple)) and len(like) == len(content)
-        beside = like if fits and like is not None else [None] * len(content)
-        parts = [decode(part, fetch, other) for part, other in zip(content, beside, strict=True)]
+        likes = like if fits and like is not None else [None] * len(content)
+        parts = [decode(part, fetch, other) for part, other in zip(content, likes, strict=True)]
         if tag == "list":
             return parts
         return type(like)(*parts) if fits and hasattr(like, "_fields") else tuple(parts)
@@ -210,9 +247,7 @@ def decode(node: Node, fetch: Callable[[str, Mapping[str, Any]], Any], like: Any
     return fetch(tag, content)
 
 
-def _decode_dict(
-    node: dict[str, Any], fetch: Callable[[str, Mapping[str, Any]], Any], like: Any
-) -> dict[Any, Any]:
+def _decode_dict(node: dict[str, Any], fetch: Fetch, like: Any) -> dict[Any, Any]:
     others = like if isinstance(like, Mapping) else {}
     items = []
     for coded, part in node["dict"]:
@@ -224,8 +259,8 @@ def _decode_dict(
     return value
 
 
-def arrays_of(node: Node) -> Iterator[dict[str, Any]]:
-    """The content of every array node, in order."""
+def arrays_of(node: Any) -> Iterator[dict[str, Any]]:
+    """The content of every array node in a node or an entry, in order."""
     if isinstance(node, dict):
         for tag, content in node.items():
             if tag == "array":
@@ -237,8 +272,13 @@ def arrays_of(node: Node) -> Iterator[dict[str, Any]]:
             yield from arrays_of(part)
 
 
-def pickles_in(node: Node, path: tuple[Any, ...]) -> Iterator[str]:
-    """Where the nodes lie that hold a pickle: `state['scheduler']['last']`."""
+def nodes_of(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The array nodes of some entries, by the name of the array."""
+    return {node["name"]: node for entry in entries.values() for node in arrays_of(entry)}
+
+
+def pickles_in(node: Node, path: Path) -> Iterator[str]:
+    """The places of nodes that hold a pickle: `state['scheduler']['last']`."""
     if isinstance(node, list):
         for number, part in enumerate(node):
             yield from pickles_in(part, (*path, number))
@@ -262,11 +302,6 @@ def dumps(node: Node) -> bytes:
     return json.dumps(node, separators=(",", ":"), allow_nan=False).encode()
 
 
-def place(path: tuple[Any, ...]) -> str:
+def place(path: Path) -> str:
     """A path as Python would write it: `state["model"]["layer"][0]`."""
     return "state" + "".join(f"[{part!r}]" for part in path)
-
-
-def _nothing(path: tuple[Any, ...], value: Any) -> None:
-    """Keys hold no arrays."""
-    return

@@ -1,4 +1,4 @@
-"""Two stores as one: the nearer for speed, the farther for safety."""
+"""Two stores as one: memory for speed, disk for safety."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from healcore.runtime.store.errors import (
     SaveFailed,
     StoreError,
 )
-from healcore.runtime.store.memory import Hold, MemoryStore
+from healcore.runtime.store.memory import MemoryStore, Slot
 from healcore.runtime.store.protocol import Restored, Saved, Status
 from healcore.runtime.store.ranks import RankFailed, Ranks
 
 T = TypeVar("T")
 
 
-class Having(NamedTuple):
+class Location(NamedTuple):
     """Where a checkpoint is."""
 
-    here: bool
+    in_memory: bool
     """Whether it is in this rank's memory."""
     tiers: list[MemoryStore | DirectoryStore]
-    """Those that have it on every rank."""
+    """Those that have it on every rank, memory first."""
 
 
 class TieredStore:
-    """Memory first, disk behind.
+    """Memory first, then disk.
 
     Every save takes one copy of the state, in memory; a save that also goes to disk is written from
-    there, in the background, and holds on to that copy until it is written. A checkpoint that is in
-    both is restored from memory, from disk if the one in memory is damaged. A damaged copy is taken
-    out (dropped from memory, quarantined on disk) while the other one goes on serving.
+    that copy, in the background, and holds it until it is written. A checkpoint that is in both is
+    restored from memory, or from disk if the one in memory is damaged. A damaged copy is taken out
+    (dropped from memory, quarantined on disk) while the other one stays in use.
 
     Args:
-        memory: the near store.
-        disk: the far one.
-        disk_every: every how many saves one goes to disk; the first does.
+        memory: the fast store.
+        disk: the safe one.
+        disk_every: one of how many saves goes to disk; the first does.
     """
 
     def __init__(self, memory: MemoryStore, disk: DirectoryStore, *, disk_every: int = 1) -> None:
@@ -63,7 +63,7 @@ class TieredStore:
     def save(
         self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
     ) -> None:
-        """Copies to memory; to disk from there when it is time."""
+        """Copies to memory; every `disk_every`-th save is written to disk from there."""
         step = protocol.checked_step(step)
         due = self._saves % self.disk_every == 0
         self._saves += 1
@@ -77,16 +77,15 @@ class TieredStore:
     def save_in_memory(
         self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
     ) -> None:
-        """`save` while the disk is still at the one before: only to memory, without waiting."""
+        """`save`, only to memory: without waiting for a disk that still writes the one before."""
         self._saves += 1
         self.memory.save(step, state, healing=healing)
 
     def steps(self) -> list[Saved]:
-        """Checkpoints of both, ascending; what is in both has the status that memory says.
+        """Checkpoints of both, ascending; what is in both has its status in memory.
 
-        Of two saves of one step that in memory counts: it is the newer one. Of a disk that cannot
-        be read any more nothing is listed, and `trouble` says so; unless there is nothing in memory
-        either.
+        Of two saves of one step the one in memory counts: it is newer. If the disk cannot be read
+        any more, only memory is listed, and `trouble` reports it.
 
         Raises:
             StoreError: the disk cannot be read, and there is nothing in memory.
@@ -111,30 +110,30 @@ class TieredStore:
 
     def mark(self, step: int, status: Status) -> None:
         """Marks it wherever it is. An older save of the step on disk keeps its status."""
-        having = self._having(step)
+        found = self._locate(step)
 
-        def near() -> None:
-            if having.here:
+        def mark_in_memory() -> None:
+            if found.in_memory:
                 self.memory.mark(step, status)
 
-        ranks.together(self._ranks, near)
-        if self.disk in having.tiers:
+        ranks.together(self._ranks, mark_in_memory)
+        if self.disk in found.tiers:
             self.disk.mark(step, status)
 
     def delete(self, step: int) -> None:
         """Removes it wherever it is, unless it is the last known-good one.
 
-        The last known-good one on disk stays there, whatever memory has: that is gone after a
-        crash. An older save of the step on disk is listed again when the one in memory has gone.
+        The last known-good one on disk stays there, whatever is in memory: a crash loses that. An
+        older save of the step on disk is listed again when the one in memory has gone.
         """
-        having = self._having(step)
+        found = self._locate(step)
         last = [retention.is_last_good(each, step) for each in (self.steps(), self._on_disk())]
         last, last_on_disk = map(any, zip(*self._ranks.gather(last), strict=True))
         if last:
             raise LastGoodKept(step)
-        if having.here:
+        if found.in_memory:
             self.memory.drop(step)
-        if self.disk in having.tiers and not last_on_disk:
+        if self.disk in found.tiers and not last_on_disk:
             self.disk.drop(step)
 
     def wait(self) -> None:
@@ -144,41 +143,42 @@ class TieredStore:
         self._behind.wait()
 
     def failures(self) -> list[SaveFailed]:
-        """Failures of both not told yet."""
+        """Failures of both since the last call."""
         return [*self.memory.failures(), *self._behind.failures()]
 
     def problems(self) -> list[str]:
-        """Copies that were found damaged since the last call, and what the disk has to tell."""
+        """Copies that were found damaged since the last call, and the problems of the disk."""
         trouble = [str(each) for each in self.trouble()]
         return trouble + self.memory.problems() + self.disk.problems()
 
     # -- beyond it ------------------------------------------------------------------------------
 
     def trouble(self) -> list[StoreError]:
-        """What the other tier has made up for since the last call.
+        """Errors of one tier since the last call for which the other tier has stepped in.
 
-        A CheckpointDamaged for each copy that was damaged; another StoreError for a disk that could
-        not be read.
+        A CheckpointDamaged for each damaged copy; another StoreError for a disk that could not be
+        read.
         """
         found, self._trouble = self._trouble, []
         return found
 
     def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Saves with NaN or Inf where that is not meant, and in which arrays; each is told once."""
-        self.disk.nonfinite_found()  # those that memory has had before
+        """Saves with NaN or Inf where it is not meant, and the arrays; since the last call."""
+        self.disk.nonfinite_found()  # memory has reported those already
         return self.memory.nonfinite_found()
 
     def queues(self) -> list[tuple[MemoryStore | DirectoryStore, Background]]:
-        """Both tiers, each with the queue in which its checkpoints are proven.
+        """Both tiers, each with the queue in which its checkpoints are verified.
 
-        Memory does not wait for the disk: what is in it, and known-good, follows from the steps.
+        Memory does not wait for the disk: its content, and what is known-good, depends on the steps
+        alone.
         """
-        proofs = self.disk.queues() if self._ranks.world == 1 else [(self.disk, self._behind)]
-        return [*self.memory.queues(), *proofs]
+        of_disk = self.disk.queues() if self._ranks.world == 1 else [(self.disk, self._behind)]
+        return [*self.memory.queues(), *of_disk]
 
     @property
     def nonfinite_ok(self) -> tuple[str, ...]:
-        """Patterns of array names where NaN and Inf are meant. May be set anew, for both."""
+        """Patterns of array names where NaN and Inf are meant. May be changed, for both."""
         return tuple(dict.fromkeys((*self.memory.nonfinite_ok, *self.disk.nonfinite_ok)))
 
     @nonfinite_ok.setter
@@ -201,9 +201,8 @@ class TieredStore:
         return self._behind.pending(self._written)
 
     def describe(self, state_bytes: int | None = None) -> str:
-        """The bound on host memory, in words."""
-        held = "and one more while it is written to disk"
-        return f"{self.memory.describe(state_bytes)}, {held}"
+        """The bound on host memory, as text."""
+        return f"{self.memory.describe(state_bytes)}, and one more while it is written to disk"
 
     # -- within ---------------------------------------------------------------------------------
 
@@ -214,41 +213,41 @@ class TieredStore:
     def _to_both(
         self, step: int, state: Mapping[str, Any], healing: Mapping[str, Any] | None
     ) -> None:
-        """Copies to memory and asks for the write. The ranks exchange behind the loop only."""
+        """Copies to memory and submits the write. Ranks exchange in the background only."""
         try:
-            hold = self.memory.save_and_hold(step, state, healing=healing)
+            slot = self.memory.save_and_hold(step, state, healing=healing)
         except Exception as error:
             if self._ranks.world > 1:  # the others have a copy, and wait for this rank's
                 failure = error
                 self._written = self._behind.submit(
-                    step, "while copying the state", lambda: self._without(failure)
+                    step, "while copying the state", lambda: self._raise_on_all(failure)
                 )
             raise
         self._written = self._behind.submit(
-            step, "while writing to disk", lambda: self._to_disk(step, hold)
+            step, "while writing to disk", lambda: self._to_disk(step, slot)
         )
 
-    def _to_disk(self, step: int, hold: Hold) -> None:
+    def _to_disk(self, step: int, slot: Slot) -> None:
         try:
-            state, healing = ranks.on_each(self._ranks, hold.read)
-            # Every rank has a clock of its own, and the disk will have that of the first.
-            hold.created = ranks.agreed(self._ranks, hold.created)
-            self.disk.save_held(step, state, healing=healing, created=hold.created)
+            state, healing = ranks.on_each(self._ranks, lambda: self.memory.read_held(slot))
+            # Every rank has a clock of its own, and the disk has that of rank 0.
+            slot.created = ranks.agreed(self._ranks, slot.created)
+            self.disk.save_held(step, state, healing=healing, created=slot.created)
             self.disk.wait()
         finally:
-            hold.release()
+            self.memory.end_hold(slot)
 
-    def _without(self, failure: Exception) -> None:
-        """Tells the other ranks that this one could not copy its state. Here `save` has raised."""
+    def _raise_on_all(self, failure: Exception) -> None:
+        """Makes the save fail on the other ranks: this one could not copy its state."""
 
         def fail() -> None:
             raise failure
 
-        with suppress(type(failure)):
+        with suppress(type(failure)):  # `save` has raised it on this rank
             ranks.on_each(self._ranks, fail)
 
     def _on_disk(self) -> list[Saved]:
-        """The checkpoints on disk; none where it cannot be read while memory serves."""
+        """The checkpoints on disk; none if it cannot be read and memory has some."""
         try:
             return self.disk.steps()
         except StoreError as error:
@@ -257,8 +256,8 @@ class TieredStore:
             self._trouble.append(error)
             return []
 
-    def _having(self, step: int) -> Having:
-        """The stores that have the save that counts for a step, memory first.
+    def _locate(self, step: int) -> Location:
+        """The stores that have the save that counts for a step.
 
         The same on every rank: what one of them has lost (a damaged snapshot) is not used by any.
         """
@@ -276,7 +275,7 @@ class TieredStore:
         if not tiers:
             there = [saved.step for saved in self.steps()]
             raise NotThere(step, there, f"memory and {self.disk.root}")
-        return Having(near is not None, tiers)
+        return Location(near is not None, tiers)
 
     def _each(
         self, step: int, action: Callable[[MemoryStore | DirectoryStore], T], *, first: bool
@@ -288,7 +287,7 @@ class TieredStore:
         """
         results: list[T] = []
         damage: list[CheckpointDamaged] = []
-        for tier in self._having(step).tiers:
+        for tier in self._locate(step).tiers:
             try:
                 results.append(self._together(tier, action))
             except CheckpointDamaged as error:
@@ -306,10 +305,10 @@ class TieredStore:
         tier: MemoryStore | DirectoryStore,
         action: Callable[[MemoryStore | DirectoryStore], T],
     ) -> T:
-        """Memory is each rank's own: what is wrong with it on one is an error on all.
+        """Runs an action on a tier; an error in the memory of one rank is an error on all.
 
-        Of several errors one that is no damage, everywhere: after damage the next tier is asked,
-        by all ranks or by none.
+        Of several errors all ranks raise one that is no damage, if there is one: after damage the
+        next tier is tried, by all ranks or by none.
         """
         if not isinstance(tier, MemoryStore):
             return action(tier)
@@ -319,10 +318,10 @@ class TieredStore:
             results.append(action(tier))
         except Exception as error:
             failure = error
-        told = failure
-        if not isinstance(failure, (StoreError, type(None))):  # may be one that does not travel
-            told = RankFailed(f"rank {self._ranks.rank}: {type(failure).__name__}: {failure}")
-        failures = [failure, *self._ranks.gather(told)]
+        sent = failure
+        if not isinstance(failure, (StoreError, type(None))):  # may not be picklable
+            sent = RankFailed(f"rank {self._ranks.rank}: {type(failure).__name__}: {failure}")
+        failures = [failure, *self._ranks.gather(sent)]
         failures = [each for each in failures if each is not None]
         if failures:
             raise min(failures, key=lambda each: isinstance(each, CheckpointDamaged))
@@ -335,10 +334,10 @@ class TieredStore:
             else:
                 tier.mark(step, "quarantined")
         except StoreError:
-            return  # not to be listed any more, or a disk that cannot be written: told already
+            return  # not listed any more, or a disk that cannot be written: reported already
 
 
 def _same(near: Saved, far: Saved) -> bool:
-    """Whether what memory and disk have of a step is one save, and no damage has parted them."""
-    parted = far.status == "quarantined" != near.status
-    return near.created == far.created and not parted
+    """Whether memory and disk have the same save of a step, and none of the copies is damaged."""
+    damaged_on_disk = far.status == "quarantined" != near.status
+    return near.created == far.created and not damaged_on_disk

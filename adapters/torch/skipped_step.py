@@ -1,0 +1,232 @@
+"""Skips a step exactly where it is not enough to hide the gradients.
+
+torch's optimizers do nothing for a parameter without a gradient, so hiding the gradients is an
+exact no-op for all of them. Two cases need more:
+
+- A third-party optimizer may count its steps in `param_groups` or in attributes, average the
+  weights every k-th step, draw random numbers, or raise when no parameter has a gradient. That can
+  be neither listed nor undone; so its `step()` is not run at all (`StepSkipper`).
+- A step with a closure is judged after the first evaluation, when some optimizers have changed
+  something already. That is undone (`ClosureUndo`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import CellType
+from typing import Any
+
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from healcore.torch import gradients
+
+_NAME = "_healcore_step"
+"""The optimizer's attribute that holds its `StepSkipper`, only during a step that may be skipped.
+"""
+
+
+class StepSkipped(BaseException):
+    """Ends a `step()` from within its closure; caught where that `step()` was called.
+
+    Not an Exception: an optimizer may catch those of a closure that has failed.
+    """
+
+    def __init__(self, loss: Any) -> None:
+        self.loss = loss
+
+
+class StepSkipper:
+    """Controls whether the `step()` of one third-party optimizer runs.
+
+    A hook cannot prevent `step()`. But the function that torch's hook wrapper calls lies in a
+    closure cell of the wrapper, one for each class; there it is replaced, once, by a function that
+    checks for a skip first. Optimizers that are not healed behave as before. Rejected: a `step`
+    attribute on the instance, as LR schedulers set one. Code that has stored `optimizer.step`
+    earlier bypasses it: a scheduler made before `attach`, accelerate's wrapper.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self.can_skip = is_third_party(optimizer) and _checks_for_skips(type(optimizer))
+        """Whether `step()` can be prevented. If not, gradients are hidden instead."""
+        self._skipped = self._running = False
+
+    def watch(self) -> None:
+        """Before a step that is judged in its closure."""
+        if self.can_skip:
+            vars(self._optimizer)[_NAME] = self
+
+    def skip(self) -> None:
+        """Skips this step; one that is running already goes on until StepSkipped."""
+        if self.can_skip:
+            vars(self._optimizer)[_NAME], self._skipped = self, True
+
+    @property
+    def can_end(self) -> bool:
+        """In the closure: whether raising StepSkipped ends the step that `skip` was called for."""
+        return self._skipped and self._running
+
+    def reset(self) -> None:
+        """After the step; does nothing when there is none."""
+        if self.can_skip:
+            self._skipped = False
+            vars(self._optimizer).pop(_NAME, None)
+
+    def run(self, body: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What the optimizer's class calls in place of its own `step()`."""
+        if self._skipped:
+            return None
+        self._running = True
+        try:
+            return body(*args, **kwargs)
+        except StepSkipped as end:
+            return end.loss
+        finally:
+            self._running = False
+
+
+def is_third_party(optimizer: Optimizer) -> bool:
+    """Whether `step()` is not torch's: it may do anything, also without gradients."""
+    return not inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim.")
+
+
+def _checks_for_skips(kind: type[Optimizer]) -> bool:
+    """Makes a class's `step()` check for a skip first, unless it does already.
+
+    Returns:
+        False where that is impossible: this torch or that class wraps `step()` in another way.
+    """
+    wrapper = kind.step
+    cell = _cell(wrapper)
+    if cell is None:
+        return False
+    body = cell.cell_contents
+    if getattr(body, "__checks_healcore__", False):
+        return True
+
+    @functools.wraps(body)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        skipper = getattr(args[0], _NAME, None)
+        # A subclass that calls super().step() comes here twice: the outer call decides.
+        if skipper is None or type(args[0]).step is not wrapper:
+            return body(*args, **kwargs)
+        return skipper.run(body, args, kwargs)
+
+    step.__checks_healcore__ = True  # type: ignore[attr-defined]
+    cell.cell_contents = step
+    return True
+
+
+def _cell(wrapper: Any) -> CellType | None:
+    """The cell in which `Optimizer.profile_hook_step` keeps the function that it calls."""
+    code = Optimizer.profile_hook_step(_cell).__code__
+    if getattr(wrapper, "__code__", None) is not code or "func" not in code.co_freevars:
+        return None
+    return wrapper.__closure__[code.co_freevars.index("func")]
+
+
+class ClosureUndo:
+    """What has to be restored after a skipped step of one optimizer with a closure.
+
+    torch's optimizers do nothing before the first evaluation, and evaluate once; but
+
+    - L-BFGS moves and evaluates again, up to twenty times, and a later evaluation may be
+      non-finite;
+    - others move first: SAM to the point of the highest loss nearby, schedule-free methods to where
+      they need the gradient;
+    - others count first, in `param_groups` or in attributes.
+
+    Parameters that have moved can only be restored from a copy. A copy is made for an optimizer
+    that always needs a closure, or has been seen to move first.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self.reevaluates = isinstance(optimizer, LBFGS)
+        """Whether this optimizer evaluates its closure again after it has moved."""
+        self._third_party = is_third_party(optimizer)
+        self._copies = self.reevaluates or (self._third_party and _needs_closure(optimizer))
+        self._first = True
+        self._params: list[tuple[Tensor, Tensor]] = []
+        self._state: dict[Any, dict[Any, Any]] = {}
+        self._before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._changed: list[tuple[dict[str, Any], str, bool, Any]] = []
+        self._versions = 0
+        self._moved = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether `restore` undoes everything that this step has done so far."""
+        return bool(self._params) or not self._moved
+
+    def record(self) -> None:
+        """Before the step: copies what `restore` needs."""
+        self._moved = False
+        if self._third_party:
+            self._versions = self._sum_of_versions()
+            # Both may hold counters.
+            dicts = [vars(self._optimizer), *self._optimizer.param_groups]
+            self._before = [(each, dict(each)) for each in dicts]
+        # Whether the first step moves first is not known yet. A fresh optimizer is about to
+        # allocate its moments, so there is memory for a copy. A restored one is not worth the risk.
+        if self._copies or (self._third_party and self._first and not self._optimizer.state):
+            params = gradients.parameters(self._optimizer)
+            self._params = [(p, p.detach().clone()) for p in params]
+            # L-BFGS keeps a hundred old directions in lists, and never writes into them.
+            self._state = {
+                p: _copied(s, deep=self._third_party) for p, s in self._optimizer.state.items()
+            }
+        self._first = False
+
+    def before_evaluation(self) -> None:
+        """Before each evaluation: records what the optimizer has changed before the first."""
+        if not self._third_party:
+            return
+        if self._sum_of_versions() != self._versions:
+            self._moved = self._copies = True
+        for values, before in self._before:
+            for name in values.keys() | before.keys():
+                if name not in values or name not in before or values[name] is not before[name]:
+                    self._changed.append((values, name, name in before, before.get(name)))
+        self._before = []
+
+    def restore(self) -> None:
+        """Restores what was recorded; does nothing for a step without a closure."""
+        for values, name, existed, value in self._changed:
+            if existed:
+                values[name] = value
+            else:
+                values.pop(name, None)
+        if self._params:
+            for p, value in self._params:
+                p.detach().copy_(value)
+            self._optimizer.state.clear()
+            self._optimizer.state.update(self._state)
+        self.clear()
+
+    def clear(self) -> None:
+        """Frees the copies."""
+        self._params, self._state, self._before, self._changed = [], {}, [], []
+
+    def _sum_of_versions(self) -> int:
+        """A number that grows whenever a parameter is written in place."""
+        return sum(p._version for p in gradients.parameters(self._optimizer))
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    found = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return found is not None and found.default is inspect.Parameter.empty
+
+
+def _copied(value: Any, *, deep: bool) -> Any:
+    """A copy of dictionaries, tensors and lists; the elements of a list are copied if `deep`."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(part, deep=deep) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_copied(part, deep=True) for part in value] if deep else list(value)
+    return value

@@ -1,0 +1,228 @@
+"""DCP's own writer and reader, made safe: digests of what is written, a checked index to read.
+
+DCP pickles its index. It is parsed here without pickle, and what it contains has to be what a
+checkpoint holds, before DCP gets it.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import xxhash
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from healcore.runtime.store import files, manifest
+from healcore.runtime.store.errors import Untrusted
+from healcore.runtime.store.inspection import Digest
+from healcore.torch import dcp_index
+from healcore.torch.dcp_index import INDEX, Place, Shape
+from healcore.torch.plain_values import DTYPES
+
+_BUFFER = 1 << 18
+"""Bytes. torch.save writes some forty small pieces around every tensor."""
+_LARGE = 1 << 20
+"""Bytes from which on a second thread digests a piece while the first one writes it."""
+
+
+class DigestingWriter(FileSystemWriter):
+    """A FileSystemWriter that knows the digests of the files it wrote.
+
+    They are of the bytes as they were passed to the system, and no byte is read again for them. The
+    next `verify` notices what the disk changes afterwards.
+
+    Args:
+        path: a directory; new.
+        threads: files written at the same time.
+    """
+
+    def __init__(self, path: Path, threads: int = 1) -> None:
+        # Not sync_files: it syncs before Python's buffer is flushed. Ours does it on closing.
+        super().__init__(path, sync_files=False, thread_count=threads)
+        self.fs = self._files = _DigestingFiles()
+
+    @property
+    def digests(self) -> dict[str, Digest]:
+        """File name -> digest, of the files of this rank."""
+        return {Path(path).name: found for path, found in self._files.digests.items()}
+
+
+class _DigestingFiles(FileSystem):
+    """Local files, and the digests of those that were written."""
+
+    def __init__(self) -> None:
+        self.digests: dict[str, Digest] = {}
+
+    @contextmanager
+    def create_stream(
+        self, path: str | os.PathLike[str], mode: str
+    ) -> Generator[io.IOBase, None, None]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with (
+            ThreadPoolExecutor(1) as pool,
+            open(path, "xb", buffering=_BUFFER, opener=files.create) as file,
+        ):
+            through = _Through(file, pool)
+            try:
+                yield through
+            except Exception as error:
+                # torch hides the system's error ("unexpected pos"): raise that one instead.
+                raise through.error or error from error
+            file.flush()
+            os.fsync(file.fileno())
+        self.digests[os.fspath(path)] = Digest(through.size, through.digest.hexdigest())
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        if os.fspath(path) in self.digests:
+            self.digests[os.fspath(new_path)] = self.digests.pop(os.fspath(path))
+
+
+class _Through(io.RawIOBase):
+    """Counts and digests bytes on their way to a file."""
+
+    def __init__(self, file: BinaryIO, pool: ThreadPoolExecutor) -> None:
+        super().__init__()
+        self.digest = xxhash.xxh3_128()
+        self.size = 0
+        self.error: OSError | None = None
+        self._file = file
+        self._pool = pool
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        digested = None
+        if len(view) < _LARGE:
+            self.digest.update(view)
+        else:
+            digested = self._pool.submit(self.digest.update, view)
+        try:
+            self._file.write(view)
+        except OSError as error:
+            self.error = error
+            raise
+        finally:
+            # The caller may change the memory afterwards.
+            if digested is not None:
+                digested.result()
+        self.size += len(view)
+        return len(view)
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.size
+
+    def flush(self) -> None:
+        if not self._file.closed:
+            self._file.flush()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+
+class CheckedReader(FileSystemReader):
+    """DCP's reader with an index that was checked before."""
+
+    def __init__(self, path: Path, metadata: Metadata) -> None:
+        super().__init__(path)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index, without opening its file."""
+        del args, kwargs
+        return self._metadata
+
+
+def checked(
+    data: Path, listed: Mapping[str, Digest], wanted: Mapping[str, tuple[str, Shape]]
+) -> Metadata:
+    """The part of an index that DCP needs for some tensors, made of DCP's own classes.
+
+    Args:
+        data: the directory of the index.
+        listed: files of the manifest, all of them verified.
+        wanted: name of a tensor -> dtype and shape that it has to have.
+
+    Raises:
+        Untrusted: it is not what DCP writes, or differs from `wanted`.
+    """
+    try:
+        entries = dcp_index.read(data / INDEX, only_dcp=True)
+    except OSError as error:
+        raise _refused(data, f"it cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise _refused(data, str(error)) from None
+    metadata: dict[str, Any] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for name, (dtype, shape) in wanted.items():
+        entry = entries.get(name)
+        if entry is None or not entry.dtype:
+            raise _refused(data, f"{name:.200} is no tensor in it")
+        if (entry.dtype, entry.shape) != (dtype, shape):
+            is_in_it = f"{entry.dtype}{list(entry.shape)}"
+            raise _refused(data, f"{name:.200} is {is_in_it:.200} in it, not {dtype}{list(shape)}")
+        if sum(math.prod(sizes) for _, sizes in entry.chunks) != math.prod(shape):
+            raise _refused(data, f"the parts of {name:.200} are not the whole")
+        kind = DTYPES[dtype]
+        chunks = []
+        for number, (offsets, sizes) in enumerate(entry.chunks):
+            place = entry.places.get(offsets)
+            if place is None or not _fits(offsets, sizes, shape):
+                raise _refused(data, f"a part of {name:.200} is outside of it or not there")
+            nbytes = kind.itemsize * math.prod(sizes)
+            _check_place(data, listed, name, place, nbytes)
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            at = MetadataIndex(name, torch.Size(offsets), number)
+            storage[at] = _StorageInfo(place.file, place.offset, place.length)
+        metadata[name] = TensorStorageMetadata(TensorProperties(kind), torch.Size(shape), chunks)
+    return Metadata(metadata, storage_data=storage, storage_meta=StorageMeta())
+
+
+def _fits(offsets: Shape, sizes: Shape, shape: Shape) -> bool:
+    return len(offsets) == len(sizes) == len(shape) and all(
+        start + size <= whole for start, size, whole in zip(offsets, sizes, shape, strict=True)
+    )
+
+
+def _check_place(
+    data: Path, listed: Mapping[str, Digest], name: str, place: Place, nbytes: int
+) -> None:
+    """Raises Untrusted unless a part is in a listed file next to the index, and fits into it."""
+    known = listed.get(f"{manifest.DATA}/{place.file}")
+    if known is None or Path(place.file).name != place.file:
+        raise _refused(data, f"{name:.200} would be read from {place.file!r:.200}")
+    if not place.plain or place.offset + place.length > known.bytes or nbytes > place.length:
+        raise _refused(data, f"{name:.200} does not lie in {place.file} as DCP writes it")
+
+
+def _refused(data: Path, why: str) -> Untrusted:
+    return Untrusted(
+        f"{data / INDEX} is not what DCP writes: {why}. Nothing was restored: use an older "
+        "checkpoint; or, if nobody but you could write to this directory, pass trust=True to the "
+        "store, and DCP reads the file itself, running whatever is in it"
+    )

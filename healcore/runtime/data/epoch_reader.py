@@ -1,0 +1,239 @@
+"""Reads one loader epoch after epoch, and moves it to other positions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from healcore.runtime.data.loader_adapters import (
+    LoaderAdapter,
+    adapter_for,
+    class_name,
+    samplers_of,
+)
+from healcore.runtime.data.position import (
+    BatchId,
+    DataError,
+    Position,
+    state_from_text,
+    state_to_text,
+)
+
+_MAX_FIRST_STATES = 100
+
+
+class EmptyLoader(DataError):
+    """A whole epoch without a batch."""
+
+    def __init__(self, epoch: int, loader: str) -> None:
+        super().__init__(epoch, loader)
+        self.epoch = epoch
+        self.loader = loader
+
+    def __str__(self) -> str:
+        """Which epoch, and the usual reasons."""
+        if self.epoch == 0:
+            hint = "is the dataset empty, or smaller than one batch with drop_last=True?"
+        else:
+            hint = (
+                "it can be iterated over only once: pass something that starts again with every "
+                "iter(), or epochs=1"
+            )
+        return f"{self.loader} gave no batch in epoch {self.epoch}: {hint}"
+
+
+class EpochReader:
+    """Knows which batch is next. An epoch begins when its first batch or its state is needed."""
+
+    def __init__(self, loader: Any, *, trust: bool = False) -> None:
+        self.trust = trust
+        self.name = class_name(loader)
+        self.single_epoch = isinstance(loader, Iterator)
+        self.exhausted = False
+        """The one epoch of an iterator has ended."""
+        self.epoch = 0
+        self.index = 0
+        self.requested_epoch = 0
+        """The epoch that the user's loop asked for last."""
+        self._loader = loader
+        self._sampler_epochs = _SamplerEpochs(loader)
+        self._batches: Iterator[Any] | None = None
+        self._first_states: dict[int, str] = {}  # of the last epochs begun
+        self._between = False  # after an epoch, before the next
+        self._resumed = False  # this epoch came from a state
+
+    @functools.cached_property
+    def adapter(self) -> LoaderAdapter:
+        """Found when needed: that may begin an epoch."""
+        return adapter_for(self._loader)
+
+    @property
+    def next_id(self) -> BatchId:
+        """The next batch."""
+        return BatchId(self.epoch, self.index)
+
+    def begin(self) -> Iterator[Any]:
+        """The batches of the epoch, which begins now if it has not yet."""
+        if self._batches is None:
+            self._sampler_epochs.begin(self.epoch, by_user=self.epoch == self.requested_epoch)
+            self._between = self._resumed = False
+            if (first := self._first_states.get(self.epoch)) is not None:
+                self._batches = self.adapter.resume(state_from_text(first, trust=self.trust))
+            else:
+                self._batches = self.adapter.start()
+                self._save_first_state()
+        return self._batches
+
+    def read(self) -> Any:
+        """The next batch. One that raises is counted too: torch loaders go on behind it.
+
+        Raises:
+            StopIteration: the epoch has ended; a further `read` is of the next one.
+            EmptyLoader: it had no batch at all.
+        """
+        which, batches = self.next_id, self.begin()
+        try:
+            batch = next(batches)
+        except StopIteration:
+            self._end()
+            raise
+        except Exception as error:
+            error.add_note(f"healcore: reading batch {which.index} of epoch {which.epoch}")
+            self.index += 1
+            raise
+        self.index += 1
+        return batch
+
+    def position(self) -> Position:
+        """The position, with the state to come back with.
+
+        Raises:
+            Exception: whatever the loader raises.
+        """
+        if self.adapter.why_not is not None:
+            state = None
+        elif self._between:
+            # Beginning the next epoch for its state would read ahead, perhaps behind the last one.
+            state = self.adapter.state_between()
+        else:
+            self.begin()
+            state = self.adapter.state()
+        number = self._sampler_epochs.number(self.epoch)
+        return Position(self.adapter.kind, self.epoch, self.index, state, number)
+
+    def restore(self, target: Position) -> None:
+        """Moves the loader to a position.
+
+        Raises:
+            Exception: whatever the loader raises; its position is then unknown.
+        """
+        self._sampler_epochs.restore(target.epoch, target.sampler_epoch)
+        self._batches, self._between = None, True
+        if target.state is not None:
+            self._batches = self.adapter.resume(target.state)
+            self._resumed, self._between = True, False
+        self.exhausted = False
+        self.epoch, self.index = target.epoch, target.index
+
+    def jump(self, target: Position) -> None:
+        """Moves to the beginning of the position's epoch, without a state."""
+        self._sampler_epochs.restore(target.epoch, target.sampler_epoch)
+        self._batches, self._between = None, False
+        self.epoch, self.index = target.epoch, 0
+
+    def abandon(self) -> None:
+        """Drops the rest of the epoch; the next batch is of the next one."""
+        if self.index > 0 and not self.single_epoch:
+            self.epoch, self.index = self.epoch + 1, 0
+            # Not between two epochs: a loader's own state still leads back into this one.
+            self._batches, self._between = None, False
+
+    def disable_rewind(self, error: Exception) -> None:
+        """A state could not be taken: from now on the loader only goes forward."""
+        why = f"the state of {self.name} cannot be taken: {type(error).__name__}: {error}"
+        self.adapter = LoaderAdapter(self._loader, why_not=why)
+        self._first_states.clear()
+
+    def _save_first_state(self) -> None:
+        """An epoch begun a second time, after a rewind, must have the order of the first time.
+
+        What the loader shuffles by (a count of its epochs, say) need not be in its iterator's
+        state, and has changed since.
+        """
+        if self.adapter.complete:
+            return
+        try:
+            self._first_states[self.epoch] = state_to_text(self.adapter.state(), trust=self.trust)
+        except Exception as error:  # the loader's code may raise anything
+            self.disable_rewind(error)
+        while len(self._first_states) > _MAX_FIRST_STATES:
+            del self._first_states[min(self._first_states)]
+
+    def _end(self) -> None:
+        if self.index == 0 and not self._resumed:
+            raise EmptyLoader(self.epoch, self.name)
+        if self.single_epoch:
+            self.exhausted = True
+            return
+        # A state from between two epochs may lead to the end of the first: then begin again, once.
+        if self.index > 0:
+            self.epoch += 1
+        self.index = 0
+        self._batches, self._between = None, True
+
+
+class _SamplerEpochs:
+    """Calls `set_epoch` on samplers, and remembers the numbers: cursor epoch -> number.
+
+    DistributedSampler and others give the same order in every epoch until `set_epoch` is called
+    with the next number, and a rewind to an earlier epoch has to call it with that one's. A loop
+    with `for epoch in ...` outside usually calls it itself; its number is read, not overwritten.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        owners = (loader, *samplers_of(loader), getattr(loader, "dataset", None))
+        settable = [each for each in owners if callable(getattr(each, "set_epoch", None))]
+        self._samplers: list[Any] = list({id(each): each for each in settable}.values())
+        self._numbers: dict[int, int] = {}
+
+    def begin(self, epoch: int, *, by_user: bool) -> None:
+        """An epoch begins.
+
+        Args:
+            epoch: the cursor's count.
+            by_user: the user's loop asked for this epoch, and has set its number if anybody has.
+        """
+        if not self._samplers:
+            return
+        if epoch in self._numbers:
+            self._set(self._numbers[epoch])
+            return
+        if by_user:
+            number = self._read()
+        else:
+            number = self._numbers.get(epoch - 1, epoch - 1) + 1
+            self._set(number)
+        self._numbers[epoch] = epoch if number is None else number
+
+    def number(self, epoch: int) -> int | None:
+        """The number of an epoch, or the one that it gets if the cursor begins it."""
+        before = self._numbers.get(epoch - 1)
+        return self._numbers.get(epoch, None if before is None else before + 1)
+
+    def restore(self, epoch: int, number: int | None) -> None:
+        """The cursor moves to an epoch that has this number."""
+        if self._samplers and number is not None:
+            self._numbers[epoch] = number
+            self._set(number)
+
+    def _set(self, number: int) -> None:
+        for sampler in self._samplers:
+            sampler.set_epoch(number)
+
+    def _read(self) -> int | None:
+        for sampler in self._samplers:
+            number = getattr(sampler, "epoch", None)
+            if type(number) is int:
+                return number
+        return None

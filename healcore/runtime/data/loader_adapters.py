@@ -1,0 +1,245 @@
+"""How the state of a loader is taken and put back: one adapter for each kind of loader.
+
+Classes of torch and torchdata are recognized by name only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
+
+_STATE_DICT = ("state_dict", "load_state_dict")
+_GET_STATE = ("get_state", "set_state")
+# Each of these draws a new order in every epoch and does not record it. torchdata then counts
+# forward through another order, without a warning.
+_UNRECORDED = ("RandomSampler", "WeightedRandomSampler", "SubsetRandomSampler")
+# torchdata's own sampler records its order in a StatefulDataLoader, but not in its nodes (0.11).
+_UNRECORDED_IN_NODES = (*_UNRECORDED, "StatefulDistributedSampler")
+
+
+class LoaderAdapter:
+    """A loader, and how its state is taken and put back.
+
+    This class is for loaders without a state, which only go forward.
+
+    Attributes:
+        kind: saved in positions: a state is given back only to the kind it came from.
+        complete: the state determines later epochs too.
+        why_not: why the loader cannot be rewound; None if it can.
+    """
+
+    kind = "forward"
+    complete = True
+
+    def __init__(
+        self, loader: Any, *, why_not: str | None = None, first: Iterator[Any] | None = None
+    ) -> None:
+        self._loader = loader
+        self.why_not = why_not
+        self._first = first
+
+    def start(self) -> Iterator[Any]:
+        """Begins an epoch."""
+        first, self._first = self._first, None
+        return iter(self._loader) if first is None else first
+
+    def state(self) -> Any:
+        """The state of the epoch begun last, right after the batch that it gave last."""
+        return None
+
+    def state_between(self) -> Any:
+        """The state after that epoch, which leads into the next. None: `start` is enough."""
+        return None
+
+    def resume(self, state: Any) -> Iterator[Any]:
+        """The rest of the epoch that the state is of, or the next epoch."""
+        raise NotImplementedError(self.why_not)
+
+
+class _StatefulLoader(LoaderAdapter):
+    """`state_dict` and `load_state_dict` on the loader: torchdata's StatefulDataLoader and Loader.
+
+    A loaded state holds for the next `iter`; one from the end of an epoch leads into the next one.
+
+    The samplers' generators are saved too. A generator given to a StatefulDataLoader shuffles and
+    also draws the workers' seeds; the loader's state records where the shuffling began, not what
+    has been drawn since, and after a `load_state_dict` alone the next epoch has another order.
+    """
+
+    kind = "loader"
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        found = [getattr(sampler, "generator", None) for sampler in samplers_of(loader)]
+        self._generators: list[Any] = [each for each in found if _has_both(each, _GET_STATE)]
+
+    def state(self) -> Any:
+        return self._state(ended=False)
+
+    def state_between(self) -> Any:
+        return self._state(ended=True)
+
+    def resume(self, state: Any) -> Iterator[Any]:
+        self._loader.load_state_dict(state["loader"])
+        batches = self._start_loaded()
+        for generator, its_state in zip(self._generators, state["generators"], strict=True):
+            generator.set_state(its_state)
+        # The next epoch has begun by now, with an order drawn before the generators were set.
+        return self.start() if self._generators and state["ended"] else batches
+
+    def _state(self, *, ended: bool) -> dict[str, Any]:
+        return {
+            "loader": self._loader.state_dict(),
+            "generators": [generator.get_state() for generator in self._generators],
+            "ended": ended,
+        }
+
+    def _start_loaded(self) -> Iterator[Any]:
+        # torchdata's nodes.Loader reads ahead: after the last batch it would begin the next epoch,
+        # and its batches would get the ids of this one.
+        if getattr(self._loader, "restart_on_stop_iteration", None) is not True:
+            return iter(self._loader)
+        self._loader.restart_on_stop_iteration = False
+        try:
+            return iter(self._loader)
+        finally:
+            self._loader.restart_on_stop_iteration = True
+
+
+class _StatefulIterator(LoaderAdapter):
+    """A getter and a setter on the iterator, such as Grain's `get_state` and `set_state`."""
+
+    kind = "iterator"
+    complete = False
+
+    def __init__(self, loader: Any, first: Iterator[Any], names: tuple[str, str]) -> None:
+        super().__init__(loader, first=first)
+        self._current = first
+        self._get, self._set = names
+
+    def start(self) -> Iterator[Any]:
+        self._current = super().start()
+        return self._current
+
+    def state(self) -> Any:
+        return getattr(self._current, self._get)()
+
+    def resume(self, state: Any) -> Iterator[Any]:
+        # On the existing iterator: making a new one could change what the loader shuffles by.
+        current = self._current if self._first is None else self.start()
+        getattr(current, self._set)(state)
+        return current
+
+
+class _IndexedSequence(LoaderAdapter):
+    """A sequence, read by index: lists, tuples, ranges."""
+
+    kind = "sequence"
+    _next = 0
+
+    def start(self) -> Iterator[Any]:
+        return self.resume(0)
+
+    def state(self) -> int:
+        return self._next
+
+    def resume(self, state: int) -> Iterator[Any]:
+        self._next = state
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._next >= len(self._loader):
+            raise StopIteration
+        self._next += 1
+        return self._loader[self._next - 1]
+
+
+def adapter_for(loader: Any) -> LoaderAdapter:
+    """The adapter for a loader. Begins an epoch where only its iterator shows what it can do."""
+    if _has_both(loader, _STATE_DICT):
+        why_not = _unrecorded_order(loader)
+        return LoaderAdapter(loader, why_not=why_not) if why_not else _StatefulLoader(loader)
+    if isinstance(loader, Sequence):
+        return _IndexedSequence(loader)
+    first = iter(loader)
+    for names in (_GET_STATE, _STATE_DICT):
+        if _has_both(first, names):
+            return _StatefulIterator(loader, first, names)
+    return LoaderAdapter(loader, why_not=_no_state(loader), first=first)
+
+
+def samplers_of(loader: Any) -> tuple[Any, Any, Any]:
+    """A torch loader's sampler, its batch sampler and the sampler of that; None for each absent."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    return getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
+
+
+def class_name(thing: Any) -> str:
+    """Its class, with the module."""
+    return f"{type(thing).__module__}.{type(thing).__qualname__}".removeprefix("builtins.")
+
+
+# -- why a loader cannot be rewound ---------------------------------------------------------------
+
+
+def _no_state(loader: Any) -> str:
+    name = class_name(loader)
+    if isinstance(loader, Generator):
+        return (
+            f"{name} only runs forward: pass a list, torchdata's StatefulDataLoader, a Grain "
+            "dataset, or an iterator with state_dict and load_state_dict"
+        )
+    if _is(loader, "torch.utils.data", "DataLoader"):
+        return (
+            f"{name} has no state_dict: torchdata.stateful_dataloader.StatefulDataLoader takes the "
+            "same arguments and has one"
+        )
+    if isinstance(loader, Iterator):
+        return (
+            f"{name} is an iterator without get_state and set_state (or state_dict and "
+            "load_state_dict): pass the loader that it was made from"
+        )
+    return (
+        f"neither {name} nor its iterator has state_dict and load_state_dict, or get_state and "
+        "set_state"
+    )
+
+
+def _unrecorded_order(loader: Any) -> str | None:
+    """Why a loader with a state cannot be rewound after all: its state lacks the order."""
+    if getattr(loader, "num_workers", 0) and getattr(loader, "in_order", True) is False:
+        return (
+            f"{class_name(loader)} with in_order=False has no order to come back to: in_order=True"
+        )
+    sampler, _, inner = samplers_of(loader)
+    for each in (sampler, inner):
+        if _is(each, "torch.utils.data", *_UNRECORDED) and not hasattr(each, "state_dict"):
+            return _order_of(each, loader, "shuffle=True")
+    node = getattr(loader, "root", None) if _is(loader, "torchdata.nodes", "Loader") else None
+    while node is not None:
+        sampler = getattr(node, "sampler", None)
+        if _is(sampler, "torch", *_UNRECORDED_IN_NODES):
+            return _order_of(sampler, loader, "a DistributedSampler")
+        node = getattr(node, "source", None)
+    return None
+
+
+def _order_of(sampler: Any, loader: Any, instead: str) -> str:
+    return (
+        f"{class_name(loader)} does not record the order of {class_name(sampler)}: use {instead}, "
+        "or a sampler with state_dict and load_state_dict that holds it"
+    )
+
+
+def _has_both(thing: Any, names: tuple[str, str]) -> bool:
+    return all(callable(getattr(thing, name, None)) for name in names)
+
+
+def _is(thing: Any, package: str, *names: str) -> bool:
+    return any(
+        kind.__name__ in names and kind.__module__.startswith(package)
+        for kind in type(thing).__mro__
+    )

@@ -1,0 +1,219 @@
+"""The loaders of a run: one cursor each, positions saved and restored together.
+
+A loop calls `batches` once, or once per epoch, or with one loader after another. Cursors are kept
+by loader and numbered in the order of their first use, so that a program that is started again
+finds each of its loaders where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from healcore.runtime.data.cursor import Cursor
+from healcore.runtime.data.position import BatchId
+
+_MAX_LOADERS = 8
+"""Loaders whose position is kept; a loop may make a new one for every epoch."""
+_COUNT = "count"
+"""Next to the positions: how many loaders there have been."""
+
+
+class RewindResult(NamedTuple):
+    """What a rollback did to the data."""
+
+    rewound: bool
+    why_not: str | None
+    """The reason, where it was not rewound."""
+    left_out: tuple[BatchId, ...]
+    """All ids of this loader that rollbacks have left out so far."""
+
+
+class _Entry:
+    """One loader and its cursor."""
+
+    def __init__(self, loader: Any, cursor: Cursor) -> None:
+        self.loader = loader
+        self.cursor = cursor
+        self.start = cursor.position()
+        """For a checkpoint from before its first use."""
+        self.in_loop = False
+        """A loop is iterating over it, or has broken off."""
+        self.exhausted = False
+        """It had been used up before the restart."""
+
+
+class LoaderRegistry:
+    """All loaders of a run.
+
+    Args:
+        trust: as in `Cursor`.
+
+    Attributes:
+        notices: what a person should know about the data; the Healer logs and clears them.
+        current: number of the loader that steps were last taken with, or of the first one.
+    """
+
+    def __init__(self, *, trust: bool = False) -> None:
+        self.notices: list[str] = []
+        self.current: int | None = None
+        self._trust = trust
+        self._entries: dict[int, _Entry] = {}
+        self._count = 0
+        self._resume: dict[str, Any] = {}
+        self._resume_count = 0
+        self._last: BatchId | None = None
+        self._left_out: dict[int, set[BatchId]] = {}
+        self._noticed: set[str | None] = set()
+
+    def begin(self, loader: Any, epochs: int | None) -> int:
+        """A loop begins to iterate over a loader, for `epochs` more epochs.
+
+        After a restart the loader is where the run was: epochs that it had finished are not handed
+        out again. After a `break` it begins the next epoch, as any loader does.
+
+        Args:
+            loader: whose batches.
+            epochs: how many; None for no end.
+
+        Returns:
+            Its number, for `next`.
+
+        Raises:
+            UnusableLoader: it cannot be iterated over, or not that often.
+        """
+        number = next((n for n, each in self._entries.items() if each.loader is loader), None)
+        if number is None:
+            number, self._count = self._count, self._count + 1
+            cursor = Cursor(loader, epochs=epochs, trust=self._trust)
+            entry = self._entries[number] = _Entry(loader, cursor)
+            entry.exhausted = self._resume_count > number and str(number) not in self._resume
+            if not cursor.can_rewind and cursor.why_not not in self._noticed:
+                self._noticed.add(cursor.why_not)
+                self.notices.append(f"after a rollback it goes on forward: {cursor.why_not}")
+        else:
+            entry = self._entries[number] = self._entries.pop(number)  # the last used comes last
+            entry.cursor.extend(epochs)
+            if entry.in_loop:
+                entry.cursor.abandon()
+            entry.exhausted = False
+        entry.in_loop = True
+        if self.current is None:
+            self.current = number
+        saved = self._resume.pop(str(number), None)
+        if saved is not None and not entry.cursor.rewind(saved):
+            self.notices.append(entry.cursor.fast_forward(saved))
+        entry.cursor.leave_out(self._left_out.get(number, ()))
+        while len(self._entries) > _MAX_LOADERS:
+            del self._entries[next(n for n in self._entries if n not in (number, self.current))]
+        return number
+
+    def next(self, number: int) -> tuple[Any, BatchId]:
+        """The next batch of a loader.
+
+        Raises:
+            StopIteration: its epochs are over.
+        """
+        entry = self._entries[number]
+        if entry.exhausted:
+            raise StopIteration
+        return entry.cursor.next()
+
+    def stepped(self, number: int, last: BatchId | None) -> None:
+        """A step was taken with batches of this loader, which makes it the one to be rewound.
+
+        Rollbacks do not rewind others, such as those of an evaluation inside the loop.
+        """
+        if number in self._entries:
+            self.current, self._last = number, last
+
+    def close(self, number: int) -> None:
+        """The loop over this loader has ended."""
+        if number in self._entries:
+            self._entries[number].in_loop = False
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether the current loader can be rewound."""
+        return self.current is not None and self._entries[self.current].cursor.can_rewind
+
+    def skipped(self, number: int) -> list[BatchId]:
+        """Ids left out since the last call."""
+        return self._entries[number].cursor.skipped()
+
+    def position(self) -> dict[str, Any]:
+        """Where every loader is: to be saved with the step that its last batch was for."""
+        positions = {
+            str(number): each.cursor.position()
+            for number, each in self._entries.items()
+            if not each.exhausted
+        }
+        return {**positions, _COUNT: self._count}
+
+    def forward_positions(self) -> dict[str, Any]:
+        """The positions of loaders that cannot be rewound, which a rollback keeps. JSON-safe."""
+        return {
+            str(number): each.cursor.position()
+            for number, each in self._entries.items()
+            if not each.cursor.can_rewind
+        }
+
+    def left_out(self, bad: Iterable[BatchId] = (), more: int = 0) -> dict[str, list[list[int]]]:
+        """All ids left out by rollbacks so far, by number of the loader. JSON-safe.
+
+        Args:
+            bad: ids of another bad window in the current loader.
+            more: how many batches after it to leave out too.
+        """
+        found = {number: set(ids) for number, ids in self._left_out.items()}
+        if self.current is not None:
+            found.setdefault(self.current, set()).update(self._window(bad, more))
+        return {str(number): [list(i) for i in sorted(ids)] for number, ids in found.items()}
+
+    def resume(
+        self, position: Mapping[str, Any], left_out: Mapping[str, Iterable[Iterable[int]]] = {}
+    ) -> None:
+        """Takes positions of an earlier process, which hold from the loaders' `begin` on.
+
+        Args:
+            position: as saved.
+            left_out: from `left_out`.
+        """
+        self._resume = dict(position)
+        self._resume_count = int(self._resume.pop(_COUNT, 0))
+        self._left_out = {int(n): {BatchId(*each) for each in ids} for n, ids in left_out.items()}
+
+    def rewind(
+        self, position: dict[str, Any] | None, bad: Iterable[BatchId], more: int
+    ) -> RewindResult:
+        """Rewinds the current loader to a checkpoint and leaves the bad window out.
+
+        A loader that cannot be rewound goes on forward, which also passes the bad window.
+
+        Args:
+            position: as saved; None: the checkpoint has none.
+            bad: ids of the bad window.
+            more: how many batches after it to leave out too.
+        """
+        if self.current is None:
+            return RewindResult(False, "the loop takes its batches from elsewhere", ())
+        entry = self._entries[self.current]
+        # All of them: a deeper rollback comes to earlier bad windows again.
+        left_out = self._left_out.setdefault(self.current, set())
+        left_out.update(self._window(bad, more))
+        why = None
+        if position is None:
+            why = "the checkpoint has no position of this loader"
+        elif not entry.cursor.can_rewind or not entry.cursor.rewind(
+            position.get(str(self.current), entry.start)
+        ):
+            why = entry.cursor.why_not or "it could not be rewound"
+        entry.cursor.leave_out(left_out)
+        return RewindResult(why is None, why, tuple(sorted(left_out)))
+
+    def _window(self, bad: Iterable[BatchId], more: int) -> list[BatchId]:
+        ids = list(bad)
+        last = max(ids, default=self._last)
+        if last is not None:
+            ids += [BatchId(last.epoch, last.index + 1 + i) for i in range(more)]
+        return ids

@@ -1,0 +1,202 @@
+"""How a checkpoint enters a store's directory, and how it leaves: whole, in one atomic step."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from healcore.runtime.store import files, inspection, manifest
+from healcore.runtime.store.errors import SaveFailed
+from healcore.runtime.store.inspection import Digest
+from healcore.runtime.store.ranks import Ranks, agreed, on_first, together, united
+
+_HINTS = {
+    errno.ENOSPC: "free some space, or keep fewer checkpoints; what was saved before is untouched",
+    errno.EDQUOT: "the quota is used up; what was saved before is untouched",
+    errno.EFBIG: "the limit on file sizes is too small for it",
+    errno.EROFS: "point the store at a directory that can be written",
+    errno.EACCES: "point the store at a directory that can be written",
+    errno.ENOENT: "the store's directory has gone: has somebody deleted it?",
+}
+
+_QUARANTINED_KEPT = 2
+"""How many quarantined saves stay after their step was saved again."""
+
+
+class Written(NamedTuple):
+    """What one rank wrote."""
+
+    digests: Mapping[str, Digest]
+    """Of files whose bytes were digested while they were written, and which are on disk. The others
+    are read again."""
+    arrays: int
+    nonfinite: tuple[str, ...]
+    """Names of arrays with NaN or Inf, meant or not."""
+
+
+class Item(NamedTuple):
+    """A checkpoint to be written."""
+
+    step: int
+    created: float
+    format: str
+    healing: bytes | None
+
+
+def commit(
+    root: Path, ranks: Ranks, item: Item, write: Callable[[Path], Written]
+) -> tuple[str, ...]:
+    """Writes a checkpoint; it is there whole or not at all.
+
+    Args:
+        root: the store's directory.
+        ranks: every rank calls this.
+        item: what it is.
+        write: writes state and data below the directory it is given, on every rank.
+
+    Returns:
+        Names of the arrays with NaN or Inf, meant or not.
+
+    Raises:
+        SaveFailed: on every rank, whichever failed.
+    """
+    # All exchanges of the ranks go through `ranks.gather`, in the same order.
+    name = agreed(ranks, files.new_temporary() if ranks.rank == 0 else None)
+    folder = root / name
+    try:
+        on_first(ranks, lambda: folder.mkdir())
+        parts = together(ranks, lambda: write(folder))
+        on_first(ranks, lambda: _complete(root, folder, item, parts))
+        return united(part.nonfinite for part in parts)
+    except Exception as error:
+        raise SaveFailed(item.step, f"while writing to {root}", error, _hint(error)) from error
+    finally:
+        if ranks.rank == 0:
+            files.discard(folder)  # after a success it has gone already
+        files.end_temporary(name)
+
+
+def clear_superseded(root: Path) -> None:
+    """Removes saves whose step was saved again.
+
+    Two kinds stay: the last known-good one, until there is another; and the newest few quarantined
+    ones. A run that rolled back soon saves the same steps again, long before a person had the time
+    to look at what went wrong.
+    """
+    found = manifest.complete(root)
+    counting = [manifest.newest(saves) for saves in found.values()]
+    good = any(manifest.read_status(each.folder) == "good" for each in counting)
+    quarantined = []
+    for save in (each for saves in found.values() for each in saves):
+        status = manifest.read_status(save.folder)
+        if save in counting or (status == "good" and not good):
+            continue
+        if status == "quarantined":
+            quarantined.append(save)
+        else:
+            remove(root, save.folder)
+    quarantined.sort(key=lambda save: save.manifest.created)
+    for save in quarantined[:-_QUARANTINED_KEPT]:
+        remove(root, save.folder)
+
+
+def remove(root: Path, folder: Path) -> None:
+    """Takes a checkpoint's name away, in one atomic step, then deletes its files.
+
+    A crash in between leaves a temporary name, which the next start removes.
+    """
+    name = files.new_temporary()
+    try:
+        files.rename(folder, root / name)
+        files.discard(root / name)
+    except FileNotFoundError:
+        return  # another program was faster
+    finally:
+        files.end_temporary(name)
+
+
+def sweep(root: Path) -> list[str]:
+    """Removes the stale files of killed processes: names of healcore's own form, nothing else.
+
+    Args:
+        root: a store's directory.
+
+    Returns:
+        Names that were removed. What cannot be removed (a read-only disk) stays: it does no harm.
+    """
+    return [
+        path.relative_to(root).as_posix()
+        for path in _temporaries(root)
+        if files.is_abandoned(path.name) and files.discard(path)
+    ]
+
+
+def _temporaries(root: Path) -> Iterator[Path]:
+    """Work in progress in a store and in its checkpoints."""
+    for path in _listed(root):
+        if files.is_temporary(path.name):
+            yield path
+        elif manifest.step_of(path) is not None:
+            yield from (inner for inner in _listed(path) if files.is_temporary(inner.name))
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _hint(error: BaseException) -> str:
+    """What to do about an error, where that is known."""
+    number = error.errno if isinstance(error, OSError) else None
+    # Orbax's writer puts the system's number into the text of a ValueError.
+    in_text = re.search(r"os_error_code='(\d+)'", str(error))
+    if number is None and in_text:
+        number = int(in_text[1])
+    return _HINTS.get(number or 0, "")
+
+
+def _complete(root: Path, folder: Path, item: Item, parts: Sequence[Written]) -> None:
+    """The last steps: the digests that are still missing, the manifest, the name."""
+    if item.healing is not None:
+        files.write_new(folder / manifest.HEALING, item.healing)
+    paths = files.below(folder)
+    known = {path: found for part in parts for path, found in part.digests.items()}
+    known.update(_synced(folder, [path for path in paths if path not in known]))
+    earlier = manifest.complete(root).get(item.step, [])
+    record = manifest.new(
+        step=item.step,
+        created=item.created,
+        save=1 + max((each.manifest.save for each in earlier), default=0),
+        format=item.format,
+        files={path: known[path] for path in paths},
+        arrays=max(part.arrays for part in parts),
+        nonfinite=united(part.nonfinite for part in parts),
+        healing=item.healing is not None,
+    )
+    resized = manifest.missing_or_resized(folder, record)
+    if resized is not None:
+        raise OSError(errno.EIO, f"{resized.file} {resized.difference}")
+    manifest.write(folder, record)
+    files.sync_directory(folder)
+    # Only now does it have the name of a checkpoint.
+    files.rename(folder, root / manifest.step_directory(item.step))
+    clear_superseded(root)
+
+
+def _synced(folder: Path, paths: Sequence[str]) -> dict[str, Digest]:
+    """Digests of some files; they and all directories are on disk then.
+
+    Concurrently, as far as possible: file systems wait once for many who wait together.
+    """
+    with ThreadPoolExecutor(inspection.threads()) as pool:
+        found = pool.map(lambda path: inspection.file_digest(folder / path, sync=True), paths)
+        synced = pool.map(files.sync_directory, [Path(at) for at, _, _ in os.walk(folder)])
+        list(synced)
+        return dict(zip(paths, found, strict=True))

@@ -1,0 +1,190 @@
+"""Files in a run directory: regular ones only, and whole after a crash.
+
+Others may be able to write to the directory. A pipe there would block its reader, a device never
+ends, and a write through a link changes somebody else's file. So only regular files are read, and
+writing always makes a new file.
+
+The order of a write is the usual one: bytes to disk, then the name, then the directory that holds
+the name. Without the last step a power cut can take the name back.
+
+Work in progress has a name that shows its process, so that the next start can remove what a killed
+process left: `.tmp-healcore-<pid>-<place>-<random>`.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import re
+import secrets
+import shutil
+import socket
+import stat
+from pathlib import Path
+
+import xxhash
+
+NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+NO_WAITING = getattr(os, "O_NONBLOCK", 0)
+_CLOSED_IN_CHILDREN = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+
+_TEMPORARY = re.compile(r"\.tmp-healcore-(\d+)-([0-9a-f]{8})-([0-9a-f]{8})")
+_in_use: set[str] = set()
+"""Temporary names that this process is using."""
+
+
+def read(path: Path) -> bytes:
+    """The content of a file.
+
+    Raises:
+        OSError: it cannot be read, or it is a pipe, a device or a directory.
+    """
+    handle = os.open(path, os.O_RDONLY | NO_WAITING | _CLOSED_IN_CHILDREN)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "is no regular file", str(path))
+    except BaseException:
+        os.close(handle)
+        raise
+    with os.fdopen(handle, "rb") as file:
+        return file.read()
+
+
+def create(path: str | os.PathLike[str], flags: int = os.O_WRONLY) -> int:
+    """Opens a new file: never an existing one, never through a link. Also an `opener` for `open`.
+
+    Raises:
+        FileExistsError: the name is taken.
+        OSError: it cannot be made.
+    """
+    del flags  # of open(): "x" means the same
+    exclusive = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK
+    return os.open(path, exclusive | _CLOSED_IN_CHILDREN, 0o666)
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Replaces a file: a crash leaves the old content or the new one.
+
+    Args:
+        path: the file; its directory exists.
+        data: all of its content.
+    """
+    temporary = path.with_name(new_temporary())
+    try:
+        write_new(temporary, data)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    finally:
+        end_temporary(temporary.name)
+    sync_directory(path.parent)
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Writes a new file and waits until it is on disk."""
+    with os.fdopen(create(path), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def rename(old: Path, new: Path) -> None:
+    """Gives a directory its final name, durably. `new` must not exist."""
+    old.rename(new)
+    sync_directory(new.parent)
+    if old.parent != new.parent:
+        sync_directory(old.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Waits until the names in a directory are on disk."""
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def discard(path: Path) -> bool:
+    """Removes a file or a directory with its content, never through a link.
+
+    Returns:
+        Whether it is gone.
+    """
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True
+
+
+def below(folder: Path) -> list[str]:
+    """Every file below a folder, as sorted paths relative to it with forward slashes."""
+    return sorted(
+        (Path(at) / name).relative_to(folder).as_posix()
+        for at, _, names in os.walk(folder)
+        for name in names
+    )
+
+
+def new_temporary() -> str:
+    """A new name for work in progress, in use by this process until `end_temporary`."""
+    name = f".tmp-healcore-{os.getpid()}-{place()}-{secrets.token_hex(4)}"
+    _in_use.add(name)
+    return name
+
+
+def end_temporary(name: str) -> None:
+    """This process no longer uses a temporary name."""
+    _in_use.discard(name)
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a name has the form of `new_temporary`."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def is_abandoned(name: str) -> bool:
+    """Whether the process of a temporary name is gone, as far as that can be known from here.
+
+    A name of another machine or container is never abandoned: its processes cannot be seen from
+    here. A process with our own number that is not us ran before a restart, in a container where
+    every run has the same number.
+    """
+    found = _TEMPORARY.fullmatch(name)
+    if found is None or found[2] != place():
+        return False
+    number = int(found[1])
+    if number == os.getpid():
+        return name not in _in_use
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, OverflowError):
+        return False
+    return _is_zombie(number)
+
+
+@functools.cache
+def place() -> str:
+    """Eight hex digits that stand for this machine or container."""
+    try:
+        machine = Path("/etc/machine-id").read_text().strip()
+    except OSError:
+        machine = ""
+    return xxhash.xxh32_hexdigest(f"{socket.gethostname()}\n{machine}".encode())
+
+
+def _is_zombie(number: int) -> bool:
+    """Whether a process was killed and its parent has not waited for it: it writes nothing more."""
+    try:
+        status = Path(f"/proc/{number}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[:1] == ["Z"]

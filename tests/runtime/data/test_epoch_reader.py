@@ -1,0 +1,184 @@
+"""Several epochs: within the cursor, in a loop outside, and samplers that are told the number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from healcore.runtime.data import BatchId, Cursor, DataError, EmptyLoader, UnusableLoader
+from tests.runtime.data.loaders import BATCHES, EXAMPLES, SIZE, generator, plain, take
+
+
+def distributed(sampler_type: Any = DistributedSampler, loader_type: Any = DataLoader) -> Any:
+    sampler = sampler_type(EXAMPLES, num_replicas=1, rank=0)
+    return loader_type(EXAMPLES, batch_size=SIZE, sampler=sampler)
+
+
+def by_hand(numbers):
+    """The epochs as a loop without healcore has them."""
+    loader, handed = distributed(), []
+    for number in numbers:
+        loader.sampler.set_epoch(number)
+        handed.append([batch.tolist() for batch in loader])
+    return handed
+
+
+def by_epoch(handed):
+    epochs = sorted({which.epoch for which, _ in handed})
+    return [[batch for which, batch in handed if which.epoch == epoch] for epoch in epochs]
+
+
+def test_the_cursor_tells_the_sampler_its_epochs():
+    assert by_epoch(take(Cursor(distributed(), epochs=3))) == by_hand([0, 1, 2])
+
+
+def test_a_loop_outside_tells_them_itself():
+    loader = distributed()
+    cursor, handed = None, []
+    for number in (7, 3, 9):
+        loader.sampler.set_epoch(number)
+        if cursor is None:
+            cursor = Cursor(loader)
+        else:
+            cursor.extend()
+        handed += take(cursor)
+    assert [which.epoch for which, _ in handed] == [0] * 4 + [1] * 4 + [2] * 4
+    assert by_epoch(handed) == by_hand([7, 3, 9])
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_rewind_into_an_earlier_epoch_tells_its_number(told):
+    pytest.importorskip("torchdata")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+    loader = distributed(StatefulDistributedSampler, StatefulDataLoader)
+    cursor = Cursor(loader, epochs=None if told else 1)
+    handed, positions = [], []
+    for number in range(7, 10):
+        if not told:
+            loader.sampler.set_epoch(number)
+            if number > 7:
+                cursor.extend()
+        for _ in range(BATCHES):
+            positions.append(cursor.position())
+            handed += take(cursor, 1)
+    assert by_epoch(handed) == by_hand([0, 1, 2] if told else [7, 8, 9])
+
+    for place in (11, 6, 2):
+        assert cursor.rewind(positions[place])
+        assert take(cursor, 12 - place) == handed[place:]
+    resumed = Cursor(distributed(StatefulDistributedSampler, StatefulDataLoader), epochs=3)
+    assert resumed.rewind(positions[6])
+    assert take(resumed) == handed[6:]
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_position_between_two_epochs_knows_the_next_number(recorded):
+    pytest.importorskip("torchdata")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+    sampler_type = StatefulDistributedSampler if recorded else DistributedSampler
+    cursor = Cursor(distributed(sampler_type, StatefulDataLoader))
+    take(cursor)
+    resumed = Cursor(distributed(sampler_type, StatefulDataLoader), epochs=2)
+    assert resumed.rewind(cursor.position())
+    assert by_epoch(take(resumed)) == by_hand([0, 1])[1:]
+
+
+def test_a_loop_outside_after_a_resume():
+    """Its first rounds give nothing, until it has come to where the run was."""
+    pytest.importorskip("torchdata")
+    before = Cursor(generator(), epochs=3)
+    take(before, 2 * BATCHES + 1)
+    position, rest = before.position(), take(before)
+
+    cursor, rounds = Cursor(generator()), []
+    assert cursor.rewind(position)
+    for round_ in range(4):
+        if round_:
+            cursor.extend()
+        rounds.append(take(cursor))
+    assert rounds[:3] == [[], [], rest]
+    assert len(rounds[3]) == BATCHES
+
+
+def test_a_loop_outside_after_a_rewind():
+    """It first gets the rest of the earlier epoch, then the present one."""
+    cursor = Cursor(range(4))
+    take(cursor, 3)
+    position = cursor.position()
+    take(cursor)
+    cursor.extend()
+    take(cursor, 2)
+    assert cursor.rewind(position)
+    names = [which for which, _ in take(cursor)]
+    assert names == [(0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
+
+
+def test_a_range_left_out_ends_with_the_epoch():
+    cursor = Cursor(range(4), epochs=2)
+    cursor.leave_out(BatchId(0, index) for index in range(2, 50))
+    assert [which for which, _ in take(cursor)] == [(0, 0), (0, 1), *((1, at) for at in range(4))]
+    assert cursor.skipped() == [BatchId(0, 2), BatchId(0, 3)]
+    assert cursor.skipped() == []
+
+
+def test_an_epoch_left_out_whole_is_not_empty():
+    cursor = Cursor(range(4), epochs=2)
+    cursor.leave_out(BatchId(0, index) for index in range(4))
+    assert [which.epoch for which, _ in take(cursor)] == [1] * 4
+
+
+@pytest.mark.parametrize("epochs", [1, 3, None])
+@pytest.mark.parametrize("empty", [[], {}, torch.empty(0, 2), DataLoader([], batch_size=2)])  # type: ignore[arg-type]
+def test_an_empty_loader(empty, epochs):
+    with pytest.raises(EmptyLoader, match="gave no batch in epoch 0: is the dataset empty"):
+        Cursor(empty, epochs=epochs).next()
+
+
+def test_an_empty_loader_whose_first_batch_is_left_out():
+    cursor = Cursor([], epochs=None)
+    cursor.leave_out([BatchId(0, 0)])
+    with pytest.raises(EmptyLoader):
+        cursor.next()
+
+
+def test_epochs_without_batches_do_not_spin():
+    class Once:
+        """Gives the same iterator again, which is through by then."""
+
+        batches = iter([1, 2])
+
+        def __iter__(self):
+            return self.batches
+
+    cursor = Cursor(Once(), epochs=None)
+    take(cursor, 2)
+    with pytest.raises(EmptyLoader, match="in epoch 1: it can be iterated over only once"):
+        cursor.next()
+
+
+def test_an_iterator_has_one_pass():
+    for epochs in (1, None):
+        assert len(take(Cursor(iter([1, 2]), epochs=epochs))) == 2
+    cursor = Cursor(iter([1, 2]))
+    take(cursor)
+    cursor.extend()  # as a plain loop: nothing more comes
+    assert take(cursor) == []
+    with pytest.raises(UnusableLoader, match="is an iterator and has one epoch, not 2"):
+        Cursor(iter([1, 2]), epochs=2)
+
+
+@pytest.mark.parametrize("epochs", [0, -1, 1.5, True, "2"])
+def test_epochs_that_are_none(epochs):
+    with pytest.raises(DataError, match="epochs is a whole number >= 1"):
+        Cursor([1], epochs=epochs)
+
+
+def test_no_end():
+    assert take(Cursor(plain(), epochs=None), 50)[-1][0] == BatchId(12, 1)

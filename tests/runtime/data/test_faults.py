@@ -1,0 +1,240 @@
+"""Loaders that raise, lie or break."""
+
+from __future__ import annotations
+
+import pytest
+from torch.utils.data import DataLoader
+
+from healcore.runtime.data import BatchId, Cursor, DataError, EmptyLoader, UnusableLoader
+from tests.runtime.data.loaders import SIZE, Squares, stateful, take
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_exception_comes_through_with_the_name_of_its_batch(workers):
+    loader = DataLoader(Squares(bad=4), batch_size=SIZE, num_workers=workers)
+    cursor = Cursor(loader)
+    take(cursor, 1)
+    with pytest.raises(OSError, match="example 4 is not there") as caught:
+        cursor.next()
+    assert "healcore: reading batch 1 of epoch 0" in caught.value.__notes__
+    # Torch's loaders go on behind it: the names still fit.
+    assert take(cursor, 1) == [(BatchId(0, 2), [36, 49, 64])]
+
+
+def test_a_batch_that_cannot_be_read_can_be_left_out():
+    cursor = Cursor(DataLoader(Squares(bad=4), batch_size=SIZE))
+    cursor.leave_out([BatchId(0, 1)])
+    assert [which.index for which, _ in take(cursor)] == [0, 2, 3]
+    assert cursor.skipped() == [BatchId(0, 1)]
+
+
+def test_back_over_a_batch_that_cannot_be_read():
+    pytest.importorskip("torchdata")
+    loader = stateful(shuffle=True)
+    cursor = Cursor(loader)
+    positions, handed = [cursor.position()], []
+    loader.dataset.bad = 7
+    while True:
+        try:
+            batch = take(cursor, 1)
+        except OSError:
+            continue
+        if not batch:
+            break
+        handed += batch
+        positions.append(cursor.position())
+    assert len(handed) == 3
+    for place in (3, 2, 1, 0):
+        assert cursor.rewind(positions[place])
+        (bad,) = {0, 1, 2, 3} - {which.index for which, _ in handed}
+        cursor.leave_out([BatchId(0, bad)])
+        assert take(cursor) == handed[place:]
+
+
+def test_a_generator_that_raises_is_through():
+    def batches():
+        yield 1
+        raise OSError("gone")
+
+    cursor = Cursor(batches())
+    take(cursor, 1)
+    with pytest.raises(OSError, match="gone"):
+        cursor.next()
+    assert take(cursor) == []
+
+
+def test_an_iter_that_raises_is_of_no_batch():
+    class Closed:
+        def __iter__(self):
+            raise OSError("closed")
+
+    cursor = Cursor(Closed())
+    cursor.leave_out([BatchId(0, 0)])
+    with pytest.raises(OSError, match="closed"):
+        cursor.next()
+    assert cursor.skipped() == []
+
+
+class Numbers:
+    """A stateful loader that can be told to fail."""
+
+    def __init__(self, count: int = 6) -> None:
+        self.count, self.at = count, 0
+        self.fails_at: int | None = None
+        self.state_fails = False
+
+    def __iter__(self):
+        while self.at < self.count:
+            self.at += 1
+            yield self.at - 1
+        self.at = 0
+
+    def state_dict(self):
+        if self.state_fails:
+            raise NotImplementedError("no state in this mode")
+        return {"at": self.at, "count": self.count}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+        if self.fails_at in (self.at, -1):
+            raise KeyError("shard_7")
+
+
+def test_a_state_that_cannot_be_taken():
+    """Accelerate's loaders have the methods, but a state only where they wrap a stateful one."""
+    loader = Numbers()
+    loader.state_fails = True
+    cursor = Cursor(loader)
+    take(cursor, 2)
+    assert cursor.can_rewind  # nobody has asked for a state yet
+    position = cursor.position()
+    assert not cursor.can_rewind
+    assert "NotImplementedError: no state in this mode" in (cursor.why_not or "")
+    assert [batch for _, batch in take(cursor)] == [2, 3, 4, 5]
+    later = Cursor(Numbers())
+    assert not later.rewind(position)
+    assert "read 2 batches" in later.fast_forward(position)
+    assert [batch for _, batch in take(later)] == [2, 3, 4, 5]
+
+
+def test_an_iterator_whose_state_is_taken_once_only():
+    """The state of the epoch's beginning was there, but is of no use once there are no others."""
+
+    class OnlyAtFirst(Numbers):
+        def __iter__(self):
+            return self.Pass(self)
+
+        class Pass(Numbers):
+            def __init__(self, loader):
+                super().__init__(3)
+                self.loader = loader
+
+            def __iter__(self):
+                return self
+
+            def __next__(self):
+                self.at += 1
+                if self.at > self.count:
+                    raise StopIteration
+                return self.at - 1
+
+            def state_dict(self):
+                self.state_fails = self.loader.state_fails
+                return super().state_dict()
+
+    loader = OnlyAtFirst()
+    loader.load_state_dict = None  # type: ignore[assignment] # the pair is on the iterator only
+    cursor = Cursor(loader, epochs=2)
+    start = cursor.position()
+    take(cursor, 4)
+    assert cursor.rewind(start)
+    loader.state_fails = True
+    cursor.position()
+    assert not cursor.can_rewind
+    assert [batch for _, batch in take(cursor)] == [0, 1, 2, 0, 1, 2]
+
+
+def test_a_state_that_cannot_be_pickled():
+    loader = Numbers()
+    loader.state_dict = lambda: {"file": lambda: None}
+    cursor = Cursor(loader)
+    cursor.position()
+    assert "cannot be taken" in (cursor.why_not or "")
+
+
+def test_a_position_that_the_loader_does_not_take():
+    loader = Numbers()
+    cursor = Cursor(loader, epochs=2)
+    take(cursor, 1)
+    position = cursor.position()
+    take(cursor, 3)
+    loader.fails_at = 1
+    assert not cursor.rewind(position)
+    assert "does not take the position: KeyError: 'shard_7'" in (cursor.why_not or "")
+    assert take(cursor, 3) == [((0, 4), 4), ((0, 5), 5), ((1, 0), 0)]
+
+
+def test_a_loader_that_takes_nothing_any_more():
+    loader = Numbers()
+    cursor = Cursor(loader)
+    position = cursor.position()
+    loader.fails_at = -1
+    with pytest.raises(DataError, match="can go on neither from the position nor from where"):
+        cursor.rewind(position)
+
+
+def test_a_state_of_other_workers_is_refused():
+    pytest.importorskip("torchdata")
+    other = Cursor(stateful(num_workers=1))
+    take(other, 2)
+    cursor = Cursor(stateful())
+    take(cursor, 1)
+    assert not cursor.rewind(other.position())
+    assert [which.index for which, _ in take(cursor)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "position",
+    [
+        None,
+        {},
+        [1, 2],
+        {"version": 99},
+        {"version": 1, "kind": "sequence"},
+        Cursor([1]).position() | {"epoch": -1},
+        Cursor([1]).position() | {"index": "2"},
+        Cursor([1]).position() | {"state": b"garbage"},
+        Cursor([1]).position() | {"left_out": [[0]]},
+    ],
+)
+def test_what_is_no_position(position):
+    cursor = Cursor([1, 2, 3])
+    take(cursor, 1)
+    assert not cursor.rewind(position)
+    assert "position" in (cursor.why_not or "") or "batch id" in (cursor.why_not or "")
+    assert [batch for _, batch in take(cursor)] == [2, 3]
+
+
+@pytest.mark.parametrize("ids", [[3], [(0,)], [(0, -1)], [(0.0, 1)], [(True, 1)], ["01"]])
+def test_what_is_no_batch_id(ids):
+    with pytest.raises(DataError, match="a batch id is BatchId"):
+        Cursor([1]).leave_out(ids)
+
+
+@pytest.mark.parametrize("loader", [None, 3, len])
+def test_what_is_no_loader(loader):
+    with pytest.raises(UnusableLoader, match="a loader is something to iterate over"):
+        Cursor(loader)
+
+
+def test_a_loader_that_shrank():
+    """Fewer batches than the position had: the epoch is over, and nothing is named wrongly."""
+    cursor = Cursor(list(range(9)), epochs=2)
+    take(cursor, 8)
+    shrunk = Cursor([0, 1], epochs=2)
+    assert shrunk.rewind(cursor.position())
+    assert take(shrunk) == [((1, 0), 0), ((1, 1), 1)]
+    emptied = Cursor([], epochs=2)
+    assert emptied.rewind(cursor.position())
+    with pytest.raises(EmptyLoader):
+        emptied.next()

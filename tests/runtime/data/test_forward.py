@@ -1,0 +1,139 @@
+"""Loaders that cannot go back: said in words, and a later process gets as far by reading."""
+
+from __future__ import annotations
+
+import pytest
+
+from healcore.runtime.data import BatchId, Cursor, DataError
+from tests.runtime.data.loaders import (
+    BATCHES,
+    FORWARD,
+    REWINDING,
+    Shuffled,
+    generator,
+    over,
+    plain,
+    stateful,
+    take,
+)
+
+
+@over(FORWARD)
+def test_it_says_so_and_stays(kind):
+    cursor = Cursor(kind.make(), epochs=kind.epochs)
+    start = cursor.position()
+    handed = take(cursor, 1)
+    assert not cursor.can_rewind
+    assert cursor.why_not
+    assert not cursor.rewind(start)
+    handed += take(cursor)
+    assert handed == take(Cursor(kind.make(), epochs=kind.epochs))
+    assert not cursor.rewind(start)
+    assert take(cursor) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (plain, "StatefulDataLoader takes the same arguments"),
+        (lambda: (at for at in range(3)), "generator only runs forward: pass a list"),
+        (lambda: iter(plain()), "pass the loader that it was made from"),
+        (lambda: {0: "a"}, "neither dict nor its iterator has state_dict"),
+    ],
+)
+def test_why_not_says_what_to_pass(make, said):
+    assert said in (Cursor(make()).why_not or "")
+
+
+@over(FORWARD)
+def test_batches_are_left_out_all_the_same(kind):
+    everything = take(Cursor(kind.make(), epochs=kind.epochs))
+    cursor = Cursor(kind.make(), epochs=kind.epochs)
+    cursor.leave_out([BatchId(0, 1)])
+    assert take(cursor) == [batch for batch in everything if batch[0] != (0, 1)]
+    assert cursor.skipped() == [BatchId(0, 1)]
+
+
+@over([*FORWARD, *REWINDING])
+def test_fast_forward(kind):
+    """Also to the position of another kind of loader, and not over those left out by then."""
+    everything = take(Cursor(kind.make(), epochs=kind.epochs))
+    earlier = Cursor(range(len(everything) // kind.epochs), epochs=kind.epochs)
+    last = everything[-1][0]
+    take(earlier, len(everything) - 1)
+    earlier.leave_out([last])
+
+    cursor = Cursor(kind.make(), epochs=kind.epochs)
+    said = cursor.fast_forward(earlier.position())
+    assert f"read {last.index} batches and dropped them" in said
+    assert take(cursor) == []
+    assert cursor.skipped() == [last]
+
+
+def test_fast_forward_behind_or_beyond():
+    position = Cursor(range(9), epochs=3)
+    take(position, 9 + 6)
+    target = position.position()
+
+    cursor = Cursor(plain(), epochs=3)
+    assert "epoch 1 has only 4 batches" in cursor.fast_forward(target)
+    assert take(cursor, 1)[0][0] == BatchId(2, 0)
+    assert "not ahead: nothing was dropped" in cursor.fast_forward(target)
+    assert take(cursor, 1)[0][0] == BatchId(2, 1)
+    with pytest.raises(DataError, match="a position is what"):
+        cursor.fast_forward({"epoch": 1})
+
+
+def test_fast_forward_to_the_beginning_of_an_epoch():
+    pytest.importorskip("torchdata")
+    earlier = Cursor(range(BATCHES))
+    take(earlier)
+    cursor = Cursor(generator(), epochs=3)
+    assert "read 0 batches" in cursor.fast_forward(earlier.position())
+    start = cursor.position()
+    handed = take(cursor)
+    assert handed[0][0] == BatchId(1, 0)
+    assert cursor.rewind(start)
+    assert take(cursor) == handed
+
+
+def test_positions_of_another_kind_of_loader_are_refused():
+    pytest.importorskip("torchdata")
+    elsewhere = Cursor(Shuffled())
+    take(elsewhere, 2)
+    cursor = Cursor(stateful())
+    assert not cursor.rewind(elsewhere.position())
+    assert cursor.can_rewind
+    assert "the run has another loader now" in (cursor.why_not or "")
+    assert cursor.rewind(cursor.position())
+    assert cursor.why_not is None
+    assert len(take(cursor)) == BATCHES
+
+
+def test_orders_that_are_not_recorded():
+    """Loaders with a state_dict that would come back in another order."""
+    pytest.importorskip("torchdata")
+    import torchdata.nodes as nodes
+    from torch.utils.data import RandomSampler, SequentialSampler
+    from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+    examples = range(11)
+
+    def as_nodes(sampler):
+        return nodes.Loader(nodes.Batcher(nodes.SamplerWrapper(sampler), 3))
+
+    recorded = [
+        generator(),
+        stateful(num_workers=2, shuffle=True),
+        stateful(sampler=StatefulDistributedSampler(examples, 1, 0)),  # type: ignore[arg-type]
+        as_nodes(SequentialSampler(examples)),
+    ]
+    unrecorded = [
+        stateful(sampler=RandomSampler(examples)),
+        stateful(num_workers=2, in_order=False),
+        as_nodes(RandomSampler(examples)),
+        as_nodes(StatefulDistributedSampler(examples, 1, 0)),  # type: ignore[arg-type]
+    ]
+    assert [Cursor(loader).why_not for loader in recorded] == [None] * 4
+    for loader in unrecorded:
+        assert "order" in (Cursor(loader).why_not or "")

@@ -1,0 +1,81 @@
+"""A training with dropout and shuffling, gone back and replayed bit by bit."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from healcore.runtime.data import BatchId, Cursor
+from tests.runtime.data.loaders import generator, stateful
+
+
+class Run:
+    """Dropout, momentum, a shuffled loader: all of what a step depends on."""
+
+    def __init__(self, loader) -> None:
+        torch.manual_seed(3)
+        self.model = nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.cursor = Cursor(loader, epochs=3)
+
+    def save(self):
+        # The position first: it may begin a pass, and that draws random numbers.
+        position = self.cursor.position()
+        parts = (self.model.state_dict(), self.optimizer.state_dict(), torch.get_rng_state())
+        return position, copy.deepcopy(parts)
+
+    def restore(self, saved) -> None:
+        position, (model, optimizer, random) = saved
+        assert self.cursor.rewind(position), self.cursor.why_not
+        self.model.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
+        torch.set_rng_state(random)
+
+    def train(self, steps: int) -> list[tuple[BatchId, bytes]]:
+        curve = []
+        for _ in range(steps):
+            batch, which = self.cursor.next()
+            loss = self.model(batch.float()[:, None] / 100).square().mean()
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            curve.append((which, loss.detach().numpy().tobytes()))
+        return curve
+
+
+def loaders():
+    return [
+        lambda: stateful(shuffle=True),
+        generator,
+        lambda: stateful(shuffle=True, num_workers=1, persistent_workers=True),
+    ]
+
+
+@pytest.mark.parametrize("which", range(3), ids=["own seed", "generator", "worker"])
+def test_bit_by_bit(which):
+    pytest.importorskip("torchdata")
+    run = Run(loaders()[which]())
+    start = run.save()
+    curve = run.train(3)
+    early = run.save()  # in epoch 0
+    curve += run.train(6)
+    late = run.save()  # in epoch 2
+    curve += run.train(3)
+    for saved, done in ((late, 9), (early, 3), (start, 0)):
+        run.restore(saved)
+        assert run.train(12 - done) == curve[done:]
+
+
+@pytest.mark.parametrize("which", range(2), ids=["own seed", "generator"])
+def test_bit_by_bit_in_a_later_process(which):
+    pytest.importorskip("torchdata")
+    run = Run(loaders()[which]())
+    run.train(6)
+    saved = run.save()
+    curve = run.train(6)
+    later = Run(loaders()[which]())
+    later.restore(saved)
+    assert later.train(6) == curve
