@@ -39,8 +39,8 @@ from healcore.plugins import sweep as variant_engine
 from healcore.plugins.rows import as_record, judge_row
 from healcore.plugins.sweep import PackedSeries
 from healcore.policy import load
-from healcore.tools.replay.scoring import FEWEST, Label
-from healcore.tools.sweep.scoring import Costs, ground_of, tally
+from healcore.tools.replay.scores import FEWEST, Label
+from healcore.tools.sweep.scores import Costs, count_orders, series_events
 from healcore.tools.sweep.series import Series, pack, series_of, unpack
 from healcore.tools.sweep.space import Variants, draw, parse
 from healcore.tools.traces import open_traces
@@ -117,7 +117,7 @@ def rounds(
         init=floor.init,
         step=floor.step,
     )
-    grounds = [ground_of(each, Label(each.trace, each.length, (), ())) for each in series]
+    grounds = [series_events(each, Label(each.trace, each.length, (), ())) for each in series]
     blocks = [
         variants.numbers(slice(start, start + LANES))
         for start in range(0, len(variants.values), LANES)
@@ -130,7 +130,7 @@ def rounds(
             return
         orders_of = unpack(series, packed, *scan.run(numbers, packed))
         for i, orders in zip(packed.which, orders_of, strict=True):
-            tally(series[i], grounds[i], orders, Costs())
+            count_orders(series[i], grounds[i], orders, Costs())
 
     batches = pack(series)
     tasks = [(block, packed) for block in blocks for packed in batches]
@@ -197,7 +197,8 @@ def main() -> int:
 
 def has_norm(series: Series) -> np.ndarray:
     """Which rows have a gradient norm."""
-    return np.array(["grad_norm" in names for names in series.layout.combinations])[series.rows.kind]
+    logged = [("grad_norm" in names) for names in series.layout.combinations]
+    return np.array(logged)[series.rows.kind]
 
 
 if __name__ == "__main__":

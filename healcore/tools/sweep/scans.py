@@ -15,10 +15,9 @@ from healcore.core.signals import Signals
 from healcore.plugins import registry
 from healcore.plugins import sweep as variant_engine
 from healcore.plugins.sweep import WORD, PackedSeries, Place, SweepScan, configure
-from healcore.tools.sweep.keys import SweepError
-from healcore.tools.sweep.scoring import Costs, Ground, Tally, tally
+from healcore.tools.sweep.scores import Costs, OrderCounts, SeriesEvents, count_orders
 from healcore.tools.sweep.series import Series, pack, unpack
-from healcore.tools.sweep.space import Variants
+from healcore.tools.sweep.space import SweepError, Variants
 
 BACKENDS = ("numpy", "jax")
 
@@ -109,12 +108,12 @@ def run(
     scan: SweepScan,
     variants: Variants,
     series: Sequence[Series],
-    grounds: Sequence[Ground],
+    grounds: Sequence[SeriesEvents],
     costs: Costs,
     *,
     backend: str,
     advance: Callable[[int], None],
-) -> list[Tally]:
+) -> list[OrderCounts]:
     """Counts what every variant does on every series.
 
     Args:
@@ -134,7 +133,7 @@ def run(
     lanes = -(-lanes // 16) * 16 if backend == "jax" else lanes
     starts = range(0, count, lanes)
 
-    def one(task: tuple[int, PackedSeries]) -> list[Tally]:
+    def one(task: tuple[int, PackedSeries]) -> list[OrderCounts]:
         start, packed = task
         numbers = variants.numbers(slice(start, start + lanes))
         real = len(numbers[0])
@@ -144,14 +143,14 @@ def run(
         found = unpack(series, packed, *words)
         counted = []
         for i, orders in zip(packed.which, found, strict=True):
-            counted.append(tally(series[i], grounds[i], orders.first(real), costs))
+            counted.append(count_orders(series[i], grounds[i], orders.first(real), costs))
             advance(real * series[i].length)
         return counted
 
     tasks = [(start, packed) for start in starts for packed in batches]
     with ThreadPoolExecutor(_threads() if backend == "jax" else 1) as pool:
         done = list(pool.map(one, tasks))
-    parts: list[list[Tally]] = [[] for _ in series]
+    parts: list[list[OrderCounts]] = [[] for _ in series]
     for (_, packed), counted in zip(tasks, done, strict=True):
         for i, each in zip(packed.which, counted, strict=True):
             parts[i].append(each)
@@ -165,7 +164,7 @@ def _threads() -> int:
     return os.cpu_count() or 1
 
 
-def _side_by_side(parts: Sequence[Tally]) -> Tally:
+def _side_by_side(parts: Sequence[OrderCounts]) -> OrderCounts:
     """One series' counts of all blocks."""
     arrays = (np.concatenate(columns) for columns in zip(*(p[2:] for p in parts), strict=True))
-    return Tally(parts[0].events, parts[0].rows, *arrays)
+    return OrderCounts(parts[0].events, parts[0].rows, *arrays)

@@ -180,3 +180,8 @@ def _packed(series: Sequence[Series], which: Sequence[int]) -> PackedSeries:
         first.append(group)
         group = end
     return PackedSeries(layout, rows, groups, tuple(which), tuple(first))
+
+
+def counted(count: int, noun: str) -> str:
+    """As in "1 run" and "2,000 runs"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

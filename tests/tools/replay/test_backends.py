@@ -6,7 +6,7 @@ import pytest
 
 from healcore.policy import load, loads
 from healcore.tools.replay import replay
-from healcore.tools.replay.jsonl import decided_line, summary_line
+from healcore.tools.replay.summary import decided_line, summary_line
 from tests.tools.replay import logs
 
 ROWS = 440
@@ -129,9 +129,9 @@ def test_longer_than_a_chunk(tmp_path):
 
 @pytest.mark.parametrize("backend", ["numpy", "jax", "torch"])
 def test_cutting_it_elsewhere_changes_nothing(tmp_path, monkeypatch, backend):
-    from healcore.tools.replay import lineage
+    from healcore.tools.replay import trace_replay
 
     trace = logs.trace(logs.write(tmp_path / "a.csv", logs.eventful(ROWS)))
     whole = lines(trace, "pretraining", backend)
-    monkeypatch.setattr(lineage, "MOST_ROWS", 33)
+    monkeypatch.setattr(trace_replay, "MOST_ROWS", 33)
     assert lines(trace, "pretraining", backend) == whole

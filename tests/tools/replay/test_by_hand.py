@@ -203,7 +203,7 @@ def test_a_spent_budget_is_told_and_the_replay_goes_on(tmp_path):
     assert "none was left" in outcome(result.incidents[recoveries])
 
 
-def test_an_incident_that_never_ends_is_unpaid_once(tmp_path):
+def test_an_incident_that_never_ends_is_denied_once(tmp_path):
     """A live run ends at its first one; the engine asks every `patience` alarms."""
     run = logs.noisy(900)
     run["loss"][100:900] = ["nan"] * 800
@@ -230,7 +230,7 @@ def test_the_first_rollback_of_an_incident_is_what_would_have_happened(tmp_path)
     orders = [row for row in replay(result.trace, policy) if Action.ROLLBACK in row.action]
     assert [row.index for row in orders] == [200, 206, 500, 506]
     assert [row.spent for row in orders] == [place >= budget for place in range(4)]
-    assert budget == 3, "the last is unpaid, and is a repeat"
+    assert budget == 3, "the last is denied, and is a repeat"
     assert (summary.incidents, summary.rollbacks, summary.repeats) == (2, 4, 2)
     assert (summary.spent, summary.stopped_at) == (1, None)
     assert (summary.repeat_cuts, summary.actions["CUT_LR"]) == (2, 4)

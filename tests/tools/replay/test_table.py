@@ -7,9 +7,8 @@ from rich.console import Console
 
 from healcore.policy import load
 from healcore.tools.replay.backends import choose_backend
-from healcore.tools.replay.remarks import legend, notes
-from healcore.tools.replay.running import Named, Result, Wanted, replay_all
-from healcore.tools.replay.table import LEAVES_OUT, summary_table
+from healcore.tools.replay.batch import NamedPolicy, ReplayOptions, ReplayResult, replay_all
+from healcore.tools.replay.table import LEAVES_OUT, legend, notes, summary_table
 from tests.tools.replay import logs
 
 
@@ -28,19 +27,19 @@ def results(tmp_path_factory):
         for start, stop in ((0, 200), (150, 300), (250, 400))
     ]
     traces = [logs.trace(*parts), logs.trace(logs.write(folder / "calm.csv", logs.noisy(300)))]
-    policies = [Named(name, load(name)) for name in ("default", "observe")]
+    policies = [NamedPolicy(name, load(name)) for name in ("default", "observe")]
     done = []
     found = list(
         replay_all(
             traces,
             policies,
             backend="numpy",
-            wanted=Wanted(),
+            wanted=ReplayOptions(),
             advance=lambda name, rows: done.append((name, rows)),
         )
     )
     assert sum(rows for _, rows in done) == 2 * (500 + 300)
-    assert all(isinstance(each, Result) for each in found)
+    assert all(isinstance(each, ReplayResult) for each in found)
     return found
 
 
@@ -69,7 +68,7 @@ def test_numbers_are_never_cut(results, width):
     gone = [name for name in LEAVES_OUT if name not in heads]
     assert gone == list(LEAVES_OUT[: len(gone)])
     assert ("A wider terminal also shows" in text) == bool(gone)
-    assert " 16 +15 again (3 unpaid) " in text
+    assert " 16 +15 again (3 denied) " in text
 
 
 def test_wide_enough_for_everything(results):
@@ -99,7 +98,7 @@ def test_rows_that_were_not_judged_count_once(results):
     assert f"{count} rows without a loss and a gradient norm: not judged" in notes(results)
 
 
-def test_what_rests_is_told_once_for_all_policies(tmp_path):
+def test_what_is_inactive_is_reported_once_for_all_policies(tmp_path):
     calm = logs.noisy(60)
     del calm["grad_norm"]
     traces = [
@@ -108,18 +107,19 @@ def test_what_rests_is_told_once_for_all_policies(tmp_path):
     ]
 
     def told(*names, traces=traces):
-        policies = [Named(name, load(name)) for name in names]
+        policies = [NamedPolicy(name, load(name)) for name in names]
         done = replay_all(
-            traces, policies, backend="numpy", wanted=Wanted(), advance=lambda *_: None
+            traces, policies, backend="numpy", wanted=ReplayOptions(), advance=lambda *_: None
         )
-        return notes([each for each in done if isinstance(each, Result)])
+        return notes([each for each in done if isinstance(each, ReplayResult)])
 
     assert told("default", "observe", "olmo2-skip-step") == [
         "no grad_norm logged in 1 of 2 traces: clip (3 policies), grad_spike (2 policies), "
-        "instability (2 policies), vanishing (2 policies) and grad_window (olmo2-skip-step) rest"
+        "instability (2 policies), vanishing (2 policies) and grad_window (olmo2-skip-step) "
+        "are inactive"
     ]
     assert told("olmo2-skip-step", traces=traces[:1]) == [
-        "no grad_norm logged: clip and grad_window rest"
+        "no grad_norm logged: clip and grad_window are inactive"
     ]
     assert told("default", traces=traces[1:]) == []
 
@@ -128,7 +128,7 @@ def test_the_legend_tells_of_what_is_there(results):
     summary = results[0].summary
     whole = legend([troubled(results[0]), *results[1:]])
     assert len(whole) < 2 * 150, "two lines"
-    for word in ("incidents:", "again:", "unpaid:", "lowest LR:", "ends at:"):
+    for word in ("incidents:", "again:", "denied:", "lowest LR:", "ends at:"):
         assert word in whole
     calm = [each for each in results if not each.summary.incidents]
     assert calm

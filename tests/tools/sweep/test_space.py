@@ -7,8 +7,7 @@ import pytest
 
 from healcore.plugins.sweep import configure
 from healcore.policy import fingerprint, load, loads
-from healcore.tools.sweep.keys import SweepError, place_of
-from healcore.tools.sweep.space import default_axes, draw, parse, policy_with
+from healcore.tools.sweep.space import SweepError, default_axes, draw, parse, place_of, policy_with
 
 DEFAULT = load("default")
 

@@ -28,9 +28,11 @@ def without(tmp_path, *names):
     return logs.trace(logs.write(tmp_path / "a.csv", run))
 
 
-def test_what_rests_is_told(tmp_path):
+def test_what_is_inactive_is_reported(tmp_path):
     (told,) = replay(without(tmp_path, "grad_norm"), "default").resting
-    assert told == "clip zclip, grad_spike, instability and vanishing rest: no grad_norm was logged"
+    assert told == (
+        "clip zclip, grad_spike, instability and vanishing are inactive: no grad_norm was logged"
+    )
     assert replay(without(tmp_path), "default").resting == ()
 
 

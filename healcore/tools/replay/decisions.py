@@ -1,4 +1,4 @@
-"""What was decided about single rows: those at which the policy would not have stayed neutral."""
+"""What was decided about single rows, and which of them a live run would have seen."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Decided(NamedTuple):
     """A rollback was due and the budget did not allow it any more: a live run ends here."""
 
 
-class Judged(NamedTuple):
+class JudgedRows(NamedTuple):
     """Consecutive judged rows of one attempt. Arrays are (n,)."""
 
     index: np.ndarray
@@ -50,7 +50,7 @@ class Judged(NamedTuple):
     due: np.ndarray
     """bool: a rollback was due, whether or not the budget still allowed it."""
     again: np.ndarray
-    """bool: a rollback was due earlier in the row's incident; see `repeats`."""
+    """bool: a rollback was due earlier in the row's incident; see `RepeatMarker`."""
     ends: np.ndarray
     """bool: a live run ends here, even if every rollback before had helped."""
 
@@ -83,7 +83,7 @@ class Judged(NamedTuple):
         )
 
 
-def decided(judged: Judged, engine: Engine) -> Iterator[Decided]:
+def decided(judged: JudgedRows, engine: Engine) -> Iterator[Decided]:
     """The rows of a chunk whose decision is not neutral, in order."""
     record, action, spent = judged.record, judged.action, judged.spent
     scored = _scored(judged, engine)
@@ -111,7 +111,7 @@ def shortest(number: np.float32) -> float:
     return float(str(number))
 
 
-def _scored(judged: Judged, engine: Engine) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def _scored(judged: JudgedRows, engine: Engine) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """(scores, rows that have one) by signal; elsewhere the telemetry is that of an older row."""
     scored = {}
     if engine.config.clip is not None and not engine.per_tensor and "grad_norm" in judged.given:
@@ -119,3 +119,35 @@ def _scored(judged: Judged, engine: Engine) -> dict[str, tuple[np.ndarray, np.nd
     if "loss" in judged.given and any(name == "loss_spike" for name, _ in engine.config.detectors):
         scored["loss"] = (judged.record.z_loss, judged.given["loss"])
     return scored
+
+
+class RepeatMarker:
+    """Remembers the last incident in which a rollback was due."""
+
+    def __init__(self) -> None:
+        self._asked = (-1, -1)
+        self._denied = (-1, -1)
+
+    def mark(self, judged: JudgedRows) -> JudgedRows:
+        """The rows with `again` and `ends`, and no more than one denied rollback in an incident.
+
+        Args:
+            judged: rows that follow those of the last call.
+        """
+        record = judged.record
+        again = np.zeros(len(judged.index), bool)
+        if judged.attempt == self._asked[0]:
+            again = record.incident == self._asked[1]
+        for row in np.flatnonzero(judged.due):
+            incident = (judged.attempt, int(record.incident[row]))
+            if incident != self._asked:
+                self._asked = incident
+                again[row + 1 :] = record.incident[row + 1 :] == incident[1]
+        # Asking in vain, the engine orders STOP; a rule of the policy orders it without asking.
+        ends = (record.action & int(Action.STOP) != 0) & ~(again & judged.due)
+        due = judged.due.copy()
+        for row in np.flatnonzero(judged.spent):
+            incident = (judged.attempt, int(record.incident[row]))
+            due[row] = incident != self._denied
+            self._denied = incident
+        return judged._replace(due=due, again=again, ends=ends)

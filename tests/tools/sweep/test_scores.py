@@ -12,9 +12,8 @@ import pytest
 
 from healcore.core.signals import Signals
 from healcore.core.verdict import Action
-from healcore.tools.replay.scoring import Evidence, Label, Zone
-from healcore.tools.sweep.objective import latency, rates, score
-from healcore.tools.sweep.scoring import Costs, ground_of, tally
+from healcore.tools.replay.scores import Label, ScoreCollector, Zone
+from healcore.tools.sweep.scores import Costs, count_orders, latency, rates, score, series_events
 from healcore.tools.sweep.series import RecoveryOrders, pack, unpack
 from tests.parity import recorded
 from tests.tools.sweep import samples
@@ -31,7 +30,7 @@ def series(bad: tuple[int, ...] = ()):
 def counted(
     rows: list[list[int]], label: Label, bad: tuple[int, ...] = (), repeats=0, **costs: int
 ):
-    """The tally of variants that order at these rows."""
+    """The counts of variants that order at these rows."""
     variant = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
     at, none = (
         np.concatenate([sorted(each) for each in rows]).astype(int),
@@ -40,7 +39,7 @@ def counted(
     recovered = np.array([len(each) - repeats for each in rows], np.int32)
     orders = RecoveryOrders(variant, at, none, recovered)
     each = series(bad)
-    return tally(each, ground_of(each, label), orders, Costs(**costs))
+    return count_orders(each, series_events(each, label), orders, Costs(**costs))
 
 
 def test_by_hand():
@@ -71,7 +70,7 @@ def test_as_a_replay_of_each():
         rows = [np.unique(rng.integers(0, ROWS, rng.integers(0, 30))).tolist() for _ in range(8)]
         got = counted(rows, label, bad)
         for i, each in enumerate(rows):
-            evidence = Evidence()
+            evidence = ScoreCollector()
             loss = series(bad).rows.values["loss"]
             chunk = SimpleNamespace(index=np.arange(ROWS), values={"loss": loss})
             action = np.full(len(each), int(Action.ROLLBACK))
@@ -88,7 +87,7 @@ def test_as_a_replay_of_each():
 def test_rows_of_an_earlier_attempt_do_not_count():
     each = series()._replace(own=300)
     label = Label("x", ROWS, (Zone(100, 120), Zone(500, 520)), ())
-    ground = ground_of(each, label)
+    ground = series_events(each, label)
     assert ground.rows == ROWS - 300
     assert ground.spikes[:, 0].tolist() == [500], "the first is the earlier attempt's"
 
@@ -160,8 +159,8 @@ def test_as_the_shared_scorer(tmp_path):
         vague = tuple(Zone(z["onset"], z["end"]) for z in entry["ambiguous"])
         each = samples.series_of(Signals(loss=loss), (("loss",),), np.zeros(len(loss)))
         orders = RecoveryOrders(np.zeros(len(rows), int), rows, *np.zeros((2, 1), np.int32))
-        ground = ground_of(each, Label(entry["file"], len(loss), zones["spikes"], vague))
-        got = tally(each, ground, orders, Costs())
+        ground = series_events(each, Label(entry["file"], len(loss), zones["spikes"], vague))
+        got = count_orders(each, ground, orders, Costs())
         mine["events"] += got.events
         mine["hit"] += int(got.found[0])
         mine["hit10"] += int(got.in_time[0])

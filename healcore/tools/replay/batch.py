@@ -8,25 +8,23 @@ from typing import NamedTuple, TextIO
 
 from healcore.policy import Policy
 from healcore.tools.replay import backends
-from healcore.tools.replay.decided import Judged
-from healcore.tools.replay.fitting import ReplayError
-from healcore.tools.replay.jsonl import decided_line, summary_line
-from healcore.tools.replay.replaying import replay
+from healcore.tools.replay.decisions import JudgedRows
 from healcore.tools.replay.report import ReplayReport, survey_notes
-from healcore.tools.replay.scoring import Evidence, Label, Labels, Score, answer_of
-from healcore.tools.replay.summary import Summary
+from healcore.tools.replay.scores import Label, Labels, Score, ScoreCollector, answer_of
+from healcore.tools.replay.summary import Summary, decided_line, summary_line
+from healcore.tools.replay.trace_replay import ReplayError, replay
 from healcore.tools.report.report import RunReport
 from healcore.tools.traces import Rows, Trace, TraceError, Unreadable
 
 
-class Named(NamedTuple):
+class NamedPolicy(NamedTuple):
     """A policy, and what the user called it."""
 
     name: str
     policy: Policy
 
 
-class Wanted(NamedTuple):
+class ReplayOptions(NamedTuple):
     """What is wanted besides the summaries."""
 
     jsonl: TextIO | None = None
@@ -34,13 +32,13 @@ class Wanted(NamedTuple):
     reports: bool = False
 
 
-class Result(NamedTuple):
+class ReplayResult(NamedTuple):
     """One trace under one policy."""
 
     summary: Summary
     backend: str
     missing: Mapping[str, tuple[str, ...]]
-    """Parts of the policy that rest, by the signal that the trace does not log."""
+    """Inactive parts of the policy, by the signal that the trace does not log."""
     answer: str
     """What of the policy is scored: rollbacks, stops, skips or alarms."""
     label: Label | None
@@ -49,13 +47,13 @@ class Result(NamedTuple):
 
 
 def surveyed(
-    traces: Sequence[Trace], told: Callable[[str], None]
+    traces: Sequence[Trace], done: Callable[[str], None]
 ) -> tuple[list[Trace], list[Unreadable]]:
     """The first pass over every trace.
 
     Args:
         traces: to be read.
-        told: called with each name when its pass is done.
+        done: called with each name when its pass is done.
 
     Returns:
         The traces that can be read, and the others.
@@ -68,18 +66,18 @@ def surveyed(
             unreadable.append(Unreadable(trace.name, str(error)))
         else:
             readable.append(trace)
-        told(trace.name)
+        done(trace.name)
     return readable, unreadable
 
 
 def replay_all(
     traces: Sequence[Trace],
-    policies: Sequence[Named],
+    policies: Sequence[NamedPolicy],
     *,
     backend: str | None,
-    wanted: Wanted,
+    wanted: ReplayOptions,
     advance: Callable[[str, int], None],
-) -> Iterator[Result | Unreadable]:
+) -> Iterator[ReplayResult | Unreadable]:
     """Replays every policy on every trace, trace by trace.
 
     Args:
@@ -114,17 +112,17 @@ def _backend(traces: Sequence[Trace], policies: int) -> str:
 
 def _one(
     trace: Trace,
-    named: Named,
+    named: NamedPolicy,
     backend: str,
-    wanted: Wanted,
+    wanted: ReplayOptions,
     advance: Callable[[str, int], None],
-) -> Result:
+) -> ReplayResult:
     label = wanted.labels.of(trace.name) if wanted.labels else None
     answer = answer_of(named.policy.engine().config)
-    evidence = Evidence(answer) if label else None
+    evidence = ScoreCollector(answer) if label else None
     report = ReplayReport() if wanted.reports else None
 
-    def on_chunk(rows: Rows, judged: Judged) -> None:
+    def on_chunk(rows: Rows, judged: JudgedRows) -> None:
         if evidence is not None:
             evidence.add(rows, judged)
         if report is not None:
@@ -139,7 +137,7 @@ def _one(
             wanted.jsonl.write(decided_line(trace.name, named.name, row))
         summary = result.summary
         wanted.jsonl.write(summary_line(summary))
-    return Result(
+    return ReplayResult(
         summary=summary,
         backend=backend,
         missing=result.missing,

@@ -1,18 +1,20 @@
-"""A sweep in words and tables."""
+"""A sweep as text and tables, and as strict JSON."""
 
 from __future__ import annotations
 
 from collections import Counter
 from pathlib import PurePath
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from healcore.tools.sweep.counting import counted
-from healcore.tools.sweep.objective import LOWER, OBJECTIVES, PER, rates_of
-from healcore.tools.sweep.outcome import Standing, Validation
+from healcore.policy import fingerprint
+from healcore.tools.sweep.choice import Standing, Validation
+from healcore.tools.sweep.scores import LOWER, OBJECTIVES, PER, rates_of
 from healcore.tools.sweep.search import Sweep
+from healcore.tools.sweep.series import counted
 
 _EDGE = 0.02  # of an axis
 _LEGEND = "latency: rows from onset to order, median of the events found"
@@ -31,37 +33,39 @@ def shown(found: Sweep) -> RenderableType:
 
 
 def notes(found: Sweep) -> list[str]:
-    """What should be known beside the tables."""
-    told = []
+    """What should be known besides the tables."""
+    lines = []
     for i, axis in enumerate(found.variants.axes if found.verdict.take else ()):
         units = found.variants.units[found.verdict.choice.plateau, i]
         ends = units.min() < _EDGE, units.max() > 1 - _EDGE
         if ends[0] != ends[1]:
             end, number = ("lower", axis.low) if ends[0] else ("upper", axis.high)
-            told.append(
+            lines.append(
                 f"the plateau reaches the {end} end of {axis.key} ({number:g}): widen its range"
             )
     unlabelled = found.runs - found.labelled
     if unlabelled:
-        told.append(
+        lines.append(
             f"{unlabelled} of {counted(found.runs, 'run')} without labels: events are seen in "
             "hindsight there (docs/sweep.md), which is a rule and no truth"
         )
     if found.splits.alone:
-        told.append(
+        lines.append(
             f"only one family of runs has events, that of {PurePath(found.splits.alone).name}: its "
             "runs are held out singly, so that one recipe is on both sides"
         )
     if not found.verdict.rates.events:
-        told.append("there was no event to find: only false recoveries and skips could be compared")
+        lines.append(
+            "there was no event to find: only false recoveries and skips could be compared"
+        )
     if found.variants.dropped:
-        told.append(
+        lines.append(
             f"left out: {counted(found.variants.dropped, 'setting')} drawn, no valid policy"
         )
     resumed = len(found.series) > found.runs
     for problem, count in Counter(each.problem for each in found.left_out).items():
-        told.append(f"left out: {counted(count, 'attempt' if resumed else 'run')} ({problem})")
-    return told
+        lines.append(f"left out: {counted(count, 'attempt' if resumed else 'run')} ({problem})")
+    return lines
 
 
 def _headline(found: Sweep) -> str:
@@ -140,7 +144,7 @@ def _validation(found: Sweep, checked: Validation) -> Table:
         table.add_column(name, justify="right")
     rows: tuple[tuple[str, Standing], ...] = (
         ("base", checked.base),
-        ("plateau's middle, chosen anew on train", checked.chosen),
+        ("plateau's middle, chosen again on train", checked.chosen),
         ("single best on train", checked.best),
     )
     sign, digits = (-1, 1 if ranked == "lost" else 3) if lower else (1, 4)
@@ -164,3 +168,82 @@ def _held(found: Sweep, checked: Validation) -> str:
 
 def _or_none(rate: float | None, form: str) -> str:
     return "-" if rate is None else format(rate, form)
+
+
+SCHEMA = 1
+
+_SHOWN = 20  # settings of the ranking
+
+
+def to_json(found: Sweep) -> dict[str, Any]:
+    """The sweep as JSON-safe data: every number finite, or null where there is none to give."""
+    verdict, choice = found.verdict, found.verdict.choice
+    ranked = sorted(range(len(verdict.scores)), key=lambda i: -verdict.scores[i])[:_SHOWN]
+    checked = verdict.validation
+    return {
+        "schema": SCHEMA,
+        "kind": "sweep",
+        "policy": found.base.name,
+        "fingerprint": fingerprint(found.base),
+        "objective": found.plan.objective,
+        "objective_words": objective(found),
+        "within": found.plan.costs.within,
+        "price": found.plan.price,
+        "recovery_steps": found.plan.costs.recovery,
+        "runs": found.runs,
+        "attempts": len(found.series),
+        "labelled_runs": found.labelled,
+        "rows": verdict.rates.rows,
+        "events": verdict.rates.events,
+        "variants": len(found.variants.values),
+        "backend": found.backend,
+        "policy_steps": found.policy_steps,
+        "seconds": round(found.seconds, 3),
+        "axes": [
+            {"key": a.key, "low": a.low, "high": a.high, "log": a.log, "values": list(a.listed)}
+            for a in found.variants.axes
+        ],
+        "take": "new" if verdict.take else "base",
+        "reason": verdict.reason,
+        "taken_fingerprint": fingerprint(found.policy),
+        "base": _setting(found, 0),
+        "chosen": _setting(found, choice.index),
+        "best": _setting(found, choice.best),
+        "ranking": [_setting(found, i) for i in ranked],
+        "plateau_size": int(choice.plateau.sum()),
+        "held_out": None
+        if checked is None
+        else {
+            "splits": checked.splits,
+            "by": found.splits.by,
+            "families": found.splits.families,
+            "share": found.plan.holdout,
+            "worse_than_base": checked.worse,
+            "events": list(checked.events),
+            "events_in_some_split": checked.ever,
+            **{
+                name: {**each._asdict(), "gap": each.gap}
+                for name, each in zip(
+                    ("base", "chosen", "best"),
+                    (checked.base, checked.chosen, checked.best),
+                    strict=True,
+                )
+            },
+        },
+        "notes": notes(found),
+        "left_out": [each._asdict() for each in found.left_out],
+        "failed": [each._asdict() for each in found.failed],
+    }
+
+
+def _setting(found: Sweep, i: int) -> dict[str, Any]:
+    values = {
+        axis.key: round(v) if axis.whole else v
+        for axis, v in zip(found.variants.axes, found.variants.values[i].tolist(), strict=True)
+    }
+    scores = {"score": found.verdict.scores[i], "smooth": found.verdict.choice.smooth[i]}
+    return {
+        "values": values,
+        **{k: float(v) for k, v in scores.items()},
+        **rates_of(found.verdict.rates, found.tallies, i),
+    }

@@ -12,13 +12,13 @@ import pytest
 
 from healcore.core.verdict import Action
 from healcore.plugins.rows import as_record, empty_columns
-from healcore.tools.replay.decided import Judged
-from healcore.tools.replay.scoring import (
-    Evidence,
+from healcore.tools.replay.decisions import JudgedRows
+from healcore.tools.replay.scores import (
     Label,
     LabelError,
     Labels,
     Score,
+    ScoreCollector,
     Zone,
     read_labels,
 )
@@ -28,8 +28,8 @@ SCORER = Path(__file__).parents[4] / "shared" / "tools" / "score_detectors.py"
 
 
 def evidence_of(orders, loss, chunk=64):
-    """Evidence of a run with rollbacks at these rows."""
-    found = Evidence()
+    """What a score needs of a run with rollbacks at these rows."""
+    found = ScoreCollector()
     found_rows = empty_columns(len(loss))
     as_record(found_rows)[0].action[list(orders)] = int(Action.ROLLBACK)
     index, step = np.arange(len(loss)), np.arange(len(loss), dtype=np.float64)
@@ -39,7 +39,7 @@ def evidence_of(orders, loss, chunk=64):
         rows = Rows(index[part], step[part], {"loss": loss[part]}, {"loss": given[part]}, 0)
         record, due = as_record(tuple(column[part] for column in found_rows))
         never = np.zeros(len(index[part]), bool)
-        judged = Judged(
+        judged = JudgedRows(
             index[part], step[part], 0, {"loss": given[part]}, record, due, never, never
         )
         found.add(rows, judged)

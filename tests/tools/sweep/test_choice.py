@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from healcore.tools.sweep.choosing import choose
-from healcore.tools.sweep.outcome import judge
-from healcore.tools.sweep.scoring import Tally
-from healcore.tools.sweep.splitting import Splits, family, split
+from healcore.tools.sweep.choice import Splits, choose, choose_policy, family, split
+from healcore.tools.sweep.scores import OrderCounts
 
 RNG = np.random.default_rng(0)
 UNITS = RNG.random((1500, 2))
@@ -77,17 +75,17 @@ def test_attempts_of_a_run_stay_together():
         assert (held[0::2] == held[1::2]).all()
 
 
-def tallies(in_time: np.ndarray, events: int = 10) -> list[Tally]:
+def tallies(in_time: np.ndarray, events: int = 10) -> list[OrderCounts]:
     """One per run: (runs, variants) events found in time, of ten."""
     zero = np.zeros(in_time.shape[1], np.int64)
     delay = np.full((in_time.shape[1], 10), -1)
-    return [Tally(events, 1000, each, each, delay, zero, zero) for each in in_time]
+    return [OrderCounts(events, 1000, each, each, delay, zero, zero) for each in in_time]
 
 
 def judged(in_time: np.ndarray):
     runs = len(in_time)
     held = tuple(np.arange(runs) % 4 == k for k in range(4))
-    return judge(tallies(in_time), UNITS, Splits(held, "family", runs), "balance", 0.1)
+    return choose_policy(tallies(in_time), UNITS, Splits(held, "family", runs), "balance", 0.1)
 
 
 def test_what_holds_on_every_run_is_taken():
@@ -116,7 +114,9 @@ def test_what_each_run_likes_by_itself_is_not():
 
 def test_without_anything_held_out_it_says_so():
     good = np.where(plateau((0.6, 0.4), 0.2), 9, 5)
-    asked = judge(tallies(good[None]), UNITS, Splits((), "", 1), "balance", 0.1, wanted=False)
+    asked = choose_policy(
+        tallies(good[None]), UNITS, Splits((), "", 1), "balance", 0.1, wanted=False
+    )
     assert asked.take != 0
     assert "nothing was held out (--holdout 0)" in asked.reason
 
@@ -129,7 +129,7 @@ def test_a_setting_that_no_held_out_event_speaks_for_is_not_taken(objective):
     calm = [each._replace(lost=lost) for each in tallies(np.zeros((4, len(UNITS)), int), 0)]
     held = tuple(np.arange(5) == k for k in range(1, 5))
     for splits, part in ((Splits((), "", 1), runs), (Splits(held, "family", 5), runs + calm)):
-        verdict = judge(part, UNITS, splits, objective, 0.1)
+        verdict = choose_policy(part, UNITS, splits, objective, 0.1)
         assert verdict.choice.index != 0
         assert verdict.take == 0
         assert "no event was ever held out: cannot be checked" in verdict.reason
@@ -152,7 +152,7 @@ def test_a_base_in_the_middle_is_kept():
     UNITS_HERE = UNITS.copy()
     UNITS_HERE[0] = (0.6, 0.4)
     scores[0] = 9
-    verdict = judge(tallies(scores[None]), UNITS_HERE, Splits((), "", 1), "balance", 0.1)
+    verdict = choose_policy(tallies(scores[None]), UNITS_HERE, Splits((), "", 1), "balance", 0.1)
     assert verdict.take == 0
     assert verdict.reason.startswith("keep the base policy")
     assert "cannot be checked" in verdict.reason, "said when the base is kept, too"

@@ -20,7 +20,7 @@ import numpy as np
 from healcore.core.engine import EngineConfig
 from healcore.core.errors import HealcoreError
 from healcore.core.verdict import Action
-from healcore.tools.replay.decided import Judged
+from healcore.tools.replay.decisions import JudgedRows
 from healcore.tools.traces import Rows
 
 EARLY, LATE, START, FEWEST, IN_TIME = 5, 40, 64, 200, 10
@@ -90,7 +90,7 @@ class Score(NamedTuple):
         )
 
 
-class Evidence:
+class ScoreCollector:
     """Collects, chunk by chunk, what the score of one replay needs."""
 
     def __init__(self, answer: str = ROLLBACKS) -> None:
@@ -104,7 +104,7 @@ class Evidence:
         self._bad: list[np.ndarray] = []
         self.rows = 0
 
-    def add(self, rows: Rows, judged: Judged) -> None:
+    def add(self, rows: Rows, judged: JudgedRows) -> None:
         """Takes one chunk."""
         self.rows = int(rows.index[-1]) + 1
         self._orders.append(judged.index[_answers(judged, self._answer)])
@@ -143,7 +143,7 @@ def answer_of(config: EngineConfig) -> str:
     return SKIPS if any(rule.skip for rule in config.rules) else ALARMS
 
 
-def _answers(judged: Judged, answer: str) -> np.ndarray:
+def _answers(judged: JudgedRows, answer: str) -> np.ndarray:
     """Bool (n,): rows with such an order."""
     if answer == SKIPS:
         return judged.record.skip
