@@ -108,19 +108,14 @@ def attach(
         live_engine = DeviceEngine(core, len(params), home, compile=compiled)
     else:
         live_engine = HostEngine(core, len(params))
-    measurer = Measurer(core, optimizer, home, scaler)
-    enforcer = Enforcer(optimizer, by_kernel=obstacle is None, cuts_lr=core.cuts_lr)
-    all_reduce = SignalAllReduce(process_group, home)
-    return Healing(
+    hooks = StepHooks(
         optimizer,
-        core,
         live_engine,
-        measurer,
-        StepHooks(optimizer, core, live_engine, measurer, enforcer, all_reduce),
-        all_reduce,
-        engine_reason=reason,
-        obstacle=obstacle,
+        Measurer(core, optimizer, home, scaler),
+        Enforcer(optimizer, by_kernel=obstacle is None, cuts_lr=core.cuts_lr),
+        SignalAllReduce(process_group, home),
     )
+    return Healing(hooks, engine_reason=reason, obstacle=obstacle)
 
 
 def _fused_obstacle(optimizer: Optimizer, wanted: bool | Literal["auto"]) -> str | None:

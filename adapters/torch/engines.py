@@ -16,7 +16,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from healcore.core.step_record import StepRecord
 from healcore.core.tree import leaves, map_leaves
 from healcore.core.verdict import Decision
 from healcore.torch import namespace
-from healcore.torch.measurement import AsyncCopy, Measurement, read
+from healcore.torch.measurement import AsyncCopy, Measurement, read, signals_of
 
 # By default Triton divides approximately and fuses multiply-adds. The decisions must equal those of
 # NumPy and XLA bit for bit (numerics.py). The core is scalar: exactness costs nothing.
@@ -70,12 +70,8 @@ class DeviceOrder(NamedTuple):
         return HostOrder(bool(found_inf > 0), float(scale), float(lr_scale), groups)
 
 
-class PendingRecord(Protocol):
-    """The record of a judged step, before it is read on the host."""
-
-    def read(self) -> StepRecord:
-        """The record; waits for its copy to the host if it has not finished."""
-        ...
+PendingRecord = Callable[[], StepRecord]
+"""Reads the record of a judged step; waits for its copy to the host if it has not finished."""
 
 
 class LiveEngine(ABC):
@@ -185,39 +181,18 @@ class HostEngine(LiveEngine):
 
     def step(self, measured: Measurement) -> HostOrder:
         """Judges one step."""
-        loss, norm, groups, eval_loss, update, divisor, found_inf, skipped, lr = read(
-            [
-                measured.loss,
-                measured.grad_norm,
-                measured.group_norms,
-                measured.eval_loss,
-                measured.update_norm,
-                measured.grad_divisor,
-                measured.found_inf,
-                measured.externally_skipped,
-                measured.learning_rate,
-            ]
-        )
-        externally_skipped = bool(skipped) or (measured.state_init and not norm)
+        values = Measurement._make([*read(measured[:-1]), measured.state_init])
+        if values.externally_skipped is not None:
+            values = values._replace(externally_skipped=values.externally_skipped > 0)
         with np.errstate(all="ignore"):  # float32 scalars warn where the core selects afterwards
-            if divisor is not None:
-                norm = norm / divisor
-                groups = None if groups is None else groups / divisor
-            signals = Signals(
-                loss=loss,
-                grad_norm=norm,
-                group_norms=groups,
-                eval_loss=eval_loss,
-                update_norm=update,
-                externally_skipped=np.True_ if externally_skipped else None,
-                learning_rate=lr,
-            )
-            signals = Signals(*map(self._placed, signals))
+            signals = signals_of(values)
+            skipped = np.True_ if signals.externally_skipped else None
+            signals = Signals(*map(self._placed, signals._replace(externally_skipped=skipped)))
             self.state, decision = self._program(signals)(self.state, signals)
         self.decision = decision
         group_scale = decision.group_scale
         return HostOrder(
-            skip=bool(decision.skip) or (found_inf is not None and bool(found_inf > 0)),
+            skip=bool(decision.skip or (values.found_inf or 0) > 0),
             grad_scale=float(decision.grad_scale),
             lr_scale=float(decision.lr_scale),
             group_scale=None if group_scale is None else np.asarray(group_scale),
@@ -230,8 +205,9 @@ class HostEngine(LiveEngine):
         return self._programs[present]
 
     def pending_record(self) -> PendingRecord:
-        """A reference to the state."""
-        return _HostRecord(self.state)
+        """The state is immutable: a reference to it is enough."""
+        state = self.state
+        return lambda: step_record.on_host(step_record.numbers(state))
 
     def grow(self, groups: int) -> None:
         """See `LiveEngine.grow`."""
@@ -244,14 +220,6 @@ class HostEngine(LiveEngine):
             name: torch.from_numpy(np.array(value))
             for name, value in self.engine.metrics(self.state).items()
         }
-
-
-class _HostRecord:
-    def __init__(self, state: EngineState) -> None:
-        self._state = state
-
-    def read(self) -> StepRecord:
-        return step_record.on_host(step_record.numbers(self._state))
 
 
 class DeviceEngine(LiveEngine):
@@ -324,28 +292,11 @@ class DeviceEngine(LiveEngine):
 
     def _step(self, measured: Measurement) -> tuple[DeviceOrder, Decision]:
         """The compiled part: signals, engine, state written in place, arguments of the kernel."""
-        norm, groups, overflowed = measured.grad_norm, measured.group_norms, None
-        assert norm is not None
-        if measured.grad_divisor is not None:
-            norm = norm / measured.grad_divisor
-            groups = None if groups is None else groups / measured.grad_divisor
-        if measured.found_inf is not None:
-            overflowed = measured.found_inf > 0
-        skipped = measured.externally_skipped
-        if measured.state_init:
-            skipped = norm == 0 if skipped is None else skipped | (norm == 0)
-        signals = Signals(
-            loss=measured.loss,
-            grad_norm=norm,
-            group_norms=groups,
-            eval_loss=measured.eval_loss,
-            update_norm=measured.update_norm,
-            externally_skipped=skipped,
-            learning_rate=measured.learning_rate,
-        )
-        new, decision = self.engine.step(self.state, signals, xp=self._xp)
+        new, decision = self.engine.step(self.state, signals_of(measured), xp=self._xp)
         self._replace_state(new)
-        skip = decision.skip if overflowed is None else decision.skip | overflowed
+        skip = decision.skip
+        if measured.found_inf is not None:
+            skip = skip | (measured.found_inf > 0)
         base = measured.grad_divisor
         if base is None:
             base = torch.ones_like(decision.grad_scale)
@@ -363,7 +314,11 @@ class DeviceEngine(LiveEngine):
         The state is about to be overwritten. By the time the record is read the copy, which comes
         before the optimizer's kernels, has long finished.
         """
-        return _DeviceRecord(self.state)
+        values = step_record.numbers(self.state)
+        ints, floats = values[: step_record.INTS], values[step_record.INTS :]
+        packed = [n.to(torch.int32) for n in ints] + [x.view(torch.int32) for x in floats]
+        copy = AsyncCopy(torch.stack(packed))
+        return lambda: step_record.unpack(copy.read())
 
     def metrics(self) -> dict[str, Tensor]:
         """Named 0-d tensors on the device; copies, since the state is written in place."""
@@ -373,17 +328,6 @@ class DeviceEngine(LiveEngine):
     def to_dict(self) -> dict[str, Any]:
         """The framework-neutral state. A sync."""
         return self.engine.to_dict(map_leaves(lambda leaf: leaf.cpu().numpy(), self.state))
-
-
-class _DeviceRecord:
-    def __init__(self, state: EngineState) -> None:
-        values = step_record.numbers(state)
-        ints, floats = values[: step_record.INTS], values[step_record.INTS :]
-        packed = [n.to(torch.int32) for n in ints] + [x.view(torch.int32) for x in floats]
-        self._packed = AsyncCopy(torch.stack(packed))
-
-    def read(self) -> StepRecord:
-        return step_record.unpack(self._packed.read())
 
 
 def _extended(old: Any, new: Any) -> Any:

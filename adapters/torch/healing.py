@@ -7,14 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
-from healcore.core.engine import Engine
 from healcore.core.verdict import Action, Cause, Decision
-from healcore.torch.engines import LiveEngine
 from healcore.torch.losses import checked
-from healcore.torch.measurement import Measurer
-from healcore.torch.signal_allreduce import SignalAllReduce
 from healcore.torch.step_hooks import StepHooks
 
 _METHODS = {
@@ -72,25 +67,13 @@ class Healing:
             share has its backward pass at another time.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        engine: Engine,
-        live_engine: LiveEngine,
-        measurer: Measurer,
-        hooks: StepHooks,
-        all_reduce: SignalAllReduce,
-        *,
-        engine_reason: str,
-        obstacle: str | None,
-    ) -> None:
-        self.optimizer = optimizer
-        self.engine = engine
-        self.live_engine = live_engine
+    def __init__(self, hooks: StepHooks, *, engine_reason: str, obstacle: str | None) -> None:
+        self.optimizer = hooks.optimizer
+        self.live_engine = hooks.live_engine
+        self.engine = hooks.live_engine.engine
         self.hooks = hooks
         self.own_loss = True
-        self._measurer = measurer
-        self._all_reduce = all_reduce
+        self._measurer = hooks.measurer
         self._engine_reason = engine_reason
         self._obstacle = obstacle
         hooks.before.__healing__ = self
@@ -173,17 +156,17 @@ class Healing:
     @property
     def ranks(self) -> int:
         """Number of ranks that decide together; 1: nothing is exchanged."""
-        return self._all_reduce.world
+        return self.hooks.all_reduce.world
 
     @property
     def in_step(self) -> bool:
         """Whether `optimizer.step()` is running; also True after a step that has raised."""
-        return self.hooks.in_step
+        return self.hooks.open_step.is_open
 
     @property
     def attached(self) -> bool:
         """Whether the hooks are in place."""
-        return self.hooks.attached
+        return bool(self.hooks.handles)
 
     @property
     def decision(self) -> Decision | None:
@@ -260,7 +243,7 @@ class Healing:
             clip="grad_scale" if self._obstacle is None else "one pass over the gradients",
             skip_reason=reason,
             syncs_per_step=int(reads and measurer.home.type != "cpu"),
-            ranks=self._all_reduce.world,
+            ranks=self.ranks,
             compiled=live_engine.compiled,
             waiting_for=tuple(missing),
         )
@@ -296,7 +279,7 @@ class Healing:
 
     def settle(self) -> None:
         """Restores the optimizer after a step that raised. Do not call it during a step."""
-        self.hooks.settle()
+        self.hooks.restore()
 
     def detach(self) -> None:
         """Removes the hooks; the optimizer is as if `attach` had never been called.

@@ -82,7 +82,7 @@ class IncidentLog:
             decision = live_engine.state.last.decision
             cause, action = int(decision.cause), int(decision.action)
             if cause or action or self._lr_scale < 1.0:
-                self._log_step(live_engine.pending_record().read(), cause, action)
+                self._log_step(live_engine.pending_record()(), cause, action)
             return
         self._collect(live_engine)
 
@@ -103,7 +103,7 @@ class IncidentLog:
             return
         (record, flags), self._pending = self._pending, None
         cause, action = flags.read().tolist()
-        self._log_step(record.read(), cause, action)
+        self._log_step(record(), cause, action)
 
     def _log_step(self, record: StepRecord, cause: int, action: int) -> None:
         new, self._incident = record.incident > self._incident, record.incident

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from healcore.core.engine import Engine
+from healcore.core.signals import Signals
 from healcore.torch import gradients
 from healcore.torch.errors import AttachError
 from healcore.torch.grad_scaler import DroppedSteps, Overflows
@@ -45,6 +46,26 @@ class Measurement(NamedTuple):
     state_init: bool = False
     """This may be the step with learning rate 0 by which torch.distributed.checkpoint makes a fresh
     optimizer allocate its state."""
+
+
+def signals_of(measured: Measurement) -> Signals:
+    """What the engine is given. The values may also be in NumPy."""
+    norm, groups, skipped = measured.grad_norm, measured.group_norms, measured.externally_skipped
+    assert norm is not None
+    if measured.grad_divisor is not None:
+        norm = norm / measured.grad_divisor
+        groups = None if groups is None else groups / measured.grad_divisor
+    if measured.state_init:
+        skipped = norm == 0 if skipped is None else skipped | (norm == 0)
+    return Signals(
+        loss=measured.loss,
+        grad_norm=norm,
+        group_norms=groups,
+        eval_loss=measured.eval_loss,
+        update_norm=measured.update_norm,
+        externally_skipped=skipped,
+        learning_rate=measured.learning_rate,
+    )
 
 
 class StepNorms(NamedTuple):

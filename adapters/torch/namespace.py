@@ -1,7 +1,7 @@
 """The array namespace that the core runs on under torch: `engine.step(..., xp=namespace)`.
 
-torch differs from NumPy: `torch.minimum` takes no Python number, reductions take `dim`, and the CPU
-`sqrt` is one ulp off in a sixth of all cases. This module closes those gaps and does nothing else.
+torch differs from NumPy: reductions take `dim`, and the CPU `sqrt` is one ulp off in a sixth of all
+cases. This module closes those gaps, for the functions that the core uses, and does nothing else.
 Every function is one or two torch calls (an eager scalar step is hundreds of them, so a
 microsecond counts) and traces under ``torch.compile(fullgraph=True)``.
 
@@ -20,40 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-float32 = torch.float32
-float64 = torch.float64
-int32 = torch.int32
-int64 = torch.int64
-bool = torch.bool
-inf = float("inf")
-nan = float("nan")
-
-abs = torch.abs
-isfinite = torch.isfinite
-isnan = torch.isnan
-isinf = torch.isinf
-zeros_like = torch.zeros_like
-ones_like = torch.ones_like
-full_like = torch.full_like
-logical_and = torch.logical_and
-logical_or = torch.logical_or
-logical_not = torch.logical_not
+float32, int32, bool = torch.float32, torch.int32, torch.bool
+abs, isfinite = torch.abs, torch.isfinite
 where = torch.where
 """Takes Python numbers; torch fills them in on the condition's device, without the host."""
-
-
-def minimum(x: Any, y: Any) -> Tensor:
-    """Elementwise smaller one, NaN if either is; either may be a Python number."""
-    if isinstance(x, Tensor) and isinstance(y, Tensor):
-        return torch.minimum(x, y)
-    return torch.clamp(x, max=y) if isinstance(x, Tensor) else torch.clamp(y, max=x)
-
-
-def maximum(x: Any, y: Any) -> Tensor:
-    """Elementwise larger one, NaN if either is; either may be a Python number."""
-    if isinstance(x, Tensor) and isinstance(y, Tensor):
-        return torch.maximum(x, y)
-    return torch.clamp(x, min=y) if isinstance(x, Tensor) else torch.clamp(y, min=x)
 
 
 def sqrt(x: Tensor) -> Tensor:
@@ -95,12 +65,8 @@ def arange(n: int, dtype: torch.dtype | None = None) -> Tensor:
 class Placed:
     """This namespace with `arange` and `asarray` on one device. Build it with `on`."""
 
-    float32, float64, int32, int64, bool = float32, float64, int32, int64, bool
-    inf, nan = inf, nan
-    abs, isfinite, isnan, isinf = abs, isfinite, isnan, isinf
-    zeros_like, ones_like, full_like = zeros_like, ones_like, full_like
-    logical_and, logical_or, logical_not = logical_and, logical_or, logical_not
-    where, minimum, maximum = where, staticmethod(minimum), staticmethod(maximum)
+    float32, int32, bool = float32, int32, bool
+    abs, isfinite, where = abs, isfinite, where
     sqrt, astype = staticmethod(sqrt), staticmethod(astype)
     sum, cumsum = staticmethod(sum), staticmethod(cumsum)
 

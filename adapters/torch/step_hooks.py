@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from healcore.core.engine import Engine
 from healcore.torch import gradients
 from healcore.torch.enforcer import Enforcer
 from healcore.torch.engines import DeviceOrder, HostOrder, LiveEngine
@@ -34,6 +33,8 @@ class StepHooks:
 
     Attributes:
         enforcer: carries out what the engine orders.
+        handles: of the hooks while they are in place.
+        open_step: the step that is running.
         last_norms: gradient norms of the last step that was judged.
         on_judged: called at every step that was judged, before the optimizer updates.
         on_ended: called after the step, with whether it was skipped, by the policy or a GradScaler:
@@ -46,25 +47,24 @@ class StepHooks:
     def __init__(
         self,
         optimizer: Optimizer,
-        engine: Engine,
         live_engine: LiveEngine,
         measurer: Measurer,
         enforcer: Enforcer,
         all_reduce: SignalAllReduce,
     ) -> None:
-        self._optimizer = optimizer
-        self._engine = engine
-        self._live_engine = live_engine
-        self._measurer = measurer
+        self.optimizer = optimizer
+        self.live_engine = live_engine
+        self.measurer = measurer
         self.enforcer = enforcer
-        self._all_reduce = all_reduce
+        self.all_reduce = all_reduce
+        self._engine = live_engine.engine
         self._groups = len(gradients.parameters(optimizer))
-        self._open = OpenStep()
+        self.open_step = OpenStep()
         self._undo = ClosureUndo(optimizer)
         self._judged = self._turned_nonfinite = False
         self._order: HostOrder | None = None
         self._skipped: bool | Tensor | None = None
-        self.incident_log = IncidentLog(type(optimizer).__name__, engine)
+        self.incident_log = IncidentLog(type(optimizer).__name__, live_engine.engine)
         self.late_loss = LateLoss()
         self.last_norms: StepNorms | None = None
         self.on_judged: Callable[[StepNorms], None] | None = None
@@ -75,60 +75,46 @@ class StepHooks:
         # graph, and Dynamo guards on the attributes as they are when it reaches the kernel.
         self.before: Any = torch.compiler.disable(self._before)
         after: Any = torch.compiler.disable(self._after)
-        self._handles = [
+        self.handles = [
             optimizer.register_step_pre_hook(self.before),
             optimizer.register_step_post_hook(after),
         ]
 
-    @property
-    def attached(self) -> bool:
-        """Whether the hooks are in place."""
-        return bool(self._handles)
-
-    @property
-    def in_step(self) -> bool:
-        """Whether `optimizer.step()` is running; also True after a step that has raised."""
-        return self._open.is_open
-
     @torch.no_grad()
     def judge_dropped(self) -> None:
         """Judges a step that the GradScaler skipped without calling the optimizer, if any."""
-        alone = self._all_reduce.world == 1
-        measured = self._measurer.measure_dropped(self._groups, alone=alone)
+        alone = self.all_reduce.world == 1
+        measured = self.measurer.measure_dropped(self._groups, alone=alone)
         if measured is None:
             return
-        self._live_engine.step(measured)
+        self.live_engine.step(measured)
         self._report(StepNorms([], [], None))
 
     def on_state_loaded(self) -> None:
         """Call it when the engine's state was replaced."""
-        self._measurer.clear()
+        self.measurer.clear()
         if self._undo.reevaluates and self._engine.mode != "observe":
             # L-BFGS uses the multiplier of the last step, see `_before`: here that of the state.
-            scale = float(self._live_engine.state.lr.scale)
+            scale = float(self.live_engine.state.lr.scale)
             self._order = HostOrder(skip=False, grad_scale=1.0, lr_scale=scale, group_scale=None)
-
-    def settle(self) -> None:
-        """Restores the optimizer after a step that raised. Do not call it during a step."""
-        self._restore()
 
     def detach(self) -> None:
         """Removes the hooks; the optimizer is as if `attach` had never been called."""
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
-        self._handles = []
+        self.handles = []
         self.on_judged = self.on_ended = None
-        self._restore()
-        self._open.clear()
-        self._measurer.clear()
+        self.restore()
+        self.open_step.clear()
+        self.measurer.clear()
 
     # -- around the step ------------------------------------------------------------------------
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """The pre-hook: judges the step, or wraps the closure, whose backward has to come first."""
-        if not self._open.enter():
+        if not self.open_step.enter():
             return None  # step() of a subclass called super().step()
-        self._restore()  # a step that raised had no post-hook
+        self.restore()  # a step that raised had no post-hook
         self._judged = self._turned_nonfinite = False
         self._skipped = None
         last, self._order = self._order, None
@@ -148,16 +134,17 @@ class StepHooks:
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """The post-hook: restores everything that was changed for the step."""
-        if not self._open.leave():
+        if not self.open_step.leave():
             return
         if self._turned_nonfinite or (self._order is not None and self._order.skip):
             self._undo.restore()
-        self._restore()
-        self._measurer.clear()  # losses of a closure's later evaluations
+        self.restore()
+        self.measurer.clear()  # losses of a closure's later evaluations
         if self._skipped is not None and self.on_ended is not None:
             self.on_ended(self._turned_nonfinite or self._skipped)
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
+        """Restores what was changed on the optimizer for a step."""
         self.enforcer.restore()
         self._undo.clear()
 
@@ -170,11 +157,11 @@ class StepHooks:
             if self._judged:
                 self._check_again()
             else:
-                if loss is not None and not self._measurer.has_loss:
-                    self._measurer.add_loss(loss, "the closure's loss")
+                if loss is not None and not self.measurer.has_loss:
+                    self.measurer.add_loss(loss, "the closure's loss")
                 self._judge()
             if self.enforcer.step_skipper.can_end and self._undo.is_complete:
-                self._open.unwind()
+                self.open_step.unwind()
                 raise StepSkipped(loss)
             return loss
 
@@ -186,11 +173,11 @@ class StepHooks:
         order = self._order
         if order is None:
             return
-        everything = gradients.parameters(self._optimizer)
+        everything = gradients.parameters(self.optimizer)
         grads = [p.grad for p in everything if p.grad is not None]
         if order.skip or self._turned_nonfinite:
             self.enforcer.skip(everything)
-        elif grads and not self._measurer.all_finite(grads):
+        elif grads and not self.measurer.all_finite(grads):
             self._turned_nonfinite = True
             self.enforcer.skip(everything)
         else:
@@ -200,34 +187,34 @@ class StepHooks:
     def _judge(self) -> None:
         """Measures the step, runs the engine and enforces its order. No-op without gradients."""
         self._judged = True
-        everything = gradients.parameters(self._optimizer)
+        everything = gradients.parameters(self.optimizer)
         params = [p for p in everything if p.grad is not None]
-        has_ranks = self._all_reduce.world > 1
+        has_ranks = self.all_reduce.world > 1
         if not params and not has_ranks:
-            self._measurer.clear()
+            self.measurer.clear()
             return
         if self.grows and len(everything) > self._groups:
             self._groups = len(everything)
-            self._live_engine.grow(self._groups)
+            self.live_engine.grow(self._groups)
         if self._engine.per_tensor and len(everything) != self._groups:
             raise ParametersChangedError(
                 f"the optimizer had {self._groups} parameters at attach, now {len(everything)}, "
                 "and this policy clips each by its own history: detach() and attach again"
             )
         divisor, found_inf = self.enforcer.amp_flags()
-        measured = self._measurer.measure(everything, grad_divisor=divisor, found_inf=found_inf)
-        self._measurer.clear()
+        measured = self.measurer.measure(everything, grad_divisor=divisor, found_inf=found_inf)
+        self.measurer.clear()
         state_init = measured.state_init and _is_zero(measured.grad_norm)
         if params and not state_init and not self.late_loss.is_done:
             self.late_loss.before_step(params, measured.loss is not None)
         if has_ranks:
             if state_init:  # it may run on one rank only: an all_reduce would wait for ever
                 return
-            measured = self._all_reduce.mean(measured, self._live_engine.decision)
+            measured = self.all_reduce.mean(measured, self.live_engine.decision)
         if measured.grad_norm is None:
             return
-        measured = self._measurer.mark_overflow(measured)
-        order = self._live_engine.step(measured)
+        measured = self.measurer.mark_overflow(measured)
+        order = self.live_engine.step(measured)
         self._skipped = False
         if self._engine.mode != "observe":
             if isinstance(order, DeviceOrder) and not self.enforcer.needs_host(params):
@@ -239,7 +226,7 @@ class StepHooks:
                 if self._undo.reevaluates:  # too late for this step, see `_before`
                     order = order._replace(lr_scale=1.0)
                 self.enforcer.enforce(everything, order, measured.grad_divisor)
-        self.last_norms = StepNorms(params, self._measurer.tensor_norms, measured.grad_divisor)
+        self.last_norms = StepNorms(params, self.measurer.tensor_norms, measured.grad_divisor)
         self._report(self.last_norms)
 
     def _report(self, norms: StepNorms) -> None:
@@ -247,8 +234,8 @@ class StepHooks:
         if self.on_judged is not None:
             self.on_judged(norms)
         else:
-            self.incident_log.enabled = self._all_reduce.is_first
-            self.incident_log.judged(self._live_engine, has_seen_loss="loss" in self._measurer.seen)
+            self.incident_log.enabled = self.all_reduce.is_first
+            self.incident_log.judged(self.live_engine, has_seen_loss="loss" in self.measurer.seen)
 
 
 def _is_zero(norm: Tensor | None) -> bool:

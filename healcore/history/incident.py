@@ -1,4 +1,4 @@
-"""One incident of a run: why, what was done about it, and what that came to."""
+"""One incident of a run: cause, response and outcome; and counts over incidents."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from healcore.core.evidence import Evidence
 from healcore.runtime.events.models import EventRecord
 
 MOST_ALARMS = 100
-"""Alarms that get an event of their own: in each incident, and in all outside of incidents."""
+"""Alarms with an event of their own: in each incident, and outside of incidents in total."""
 
-_EVIDENCE = 5
-"""Tensors that are kept of one incident."""
+_MAX_EVIDENCE = 5
+"""Tensors per incident."""
 
 
 class Mode(enum.StrEnum):
-    """Whether what is listed was done, or what a policy would have done."""
+    """Whether the listed actions were carried out, or are what a policy would have done."""
 
     HEAL = "heal"
     OBSERVE = "observe"
     REPLAY = "replay"
-    """From recorded rows: nothing was there to go back to."""
+    """From recorded rows: there was no checkpoint to restore."""
 
 
 class IncidentOutcome(enum.StrEnum):
-    """What an incident came to. Which steps, checkpoints and rates: the incident's own fields."""
+    """The outcome of an incident. Steps, checkpoints and rates are fields of the incident."""
 
     STOP = "stop"
     ROLLBACK = "rollback"
-    """Also where the same incident came to a stop later on."""
+    """Also where the same incident ended in a stop later."""
     SKIP = "skip"
     ALERT = "alert"
 
 
 class Incident(NamedTuple):
-    """A run of alarms with one onset."""
+    """Alarms with one onset."""
 
     number: int
     """From 1, over the whole run."""
@@ -47,40 +47,40 @@ class Incident(NamedTuple):
     """Of the order, or of the last alarm."""
     cause: tuple[str, ...] = ()
     action: tuple[str, ...] = ()
-    """What was ordered of the host; unless `mode` is HEAL, what would have been."""
+    """What was ordered on the host; unless `mode` is HEAL, what would have been."""
     mode: Mode = Mode.HEAL
     skipped: int = 0
     """Steps of it that were skipped."""
     capped: bool = False
-    """It may have had alarms without an event of their own: `skipped` is the least."""
+    """It may have had alarms without an event of their own: `skipped` is a lower bound."""
     clipped: int | None = None
     """Steps of it whose gradients were clipped; None: not counted."""
     repeats: int = 0
-    """Rollbacks after the first one: what would follow had going back not helped, unless HEAL."""
+    """Rollbacks after the first; unless HEAL, those that would follow if the first did not help."""
     denied: bool = False
     """The budget did not grant the first rollback: the run would stop."""
     repeat_denied: bool = False
-    """... nor one of the repeats."""
+    """The budget did not grant one of the repeats."""
     measures: tuple[EventRecord, ...] = ()
     """Rollbacks, answers of hooks, verdicts of re-runs and the stop, in order."""
     lr_path: tuple[float, ...] = ()
-    """Multipliers of the learning rate that it went through, the one before it first."""
+    """Multipliers of the learning rate, from the one before the incident on."""
     checkpoint: int | None = None
-    """Step of the checkpoint that was gone back to."""
+    """Step of the restored checkpoint."""
     batches: tuple[tuple[int, int], ...] = ()
-    """(epoch, index) of the batches that were left out, or else of those in which it began."""
+    """(epoch, index) of the batches that were left out, or else of the first ones."""
     left_out: bool = False
     """Whether `batches` were left out."""
     evidence: tuple[Evidence, ...] = ()
-    """Tensors that stood out, the worst first."""
+    """Tensors whose gradients stood out, the worst first."""
     onset: int = -1
     """Index of the row of its first alarm; -1: not known."""
     index: int = -1
     """Index of the row of `step`; -1: not known."""
     stop: int = -1
-    """Index of the row at which the stop was ordered; -1: not known."""
+    """Index of the row of the ordered stop; -1: not known."""
     stop_step: float | None = None
-    """Step at which the stop was ordered; None: none was, or it is not known where."""
+    """Step of the ordered stop; None: none was ordered, or its step is not known."""
     last: int = -1
     """Index of the row of its last alarm; -1: it is `index`."""
     last_step: float | None = None
@@ -88,7 +88,7 @@ class Incident(NamedTuple):
 
     @property
     def outcome(self) -> IncidentOutcome:
-        """The gravest, but for a stop after a rollback."""
+        """The most severe action; a rollback counts more than a stop after it."""
         if "ROLLBACK" in self.action:
             return IncidentOutcome.ROLLBACK
         if "STOP" in self.action:
@@ -97,19 +97,19 @@ class Incident(NamedTuple):
 
     @property
     def end(self) -> tuple[float, int]:
-        """Step and index of the last that is known of it."""
+        """Step and row index of its last alarm or order."""
         if self.last_step is None:
             return self.step, self.index
         return self.last_step, self.last
 
     @property
     def lr_before(self) -> float | None:
-        """Multiplier of the learning rate; None: it was not changed."""
+        """Multiplier of the learning rate before it; None: not changed."""
         return self.lr_path[0] if self.lr_path else None
 
     @property
     def lr_after(self) -> float | None:
-        """Multiplier of the learning rate; None: it was not changed."""
+        """Multiplier of the learning rate after it; None: not changed."""
         return self.lr_path[-1] if self.lr_path else None
 
 
@@ -135,8 +135,8 @@ class OpenIncident:
     alarms: int = 0
     stop_step: float | None = None
 
-    def seen(self, event: EventRecord) -> None:
-        """An alarm or an order of it."""
+    def add(self, event: EventRecord) -> None:
+        """Adds an alarm or an order of it."""
         self.step = max(self.step, float(event.step or 0))
         self.observed |= bool(event.observed)
         add_names(self.cause, event.cause or ())
@@ -145,7 +145,7 @@ class OpenIncident:
             self.alarms += 1
             self.skipped += bool(event.skip)
             if not self.evidence:
-                found = (event.evidence or ())[:_EVIDENCE]
+                found = (event.evidence or ())[:_MAX_EVIDENCE]
                 self.evidence = tuple(Evidence(each.name, each.grad_norm) for each in found)
             return
         ordered = event.action or ()
@@ -154,7 +154,7 @@ class OpenIncident:
             self.stop_step = float(event.step or 0)
 
     def cut(self, before: float | None, after: float | None) -> None:
-        """The learning rate was cut; one event or two may have said so."""
+        """Adds a cut of the learning rate, which one event or two may report."""
         if before is None or after is None:
             return
         if not self.lr_path:
@@ -162,8 +162,8 @@ class OpenIncident:
         if after != self.lr_path[-1]:
             self.lr_path.append(after)
 
-    def incident(self) -> Incident:
-        """What is known by now; not where its rows are."""
+    def snapshot(self) -> Incident:
+        """The incident so far, without the indices of its rows."""
         return Incident(
             number=self.number,
             attempt=self.attempt,
@@ -186,10 +186,45 @@ class OpenIncident:
 
 
 def add_names(to: list[str], names: Sequence[str]) -> None:
-    """Adds those that are not there yet."""
+    """Adds the names that are not in the list."""
     to.extend(name for name in names if name not in to)
 
 
 def batches_of(event: EventRecord) -> tuple[tuple[int, int], ...]:
     """(epoch, index) of the batches that an event names."""
     return tuple((epoch, index) for epoch, index in event.batches or ())
+
+
+class Counts(NamedTuple):
+    """Counts of one run, or of one replay."""
+
+    incidents: int = 0
+    rollbacks: int = 0
+    """Incidents with a rollback."""
+    repeats: int = 0
+    """Rollbacks beyond one for each incident."""
+    denied: int = 0
+    """Rollbacks that the budget did not grant."""
+    stops: int = 0
+    skips: int = 0
+    """Steps that were skipped."""
+    clips: int | None = None
+    """Steps whose gradients were clipped; None: not known."""
+    alarms: int | None = None
+    """Steps with a cause; None: not known."""
+
+
+def counts_of(incidents: Sequence[Incident], **more: int | None) -> Counts:
+    """Counts incidents.
+
+    Args:
+        incidents: all of them.
+        **more: fields of `Counts` that incidents do not have, or better values.
+    """
+    return Counts(
+        incidents=len(incidents),
+        rollbacks=sum("ROLLBACK" in each.action for each in incidents),
+        repeats=sum(each.repeats for each in incidents),
+        stops=sum("STOP" in each.action for each in incidents),
+        skips=sum(each.skipped for each in incidents),
+    )._replace(**more)

@@ -1,160 +1,189 @@
-"""From the rows of a run, however many, to its curves and counts, and to its incidents' rows."""
+"""Reads the metrics file of a Healer line by line: it may have gigabytes."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.history.curves import Curves
-from healcore.history.envelope import Envelope
-from healcore.history.incident import Incident
-from healcore.history.metric_lines import CURVES, Chunk
+from healcore.runtime.events.json_lines import MAX_LINE, lines_of
+from healcore.runtime.events.models import NONFINITE
 
-ROWS = 9000
-"""Most rows that are kept: some 450 stretches of which all extremes stay, or more."""
-
-_WHOLE = 2.0**24
-"""Float32, in which an envelope keeps its columns, has all whole numbers up to here."""
+CURVES = ("loss", "grad_norm", "threshold", "lr_scale")
+_CHUNK = 4096
+_MAX_PROBLEMS = 20
 
 
-class Gathered(NamedTuple):
-    """What the rows have."""
+class MetricRows(NamedTuple):
+    """Rows of a metrics file, in its order."""
 
-    curves: Curves
-    incidents: tuple[Incident, ...]
-    """With their `onset` and `index`."""
-    counted: MetricCounts | None
-    """None: the rows do not say what the policy made of them."""
+    step: np.ndarray
+    """float64 (n,)."""
+    attempt: np.ndarray
+    """int64 (n,)."""
+    values: dict[str, np.ndarray]
+    """By names of CURVES, float32 (n,); NaN where nothing was logged, or where it was NaN."""
+    nonfinite: np.ndarray
+    """bool (n,): a loss or norm was logged and is not finite."""
+    flags: np.ndarray | None = None
+    """bool (n, 3): an alarm, skipped, clipped; None: not known."""
+    every: np.ndarray | None = None
+    """int64 (n,): steps that a row of thinned metrics stands for; None: one each."""
 
 
-class MetricCounts:
-    """What the metrics know of alarms, chunk by chunk: all, where events have an incident's first.
+class MetricRow(NamedTuple):
+    """One line of a metrics file."""
 
-    Of metrics that were thinned they are estimates.
+    step: float
+    attempt: int
+    values: dict[str, float]
+    """By names of CURVES."""
+    flags: tuple[bool, bool, bool] | None = None
+    every: int = 1
+
+
+class MetricsReader:
+    """Reads the rows of some runs. The attributes are filled while `chunks` is consumed.
 
     Args:
-        incidents: by attempt and step.
+        path: the file.
+        ids: for each attempt the run's id and its number within that process.
 
     Attributes:
-        known: the rows say what the policy made of them.
-        alarms: steps with a cause.
-        skips: steps that were skipped.
-        clips: steps whose gradients were clipped.
-        ends: by place in `incidents`, step and index of the last alarm.
+        problems: the first damaged lines, with their numbers.
+        damaged: how many there are.
+        others: lines of other runs.
+        engine: whose lines are read: the first one's.
+        left_out: other engines, whose lines are left out: there is one row per step.
+        ids: attempts, and those that only the lines have.
     """
 
-    def __init__(self, incidents: Sequence[Incident]) -> None:
-        self.known = False
-        self.alarms = self.skips = self.clips = 0
-        self.ends: dict[int, tuple[float, int]] = {}
-        self._skipped: Counter[int] = Counter()
-        self._begins: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
-        for place, case in enumerate(incidents):
-            self._begins[case.attempt].append((case.onset_step, place))
-        for begins in self._begins.values():
-            begins.sort()
+    def __init__(self, path: Path, ids: Sequence[tuple[str, int]]) -> None:
+        self.path = path
+        self.ids = list(ids)
+        self.problems: list[str] = []
+        self.damaged = 0
+        self.others = 0
+        self.engine: str | None = None
+        self.left_out: set[str] = set()
+        self._numbers = {each: at for at, each in reversed(list(enumerate(self.ids)))}
+        self._runs = {run for run, _ in ids}
+        self._last: dict[str, float] = {}
+        self._ordinal: dict[str, int] = {}
 
-    def add(self, chunk: Chunk, index: np.ndarray) -> None:
-        """Takes one chunk and the indices of its rows."""
-        if chunk.flags is None:
-            return
-        self.known = True
-        alarm, skip, clip = chunk.flags.T
-        every = 1 if chunk.every is None else chunk.every
-        self.alarms += int((alarm * every).sum())
-        self.skips += int((skip * every).sum())
-        self.clips += int(((clip & ~skip) * every).sum())
-        for attempt in np.unique(chunk.attempt[alarm]).tolist():
-            begins = self._begins.get(attempt)
-            if begins:
-                self._extend(begins, alarm & (chunk.attempt == attempt), chunk, index)
+    def chunks(self) -> Iterator[MetricRows]:
+        """Reads the file once.
 
-    def _extend(
-        self,
-        begins: list[tuple[float, int]],
-        rows: np.ndarray,
-        chunk: Chunk,
-        index: np.ndarray,
-    ) -> None:
-        """An alarm is of the incident that has begun last."""
-        assert chunk.flags is not None
-        step, index, skip = chunk.step[rows], index[rows], chunk.flags[rows, 1]
-        which = np.searchsorted([onset for onset, _ in begins], step, side="right") - 1
-        for each in np.unique(which[which >= 0]).tolist():
-            place, mine = begins[each][1], np.flatnonzero(which == each)
-            self.ends[place] = float(step[mine[-1]]), int(index[mine[-1]])
-            self._skipped[place] += int(skip[mine].sum())
-
-    def completed(self, place: int, case: Incident) -> Incident:
-        """An incident with the alarms that have no event of their own.
-
-        Args:
-            place: of it in the incidents.
-            case: as the events have it.
+        Raises:
+            OSError: it cannot be read.
         """
-        step, _ = self.ends.get(place, (case.step, -1))
-        skipped = max(case.skipped, self._skipped[place])
-        return case._replace(skipped=skipped, step=max(case.step, step), capped=False)
+        rows: list[MetricRow] = []
+        with self.path.open("rb") as file:
+            for number, line in enumerate(lines_of(file), start=1):
+                if not line.strip():
+                    continue
+                row = self._row(number, line)
+                if row is not None:
+                    rows.append(row)
+                if len(rows) == _CHUNK:
+                    yield stack(rows)
+                    rows = []
+        if rows:
+            yield stack(rows)
+
+    def _row(self, number: int, line: bytes) -> MetricRow | None:
+        found = parse_metrics(line)
+        if isinstance(found, str):
+            self.damaged += 1
+            if len(self.problems) < _MAX_PROBLEMS:
+                self.problems.append(f"line {number}: {found}")
+            return None
+        run = found.get("run")
+        if not isinstance(run, str) or run not in self._runs:
+            self.others += 1
+            return None
+        engine = found.get("engine", "")
+        if self.engine is None:
+            self.engine = engine
+        if engine != self.engine:
+            self.left_out.add(str(engine))
+            return None
+        step = float(found["step"])
+        scale = found.get("grad_scale")
+        clipped = isinstance(scale, int | float) and scale < 1
+        flags = bool(found.get("cause")), found.get("skip") is True, clipped
+        every = found.get("every", 1)
+        every = every if type(every) is int and 1 <= every < 1 << 32 else 1
+        return MetricRow(step, self._attempt(run, step), curve_values(found), flags, every)
+
+    def _attempt(self, run: str, step: float) -> int:
+        ordinal = self._ordinal.get(run, 0)
+        if step <= self._last.get(run, -1.0):
+            ordinal += 1
+        self._ordinal[run], self._last[run] = ordinal, step
+        at = self._numbers.setdefault((run, ordinal), len(self.ids))
+        if at == len(self.ids):
+            self.ids.append((run, ordinal))
+        return at
 
 
-def gather(chunks: Iterable[Chunk], incidents: Sequence[Incident]) -> Gathered:
-    """Thins the curves, finds the rows of the incidents, and counts.
-
-    Args:
-        chunks: of one run, in order.
-        incidents: in order.
-    """
-    envelope = Envelope(limit=ROWS)
-    counted = MetricCounts(incidents)
-    wanted = {(case.attempt, at) for case in incidents for at in (case.onset_step, case.step)}
-    attempts = {attempt for attempt, _ in wanted}
-    found: dict[tuple[int, float], int] = {}
-    seen: set[str] = set()
-    rows = 0
-    for chunk in chunks:
-        index = np.arange(rows, rows + len(chunk.step))
-        rows += len(index)
-        counted.add(chunk, index)
-        seen |= {name for name, values in chunk.values.items() if np.any(~np.isnan(values))}
-        marked = np.where(chunk.nonfinite, np.float32(1), np.float32(0))
-        high, low = np.divmod(chunk.step, _WHOLE)
-        aligned = {"high": high, "low": low, "attempt": chunk.attempt, "nonfinite": marked}
-        envelope.add(index, {**chunk.values, **aligned})
-        if attempts.intersection(chunk.attempt.tolist()):
-            pairs = zip(chunk.attempt.tolist(), chunk.step.tolist(), strict=True)
-            found |= {
-                pair: i for pair, i in zip(pairs, index.tolist(), strict=True) if pair in wanted
-            }
-    curves = _curves(envelope, seen, rows)
-    placed = []
-    for place, case in enumerate(incidents):
-        if counted.known and case.capped:
-            case = counted.completed(place, case)
-        step, index = counted.ends.get(place, (-1.0, -1))
-        index = index if step == case.step else found.get((case.attempt, case.step), -1)
-        onset = found.get((case.attempt, case.onset_step), -1)
-        placed.append(case._replace(onset=onset, index=index))
-    return Gathered(curves, tuple(placed), counted if counted.known else None)
+def parse_metrics(line: bytes) -> dict[str, Any] | str:
+    """The object in a metrics line, or the reason why there is none."""
+    if len(line) > MAX_LINE:
+        return f"longer than {MAX_LINE >> 20} MB, which no line of metrics is"
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return f"not JSON, {len(line)} bytes"
+    if not isinstance(found, dict) or found.get("kind") != "step":
+        return 'no metrics: those have "kind": "step"'
+    step = found.get("step")
+    if type(step) is not int or not 0 <= step < 1 << 53:
+        return f"step is not a whole number from 0 to 2^53: {step!r:.80}"
+    return found
 
 
-def _curves(envelope: Envelope, seen: set[str], rows: int) -> Curves:
-    if not rows:
-        return Curves(np.zeros(0), np.zeros(0, np.float32), rows=0)
-    index, values = envelope.kept()
-    nonfinite = values["nonfinite"] > 0
-    curve = {name: values[name] if name in seen else None for name in CURVES}
-    loss = values["loss"]
-    return Curves(
-        step=values["high"].astype(np.float64) * _WHOLE + values["low"],
-        loss=loss,
-        grad_norm=curve["grad_norm"],
-        threshold=curve["threshold"],
-        lr_scale=curve["lr_scale"],
-        index=index,
-        attempt=values["attempt"].astype(np.int64),
-        nonfinite=nonfinite,
-        rows=rows,
+def curve_values(line: dict[str, Any]) -> dict[str, float]:
+    """The values of the curves in a line, without those that are no numbers."""
+    found = {}
+    for name in CURVES:
+        value = line.get(name)
+        if type(value) in (int, float) or value in NONFINITE:
+            assert value is not None
+            with contextlib.suppress(OverflowError):  # a whole number of 400 digits
+                found[name] = float(value)
+    if found.get("threshold") == 0.0:  # none in force
+        del found["threshold"]
+    return found
+
+
+def stack(rows: Sequence[MetricRow]) -> MetricRows:
+    """Makes arrays of rows, all of them with flags or all without."""
+
+    def column(name: str) -> np.ndarray:
+        with np.errstate(over="ignore"):  # 1e300 is Inf in float32
+            return np.array([row.values.get(name, np.nan) for row in rows]).astype(np.float32)
+
+    values = {name: column(name) for name in CURVES}
+    nonfinite = np.array(
+        [
+            any(
+                name in row.values and not np.isfinite(row.values[name])
+                for name in ("loss", "grad_norm")
+            )
+            for row in rows
+        ]
+    )
+    flagged = bool(rows) and rows[0].flags is not None
+    return MetricRows(
+        np.array([row.step for row in rows]),
+        np.array([row.attempt for row in rows]),
+        values,
+        nonfinite,
+        np.array([row.flags for row in rows]) if flagged else None,
+        np.array([row.every for row in rows]),
     )

@@ -1,4 +1,4 @@
-"""One process of a run: when it began, how it ended; and the checkpoints that it left."""
+"""One process of a run: its start, its end and its known-good checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from healcore.runtime.events.process import Process
 
 
 class RunState(enum.StrEnum):
-    """How a run stands, or how it has ended."""
+    """How a run ended, or that it is running."""
 
     COMPLETED = "completed"
     STOPPED = "stopped"
@@ -19,12 +19,12 @@ class RunState(enum.StrEnum):
     INTERRUPTED = "interrupted"
     KILLED = "killed"
     ENDED = "ended"
-    """It has ended, in a way that this version does not know."""
+    """It has ended, in a way unknown to this version."""
     GONE = "gone"
-    """It has written no end, and its process is gone."""
+    """It has written no `end` event, and its process is gone."""
     RUNNING = "running"
     UNKNOWN = "unknown"
-    """It has written no end, and its process cannot be seen from here."""
+    """It has written no `end` event, and its process cannot be seen from here."""
 
 
 @dataclass
@@ -33,12 +33,12 @@ class RunProcess:
 
     Attributes:
         id: of its events.
-        start: its event; None: a torn line has taken it, or a rotation.
+        start: its event; None: lost to a torn line or a rotation.
         end: its event; None: it has written none.
         last: its last event.
-        diagnosis: for a person, of the last event that has one.
-        first_mono: monotonic clock of its first event that has one.
-        last_mono: of its last.
+        diagnosis: of the last event that has one.
+        first_mono: the smallest monotonic clock of its events.
+        last_mono: the largest.
     """
 
     id: str
@@ -50,7 +50,7 @@ class RunProcess:
     last_mono: float | None = None
 
     def add(self, event: EventRecord) -> None:
-        """The next event."""
+        """Adds the next event."""
         self.last = event
         if event.kind == "start":
             self.start = event
@@ -65,20 +65,20 @@ class RunProcess:
 
     @property
     def seconds(self) -> float | None:
-        """How long it ran, by its monotonic clock; None: not known."""
+        """How long it ran, in seconds of its monotonic clock; None: not known."""
         if self.first_mono is None or self.last_mono is None:
             return None
         return self.last_mono - self.first_mono
 
     def process(self) -> Process | None:
-        """What the system knows it by; None: its start does not say."""
+        """Its identity in the system; None: its start does not have it."""
         start = self.start
         if start is None or start.host is None or start.pid is None:
             return None
         return Process(start.host, start.pid, start.boot, start.born)
 
     def state(self) -> RunState:
-        """From its end, or else from whether the process is still there."""
+        """From its end, or else from whether the process is still running."""
         if self.end is not None:
             return RunState.ENDED if self.end.ending is None else RunState(self.end.ending)
         process = self.process()
@@ -89,7 +89,7 @@ class RunProcess:
 
 
 class KnownGood:
-    """The known-good checkpoints of the store that was used last, from their events."""
+    """The known-good checkpoints of the store used last."""
 
     def __init__(self) -> None:
         self._steps: set[int] = set()
@@ -101,7 +101,7 @@ class KnownGood:
         return max(self._steps, default=None)
 
     def add(self, event: EventRecord) -> None:
-        """The next event."""
+        """Adds the next event."""
         at = event.step if event.checkpoint is None else event.checkpoint
         if event.kind == "start" and event.store != self._store:
             self._store = event.store

@@ -1,65 +1,130 @@
-"""One training run, put together from its events, one after another."""
+"""Puts a training run together from its events: attempts, incidents, marks and counts."""
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from healcore.core.evidence import Evidence
 from healcore.core.step_record import Readings
-from healcore.history.axis import (
-    AlarmPoint,
-    AttemptOrigin,
-    LastSeen,
-    Malformed,
-    Mark,
-    MarkKind,
-    RunAttempt,
-)
 from healcore.history.incident import MOST_ALARMS, Incident, OpenIncident, add_names, batches_of
 from healcore.history.process import KnownGood, RunProcess, RunState
+from healcore.runtime.events.log import Event
 from healcore.runtime.events.models import EventRecord, RerunVerdict, RollbackOutcome, record
-from healcore.runtime.events.reading import Event
 
 _LATE = frozenset({"good", "damaged", "save_failed"})
-"""Written when a checkpoint's turn has come; their `step` is the checkpoint's, long gone by."""
+"""Their `step` is that of a checkpoint, which is older than the step that the run is at."""
+
+
+class AttemptOrigin(enum.StrEnum):
+    """What an attempt begins with."""
+
+    START = "start"
+    PROCESS = "process"
+    RESUME = "resume"
+    ROLLBACK = "rollback"
+    TRIAL = "trial"
+    METRICS = "metrics"
+    """Only the metrics have it."""
+    RECORDED = "recorded"
+    """The rows of a log that is replayed."""
+
+
+class RunAttempt(NamedTuple):
+    """The steps from a start, a resume or a rollback to the next."""
+
+    number: int
+    first_step: float
+    origin: AttemptOrigin
+    source: str = ""
+    """The file of its rows, where there are several."""
+
+
+class MarkKind(enum.StrEnum):
+    """The kind of a mark's event."""
+
+    RESUME = "resume"
+    ALARM = "alarm"
+    ORDER = "order"
+    HOOK = "hook"
+    STOP = "stop"
+    END = "end"
+
+
+class Mark(NamedTuple):
+    """A mark on the step axis that is no incident: a resume, a stop, the end."""
+
+    step: float
+    kind: MarkKind
+    event: EventRecord | None = None
+    """None: of a replay, which has no events."""
+
+
+class AlarmPoint(NamedTuple):
+    """The numbers of an alarm, as a point of the curves."""
+
+    step: float
+    attempt: int
+    readings: Readings
+    lr_scale: float | None
+    nonfinite: bool
+    """The loss or norm of the step was not finite; `readings` has the last finite one."""
+
+
+class LastSeen(NamedTuple):
+    """The newest values in the events of the last incident."""
+
+    cause: tuple[str, ...] = ()
+    onset: int | None = None
+    readings: Readings | None = None
+    evidence: tuple[Evidence, ...] = ()
+    batches: tuple[tuple[int, int], ...] = ()
+
+
+class Malformed(NamedTuple):
+    """An event with fields of the wrong type, which were left out."""
+
+    seq: int
+    kind: str
+    fields: tuple[str, ...]
 
 
 class Run:
-    """A training run: a process that began afresh, and those that went on from its checkpoints.
+    """A training run: a process that began a run, and those that resumed from its checkpoints.
 
-    Events are added as they are read, of a file that is complete or of one that grows.
+    Events are added as they are read, of a complete file or of one that grows.
 
     Attributes:
         processes: in order.
         attempts: in order.
-        places: of each attempt the process's id, and its number within that process.
+        attempt_ids: for each attempt the process's id, and its number within that process.
         marks: in order.
         points: of every alarm with readings.
-        rollbacks: events of those that were carried out, trials left out.
+        rollbacks: events of those that were carried out, without trials.
         malformed: events with fields that were left out.
         problems: events that report one.
         step: where the run is.
-        last_step: of the last event, but for those that come late.
+        last_step: of the last event that is not about an older checkpoint.
         lr_scale: the multiplier of the learning rate in force.
         last_seen: of the last incident.
-        rerun: what the last re-run of a step has shown.
+        rerun: the result of the last re-run of a step.
         damaged: steps of checkpoints that were found damaged.
         incident_count: incidents, also those whose events were rotated away.
-        rollback_count: the same of rollbacks; of an observing policy, those that it would order.
+        rollback_count: the same of rollbacks; with an observing policy, those that it would order.
         alarms: alarms with an event.
-        skips: of those, the steps that were skipped.
+        skips: skipped steps among them.
         cuts: of the learning rate.
         stops: that an observing policy would order.
-        unreported_alarms: without an event of their own.
+        unreported_alarms: alarms without an event of their own.
         lost: events that could not be written.
     """
 
     def __init__(self) -> None:
         self.processes: list[RunProcess] = []
         self.attempts: list[RunAttempt] = []
-        self.places: list[tuple[str, int]] = []
+        self.attempt_ids: list[tuple[str, int]] = []
         self.marks: list[Mark] = []
         self.points: list[AlarmPoint] = []
         self.rollbacks: list[EventRecord] = []
@@ -77,26 +142,24 @@ class Run:
         self._incidents: list[OpenIncident] = []
         self._alarms: Counter[tuple[str, int]] = Counter()
 
-    # -- what is known --------------------------------------------------------------------------
-
     @property
     def incidents(self) -> tuple[Incident, ...]:
         """In order."""
-        return tuple(each.incident() for each in self._incidents)
+        return tuple(each.snapshot() for each in self._incidents)
 
     @property
     def start(self) -> EventRecord | None:
-        """The last process's start."""
+        """Event of the last process that has one."""
         return next((each.start for each in reversed(self.processes) if each.start), None)
 
     @property
     def end(self) -> EventRecord | None:
-        """The last process's end; None: it has written none."""
+        """Event of the last process; None: it has written none."""
         return self.processes[-1].end if self.processes else None
 
     @property
     def state(self) -> RunState:
-        """How the run stands or has ended, as far as events and the system show."""
+        """How the run ended or that it is running, as far as that can be seen."""
         return self.processes[-1].state() if self.processes else RunState.UNKNOWN
 
     @property
@@ -112,19 +175,17 @@ class Run:
 
     @property
     def capped(self) -> bool:
-        """Some alarms may have no event of their own: `skips` is the least."""
+        """Some alarms may have no event of their own: `skips` is a lower bound."""
         return any(count >= MOST_ALARMS for count in self._alarms.values())
-
-    # -- reading --------------------------------------------------------------------------------
 
     def add(self, event: Mapping[str, Any]) -> EventRecord:
         """Adds the next event.
 
         Args:
-            event: as `reading.parse` gives it.
+            event: from `log.parse`.
 
         Returns:
-            The event, without the fields that are not in their shape.
+            The event, without the fields of the wrong type.
         """
         found, wrong = record(event)
         if wrong:
@@ -140,8 +201,8 @@ class Run:
         if found.problem is not None and found.kind in ("problem", "save_failed", "damaged"):
             self.problems.append(found)
         self.lost += found.lost or 0
-        self.unreported_alarms += found.untold_alarms or 0
-        handler = _HANDLERS.get(found.kind)  # by a table: the kind is whatever the file says
+        self.unreported_alarms += found.unreported_alarms or 0
+        handler = _HANDLERS.get(found.kind)  # the kind may be anything
         if handler is not None:
             handler(self, found, float(found.step or 0))
         return found
@@ -154,7 +215,7 @@ class Run:
 
     def _attempt(self, run: str, number: int, first: float, origin: AttemptOrigin) -> None:
         self.attempts.append(RunAttempt(len(self.attempts), first, origin))
-        self.places.append((run, number))
+        self.attempt_ids.append((run, number))
 
     def _add_resume(self, event: EventRecord, step: float) -> None:
         at = step if event.checkpoint is None else float(event.checkpoint)
@@ -165,7 +226,7 @@ class Run:
         target = event.checkpoint
         trial = event.outcome == RollbackOutcome.TRIAL
         self.step = event.step if target is None else target
-        if not trial:  # its number counts those whose events were rotated away
+        if not trial:  # `number` counts those whose events were rotated away too
             self.rollback_count = max(self.rollback_count + 1, event.number or 0)
         if target is None:
             return
@@ -173,17 +234,17 @@ class Run:
             self.rollbacks.append(event)
         onset = step if event.onset is None else float(event.onset)
         if not self._incidents or self._incidents[-1].onset_step != onset:
-            self._open(event, onset)  # a hook's order: of no incident
-        case = self._incidents[-1]
-        case.measures.append(event)
-        add_names(case.action, ("ROLLBACK",))
+            self._open(event, onset)  # a hook ordered it, without an incident
+        incident = self._incidents[-1]
+        incident.measures.append(event)
+        add_names(incident.action, ("ROLLBACK",))
         if not trial:
-            case.checkpoint = target
-            case.rollbacks += 1
-            case.cut(event.lr_scale_before, event.lr_scale)
+            incident.checkpoint = target
+            incident.rollbacks += 1
+            incident.cut(event.lr_scale_before, event.lr_scale)
             if event.batches:
-                case.batches, case.left_out = batches_of(event), True
-        run, number = self.places[-1]
+                incident.batches, incident.left_out = batches_of(event), True
+        run, number = self.attempt_ids[-1]
         if event.outcome == RollbackOutcome.AFTER_CRASH:  # the process began with it
             self.attempts[-1] = self.attempts[-1]._replace(
                 first_step=float(target), origin=AttemptOrigin.ROLLBACK
@@ -194,7 +255,7 @@ class Run:
 
     def _add_incident(self, event: EventRecord, step: float) -> None:
         self.incident_count = max(self.incident_count + 1, event.incident or 0)
-        self.last_seen = _newer(LastSeen(), event)
+        self.last_seen = _updated(LastSeen(), event)
         self._open(event, step if event.onset is None else float(event.onset))
 
     def _add_alarm(self, event: EventRecord, step: float) -> None:
@@ -202,23 +263,23 @@ class Run:
         self.alarms += 1
         self.skips += bool(event.skip)
         self._alarms[event.run, event.incident or 0] += 1
-        self.last_seen = _newer(self.last_seen, event)
+        self.last_seen = _updated(self.last_seen, event)
         readings, attempt = self.last_seen.readings, len(self.attempts) - 1
         if event.step is not None and event.readings is not None and readings is not None:
             nonfinite = any("NONFINITE" in name for name in cause)
             self.points.append(AlarmPoint(step, attempt, readings, event.lr_scale, nonfinite))
         if event.incident:
-            self._case(event).seen(event)
+            self._incident_of(event).add(event)
         else:
             self.marks.append(Mark(step, MarkKind.ALARM, event))
 
     def _add_order(self, event: EventRecord, step: float) -> None:
-        self.last_seen = _newer(self.last_seen, event)
+        self.last_seen = _updated(self.last_seen, event)
         if event.observed:
             self.rollback_count += "ROLLBACK" in (event.action or ())
             self.stops += "STOP" in (event.action or ())
         if event.incident:
-            self._case(event).seen(event)
+            self._incident_of(event).add(event)
         else:
             self.marks.append(Mark(step, MarkKind.ORDER, event))
 
@@ -237,7 +298,7 @@ class Run:
             return
         self.cuts += after < before
         last = self._incidents[-1] if self._incidents else None
-        # What cuts is an incident's order, also where its alarms have no events any more.
+        # An incident's order cuts, also where its alarms have no events any more.
         if after < before and last is not None and last.attempt == len(self.attempts) - 1:
             last.cut(before, after)
 
@@ -264,8 +325,6 @@ class Run:
         self.rollback_count = max(self.rollback_count, event.rollbacks or 0)
         self.marks.append(Mark(step, MarkKind.END, event))
 
-    # -- which incident -------------------------------------------------------------------------
-
     def _open(self, event: EventRecord, onset: float) -> None:
         self._incidents.append(
             OpenIncident(
@@ -278,15 +337,14 @@ class Run:
             )
         )
 
-    def _case(self, event: EventRecord) -> OpenIncident:
-        """The incident that an event names; a torn line may have taken its begin."""
+    def _incident_of(self, event: EventRecord) -> OpenIncident:
+        """The incident with the event's number; its `incident` event may be lost to a torn line."""
         if not self._incidents or self._incidents[-1].number != event.incident:
             self._open(event, float(event.step or 0))
         return self._incidents[-1]
 
 
-def _newer(seen: LastSeen, event: EventRecord) -> LastSeen:
-    """With what the event has of it."""
+def _updated(seen: LastSeen, event: EventRecord) -> LastSeen:
     readings = event.readings
     return LastSeen(
         seen.cause if event.cause is None else tuple(event.cause),
@@ -299,18 +357,18 @@ def _newer(seen: LastSeen, event: EventRecord) -> LastSeen:
     )
 
 
-def goes_on(events: Iterable[Event]) -> bool:
-    """Whether a process went on from a checkpoint of the one before.
+def is_continuation(events: Iterable[Event]) -> bool:
+    """Whether a process resumed from a checkpoint of the one before.
 
-    A rollback that was cut short by a kill is finished by the next start, which then has no event
+    A rollback that a kill interrupted is finished by the next start, which then has no event
     `resume`.
 
     Args:
         events: of the process, from its first on.
     """
     for event in events:
-        late = event.get("outcome") == RollbackOutcome.AFTER_CRASH
-        if event["kind"] == "resume" or late or event.get("resumes") is True:
+        finished = event.get("outcome") == RollbackOutcome.AFTER_CRASH
+        if event["kind"] == "resume" or finished or event.get("resumes") is True:
             return True
         if event["kind"] in ("save", "alarm", "incident"):
             return False
@@ -321,11 +379,11 @@ def runs_of(processes: Mapping[str, Sequence[Event]]) -> list[Run]:
     """The training runs of an events file, however many processes each took.
 
     Args:
-        processes: run id -> its events, as `reading.History.runs` gives them.
+        processes: run id -> its events, from `log.History.runs`.
     """
     found: list[Run] = []
     for events in processes.values():
-        if not found or not goes_on(events):
+        if not found or not is_continuation(events):
             found.append(Run())
         for event in events:
             found[-1].add(event)

@@ -11,7 +11,7 @@ from healcore.core.detectors import CAUSES, DETECTORS
 from healcore.core.engine import Engine, EngineConfig
 from healcore.policy.clip import Clip, NoClip
 from healcore.policy.detect import Detect
-from healcore.policy.recovery import Budget, Incident, Lr, Rollback
+from healcore.policy.recovery import Budget, IncidentPolicy, Lr, Rollback
 from healcore.policy.respond import Respond
 from healcore.policy.table import Conflict, Table
 from healcore.policy.values import Listed, Mode, Name, StepsOrZero, Text, Whole, Words, broken
@@ -48,7 +48,7 @@ class Policy(Table):
     clip: Clip = NoClip()
     detect: Detect = Detect()
     respond: Annotated[tuple[Respond, ...], BeforeValidator(_entries)] = ()
-    incident: Incident = Incident()
+    incident: IncidentPolicy = IncidentPolicy()
     rollback: Rollback = Rollback()
     lr: Lr = Lr()
     budget: Budget = Budget()

@@ -14,7 +14,7 @@ _Answer = Literal["alert", "rollback", "stop"]
 _Few = Annotated[int, Whole(least=0, most=1000)]
 
 
-class Incident(Table):
+class IncidentPolicy(Table):
     """Where one incident ends and the next begins."""
 
     core = IncidentConfig

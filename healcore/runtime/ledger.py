@@ -64,15 +64,7 @@ class Ledger:
     """Whether an incident is going on."""
 
     def record(self, index: int, records: Sequence[StepRecord]) -> IncidentRecord | None:
-        """Adds one step.
-
-        Args:
-            index: of the step.
-            records: the step's records, one or more per engine.
-
-        Returns:
-            The incident that the step belongs to; None: the step is healthy.
-        """
+        """Adds one step, by its records. Returns its incident; None: the step is healthy."""
         self.next_step = index + 1
         self.open = any(each.incident_open for each in records)
         cause = 0
@@ -103,12 +95,9 @@ class Ledger:
         return self.incidents[-1]
 
     def on_rollback(self, onset: int, target: int, *, counts: bool = True) -> None:
-        """Records that the checkpoint of step `target` was restored.
+        """Records that the checkpoint of step `target` was restored for the incident at `onset`.
 
-        Args:
-            onset: of the incident that the rollback answers.
-            target: the checkpoint's step.
-            counts: False for a re-run, which must not affect the choice of the next checkpoint.
+        A re-run does not count: it must not affect the choice of the next checkpoint.
         """
         if counts:
             self.past_rollbacks.append(PastRollback(onset, target))

@@ -1,11 +1,9 @@
-"""A start that finds damaged checkpoints: an older one or an error, and never step 0 unsaid."""
+"""A start that finds damaged checkpoints: an older one or an error, and never a silent step 0."""
 
 from __future__ import annotations
 
 import logging
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,9 @@ import pytest
 
 from healcore.runtime.store import NoGoodCheckpoint
 from healcore.torch.store import DCPStore
+from tests.healer import killed_runs
 from tests.healer.loops import Faults, loop_of, rules, train
-from tests.healer.reading import events
+from tests.healer.run_directory import events
 from tests.store.test_damage import flip
 
 
@@ -22,11 +21,7 @@ from tests.store.test_damage import flip
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a run leaves that was killed at step 22: checkpoints up to step 20."""
     folder = tmp_path_factory.mktemp("killed")
-    program = Path(__file__).with_name("killed_run.py")
-    done = subprocess.run(
-        [sys.executable, program, folder, "22"], capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == -9, done.stderr
+    killed_runs.killed(killed_runs.at_step, folder, 22)
     return folder
 
 
@@ -83,7 +78,7 @@ def test_every_checkpoint_damaged_is_refused(damage, resume, killed, tmp_path):
 
 
 @pytest.mark.parametrize("damage", WAYS)
-def test_the_newest_damaged_are_named_and_the_newest_sound_one_is_used(
+def test_damaged_checkpoints_are_named_and_the_newest_intact_one_is_used(
     damage, killed, tmp_path, caplog
 ):
     *_, second, newest = copy_of(killed, tmp_path)
@@ -94,15 +89,15 @@ def test_the_newest_damaged_are_named_and_the_newest_sound_one_is_used(
         facts = train(loop, rules(), range(40), store=tmp_path)
     assert facts["step"] == 40
     assert loop.faults.order[0] == 10
-    told = [event["step"] for event in events(tmp_path, "damaged")]
-    assert sorted(told) == [15, 20]
+    logged = [event["step"] for event in events(tmp_path, "damaged")]
+    assert sorted(logged) == [15, 20]
     (line,) = [r.getMessage() for r in caplog.records if "damaged" in r.getMessage()]
     assert "15" in line
     assert "20" in line
     assert "step 10" in line
 
 
-def test_checkpoints_that_have_gone_are_missed(killed, tmp_path):
+def test_missing_checkpoints_are_reported(killed, tmp_path):
     """The journal of a run that could say how it ended knows that it had saved."""
     train(loop_of("torch"), rules(), range(12), store=tmp_path)
     for each in tmp_path.glob("step-*"):
@@ -125,6 +120,6 @@ def test_a_rollback_names_what_it_passes_over(tmp_path):
     store: Any = DCPStore(tmp_path)
     loop = loop_of("torch", Faults(always=[23]))
     train(loop, rules(), range(40), store=store, before=damage)
-    (told,) = events(tmp_path, "rollback")
-    assert told["checkpoint"] == 10
+    (logged,) = events(tmp_path, "rollback")
+    assert logged["checkpoint"] == 10
     assert [event["step"] for event in events(tmp_path, "damaged")] == [15]

@@ -1,4 +1,4 @@
-"""A rank that fails alone ends: it does not wait for the others, who will never come."""
+"""A rank that fails alone ends: it does not wait for the others, which never come."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def test_it_ends_with_its_own_error(tmp_path):
         for rank in range(2)
     ]
     try:
-        _, told = ranks[1].communicate(timeout=600)
+        _, stderr = ranks[1].communicate(timeout=600)
         assert ranks[1].returncode == 1
-        assert "the shard is gone" in told
+        assert "the shard is gone" in stderr
         assert ranks[0].poll() is None, "the other one still waits"
     finally:
         for each in ranks:

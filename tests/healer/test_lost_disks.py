@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from healcore.runtime.loop.exits import LastStateNotSaved
+from healcore.runtime.loop.termination import LastStateNotSaved
 from healcore.runtime.store.errors import StoreError
 from tests.healer.loops import Faults, loop_of, rules, same, train
-from tests.healer.test_slow_disks import events_of
+from tests.healer.run_directory import events_of
 from tests.store.disks import read_only, small_disk
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
@@ -38,7 +38,7 @@ def run(
     return loop, facts, events_of(log)
 
 
-def told(found: list[Any], kind: str) -> list[Any]:
+def logged(found: list[Any], kind: str) -> list[Any]:
     return [event for event in found if event["kind"] == kind]
 
 
@@ -54,17 +54,17 @@ def test_a_directory_that_was_deleted(framework, tmp_path, caplog):
             shutil.rmtree(tmp_path / "away")
 
     loop, _, found = run(framework, folder, delete, lost=True)
-    assert len(told(found, "rollback")) == 1
+    assert len(logged(found, "rollback")) == 1
     assert found[-1]["step"] == expected["step"] == 39
     assert same(loop.weights(), healthy.weights())
-    problems = [event["problem"] for event in told(found, "problem")]
+    problems = [event["problem"] for event in logged(found, "problem")]
     assert any("cannot be read" in each and "in memory" in each for each in problems)
     assert any("journal could not be written" in each for each in problems)
-    assert "has somebody deleted it" in told(found, "save_failed")[-1]["problem"]
+    assert "has somebody deleted it" in logged(found, "save_failed")[-1]["problem"]
 
 
 @BOTH
-def test_a_disk_that_comes_back_is_told_what_was_given_up(framework, tmp_path):
+def test_a_disk_that_comes_back_gets_the_quarantine(framework, tmp_path):
     """Unmounted at the rollback. What lay on it is of a branch that the run has left."""
     folder, away = tmp_path / "disk", tmp_path / "away"
     seen: dict[str, Any] = {}
@@ -86,13 +86,13 @@ def test_a_disk_that_comes_back_is_told_what_was_given_up(framework, tmp_path):
 
     _, facts, found = run(framework, folder, unmount)
     assert facts["step"] == 39
-    target = told(found, "rollback")[0]["checkpoint"]
+    target = logged(found, "rollback")[0]["checkpoint"]
     assert target == 15
     assert seen["before"] == "gone"
     assert seen["back"][20] == "candidate", "nobody could tell it"
-    quarantined = {each["checkpoint"] for each in told(found, "quarantine")}
+    quarantined = {each["checkpoint"] for each in logged(found, "quarantine")}
     assert 20 in quarantined
-    assert told(found, "end")[0]["last_good"] == 35
+    assert logged(found, "end")[0]["last_good"] == 35
     # The next run in this directory knows what the rollback has cost.
     assert '"rollbacks":1' in (folder / "healcore.json").read_text()
 
@@ -117,10 +117,10 @@ def test_a_directory_that_became_read_only(framework, tmp_path):
         if len(holding) == 1:
             holding[0].__exit__(None, None, None)
     assert (facts["step"], facts["rollbacks"]) == (39, 1)
-    assert told(found, "rollback")[0]["checkpoint"] == 15
-    assert any("could not be quarantined" in e["problem"] for e in told(found, "problem"))
-    assert {e["checkpoint"] for e in told(found, "quarantine")} >= {20}
-    assert told(found, "end")[0]["last_good"] == 35
+    assert logged(found, "rollback")[0]["checkpoint"] == 15
+    assert any("could not be quarantined" in e["problem"] for e in logged(found, "problem"))
+    assert {e["checkpoint"] for e in logged(found, "quarantine")} >= {20}
+    assert logged(found, "end")[0]["last_good"] == 35
 
 
 @BOTH
@@ -135,5 +135,5 @@ def test_a_disk_that_is_full_at_the_rollback(framework, tmp_path):
                         file.write(bytes(1 << 16))
 
         _, _, found = run(framework, disk, fill, lost=True)
-    assert len(told(found, "rollback")) == 1
-    assert any("No space left" in e["problem"] for e in told(found, "save_failed"))
+    assert len(logged(found, "rollback")) == 1
+    assert any("No space left" in e["problem"] for e in logged(found, "save_failed"))

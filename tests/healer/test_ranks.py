@@ -1,4 +1,4 @@
-"""Two ranks that see different things do the same all the same, and nobody waits for ever."""
+"""Two ranks that see different things do the same, and neither waits for ever."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from healcore.runtime.events import reading
-from tests.healer.ranks_life import BAD, HOOKS, ODD, SECONDS
+from healcore.runtime.events import read
+from tests.healer.two_ranks import BAD, HOOKS, ODD, SECONDS
 
 REPOSITORY = Path(__file__).parents[2]
 SCENARIOS = [*ODD, *HOOKS]
@@ -23,7 +23,7 @@ class Pair:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        command = [sys.executable, "-m", "tests.healer.ranks_life"]
+        command = [sys.executable, "-m", "tests.healer.two_ranks"]
         running = [
             subprocess.Popen(
                 [*command, str(rank), root, *SCENARIOS],
@@ -41,15 +41,15 @@ class Pair:
             for process in running:
                 process.kill()
 
-    def said(self, scenario: str) -> dict[str, Any]:
+    def result(self, scenario: str) -> dict[str, Any]:
         """The same on both."""
-        told = []
+        logged = []
         for out, errors in self._ends:
             lines = dict(zip(SCENARIOS, out.splitlines(), strict=False))
             assert scenario in lines, errors[-3000:]
-            told.append(json.loads(lines[scenario]))
-        assert told[0] == told[1]
-        return told[0]
+            logged.append(json.loads(lines[scenario]))
+        assert logged[0] == logged[1]
+        return logged[0]
 
 
 @pytest.fixture(scope="module")
@@ -62,22 +62,22 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     [("agree", 15), ("listing", 10), ("forgets", 15), ("rots", 15), ("without a disk", 10)],
 )
 def test_both_go_back_to_the_newest_common_step(scenario, target, pair):
-    told = pair.said(scenario)
-    assert told["rollbacks"] == 1
-    assert told["step"] == 39
-    assert told["order"].count(BAD) == 1
+    logged = pair.result(scenario)
+    assert logged["rollbacks"] == 1
+    assert logged["step"] == 39
+    assert logged["order"].count(BAD) == 1
     for name in ("run.events.jsonl", "run.events.rank1.jsonl"):
-        events = reading.read(pair.root / scenario / name).events
+        events = read(pair.root / scenario / name).events
         assert [e["checkpoint"] for e in events if e["kind"] == "rollback"] == [target]
 
 
 def test_the_most_severe_of_two_hooks_wins(pair):
-    told = pair.said("severe")
-    assert "hook" in told["stopped"]
-    assert told["rollbacks"] == 0
+    logged = pair.result("severe")
+    assert "hook" in logged["stopped"]
+    assert logged["rollbacks"] == 0
 
 
 def test_a_milder_hook_on_one_rank_changes_nothing(pair):
-    told = pair.said("milder")
-    assert told["stopped"] is None
-    assert told["rollbacks"] == 1
+    logged = pair.result("milder")
+    assert logged["stopped"] is None
+    assert logged["rollbacks"] == 1

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.healer.loops import Faults, loop_of, rules, same, train
-from tests.healer.reading import events
+from tests.healer.run_directory import events
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
@@ -26,7 +26,7 @@ def test_a_transient_fault_leaves_no_trace(framework, tmp_path):
 
 
 @BOTH
-def test_a_reproducible_fault_is_gone_around(framework, tmp_path):
+def test_a_reproducible_fault_is_skipped(framework, tmp_path):
     loop = loop_of(framework, Faults(always=[23]), rules())
     facts = train(loop, rules(), range(40), rerun=True, store=tmp_path)
     assert [event["outcome"] for event in events(tmp_path, "verdict")] == ["reproducible"]

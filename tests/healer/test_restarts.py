@@ -3,65 +3,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
-from healcore.core.verdict import Action
 from healcore.runtime.checkpoints.manager import CheckpointManager
+from healcore.runtime.healer import Healer
 from healcore.runtime.loop.action_executor import ActionExecutor
 from healcore.runtime.postmortem import postmortem
+from healcore.runtime.store import StateMismatch
 from healcore.runtime.store.directory import DirectoryStore
 from healcore.torch.store import DCPStore
+from tests.healer.crashes import crash
 from tests.healer.loops import Faults, loop_of, rules, same, train
-from tests.healer.reading import events, postmortems
-from tests.healer.test_crashes import Crash, quiet_end
+from tests.healer.run_directory import events, postmortems
 
 BAD = [23, 24]
 
 
-def crash(
-    monkeypatch: pytest.MonkeyPatch,
-    owner: type,
-    name: str,
-    when: Callable[..., bool],
-    run: Callable[[], Any],
-    *,
-    after: bool = False,
-) -> None:
-    """Runs something up to a call, and no further: as if the process were killed there."""
-    function = getattr(owner, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        now = when(*args, **kwargs)
-        if now and not after:
-            raise Crash
-        result = function(*args, **kwargs)
-        if now:
-            raise Crash
-        return result
-
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, call)
-        patch.setattr("healcore.runtime.healer.close", lambda run, error: quiet_end(run, error))
-        with pytest.raises(Crash):
-            run()
-
-
-def test_a_rollback_is_told_once_though_its_teller_died(tmp_path, monkeypatch):
+def test_a_rollback_is_logged_once_although_its_process_was_killed(tmp_path, monkeypatch):
     def go() -> Any:
         loop = loop_of("torch", Faults(always=BAD))
         return train(loop, rules(), range(40), store=tmp_path)
 
     crash(monkeypatch, ActionExecutor, "_log_rollback", lambda *_: True, go)
     go()
-    (told,) = events(tmp_path, "rollback")
-    assert (told["number"], told["onset"], told["checkpoint"]) == (1, 23, 15)
-    assert told["step"] == 25, "where it went back from"
+    (logged,) = events(tmp_path, "rollback")
+    assert (logged["number"], logged["onset"], logged["checkpoint"]) == (1, 23, 15)
+    assert logged["step"] == 25, "where it went back from"
 
 
-def test_an_order_does_not_get_lost_behind_a_save(tmp_path, monkeypatch):
+def test_a_request_is_not_lost_behind_a_save(tmp_path, monkeypatch):
     """Step 24 is bad and is read after the save of step 25: a start from there must know."""
     clean = loop_of("torch", Faults(always=[24]))
     train(clean, rules(), range(40), store=tmp_path / "clean")
@@ -141,7 +114,7 @@ def test_incidents_are_counted_on_through_a_rollback_that_was_cut_short(tmp_path
     assert [event["incident"] for event in events(tmp_path, "incident")] == [1, 2]
 
 
-def test_what_was_left_out_stays_so_in_every_later_life(tmp_path, monkeypatch):
+def test_skipped_batches_stay_skipped_in_every_later_process(tmp_path, monkeypatch):
     """Killed long after the first rollback; the second one goes past the first one's window."""
     faults = Faults(always=[13, 31])
 
@@ -171,8 +144,8 @@ def test_a_disk_that_verifies_slowly_does_not_make_a_rollback_deeper(tmp_path, m
     monkeypatch.setattr(DirectoryStore, "verify", slowly)
     loop = loop_of("torch", Faults(always=[23]))
     train(loop, rules(), range(40), store=tmp_path)
-    (told,) = events(tmp_path, "rollback")
-    assert told["checkpoint"] == 15
+    (logged,) = events(tmp_path, "rollback")
+    assert logged["checkpoint"] == 15
 
 
 @pytest.mark.parametrize("point", ["quarantine", "_log_rollback"])
@@ -188,12 +161,12 @@ def test_a_second_try_is_still_one_after_a_crash(point, tmp_path, monkeypatch):
     loop, facts = go("killed")
     assert facts["rollbacks"] == expected["rollbacks"] == 2
     assert same(loop.weights(), clean.weights())
-    told = events(tmp_path / "killed", "rollback")
-    assert [event["outcome"] for event in told] == ["trial", "done"]
+    logged = events(tmp_path / "killed", "rollback")
+    assert [event["outcome"] for event in logged] == ["trial", "done"]
     assert [e["outcome"] for e in events(tmp_path / "killed", "verdict")] == ["reproducible"]
 
 
-def test_what_a_rollback_has_cost_is_known_below_its_checkpoint_too(tmp_path, monkeypatch):
+def test_the_budgets_after_a_rollback_hold_for_older_checkpoints_too(tmp_path, monkeypatch):
     """The checkpoint that it went to is damaged by the next start, which takes an older one."""
 
     def go(before: Any = None) -> Any:
@@ -219,7 +192,7 @@ def test_what_a_rollback_has_cost_is_known_below_its_checkpoint_too(tmp_path, mo
     assert seen == {"at": 10, "left": 2}
 
 
-def test_the_step_a_life_began_at_is_not_deeper_than_what_was_tried(tmp_path):
+def test_the_step_a_process_started_from_is_not_older_than_earlier_targets(tmp_path):
     from healcore.runtime.rollback.checkpoint_choice import PastRollback, choose
     from healcore.runtime.store import Saved
 
@@ -232,17 +205,17 @@ def test_the_step_a_life_began_at_is_not_deeper_than_what_was_tried(tmp_path):
     assert found.repeated
 
 
-def test_what_it_went_back_to_at_the_end_is_still_known_good(tmp_path):
+def test_a_rollback_at_the_end_leaves_its_target_known_good(tmp_path):
     """There are no batches left to go on with: the state is that checkpoint's."""
     loop = loop_of("torch", Faults(always=[38]))
     facts = train(loop, rules(), iter(range(40)), store=tmp_path)
-    (told,) = events(tmp_path, "rollback")
-    assert facts["step"] == told["checkpoint"]
+    (logged,) = events(tmp_path, "rollback")
+    assert facts["step"] == logged["checkpoint"]
     last = DCPStore(tmp_path).steps()
     assert [each.status for each in last if each.step == facts["step"]] == ["good"]
 
 
-def test_a_start_does_not_tell_of_a_cut_that_was_made_before(tmp_path):
+def test_a_start_does_not_log_an_earlier_cut_again(tmp_path):
     def stumble(healer: Any, number: int) -> None:
         if healer.rollbacks and healer.step == 17:
             raise RuntimeError("power")
@@ -254,25 +227,45 @@ def test_a_start_does_not_tell_of_a_cut_that_was_made_before(tmp_path):
     with pytest.raises(RuntimeError, match="power"):
         go(stumble)
     go()
-    told = [(e["step"], e["lr_scale_before"], e["lr_scale"]) for e in events(tmp_path, "lr")]
-    assert [each[::2] for each in told] == [(23, 0.5), (21, 1.0)]
+    logged = [(e["step"], e["lr_scale_before"], e["lr_scale"]) for e in events(tmp_path, "lr")]
+    assert [each[::2] for each in logged] == [(23, 0.5), (21, 1.0)]
 
 
-def test_no_end_is_told_before_the_postmortem_is_there(tmp_path, monkeypatch):
+def test_no_end_is_logged_before_the_postmortem_is_written(tmp_path, monkeypatch):
     """Killed between the two, the run would never have one."""
-    write, told = postmortem.write, []
+    write, logged = postmortem.write, []
 
     def look(path: Any, found: Any) -> Any:
-        told.extend(events(tmp_path, "end"))
+        logged.extend(events(tmp_path, "end"))
         return write(path, found)
 
     monkeypatch.setattr(postmortem, "write", look)
     train(loop_of("torch"), rules(), range(5), store=tmp_path)
-    assert told == []
+    assert logged == []
     assert len(events(tmp_path, "end")) == len(postmortems(tmp_path)) == 1
 
 
-def test_a_hook_may_order_a_save(tmp_path):
-    loop = loop_of("torch", Faults(always=[23]))
-    train(loop, rules(), range(40), store=tmp_path, on_incident=lambda incident: Action.SAVE)
-    assert [e["step"] for e in events(tmp_path, "save") if e["why"] == "ordered"] == [25]
+def test_a_refused_start_is_not_taken_for_a_killed_run(tmp_path):
+    def stumble(healer, number):
+        if number == 12:
+            raise RuntimeError("power")
+
+    with pytest.raises(RuntimeError, match="power"):
+        train(loop_of("torch"), rules(), range(40), store=tmp_path, before=stumble)
+    other = torch.nn.Linear(2, 2)
+    state = {"model": other, "optimizer": torch.optim.AdamW(other.parameters())}
+    with pytest.raises(StateMismatch):
+        Healer(rules(), state=state, store=tmp_path).__enter__()
+    train(loop_of("torch"), rules(), range(40), store=tmp_path)
+    assert "killed" not in {each["ending"] for each in postmortems(tmp_path)}
+
+
+def test_a_restart_whose_data_are_used_up_is_reported(tmp_path):
+    def stumble(healer, number):
+        if healer.step == 27:
+            raise RuntimeError("power")
+
+    with pytest.raises(RuntimeError, match="power"):
+        train(loop_of("torch"), rules(), range(40), store=tmp_path, before=stumble)
+    train(loop_of("torch"), rules(), range(20), store=tmp_path)
+    assert any("used up" in event["problem"] for event in events(tmp_path, "problem"))

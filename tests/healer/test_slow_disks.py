@@ -16,12 +16,13 @@ from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.rollback.manager import RollbackManager
+from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import Keep
 from healcore.runtime.store.ranks import Alone
 from healcore.torch import store as torch_stores
-from tests.healer.histories import Listed
 from tests.healer.loops import Faults, loop_of, rules, train
-from tests.healer.reading import events
+from tests.healer.run_directory import events, events_of
+from tests.runtime.rollback.simulated_run import EventList, Listed
 
 EVERY = 5
 BAD = [43, 46]
@@ -120,7 +121,7 @@ DISKS = {
 }
 
 
-def story(kind: str, folder: Path, monkeypatch: Any, disk: Any) -> dict[str, Any]:
+def outcome_of(kind: str, folder: Path, monkeypatch: Any, disk: Any) -> dict[str, Any]:
     """What a run does whose disk takes its time."""
     framework, make = STORES[kind]
     loop = loop_of(framework, Faults(always=BAD), rules())
@@ -139,16 +140,10 @@ def story(kind: str, folder: Path, monkeypatch: Any, disk: Any) -> dict[str, Any
     }
 
 
-def events_of(path: Path) -> list[dict[str, Any]]:
-    import json
-
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.mark.parametrize("kind", STORES)
 def test_where_it_goes_back_to_follows_from_the_steps(kind, tmp_path, monkeypatch):
     stories = {
-        name: story(kind, tmp_path / name, monkeypatch, disk) for name, disk in DISKS.items()
+        name: outcome_of(kind, tmp_path / name, monkeypatch, disk) for name, disk in DISKS.items()
     }
     fast = stories["a fast disk"]
     assert [onset for onset, _ in fast["back"]] == [43, 45]
@@ -162,7 +157,7 @@ def test_where_it_goes_back_to_follows_from_the_steps(kind, tmp_path, monkeypatc
 def test_a_disk_that_stands_still_leaves_the_rollback_where_it_was(kind, tmp_path, monkeypatch):
     """Not one write ends before the rollback: memory has what is needed, and nobody has waited."""
     framework, _ = STORES[kind]
-    told = {}
+    logged = {}
     for name, steps in (("fast", 0), ("still", 10_000)):
         loop = loop_of(framework, Faults(always=[43]), rules())
         with monkeypatch.context() as patch:
@@ -172,10 +167,10 @@ def test_a_disk_that_stands_still_leaves_the_rollback_where_it_was(kind, tmp_pat
             folder = tmp_path / name
             facts = train(loop, rules(), range(60), store=folder, before=gates.step)
         assert facts["step"] == 59
-        told[name] = events(folder, "rollback")[0]["checkpoint"], loop.weights()[0].tobytes()
+        logged[name] = events(folder, "rollback")[0]["checkpoint"], loop.weights()[0].tobytes()
         late = [e["step"] for e in events(folder, "save_failed")]
         assert late[:3] == ([5, 10, 15] if steps else [])
-    assert told["still"] == told["fast"]
+    assert logged["still"] == logged["fast"]
     assert "only in memory" in events(tmp_path / "still", "save_failed")[0]["problem"]
 
 
@@ -249,7 +244,7 @@ def test_waiting_time_does_not_come_back_with_a_success(monkeypatch):
 
     clock = SimpleNamespace(monotonic=lambda: now["s"], sleep=passes)
     monkeypatch.setattr(manager, "time", clock)
-    store, told = Behind(clock, 3.0), []
+    store, events = Behind(clock, 3.0), []
     checkpoints = CheckpointManager(
         store,
         every=10,
@@ -258,13 +253,13 @@ def test_waiting_time_does_not_come_back_with_a_success(monkeypatch):
         region=50,
         verifier=BackgroundVerifier(in_background=False),
         ranks=Alone(),
-        log_event=lambda kind, **fields: told.append(kind),
-        warn=lambda line: None,
+        log=RunLog(EventList(events), console=False),
     )
     for step in range(200):
         if checkpoints.due(step):
             checkpoints.save(step, {}, {}, "regular")
         passes(0.03)
     assert now["s"] < 6 + manager.MAX_WAIT + 0.5
-    assert told.count("save") >= 3
-    assert told.count("save") + told.count("save_failed") == 20
+    kinds = [each["kind"] for each in events]
+    assert kinds.count("save") >= 3
+    assert kinds.count("save") + kinds.count("save_failed") == 20

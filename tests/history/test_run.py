@@ -10,10 +10,10 @@ import pytest
 
 import healcore.history
 from healcore.history import IncidentOutcome, Mode, Run, runs_of
-from healcore.history.axis import MarkKind
 from healcore.history.process import RunState
+from healcore.history.run import MarkKind
+from healcore.runtime.events.log import Event
 from healcore.runtime.events.models import RerunVerdict
-from healcore.runtime.events.reading import Event
 
 START = ("start", 0, {"mode": "heal", "store": "there", "host": "h", "pid": 1})
 NAN = {"cause": ["NONFINITE_LOSS"], "skip": True, "incident": 1}
@@ -84,7 +84,7 @@ def test_a_hook_that_overrides_an_order():
     ("first", "together"),
     [
         (("resume", 3, {"checkpoint": 3}), True),
-        (("rollback", 3, {**BACK, "outcome": "finished after a crash"}), True),
+        (("rollback", 3, {**BACK, "outcome": "after_crash"}), True),
         (("start", 3, {"resumes": True}), True),
         (("start", 0, {"resumes": False}), False),
         (("save", 3, {}), False),
@@ -142,4 +142,4 @@ def test_the_history_has_no_sentences():
                 and isinstance(node.value, str)
                 and id(node) not in bare
             ):
-                assert path.name == "metric_lines.py" or " " not in node.value.strip(), node.value
+                assert path.name == "metrics.py" or " " not in node.value.strip(), node.value

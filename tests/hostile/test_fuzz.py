@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from healcore.policy import PolicyError, dumps, load, loads
-from healcore.runtime.events import reading
+from healcore.runtime.events import log
 from healcore.runtime.inert_pickle import BadPickle, read
 from healcore.runtime.store import StoreError
 from healcore.runtime.store.manifest import MANIFEST
@@ -144,7 +144,7 @@ READERS: dict[str, tuple[bytes, Callable[[bytes], object], tuple[type[Exception]
     "Trainer": (DOCUMENT.encode(), lambda data: _file(".json", data, _traced), (TraceError,)),
     "TensorBoard": (_tensorboard(), lambda data: _file("", data, _traced), (TraceError,)),
     "events": (
-        EVENT * 3, lambda data: _file("", data, lambda at: (reading.read(at), reading.last(at))), ()
+        EVENT * 3, lambda data: _file("", data, lambda at: (log.read(at), log.last(at))), ()
     ),
     "policy": (
         dumps(load("default")).encode(),

@@ -112,7 +112,7 @@ def test_metrics_that_cannot_be_read(copy, tmp_path):
 def test_metrics_of_another_run(copy, stopped):
     told = read_reports(copy, metrics=stopped.with_name("run.metrics.jsonl"))
     assert any("has no line of this run" in problem for problem in told.problems)
-    assert told.reports[0].curves.lonely
+    assert told.reports[0].curves.isolated
 
 
 def test_damaged_lines_are_told_by_number_and_the_rest_is_used(copy):

@@ -138,7 +138,7 @@ def test_odd_curves_draw(tmp_path):
         Curves(step, huge, nonfinite=~np.isfinite(huge), grad_norm=np.zeros(100)),
         Curves(step[:1], few[:1]),
         Curves(step, nan, grad_norm=step),  # no loss at all
-        Curves(step[:3], few, lonely=True, lr_scale=few / 3),
+        Curves(step[:3], few, isolated=True, lr_scale=few / 3),
     ]
     reports = [hostile()._replace(curves=series, title=str(i)) for i, series in enumerate(odd)]
     script = """

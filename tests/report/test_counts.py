@@ -10,8 +10,8 @@ from markupsafe import escape
 from typer.testing import CliRunner
 
 from healcore.history import Curves, Incident, Mode
-from healcore.history.axis import Mark, MarkKind
-from healcore.history.counts import counts_of
+from healcore.history.incident import counts_of
+from healcore.history.run import Mark, MarkKind
 from healcore.policy import dumps, fingerprint, load, preset_text
 from healcore.tools.cli import app
 from healcore.tools.report.marks import by_outcome, labels, levels, stop_of

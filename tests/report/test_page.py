@@ -12,9 +12,9 @@ from markupsafe import escape
 
 from healcore.core.evidence import Evidence
 from healcore.history import Counts, Curves, Incident, Mode
-from healcore.history.axis import AttemptOrigin, Mark, MarkKind, RunAttempt
-from healcore.history.counts import counts_of
+from healcore.history.incident import counts_of
 from healcore.history.process import RunState
+from healcore.history.run import AttemptOrigin, Mark, MarkKind, RunAttempt
 from healcore.runtime.events.models import EventRecord
 from healcore.tools.report import words
 from healcore.tools.report.page import render

@@ -136,7 +136,7 @@ def test_without_metrics_the_alarms_are_points(stopped, tmp_path):
     alone = tmp_path / "run.events.jsonl"
     alone.write_bytes(stopped.read_bytes())
     (report,) = read_reports(alone).reports
-    assert report.curves.lonely
+    assert report.curves.isolated
     assert report.curves.rows == len(of_kind(stopped, "alarm"))
     assert any("no metrics file" in note for note in report.notes)
     assert len(report.incidents) == len(of_kind(stopped, "incident"))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from healcore.runtime.events.process import here
+from healcore.runtime.events.process import current_process
 from healcore.runtime.store import StoreError, checksummed_json, files
 from healcore.runtime.store.claim import LOCK, StoreInUse, claim
 from healcore.runtime.store.manifest import problems
@@ -135,7 +135,7 @@ assert os.listdir(sys.argv[1]) == []
 
 
 def test_what_cannot_be_seen_is_told(tmp_path):
-    there = here()._replace(host=socket.gethostname() + "-other", pid=17, boot="another")
+    there = current_process()._replace(host=socket.gethostname() + "-other", pid=17, boot="another")
     (tmp_path / LOCK).write_bytes(
         checksummed_json.dumps({"schema": 1, "token": "x", **there._asdict()})
     )
@@ -146,7 +146,7 @@ def test_what_cannot_be_seen_is_told(tmp_path):
     assert json.loads((tmp_path / LOCK).read_bytes())["pid"] == os.getpid()
     held.release()
     # A container of this machine: the kernel would have known of its lock.
-    there = there._replace(boot=here().boot)
+    there = there._replace(boot=current_process().boot)
     (tmp_path / LOCK).write_bytes(
         checksummed_json.dumps({"schema": 1, "token": "x", **there._asdict()})
     )
@@ -164,7 +164,7 @@ def test_a_torn_one_is_nobodys(tmp_path, content):
 
 
 def test_another_boot_and_another_life_of_the_number_are_gone(tmp_path):
-    for other in (here()._replace(boot="another"), here()._replace(born=1)):
+    for other in (current_process()._replace(boot="another"), current_process()._replace(born=1)):
         (tmp_path / LOCK).write_bytes(
             checksummed_json.dumps({"schema": 1, "token": "x", **other._asdict()})
         )

@@ -13,7 +13,7 @@ def _parameter(array) -> nn.Parameter:
     return nn.Parameter(torch.tensor(array))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and MLP on a residual stream; why no normalisation: `healcore.demo.scenario`."""
 
     def __init__(self, weights: BlockWeights, heads: int) -> None:
@@ -37,7 +37,7 @@ class Block(nn.Module):
         return x + F.gelu(x @ self.up, approximate="tanh") @ self.down
 
 
-class ByteTransformer(nn.Module):
+class TorchTransformer(nn.Module):
     """Predicts the next byte."""
 
     cos: Tensor
@@ -47,7 +47,9 @@ class ByteTransformer(nn.Module):
         super().__init__()
         weights = scenario.initial_weights()
         self.embed = _parameter(weights.embed)
-        self.blocks = nn.ModuleList(Block(block, scenario.heads) for block in weights.blocks)
+        self.blocks = nn.ModuleList(
+            TransformerBlock(block, scenario.heads) for block in weights.blocks
+        )
         self.head = _parameter(weights.head)
         cos, sin = scenario.rotations()
         self.register_buffer("cos", torch.tensor(cos), persistent=False)

@@ -12,7 +12,7 @@ import torch
 from healcore import Healer, RunStopped  # <- healcore
 from healcore.demo.runs import FIXED_CLIP, SAVE_EVERY, Step
 from healcore.demo.scenario import Scenario
-from healcore.torch.demo.model import ByteTransformer
+from healcore.torch.demo.model import TorchTransformer
 
 
 def train(
@@ -33,7 +33,7 @@ def train(
         Loss on text that it never saw, 0-d.
     """
     torch.set_num_threads(1)  # matrices this small lose more to the hand-over than they gain
-    model = ByteTransformer(scenario)
+    model = TorchTransformer(scenario)
     optimizer = torch.optim.AdamW(
         model.parameters(), weight_decay=scenario.weight_decay, fused=True
     )

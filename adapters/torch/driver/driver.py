@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +23,10 @@ from healcore.torch.driver.optimizer_hooks import Accumulation, UntrackedOptimiz
 from healcore.torch.driver.pending_step import PendingEntries, PendingStep, Recorder
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
+from healcore.torch.incident_log import WITHOUT_LOSS
 from healcore.torch.store import DCPStore, MemoryStore, TieredStore, apply
 from healcore.torch.store.gloo import GlooRanks, initialized
 from healcore.torch.store.state import flatten
-
-_WITHOUT_LOSS = 20
-"""Steps without any loss after which a warning is logged."""
 
 
 class TorchDriver:
@@ -62,7 +61,7 @@ class TorchDriver:
         except BaseException:
             self._detach()
             raise
-        names = live_state.ParameterNames(self._state)
+        names = partial(live_state.parameter_names, self._state)
         self._pending = PendingEntries()
         self._recorders = [
             Recorder(name, healing, names, self._pending) for name, healing in self.healings.items()
@@ -144,7 +143,7 @@ class TorchDriver:
             return None
         step = PendingStep(entries, self._ranks_to_compare)
         self._polled_steps += 1
-        if self._polled_steps == _WITHOUT_LOSS:
+        if self._polled_steps == WITHOUT_LOSS:
             self._warn_of_missing_losses()
         return step
 

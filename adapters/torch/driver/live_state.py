@@ -67,32 +67,23 @@ def scaler(state: Mapping[str, Any]) -> torch.amp.GradScaler | None:
     return found[0] if len(found) == 1 else None
 
 
-class ParameterNames:
+def parameter_names(state: Mapping[str, Any], params: Sequence[object]) -> list[str]:
     """Names of parameters: as in their module, or by their position in the optimizer.
 
-    Args:
-        state: the live state.
+    Walks over all modules: for steps with evidence only.
     """
-
-    def __init__(self, state: Mapping[str, Any]) -> None:
-        self._state = state
-
-    def __call__(self, params: Sequence[object]) -> list[str]:
-        """Names, in order. Walks over all modules: for steps with evidence only."""
-        if not params:
-            return []
-        known: dict[int, str] = {}
-        for name, optimizer in optimizers(self._state).items():
-            for g, group in enumerate(optimizer.param_groups):
-                for i, p in enumerate(group["params"]):
-                    known[id(p)] = f"{name}.param_groups[{g}]['params'][{i}]"
-        modules = {n: m for n, m in self._state.items() if isinstance(m, nn.Module)}
-        for name, module in modules.items():
-            prefix = f"{name}." if len(modules) > 1 else ""
-            for path, p in module.named_parameters():
-                # torch.compile's wrapper adds a level to the path.
-                known[id(p)] = prefix + path.replace("_orig_mod.", "")
-        return [known.get(id(p), "(not in the state any more)") for p in params]
+    known: dict[int, str] = {}
+    for name, optimizer in optimizers(state).items():
+        for g, group in enumerate(optimizer.param_groups):
+            for i, p in enumerate(group["params"]):
+                known[id(p)] = f"{name}.param_groups[{g}]['params'][{i}]"
+    modules = {n: m for n, m in state.items() if isinstance(m, nn.Module)}
+    for name, module in modules.items():
+        prefix = f"{name}." if len(modules) > 1 else ""
+        for path, p in module.named_parameters():
+            # torch.compile's wrapper adds a level to the path.
+            known[id(p)] = prefix + path.replace("_orig_mod.", "")
+    return [known.get(id(p), "(not in the state any more)") for p in params]
 
 
 class RngState:

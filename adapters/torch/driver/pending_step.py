@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,6 @@ import numpy as np
 from healcore.core.evidence import Evidence, evidence
 from healcore.core.step_record import StepRecord
 from healcore.runtime.store.ranks import Ranks
-from healcore.torch.driver.live_state import ParameterNames
 from healcore.torch.engines import PendingRecord
 from healcore.torch.errors import RanksDisagreeError
 from healcore.torch.healing import Healing
@@ -50,7 +50,7 @@ class PendingEntries:
         self._count += 1
         if len(self._entries) >= 3 * MOST:
             # The old records have long arrived: reading them waits for nothing.
-            old = [each for each in self._entries[:-MOST] if each.record.read().cause]
+            old = [each for each in self._entries[:-MOST] if each.record().cause]
             self._entries = old[-MOST:] + self._entries[-MOST:]
         if not self._warned and self._count >= (_POLLED_BEFORE if self._polled else _NEVER_POLLED):
             self._warned = True
@@ -84,7 +84,11 @@ class Recorder:
     """
 
     def __init__(
-        self, name: str, healing: Healing, names: ParameterNames, pending: PendingEntries
+        self,
+        name: str,
+        healing: Healing,
+        names: Callable[[Sequence[object]], list[str]],
+        pending: PendingEntries,
     ) -> None:
         self.name = name
         self.healing = healing
@@ -107,8 +111,8 @@ class Recorder:
 
     def read(self, entry: PendingEntry) -> StepRecord:
         """The record of an entry; that of a step with a cause has evidence, which is a sync."""
-        record = entry.record.read()._replace(engine=self.name)
-        before = entry.before if isinstance(entry.before, int) else entry.before.read().step
+        record = entry.record()._replace(engine=self.name)
+        before = entry.before if isinstance(entry.before, int) else entry.before().step
         if record.step == before:
             # A GradScaler has skipped it, and the state still holds the record of the step before.
             return record.unjudged()
@@ -167,7 +171,7 @@ class PendingStep:
 
 
 def _compare(entries: list[PendingEntry], ranks: Ranks) -> None:
-    mine = [(each.recorder.name, each.record.read()) for each in entries]
+    mine = [(each.recorder.name, each.record()) for each in entries]
     decided = [(name, n.step, n.action, n.cause, n.skip, n.lr_scale) for name, n in mine]
     if any(other != decided for other in ranks.gather(decided)):
         raise RanksDisagreeError(

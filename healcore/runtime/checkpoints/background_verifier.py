@@ -76,22 +76,13 @@ class BackgroundVerifier:
             self._submit(queue, step, lambda tier=tier: job(tier))
 
     def submit(self, store: CheckpointStore, step: int, action: Callable[[Any], None]) -> None:
-        """Queues an action on the farthest tier, after all jobs so far.
-
-        Args:
-            store: the checkpoints.
-            step: the run's, for an error message.
-            action: called with the tier.
-        """
+        """Queues an action on the farthest tier, after all jobs so far; `step`: for errors."""
         tier, queue = self._queues(store)[-1]
         self._submit(queue, step, lambda: action(tier))
 
     def results(self) -> list[VerifyResult]:
         """Results since the last call, oldest first."""
-        results = []
-        while self._results:
-            results.append(self._results.popleft())
-        return results
+        return [self._results.popleft() for _ in range(len(self._results))]
 
     def wait(self) -> None:
         """Waits for all jobs; their results stay available."""

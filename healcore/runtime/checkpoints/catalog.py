@@ -105,16 +105,10 @@ class Catalog:
 def probation_passed(
     saves: Sequence[Saved], *, unhealthy: Iterable[int], now: int, probation: int
 ) -> list[int]:
-    """Candidates that `probation` healthy steps have followed: to be verified and marked as good.
+    """Candidates that `probation` healthy steps have followed, of `now` steps recorded.
 
     Unhealthy steps are not counted, and do not restart the count: in a run with a bad batch now and
     then, each of them skipped, no checkpoint would ever become known-good.
-
-    Args:
-        saves: the checkpoints.
-        unhealthy: indices of the unhealthy steps.
-        now: number of steps recorded.
-        probation: how many healthy steps are required.
     """
     bad = sorted(unhealthy)
 

@@ -1,8 +1,12 @@
-"""Writing the events file. A disk that fails costs events, never the training."""
+"""The events file: writing it, and reading what is whole while lines may be damaged.
+
+A disk that fails costs events, never the training.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import secrets
@@ -10,39 +14,47 @@ import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from healcore.runtime import forking
-from healcore.runtime.events import encoding, reading
-from healcore.runtime.events.appending import Appender
-from healcore.runtime.events.environment import environment
-from healcore.runtime.events.process import here
+from healcore.runtime.events import json_lines
+from healcore.runtime.events.json_lines import MAX_LINE, LineAppender
+from healcore.runtime.events.process import current_process, environment
+
+SCHEMA = 2
+"""Version of the format. A new one comes when a field changes its meaning or goes, and not when
+kinds and fields are added."""
+
+Event = dict[str, Any]
 
 _log = logging.getLogger(__name__)
 
-# Without waiting for a disk a kill loses nothing: the line is in the kernel when `write` returns.
-# A power cut takes what the kernel has not written yet (Linux: some 30 s). So we wait where the
-# story turns, and not at every alarm: those come many at a time, on a disk that may be busy.
+# A kill loses nothing: the line is in the kernel when `write` returns. A power cut loses what the
+# kernel has not written yet (Linux: some 30 s). So the log waits for the disk at these events, and
+# not at every alarm: those come many at a time, on a disk that may be busy.
 _DURABLE = frozenset({"start", "incident", "rollback", "stop", "end"})
+
+
+# -- writing --------------------------------------------------------------------------------------
 
 
 class Log:
     """Appends events to a file; several processes may do so at once.
 
-    Nothing in here raises. What could not be written is counted in `lost`, told in the field
-    `lost` of the next event that can be, and the first time on the logger `healcore`.
+    No method raises. Events that could not be written are counted in `lost` and reported in the
+    field `lost` of the next one that can be, and the first time by the logger `healcore`.
 
     Args:
-        path: the file; it goes on where an earlier process has left off. Its directory is made.
+        path: the file; it continues where an earlier process ended. Its directory is created.
             None: nothing is written.
         run: id of the run, of this process and no other. None: a new one.
-        named: as in `Appender`.
+        follow_links: as in `LineAppender`.
 
     Attributes:
         run: the id.
         seq: number of the next event.
         lost: events that could not be written, so far.
-        trouble: why the last one could not; None if it could.
+        error: why the last one could not; None if it could.
     """
 
     def __init__(
@@ -50,31 +62,33 @@ class Log:
         path: str | os.PathLike[str] | None,
         *,
         run: str | None = None,
-        named: bool = True,
+        follow_links: bool = True,
     ) -> None:
         self.path = None if path is None else Path(path)
         self.run = run or new_run()
         self.seq = 0
         self.lost = 0
-        self.trouble: str | None = None
-        self._told = 0
-        self._out = None if self.path is None else Appender(self.path, named=named)
+        self.error: str | None = None
+        self._reported = 0
+        self._out = None
+        if self.path is not None:
+            self._out = LineAppender(self.path, follow_links=follow_links)
         # Re-entrant: a signal handler may write while the code that it interrupted does.
         self._lock = threading.RLock()
         forking.watch(self)
         if self.path is not None:
-            with contextlib.suppress(Exception):  # a file that cannot be read may be written to
-                event = reading.last(self.path) if self.path.is_file() else None
+            with contextlib.suppress(Exception):  # an unreadable file may still be writable
+                event = last(self.path) if self.path.is_file() else None
                 self.seq = 0 if event is None else event["seq"] + 1
 
     def write(self, kind: str, *, step: int | None, **fields: Any) -> bool:
         """Appends one event.
 
         Args:
-            kind: one of `models.KINDS`. A `start` gets the process and its environment added.
+            kind: one of `schema.KINDS`. A `start` gets the process and its environment added.
             step: index of the optimizer step, from 0; None where there is none.
             **fields: as in docs/events.md; those that are None are left out. Any value: what JSON
-                has not becomes text.
+                does not have becomes text.
 
         Returns:
             Whether it is in the file.
@@ -83,17 +97,19 @@ class Log:
             return False
         with self._lock:
             seq = self.seq
-            self.seq += 1  # taken before anything else: an interrupting handler gets the next one
+            self.seq += 1  # first of all: an interrupting handler gets the next number
             try:
-                self._append(self._out, kind, self._line(seq, kind, step, fields))
+                line, lost = self._line(seq, kind, step, fields), self.lost
+                self._out.append(line, durable=kind in _DURABLE)
+                self._reported = lost
             except Exception as error:
-                self._missed(error)
+                self._count_lost(error)
                 return False
-            self.trouble = None
+            self.error = None
             return True
 
     def forked(self) -> None:
-        """In a child: whoever held the lock is not there."""
+        """In a child: the thread that held the lock does not exist."""
         self._lock = threading.RLock()
 
     def close(self) -> None:
@@ -102,39 +118,32 @@ class Log:
             if self._out is not None:
                 self._out.close()
 
-    # -- one line ---------------------------------------------------------------------------------
-
     def _line(self, seq: int, kind: str, step: int | None, fields: dict[str, Any]) -> bytes:
-        told = {name: value for name, value in fields.items() if value is not None}
+        known = {name: value for name, value in fields.items() if value is not None}
         if kind == "start":
-            told = {**here()._asdict(), "environment": environment(), **told}
-        if self.lost > self._told:
-            told["lost"] = self.lost - self._told
-        return encoding.line(
+            known = {**current_process()._asdict(), "environment": environment(), **known}
+        if self.lost > self._reported:
+            known["lost"] = self.lost - self._reported
+        return json_lines.encode(
             {
-                "schema": reading.SCHEMA,
+                "schema": SCHEMA,
                 "seq": seq,
                 "run": self.run,
                 "time": now(),
                 "mono": round(time.monotonic(), 6),
                 "kind": kind,
                 "step": step,
-                **told,
+                **known,
             }
         )
 
-    def _append(self, out: Appender, kind: str, line: bytes) -> None:
-        lost = self.lost
-        out.append(line, durable=kind in _DURABLE)
-        self._told = lost
-
-    def _missed(self, error: Exception) -> None:
+    def _count_lost(self, error: Exception) -> None:
         self.lost += 1
-        self.trouble = f"{type(error).__name__}: {error}"
+        self.error = f"{type(error).__name__}: {error}"
         if self.lost == 1:
             with contextlib.suppress(Exception):  # the user's own logging handlers
                 _log.warning(
-                    "events are being lost, training goes on: %s (%s)", self.path, self.trouble
+                    "events are being lost, training goes on: %s (%s)", self.path, self.error
                 )
 
 
@@ -146,3 +155,110 @@ def new_run() -> str:
 def now() -> str:
     """Wall time, ISO 8601, UTC, in microseconds."""
     return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%f}Z"
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+class LineProblem(NamedTuple):
+    """A damaged line, or one that should not be there."""
+
+    line: int
+    """From 1."""
+    problem: str
+
+
+class History(NamedTuple):
+    """What a file holds."""
+
+    events: list[Event]
+    """In the order of the file."""
+    problems: list[LineProblem]
+
+    def runs(self) -> dict[str, list[Event]]:
+        """Run id -> its events by sequence number; runs in the order of their first events.
+
+        By number and not by time: clocks jump.
+        """
+        found: dict[str, list[Event]] = {}
+        for event in self.events:
+            found.setdefault(event["run"], []).append(event)
+        return {run: sorted(events, key=lambda each: each["seq"]) for run, events in found.items()}
+
+
+def read(path: str | os.PathLike[str]) -> History:
+    """Reads a file, also while it is being written.
+
+    Lines that are damaged (torn by a kill, a full disk, a power cut) are left out and listed; a
+    last line without its end is one of them. They never cost another writer's lines.
+
+    Takes memory for the events, some 30 bytes for each byte of the file, and for one line.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    events: list[Event] = []
+    problems: list[LineProblem] = []
+    seen: dict[tuple[str, int], int] = {}
+    ended, warned = set[str](), set[str]()
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(json_lines.lines_of(file), start=1):
+            if not line.strip():  # two writers ended the same torn line
+                continue
+            event = parse(line)
+            if isinstance(event, str):
+                torn = not line.endswith(b"\n")
+                problems.append(LineProblem(number, f"torn: {event}" if torn else event))
+                continue
+            run, key = event["run"], (event["run"], event["seq"])
+            if key in seen:
+                text = f"a second event {key[1]} of run {run}, as in line {seen[key]}"
+                problems.append(LineProblem(number, text))
+            seen.setdefault(key, number)
+            if event["schema"] > SCHEMA:
+                text = f"schema {event['schema']} is of a newer healcore than this"
+                problems.append(LineProblem(number, text))
+            if events and (before := events[-1]["run"]) != run:
+                ended.add(before)
+                if run in ended and run not in warned:
+                    warned |= {run, before}
+                    problems.append(LineProblem(number, f"runs {before} and {run} write at once"))
+            events.append(event)
+    return History(events, problems)
+
+
+def last(path: str | os.PathLike[str]) -> Event | None:
+    """The last whole event of a file; None if there is none. Reads from the end, a block at a time.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    parsed = map(parse, json_lines.lines_reversed(Path(path)))
+    return next((event for event in parsed if not isinstance(event, str)), None)
+
+
+def parse(line: bytes) -> Event | str:
+    """The event in a line, or the reason why there is none.
+
+    Events of schema 1 come with the names of schema 2.
+    """
+    if len(line) > MAX_LINE:
+        return f"longer than {MAX_LINE >> 20} MB, which no event is"
+    try:
+        event = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        return f"not JSON ({type(error).__name__}), {len(line)} bytes"
+    if not isinstance(event, dict):
+        return f"not a JSON object but {type(event).__name__}"
+    for name in ("schema", "seq"):
+        if type(event.get(name)) is not int or not 0 <= event[name] < 1 << 53:
+            return f"{name} is not a whole number from 0 to 2^53: {event.get(name)!r:.80}"
+    for name in ("run", "kind"):
+        if not isinstance(event.get(name), str):
+            return f"{name} is not a string: {event.get(name)!r:.80}"
+    if event["schema"] == 1:
+        if "untold_alarms" in event:
+            event["unreported_alarms"] = event.pop("untold_alarms")
+        if event["kind"] == "rollback" and event.get("outcome") == "finished after a crash":
+            event["outcome"] = "after_crash"
+    return event

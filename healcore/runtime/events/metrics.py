@@ -1,7 +1,7 @@
 """The metrics file: one JSON object per step, for `healcore replay`, `report` and `watch`.
 
-Events tell what went wrong; this tells the rest. The numbers are those that the host reads anyway,
-`lag` steps after the step: no further copy, no sync. docs/events.md describes the fields.
+The numbers are those that the host reads anyway, `lag` steps after the step: no further copy, no
+sync. docs/events.md describes the fields.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Cause, names
 from healcore.runtime import forking
-from healcore.runtime.events.appending import Appender
+from healcore.runtime.events.json_lines import LineAppender
 
 _log = logging.getLogger(__name__)
 
@@ -26,28 +26,28 @@ SCHEMA = 1
 KIND = "step"
 
 _SECONDS = 0.5
-"""Lines wait this long for company: a write per step would be a system call per step."""
+"""Lines are held back this long: a write per step would be a system call per step."""
 _LINES = 1000
-_WHOLE = 50_000
+_UNTHINNED = 50_000
 """Lines before a thinned file gets every second step only, then every fourth, and so on."""
 _LINE_BYTES = 300
 
 
 def stem(path: Path) -> str:
-    """The name of a run's files without what each is: `run` of `run.events.jsonl`."""
+    """The common part of the names of a run's files: `run` of `run.events.jsonl`."""
     return re.sub(r"(\.events|\.metrics)?\.jsonl?$", "", path.name)
 
 
-def path_beside(events: Path) -> Path:
-    """Where the metrics are that belong to an events file."""
+def path_next_to(events: Path) -> Path:
+    """The metrics file that belongs to an events file."""
     return events.with_name(f"{stem(events)}.metrics.jsonl")
 
 
 class Metrics:
-    """Appends a line per step and engine. Nothing in here raises.
+    """Appends a line per step and engine. No method raises.
 
-    A run that went back, or was restarted, goes on in the same file with a smaller `step`: the
-    lines from there on replace those of the undone steps. A killed process loses half a second.
+    After a rollback or a restart the file continues with a smaller `step`: the lines from there on
+    replace those of the undone steps. A killed process loses half a second.
 
     Args:
         path: the file; None: nothing is written.
@@ -55,7 +55,7 @@ class Metrics:
         thinned: keep the file small, 15 MB more each time the run gets twice as long: after 50,000
             lines only every second step is written, after 100,000 every fourth, and so on; of the
             steps with an alarm the same. A line that stands for several steps has `"every"`.
-        named: as in `Appender`.
+        follow_links: as in `LineAppender`.
 
     Attributes:
         lost: lines that could not be written.
@@ -67,11 +67,11 @@ class Metrics:
         *,
         run: str,
         thinned: bool = False,
-        named: bool = True,
+        follow_links: bool = True,
     ) -> None:
         self.run = run
         self.lost = 0
-        self._out = None if path is None else Appender(Path(path), named=named)
+        self._out = None if path is None else LineAppender(Path(path), follow_links=follow_links)
         self._thinned = thinned
         self._counts = [_lines_in(path) if path is not None and thinned else 0, 0]
         """Lines without and with an alarm."""
@@ -86,29 +86,29 @@ class Metrics:
 
         Args:
             step: its index in the run, from 0.
-            record: what the engine has recorded of it.
-            several: the run has other engines too, so that the line has to name this one.
+            record: of the engine.
+            several: the run has other engines too, so the line names this one.
         """
         if self._out is None or not record.judged:
             return
         alarmed = record.cause != 0
-        every = 1 << (self._counts[alarmed] // _WHOLE) if self._thinned else 1
+        every = 1 << (self._counts[alarmed] // _UNTHINNED) if self._thinned else 1
         if step % every:
             return
         self._counts[alarmed] += 1
         try:
             self._lines.append(self._line(step, record, several, every))
-        except Exception:  # a driver's own values; the training does not end for a log line
+        except Exception:  # values of a driver; the training does not end for a log line
             self.lost += 1
         if len(self._lines) >= _LINES or time.monotonic() - self._flushed >= _SECONDS:
             self.flush()
 
     def went_back(self) -> None:
-        """The engines are at an earlier step: a count that comes again is then no skipped step."""
+        """After a rollback: a step count that comes again is then no skipped step."""
         self._judged.clear()
 
     def flush(self) -> None:
-        """Hands what is waiting to the kernel."""
+        """Writes the lines held back."""
         self._flushed = time.monotonic()
         if self._out is None or not self._lines:
             return
@@ -124,13 +124,13 @@ class Metrics:
             self.lost += len(lines)
 
     def close(self) -> None:
-        """Writes what is waiting."""
+        """Flushes, and closes the file."""
         self.flush()
         if self._out is not None:
             self._out.close()
 
     def forked(self) -> None:
-        """In a child: what is waiting is the parent's to write."""
+        """In a child: the parent writes the lines held back."""
         self._lines = []
 
     def _line(self, step: int, record: StepRecord, several: bool, every: int) -> str:
@@ -145,7 +145,7 @@ class Metrics:
             line["engine"] = record.engine
         if every > 1:
             line["every"] = every
-        # Somebody else skipped the step (a GradScaler's overflow): the engine has not seen it.
+        # If something else (a GradScaler) skipped the step, the engine has not seen it.
         if self._judged.get(record.engine) != record.step:
             line |= self._signals(record)
         self._judged[record.engine] = record.step
@@ -162,9 +162,9 @@ class Metrics:
         return json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n"
 
     def _signals(self, record: StepRecord) -> dict[str, Any]:
-        """The engine remembers the last finite values; of what was not finite only that it was so.
+        """Loss and norm of the step. The engine keeps the last finite ones, and that one was not.
 
-        It starts with zeros: a signal that has been 0 ever since is one that nobody gives.
+        It starts with zeros: a signal that has always been 0 is one that is not given.
         """
         logged = self._logged.setdefault(record.engine, set())
         found: dict[str, Any] = {}
@@ -180,7 +180,7 @@ class Metrics:
 
 
 def _lines_in(path: str | os.PathLike[str]) -> int:
-    """About how many there are already, of an earlier process."""
+    """About how many lines an earlier process has written."""
     try:
         return os.stat(path).st_size // _LINE_BYTES
     except OSError:

@@ -1,14 +1,14 @@
-"""The shapes of an event and of a line of the metrics, as pydantic models.
+"""The types of an event and of a line of the metrics, as pydantic models.
 
-The JSON Schema, the tables in docs/events.md and every reader go by these. Nothing is validated
-when an event is written: a value that does not fit is better in the file than lost.
+The JSON Schema, the tables in docs/events.md and all readers use them. Nothing is validated when an
+event is written: a value of the wrong type is better in the file than lost.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -26,7 +26,7 @@ NONFINITE = ("nan", "inf", "-inf")
 """Numbers that JSON does not have, as strings that `float` takes."""
 
 LARGEST = 2**53
-"""Above it, readers that have only doubles round."""
+"""Readers that have only doubles round larger numbers."""
 
 
 class Ending(enum.StrEnum):
@@ -46,18 +46,18 @@ class RollbackOutcome(enum.StrEnum):
     DONE = "done"
     TRIAL = "trial"
     """Taken again from a snapshot, to see whether the fault comes again."""
-    AFTER_CRASH = "finished after a crash"
-    """A kill had cut it short, and the next process has finished it."""
+    AFTER_CRASH = "after_crash"
+    """A kill interrupted it, and the next process finished it."""
 
 
 class RerunVerdict(enum.StrEnum):
-    """`outcome` of an event of the kind `verdict`: what a re-run of the step has shown."""
+    """`outcome` of an event of the kind `verdict`: what a re-run of the step showed."""
 
     TRANSIENT = "transient"
     REPRODUCIBLE = "reproducible"
 
 
-# -- shapes: the title is what docs/events.md calls them ------------------------------------------
+# -- types: the title is their name in docs/events.md ---------------------------------------------
 
 
 def _names(flags: type[Cause] | type[Action]) -> Any:
@@ -101,7 +101,7 @@ BatchList = Annotated[list[BatchPair], Field(title="array of `[epoch, index]`")]
 
 
 class _Model(BaseModel):
-    # A field that a later version adds is passed over.
+    # Fields that a later version adds are ignored.
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
 
@@ -130,7 +130,7 @@ EndingName = Annotated[Ending, Field(strict=False)]  # from its text
 
 
 def _may(about: str) -> Any:
-    """A field that any event may have. None: it is not in the file, where null would be wrong."""
+    """A field that any event may have. None: it is not in the file, which has no null there."""
     return Field(default=None, description=about)
 
 
@@ -141,9 +141,9 @@ def _has(about: str) -> Any:
 class EventHead(_Model):
     """What every event has."""
 
-    schema_: WholeFromOne = Field(alias="schema", description="Version of the format: 1.")
+    schema_: WholeFromOne = Field(alias="schema", description="Version of the format: 2.")
     seq: Whole = _has(
-        "Counts events, also those that could not be written; goes on from the file's last."
+        "Counts events, also those that could not be written; continues from the file's last."
     )
     run: Text = _has("Id of the run: of one process, from its start to its end.")
     time: Time = _has("Wall time, ISO 8601, UTC.")
@@ -153,9 +153,9 @@ class EventHead(_Model):
 
 
 class EventFields(_Model):
-    """What any event may have. Which ones a kind always has is in `KINDS`.
+    """What any event may have. `schema.KINDS` lists which ones a kind always has.
 
-    A field means the same, and has the same shape, in every kind of event.
+    A field means the same, and has the same type, in every kind of event.
     """
 
     lost: WholeFromOne = _may("Events before this one that could not be written.")
@@ -178,22 +178,22 @@ class EventFields(_Model):
     lr: Number = _may("The user's own learning rate, without the multiplier.")
     number: WholeFromOne = _may("Of the rollback, over the whole run.")
     depth: Whole = _may("How many known-good checkpoints to go back.")
-    checkpoint: Whole = _may("Step of the checkpoint that was used, or is spoken of.")
+    checkpoint: Whole = _may("Step of the checkpoint that was used, or that the event is about.")
     repeated: Truth = _may("An earlier rollback went there too, and nothing is older.")
     initial: Truth = _may("It is the snapshot that the run started from.")
-    rewound: Truth = _may("The data was put back; false: it goes on forward.")
+    rewound: Truth = _may("The data was rewound; false: it goes on forward.")
     outcome: Text = _may(
-        f"What came of it. Of a rollback: {', '.join(RollbackOutcome)}; of a re-run: "
-        f"{', '.join(RerunVerdict)}; of the data: in words."
+        f"The result. Of a rollback: {', '.join(RollbackOutcome)}; of a re-run: "
+        f"{', '.join(RerunVerdict)}; of the data: a sentence."
     )
-    why: Text = _may("The reason, in words.")
-    problem: Text = _may("What went wrong, in words.")
+    why: Text = _may("The reason, as text.")
+    problem: Text = _may("What went wrong, as text.")
     verdict: Literal["damage", "data", "open", "unknown"] = _may(
         "Whether the model was found to be worse; open: it may come back by itself."
     )
     by: Literal[
         "instability", "weights", "remembered_batches", "earlier_weights", "budget", "nothing"
-    ] = _may("What the verdict rests on.")
+    ] = _may("What the verdict is based on.")
     rise: MaybeNumber = _may("Of the step's loss above that of the remembered batches.")
     rise_remembered: MaybeNumber = _may(
         "Of the loss of the remembered batches with the present weights."
@@ -209,9 +209,9 @@ class EventFields(_Model):
     environment: Versions = _may("Versions: healcore, Python, system, frameworks.")
     policy: Text = _may("Name of the policy.")
     fingerprint: Text = _may("Of the policy.")
-    policy_toml: Text = _may("The policy as TOML, every key spelt out.")
+    policy_toml: Text = _may("The policy as TOML, with every key.")
     mode: Literal["heal", "observe"] = _may("Of the policy.")
-    framework: Literal["torch", "jax"] = _may("Whose run it is.")
+    framework: Literal["torch", "jax"] = _may("Framework of the run.")
     store: Text = _may("Where checkpoints go.")
     lag: Whole = _may("Steps after which a step's numbers are read.")
     save_every: WholeFromOne = _may("Steps between saves.")
@@ -219,21 +219,21 @@ class EventFields(_Model):
     world: WholeFromOne = _may("How many processes the run has.")
     ending: EndingName = _may("How the process ended.")
     resumes: Truth = _may("There are checkpoints of an earlier process to go on from.")
-    untold_alarms: WholeFromOne = _may("Alarms that got no event of their own.")
+    unreported_alarms: WholeFromOne = _may("Alarms without an event of their own.")
     incidents: Whole = _may("Incidents so far.")
     rollbacks: Whole = _may("Rollbacks so far.")
     last_good: Whole = _may("Step of the newest known-good checkpoint.")
 
 
 class EventModel(EventFields, EventHead):
-    """One event as it should be."""
+    """One event as it is written."""
 
 
 class EventRecord(EventFields):
-    """One event as it is read: what is not in its shape is not there.
+    """One event as it is read, without values of the wrong type.
 
-    Sure are `seq`, `run` and `kind`, which `reading.parse` has seen to. Any other field may be
-    None: a file may be damaged, edited, or of a newer healcore.
+    `log.parse` guarantees `seq`, `run` and `kind`. Any other field may be None: a file may be
+    damaged, edited, or of a newer healcore.
     """
 
     seq: Whole = 0
@@ -245,17 +245,17 @@ class EventRecord(EventFields):
 
 
 _NAMED = frozenset({"cause", "action", "ordered"})
-"""Lists of names: those of a newer healcore are as good to read."""
+"""Lists of names, which may hold those of a newer healcore."""
 
 
 def record(event: Mapping[str, Any]) -> tuple[EventRecord, list[str]]:
-    """An event as it can be relied upon.
+    """A checked event.
 
     Args:
-        event: as `reading.parse` gives it.
+        event: from `log.parse`.
 
     Returns:
-        The event, and the names of known fields that were left out of it, not being in their shape.
+        The event, and the names of known fields whose values had the wrong type.
     """
     try:
         return EventRecord.model_validate(event), []
@@ -269,69 +269,6 @@ def record(event: Mapping[str, Any]) -> tuple[EventRecord, list[str]]:
 
 def _all_text(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
-
-
-# -- kinds ----------------------------------------------------------------------------------------
-
-
-class Kind(NamedTuple):
-    """One kind."""
-
-    when: str
-    """When it is written; what `step` is, where it is not the step that the run is at."""
-    needs: tuple[str, ...] = ()
-    """Fields that it always has, besides those of every event. Any other may come with it."""
-
-
-KINDS: dict[str, Kind] = {
-    "start": Kind(
-        "A process begins. Its number, host and versions are added by the log.",
-        ("host", "pid", "environment", "policy"),
-    ),
-    "resume": Kind("The run goes on from a checkpoint of an earlier process.", ("checkpoint",)),
-    "alarm": Kind("A step with a cause. `step` is that step.", ("cause", "readings")),
-    "incident": Kind(
-        "An incident begins. `step` is the step that was judged.", ("incident", "onset", "cause")
-    ),
-    "order": Kind(
-        "The policy orders something of the host. `step` is the step that was judged.",
-        ("action", "cause"),
-    ),
-    "assessment": Kind(
-        "Whether the model is worse or the data are different; only `damage` goes back.",
-        ("verdict", "cause"),
-    ),
-    "save": Kind("A checkpoint's copy was taken. `step` is the checkpoint's."),
-    "save_failed": Kind(
-        "A checkpoint could not be written; training goes on. `step` is the checkpoint's.",
-        ("problem",),
-    ),
-    "good": Kind("A checkpoint is known-good from now on. `step` is the checkpoint's."),
-    "quarantine": Kind(
-        "A checkpoint is set aside: newer than the one gone back to.", ("checkpoint",)
-    ),
-    "damaged": Kind(
-        "A checkpoint's bytes are not those that were saved. `step` is the checkpoint's.",
-        ("problem",),
-    ),
-    "rollback_begin": Kind("A rollback begins, and is in the journal.", ("onset",)),
-    "rollback": Kind(
-        "A rollback is done. `step` is the one it went back from.", ("checkpoint", "outcome")
-    ),
-    "skipped_batches": Kind("Batches were left out, exactly these.", ("batches",)),
-    "data": Kind("What became of the data's position.", ("outcome",)),
-    "lr": Kind(
-        "The learning-rate multiplier was cut, or is back at 1.", ("lr_scale_before", "lr_scale")
-    ),
-    "rerun": Kind("A suspicious step is taken once more from a snapshot.", ("checkpoint",)),
-    "verdict": Kind("What the re-run showed.", ("outcome",)),
-    "hook": Kind("A hook overrode an order, or raised."),
-    "stop": Kind("The policy ends the run.", ("why", "diagnosis")),
-    "problem": Kind(
-        "Something that did not stop the run and that a person should know.", ("problem",)
-    ),
-    "end": Kind("The process ends, in whatever way it still can say so.", ("ending",)),
-}
 
 
 # -- metrics --------------------------------------------------------------------------------------
@@ -349,12 +286,12 @@ class MetricsModel(_Model):
         "restarted: what follows replaces the lines from that step on."
     )
     every: WholeFromOne = _may(
-        "Steps that a line stands for, where the file is thinned; not there: one."
+        "Steps that a line stands for, where the file is thinned; absent: one."
     )
     engine: Text = _may("The optimizer's name in the state, where there are several.")
     loss: Number = _may(
-        'As judged; "nan" stands for Inf too. Not there: nobody gave it, or somebody else skipped '
-        "the step."
+        'As judged; "nan" stands for Inf too. Absent: not given, or something else (a GradScaler) '
+        "skipped the step."
     )
     grad_norm: Number = _may("As judged, like `loss`.")
     threshold: Number = _has("As in an event's `readings`; 0: none is in force.")

@@ -1,49 +1,86 @@
-"""Which process wrote something, and whether it is still there."""
+"""Which process wrote something, whether it is still running, and the versions it ran with."""
 
 from __future__ import annotations
 
 import functools
 import os
+import platform
 import socket
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
+import healcore
+
+# Not the command line and not the environment variables: both hold people's keys and passwords.
+_PACKAGES = (
+    "numpy",
+    "torch",
+    "jax",
+    "jaxlib",
+    "optax",
+    "flax",
+    "orbax-checkpoint",
+    "torchdata",
+    "grain",
+    "transformers",
+    "lightning",
+)
+
 
 class Process(NamedTuple):
-    """A process, told apart from every later one with the same number."""
+    """A process, distinct from every later one with the same number."""
 
     host: str
     pid: int
     boot: str | None
     """The kernel's id of this boot; None where there is none (not Linux)."""
     born: int | None
-    """Clock ticks from the boot to its start: numbers are used again, and in a container every run
-    may have the same one."""
+    """Clock ticks from the boot to its start: numbers are reused, and in a container every run may
+    have the same one."""
 
     def gone(self) -> bool | None:
-        """Whether it has ended. None: that cannot be seen from here; it ran on another host."""
-        me = here()
+        """Whether it has ended. None: that cannot be seen from here, such as on another host."""
+        me = current_process()
         if self.host != me.host:
             return None
         if self.boot != me.boot:
             return True
-        if os.name != "posix":  # on Windows `os.kill(pid, 0)` is Ctrl-C
-            return None
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except (PermissionError, OverflowError):
-            pass
-        state, born = _stat(self.pid)
-        # A zombie has been killed and only waits for its parent to ask: it writes nothing more.
-        return state == "Z" or (None not in (born, self.born) and born != self.born)
+        gone = pid_gone(self.pid)
+        if gone is not False:
+            return gone
+        born = _stat(self.pid)[1]
+        return None not in (born, self.born) and born != self.born
 
 
-def here() -> Process:
+def current_process() -> Process:
     """This process."""
     pid = os.getpid()
     return Process(socket.gethostname(), pid, _boot(), _stat(pid)[1])
+
+
+def pid_gone(pid: int) -> bool | None:
+    """Whether no process of this machine has the number, or only a zombie. None: not known."""
+    if os.name != "posix":  # on Windows `os.kill(pid, 0)` is Ctrl-C
+        return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, OverflowError):
+        pass
+    # A zombie was killed and waits for its parent to read the status: it writes nothing more.
+    return _stat(pid)[0] == "Z"
+
+
+@functools.cache
+def machine() -> str:
+    """Host name and machine id: which machine or container this is, whatever its boot."""
+    try:
+        machine_id = Path("/etc/machine-id").read_text().strip()
+    except OSError:
+        machine_id = ""
+    return f"{socket.gethostname()}\n{machine_id}"
 
 
 @functools.cache
@@ -55,10 +92,31 @@ def _boot() -> str | None:
 
 
 def _stat(pid: int) -> tuple[str | None, int | None]:
-    """State and start of a process; None where the system does not tell."""
+    """State and start of a process; None where the system does not have them."""
     try:
         # The name of the program comes second, in brackets, and may hold anything.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], int(fields[19])
     except (OSError, ValueError, IndexError):
         return None, None
+
+
+def environment() -> dict[str, str]:
+    """Name -> version: healcore, Python, the system, and the frameworks that are installed."""
+    return {
+        "healcore": healcore.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **_package_versions(),
+    }
+
+
+@functools.cache
+def _package_versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

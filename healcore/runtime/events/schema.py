@@ -1,24 +1,86 @@
-"""The formats as JSON Schema, and the check that our own events are held to."""
+"""The kinds of events, the formats as JSON Schema, and a check of what healcore writes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
-from healcore.runtime.events.models import KINDS, EventHead, EventModel, MetricsModel
-from healcore.runtime.events.reading import SCHEMA
+from healcore.runtime.events import log, metrics
+from healcore.runtime.events.models import EventHead, EventModel, MetricsModel
 
 ENVELOPE = tuple(field.alias or name for name, field in EventHead.model_fields.items())
 """Every event has these."""
 
 
-def problems(event: Mapping[str, Any]) -> list[str]:
-    """What is wrong with an event, in words; nothing if it is as this version writes it.
+class EventKind(NamedTuple):
+    """One kind of event."""
 
-    Stricter than `json_schema`: kinds and fields that are not known here, over which a reader of a
-    newer file passes, are problems.
+    when: str
+    """When it is written; what `step` is, where it is not the step that the run is at."""
+    needs: tuple[str, ...] = ()
+    """Fields that it always has, besides those of every event. Any other may be added."""
+
+
+KINDS: dict[str, EventKind] = {
+    "start": EventKind(
+        "A process begins. Its number, host and versions are added by the log.",
+        ("host", "pid", "environment", "policy"),
+    ),
+    "resume": EventKind(
+        "The run goes on from a checkpoint of an earlier process.", ("checkpoint",)
+    ),
+    "alarm": EventKind("A step with a cause. `step` is that step.", ("cause", "readings")),
+    "incident": EventKind(
+        "An incident begins. `step` is the step that was judged.", ("incident", "onset", "cause")
+    ),
+    "order": EventKind(
+        "The policy orders an action on the host. `step` is the step that was judged.",
+        ("action", "cause"),
+    ),
+    "assessment": EventKind(
+        "Whether the model is worse or the data are different; only `damage` goes back.",
+        ("verdict", "cause"),
+    ),
+    "save": EventKind("A checkpoint's copy was taken. `step` is the checkpoint's."),
+    "save_failed": EventKind(
+        "A checkpoint could not be written; training goes on. `step` is the checkpoint's.",
+        ("problem",),
+    ),
+    "good": EventKind("A checkpoint is known-good from now on. `step` is the checkpoint's."),
+    "quarantine": EventKind(
+        "A checkpoint is quarantined: newer than the one restored.", ("checkpoint",)
+    ),
+    "damaged": EventKind(
+        "A checkpoint's bytes are not those that were saved. `step` is the checkpoint's.",
+        ("problem",),
+    ),
+    "rollback_begin": EventKind("A rollback begins, and is in the journal.", ("onset",)),
+    "rollback": EventKind(
+        "A rollback is done. `step` is where it started.", ("checkpoint", "outcome")
+    ),
+    "skipped_batches": EventKind("Exactly these batches were left out.", ("batches",)),
+    "data": EventKind("How the data was positioned.", ("outcome",)),
+    "lr": EventKind(
+        "The learning-rate multiplier was cut, or is back at 1.", ("lr_scale_before", "lr_scale")
+    ),
+    "rerun": EventKind("A suspicious step is taken once more from a snapshot.", ("checkpoint",)),
+    "verdict": EventKind("What the re-run showed.", ("outcome",)),
+    "hook": EventKind("A hook overrode an order, or raised."),
+    "stop": EventKind("The policy ends the run.", ("why", "diagnosis")),
+    "problem": EventKind(
+        "Something that did not stop the run and that a person should know.", ("problem",)
+    ),
+    "end": EventKind("The process ends; a process that is killed writes none.", ("ending",)),
+}
+
+
+def problems(event: Mapping[str, Any]) -> list[str]:
+    """What is wrong with an event; nothing if it is as this version writes it.
+
+    Stricter than `json_schema`: unknown kinds and fields, which a reader of a newer file ignores,
+    are problems.
     """
     kind = KINDS.get(event.get("kind", ""))
     if kind is None:
@@ -47,7 +109,7 @@ def json_schema() -> dict[str, Any]:
     Open to kinds and fields that a later version adds without a new `schema` number.
     """
     return {
-        **_document(EventModel, "events"),
+        **_document(EventModel, f"healcore events, schema {log.SCHEMA}"),
         "allOf": [
             {
                 "if": {"properties": {"kind": {"const": name}}, "required": ["kind"]},
@@ -60,17 +122,17 @@ def json_schema() -> dict[str, Any]:
 
 def metrics_schema() -> dict[str, Any]:
     """The JSON Schema (draft 2020-12) of one line of a metrics file."""
-    return _document(MetricsModel, "metrics")
+    return _document(MetricsModel, f"healcore metrics, schema {metrics.SCHEMA}")
 
 
-def _document(model: type[BaseModel], what: str) -> dict[str, Any]:
+def _document(model: type[BaseModel], title: str) -> dict[str, Any]:
     found = model.model_json_schema()
     for name, shape in found["properties"].items():
-        if shape.get("default", 0) is None:  # what is not known is left out, and never null
+        if shape.get("default", 0) is None:  # a field without a value is left out, never null
             del found["properties"][name]["default"]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": f"healcore {what}, schema {SCHEMA}",
+        "title": title,
         **{
             name: found[name]
             for name in ("type", "properties", "required", "$defs")

@@ -1,6 +1,6 @@
-"""Why a run ended, in plain words: what was seen, what was tried, what a person should look at.
+"""Why a run ended: what was seen, what was tried, what a person should look at.
 
-Pure: a `Case` in, text out. The same case gives the same words on every rank.
+Pure: a `RunEnd` in, text out. The same `RunEnd` gives the same text on every rank.
 """
 
 from __future__ import annotations
@@ -12,15 +12,84 @@ from typing import NamedTuple
 from healcore.core.evidence import Evidence
 from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause
-from healcore.runtime.events.models import Ending
-from healcore.runtime.incidents.incident import Batch
-from healcore.runtime.postmortem.advice import advice
+from healcore.runtime.events.models import Ending, RerunVerdict
+from healcore.runtime.incidents.hooks import Batch
 
 _WIDTH = 96
 _SHOWN = 5
 
+_BY_CAUSE: dict[Cause, tuple[str, ...]] = {
+    Cause.NONFINITE_LOSS: (
+        "The loss itself was NaN or Inf: a log or a division of 0 in it, an empty or fully masked "
+        "batch (a mean over nothing), a label outside its range, float16 overflow.",
+    ),
+    Cause.NONFINITE_GRAD: (
+        "Gradients were NaN or Inf: a square root or a norm at exactly 0, a softmax over a fully "
+        "masked row, float16 overflow. The tensors named above are where it showed.",
+    ),
+    Cause.GRAD_SPIKE: (
+        "The gradient norm ran away from its own history: the data of those steps, the learning "
+        "rate, and whether warm-up was long enough.",
+    ),
+    Cause.LOSS_SPIKE: (
+        "The loss left its level and stayed there: the data of those steps first, then the "
+        "learning rate and the second-moment decay (a lower beta2 forgets sooner).",
+    ),
+    Cause.DIVERGENCE: (
+        "The loss was climbing without one bad step: the learning rate is too high for this phase "
+        "of the training, or the data has changed.",
+    ),
+    Cause.INSTABILITY: (
+        "Each update made the model worse: the learning rate is too high for this phase of the "
+        "training. The run goes on below the rate that broke it; lower your own schedule to that.",
+    ),
+    Cause.GRAD_VANISHING: (
+        "Gradients were next to nothing: a detached graph, frozen parameters, dead activations, a "
+        "learning rate or a loss scale of 0.",
+    ),
+    Cause.PLATEAU: ("The loss has stopped moving: the schedule, or there is no more to learn.",),
+    Cause.OVERFIT: (
+        "The evaluation loss rose while the training loss fell: regularisation, more data, or an "
+        "earlier end.",
+    ),
+    Cause.UPDATE_SPIKE: (
+        "The optimizer's update stood out while its gradient did not: its second moments are too "
+        "small or too old (epsilon, beta2), or a restored optimizer state is not this model's.",
+    ),
+    Cause.OOM: (
+        "Memory ran out: a smaller micro-batch, activation checkpointing; whether one input was "
+        "longer than the others.",
+    ),
+    Cause.DATA: ("The data could not be read: the batch named above, then the storage behind it.",),
+    Cause.NETWORK: ("A network call failed for good: the service, its quota, the credentials.",),
+    Cause.HANG: ("A step never came back: the slowest rank, its device and its network.",),
+}
 
-class Tried(NamedTuple):
+_TRANSIENT = (
+    "A fault that does not come again on the same data is not the model's: check the device (ECC "
+    "errors, temperature, a self-test) before it is trusted with this run again."
+)
+_REPRODUCIBLE = (
+    "A fault that comes again on the same data and weights is the program's or the data's: run "
+    "that one batch from the last known-good checkpoint under a debugger."
+)
+_REPEATED = {
+    (True, True): "Going back did not help, with other data and a lower learning rate: the trouble "
+    "is in the model, its precision or its optimizer's settings, or older than the checkpoints.",
+    (True, False): "Going back without those batches did not help, at the same learning rate: more "
+    "of the data than was left out is like them, or the learning rate is too high.",
+    (False, True): "Going back with a lower learning rate did not help, on the same data: the data "
+    "of those steps, then the model's precision and its optimizer's settings.",
+    (
+        False,
+        False,
+    ): "Going back did not help, on the same data and at the same learning rate: leave "
+    "the data of those steps out, or lower the learning rate.",
+}
+"""After several rollbacks, which left batches out or not, and lowered the learning rate or not."""
+
+
+class RollbackRecord(NamedTuple):
     """One rollback that was carried out."""
 
     step: int
@@ -35,20 +104,20 @@ class Tried(NamedTuple):
     """Batches that were left out."""
 
 
-class Case(NamedTuple):
-    """What is known of a run at its end. Everything but the first two may be left out."""
+class RunEnd(NamedTuple):
+    """What is known of a run at its end."""
 
     ending: str
-    """One of `completed`, `stopped`, `exception`, `signal`, `interrupted`, `killed`."""
+    """One of `Ending`."""
     step: int
     """Optimizer steps done."""
     why: str = ""
-    """What ended it, in words: "the budget of 3 recoveries is spent", "SIGTERM"."""
+    """The reason, such as "SIGTERM"."""
     cause: Cause = Cause(0)
     """Of the last incident; 0: there was none."""
     onset: int | None = None
     open: bool | None = None
-    """Whether the last incident was still going on; None: not known."""
+    """Whether the last incident was still open; None: not known."""
     incidents: int = 0
     readings: Readings | None = None
     evidence: tuple[Evidence, ...] = ()
@@ -56,144 +125,144 @@ class Case(NamedTuple):
     """Data of the last incident's first steps."""
     skips: int = 0
     """Steps that were skipped, over the whole run."""
-    tried: tuple[Tried, ...] = ()
+    rollbacks: tuple[RollbackRecord, ...] = ()
     lr_scale: float = 1.0
     verdict: str = ""
-    """What a re-run of the step showed: `transient`, `reproducible`, or "" for none."""
+    """Of a re-run of the step: `transient`, `reproducible`, or "" without one."""
     damaged: tuple[int, ...] = ()
     """Steps of checkpoints that were found damaged on disk."""
     damaged_in_memory: tuple[int, ...] = ()
     """... and in host memory."""
     not_finite: tuple[tuple[int, tuple[str, ...]], ...] = ()
-    """Steps of checkpoints with NaN or Inf where that is not meant, and in which arrays."""
+    """Steps of checkpoints with unwanted NaN or Inf, and in which arrays."""
     unsaved: int = 0
     """Checkpoints that could not be written."""
     unsaved_why: str = ""
-    """Why the last of them could not."""
+    """Why the last of them could not be written."""
     observes: bool = False
     last_good: int | None = None
     path: str | None = None
-    """Where that checkpoint lies."""
+    """The directory of that checkpoint."""
     exception: str | None = None
     """What was raised, as text."""
 
 
-def explain(case: Case) -> str:
+def explain(end: RunEnd) -> str:
     """The diagnosis: a headline, then paragraphs that begin with what they are about."""
     parts = [
-        _headline(case),
-        *_seen(case),
-        *_state(case),
-        *_tried(case),
-        *_unsaved(case),
-        *_look_at(case),
-        _last_good(case),
+        _headline(end),
+        *_seen(end),
+        *_state(end),
+        *_actions(end),
+        *_unsaved(end),
+        *_look_at(end),
+        _last_good(end),
     ]
     return "\n".join(part for part in parts if part)
 
 
-def _headline(case: Case) -> str:
-    at = f"at step {case.step}"
-    because = f": {case.why}" if case.why else ""
-    match case.ending:
-        case "completed":
+def _headline(end: RunEnd) -> str:
+    at = f"at step {end.step}"
+    because = f": {end.why}" if end.why else ""
+    match end.ending:
+        case Ending.COMPLETED:
             return f"The run is complete {at}{because}."
-        case "stopped":
+        case Ending.STOPPED:
             return f"healcore stopped the run {at}{because}."
-        case "exception":
-            raised = f": {case.exception}" if case.exception else ""
+        case Ending.EXCEPTION:
+            raised = f": {end.exception}" if end.exception else ""
             return _wrapped(f"The training loop raised an exception {at}{raised}")
-        case "signal":
+        case Ending.SIGNAL:
             return f"The run was ended from outside {at}{because}."
-        case "interrupted":
+        case Ending.INTERRUPTED:
             return f"The run was interrupted from the keyboard {at}{because}."
-        case "killed":
+        case Ending.KILLED:
             return _wrapped(
-                f"The process was killed without notice; its last event is {at}{because}. Nothing "
-                "of its own says why: look for the out-of-memory killer (dmesg), the scheduler's "
-                "time limit or preemption, and the machine's own log."
+                f"The process was killed without notice; its last event is {at}{because}. It could "
+                "not record why: look for the out-of-memory killer (dmesg), the scheduler's time "
+                "limit or preemption, and the machine's own log."
             )
-    raise ValueError(f"ending is one of {', '.join(Ending)}, not {case.ending!r}")
+    raise ValueError(f"ending is one of {', '.join(Ending)}, not {end.ending!r}")
 
 
-def _seen(case: Case) -> Iterator[str]:
-    if not case.cause:
-        if case.incidents:
-            yield _section("Seen", f"{_count(case.incidents, 'incident')}, all of them over.")
+def _seen(end: RunEnd) -> Iterator[str]:
+    if not end.cause:
+        if end.incidents:
+            yield _section("Seen", f"{_count(end.incidents, 'incident')}, all of them over.")
         return
-    names = ", ".join(each.name.lower() for each in Cause if each.name and each in case.cause)
-    since = "" if case.onset is None else f" from step {case.onset} on"
-    sentences = [f"{names}{since}{', over by then' if case.open is False else ''}."]
-    if case.readings is not None:
-        sentences.append(_numbers(case.readings))
-    if case.evidence:
-        sentences.append(f"Gradients that stood out: {_listed(case.evidence)}.")
-    if case.batches:
-        sentences.append(f"Its data: {_batches(case.batches)}.")
-    if case.verdict == "transient":
+    names = ", ".join(each.name.lower() for each in Cause if each.name and each in end.cause)
+    since = "" if end.onset is None else f" from step {end.onset} on"
+    sentences = [f"{names}{since}{', over by then' if end.open is False else ''}."]
+    if end.readings is not None:
+        sentences.append(_numbers(end.readings))
+    if end.evidence:
+        sentences.append(f"Gradients that stood out: {_listed(end.evidence)}.")
+    if end.batches:
+        sentences.append(f"Its data: {_batches(end.batches)}.")
+    if end.verdict == RerunVerdict.TRANSIENT:
         sentences.append("The same step, taken again from a snapshot, was fine: a transient fault.")
-    elif case.verdict == "reproducible":
+    elif end.verdict == RerunVerdict.REPRODUCIBLE:
         sentences.append("The same step, taken again from a snapshot, failed again: reproducible.")
-    if case.incidents > 1:
-        sentences.append(f"It was incident {case.incidents} of the run.")
+    if end.incidents > 1:
+        sentences.append(f"It was incident {end.incidents} of the run.")
     yield _section("Seen", " ".join(sentences))
 
 
-def _state(case: Case) -> Iterator[str]:
-    if not case.not_finite:
+def _state(end: RunEnd) -> Iterator[str]:
+    if not end.not_finite:
         return
-    step, arrays = case.not_finite[0]
+    step, arrays = end.not_finite[0]
     shown = ", ".join(arrays[:_SHOWN]) + (" and more" if len(arrays) > _SHOWN else "")
-    many = len(case.not_finite)
+    many = len(end.not_finite)
     saves = f"the checkpoint of step {step}" if many == 1 else f"{many} checkpoints since {step}"
     text = f"NaN or Inf in {shown}, in {saves}."
-    if case.not_finite[-1][0] == case.step:
+    if end.not_finite[-1][0] == end.step:
         text += " The run ends in that state."
     yield _section("State", text)
 
 
-def _tried(case: Case) -> Iterator[str]:
-    if case.observes:
+def _actions(end: RunEnd) -> Iterator[str]:
+    if end.observes:
         yield _section("Tried", "nothing: the policy only observes.")
         return
     done = []
-    if case.skips:
-        done.append(f"skipped {_count(case.skips, 'step')}")
-    if len(case.tried) > _SHOWN:
-        done.append(f"{len(case.tried) - _SHOWN} earlier rollbacks")
-    done += [_rollback(each) for each in case.tried[-_SHOWN:]]
-    if case.lr_scale < 1:
-        done.append(f"the learning rate stands at {case.lr_scale:.3g} of its schedule")
+    if end.skips:
+        done.append(f"skipped {_count(end.skips, 'step')}")
+    if len(end.rollbacks) > _SHOWN:
+        done.append(f"{len(end.rollbacks) - _SHOWN} earlier rollbacks")
+    done += [_rollback(each) for each in end.rollbacks[-_SHOWN:]]
+    if end.lr_scale < 1:
+        done.append(f"the learning rate stands at {end.lr_scale:.3g} of its schedule")
     if done:
         yield _section("Tried", "; ".join(done) + ".")
-    if case.damaged:
-        steps = ", ".join(map(str, case.damaged[-_SHOWN:]))
+    if end.damaged:
+        steps = ", ".join(map(str, end.damaged[-_SHOWN:]))
         yield _section(
             "Storage", f"checkpoints found damaged: {steps}. Check the disk that they lie on."
         )
 
-    if case.damaged_in_memory:
-        steps = ", ".join(map(str, case.damaged_in_memory[-_SHOWN:]))
+    if end.damaged_in_memory:
+        steps = ", ".join(map(str, end.damaged_in_memory[-_SHOWN:]))
         yield _section(
             "Memory", f"checkpoints found damaged in host memory: {steps}. Check the machine's RAM."
         )
 
 
-def _unsaved(case: Case) -> Iterator[str]:
-    if case.unsaved:
-        times = _count(case.unsaved, "checkpoint was", "checkpoints were")
-        yield _section("Storage", f"{times} not saved; the last one: {case.unsaved_why}.")
+def _unsaved(end: RunEnd) -> Iterator[str]:
+    if end.unsaved:
+        times = _count(end.unsaved, "checkpoint was", "checkpoints were")
+        yield _section("Storage", f"{times} not saved; the last one: {end.unsaved_why}.")
 
 
-def _look_at(case: Case) -> Iterator[str]:
-    if case.ending == "completed" and case.open is False:
+def _look_at(end: RunEnd) -> Iterator[str]:
+    if end.ending == Ending.COMPLETED and end.open is False:
         return
     hints = advice(
-        case.cause,
-        verdict=case.verdict,
-        rollbacks=len(case.tried),
-        left_out=any(each.left_out for each in case.tried),
-        lr_lowered=case.lr_scale < 1 or any(map(_lowered, case.tried)),
+        end.cause,
+        verdict=end.verdict,
+        rollbacks=len(end.rollbacks),
+        left_out=any(each.left_out for each in end.rollbacks),
+        lr_lowered=end.lr_scale < 1 or any(map(_lowered, end.rollbacks)),
     )
     if hints:
         yield "Look at:"
@@ -201,11 +270,11 @@ def _look_at(case: Case) -> Iterator[str]:
         yield _wrapped(hint, first="  - ", then="    ")
 
 
-def _last_good(case: Case) -> str:
-    if case.last_good is None:
+def _last_good(end: RunEnd) -> str:
+    if end.last_good is None:
         return _section("Last known-good", "none; resume from the start, or check one by hand.")
-    where = f", in {case.path}" if case.path else ""
-    return f"Last known-good: the checkpoint of step {case.last_good}{where}."
+    where = f", in {end.path}" if end.path else ""
+    return f"Last known-good: the checkpoint of step {end.last_good}{where}."
 
 
 # -- pieces of sentences --------------------------------------------------------------------------
@@ -228,18 +297,18 @@ def _batches(batches: Sequence[Batch]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def _rollback(tried: Tried) -> str:
-    words = f"went back from step {tried.step} to {tried.target}"
-    if _lowered(tried):
-        words += f" with the learning rate {tried.lr_before:.3g} -> {tried.lr_after:.3g}"
-    if tried.left_out:
-        words += f" and without {_count(tried.left_out, 'batch', 'batches')}"
-    return words
+def _rollback(rollback: RollbackRecord) -> str:
+    text = f"went back from step {rollback.step} to {rollback.target}"
+    if _lowered(rollback):
+        text += f" with the learning rate {rollback.lr_before:.3g} -> {rollback.lr_after:.3g}"
+    if rollback.left_out:
+        text += f" and without {_count(rollback.left_out, 'batch', 'batches')}"
+    return text
 
 
-def _lowered(tried: Tried) -> bool:
-    """Going back sets the user's own schedule back too: the rate of then may be the higher one."""
-    before, after = tried.lr_before, tried.lr_after
+def _lowered(rollback: RollbackRecord) -> bool:
+    """A rollback restores the user's own schedule too: the rate of that step may be higher."""
+    before, after = rollback.lr_before, rollback.lr_after
     return before is not None and after is not None and after < before
 
 
@@ -260,3 +329,36 @@ def _wrapped(text: str, *, first: str = "", then: str = "") -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+# -- advice ---------------------------------------------------------------------------------------
+
+
+def advice(
+    cause: Cause,
+    *,
+    verdict: str = "",
+    rollbacks: int = 0,
+    left_out: bool = False,
+    lr_lowered: bool = False,
+) -> list[str]:
+    """Sentences for a person.
+
+    Args:
+        cause: flags of the incident; 0: no advice.
+        verdict: `transient` or `reproducible`, of a re-run; "" without one.
+        rollbacks: how many were carried out.
+        left_out: one of them left batches out.
+        lr_lowered: one of them lowered the learning rate.
+    """
+    hints = []
+    if verdict == RerunVerdict.TRANSIENT:
+        hints.append(_TRANSIENT)
+    elif verdict == RerunVerdict.REPRODUCIBLE:
+        hints.append(_REPRODUCIBLE)
+    for flag, sentences in _BY_CAUSE.items():
+        if flag in cause:
+            hints += sentences
+    if cause and rollbacks > 1:
+        hints.append(_REPEATED[left_out, lr_lowered])
+    return hints

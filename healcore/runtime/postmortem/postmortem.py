@@ -1,4 +1,4 @@
-"""One JSON file for how a run ended, whichever way it did."""
+"""One JSON file about how a run ended."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from typing import Any, NamedTuple
 from healcore.core.verdict import Cause
 from healcore.history import Run
 from healcore.history.process import KnownGood
-from healcore.runtime.events import Log, encoding, reading
-from healcore.runtime.events.environment import environment
-from healcore.runtime.events.log import now
+from healcore.runtime.events import Log, json_lines, log
+from healcore.runtime.events.log import Event
+from healcore.runtime.events.metrics import stem
 from healcore.runtime.events.models import Ending, EventRecord, record
-from healcore.runtime.events.process import Process, here
-from healcore.runtime.events.reading import Event
-from healcore.runtime.postmortem.diagnosis import Case, Tried, explain
+from healcore.runtime.events.process import Process, current_process, environment
+from healcore.runtime.postmortem.diagnosis import RollbackRecord, RunEnd, explain
 from healcore.runtime.store import files
 from healcore.runtime.store.commit import sweep
 
 SCHEMA = 1
 
-_log = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 
 class Postmortem(NamedTuple):
@@ -34,7 +33,7 @@ class Postmortem(NamedTuple):
     run: str
     """Id of the run, as in its events."""
     ending: str
-    """`completed`, `stopped`, `exception`, `signal`, `interrupted` or `killed`."""
+    """One of `Ending`."""
     step: int
     """Optimizer steps done; of a killed run that of its last event."""
     diagnosis: str
@@ -42,7 +41,7 @@ class Postmortem(NamedTuple):
     cause: tuple[str, ...] = ()
     """Of the last incident."""
     incidents: int = 0
-    rollbacks: tuple[Tried, ...] = ()
+    rollbacks: tuple[RollbackRecord, ...] = ()
     lr_scale: float = 1.0
     """The learning-rate multiplier at the end."""
     last_good: int | None = None
@@ -59,61 +58,67 @@ class Postmortem(NamedTuple):
     process: Process | None = None
     environment: dict[str, str] = {}  # noqa: RUF012 -- never changed
     certain: bool = True
-    """False: the process ran on another host and is taken to be gone because a new one began."""
+    """False: the process ran on another host, and is assumed to be gone because a new one began."""
 
 
 def of(
-    case: Case, log: Log, *, seconds: float | None = None, trace: str | None = None
+    end: RunEnd, events: Log, *, seconds: float | None = None, trace: str | None = None
 ) -> Postmortem:
     """The postmortem of this process.
 
     Args:
-        case: what is known.
-        log: of the run.
+        end: what is known.
+        events: of the run.
         seconds: how long it ran.
-        trace: the exception with its traceback; without one `case.exception`.
+        trace: the exception with its traceback; without one `end.exception`.
     """
-    return Postmortem(
-        run=log.run,
-        ending=case.ending,
-        step=case.step,
-        diagnosis=explain(case),
-        cause=_names(case),
-        incidents=case.incidents,
-        rollbacks=case.tried,
-        lr_scale=case.lr_scale,
-        last_good=case.last_good,
-        last_good_path=case.path,
-        exception=trace or case.exception,
-        ended=now(),
+    return _postmortem(
+        end,
+        run=events.run,
+        exception=trace or end.exception,
+        ended=log.now(),
         seconds=seconds,
-        lost_events=log.lost,
-        process=here(),
+        lost_events=events.lost,
+        process=current_process(),
         environment=environment(),
     )
 
 
-def path_for(events: str | os.PathLike[str], run: str) -> Path:
-    """Where the postmortem of a run goes: beside its events, one file for each run.
+def _postmortem(end: RunEnd, **more: Any) -> Postmortem:
+    return Postmortem(
+        ending=end.ending,
+        step=end.step,
+        diagnosis=explain(end),
+        cause=tuple(flag.name for flag in Cause if flag.name and flag in end.cause),
+        incidents=end.incidents,
+        rollbacks=end.rollbacks,
+        lr_scale=end.lr_scale,
+        last_good=end.last_good,
+        last_good_path=end.path,
+        **more,
+    )
 
-    `run.events.jsonl` has `run.postmortem.<run id>.json`. One name for all would let the next
-    run's success take the place of what its predecessor died of.
+
+def path_for(events: str | os.PathLike[str], run: str) -> Path:
+    """The file of a run's postmortem, in the directory of its events.
+
+    `run.events.jsonl` has `run.postmortem.<run id>.json`, one for each run: the success of the next
+    one must not overwrite why this one failed.
     """
     path = Path(events)
-    stem = re.sub(r"(\.events)?\.jsonl?$", "", path.name)
     safe = re.sub(r"[^\w.-]", "_", run)
-    return path.with_name(f"{stem}.postmortem.{safe}.json")
+    return path.with_name(f"{stem(path)}.postmortem.{safe}.json")
 
 
 def write(path: str | os.PathLike[str], postmortem: Postmortem) -> str | None:
-    """Writes the file whole or not at all. Never raises: it is called while a run is dying.
+    """Writes the file, completely or not at all. Never raises: it is called while a run is ending.
 
     Returns:
-        What went wrong, in words; None if it is on disk.
+        What went wrong; None if it is on disk.
     """
     path = Path(path)
     try:
-        text = json.dumps({"schema": SCHEMA, **encoding.plain(postmortem)}, indent=2)
+        text = json.dumps({"schema": SCHEMA, **json_lines.to_json(postmortem)}, indent=2)
         path.parent.mkdir(parents=True, exist_ok=True)
         files.replace(path, f"{text}\n".encode("ascii"))
     except Exception as error:
@@ -123,11 +128,11 @@ def write(path: str | os.PathLike[str], postmortem: Postmortem) -> str | None:
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What is in a postmortem.
+    """The content of a postmortem file.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is none.
+        ValueError: it is not JSON.
     """
     return json.loads(Path(path).read_text())
 
@@ -135,67 +140,55 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 def of_killed(events: str | os.PathLike[str]) -> Postmortem | None:
     """Finds out whether the last run in an events file was killed, and writes its postmortem.
 
-    To be called at the next start, before that writes its own `start`. Never raises.
+    For the next start, before that writes its own `start`. Never raises.
 
     Args:
         events: the file. The postmortem goes to `path_for`.
 
     Returns:
-        The postmortem; None if there is no such run, it has written its end, or is still there.
+        The postmortem; None if there is no such run, it has written its end, or is still running.
     """
     try:
         found = _killed(Path(events))
     except Exception as error:
-        _log.warning("how the last run in %s ended cannot be found out: %r", events, error)
+        _logger.warning("how the last run in %s ended cannot be found out: %r", events, error)
         return None
     if found is not None:
         problem = write(path_for(events, found.run), found)
         if problem is not None:
-            _log.warning("%s", problem)
+            _logger.warning("%s", problem)
     return found
 
 
-def _killed(events: Path) -> Postmortem | None:
-    if not events.is_file():
+def _killed(path: Path) -> Postmortem | None:
+    if not path.is_file():
         return None
-    everything = reading.read(events).events
-    run = last_process(everything)
+    events = log.read(path).events
+    run = last_process(events)
     if run is None or run.end is not None:
         return None
     last = run.processes[-1]
-    process, start = last.process(), last.start or EventRecord()
+    process = last.process()
     if process is None:
         raise ValueError("its start has no host and pid")
     gone = process.gone()
     if gone is False:
         return None
     why = "" if gone else f"it ran on {process.host}, which cannot be seen from here"
-    case = case_of(run, everything, why=why)
-    return Postmortem(
+    return _postmortem(
+        end_of_killed(run, events, why=why),
         run=last.id,
-        ending=Ending.KILLED,
-        step=case.step,
-        diagnosis=explain(case),
-        cause=_names(case),
-        incidents=case.incidents,
-        rollbacks=case.tried,
-        lr_scale=case.lr_scale,
-        last_good=case.last_good,
         ended=last.last.time or "" if last.last else "",
         seconds=None if last.seconds is None else round(last.seconds, 6),
         lost_events=run.lost,
         process=process,
-        environment=start.environment or {},
+        environment=(last.start and last.start.environment) or {},
         certain=bool(gone),
     )
 
 
 def last_process(events: Sequence[Event]) -> Run | None:
-    """The process that began last, from its `start` on; None: none has begun.
-
-    Args:
-        events: all of a file.
-    """
+    """The process that began last in a file, from its `start` on; None: there is no `start`."""
     start = next((event for event in reversed(events) if event["kind"] == "start"), None)
     if start is None:
         return None
@@ -206,18 +199,18 @@ def last_process(events: Sequence[Event]) -> Run | None:
     return run
 
 
-def case_of(run: Run, everything: Iterable[Event], *, why: str = "") -> Case:
+def end_of_killed(run: Run, events: Iterable[Event], *, why: str = "") -> RunEnd:
     """What is known of a process that was killed.
 
     Args:
         run: its events.
-        everything: of the file: an earlier process may have had the last known-good checkpoint.
+        events: of the file: an earlier process may have had the last known-good checkpoint.
         why: for the headline.
     """
     good, seen = KnownGood(), run.last_seen
-    for event in everything:
+    for event in events:
         good.add(record(event)[0])
-    return Case(
+    return RunEnd(
         ending=Ending.KILLED,
         step=run.last_step or 0,
         why=why,
@@ -229,7 +222,7 @@ def case_of(run: Run, everything: Iterable[Event], *, why: str = "") -> Case:
         evidence=seen.evidence,
         batches=seen.batches,
         skips=run.skips,
-        tried=tuple(_tried(event) for event in run.rollbacks),
+        rollbacks=tuple(_rollback(event) for event in run.rollbacks),
         lr_scale=1.0 if run.lr_scale is None else run.lr_scale,
         verdict=run.rerun or "",
         damaged=tuple(run.damaged),
@@ -241,14 +234,14 @@ def case_of(run: Run, everything: Iterable[Event], *, why: str = "") -> Case:
 def _cause(flags: Iterable[str]) -> Cause:
     cause = Cause(0)
     for name in flags:
-        cause |= Cause.__members__.get(name, Cause.UNKNOWN)  # a newer healcore's
+        cause |= Cause.__members__.get(name, Cause.UNKNOWN)  # of a newer healcore
     return cause
 
 
-def _tried(event: EventRecord) -> Tried:
+def _rollback(event: EventRecord) -> RollbackRecord:
     step, lr = event.step or 0, event.lr
     before, after = event.lr_scale_before, event.lr_scale
-    return Tried(
+    return RollbackRecord(
         step=step,
         onset=step if event.onset is None else event.onset,
         target=event.checkpoint or 0,
@@ -256,7 +249,3 @@ def _tried(event: EventRecord) -> Tried:
         lr_after=None if lr is None or after is None else lr * after,
         left_out=len(event.batches or ()),
     )
-
-
-def _names(case: Case) -> tuple[str, ...]:
-    return tuple(flag.name for flag in Cause if flag.name and flag in case.cause)

@@ -22,12 +22,7 @@ Engines = Mapping[str, Mapping[str, Any]]
 def after_rollback(
     engine: Engine, live: Engines, saved: Engines | None
 ) -> dict[str, dict[str, Any]]:
-    """Engine states after a rollback.
-
-    Args:
-        engine: the policy's.
-        live: the states at the moment of the rollback.
-        saved: the checkpoint's states. An engine without one starts its warm-up again.
+    """Engine states after a rollback; an engine without a saved state starts its warm-up again.
 
     Raises:
         StateError: a saved state is damaged or of another policy.
@@ -36,13 +31,7 @@ def after_rollback(
 
 
 def cut_lr(engine: Engine, live: Engines, rate: float | None) -> dict[str, dict[str, Any]]:
-    """Engine states after a learning-rate cut, if the policy has one left.
-
-    Args:
-        engine: the policy's.
-        live: the states now.
-        rate: the schedule's learning rate; None: unknown.
-    """
+    """Engine states after a cut of the schedule's learning rate, if the policy has one left."""
     at = None if rate is None else np.float32(rate)
     return {
         name: engine.to_dict(engine.cut_lr(engine.from_dict(now), at, xp=np))
@@ -79,7 +68,7 @@ def compatible(engine: Engine, saved: Engines | None) -> tuple[dict[str, Mapping
     """The saved states that fit this policy, and what is wrong with the others.
 
     A policy may have been edited since the checkpoint was written. The checkpoint stays usable: the
-    detectors then start their warm-up again, and the second result says so.
+    detectors then start their warm-up again, and the second result is that message.
     """
     fit: dict[str, Mapping[str, Any]] = {}
     problem = ""

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from healcore.runtime import forking
-from healcore.runtime.events.process import Process, here
+from healcore.runtime.events.process import Process, current_process
 from healcore.runtime.store import checksummed_json, files
 from healcore.runtime.store.checksummed_json import ChecksumError
 from healcore.runtime.store.errors import StoreError
@@ -61,7 +61,7 @@ class StoreInUse(StoreError):
         """The other run, and what to do."""
         if self.process is None:
             who = f"a process that {LOCK} does not name"
-        elif self.process == here():
+        elif self.process == current_process():
             who = "this process: leave the `with` block of the earlier Healer, or delete the object"
         else:
             who = f"process {self.process.pid} on {self.process.host}"
@@ -117,7 +117,7 @@ def claim(root: str | os.PathLike[str]) -> Claim:
         handle, no_locks = _locked(root)
         warning = _unless_free(root, no_locks)
         os.ftruncate(handle, 0)
-        content = {"schema": 1, "token": token, **here()._asdict()}
+        content = {"schema": 1, "token": token, **current_process()._asdict()}
         os.pwrite(handle, checksummed_json.dumps(content), 0)
     except OSError as error:
         # An open handle is locked nevertheless: the file is another user's and keeps that name.
@@ -184,7 +184,7 @@ def _locked(root: Path) -> tuple[int, str | None]:
             continue
         except BlockingIOError:
             holder = _holder(_read(lock))
-            if attempt == 0 and holder == here():
+            if attempt == 0 and holder == current_process():
                 gc.collect()  # an abandoned Healer, a notebook's cell that failed
             elif holder is not None and holder.gone() is False:
                 break
@@ -258,11 +258,11 @@ def _unless_free(root: Path, no_locks: str | None) -> str | None:
     lock, found = root / LOCK, _read(root / LOCK)
     holder = _holder(found)
     if holder is not None:
-        gone = found.get("token") not in _claims if holder == here() else holder.gone()
+        gone = found.get("token") not in _claims if holder == current_process() else holder.gone()
         if gone is False:
             raise StoreInUse(root, holder)
         # In a container of this machine: the kernel has its lock as free.
-        seen = no_locks is None and holder.boot == here().boot
+        seen = no_locks is None and holder.boot == current_process().boot
         if gone is None and not seen:
             return (
                 f"{lock} names process {holder.pid} on {holder.host}, which cannot be seen from "

@@ -19,11 +19,12 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import stat
 from pathlib import Path
 
 import xxhash
+
+from healcore.runtime.events import process
 
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 NO_WAITING = getattr(os, "O_NONBLOCK", 0)
@@ -159,32 +160,13 @@ def is_abandoned(name: str) -> bool:
     found = _TEMPORARY.fullmatch(name)
     if found is None or found[2] != place():
         return False
-    number = int(found[1])
-    if number == os.getpid():
+    pid = int(found[1])
+    if pid == os.getpid():
         return name not in _in_use
-    try:
-        os.kill(number, 0)
-    except ProcessLookupError:
-        return True
-    except (PermissionError, OverflowError):
-        return False
-    return _is_zombie(number)
+    return process.pid_gone(pid) is True
 
 
 @functools.cache
 def place() -> str:
     """Eight hex digits that stand for this machine or container."""
-    try:
-        machine = Path("/etc/machine-id").read_text().strip()
-    except OSError:
-        machine = ""
-    return xxhash.xxh32_hexdigest(f"{socket.gethostname()}\n{machine}".encode())
-
-
-def _is_zombie(number: int) -> bool:
-    """Whether a process was killed and its parent has not waited for it: it writes nothing more."""
-    try:
-        status = Path(f"/proc/{number}/stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[:1] == ["Z"]
+    return xxhash.xxh32_hexdigest(process.machine().encode())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from healcore.history import Counts, Curves, Mode
-from healcore.history.axis import AttemptOrigin, Mark, MarkKind, RunAttempt
-from healcore.history.envelope import Envelope
+from healcore.history.curves import Envelope
+from healcore.history.run import AttemptOrigin, Mark, MarkKind, RunAttempt
 from healcore.policy import PolicySource, dumps, load
 from healcore.tools.replay.decisions import JudgedRows
 from healcore.tools.replay.summary import Summary

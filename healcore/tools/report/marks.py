@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from healcore.history import IncidentOutcome
-from healcore.history.axis import MarkKind
+from healcore.history.run import MarkKind
 from healcore.tools.report.report import RunReport
 from healcore.tools.report.words import repeats
 

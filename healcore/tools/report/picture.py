@@ -203,7 +203,7 @@ def _line(axis: Any, curves: Curves, values: np.ndarray, where: np.ndarray, **st
     """What is not logged is passed over; what is not finite is a gap."""
     bad = np.zeros(len(values), bool) if curves.nonfinite is None else curves.nonfinite
     rows = np.flatnonzero(where & (np.isfinite(values) | bad))
-    if curves.lonely:
+    if curves.isolated:
         style = {**style, "ls": "none", "marker": ".", "ms": 4}
     step = curves.step[rows]
     kept = np.where(np.isfinite(values[rows]), values[rows], np.nan)

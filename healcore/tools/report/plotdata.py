@@ -40,7 +40,7 @@ def plot_data(report: RunReport) -> dict[str, Any]:
         if curves.nonfinite is None
         else [int(i) for i in np.flatnonzero(curves.nonfinite)],
         "gaps": [{"row": gap.row, "low": gap.low, "high": gap.high} for gap in curves.gaps()],
-        "lonely": curves.lonely,
+        "isolated": curves.isolated,
         "would": report.would,
         "logLoss": is_wide(curves.loss),
         "logNorm": is_wide(curves.grad_norm),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from healcore.history import Counts, Curves, Incident, Mode
-from healcore.history.axis import Mark, RunAttempt
 from healcore.history.process import RunState
+from healcore.history.run import Mark, RunAttempt
 
 
 class RunReport(NamedTuple):

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from healcore.core.errors import HealcoreError
-from healcore.history import Mode, Run, metric_lines, runs_of
-from healcore.history.counts import counts_of
+from healcore.history import Mode, Run, runs_of
+from healcore.history.incident import counts_of
+from healcore.history.metrics import parse_metrics
 from healcore.policy import Policy
-from healcore.runtime.events import read
-from healcore.runtime.events.metrics import path_beside, stem
-from healcore.runtime.events.reading import History, first_line
+from healcore.runtime.events import History, read
+from healcore.runtime.events.json_lines import first_line
+from healcore.runtime.events.metrics import path_next_to, stem
 from healcore.tools.report import facts
 from healcore.tools.report.report import RunReport
 from healcore.tools.report.sources import MetricsError, curves_of, listed
@@ -53,7 +54,7 @@ def read_reports(
     path = find_events(Path(events))
     history = _read(path)
     found = runs_of(history.runs())
-    source = path_beside(path) if metrics is None else Path(metrics)
+    source = path_next_to(path) if metrics is None else Path(metrics)
     if metrics is None and not source.is_file():
         source = None
     damage = [f"line {each.line}: {each.problem}" for each in history.problems]
@@ -103,7 +104,7 @@ def _read(path: Path) -> History:
     first = first_line(path)
     if first is None:
         raise ReportError(f"{path} is empty: a run's first event comes at its start")
-    if not isinstance(metric_lines.parse(first), str):
+    if not isinstance(parse_metrics(first), str):
         raise ReportError(
             f"{path} is a metrics file, and a report begins with the events: "
             f"write healcore report {stem(path)}.events.jsonl --metrics {path.name}"

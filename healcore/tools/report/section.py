@@ -117,7 +117,7 @@ def _losses(report: RunReport) -> list[tuple[str, str]]:
     loss = curves.loss[np.isfinite(curves.loss) & kept]
     if not len(loss):
         return []
-    if curves.lonely:
+    if curves.isolated:
         last = [(f"{loss[-1]:.4g}", "last loss known")]
     else:
         bad = np.zeros(len(kept), bool) if curves.nonfinite is None else curves.nonfinite

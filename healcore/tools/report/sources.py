@@ -10,11 +10,19 @@ from typing import NamedTuple
 import numpy as np
 
 from healcore.core.errors import HealcoreError
-from healcore.history import Curves, Incident, Run, metric_lines
-from healcore.history.axis import AttemptOrigin, RunAttempt
-from healcore.history.metric_lines import CURVES, Chunk, Lines
-from healcore.history.metrics import MetricCounts, gather
-from healcore.runtime.events.reading import lines
+from healcore.history import Curves, Incident, Run
+from healcore.history.curves import MetricCounts, gather
+from healcore.history.metrics import (
+    CURVES,
+    MetricRow,
+    MetricRows,
+    MetricsReader,
+    curve_values,
+    parse_metrics,
+    stack,
+)
+from healcore.history.run import AttemptOrigin, RunAttempt
+from healcore.runtime.events.json_lines import lines_of
 from healcore.tools.traces import TraceError, open_traces
 
 _LISTED = 20
@@ -78,12 +86,12 @@ def listed(what: str, found: Iterable[str], count: int | None = None) -> list[st
 def _is_ours(path: Path) -> bool:
     """Whether a file is a Healer's: by its first lines, one of which may be torn."""
     with path.open("rb") as file:
-        first = list(itertools.islice(lines(file), 5))
-    return any(not isinstance(metric_lines.parse(line), str) for line in first)
+        first = list(itertools.islice(lines_of(file), 5))
+    return any(not isinstance(parse_metrics(line), str) for line in first)
 
 
 def _from_lines(run: Run, path: Path) -> Drawn:
-    ours = Lines(path, run.places)
+    ours = MetricsReader(path, run.attempt_ids)
     curves, incidents, counted = gather(ours.chunks(), run.incidents)
     notes = listed(f"{path.name}: damaged", ours.problems, ours.damaged)
     if not curves.rows:
@@ -93,7 +101,7 @@ def _from_lines(run: Run, path: Path) -> Drawn:
     if ours.left_out:
         others = ", ".join(sorted(ours.left_out))
         notes.append(f"The curves are those of the optimizer {ours.engine}; not of {others}.")
-    more = range(len(run.places), len(ours.ids))
+    more = range(len(run.attempt_ids), len(ours.ids))
     attempts = (RunAttempt(number, 0.0, AttemptOrigin.METRICS) for number in more)
     counted = None if ours.left_out else counted
     return Drawn(curves, incidents, (*run.attempts, *attempts), tuple(notes), counted)
@@ -114,7 +122,7 @@ def _from_trace(run: Run, path: Path) -> Drawn:
     begins = np.array([case.onset_step for case in run.incidents])
     steps: set[float] = set()
 
-    def chunks() -> Iterator[Chunk]:
+    def chunks() -> Iterator[MetricRows]:
         for rows in traces[0].rows():
             steps.update(rows.step[np.isin(rows.step, begins)].tolist())
             nothing = np.full(len(rows.index), np.nan, np.float32)
@@ -122,7 +130,7 @@ def _from_trace(run: Run, path: Path) -> Drawn:
             bad = np.zeros(len(rows.index), bool)
             for name in {"loss", "grad_norm"} & set(rows.given):
                 bad |= rows.given[name] & ~np.isfinite(rows.values[name])
-            yield Chunk(rows.step, np.full(len(rows.index), rows.attempt), values, bad)
+            yield MetricRows(rows.step, np.full(len(rows.index), rows.attempt), values, bad)
 
     curves, incidents, _ = gather(chunks(), run.incidents)
     wanted = {case.onset_step for case in incidents}
@@ -139,9 +147,9 @@ def _from_alarms(run: Run, why: str) -> Drawn:
     rows, bad = [], []
     for point in run.points:
         lr_scale = float("nan") if point.lr_scale is None else point.lr_scale
-        values = metric_lines.numbers({**point.readings._asdict(), "lr_scale": lr_scale})
-        rows.append(metric_lines.Row(point.step, point.attempt, values))
+        values = curve_values({**point.readings._asdict(), "lr_scale": lr_scale})
+        rows.append(MetricRow(point.step, point.attempt, values))
         bad.append(point.nonfinite)
-    chunks = [metric_lines.chunk(rows)._replace(nonfinite=np.array(bad))] if rows else []
+    chunks = [stack(rows)._replace(nonfinite=np.array(bad))] if rows else []
     curves, incidents, _ = gather(chunks, run.incidents)
-    return Drawn(curves._replace(lonely=True), incidents, tuple(run.attempts), (why,))
+    return Drawn(curves._replace(isolated=True), incidents, tuple(run.attempts), (why,))

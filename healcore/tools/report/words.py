@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from healcore.core.evidence import Evidence
 from healcore.history import Counts, Incident, Mode
-from healcore.history.axis import AttemptOrigin, Mark, MarkKind, RunAttempt
 from healcore.history.process import RunState
+from healcore.history.run import AttemptOrigin, Mark, MarkKind, RunAttempt
 from healcore.runtime.events.models import EventRecord, RollbackOutcome
 from healcore.tools.report.report import RunReport
 

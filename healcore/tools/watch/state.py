@@ -6,11 +6,12 @@ from collections import deque
 from typing import NamedTuple
 
 from healcore import policy as policies
-from healcore.history import Run, metric_lines
+from healcore.history import Run
+from healcore.history.metrics import curve_values, parse_metrics
 from healcore.history.process import RunState
-from healcore.history.run import goes_on
+from healcore.history.run import is_continuation
 from healcore.policy import Policy
-from healcore.runtime.events import reading
+from healcore.runtime.events import log
 from healcore.runtime.events.models import EventRecord
 
 _TIMED = 200
@@ -66,12 +67,12 @@ class LiveRun:
         if not line.strip():
             return None
         self.seen += 1
-        event = reading.parse(line)
+        event = log.parse(line)
         if isinstance(event, str):
             self.damaged += 1
             return None
         if event["kind"] == "start" and not event.get("rank"):
-            if not goes_on([event]):
+            if not is_continuation([event]):
                 self.run = Run()
             self._begin_process(event["run"])
         if self._id is None:  # the file's beginning was rotated away
@@ -88,11 +89,11 @@ class LiveRun:
 
     def take_metrics(self, line: bytes) -> None:
         """Takes a line of the metrics; those of other runs are passed over."""
-        found = metric_lines.parse(line)
+        found = parse_metrics(line)
         if isinstance(found, str) or found.get("run") != self._id:
             return
         step = found["step"]
-        self.metrics = metric_lines.numbers(found)
+        self.metrics = curve_values(found)
         if self.ending is None:
             self.step = step
         self.lr_scale = self.metrics.get("lr_scale", self.lr_scale)

@@ -11,7 +11,7 @@ from typing import Any
 
 from healcore.core.errors import HealcoreError
 from healcore.policy import Policy
-from healcore.runtime.events.metrics import path_beside
+from healcore.runtime.events.metrics import path_next_to
 from healcore.runtime.events.models import EventRecord
 from healcore.tools.watch import status, wording
 from healcore.tools.watch.state import LiveRun
@@ -51,7 +51,7 @@ class Watch:
         self.live = LiveRun(policy)
         self._report = report
         self._events = Tail(path)
-        self._metrics = Tail(path_beside(path), last=_METRICS_END)
+        self._metrics = Tail(path_next_to(path), last=_METRICS_END)
         self._quiet_since = time.monotonic()
 
     @property

@@ -12,7 +12,7 @@ import pytest
 
 from healcore import Healer
 from healcore.jax import metrics, protect
-from healcore.runtime.events.reading import read
+from healcore.runtime.events import read
 
 
 def data(number: int, relabelled: bool, bad: bool = False, shuffled: bool = False) -> Any:

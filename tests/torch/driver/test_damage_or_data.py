@@ -12,7 +12,7 @@ import torch
 
 from healcore import Healer
 from healcore.policy import load
-from healcore.runtime.events.reading import read
+from healcore.runtime.events import read
 
 STEPS = 400
 CHANGE = 250

@@ -33,7 +33,7 @@ function curve(run, name, label, panel, key, state, more) {
   const values = run[name];
   if (!values) return [];
   const recorded = state.recorded;
-  const mode = run.lonely ? "markers" : "lines";
+  const mode = run.isolated ? "markers" : "lines";
   const base = { type: "scatter", mode, xaxis: "x", yaxis: panel };
   // With its own step: where the curve has no value there, the nearest one is shown.
   const words = (what) => what + " %{y:.5~g} at %{x:,d}<extra></extra>";

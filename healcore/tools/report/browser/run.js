@@ -67,7 +67,7 @@ function attach(run, number) {
 
   if (run.loss) button("log loss", "Logarithmic axis of the loss", () => { state.logLoss = !state.logLoss; draw(); }, () => state.logLoss);
   if (run.norm) button("log norm", "Logarithmic axis of the gradient norm", () => { state.logNorm = !state.logNorm; draw(); }, () => state.logNorm);
-  if (run.undone.includes(1) && run.index && !run.lonely) {
+  if (run.undone.includes(1) && run.index && !run.isolated) {
     button("as recorded", "Undone steps in their place, in the order in which they were taken",
       () => { state.recorded = !state.recorded; show(null); }, () => state.recorded);
   }

@@ -1,0 +1,201 @@
+"""JSON lines: encoding any Python value, appending whole lines to a file, reading them back.
+
+Other processes may write to the same file, rotate it away, or have left a torn line in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator, Mapping, Set
+from pathlib import Path
+from typing import Any, BinaryIO
+
+MAX_LINE = 1 << 24
+"""Bytes. No event has as many; a longer line is damage, and is not held in memory."""
+
+_BLOCK = 1 << 16
+_MAX_TEXT = 10_000
+"""Characters of a text: exceptions may print whole tensors."""
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+def encode(fields: Mapping[str, Any]) -> bytes:
+    """One line, newline included. ASCII, so that no cut goes through the middle of a character.
+
+    A field that cannot be encoded becomes a text about the error; the others stay.
+    """
+    pairs = (f"{json.dumps(str(name))}:{_encoded(value)}" for name, value in fields.items())
+    return f"{{{','.join(pairs)}}}\n".encode("ascii")
+
+
+def _encoded(value: Any) -> str:
+    try:
+        return json.dumps(to_json(value), allow_nan=False, separators=(",", ":"))
+    # Any exception: the value is the user's, and so is the code of its `item` or `__repr__`.
+    except Exception as error:
+        return json.dumps(f"(could not be written: {type(error).__name__})")
+
+
+def to_json(value: Any) -> Any:
+    """A value that `json` can write.
+
+    Flags become their names, NamedTuples objects with the names of their fields, arrays without
+    dimensions numbers. Other types that JSON does not have become text. So do numbers that it does
+    not have, in a form that `float` takes: "nan", "inf", "-inf". null would mean "not known".
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, enum.Flag):
+        return [each.name for each in type(value) if each.name and each in value]
+    if isinstance(value, enum.Enum):
+        return to_json(value.value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
+    if isinstance(value, Mapping):
+        return {str(key): to_json(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        named = getattr(value, "_asdict", None)
+        return [to_json(each) for each in value] if named is None else to_json(named())
+    if isinstance(value, Set):
+        return sorted((to_json(each) for each in value), key=repr)
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # NumPy, torch, JAX
+        return to_json(value.item())
+    if isinstance(value, BaseException):
+        text = f"{type(value).__name__}: {value}"
+    else:
+        text = str(value) if isinstance(value, str | os.PathLike) else repr(value)
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} ... ({len(text)} characters)"
+
+
+# -- writing --------------------------------------------------------------------------------------
+
+
+class LineAppender:
+    """Appends to one file, which is opened at the first line and again when it was rotated away.
+
+    Args:
+        path: the file. Its directory is created.
+        follow_links: for a path that the user named. One of healcore's own choice is not written
+            through a link: whoever created the link would choose what is written to.
+    """
+
+    def __init__(self, path: Path, *, follow_links: bool = True) -> None:
+        self.path = path
+        self._follow_links = follow_links
+        self._handle: int | None = None
+
+    def append(self, lines: bytes, *, durable: bool = False) -> None:
+        """Adds whole lines, in one call, so that with O_APPEND no other line comes in between.
+
+        Args:
+            lines: ending with a line feed.
+            durable: wait for the disk.
+
+        Raises:
+            OSError: not all of it could be written; the next call opens the file again.
+        """
+        try:
+            handle, torn = self._open_current()
+            # The line feed in front ends a torn line. Truncating it away instead could remove what
+            # another writer has added since. The rest of a short write is not tried again: the
+            # disk is full.
+            data = b"\n" + lines if torn else lines
+            written = os.write(handle, data)
+            if written < len(data):
+                raise OSError(f"only {written} of {len(data)} bytes could be written")
+            if durable:
+                with contextlib.suppress(OSError):  # a pipe or a terminal cannot be synced
+                    os.fsync(handle)
+        except BaseException:
+            self.close()  # a stale handle (a network disk that came back) stays stale
+            raise
+
+    def close(self) -> None:
+        """Closes the file. A later `append` opens it again."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with contextlib.suppress(OSError):
+                os.close(handle)
+
+    def _open_current(self) -> tuple[int, bool]:
+        """A handle of the file that is at the path now, and whether its last line is torn."""
+        current = self._stat()
+        if self._handle is not None and (
+            current is None or not os.path.samestat(current, os.fstat(self._handle))
+        ):
+            self.close()
+        if self._handle is None:
+            self._handle = self._open(regular=current is None or stat.S_ISREG(current.st_mode))
+        if not os.fstat(self._handle).st_size:  # a pipe has no size either
+            return self._handle, False
+        os.lseek(self._handle, -1, os.SEEK_END)  # does not change where O_APPEND writes
+        return self._handle, os.read(self._handle, 1) != b"\n"
+
+    def _open(self, *, regular: bool) -> int:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+        # A pipe without a reader must not block, and opening it for reading would be a reader.
+        flags |= os.O_RDWR if regular else os.O_WRONLY | getattr(os, "O_NONBLOCK", 0)
+        flags |= 0 if self._follow_links else getattr(os, "O_NOFOLLOW", 0)
+        return os.open(self.path, flags, 0o666)
+
+    def _stat(self) -> os.stat_result | None:
+        try:
+            return self.path.stat(follow_symlinks=self._follow_links)
+        except OSError:
+            return None
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+def lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file. A longer one than `MAX_LINE` is cut to that and one byte more."""
+    while line := file.readline(MAX_LINE + 1):
+        if len(line) > MAX_LINE:
+            end = line
+            while end and not end.endswith(b"\n"):
+                end = file.readline(_BLOCK)
+            line = line[:-1] + b"\n" if end else line
+        yield line
+
+
+def first_line(path: Path) -> bytes | None:
+    """The first line of a file that is not blank, as in `lines_of`; None if there is none.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        return next((line for line in lines_of(file) if line.strip()), None)
+
+
+def lines_reversed(path: Path) -> Iterator[bytes]:
+    """The lines of a file, last first, read a block at a time; those over `MAX_LINE` are left out.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        place, rest, size = file.seek(0, os.SEEK_END), b"", _BLOCK
+        too_long = False  # in a line that is not held
+        while place > 0:
+            size = min(size, place)
+            place -= size
+            file.seek(place)
+            rest, *whole = (file.read(size) + (b"" if too_long else rest)).split(b"\n")
+            yield from reversed(whole[:-1] if too_long and whole else whole)
+            too_long = (too_long and not whole) or len(rest) > MAX_LINE
+            # Doubled, so that a line of many blocks is not split again and again.
+            size = _BLOCK if whole or too_long else 2 * size
+        if not too_long:
+            yield rest

@@ -1,0 +1,202 @@
+"""One process of a healed run that is going to be killed, and what it shows to its killer.
+
+Imported by repeated_kills.py, which forks; nothing here runs before that.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import mmap
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from healcore.runtime.checkpoints.manager import CheckpointManager
+from healcore.runtime.loop import lifecycle
+from healcore.runtime.loop.action_executor import ActionExecutor
+from healcore.runtime.loop.setup import AlreadyCompleted
+from healcore.runtime.store import commit
+from tests.healer.loops import Faults, loop_of, rules, train
+
+DATA = 45
+
+
+class Variant(NamedTuple):
+    """What kind of run it is."""
+
+    bad: tuple[int, ...]
+    """Batches that are NaN each time."""
+    forward: bool = False
+    """Data that cannot be put back."""
+    rerun: bool = False
+
+
+VARIANTS = {
+    "rewound": Variant((13, 14, 31)),
+    "forward": Variant((13, 33), forward=True),
+    "rerun": Variant((13, 31), rerun=True),
+}
+
+SAVE, WRITE, BACK = "save", "write", "rollback"
+PHASES: tuple[str, ...] = (SAVE, WRITE, BACK)
+"""The copy of the state, writing it behind the loop, and all of a rollback, to its last event."""
+READY, USABLE, GOOD = b"r", b"u", b"g"
+BEGUN: dict[str, bytes] = {SAVE: b"S", WRITE: b"W", BACK: b"B"}
+CALLS = ("fsync", "rename", "replace", "write", "unlink", "mkdir", "rmdir")
+"""Of `os`: everything that changes the disk, except the framework's own writing of arrays."""
+
+
+class Aim(NamedTuple):
+    """When this process is to be killed."""
+
+    phase: str = ""
+    """In which phase; "" at any time."""
+    calls: bool = False
+    """Before or after one of CALLS, by the process itself; else from outside, after some time."""
+    part: float = 0.0
+    """How far into the phase, from 0 to 1."""
+
+
+class Watched:
+    """Reports to the killer which phases are in progress; dies by itself if that is the aim.
+
+    Args:
+        shared: a byte for each phase, which outlives the process.
+        pipe: a byte for everything that begins.
+        die_at: phase, and how many of CALLS after its beginning; None: not by itself.
+    """
+
+    def __init__(self, shared: mmap.mmap, pipe: int, die_at: tuple[str, int] | None) -> None:
+        self._shared, self._pipe, self._die_at = shared, pipe, die_at
+        self._write = os.write
+        self._calls: dict[str, int] = dict.fromkeys(PHASES, 0)
+        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        """The longest of each phase."""
+        self.calls: dict[str, int] = dict.fromkeys(PHASES, 0)
+        """The most calls of each phase."""
+        self._watch(CheckpointManager, "save", SAVE)
+        self._watch(commit, "commit", WRITE)
+        self._watch(ActionExecutor, "_roll_back", BACK)
+        self._watch(lifecycle, "_finish_rollback", BACK)
+        for name in CALLS:
+            self._count(name)
+
+    def send(self, what: bytes) -> None:
+        """To the killer."""
+        self._write(self._pipe, what)
+
+    def _watch(self, owner: Any, name: str, phase: str) -> None:
+        function, place = getattr(owner, name), PHASES.index(phase)
+
+        @functools.wraps(function)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self._calls[phase], began = 0, time.monotonic()
+            self._shared[place] = 1
+            self.send(BEGUN[phase])
+            result = function(*args, **kwargs)
+            self._shared[place] = 0
+            self.seconds[phase] = max(self.seconds[phase], time.monotonic() - began)
+            self.calls[phase] = max(self.calls[phase], self._calls[phase])
+            return result
+
+        setattr(owner, name, watched)
+
+    def _count(self, name: str) -> None:
+        function = getattr(os, name)
+
+        @functools.wraps(function)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._pass()
+            result = function(*args, **kwargs)
+            self._pass()
+            return result
+
+        setattr(os, name, counted)
+
+    def _pass(self) -> None:
+        for place, phase in enumerate(PHASES):
+            if self._shared[place]:
+                if self._die_at == (phase, self._calls[phase]):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                self._calls[phase] += 1
+
+
+def run_process(
+    framework: str, variant: Variant, folder: Path, trace: Path, watched: Watched
+) -> None:
+    """Checks what is on disk, then trains to the end, writing each step's state to `trace`."""
+    logging.getLogger("healcore").addHandler(logging.NullHandler())
+    logging.getLogger("healcore").setLevel(logging.INFO)
+    logging.getLogger("healcore").propagate = False
+    watched.send(_there(framework, folder))
+    policy = rules(recoveries=6)
+    run: Callable[..., dict[str, Any]] = functools.partial(_run, framework, variant, policy, folder)
+    with trace.open("a", buffering=1) as file:
+        try:
+            facts = run(file, watched)
+        except AlreadyCompleted:  # it was killed just before it logged its end
+            facts = run(file, watched, resume=True)
+    (trace.parent / "end.json").write_text(json.dumps(facts))
+
+
+def _run(
+    framework: str,
+    variant: Variant,
+    policy: Any,
+    folder: Path,
+    file: Any,
+    watched: Watched,
+    **options: Any,
+) -> dict[str, Any]:
+    loop = loop_of(framework, Faults(always=variant.bad), policy)
+    first = True
+
+    def note(healer: Any, number: int) -> None:
+        nonlocal first
+        if first:
+            first = False
+            watched.send(READY)
+        loop.state = healer.state
+        engines = healer.driver.healing()
+        logged = [healer.rollbacks, healer.step, number, _digest(loop.weights()), _digest(engines)]
+        file.write(json.dumps(logged) + "\n")
+
+    data = iter(range(DATA)) if variant.forward else range(DATA)
+    facts = train(loop, policy, data, store=folder, before=note, rerun=variant.rerun, **options)
+    return {
+        **facts,
+        "weights": _digest(loop.weights()),
+        "seconds": watched.seconds,
+        "calls": watched.calls,
+    }
+
+
+def _there(framework: str, folder: Path) -> bytes:
+    """Whether there is a state to go on from, and a known-good one; all of them are intact."""
+    if framework == "torch":
+        from healcore.torch.store import DCPStore as Store
+    else:
+        from healcore.jax.store import OrbaxStore as Store
+    store = Store(folder)
+    saves = [each for each in store.steps() if each.status != "quarantined" and each.finite]
+    for each in saves:
+        store.verify(each.step)
+    assert store.problems() == [], store.problems()
+    good = any(each.status == "good" for each in saves)
+    return USABLE * bool(saves) + GOOD * good
+
+
+def _digest(value: Any) -> str:
+    digest = hashlib.sha256()
+    if isinstance(value, list):
+        for array in value:
+            digest.update(array.tobytes())
+    else:
+        digest.update(json.dumps(value, sort_keys=True).encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,71 @@
+"""Checks the events of a run that was killed again and again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from healcore.runtime.events import read
+from healcore.runtime.postmortem import postmortem
+
+NAME = "healcore.events.jsonl"
+
+
+def steps_of(root: Path) -> dict[tuple[int, int], list[Any]]:
+    """(rollbacks so far, steps done) -> the next batch and digests of weights and engines.
+
+    Steps that a later process has repeated must have come out the same.
+    """
+    found: dict[tuple[int, int], list[Any]] = {}
+    for line in (root / "trace").read_text().splitlines():
+        rollbacks, step, *state = json.loads(line)
+        earlier = found.setdefault((rollbacks, step), state)
+        assert earlier == state, f"{root}: {rollbacks} rollbacks, step {step}: {earlier}, {state}"
+    return found
+
+
+def rollbacks_of(root: Path) -> dict[int, tuple[Any, ...]]:
+    """Number -> what is logged of the rollback."""
+    found: dict[int, tuple[Any, ...]] = {}
+    for event in read(root / "store" / NAME).events:
+        if event["kind"] == "rollback":
+            number = event["number"]
+            assert number not in found, f"{root}: rollback {number} is logged twice"
+            found[number] = event["onset"], event["checkpoint"]
+    return found
+
+
+def rates_of(root: Path) -> set[tuple[Any, ...]]:
+    """Every change of the learning rate's multiplier that is logged."""
+    return {
+        (event["step"], event["lr_scale_before"], event["lr_scale"])
+        for event in read(root / "store" / NAME).events
+        if event["kind"] == "lr"
+    }
+
+
+def goes_on(root: Path, before: bytes) -> bytes:
+    """The events file now; what was in it before is there unchanged."""
+    path = root / "store" / NAME
+    now = path.read_bytes() if path.exists() else b""
+    assert now.startswith(before), f"{root}: earlier events have changed"
+    if now:
+        history = read(path)
+        assert history.problems == [], history.problems
+        numbers = [event["seq"] for event in history.events]
+        assert numbers == list(range(len(numbers))), f"{root}: {numbers}"
+    return now
+
+
+def whole(root: Path, clean: Path) -> None:
+    """At the end: every rollback as in the run that was not killed, and every death explained."""
+    for logged in (rollbacks_of, rates_of):
+        assert logged(root) == logged(clean), f"{root}: {logged(root)}, not {logged(clean)}"
+    path = root / "store" / NAME
+    for name, events in read(path).runs().items():
+        if events[0]["kind"] != "start":
+            continue
+        ends = [event["ending"] for event in events if event["kind"] == "end"]
+        found = postmortem.read(postmortem.path_for(path, name))
+        assert found["ending"] in (ends or ["killed"]), f"{root}: run {name}"

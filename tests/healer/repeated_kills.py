@@ -1,0 +1,188 @@
+"""Healed runs that are killed with SIGKILL, again and again, until they complete.
+
+    python -m tests.healer.repeated_kills FRAMEWORK ROOT KILLS
+
+It imports the framework once and forks a child for every start. Runs that are never killed come
+first, one of each kind: what they did at every step is what the killed ones must do too. Prints one
+JSON line with what was counted; ends with an error at the first thing that is not as it must be.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import mmap
+import os
+import random
+import select
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.healer import killed_run_checks as checks
+from tests.healer.killed_process import (
+    BACK,
+    BEGUN,
+    GOOD,
+    PHASES,
+    READY,
+    SAVE,
+    USABLE,
+    VARIANTS,
+    WRITE,
+    Aim,
+    Variant,
+    Watched,
+    run_process,
+)
+
+AIMS = (
+    (BACK, True),
+    (WRITE, True),
+    (BACK, False),
+    ("", False),
+    (BACK, True),
+    (SAVE, False),
+    (WRITE, False),
+)
+"""One after the other: a phase, and whether the process counts calls in it or a clock runs."""
+PATIENCE = 60.0
+
+
+class Killed(NamedTuple):
+    """How a process has ended."""
+
+    sent: bytes
+    during: tuple[str, ...]
+    """The phases that were under way; of one that completed none."""
+    completed: bool
+
+
+class Kind:
+    """One kind of run, with what it does when nobody kills it."""
+
+    def __init__(self, framework: str, variant: Variant, root: Path) -> None:
+        self.framework, self.variant, self.root = framework, variant, root
+        root.mkdir()
+        assert self.run_process(root, None).completed
+        self.trace = checks.steps_of(root)
+        self.facts = json.loads((root / "end.json").read_text())
+        assert self.facts["rollbacks"] >= 2, self.facts
+
+    def run_process(self, root: Path, aim: Aim | None) -> Killed:
+        """One process, forked."""
+        reader, writer = os.pipe()
+        shared = mmap.mmap(-1, len(PHASES))
+        at = None
+        if aim is not None and aim.calls:
+            at = aim.phase, int(aim.part * self.facts["calls"][aim.phase])
+        pid = os.fork()
+        if not pid:
+            status = 3
+            try:
+                os.close(reader)
+                watched = Watched(shared, writer, at)
+                run_process(self.framework, self.variant, root / "store", root / "trace", watched)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+        os.close(writer)
+        sent = b"" if aim is None or aim.calls else self._kill(pid, reader, aim)
+        _, status = os.waitpid(pid, 0)
+        while data := os.read(reader, 1 << 16):
+            sent += data
+        os.close(reader)
+        assert status == 0 or os.WIFSIGNALED(status), f"{root}: not as it must be"
+        during = tuple(phase for i, phase in enumerate(PHASES) if shared[i])
+        return Killed(sent, () if status == 0 else during, status == 0)
+
+    def _kill(self, pid: int, reader: int, aim: Aim) -> bytes:
+        """Waits for the phase, then for some of the time that it takes."""
+        sent, until = b"", time.monotonic() + PATIENCE
+        begins = BEGUN[aim.phase] if aim.phase else READY
+        while begins not in sent and time.monotonic() < until:
+            assert select.select([reader], [], [], PATIENCE)[0], "a child does not get on"
+            data = os.read(reader, 1 << 16)
+            sent += data
+            if not data:
+                return sent
+        time.sleep(aim.part * (self.facts["seconds"][aim.phase] if aim.phase else self.span))
+        os.kill(pid, signal.SIGKILL)
+        return sent
+
+    @property
+    def span(self) -> float:
+        """How long a process may last when no phase is aimed at."""
+        return 5 * (self.facts["seconds"][WRITE] + self.facts["seconds"][BACK])
+
+
+def run(
+    kind: Kind, root: Path, kills: int, first: int, rng: random.Random, counts: Counter[str]
+) -> None:
+    """One run, from the first start to its end; most processes are killed."""
+    root.mkdir()
+    had, logged = b"", b""
+    for number in itertools.count():
+        aim = Aim(*AIMS[(first + number) % len(AIMS)], rng.random()) if number < kills else None
+        ended = kind.run_process(root, aim)
+        # At its start, that is of what the previous process has left.
+        for what in (USABLE, GOOD):
+            assert what in ended.sent or what not in had or not ended.sent, f"{root}: {what!r} lost"
+        had += ended.sent
+        logged = checks.goes_on(root, logged)
+        if ended.completed:
+            break
+        counts["kills"] += 1
+        counts["in a rollback"] += BACK in ended.during
+        counts["in a save"] += SAVE in ended.during or WRITE in ended.during
+        counts["in both"] += BACK in ended.during and WRITE in ended.during
+    checks.whole(root, kind.root)
+    facts = json.loads((root / "end.json").read_text())
+    for name in ("step", "rollbacks", "weights"):
+        assert facts[name] == kind.facts[name], f"{root}: {name} {facts} {kind.facts}"
+    for where, state in checks.steps_of(root).items():
+        assert kind.trace.get(where) == state, f"{root}: {where} {state} {kind.trace.get(where)}"
+    counts["runs"] += 1
+    counts["rollbacks"] += facts["rollbacks"]
+
+
+def main() -> None:
+    framework, root, kills = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    warm(framework, root)
+    rng, counts = random.Random(framework), Counter[str]()
+    kinds = [Kind(framework, variant, root / f"clean-{name}") for name, variant in VARIANTS.items()]
+    for number in itertools.count():
+        left = kills - counts["kills"]
+        if left <= 0:
+            break
+        run(kinds[number % len(kinds)], root / f"{number}", min(left, 12), number, rng, counts)
+    print(json.dumps(counts))
+
+
+def warm(framework: str, root: Path) -> None:
+    """Everything that can be imported before the fork; no backend of JAX is begun."""
+    if framework == "torch":
+        import healcore.torch.driver
+        import healcore.torch.store
+    else:
+        import jax
+
+        import healcore.jax.driver
+        import healcore.jax.store
+
+        # Filled by the runs that are not killed: the others compile nothing.
+        jax.config.update("jax_compilation_cache_dir", str(root / "compiled"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    del healcore
+
+
+if __name__ == "__main__":
+    main()

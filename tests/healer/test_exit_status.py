@@ -1,0 +1,67 @@
+"""The same command, started again and again by a scheduler: its output and its exit status."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.healer.run_directory import postmortems
+from tests.store.disks import small_disk
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = "tests.healer.torchrun_worker"
+
+
+def start(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1800,
+    )
+
+
+@pytest.mark.parametrize("example", ["torch_healer", "optax_healer"])
+def test_after_a_completed_run_there_is_nothing_to_do(example, tmp_path):
+    first = start(f"examples.{example}", tmp_path)
+    assert first.returncode == 0, first.stderr
+    files = sorted(each for each in tmp_path.rglob("*") if each.is_file())
+    contents = [each.read_bytes() for each in files]
+    for worker in ([], [TORCHRUN]):
+        again = start(*worker, f"examples.{example}", tmp_path)
+        assert again.returncode == 0, again.stderr
+        assert "Traceback" not in again.stderr
+        assert again.stdout == ""
+        (line,) = (line for line in again.stderr.splitlines() if line.startswith("healcore: "))
+        assert f"nothing to do: {tmp_path} holds a run that completed at step" in line
+        assert "resume=True" in line
+    assert [each.read_bytes() for each in files] == contents, "and nothing was touched"
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_disk_that_is_full_at_the_end_is_no_completed_run(framework, tmp_path):
+    with small_disk(tmp_path / "disk", 16) as disk:
+        full = start("tests.healer.full_disk_run", framework, disk, 29)
+        assert full.returncode == 1, full.stderr
+        assert full.stdout == ""
+        # Orbax's thread prints a traceback of its own, before it.
+        line = full.stderr.splitlines()[-1]
+        assert line.startswith("healcore: the loop has ended at step 30, and its last state is not")
+        # 24 where the disk was full before the save of 28 had reached it.
+        assert re.search("it resumes from the checkpoint of step (24|28)", full.stderr)
+        (disk / "filler").unlink()
+        again = start("tests.healer.full_disk_run", framework, disk, 0)
+        assert again.returncode == 0, again.stderr
+        assert "healcore: resumes from the checkpoint of step" in again.stderr
+        assert again.stdout == "trained to 30\n"
+        endings = [found["ending"] for found in postmortems(disk / "run")]
+        assert endings[-1] == "completed"
+        done = start("tests.healer.full_disk_run", framework, disk, 0)
+        assert (done.returncode, done.stdout) == (0, "")
+        assert "completed at step 30" in done.stderr

@@ -1,0 +1,144 @@
+# flax and optax type every tree as the union of all trees.
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
+"""Whole runs in JAX that are easily got wrong: accumulation, a state of one's own, BatchNorm."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from healcore.jax import HealStateError, protect
+from healcore.runtime.healer import Healer
+from healcore.runtime.loop.termination import RunStopped
+from tests.healer.jax.runs import batch, in_place, linen, mse, plain
+from tests.healer.loops import rules
+from tests.healer.run_directory import events
+
+RULES = rules()
+EVERY = 4
+
+
+def accumulated(inner: Any, policy: Any) -> Any:
+    """`protect` inside: an update is judged, not each micro-batch."""
+    steps = optax.MultiSteps(protect(inner, policy), every_k_schedule=EVERY)
+    return optax.GradientTransformationExtraArgs(steps.init, steps.update)
+
+
+def finite_only(inner: Any, policy: Any) -> Any:
+    """The same with optax's own gate before the accumulator."""
+    steps = optax.MultiSteps(
+        protect(inner, policy), EVERY, should_skip_update_fn=optax.skip_not_finite
+    )
+    return optax.GradientTransformationExtraArgs(steps.init, steps.update)
+
+
+def train(run: Any, policy: Any, numbers: Any, bad: Any = lambda _: False, **options: Any) -> Any:
+    """A healed run; which batches are bad is asked at each step."""
+    with Healer(policy, state=run.state, **options) as healer:
+        for number in healer.batches(list(numbers)):
+            healer.update(run.step(healer.state, batch(number, bad=bad(number))))
+    return healer
+
+
+def train_from(mine: Any, run: Any, numbers: Any, bad: int, **options: Any) -> None:
+    """A loop with a variable of its own, which a rollback does not change."""
+    with Healer(RULES, state=run.state, save_every=5, **options) as healer:
+        for number in healer.batches(list(numbers)):
+            mine = run.step(mine, batch(number, bad=number == bad))
+            healer.update(mine)
+
+
+def loss_of(state: Any) -> float:
+    """In evaluation, by the running statistics."""
+    inputs = batch(1000)
+    if isinstance(state, dict):
+        model = nnx.clone(state["model"])
+        model.eval()
+        return float(mse(model(inputs), inputs))
+    variables = {"params": state.params, "batch_stats": state.batch_stats}
+    return float(mse(state.apply_fn(variables, inputs, train=False), inputs))
+
+
+def test_one_bad_micro_batch_costs_one_rollback(tmp_path):
+    asked: Counter[int] = Counter()
+
+    def bad(number: int) -> bool:
+        asked[number] += 1
+        return number == 29 and asked[number] == 1
+
+    run = plain(policy=RULES, wrap=accumulated)
+    healer = train(run, RULES, range(60), bad, store=tmp_path, save_every=5)
+    (rollback,) = events(tmp_path, "rollback")
+    assert rollback["onset"] == 31
+    assert rollback["checkpoint"] % EVERY == 0
+    (alarm,) = events(tmp_path, "alarm")  # and not at each of the micro-steps
+    assert alarm["step"] == 31
+    (order,) = events(tmp_path, "order")
+    assert order["action"] == ["ROLLBACK", "CUT_LR"]
+    assert healer.rollbacks == 1
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(healer.state["params"]))
+
+
+def test_all_micro_batches_of_a_bad_update_are_left_out(tmp_path):
+    run = plain(policy=RULES, wrap=accumulated)
+    healer = train(run, RULES, range(60), lambda number: number == 29, store=tmp_path)
+    (rollback,) = events(tmp_path, "rollback")
+    assert rollback["batches"] == [[0, number] for number in (28, 29, 30, 31)]
+    assert healer.step == 56
+
+
+def test_a_gate_before_the_accumulator_saves_the_rollback(tmp_path):
+    run = plain(policy="default", wrap=finite_only)
+    healer = train(run, "default", range(41), lambda number: number == 29, store=tmp_path)
+    assert events(tmp_path, "alarm") == []
+    assert healer.step == 41
+    (engine,) = healer.driver.healing().values()
+    assert engine["state"]["step"] == 10
+
+
+def test_what_does_not_pass_spends_the_budget(tmp_path):
+    run = plain(policy=RULES, wrap=accumulated)
+    with pytest.raises(RunStopped, match="budget"):
+        train(run, RULES, range(200), lambda number: number > 28, store=tmp_path, save_every=5)
+    assert len(events(tmp_path, "rollback")) == 3  # RULES' recoveries
+    assert [each["action"] for each in events(tmp_path, "order")][-1] == ["STOP", "CUT_LR"]
+
+
+def test_a_loop_that_ignores_the_restored_state_is_reported(tmp_path):
+    run = plain(policy=RULES)
+    with pytest.raises(HealStateError, match=r"rollback .* from healer\.state"):
+        train_from(run.state, run, range(40), bad=23, store=tmp_path)
+    assert len(events(tmp_path, "rollback")) == 1
+    (end,) = events(tmp_path, "end")
+    assert end["ending"] == "exception"
+
+
+def test_a_start_that_ignores_the_resumed_state_is_reported(tmp_path):
+    train(plain(policy=RULES), RULES, range(20), store=tmp_path)
+    run = plain(policy=RULES)
+    mine = jax.tree.map(jnp.copy, run.state)
+    with pytest.raises(HealStateError, match="resume"):
+        train_from(mine, run, range(40), bad=-1, store=tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("kind", [linen, in_place])
+def test_batch_statistics_of_a_skipped_batch_are_taken_back(kind, tmp_path):
+    """As docs/jax.md says: `HealTrainState`, or `update(..., before=snapshot(model))`."""
+    run = kind("default")
+    losses = [loss_of(run.state)]
+    healer = train(run, "default", range(120), lambda number: number == 60, store=tmp_path)
+    assert healer.rollbacks == 0
+    (alarm,) = events(tmp_path, "alarm")
+    assert (alarm["step"], alarm["skip"]) == (60, True)
+    leaves = jax.tree.leaves(healer.driver.items()["state" if kind is linen else "model"])
+    assert all(np.isfinite(leaf).all() for leaf in leaves if jnp.issubdtype(leaf.dtype, float))
+    assert all(each.finite for each in healer.store.steps())
+    losses.append(loss_of(healer.state))
+    assert losses[1] < 0.5 * losses[0]

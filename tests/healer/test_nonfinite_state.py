@@ -1,0 +1,145 @@
+"""NaN in the state that no step has shown: a save finds it, and the policy decides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+import torch
+
+from healcore import policy as policies
+from healcore.runtime.healer import Healer
+from healcore.runtime.loop.termination import (
+    RunStopped,
+)
+from tests.healer.loops import RULES, Faults, loop_of, rules, train
+from tests.healer.run_directory import events, postmortems
+
+BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
+
+
+def saying(what: str) -> Any:
+    text = RULES.format(cut="", skip_batches=0, recoveries=3)
+    return policies.loads(text.replace("[rollback]", f'[rollback]\nnonfinite_state = "{what}"'))
+
+
+class Spoils:
+    """Makes an array that no loss depends on NaN, at some batches."""
+
+    def __init__(self, framework: str, policy: Any, at: Any) -> None:
+        self.loop = loop_of(framework, Faults(), policy)
+        self._at = set(at)
+        self.batches: list[int] = []
+        if framework == "torch":
+            self.loop.model.register_buffer("seen", torch.zeros(3))
+        else:
+            self.loop.state["seen"] = jnp.zeros(3)
+            step = self.loop._step
+
+            def kept(state: Any, *batch: Any) -> Any:
+                seen = state["seen"]
+                rest = step({k: v for k, v in state.items() if k != "seen"}, *batch)
+                return {**rest, "seen": seen}
+
+            self.loop._step = kept
+
+    def before(self, healer: Any, number: int) -> None:
+        self.batches.append(number)
+        if number not in self._at:
+            return
+        if self.loop.framework == "torch":
+            self.loop.model.seen[1] = float("nan")
+        else:
+            healer.state["seen"] = jnp.full(3, jnp.nan)
+
+
+@BOTH
+def test_the_run_goes_back_by_default(framework, tmp_path):
+    it = Spoils(framework, rules(), at=[22])
+    facts = train(it.loop, rules(), range(60), store=tmp_path, before=it.before)
+    assert facts["rollbacks"] == 1
+    (logged,) = events(tmp_path, "rollback")
+    assert logged["onset"] == 24, "the checkpoint of step 25 has it"
+    assert logged["checkpoint"] in (15, 20)
+    assert it.batches.count(22) == 1, "the data of those steps are left out"
+    order = events(tmp_path, "order")[0]
+    assert (order["action"], order["step"]) == (["ROLLBACK"], 30)
+    assert "seen" in order["why"]
+    assert facts["good"] is not None
+    assert facts["good"] > 30
+    (after,) = postmortems(tmp_path)
+    assert "NaN or Inf in" in after["diagnosis"]
+    assert "step 25" in after["diagnosis"]
+
+
+@BOTH
+def test_it_stops_if_the_policy_orders_it(framework, tmp_path):
+    it = Spoils(framework, saying("stop"), at=[22])
+    with pytest.raises(RunStopped, match="NaN or Inf in"):
+        train(it.loop, saying("stop"), range(60), store=tmp_path, before=it.before)
+
+
+@BOTH
+def test_it_only_alerts_if_the_policy_orders_it(framework, tmp_path):
+    it = Spoils(framework, saying("alert"), at=[22])
+    facts = train(it.loop, saying("alert"), range(60), store=tmp_path, before=it.before)
+    assert (facts["rollbacks"], facts["step"]) == (0, 60)
+    assert events(tmp_path, "order")[0]["action"] == ["ALERT"]
+    assert "The run ends in that state" in postmortems(tmp_path)[0]["diagnosis"]
+
+
+def test_harmless_nonfinite_arrays_are_rolled_back_once(tmp_path):
+    """A buffer that is infinite by design, made by the first forward pass after the start."""
+    it = Spoils("torch", rules(), at=range(22, 100))
+    facts = train(it.loop, rules(), range(60), store=tmp_path, before=it.before)
+    assert facts["rollbacks"] == 1
+    assert any("nonfinite_ok" in each["problem"] for each in events(tmp_path, "problem"))
+
+
+def test_damage_in_memory_is_reported_although_the_disk_has_repaired_it(tmp_path):
+    def flip(healer: Any, number: int) -> None:
+        if number == 23 and not healer.rollbacks:
+            healer.store.wait()
+            for saved in healer.store.memory.steps():
+                if saved.step:
+                    slot = healer.store.memory._slot(saved.step)
+                    next(iter(slot.snapshot.blocks())).raw[0] ^= 1
+
+    loop = loop_of("torch", Faults(always=[23]))
+    facts = train(loop, rules(), range(40), store=tmp_path, before=flip)
+    assert facts["rollbacks"] == 1
+    assert "memory" in events(tmp_path, "damaged")[0]["problem"]
+    assert "Check the machine's RAM" in postmortems(tmp_path)[0]["diagnosis"]
+
+
+def test_a_mask_of_minus_infinity_is_allowed_after_a_restart_too(tmp_path):
+    def loop():
+        made = loop_of("torch")
+        made.model.register_buffer("mask", torch.full((3,), -torch.inf))
+        return made
+
+    def stumble(healer, number):
+        if number == 27:
+            raise RuntimeError("power")
+
+    with pytest.raises(RuntimeError, match="power"):
+        train(loop(), rules(), range(40), store=tmp_path, before=stumble)
+    assert "model.mask" in events(tmp_path, "problem")[0]["problem"]
+    assert events(tmp_path, "good")
+    assert train(loop(), rules(), range(40), store=tmp_path)["good"]
+    assert events(tmp_path, "resume")[0]["checkpoint"] == 25
+
+
+def test_a_model_with_a_mask_in_memory_only():
+    loop = loop_of("torch", Faults(always=[23]))
+    loop.model.register_buffer("mask", torch.full((3,), -torch.inf))
+    assert train(loop, rules(), range(40))["rollbacks"] == 1
+
+
+def test_nonfinite_ok_reaches_a_store_that_was_given(tmp_path):
+    from healcore.torch.store import DCPStore
+
+    store = DCPStore(tmp_path, nonfinite_ok=["model.a"])
+    with Healer(rules(), state=loop_of("torch").state, store=store, nonfinite_ok=["model.b"]):
+        assert store.nonfinite_ok == ("model.a", "model.b")

@@ -1,0 +1,122 @@
+"""One of two ranks that train together: python -m tests.healer.two_ranks RANK ROOT SCENARIO...
+
+Prints a JSON line for each scenario: what this rank did. What is odd is odd on rank 1 only.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from healcore.core.verdict import Action
+from healcore.runtime.healer import Healer
+from healcore.runtime.loop.termination import RunStopped
+from healcore.runtime.store import Keep
+from healcore.runtime.store.memory import MemoryStore
+from healcore.runtime.store.tiered import TieredStore
+from healcore.torch.store import MemoryStore as TorchMemoryStore
+from tests.healer.loops import Faults, rules
+
+BAD = 23
+SECONDS = 600
+"""After which a rank that waits for the other one shows where, and ends."""
+
+
+def does_not_list(healer: Healer, number: int) -> None:
+    """This rank's view of the checkpoints lacks one."""
+    if number == BAD:
+        store: Any = healer.store
+        steps = store.steps
+        store.steps = lambda: [saved for saved in steps() if saved.step != 15]
+
+
+def forgets(healer: Healer, number: int) -> None:
+    """This rank's memory has lost the snapshots that the other one's has."""
+    if number == BAD:
+        assert isinstance(healer.store, TieredStore)
+        for saved in healer.store.memory.steps():
+            healer.store.memory.drop(saved.step)
+
+
+def rots(healer: Healer, number: int) -> None:
+    """A bit of the newest snapshots in this rank's memory flips."""
+    if number == BAD:
+        store = healer.store
+        memory = store.memory if isinstance(store, TieredStore) else store
+        assert isinstance(memory, MemoryStore)
+        for saved in memory.steps():
+            if saved.step >= 15:
+                next(iter(memory._slot(saved.step).snapshot.blocks())).raw[0] ^= 1
+
+
+ODD: dict[str, Any] = {
+    "agree": None,
+    "listing": does_not_list,
+    "forgets": forgets,
+    "rots": rots,
+    "without a disk": rots,
+}
+"""Scenario -> what happens to rank 1 before a step."""
+HOOKS: dict[str, Any] = {
+    "severe": [lambda incident: Action(0), lambda incident: Action.STOP],
+    "milder": [lambda incident: None, lambda incident: Action(0)],
+}
+"""Scenario -> each rank's hook."""
+
+
+def run(scenario: str, root: Path) -> dict[str, Any]:
+    """One whole healed run."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    faults, odd = Faults(always=[BAD]), ODD.get(scenario)
+    options: dict[str, Any] = {"store": root / "store", "events": root / "run.events.jsonl"}
+    if scenario == "without a disk":
+        options["store"] = TorchMemoryStore(Keep(good=3, candidates=3, quarantined=1))
+    if scenario in HOOKS:
+        options["on_incident"] = HOOKS[scenario][rank]
+    stopped, state = None, {"model": net, "optimizer": optimizer}
+    try:
+        with Healer(rules(), state=state, save_every=5, **options) as healer:
+            for number in healer.batches(range(40)):
+                if odd is not None and rank == 1:
+                    odd(healer, number)
+                inputs, targets = map(torch.from_numpy, faults.batch(number))
+                half = slice(rank, None, 2)
+                loss = (model(inputs[half]) - targets[half]).square().mean()
+                healer.observe(loss)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    except RunStopped as stop:
+        stopped = stop.why
+    weights = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
+    return {
+        "stopped": stopped,
+        "step": healer.step,
+        "rollbacks": healer.rollbacks,
+        "order": faults.order,
+        "weights": hashlib.sha256(weights).hexdigest(),
+    }
+
+
+def main(rank: int, root: Path, scenarios: list[str]) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{root}/meeting", rank=rank, world_size=2)
+    for scenario in scenarios:
+        faulthandler.dump_traceback_later(SECONDS, exit=True)
+        print(json.dumps(run(scenario, root / scenario)), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,30 @@
+"""Whether a process is gone."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from healcore.runtime.events.process import current_process, pid_gone
+from tests.runtime.events.processes import output, python
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_process_of_another_user_is_not_gone():
+    """Signals may not be sent to it."""
+    child = python("-m", "tests.runtime.events.other_user", os.getpid())
+    assert output(child).strip() == "False"
+
+
+def test_this_process_and_a_number_that_no_process_can_have():
+    assert current_process().gone() is False
+    assert pid_gone(os.getpid()) is False
+    assert pid_gone(1 << 30) is True
+
+
+def test_a_zombie_is_gone():
+    child = python("-c", "")
+    while not pid_gone(child.pid):
+        pass
+    assert child.wait() == 0

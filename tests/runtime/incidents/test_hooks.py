@@ -1,0 +1,129 @@
+"""`on_incident`: has its say, sees everything, can change and break nothing (fault 43)."""
+
+from __future__ import annotations
+
+import pytest
+
+from healcore.core.verdict import Action, Cause, Decision
+from healcore.runtime.incidents.hooks import Hooks, IncidentContext, RunFacts
+from tests.runtime.events.samples import EVIDENCE, READINGS
+
+ORDERED = Action.ROLLBACK | Action.CUT_LR
+INCIDENT = IncidentContext(
+    number=2,
+    step=9,
+    onset=7,
+    cause=Cause.LOSS_SPIKE,
+    decision=Decision(1.0, True, 0.5, ORDERED, Cause.LOSS_SPIKE, 1),
+    readings=READINGS,
+    evidence=EVIDENCE,
+    batches=((0, 9),),
+    facts=RunFacts(run="a", rollbacks=1, last_good=5),
+)
+
+
+def keep(incident):
+    return None
+
+
+def stop(incident):
+    return Action.STOP
+
+
+def nothing(incident):
+    return Action(0)
+
+
+def test_no_hook():
+    assert Hooks().run(INCIDENT) == (None, "", ())
+    assert not Hooks()
+
+
+def test_it_sees_the_incident():
+    seen = []
+    assert Hooks(seen.append).run(INCIDENT).action is None
+    assert seen == [INCIDENT]
+    assert seen[0].action == ORDERED
+
+
+def test_it_overrides():
+    result = Hooks(stop).run(INCIDENT)
+    assert result.action is Action.STOP
+    assert result.hook.endswith("test_hooks.stop")
+    assert Hooks([stop]).run(INCIDENT) == result
+
+
+def test_doing_nothing_is_an_result():
+    assert Hooks(nothing).run(INCIDENT).action == Action(0)
+
+
+def test_the_last_to_result_is_right_and_sees_what_the_others_said():
+    seen = []
+
+    def look(incident):
+        seen.append(incident.action)
+
+    result = Hooks([look, stop, look, nothing, look, keep]).run(INCIDENT)
+    assert seen == [ORDERED, Action.STOP, Action(0)]
+    assert result.action == Action(0)
+    assert result.hook.endswith("nothing")
+
+
+def test_nothing_in_it_can_be_changed():
+    for part in (INCIDENT, INCIDENT.decision, INCIDENT.readings, INCIDENT.facts, EVIDENCE[0]):
+        hash(part)  # a value all the way down
+        with pytest.raises(AttributeError):
+            object.__setattr__(part, "step", 1)
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("no")
+
+
+def raising(error):
+    def hook(incident):
+        raise error
+
+    return hook
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("on purpose"), "ValueError: on purpose"),
+        (StopIteration(), "StopIteration"),
+        (RecursionError("deep"), "RecursionError: deep"),
+        (Unprintable(), "Unprintable"),
+    ],
+    ids=["value", "stop", "deep", "unprintable"],
+)
+def test_an_exception_is_contained_and_told(error, said):
+    result = Hooks([raising(error), stop, raising(error)]).run(INCIDENT)
+    assert result.action is Action.STOP, "the others are heard all the same"
+    assert len(result.problems) == 2
+    assert said in result.problems[0]
+    assert "raising.<locals>.hook" in result.problems[0]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_is_meant_to_end_the_process_does(error):
+    with pytest.raises(error):
+        Hooks(raising(error())).run(INCIDENT)
+
+
+@pytest.mark.parametrize("said", [True, 4, "rollback", Action(1024), Action.STOP | 64, Cause.DATA])
+def test_what_is_no_action_counts_as_no_result(said):
+    result = Hooks([lambda incident: said, keep]).run(INCIDENT)
+    assert result.action is None
+    assert "Action.ROLLBACK" in result.problems[0]
+
+
+async def later(incident):
+    return None
+
+
+@pytest.mark.parametrize("hook", [later, "print", 3, [keep, None]])
+def test_what_cannot_be_asked_fails_at_construction(hook):
+    with pytest.raises(TypeError):
+        Hooks(hook)

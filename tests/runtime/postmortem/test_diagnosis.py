@@ -1,0 +1,140 @@
+"""The diagnosis: what was seen, what was tried, where to look, for every cause and ending."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from healcore.core.evidence import Evidence
+from healcore.core.step_record import Readings
+from healcore.core.verdict import Cause
+from healcore.runtime.events.models import Ending
+from healcore.runtime.postmortem.diagnosis import RollbackRecord, RunEnd, advice, explain
+
+STOPPED = RunEnd(
+    ending="stopped",
+    step=4121,
+    why="the budget of 2 recoveries is spent",
+    cause=Cause.NONFINITE_GRAD | Cause.LOSS_SPIKE,
+    onset=4093,
+    open=True,
+    incidents=4,
+    readings=Readings(2.31, 14.2, 1.27, 55.0, 3.0),
+    evidence=(Evidence("layers.3.weight", math.nan), Evidence("layers.1.weight", 12.5)),
+    batches=((0, 412), (0, 413)),
+    skips=1,
+    rollbacks=(
+        RollbackRecord(4011, 4000, 3900, 1e-3, 5e-4, 12),
+        RollbackRecord(4021, 4010, 3800, left_out=1),
+    ),
+    lr_scale=0.25,
+    verdict="reproducible",
+    damaged=(3950,),
+    last_good=3800,
+    path="checkpoints/step-0000003800.0a1b2c3d",
+)
+
+WHOLE = """\
+healcore stopped the run at step 4121: the budget of 2 recoveries is spent.
+Seen: nonfinite_grad, loss_spike from step 4093 on. Last finite loss 2.31, last finite norm 14.2
+  (limit 1.27). Gradients that stood out: layers.3.weight (nan), layers.1.weight (12.5). Its
+  data: epoch 0 batch 412, epoch 0 batch 413. The same step, taken again from a snapshot, failed
+  again: reproducible. It was incident 4 of the run.
+Tried: skipped 1 step; went back from step 4011 to 3900 with the learning rate 0.001 -> 0.0005
+  and without 12 batches; went back from step 4021 to 3800 and without 1 batch; the learning
+  rate stands at 0.25 of its schedule.
+Storage: checkpoints found damaged: 3950. Check the disk that they lie on.
+Look at:
+"""
+
+
+def test_the_whole_of_it():
+    text = explain(STOPPED)
+    assert text.startswith(WHOLE)
+    hints = text.removeprefix(WHOLE)
+    assert (
+        hints.count("  - ") == len(advice(STOPPED.cause, verdict="reproducible", rollbacks=2)) == 4
+    )
+    assert hints.endswith(
+        "\nLast known-good: the checkpoint of step 3800, in checkpoints/step-0000003800.0a1b2c3d."
+    )
+    assert max(map(len, text.splitlines())) <= 96
+
+
+@pytest.mark.parametrize("ending", Ending)
+def test_the_least_that_can_be_known(ending):
+    text = explain(RunEnd(ending, 7))
+    assert "step 7" in text.splitlines()[0]
+    assert "Last known-good: none" in text
+    assert "Seen" not in text
+    assert "Tried" not in text
+
+
+def test_an_ending_that_is_none():
+    with pytest.raises(ValueError, match="one of completed, stopped"):
+        explain(RunEnd("finished", 1))
+
+
+@pytest.mark.parametrize("cause", [each for each in Cause if each != Cause.UNKNOWN])
+def test_every_cause_has_its_advice(cause):
+    (hint,) = advice(cause)
+    text = explain(RunEnd("stopped", 7, cause=cause, onset=3))
+    assert f"Seen: {cause.name.lower()} from step 3 on." in text
+    assert " ".join(hint.split()[:5]) in text
+    others = [advice(other)[0] for other in Cause if other not in (cause, Cause.UNKNOWN)]
+    assert hint not in others
+
+
+def test_a_verdict_comes_first():
+    assert "check the device" in advice(Cause.NONFINITE_LOSS, verdict="transient")[0]
+    assert "debugger" in advice(Cause.NONFINITE_LOSS, verdict="reproducible")[0]
+
+
+@pytest.mark.parametrize("left_out", [0, 3])
+@pytest.mark.parametrize("lr_after", [1e-3, 5e-4])
+def test_the_advice_follows_from_what_was_tried(left_out, lr_after):
+    tried = tuple(RollbackRecord(at, at - 2, 0, 1e-3, lr_after, left_out) for at in (10, 20))
+    text = explain(RunEnd("stopped", 30, cause=Cause.LOSS_SPIKE, rollbacks=tried))
+    hint = " ".join(text[text.index("Going back") :].split())
+    assert ("same data" in hint) is not bool(left_out)
+    assert ("same learning rate" in hint) is (lr_after == 1e-3)
+    assert ("the trouble is in the model" in hint) is (bool(left_out) and lr_after < 1e-3)
+
+
+def test_a_completed_run_gets_no_lecture():
+    text = explain(STOPPED._replace(ending="completed", open=False, why=""))
+    assert text.startswith("The run is complete at step 4121.\n")
+    assert ", over by then" in text
+    assert "Look at" not in text
+
+
+def test_observing_tries_nothing():
+    text = explain(STOPPED._replace(observes=True))
+    assert "Tried: nothing: the policy only observes." in text
+    assert "went back" not in text
+
+
+def test_long_lists_are_cut():
+    many = STOPPED._replace(
+        evidence=tuple(Evidence(f"w{i}", 1.0) for i in range(40)),
+        batches=tuple((0, i) for i in range(40)),
+        rollbacks=tuple(RollbackRecord(i, i, i) for i in range(40)),
+    )
+    text = explain(many)
+    assert "and 35 more" in text
+    assert "35 earlier rollbacks" in text
+    assert text.count("went back") == 5
+
+
+def test_an_exception_is_quoted():
+    text = explain(RunEnd("exception", 7, exception="ValueError: shapes differ", last_good=5))
+    assert text.startswith("The training loop raised an exception at step 7: ValueError: shapes")
+
+
+def test_a_schedule_that_was_rewound_is_no_cut():
+    """Without a cut the rate of the checkpoint's step may be the higher one: nobody raised it."""
+    rollback = RollbackRecord(step=340, onset=338, target=200, lr_before=0.004, lr_after=0.0075)
+    text = explain(RunEnd("stopped", 340, rollbacks=(rollback,)))
+    assert "went back from step 340 to 200" in text
+    assert "learning rate 0.004" not in text

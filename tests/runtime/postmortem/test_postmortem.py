@@ -1,0 +1,220 @@
+"""The postmortem: whole or not at all, one for each run, and of a killed run by the next start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from healcore.runtime.events import Log, process, read
+from healcore.runtime.postmortem import postmortem
+from healcore.runtime.postmortem.diagnosis import RollbackRecord
+from healcore.runtime.postmortem.postmortem import of, of_killed, path_for
+from tests.runtime.events.processes import first_line, python
+from tests.runtime.postmortem.test_diagnosis import STOPPED
+from tests.store.disks import read_only, small_disk
+
+
+@pytest.fixture
+def events(tmp_path) -> Path:
+    return tmp_path / "run.events.jsonl"
+
+
+def waiting_run(path: Path) -> subprocess.Popen[str]:
+    return python("-m", "tests.runtime.postmortem.waiting_run", path)
+
+
+def rewritten(path: Path, **changes) -> None:
+    """The same file, with other values in `start`."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[0].update(changes)
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+# -- writing --------------------------------------------------------------------------------------
+
+
+def test_it_is_a_file_of_its_own_for_each_run(events):
+    assert path_for(events, "a-1").name == "run.postmortem.a-1.json"
+    assert path_for("x/log.jsonl", "a").name == "log.postmortem.a.json"
+    assert path_for("x/log", "../a b").name == "log.postmortem..._a_b.json"
+    assert path_for(events, "a").parent == events.parent
+
+
+def test_of_this_process(events):
+    log = Log(events)
+    log.write("start", step=0, policy="default")
+    found = of(STOPPED, log, seconds=1.5, trace="Traceback ...")
+    path = path_for(events, log.run)
+    assert postmortem.write(path, found) is None
+    content = postmortem.read(path)
+    assert content.keys() == {"schema", *found._fields}
+    assert content["ending"] == "stopped"
+    assert content["run"] == log.run
+    assert content["cause"] == ["NONFINITE_GRAD", "LOSS_SPIKE"]
+    assert content["rollbacks"][1] == STOPPED.rollbacks[1]._asdict()
+    assert content["last_good"] == 3800
+    assert content["exception"] == "Traceback ..."
+    assert content["process"]["pid"] == os.getpid()
+    assert "python" in content["environment"]
+    assert content["diagnosis"].startswith("healcore stopped the run at step 4121")
+
+
+def test_nothing_is_left_behind(events):
+    path = path_for(events, "a")
+    for _ in range(2):  # the second takes the place of the first
+        assert postmortem.write(path, of(STOPPED, Log(None))) is None
+    assert [each.name for each in events.parent.iterdir()] == [path.name]
+
+
+def test_a_full_and_a_read_only_disk(tmp_path):
+    with small_disk(tmp_path / "disk", megabytes=1) as root:
+        path = root / "run.postmortem.a.json"
+        assert postmortem.write(path, of(STOPPED, Log(None))) is None
+        with pytest.raises(OSError, match="No space left"):
+            (root / "filler").write_bytes(b"x" * (1 << 20))
+        problem = postmortem.write(path, of(STOPPED._replace(step=9), Log(None)))
+        assert "No space left" in str(problem)
+        assert postmortem.read(path)["step"] == 4121, "the earlier one is whole"
+        assert sorted(os.listdir(root)) == ["filler", path.name]
+    root = tmp_path / "root"
+    root.mkdir()
+    with read_only(root):
+        problem = postmortem.write(root / "a.json", of(STOPPED, Log(None)))
+        assert "could not be written" in str(problem)
+
+
+# -- of a run that was killed ---------------------------------------------------------------------
+
+
+def test_kill_9(events):
+    run = waiting_run(events)
+    name = first_line(run)
+    assert of_killed(events) is None, "it is still there"
+    assert not path_for(events, name).exists()
+    os.kill(run.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, run.pid, os.WEXITED | os.WNOWAIT)
+    found = of_killed(events)  # a zombie that nobody has waited for is gone all the same
+    run.communicate()
+    assert found == of_killed(events), "told twice, the same"
+
+    assert found is not None
+    assert found.run == name
+    assert (found.ending, found.certain, found.step) == ("killed", True, 350)
+    assert found.cause == ("LOSS_SPIKE",)
+    assert found.incidents == 2
+    assert found.rollbacks == (RollbackRecord(413, 4, 300, 1e-3, 5e-4, 2),)
+    assert found.lr_scale == 0.5
+    assert found.last_good == 300, "400 was set aside"
+    assert found.process is not None
+    assert found.process.pid == run.pid
+    assert found.environment["python"]
+    assert found.ended == read(events).events[-1]["time"]
+    assert 0 <= (found.seconds or -1) < 60
+    words = " ".join(found.diagnosis.split())
+    assert "killed without notice; its last event is at step 350" in words
+    assert "loss_spike from step 412 on" in words
+    assert "layers.3.weight (nan)" in words
+    assert "Its data: epoch 0 batch 7." in words
+    assert "the checkpoint of step 300" in words
+    content = postmortem.read(path_for(events, name))
+    assert content["ending"] == "killed"
+    assert content["rollbacks"][0]["target"] == 300
+
+
+@pytest.fixture
+def killed(events) -> Path:
+    """The events of a run that was killed and waited for."""
+    run = waiting_run(events)
+    first_line(run)
+    run.kill()
+    run.communicate()
+    return events
+
+
+def test_the_next_start_closes_the_case(killed):
+    assert of_killed(killed) is not None
+    log = Log(killed)
+    log.write("start", step=350, policy="default")
+    assert of_killed(killed) is None, "this one is alive"
+    log.write("end", step=360, ending="completed")
+    log.close()
+    assert of_killed(killed) is None
+    assert [p for p in killed.parent.iterdir() if "postmortem" in p.name] == [
+        path_for(killed, read(killed).events[0]["run"])
+    ]
+
+
+def test_a_run_that_told_its_end_was_not_killed(killed):
+    Log(killed, run=read(killed).events[0]["run"]).write("end", step=9, ending="exception")
+    assert of_killed(killed) is None
+
+
+def test_a_torn_last_line_hides_nothing(killed):
+    with killed.open("ab") as file:
+        file.write(b'{"schema":1,"seq":99,"ru')
+    found = of_killed(killed)
+    assert found is not None
+    assert found.step == 350
+
+
+def test_a_number_that_is_used_again(killed):
+    """The process of that number is another one, born later: ours, in a restarted container."""
+    me = process.current_process()
+    rewritten(killed, pid=me.pid)
+    found = of_killed(killed)
+    assert found is not None
+    assert found.certain
+    rewritten(killed, born=me.born)
+    assert of_killed(killed) is None
+
+
+def test_another_boot(killed):
+    rewritten(killed, pid=os.getpid(), born=process.current_process().born, boot="another")
+    found = of_killed(killed)
+    assert found is not None
+    assert found.certain
+
+
+def test_another_host(killed):
+    rewritten(killed, host="elsewhere")
+    found = of_killed(killed)
+    assert found is not None
+    assert not found.certain
+    assert "elsewhere, which cannot be seen from here" in " ".join(found.diagnosis.split())
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\n", b"junk", b'{"schema":1,"seq":0,"run":"a","kind":"save"}']
+)
+def test_files_without_a_run(events, content):
+    assert of_killed(events) is None
+    events.write_bytes(content)
+    assert of_killed(events) is None
+    assert os.listdir(events.parent) == [events.name]
+
+
+def test_events_that_nobody_can_make_sense_of_do_not_end_the_next_run(killed, caplog):
+    rewritten(killed, mono="now", pid="4711")
+    assert of_killed(killed) is None
+    assert "cannot be found out" in caplog.text
+
+
+def test_events_of_a_later_version(killed):
+    lines = killed.read_text().splitlines()
+    alarm = json.loads(lines[4])
+    alarm.update(cause=["GRAD_SPIKE", "SOMETHING_NEW"], seq=50, kind="order", colour="red")
+    killed.write_text("\n".join([*lines, json.dumps(alarm), ""]))
+    found = of_killed(killed)
+    assert found is not None
+    assert found.cause == ("GRAD_SPIKE", "UNKNOWN")
+
+
+def test_a_postmortem_that_cannot_be_written_is_returned_all_the_same(killed, caplog):
+    path_for(killed, read(killed).events[0]["run"]).mkdir()
+    assert of_killed(killed) is not None
+    assert "could not be written" in caplog.text

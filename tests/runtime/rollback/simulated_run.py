@@ -1,0 +1,218 @@
+"""A run without a framework: the Healer's ledger, choice, retention and journal, and nothing else.
+
+The store is a list and a step is healthy or not, so that hypothesis can try thousands of
+histories. Killing it means: the list and the journal's bytes stay, all the rest is gone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from healcore.core.verdict import Cause
+from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
+from healcore.runtime.checkpoints.manager import CheckpointManager
+from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.events import Log
+from healcore.runtime.host_policy import HostPolicy
+from healcore.runtime.ledger import Ledger
+from healcore.runtime.rollback.host_state import HostState
+from healcore.runtime.rollback.journal import Journal
+from healcore.runtime.rollback.manager import (
+    HEALING_SCHEMA,
+    RollbackManager,
+    RollbackRequest,
+    RollbackResult,
+)
+from healcore.runtime.run_log import RunLog
+from healcore.runtime.store import (
+    CheckpointDamaged,
+    Keep,
+    LastGoodKept,
+    NotFinite,
+    NotThere,
+    Restored,
+    Saved,
+    SaveFailed,
+    Status,
+)
+from healcore.runtime.store.ranks import Alone
+from tests.healer.loops import rules
+from tests.healer.records import record
+
+EVERY, PROBATION, REGION = 4, 3, 12
+KEEP = Keep(good=3, candidates=2, quarantined=2)
+POLICY: HostPolicy = HostPolicy.of(rules())._replace(probation=PROBATION, region=REGION)
+
+
+class Killed(BaseException):
+    """Here and now."""
+
+
+class Listed:
+    """A CheckpointStore that remembers what was saved and holds no arrays."""
+
+    def __init__(self) -> None:
+        self.saves: dict[int, Saved] = {}
+        self.healing: dict[int, dict[str, Any]] = {}
+        self.damaged: set[int] = set()
+        self.finite = True
+        """Of the state that is saved next."""
+        self.calls_left = -1
+        """Changes until the process is killed; negative: it is not."""
+
+    def passes(self) -> None:
+        """A point at which it may be killed."""
+        if self.calls_left == 0:
+            self.calls_left = -1
+            raise Killed
+        self.calls_left -= self.calls_left > 0
+
+    def save(self, step: int, state: Any, *, healing: Mapping[str, Any] | None = None) -> None:
+        self.passes()
+        self.saves[step] = Saved(step, "candidate", self.finite, 0, 0.0, True, None)
+        self.healing[step] = json.loads(json.dumps(healing))
+        self.damaged.discard(step)
+
+    def steps(self) -> list[Saved]:
+        return [self.saves[step] for step in sorted(self.saves)]
+
+    def verify(self, step: int) -> Saved:
+        if step not in self.saves:
+            raise NotThere(step, list(self.saves), "a list")
+        if step in self.damaged:
+            raise CheckpointDamaged(step, "a list", "it", "is damaged")
+        return self.saves[step]
+
+    def restore(self, step: int, like: Any) -> Restored:
+        self.verify(step)
+        self.passes()
+        return Restored({}, self.healing[step])
+
+    def mark(self, step: int, status: Status) -> None:
+        saved = self.verify(step) if status == "good" else self.saves[step]
+        if status == "good" and not saved.finite:
+            raise NotFinite(step, ())
+        self.passes()
+        self.saves[step] = saved._replace(status=status)
+
+    def delete(self, step: int) -> None:
+        if {s.step for s in self.saves.values() if s.status == "good"} == {step}:
+            raise LastGoodKept(step)
+        self.passes()
+        del self.saves[step]
+
+    def wait(self) -> None:
+        pass
+
+    def failures(self) -> list[SaveFailed]:
+        return []
+
+    def problems(self) -> list[str]:
+        return []
+
+
+class Nothing:
+    """A driver without a state."""
+
+    framework = "none"
+
+    def items(self) -> dict[str, Any]:
+        return {}
+
+    def replace(self, restored: Any) -> None:
+        pass
+
+    def healing(self) -> dict[str, Any]:
+        return {}
+
+    def load_healing(self, engines: Any) -> None:
+        pass
+
+
+class EventList(Log):
+    """Appends events to a list instead of a file."""
+
+    def __init__(self, events: list[dict[str, Any]]) -> None:
+        super().__init__(None)
+        self._events = events
+
+    def write(self, kind: str, *, step: int | None, **fields: Any) -> bool:
+        self._events.append({"kind": kind, "step": step, **fields})
+        return True
+
+
+class Process:
+    """One process of the run, constructed as in `setup`."""
+
+    def __init__(self, store: Listed, path: Path) -> None:
+        self.store, self.ledger, self.loaders = store, Ledger(), LoaderRegistry()
+        self.events: list[dict[str, Any]] = []
+        log = RunLog(EventList(self.events), console=False)
+        self.journal = Journal(path)
+        self.journal.read()
+        self.checkpoints = CheckpointManager(
+            store,
+            every=EVERY,
+            keep=KEEP,
+            probation=PROBATION,
+            region=REGION,
+            verifier=BackgroundVerifier(in_background=False),
+            ranks=Alone(),
+            log=log,
+        )
+        driver: Any = Nothing()
+        self.rollbacks = RollbackManager(
+            policy=POLICY,
+            driver=driver,
+            checkpoints=self.checkpoints,
+            journal=self.journal,
+            ledger=self.ledger,
+            loaders=self.loaders,
+            host=HostState(self.loaders.position, None),
+            ranks=Alone(),
+            log=log,
+        )
+        self.step = 0
+
+    def begin(self) -> None:
+        """As `lifecycle.begin`."""
+        usable = [s.step for s in self.store.steps() if s.finite and s.status != "quarantined"]
+        if self.journal.state.pending is not None:
+            self.step, _ = self.rollbacks.finish_interrupted(self.journal.state.pending)
+        elif usable:
+            self.step, _ = self.rollbacks.resume(usable[::-1])
+        else:
+            self.journal.state.first_step = self.step
+        self.rollbacks.write_journal(self.step)
+        self.rollbacks.started_from = self.step
+        self.checkpoints.reload()
+        if not self.store.saves:
+            self.save("first")
+
+    def take(self, *, alarm: bool, skip: bool, is_open: bool) -> None:
+        """A step, and all that comes after it except orders."""
+        cause = Cause.NONFINITE_LOSS if alarm else Cause(0)
+        judged = record(step=self.step + 1, cause=cause, skip=skip, incident_open=is_open)
+        self.ledger.record(self.step, [judged])
+        self.step += 1
+        if self.step % EVERY == 0 and not self.ledger.open:
+            self.save("regular")
+        self.checkpoints.poll(self.ledger, self.step)
+
+    def save(self, why: str) -> None:
+        healing = {"schema": HEALING_SCHEMA, "ledger": self.ledger.to_dict()}
+        self.checkpoints.save(self.step, {}, healing, why)
+
+    def go_back(self, depth: int) -> RollbackResult:
+        """A rollback in answer to the incident under way."""
+        result = self.rollbacks.roll_back(RollbackRequest(self.onset, depth, self.step, ()))
+        self.step = result.target
+        return result
+
+    @property
+    def onset(self) -> int:
+        """Of the incident under way."""
+        return self.ledger.incidents[-1].onset

@@ -1,0 +1,225 @@
+"""Random histories of a run against a plain oracle: where it goes back to, and what is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from healcore.runtime.ledger import Ledger
+from healcore.runtime.rollback.checkpoint_choice import PastRollback
+from healcore.runtime.rollback.journal import Journal
+from healcore.runtime.store import NoGoodCheckpoint
+from tests.runtime.rollback.simulated_run import KEEP, PROBATION, REGION, Killed, Listed, Process
+
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+"""The journal is synced at every rollback and every start."""
+
+
+class History(RuleBasedStateMachine):
+    """The run, and what the oracle knows: health of each step, past rollbacks, who was good."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="healcore-history-", dir=MEMORY)
+        self.path = Path(self.folder.name) / "healcore.json"
+        self.store = Listed()
+        self.process = Process(self.store, self.path)
+        self.process.begin()
+        self.healthy: list[bool] = []
+        self.back: list[PastRollback] = []
+        self.onset: int | None = None
+        self.good: set[int] = set()
+        self.stays: set[int] = set()
+        self.over = False
+
+    def teardown(self) -> None:
+        self.folder.cleanup()
+
+    # -- what happens ---------------------------------------------------------------------------
+
+    @precondition(lambda self: not self.over)
+    @rule(steps=st.integers(1, 14))
+    def goes_well(self, steps: int) -> None:
+        for _ in range(steps):
+            self.onset = None
+            self.healthy.append(True)
+            self.process.take(alarm=False, skip=False, is_open=False)
+
+    @precondition(lambda self: not self.over)
+    @rule()
+    def one_is_skipped(self) -> None:
+        self.onset = len(self.healthy) if self.onset is None else self.onset
+        self.healthy.append(False)
+        self.process.take(alarm=True, skip=True, is_open=False)
+
+    @precondition(lambda self: not self.over)
+    @rule(steps=st.integers(1, 5), quiet=st.integers(0, 2))
+    def trouble(self, steps: int, quiet: int) -> None:
+        """An incident that stays open, or goes on."""
+        self.onset = len(self.healthy) if self.onset is None else self.onset
+        for alarm in [True] * steps + [False] * quiet:
+            self.healthy.append(not alarm)
+            self.process.take(alarm=alarm, skip=False, is_open=True)
+
+    @precondition(lambda self: not self.over)
+    @rule(finite=st.booleans())
+    def saves_besides(self, finite: bool) -> None:
+        if self.process.step in self.good:
+            return  # where it went back to, unchanged; its disk keeps the one that was good
+        self.store.finite = finite or self.onset is None
+        self.process.save("requested")
+        self.store.finite = True
+
+    @precondition(lambda self: not self.over and self.onset is not None)
+    @rule(depth=st.integers(1, 4), calls=st.integers(-1, 12))
+    def goes_back(self, depth: int, calls: int) -> None:
+        """As ordered; killed after so many changes, if it takes that many."""
+        assert self.onset is not None
+        process, journal = self.process, self.process.journal
+        process.checkpoints.verify_due(process.ledger, before=self.onset)
+        self.what_is_good()
+        expected = self.target(depth)
+        self.store.calls_left = calls
+        try:
+            arrival = process.go_back(depth)
+        except Killed:
+            begun = Journal(self.path).read().pending
+            if begun is None and journal.state.rollbacks == len(self.back):
+                self.start(None)
+                return
+            self.start(expected)
+        except NoGoodCheckpoint:
+            assert expected is None
+            self.over = True
+            return
+        else:
+            assert arrival.target == expected
+            self.went(expected)
+        finally:
+            self.store.calls_left = -1
+
+    @precondition(lambda self: not self.over)
+    @rule(during=st.integers(0, 6), steps=st.integers(0, 6))
+    def is_killed(self, during: int, steps: int) -> None:
+        """Between two steps, or in a save, a mark or a deletion."""
+        self.store.calls_left = during
+        with contextlib.suppress(Killed):
+            self.goes_well(steps)
+        self.store.calls_left = -1
+        self.the_way_down_stays_open()  # before the count of steps goes back
+        self.start(None)
+
+    # -- the oracle -----------------------------------------------------------------------------
+
+    def target(self, depth: int) -> int | None:
+        """Where it has to go; None: nowhere."""
+        assert self.onset is not None
+        usable = [s for s in self.store.steps() if s.finite and s.step <= self.onset]
+        good = [s.step for s in usable if s.status == "good"]
+        # The run's first snapshot before what this process has gone on from.
+        begun = self.process.journal.state.first_step, self.process.rollbacks.started_from
+        unproven = {s.step for s in usable if s.status == "candidate"}
+        last = [step for step in begun if step in unproven]
+        tried = [past.target for past in self.back if abs(past.onset - self.onset) < REGION]
+        there = sorted({*good, *last})
+        if not there:
+            return None
+        wanted = good[-min(depth, len(good))] if good else last[0]
+        if tried and wanted >= min(tried):
+            deeper = [step for step in good if step < min(tried)][-1:]
+            deeper = deeper or [step for step in last if step < min(tried)]
+            wanted = deeper[0] if deeper else there[0]
+        return wanted
+
+    def went(self, target: int | None) -> None:
+        assert self.onset is not None
+        assert target is not None
+        self.back.append(PastRollback(self.onset, target))
+        assert target <= self.onset
+        assert self.store.saves[target].status != "quarantined"
+        del self.healthy[target:]
+        # For the next one in this region, which is to go deeper.
+        deeper = [s.step for s in self.store.steps() if s.status == "good" and s.step < target]
+        self.stays = {target, *deeper[-1:]}
+        self.onset = None
+
+    def start(self, expected: int | None) -> None:
+        """A new process, with what the one before has left on disk."""
+        self.process = Process(self.store, self.path)
+        newest = [s.step for s in self.store.steps() if s.finite and s.status != "quarantined"]
+        self.what_is_good()
+        self.process.begin()
+        if expected is None:
+            assert self.process.step == (newest[-1] if newest else 0)
+            del self.healthy[self.process.step :]
+            self.onset = None
+        else:
+            assert self.process.step == expected
+            self.went(expected)
+
+    # -- what must hold -------------------------------------------------------------------------
+
+    @invariant()
+    def what_is_good(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        good = {s.step: s for s in self.store.steps() if s.status == "good"}
+        for step in good.keys() - self.good:
+            assert good[step].finite
+            assert sum(self.healthy[step:]) >= PROBATION
+        assert good or not self.good, "there was a known-good one"
+        self.good = {*good}
+
+    @invariant()
+    def what_is_remembered(self) -> None:
+        if not hasattr(self, "store") or self.over:
+            return
+        ledger = self.process.ledger
+        assert self.process.step == len(self.healthy)
+        assert ledger.past_rollbacks == self.back
+        assert self.process.journal.state.rollbacks == len(self.back)
+        unhealthy = {step for step, well in enumerate(self.healthy) if not well}
+        needed = min(self.process.checkpoints.catalog.on_probation, default=self.process.step)
+        assert {step for step in unhealthy if step >= needed} <= {*ledger.unhealthy} <= unhealthy
+        assert Ledger.from_dict(ledger.to_dict()) == ledger
+        written = Journal(self.path).read()
+        assert asdict(written) == asdict(self.process.journal.state)
+
+    @invariant()
+    def the_way_down_stays_open(self) -> None:
+        """As long as the run is in the region; what was let go beyond it stays gone."""
+        if not getattr(self, "stays", None):
+            return
+        if len(self.healthy) < self.back[-1].onset + REGION:
+            assert self.stays <= self.store.saves.keys()
+        else:
+            self.stays = set()
+
+    @invariant()
+    def not_too_much(self) -> None:
+        if hasattr(self, "store"):
+            good = [s for s in self.store.steps() if s.status == "good"]
+            # Where it went and the next deeper one besides; one more if killed before deleting it.
+            assert len(good) <= KEEP.good + 3
+
+
+TestHistory = History.TestCase
+TestHistory.settings = settings(
+    max_examples=100,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+@pytest.mark.stress
+class TestLongHistory(TestHistory):
+    settings = settings(max_examples=3000, stateful_step_count=80)
