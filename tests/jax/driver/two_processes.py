@@ -15,7 +15,7 @@ def main(rank: int, port: str) -> None:
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=rank)
 
     from healcore.jax.driver import JaxDriver
-    from tests.healer.jax.runs import POLICY, plain
+    from tests.jax.driver.runs import POLICY, plain
 
     run = plain()
     mesh = jax.make_mesh((2,), ("data",))
@@ -46,14 +46,14 @@ def main(rank: int, port: str) -> None:
     store = driver.store(None, ())
     take(1.0)
     store.save(1, driver.items(), healing=driver.healing())
-    told = take(2.0)
+    records = take(2.0)
     restored = store.restore(1, driver.items())
     driver.replace(restored.state)
     driver.load_healing(restored.healing or {})
     compiled = run.compiled()
-    assert take(2.0) == told
+    assert take(2.0) == records
     assert run.compiled() == compiled
-    assert ranks.gather(told) == [told, told]
+    assert ranks.gather(records) == [records, records]
     # One process's NaN is everybody's.
     assert "nan" in take(jnp.nan if rank else 1.0)
     driver.expect_change()

@@ -1,4 +1,4 @@
-"""A loop that goes on with its own state after a rollback is told so, and no other loop is."""
+"""A loop that goes on with its own state after a rollback gets an error, and no other loop does."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 
 from healcore.jax import HealStateError
 from healcore.jax.driver import JaxDriver
-from tests.healer.jax.runs import POLICY, RUNS, advance, batch, plain
-from tests.healer.jax.test_unjudged import every_third
+from tests.jax.driver.runs import POLICY, RUNS, advance, batch, every_third, plain
 
 
 def went_back(run: Any, *, to: int = 2, steps: int = 5) -> tuple[JaxDriver, Any]:
@@ -48,8 +47,8 @@ def test_accumulated_too():
     driver, mine = went_back(run, to=3, steps=10)
     with pytest.raises(HealStateError, match="after a rollback"):
         driver.update(run.step(mine, batch(9)))
-    told = [handle.read()[0] for handle in advance(driver, run, [batch(i) for i in range(4)])]
-    assert [each.step for each in told] == [1, 1, 2, 2]
+    records = [handle.read()[0] for handle in advance(driver, run, [batch(i) for i in range(4)])]
+    assert [each.step for each in records] == [1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("fresh", [True, False])
@@ -107,7 +106,7 @@ def test_updates_of_several_steps_are_none_of_this():
 
 
 def test_only_the_first_step_after_it_is_looked_at():
-    """Whoever begins the optimizer anew later, on purpose, may do so."""
+    """Whoever starts the optimizer again later, on purpose, may do so."""
     run = plain()
     driver, _ = went_back(run)
     advance(driver, run, [batch(2)])

@@ -1,4 +1,4 @@
-"""A compiled loop takes many steps in one dispatch: each is counted, told and healed."""
+"""A compiled loop takes many steps in one dispatch: each is counted, reported and healed."""
 
 # optax types every tree as the union of all trees.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
@@ -19,7 +19,7 @@ from healcore import Healer, RunStopped
 from healcore.core.verdict import Action
 from healcore.jax import protect
 from healcore.jax.driver import JaxDriver
-from tests.healer.jax.runs import POLICY
+from tests.jax.driver.runs import POLICY
 
 PARAMS = {"w": jnp.full(4, 0.5)}
 
@@ -82,12 +82,12 @@ def test_steps_are_counted_and_have_a_line_each(k, tmp_path):
     assert all(step % k == 0 for step in kept[:-1])
 
 
-def test_each_step_says_the_same_however_many_are_in_a_dispatch(tmp_path):
-    told = []
+def test_the_log_of_each_step_is_the_same_however_many_are_in_a_dispatch(tmp_path):
+    logs = []
     for k in (1, 10):
         _, lines = run(data(60), k, tmp_path)
-        told.append([{k: v for k, v in e.items() if k not in ("time", "run")} for e in lines])
-    assert told[0] == told[1]
+        logs.append([{k: v for k, v in e.items() if k not in ("time", "run")} for e in lines])
+    assert logs[0] == logs[1]
 
 
 @pytest.mark.parametrize("records", [4, 32])
@@ -98,19 +98,19 @@ def test_an_order_within_a_dispatch_is_carried_out(records, tmp_path):
     assert bad[0] == 43
 
 
-def test_an_order_is_told_though_the_records_of_its_dispatch_are_more_than_the_state_keeps():
+def test_an_order_is_reported_though_the_records_of_its_dispatch_are_more_than_the_state_keeps():
     state, many = start(records=4)
     driver = JaxDriver(state, POLICY)
     driver.update(many(state, data(20, bad=[3])))
     handle = driver.poll_step()
     assert handle.count == 20
     steps = handle.steps()
-    assert [bool(told.action & Action.ROLLBACK) for (told,) in steps].index(True) == 3
-    assert [told.judged for (told,) in steps].count(True) == 5
+    assert [bool(record.action & Action.ROLLBACK) for (record,) in steps].index(True) == 3
+    assert [record.judged for (record,) in steps].count(True) == 5
     (note,) = driver.warnings
     assert "records=20" in note
     driver.update(many(driver.state, data(20)))
-    assert all(not told.action for (told,) in driver.poll_step().steps())
+    assert all(not record.action for (record,) in driver.poll_step().steps())
     assert len(driver.warnings) == 1
 
 

@@ -17,9 +17,9 @@ from healcore.jax import HealStateError, protect
 from healcore.jax.driver import JaxDriver
 from healcore.jax.driver.checkpoint_layout import SIDE_STATE
 from healcore.runtime.store.errors import StateMismatch
-from tests.healer.jax.runs import POLICY, RUNS, advance, batch, plain
 from tests.jax import policies
 from tests.jax.bits import assert_same_bits, bits
+from tests.jax.driver.runs import POLICY, RUNS, advance, batch, plain
 
 BATCHES = [batch(seed) for seed in range(6)]
 
@@ -113,8 +113,8 @@ def test_nnx_objects_stay_the_users_own():
 
 
 def test_python_numbers_come_back_as_they_were():
-    beside = {"epoch": 3, "mean": 0.1 + 0.2, "done": True, "far": 2**70, "best": float("inf")}
-    run = plain(**beside)
+    extra = {"epoch": 3, "mean": 0.1 + 0.2, "done": True, "far": 2**70, "best": float("inf")}
+    run = plain(**extra)
     driver = JaxDriver(run.state, POLICY)
     store = driver.store(None, ())
     store.save(0, driver.items())
@@ -122,8 +122,8 @@ def test_python_numbers_come_back_as_they_were():
     driver.update({**run.state, "epoch": 9, "mean": 9.0, "done": False, "far": 9, "best": 0.0})
     driver.replace(store.restore(0, driver.items()).state)
     state = driver.state
-    assert {name: state[name] for name in beside} == beside
-    assert [type(state[name]) for name in beside] == [int, float, bool, int, float]
+    assert {name: state[name] for name in extra} == extra
+    assert [type(state[name]) for name in extra] == [int, float, bool, int, float]
 
 
 def test_a_number_that_a_step_makes_an_array_goes_back_too():

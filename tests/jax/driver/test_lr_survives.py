@@ -1,8 +1,8 @@
 """The cut of the learning rate holds on the very next step after a restore, and all the way back.
 
-Measured on how far the parameters move, beside a run that goes on from the same checkpoint with its
-multiplier at 1: OPT-175B's restores put the old learning rate back, and no number in a dictionary
-told so.
+Measured on how far the parameters move, against a run that goes on from the same checkpoint with
+its multiplier at 1: OPT-175B's restores put the old learning rate back, and no number in a
+dictionary showed it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from healcore.core.engine import Engine
 from healcore.jax import heal, last_decision, protect, scale_by_heal_lr, set_lr_scale
 from healcore.jax.driver import JaxDriver
 from healcore.runtime.rollback.engine_states import after_rollback
-from tests.healer.jax.runs import POLICY, advance, batch, plain
+from tests.jax.driver.runs import POLICY, advance, batch, plain
 
 WARM = optax.warmup_cosine_decay_schedule(0.0, 1e-2, warmup_steps=6, decay_steps=40)
 PLATEAU = contrib.reduce_on_plateau(factor=0.5, patience=2, accumulation_size=1)
@@ -128,7 +128,7 @@ def _schedule(path: Any, value: Any) -> bool:
 @pytest.mark.parametrize(
     ("name", "rate"), [("injected", 1e-2), ("injected schedule", None), ("plain", None)]
 )
-def test_the_users_own_learning_rate_is_told_where_it_is_known(name, rate):
+def test_the_users_own_learning_rate_is_reported_where_it_is_known(name, rate):
     run = plain(OPTIMIZERS[name])
     driver = JaxDriver(run.state, POLICY)
     advance(driver, run, [batch(0), batch(1), batch(2, bad=True)])

@@ -50,12 +50,12 @@ def mse(prediction: Any, x: Any) -> Any:
 
 
 def plain(
-    inner: Any = None, policy: Any = POLICY, wrap: Callable[..., Any] = protect, **beside: Any
+    inner: Any = None, policy: Any = POLICY, wrap: Callable[..., Any] = protect, **extra: Any
 ) -> Run:
     """A dictionary of parameters, optimizer state and whatever else."""
     tx, step = _plain_program(inner, policy, wrap)
     params = {"hidden": jnp.full((4, 3), 0.1), "out": {"w": jnp.full((3, 1), 0.2)}}
-    return Run({"params": params, "opt_state": tx.init(params), **beside}, step, step._cache_size)
+    return Run({"params": params, "opt_state": tx.init(params), **extra}, step, step._cache_size)
 
 
 @functools.cache  # compiling takes seconds
@@ -172,3 +172,8 @@ def advance(driver: JaxDriver, run: Run, batches: Sequence[Any]) -> list[Any]:
         driver.update(run.step(driver.state, each))
         handles.append(driver.poll_step())
     return handles
+
+
+def every_third(inner: Any, policy: Any) -> Any:
+    steps: Any = optax.MultiSteps(protect(inner, policy), every_k_schedule=3)
+    return optax.GradientTransformationExtraArgs(steps.init, steps.update)

@@ -1,4 +1,4 @@
-"""Two processes over gloo: the same step told to both, and exchanges between them."""
+"""Two processes over gloo: both report the same step, and exchanges between them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_two_processes():
     with socket.socket() as found:
         found.bind(("localhost", 0))
         port = str(found.getsockname()[1])
-    script = [sys.executable, "-m", "tests.healer.jax.two_processes"]
+    script = [sys.executable, "-m", "tests.jax.driver.two_processes"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     both = [
         subprocess.Popen(
