@@ -34,14 +34,14 @@ import numpy as np
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import Engine, EngineConfig
 from healcore.core.signals import Signals, observe
-from healcore.jax.sweep_scan import JaxScan
+from healcore.jax.sweep_scan import JaxSweepScan
+from healcore.plugins import sweep as variant_engine
+from healcore.plugins.rows import as_record, judge_row
+from healcore.plugins.sweep import PackedSeries
 from healcore.policy import load
-from healcore.tools.replay.judging import by_name, judge
-from healcore.tools.replay.scoring import FEWEST, Label
-from healcore.tools.sweep import judging
-from healcore.tools.sweep.reel import Reel, pack
-from healcore.tools.sweep.scoring import Costs, ground_of, tally
-from healcore.tools.sweep.series import Series, series_of
+from healcore.tools.replay.scores import FEWEST, Label
+from healcore.tools.sweep.scores import Costs, count_orders, series_events
+from healcore.tools.sweep.series import Series, pack, series_of, unpack
 from healcore.tools.sweep.space import Variants, draw, parse
 from healcore.tools.traces import open_traces
 
@@ -68,7 +68,7 @@ class Floor(NamedTuple):
     name: str
     config: EngineConfig
     init: Callable[[EngineConfig], Any]
-    step: Callable[..., tuple[Any, judging.Verdict]]
+    step: Callable[..., tuple[Any, variant_engine.VariantDecision]]
     varied: tuple[str, ...]
 
 
@@ -79,7 +79,7 @@ def detectors_init(config: EngineConfig) -> tuple[Any, ...]:
 
 def detectors_step(
     config: EngineConfig, state: Any, signals: Signals, resumed: Any, *, xp: Any
-) -> tuple[Any, judging.Verdict]:
+) -> tuple[Any, variant_engine.VariantDecision]:
     """Every detector whose signal is there; the verdict needs both words of each one."""
     never = resumed != resumed
     seen = observe(signals, never, xp=xp)
@@ -91,50 +91,54 @@ def detectors_step(
             # Exclusive or: no word can stand in for another.
             sustained, alarm = sustained ^ reading.sustained, alarm ^ reading.alarm
         memories.append(memory)
-    return tuple(memories), judging.Verdict(sustained, sustained, alarm)
+    return tuple(memories), variant_engine.VariantDecision(sustained, sustained, alarm)
 
 
 def engine_step(
     config: EngineConfig, state: Any, signals: Signals, resumed: Any, *, xp: Any
-) -> tuple[Any, judging.Verdict]:
+) -> tuple[Any, variant_engine.VariantDecision]:
     """The engine; every field of the decision is needed."""
     del resumed
-    state, found = judge(Engine(config), state, signals, xp=xp)
-    record, due = by_name(found)
+    state, found = judge_row(Engine(config), state, signals, xp=xp)
+    record, due = as_record(found)
     enforced = (record.grad_scale != 1) ^ (record.lr_scale != 1) ^ record.skip
-    return state, judging.Verdict(due, due, enforced ^ (record.action != 0) ^ (record.cause != 0))
+    return state, variant_engine.VariantDecision(
+        due, due, enforced ^ (record.action != 0) ^ (record.cause != 0)
+    )
 
 
 def rounds(
     floor: Floor, variants: Variants, series: Sequence[Series], threads: int, repeats: int
 ) -> tuple[float, list[tuple[float, float]]]:
     """Seconds to compile, and (wall, CPU) seconds of each repeat over all series and settings."""
-    scan = JaxScan(
+    scan = JaxSweepScan(
         floor.config,
         tuple(axis.place for axis in variants.axes),
         init=floor.init,
         step=floor.step,
     )
-    grounds = [ground_of(each, Label(each.trace, each.length, (), ())) for each in series]
+    grounds = [series_events(each, Label(each.trace, each.length, (), ())) for each in series]
     blocks = [
         variants.numbers(slice(start, start + LANES))
         for start in range(0, len(variants.values), LANES)
     ]
 
-    def one(task: tuple[tuple[np.ndarray, ...], Reel]) -> None:
-        numbers, reel = task
+    def one(task: tuple[tuple[np.ndarray, ...], PackedSeries]) -> None:
+        numbers, packed = task
         if floor.name != SWEEP:
-            scan.words(numbers, reel)
+            scan.run(numbers, packed)
             return
-        for i, orders in zip(reel.which, scan.orders(numbers, reel), strict=True):
-            tally(series[i], grounds[i], orders, Costs())
+        orders_of = unpack(series, packed, *scan.run(numbers, packed))
+        for i, orders in zip(packed.which, orders_of, strict=True):
+            count_orders(series[i], grounds[i], orders, Costs())
 
-    reels = pack(series)
-    tasks = [(block, reel) for block in blocks for reel in reels]
+    batches = pack(series)
+    tasks = [(block, packed) for block in blocks for packed in batches]
     took = []
     with ThreadPoolExecutor(threads) as pool:
         began = time.perf_counter()
-        list(pool.map(one, [(blocks[0], reel) for reel in {r.feed: r for r in reels}.values()]))
+        one_each = {packed.layout: packed for packed in batches}.values()
+        list(pool.map(one, [(blocks[0], packed) for packed in one_each]))
         compiling = time.perf_counter() - began
         for _ in range(repeats):
             wall, cpu = time.perf_counter(), time.process_time()
@@ -163,7 +167,9 @@ def main() -> int:
     floors = (
         Floor("detectors", config, detectors_init, detectors_step, VARIED),
         Floor("detectors, all varied", config, detectors_init, detectors_step, VARIED + NORMS),
-        Floor(SWEEP, judging.trimmed(config), judging.init, judging.step, VARIED),
+        Floor(
+            SWEEP, variant_engine.trimmed(config), variant_engine.init, variant_engine.step, VARIED
+        ),
         Floor("engine", config, lambda c: Engine(c).init(), engine_step, VARIED + NORMS),
     )
     count = arguments.variants
@@ -191,7 +197,8 @@ def main() -> int:
 
 def has_norm(series: Series) -> np.ndarray:
     """Which rows have a gradient norm."""
-    return np.array(["grad_norm" in names for names in series.feed.combinations])[series.rows.kind]
+    logged = [("grad_norm" in names) for names in series.layout.combinations]
+    return np.array(logged)[series.rows.kind]
 
 
 if __name__ == "__main__":

@@ -12,23 +12,28 @@ import numpy as np
 from healcore.core.engine import Engine, EngineState
 from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves
-from healcore.tools.replay.feeding import Chunk, Feed
-from healcore.tools.replay.judging import Columns, columns, judge
-from healcore.tools.replay.runners import MOST_ROWS
+from healcore.plugins.rows import (
+    MOST_ROWS,
+    DecisionColumns,
+    SignalLayout,
+    SignalRows,
+    empty_columns,
+    judge_row,
+)
 
 
-class JaxRunner:
+class JaxRowRunner:
     """Runs chunks of rows. Every chunk is padded to one size, so that the loop is compiled once.
 
     On a CPU: each row depends on the one before, and an accelerator does not speed up a loop of
     scalars.
     """
 
-    def __init__(self, engine: Engine, feed: Feed) -> None:
+    def __init__(self, engine: Engine, layout: SignalLayout) -> None:
         self._engine = engine
-        self._feed = feed
+        self._layout = layout
         self._device = _cpu()
-        self._loop = jax.jit(_loop(engine, feed))
+        self._loop = jax.jit(_loop(engine, layout))
 
     def start(self) -> EngineState:
         """The engine's first state, on the CPU."""
@@ -39,34 +44,32 @@ class JaxRunner:
         with jax.default_device(self._device):
             return self._engine.on_rollback(live, restored, xp=jnp)
 
-    def run(self, state: EngineState, chunk: Chunk) -> tuple[EngineState, Columns]:
-        """The state after the chunk, and its columns, NumPy arrays (n,)."""
-        rows = len(chunk.kind)
-        kind = _padded(chunk.kind)
-        values = {name: _padded(column) for name, column in chunk.values.items()}
+    def run(self, state: EngineState, rows: SignalRows) -> tuple[EngineState, DecisionColumns]:
+        """See `RowRunner.run`."""
+        count = len(rows.kind)
+        kind = _padded(rows.kind)
+        values = {name: _padded(column) for name, column in rows.values.items()}
         with jax.default_device(self._device):
-            state, found = self._loop(state, values, kind, np.int32(rows))
-        return state, map_leaves(lambda column: np.asarray(column)[:rows], found)
+            state, found = self._loop(state, values, kind, np.int32(count))
+        return state, map_leaves(lambda column: np.asarray(column)[:count], found)
 
 
-make = JaxRunner
-"""What `healcore.tools.replay.runners` asks an adapter for."""
-
-
-def _loop(engine: Engine, feed: Feed) -> Callable[..., Any]:
+def _loop(engine: Engine, layout: SignalLayout) -> Callable[..., Any]:
     """The function that is compiled: (state, values, kind, rows) -> (state, columns)."""
 
     def branch_for(names: tuple[str, ...]) -> Callable[..., Any]:
-        def branch(state: EngineState, row: dict[str, Any]) -> tuple[EngineState, Columns]:
+        def branch(state: EngineState, row: dict[str, Any]) -> tuple[EngineState, DecisionColumns]:
             signals = Signals(**{name: row[name] for name in names})
-            return judge(engine, state, signals, xp=jnp)
+            return judge_row(engine, state, signals, xp=jnp)
 
         return branch
 
-    branches = [branch_for(names) for names in feed.combinations]
+    branches = [branch_for(names) for names in layout.combinations]
 
     def loop(state: EngineState, values: dict[str, Any], kind: Any, rows: Any) -> Any:
-        def body(i: Any, carry: tuple[EngineState, Columns]) -> tuple[EngineState, Columns]:
+        def body(
+            i: Any, carry: tuple[EngineState, DecisionColumns]
+        ) -> tuple[EngineState, DecisionColumns]:
             state, found = carry
             row = {name: column[i] for name, column in values.items()}
             # `switch` with one branch calls it without a conditional.
@@ -76,7 +79,7 @@ def _loop(engine: Engine, feed: Feed) -> Callable[..., Any]:
         # A loop up to `rows`, not a scan: chunks differ in length (the last one, and the last of
         # each attempt), and must not be compiled again for that.
         return jax.lax.fori_loop(
-            0, rows, body, (state, map_leaves(jnp.asarray, columns(MOST_ROWS)))
+            0, rows, body, (state, map_leaves(jnp.asarray, empty_columns(MOST_ROWS)))
         )
 
     return loop

@@ -30,17 +30,15 @@ import numpy as np
 from healcore.core.engine import EngineConfig
 from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves
-from healcore.tools.replay.feeding import Feed
-from healcore.tools.sweep import judging
-from healcore.tools.sweep.keys import Place, configure
-from healcore.tools.sweep.orders import Orders
-from healcore.tools.sweep.reel import WORD, Columns, Groups, Reel
+from healcore.plugins import sweep
+from healcore.plugins.rows import SignalLayout
+from healcore.plugins.sweep import WORD, PackedRows, PackedSeries, Place, RowGroups, configure
 
 _OPTIONS: dict[str, str | bool] = {"xla_cpu_prefer_vector_width": "512"}
 _ATTRIBUTES = {"xla_cpu_small_call": "true", "inlineable": "false"}
 
 
-class JaxScan:
+class JaxSweepScan:
     """The variants of one policy. Thread-safe: two threads keep two cores busy."""
 
     def __init__(
@@ -48,16 +46,16 @@ class JaxScan:
         config: EngineConfig,
         places: tuple[Place, ...],
         *,
-        init: Callable[[EngineConfig], Any] = judging.init,
-        step: Callable[..., tuple[Any, judging.Verdict]] = judging.step,
+        init: Callable[[EngineConfig], Any] = sweep.init,
+        step: Callable[..., tuple[Any, sweep.VariantDecision]] = sweep.step,
     ) -> None:
-        """See `healcore.tools.sweep.running`.
+        """The variants of one policy.
 
         Args:
-            config: the base policy's, from `judging.trimmed`.
+            config: the base policy's, from `sweep.trimmed`.
             places: positions of the varied numbers in the config.
             init: makes the state before the first row from the config.
-            step: judges a row, as `judging.step`; benchmarks pass the whole engine.
+            step: judges a row, as `sweep.step`; benchmarks pass the whole engine.
 
         Raises:
             RuntimeError: this JAX has no CPU backend.
@@ -65,39 +63,30 @@ class JaxScan:
         self._config, self._places = config, places
         self._init, self._step = init, step
         self._device = jax.devices("cpu")[0]
-        self._programs: dict[tuple[Feed, int, int], Callable[..., Any]] = {}
+        self._programs: dict[tuple[SignalLayout, int, int], Callable[..., Any]] = {}
         self._compiling = threading.Lock()
 
-    def orders(self, numbers: tuple[np.ndarray, ...], reel: Reel) -> list[Orders]:
-        """Runs the variants over the reel.
-
-        Args:
-            numbers: (variants,) for each place.
-            reel: the series.
-        """
-        return reel.orders(*self.words(numbers, reel))
-
-    def words(
-        self, numbers: tuple[np.ndarray, ...], reel: Reel
+    def run(
+        self, numbers: tuple[np.ndarray, ...], packed: PackedSeries
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The same as bits: uint32 (groups, variants), and int32 skips and recoveries of each."""
-        run = self._program(reel, len(numbers[0]))
-        words, skipped, recovered = run(numbers, reel.columns, reel.groups)
+        """See `SweepScan.run`."""
+        program = self._program(packed, len(numbers[0]))
+        words, skipped, recovered = program(numbers, packed.rows, packed.groups)
         return np.asarray(words), np.asarray(skipped), np.asarray(recovered)
 
-    def _program(self, reel: Reel, variants: int) -> Callable[..., Any]:
+    def _program(self, packed: PackedSeries, variants: int) -> Callable[..., Any]:
         """The compiled scan, one for each shape."""
-        shape = (reel.feed, variants, len(reel.groups.start))
+        shape = (packed.layout, variants, len(packed.groups.start))
         with self._compiling:
             if shape not in self._programs:
-                self._programs[shape] = self._compiled(reel, variants)
+                self._programs[shape] = self._compiled(packed, variants)
         return self._programs[shape]
 
-    def _compiled(self, reel: Reel, variants: int) -> Callable[..., Any]:
+    def _compiled(self, packed: PackedSeries, variants: int) -> Callable[..., Any]:
         whole = np.zeros(variants, np.int32), np.zeros(variants, np.float32)
         given = [_at(self._config, place) for place in self._places]
         numbers = tuple(whole[isinstance(number, float)] for number in given)
-        one = functools.partial(self._scan, reel.feed)
+        one = functools.partial(self._scan, packed.layout)
         scan = jax.jit(jax.vmap(one, in_axes=(0, None, None), out_axes=1))
 
         def with_attributes(*arguments: Any) -> Any:
@@ -105,24 +94,26 @@ class JaxScan:
                 return scan(*arguments)
 
         with jax.default_device(self._device):
-            lowered = jax.jit(with_attributes).lower(numbers, reel.columns, reel.groups)
+            lowered = jax.jit(with_attributes).lower(numbers, packed.rows, packed.groups)
             try:
                 return lowered.compile(compiler_options=_OPTIONS)
             except jax.errors.JaxRuntimeError:  # an XLA without this option
                 return lowered.compile()
 
-    def _scan(self, feed: Feed, numbers: tuple[Any, ...], rows: Columns, groups: Groups) -> Any:
+    def _scan(
+        self, layout: SignalLayout, numbers: tuple[Any, ...], rows: PackedRows, groups: RowGroups
+    ) -> Any:
         """One variant over all groups: the words of its orders, and its counts in each group."""
         config = configure(self._config, self._places, numbers)
         fresh = map_leaves(jnp.asarray, self._init(config))
 
         def one(i: Any, names: tuple[str, ...], state: Any) -> Any:
-            signals = Signals(**{n: rows.signals[i, feed.signals.index(n)] for n in names})
+            signals = Signals(**{n: rows.signals[i, layout.signals.index(n)] for n in names})
             return self._step(config, state, signals, rows.resumed[i], xp=_Namespace())
 
         def row(i: Any, carry: Any) -> Any:
             state, skipped, recovered, word = carry
-            cases = [functools.partial(one, i, names) for names in feed.combinations]
+            cases = [functools.partial(one, i, names) for names in layout.combinations]
             if len(cases) == 1:
                 state, verdict = cases[0](state)
             else:
@@ -132,7 +123,7 @@ class JaxScan:
             recovered = recovered + (verdict.first & rows.own[i]).astype(jnp.int32)
             return state, skipped, recovered, word | bit
 
-        def group(state: Any, part: Groups) -> Any:
+        def group(state: Any, part: RowGroups) -> Any:
             state = map_leaves(lambda new, old: jnp.where(part.fresh, new, old), fresh, state)
             carry = (state, jnp.int32(0), jnp.int32(0), jnp.uint32(0))
             # As many iterations as the group has rows: padding costs nothing.

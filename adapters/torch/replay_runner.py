@@ -8,23 +8,28 @@ import torch
 from healcore.core.engine import Engine, EngineState
 from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves
-from healcore.tools.replay.feeding import Chunk, Feed
-from healcore.tools.replay.judging import Columns, columns, judge
+from healcore.plugins.rows import (
+    DecisionColumns,
+    SignalLayout,
+    SignalRows,
+    empty_columns,
+    judge_row,
+)
 from healcore.torch import namespace
 
 _XP = namespace.on("cpu")
 
 
-class TorchRunner:
+class TorchRowRunner:
     """Runs the engine eagerly on the CPU; tests/parity compares it with a compiled engine.
 
     Not `torch.compile`: it needs a C++ compiler and half a minute, and this backend is for
     comparison; for speed there is JAX.
     """
 
-    def __init__(self, engine: Engine, feed: Feed) -> None:
+    def __init__(self, engine: Engine, layout: SignalLayout) -> None:
         self._engine = engine
-        self._feed = feed
+        self._layout = layout
 
     def start(self) -> EngineState:
         """The engine's first state as tensors."""
@@ -35,19 +40,15 @@ class TorchRunner:
         with torch.inference_mode():
             return self._engine.on_rollback(live, restored, xp=_XP)
 
-    def run(self, state: EngineState, chunk: Chunk) -> tuple[EngineState, Columns]:
-        """The state after the chunk, and its columns, NumPy arrays (n,)."""
-        found = columns(len(chunk.kind))
-        values = {name: torch.from_numpy(np.array(each)) for name, each in chunk.values.items()}
+    def run(self, state: EngineState, rows: SignalRows) -> tuple[EngineState, DecisionColumns]:
+        """See `RowRunner.run`."""
+        found = empty_columns(len(rows.kind))
+        values = {name: torch.from_numpy(np.array(each)) for name, each in rows.values.items()}
         with torch.inference_mode():
-            for row in range(len(chunk.kind)):
-                names = self._feed.combinations[chunk.kind[row]]
+            for row in range(len(rows.kind)):
+                names = self._layout.combinations[rows.kind[row]]
                 signals = Signals(**{name: values[name][row] for name in names})
-                state, row_columns = judge(self._engine, state, signals, xp=_XP)
+                state, row_columns = judge_row(self._engine, state, signals, xp=_XP)
                 for column, value in zip(found, row_columns, strict=True):
                     column[row] = value.item()
         return state, found
-
-
-make = TorchRunner
-"""What `healcore.tools.replay.runners` asks an adapter for."""

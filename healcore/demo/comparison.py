@@ -5,7 +5,6 @@ The picture and the pages are those of `healcore report`.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import shutil
 import time
@@ -36,6 +35,7 @@ from healcore.demo.runs import (
 from healcore.demo.scenario import Scenario, load_corpus
 from healcore.extras import require
 from healcore.history import Curves
+from healcore.plugins import registry
 from healcore.policy import Policy
 from healcore.runtime import events
 from healcore.tools.report import page, picture
@@ -105,8 +105,8 @@ def run_demo(
                 run.folder = out / f"{framework}-healed-seed{scenario.seed}"
                 shutil.rmtree(run.folder, ignore_errors=True)  # of an earlier demo
                 run.folder.mkdir()
-            loop = importlib.import_module(f"healcore.{framework}.demo.training")
-            training.append((run, loop.train(scenario, arm, policy, run.folder)))
+            train = registry.find(framework, "demo_training")
+            training.append((run, train(scenario, arm, policy, run.folder)))
             runs.append(run)
         _train(console, scenario, training)
     for run in runs:

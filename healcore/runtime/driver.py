@@ -6,7 +6,6 @@ Healer chooses the checkpoint, keeps budgets and learning rate, and determines w
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -14,6 +13,8 @@ from typing import Any, Protocol
 from healcore.core.engine import Engine, StateError
 from healcore.core.errors import HealcoreError
 from healcore.core.step_record import StepRecord
+from healcore.plugins import registry
+from healcore.plugins.registry import FRAMEWORKS
 from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Ranks
 
@@ -161,9 +162,6 @@ class Driver(Protocol):
         ...
 
 
-FRAMEWORKS = ("torch", "jax")
-
-
 class UnknownState(HealcoreError, TypeError):
     """A state that no driver supports; the message says what to pass."""
 
@@ -210,7 +208,5 @@ def driver_for(
         raise UnknownState(f"framework is one of {', '.join(FRAMEWORKS)} or None, not {name!r}")
     if attach and name != "torch":
         raise UnknownState(f"attach holds options of healcore.torch.attach; this is {name}")
-    adapter = importlib.import_module(f"healcore.{name}.driver")
-    if name == "torch":
-        return adapter.TorchDriver(state, engine, attach)
-    return adapter.JaxDriver(state, engine)
+    options = {"attach": attach} if attach else {}  # torch only
+    return registry.find(name, "driver")(state, engine, **options)

@@ -8,22 +8,18 @@ text names. Values without a plain form are pickled, only with `trust`.
 from __future__ import annotations
 
 import base64
-import importlib
 import json
 import pickle
 from typing import Any
 
 import numpy as np
 
+from healcore.plugins import registry
 from healcore.runtime.store import structure
 from healcore.runtime.store.errors import StoreError, UnsavableState, no_plain_form, pickled
 
-_ADAPTERS = {
-    "torch": "healcore.torch.plain_values",
-    "jax": "healcore.jax.plain_values",
-    "jaxlib": "healcore.jax.plain_values",
-}
-"""Package of a class -> module with `node_of` and `value_of` for its values."""
+_FRAMEWORKS = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}
+"""Package of a class -> the framework whose adapter has `node_of` and `value_of` for it."""
 
 HOW = "the Healer (or the Cursor)"
 
@@ -72,7 +68,7 @@ def loads(text: str, path: tuple[Any, ...], *, trust: bool = False) -> Any:
         if tag in ("numpy", "number"):
             return _array(content, number=tag == "number")
         if tag in ("torch", "jax"):
-            return importlib.import_module(_ADAPTERS[tag]).value_of(content)
+            return registry.find(tag, "plain_values").value_of(content)
         raise ValueError(f"there is no kind of value {tag!r:.40}")
 
     try:
@@ -135,7 +131,8 @@ def _framework_node(value: Any) -> structure.Node | None:
     """The node of a framework's value; nothing is imported for any other value."""
     for kind in type(value).__mro__:
         package = kind.__module__.partition(".")[0]
-        if package in _ADAPTERS:
-            node = importlib.import_module(_ADAPTERS[package]).node_of(value)
-            return None if node is None else {package.removesuffix("lib"): node}
+        if package in _FRAMEWORKS:
+            framework = _FRAMEWORKS[package]
+            node = registry.find(framework, "plain_values").node_of(value)
+            return None if node is None else {framework: node}
     return None

@@ -28,7 +28,7 @@ from healcore.runtime.store.manifest import MANIFEST
 from healcore.tools.probe.checkpoint import probe_checkpoint
 from healcore.tools.probe.optimizer import probe_optimizer
 from healcore.tools.probe.result import ProbeError
-from healcore.tools.replay.scoring import LabelError, read_labels
+from healcore.tools.replay.scores import LabelError, read_labels
 from healcore.tools.traces import TraceError, open_traces
 from healcore.torch.checkpoint_pickle import storages
 from healcore.torch.store import DCPStore

@@ -9,17 +9,18 @@ import pytest
 
 ROOT = Path(__file__).parents[2] / "healcore"
 FLOORS = (
-    ("healcore.core",),
+    ("healcore.core", "healcore.plugins.registry"),
     ("healcore.policy",),
     ("healcore.runtime.events", "healcore.runtime.forking"),
     ("healcore.history",),
     ("healcore.runtime",),
+    ("healcore.plugins",),
     ("healcore.tools", "healcore.demo"),
 )
 """From the lowest; a module is on the first floor that has its name's beginning."""
 MODULES = sorted(
     path
-    for floor in ("core", "policy", "history", "runtime")
+    for floor in ("core", "policy", "history", "runtime", "plugins")
     for path in (ROOT / floor).rglob("*.py")
 )
 
@@ -52,3 +53,54 @@ def test_imports_go_down(path):
     # `from healcore.runtime import forking` names its folder too, which is no import of its floor.
     above -= {name for name in above if any(n.startswith(f"{name}.") for n in imports_of(path))}
     assert not above, f"{module} is below {', '.join(sorted(above))}"
+
+
+ADAPTERS = ROOT.parent / "adapters"
+PARTS = ("core", "policy", "runtime", "plugins", "extras")
+BELOW_TOOLS = tuple(f"healcore.{name}" for name in PARTS)
+READS_CHECKPOINTS = ("checkpoint_contents.py", "checkpoint_pickle.py")
+
+
+@pytest.mark.parametrize(
+    "path", sorted(ADAPTERS.rglob("*.py")), ids=lambda path: str(path.relative_to(ADAPTERS))
+)
+def test_adapters_import_no_tools(path):
+    own = f"healcore.{path.relative_to(ADAPTERS).parts[0]}"
+    allowed = (*BELOW_TOOLS, own)
+    if "demo" in path.parts:  # a training loop as a user would write it
+        allowed += ("healcore.demo", "healcore.Healer", "healcore.RunStopped")
+    others = {
+        name
+        for name in imports_of(path)
+        if not any(name == each or name.startswith(f"{each}.") for each in allowed)
+    }
+    if path.name in READS_CHECKPOINTS:  # until their protocol is in healcore/plugins
+        others = {name for name in others if not name.startswith("healcore.tools.probe")}
+    assert not others, f"an adapter imports {', '.join(BELOW_TOOLS)} and its own, not {others}"
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(
+        each
+        for each in ROOT.rglob("*.py")
+        if each.relative_to(ROOT).parts[0] not in ("jax", "torch", "policies")
+    ),
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_only_the_registry_imports_an_adapter_by_name(path):
+    """And `healcore/__init__.py`, for `healcore.torch` and `healcore.jax` as attributes."""
+    calls = [
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__")
+    ]
+    named = [ast.unparse(call) for call in calls if not isinstance(call.args[0], ast.Constant)]
+    adapters = ("healcore.torch", "healcore.jax")
+    named += [text for text in map(ast.unparse, calls) if any(each in text for each in adapters)]
+    if str(path.relative_to(ROOT)) in ("plugins/registry.py", "__init__.py"):
+        return
+    if "probe" in path.parts:  # until their protocol is in healcore/plugins
+        return
+    assert not named, f"write registry.find(framework, need) instead of {named}"

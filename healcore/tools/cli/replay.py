@@ -28,8 +28,8 @@ from healcore.tools.output_files import OutputError
 from healcore.tools.terminal import echo
 
 if TYPE_CHECKING:  # imported where they are used, so that the other commands start fast
+    from healcore.tools.replay.batch import NamedPolicy, ReplayResult
     from healcore.tools.replay.outputs import Outputs
-    from healcore.tools.replay.running import Named, Result
     from healcore.tools.traces import Trace, Unreadable
 
 OK, SOME = 0, 1
@@ -74,7 +74,7 @@ def replay(
     from healcore.extras import MissingExtraError
     from healcore.policy import PolicyError
     from healcore.tools.replay.outputs import Outputs
-    from healcore.tools.replay.scoring import LabelError, read_labels
+    from healcore.tools.replay.scores import LabelError, read_labels
     from healcore.tools.traces import TraceError, open_traces
 
     outputs = Outputs(jsonl, report, png)
@@ -103,16 +103,16 @@ def replay(
 
 def _run(
     opened: Sequence[Trace],
-    policies: Sequence[Named],
+    policies: Sequence[NamedPolicy],
     backend: str | None,
     outputs: Outputs,
     known: Any,
-) -> tuple[list[Result], list[Unreadable]]:
+) -> tuple[list[ReplayResult], list[Unreadable]]:
     """Replays, shows the tables and writes the files."""
+    from healcore.tools.replay.batch import ReplayOptions, ReplayResult, replay_all, surveyed
     from healcore.tools.replay.outputs import draw, show
-    from healcore.tools.replay.running import Result, Wanted, replay_all, surveyed
 
-    results: list[Result] = []
+    results: list[ReplayResult] = []
     with outputs.lines() as file, progress_bar() as progress:
         reading = progress.add_task("reading", total=len(opened))
         readable, failed = surveyed(opened, lambda _: progress.advance(reading))
@@ -122,10 +122,10 @@ def _run(
             readable,
             policies,
             backend=backend,
-            wanted=Wanted(file, known, outputs.reports),
+            wanted=ReplayOptions(file, known, outputs.reports),
             advance=lambda _, done: progress.advance(task, done),
         ):
-            if isinstance(result, Result):
+            if isinstance(result, ReplayResult):
                 results.append(result)
             else:
                 failed.append(result)
@@ -138,19 +138,19 @@ def _run(
     return results, failed
 
 
-def _policies(names: Sequence[str], overrides: Any) -> list[Named]:
+def _policies(names: Sequence[str], overrides: Any) -> list[NamedPolicy]:
     from healcore.policy import load
-    from healcore.tools.replay.running import Named
+    from healcore.tools.replay.batch import NamedPolicy
 
     double = [name for place, name in enumerate(names) if name in names[:place]]
     if double:
         raise ValueError(f"--policy {double[0]} is there twice: name each policy once")
-    return [Named(name, load(name, **overrides)) for name in names]
+    return [NamedPolicy(name, load(name, **overrides)) for name in names]
 
 
 def _check_backend(backend: str | None) -> None:
     from healcore.extras import require
-    from healcore.tools.replay.runners import BACKENDS
+    from healcore.tools.replay.backends import BACKENDS
 
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"--backend must be one of {', '.join(BACKENDS)}, got {backend!r}")

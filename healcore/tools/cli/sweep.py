@@ -102,7 +102,7 @@ def sweep(
     """Which thresholds would have served these runs best, checked on runs held out."""
     from healcore.extras import MissingExtraError
     from healcore.policy import PolicyError, load
-    from healcore.tools.replay.scoring import LabelError, read_labels
+    from healcore.tools.replay.scores import LabelError, read_labels
     from healcore.tools.sweep import Costs, Plan, SweepError, sweep
     from healcore.tools.traces import TraceError, open_traces
 
@@ -143,8 +143,7 @@ def sweep(
 
 
 def _show(found: Sweep, output: Path, *, as_json: bool) -> None:
-    from healcore.tools.sweep.as_json import to_json
-    from healcore.tools.sweep.telling import shown
+    from healcore.tools.sweep.report import shown, to_json
 
     if as_json:
         document = to_json(found) | {"written": str(output)}

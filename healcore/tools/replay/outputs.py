@@ -14,19 +14,19 @@ from rich.text import Text
 
 from healcore.extras import require
 from healcore.tools.output_files import check_outputs, replacing
-from healcore.tools.replay import remarks, table
-from healcore.tools.replay.running import Result
+from healcore.tools.replay import table
+from healcore.tools.replay.batch import ReplayResult
 from healcore.tools.terminal import console
 from healcore.tools.traces import Trace
 
-MOST_TOLD = 20
+MOST_PRINTED = 20
 """Problems of traces that are printed one by one."""
 
 MOST_ON_A_PAGE = 60
 """Replays on one page: a browser takes long over more. A picture holds fewer still."""
 
 _PIPE_WIDTH = 160
-"""Columns of the table where nothing says how wide the output is."""
+"""Columns of the table where the width of the output is not known."""
 
 
 class _NothingWrittenError(Exception):
@@ -89,7 +89,7 @@ class _Piped(Console):
         raise BrokenPipeError
 
 
-def show(console: Console, results: Sequence[Result], traces: Sequence[Trace]) -> None:
+def show(console: Console, results: Sequence[ReplayResult], traces: Sequence[Trace]) -> None:
     """The tables, what they mean, and what a reader should know of the traces."""
     scored = any(result.score is not None for result in results)
     console.print(table.summary_table(results, width=console.width))
@@ -102,7 +102,7 @@ def show(console: Console, results: Sequence[Result], traces: Sequence[Trace]) -
         sum(one.problem_count for one in surveys),
         "yellow",
     )
-    for line in remarks.notes(results):
+    for line in table.notes(results):
         console.print(Text(line))
     _some(
         console,
@@ -110,12 +110,12 @@ def show(console: Console, results: Sequence[Result], traces: Sequence[Trace]) -
         sum(one.note_count for one in surveys),
         "dim",
     )
-    console.print(Text(remarks.legend(results), "dim"))
+    console.print(Text(table.legend(results), "dim"))
     if scored:
-        console.print(Text(remarks.SCORED, "dim"))
+        console.print(Text(table.SCORED, "dim"))
 
 
-def draw(outputs: Outputs, results: Sequence[Result]) -> list[str]:
+def draw(outputs: Outputs, results: Sequence[ReplayResult]) -> list[str]:
     """The page and the picture, with the replays in which most happened if there are many.
 
     Returns:
@@ -124,7 +124,7 @@ def draw(outputs: Outputs, results: Sequence[Result]) -> list[str]:
     Raises:
         OutputError: a file cannot be written.
     """
-    told = []
+    written = []
     ranked = sorted(results, key=lambda each: (-each.summary.rollbacks, -each.summary.incidents))
     if outputs.report:
         from healcore.tools.report.page import render
@@ -134,7 +134,7 @@ def draw(outputs: Outputs, results: Sequence[Result]) -> list[str]:
         with replacing(outputs.report) as draft:
             page = render(reports, left_out=len(results) - len(reports))
             draft.write_text(page, encoding="utf-8")
-        told.append(_written("page", outputs.report, len(reports), len(results)))
+        written.append(_written("page", outputs.report, len(reports), len(results)))
     if outputs.png:
         from healcore.tools.report import picture
 
@@ -142,14 +142,14 @@ def draw(outputs: Outputs, results: Sequence[Result]) -> list[str]:
         with replacing(outputs.png) as draft:
             picture.draw(reports, draft)
         shown = len(picture.chosen(reports))
-        told.append(_written("picture", outputs.png, shown, len(results)))
-    return told
+        written.append(_written("picture", outputs.png, shown, len(results)))
+    return written
 
 
 def _some(console: Console, lines: Sequence[str], count: int, style: str) -> None:
-    for line in lines[:MOST_TOLD]:
+    for line in lines[:MOST_PRINTED]:
         console.print(Text(line, style))
-    rest = count - len(lines[:MOST_TOLD])
+    rest = count - len(lines[:MOST_PRINTED])
     if rest:
         console.print(Text(f"and {rest:,} more like these", style))
 

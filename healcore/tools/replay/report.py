@@ -8,9 +8,9 @@ from healcore.history import Counts, Curves, Mode
 from healcore.history.curves import Envelope
 from healcore.history.run import AttemptOrigin, Mark, MarkKind, RunAttempt
 from healcore.policy import PolicySource, dumps, load
-from healcore.tools.replay.decided import Judged
-from healcore.tools.replay.replaying import Replay
+from healcore.tools.replay.decisions import JudgedRows
 from healcore.tools.replay.summary import Summary
+from healcore.tools.replay.trace_replay import Replay
 from healcore.tools.report.run_report import RunReport
 from healcore.tools.traces import Rows, Trace
 
@@ -30,7 +30,7 @@ class ReplayReport:
         self._attempt = np.zeros(0, np.int64)
         self._nonfinite = np.zeros(0, bool)
 
-    def add(self, rows: Rows, judged: Judged) -> None:
+    def add(self, rows: Rows, judged: JudgedRows) -> None:
         """Takes one chunk."""
         places = np.searchsorted(rows.index, judged.index)
         curves = {name: rows.values[name] for name in _CURVES if name in rows.values}
@@ -105,13 +105,13 @@ class ReplayReport:
 
 
 def facts(summary: Summary, backend: str) -> dict[str, str]:
-    """What was counted, in words."""
+    """The counts as text, by name."""
     firsts = summary.rollbacks - summary.repeats
     cuts = summary.actions.get("CUT_LR", 0)
     lowest = f"{summary.lowest_lr_first:g}"
     if summary.lowest_lr < summary.lowest_lr_first:
         lowest += f", or {summary.lowest_lr:g} {_UNHELPED}"
-    told = {
+    shown = {
         "rows": f"{summary.rows:,}",
         "steps": f"{summary.first_step:.15g} to {summary.last_step:.15g}",
         "incidents": str(summary.incidents),
@@ -124,10 +124,10 @@ def facts(summary: Summary, backend: str) -> dict[str, str]:
         "judged with": backend,
     }
     if summary.unjudged:
-        told["rows without a loss and a gradient norm"] = f"{summary.unjudged:,}"
+        shown["rows without a loss and a gradient norm"] = f"{summary.unjudged:,}"
     if summary.problems:
-        told["lines that could not be read"] = f"{summary.problems:,}"
-    return told
+        shown["lines that could not be read"] = f"{summary.problems:,}"
+    return shown
 
 
 def _and_repeats(firsts: int, repeats: int) -> str:
@@ -135,11 +135,11 @@ def _and_repeats(firsts: int, repeats: int) -> str:
 
 
 def survey_notes(trace: Trace) -> tuple[str, ...]:
-    """What the reader of a trace has to tell, damage first."""
+    """What reading a trace found, damage first."""
     survey = trace.survey()
-    told = [str(each) for each in (*survey.problems, *survey.notes)]
-    more = survey.problem_count + survey.note_count - len(told)
-    return (*told, *([f"and {more:,} more"] if more else []))
+    lines = [str(each) for each in (*survey.problems, *survey.notes)]
+    more = survey.problem_count + survey.note_count - len(lines)
+    return (*lines, *([f"and {more:,} more"] if more else []))
 
 
 def _unless_empty(curve: np.ndarray | None) -> np.ndarray | None:

@@ -1,14 +1,18 @@
-"""What a replay of one trace under one policy comes to."""
+"""What a replay of one trace under one policy comes to: counts, incidents, and lines of JSON."""
 
 from __future__ import annotations
 
+import functools
+import json
+import math
 from collections import Counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core.verdict import Action, Cause
-from healcore.tools.replay.decided import Judged
+from healcore.core.verdict import Action, Cause, names
+from healcore.history import Incident, Mode
+from healcore.tools.replay.decisions import Decided, JudgedRows, shortest
 
 
 class AttemptSummary(NamedTuple):
@@ -49,11 +53,11 @@ class Summary(NamedTuple):
     clips: int
     incidents: int
     rollbacks: int
-    """Rows at which one was due: all of them, repeats and unpaid ones included."""
+    """Rows at which one was due: all of them, repeats and denied ones included."""
     repeats: int
     """Those after the first of their incident: what would follow had going back not helped."""
     spent: int
-    """Those that the budget did not pay for; of an incident, only the first such one."""
+    """Those that the budget denied; of an incident, only the first such one."""
     first_incident: float | None
     last_incident: float | None
     """Steps at which they begin."""
@@ -68,10 +72,10 @@ class Summary(NamedTuple):
     """Smallest one that a cut which is no repeat came to."""
     stopped_at: int | None
     """Index of the row at which a live run would have ended: a rule stops it, or the budget does
-    not pay for the first rollback of an incident."""
+    not grant the first rollback of an incident."""
     stopped_step: float | None
     resting: tuple[str, ...]
-    """What of the policy could not be replayed, in words."""
+    """What of the policy could not be replayed, as text."""
     problems: int
     """Lines of the trace that could not be read."""
 
@@ -90,7 +94,7 @@ class SummaryCounter:
         self.stopped_at: int | None = None
         self.stopped_step: float | None = None
 
-    def add(self, judged: Judged) -> tuple[int, int]:
+    def add(self, judged: JudgedRows) -> tuple[int, int]:
         """Counts one chunk of at least one row.
 
         Returns:
@@ -135,3 +139,175 @@ def _count(flags: np.ndarray, kind: type[Cause] | type[Action]) -> Counter[str]:
     if not flags.any():
         return Counter()
     return Counter({str(each.name): int(np.count_nonzero(flags & int(each))) for each in kind})
+
+
+MOST_KEPT = 1000
+"""Incidents of one replay that are kept for the report; all are counted."""
+
+
+class _OpenIncident:
+    """The incident in progress."""
+
+    def __init__(self, judged: JudgedRows, row: int, lr_before: float) -> None:
+        self.attempt = judged.attempt
+        self.onset, self.onset_step = int(judged.index[row]), float(judged.step[row])
+        self.index, self.step = self.onset, self.onset_step
+        self.last, self.last_step = self.onset, self.onset_step
+        self.stop = -1
+        self.stop_step: float | None = None
+        self.cause, self.action = Cause(0), Action(0)
+        self.skipped = self.clipped = 0
+        self.denied = self.repeat_denied = False
+        self.repeats = 0
+        self.lr_before = self.lr_after = lr_before
+
+    def add(self, judged: JudgedRows, row: int, action: int, spent: bool) -> None:
+        """One more alarm."""
+        self.last, self.last_step = int(judged.index[row]), float(judged.step[row])
+        self.cause |= Cause(int(judged.record.cause[row]))
+        ordered = Action.ROLLBACK | Action.STOP
+        if not self.action & ordered:  # the first such order is where the incident is placed
+            self.index, self.step = int(judged.index[row]), float(judged.step[row])
+        again = bool(judged.again[row])
+        if not judged.ends[row]:
+            action &= ~int(Action.STOP)
+        elif action & Action.STOP and self.stop < 0:
+            self.stop, self.stop_step = self.last, self.last_step
+        self.action |= Action(action)
+        self.skipped += bool(judged.record.skip[row])
+        self.clipped += bool(judged.clipped[row])
+        if again:  # what follows had going back not helped, and there it does not
+            self.repeats += bool(action & Action.ROLLBACK) and not spent
+            self.repeat_denied |= spent
+        else:
+            self.denied |= spent
+            self.lr_after = shortest(judged.record.lr_scale[row])
+
+
+class ReplayIncidents:
+    """Follows the incidents chunk by chunk."""
+
+    def __init__(self) -> None:
+        self.kept: list[Incident] = []
+        self.count = 0
+        self.first: float | None = None
+        self.last: float | None = None
+        self.by_attempt: Counter[int] = Counter()
+        self._open: _OpenIncident | None = None
+        self._number = 0
+        self._lr = 1.0
+
+    def begin_attempt(self, *, goes_on: bool) -> None:
+        """An attempt begins, which ends what was open.
+
+        Args:
+            goes_on: the engine's count and its LR multiplier go on; false: it is a new engine.
+        """
+        self._close()
+        if not goes_on:
+            self._number, self._lr = 0, 1.0
+
+    def add(self, judged: JudgedRows) -> None:
+        """Reads one chunk."""
+        record, action, spent = judged.record, judged.action, judged.spent
+        previous = np.concatenate(([self._number], record.incident[:-1]))
+        opened = record.incident != previous
+        alarmed = record.incident_open & (record.cause != 0)
+        for row in np.flatnonzero(opened | alarmed).tolist():
+            if opened[row]:
+                self._close()
+                before = self._lr if row == 0 else shortest(record.lr_scale[row - 1])
+                self._open = _OpenIncident(judged, row, before)
+            if self._open is not None:
+                self._open.add(judged, row, int(action[row]), bool(spent[row]))
+        self._number = int(record.incident[-1])
+        self._lr = shortest(record.lr_scale[-1])
+
+    def close(self) -> None:
+        """The trace has ended."""
+        self._close()
+
+    def _close(self) -> None:
+        case, self._open = self._open, None
+        if case is None:
+            return
+        self.count += 1
+        self.first = case.onset_step if self.first is None else self.first
+        self.last = case.onset_step
+        self.by_attempt[case.attempt] += 1
+        if len(self.kept) == MOST_KEPT:
+            return
+        cut = bool(case.action & Action.CUT_LR)
+        self.kept.append(
+            Incident(
+                number=self.count,
+                attempt=case.attempt,
+                onset=case.onset,
+                index=case.index,
+                onset_step=case.onset_step,
+                step=case.step,
+                cause=tuple(names(case.cause)),
+                action=tuple(names(case.action)),
+                skipped=case.skipped,
+                mode=Mode.REPLAY,
+                clipped=case.clipped,
+                repeats=case.repeats,
+                denied=case.denied,
+                repeat_denied=case.repeat_denied,
+                lr_path=(case.lr_before, case.lr_after) if cut else (),
+                stop=case.stop,
+                stop_step=case.stop_step,
+                last=case.last,
+                last_step=case.last_step,
+            )
+        )
+
+
+def decided_line(trace: str, policy: str, row: Decided) -> str:
+    """One row whose decision is not neutral, newline included."""
+    line: dict[str, Any] = {
+        "trace": trace,
+        "index": row.index,
+        "step": _number(row.step),
+        "cause": _names(row.cause),
+        "action": _names(row.action),
+        "skip": row.skip,
+        "grad_scale": row.grad_scale,
+        "lr_scale": row.lr_scale,
+        "z": row.z,
+    }
+    if row.threshold is not None:
+        line["threshold"] = row.threshold
+    line |= {"attempt": row.attempt, "policy": policy}
+    if row.spent:
+        line["spent"] = True
+    return _line(line)
+
+
+def summary_line(summary: Summary) -> str:
+    """The summary of one trace under one policy, newline included."""
+    line = {"trace": summary.trace, "summary": True, "steps": summary.rows - summary.unjudged}
+    for name, value in summary._asdict().items():
+        if name != "trace":
+            line[name] = _number(value) if isinstance(value, float) else value
+    line["attempts"] = [
+        {**each._asdict(), "first_step": _number(each.first_step)} for each in summary.attempts
+    ]
+    return _line(line)
+
+
+@functools.lru_cache(maxsize=4096, typed=True)  # typed: Cause(4) == Action(4)
+def _names(flags: Cause | Action) -> list[str]:
+    """As `names`; there are few different ones, and finding them takes longer than the rest."""
+    return names(flags)
+
+
+def _number(number: float) -> float | int | str:
+    """A whole number as one; what JSON has no number for as text, as in the events."""
+    if not math.isfinite(number):
+        return str(number)
+    return int(number) if number.is_integer() else number
+
+
+def _line(line: dict[str, Any]) -> str:
+    return json.dumps(line, allow_nan=False) + "\n"

@@ -1,8 +1,9 @@
-"""The tables of `healcore replay`."""
+"""The tables of `healcore replay`, and the text below them."""
 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import PurePath
 
@@ -12,8 +13,8 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from healcore.tools.replay.running import Result
-from healcore.tools.replay.scoring import ROLLBACKS, Score
+from healcore.tools.replay.batch import ReplayResult
+from healcore.tools.replay.scores import IN_TIME, ROLLBACKS, Score
 from healcore.tools.replay.summary import Summary
 
 LEAVES_OUT = ("clips", "last", "first", "skips", "lowest LR", "rows")
@@ -24,7 +25,7 @@ _SHORTEST_NAME = 16
 _MANY = 5
 
 
-def summary_table(results: Sequence[Result], *, width: int) -> Table:
+def summary_table(results: Sequence[ReplayResult], *, width: int) -> Table:
     """One row for each trace and policy, and the sums if there are several.
 
     Args:
@@ -82,7 +83,7 @@ def summary_table(results: Sequence[Result], *, width: int) -> Table:
     return table
 
 
-def score_table(results: Sequence[Result]) -> Table:
+def score_table(results: Sequence[ReplayResult]) -> Table:
     """The scores by folder and policy; only traces that are long enough count."""
     table = _blank("Orders against the labels")
     for name in ("folder", "policy", "by"):
@@ -110,7 +111,7 @@ def score_table(results: Sequence[Result]) -> Table:
     return table
 
 
-def _cells(result: Result, *, labelled: bool) -> list[str | Text]:
+def _cells(result: ReplayResult, *, labelled: bool) -> list[str | Text]:
     summary, score = result.summary, result.score
     cuts = _cuts(summary)
     cells: list[str | Text] = [
@@ -132,7 +133,7 @@ def _cells(result: Result, *, labelled: bool) -> list[str | Text]:
     return cells
 
 
-def _sums(results: Sequence[Result], *, labelled: bool) -> list[str | Text]:
+def _sums(results: Sequence[ReplayResult], *, labelled: bool) -> list[str | Text]:
     all_ = [result.summary for result in results]
     cuts = sum(_cuts(each) for each in all_)
     ended = sum(each.stopped_step is not None for each in all_)
@@ -188,18 +189,18 @@ def _count(count: int, style: str = "") -> Text:
 
 
 def _rollbacks(all_: Sequence[Summary]) -> Text:
-    """The first ones of incidents, those that would follow, and how many of all are unpaid."""
+    """The first ones of incidents, those that would follow, and how many of all are denied."""
     due, repeats, spent = (
         sum(getattr(each, name) for each in all_) for name in ("rollbacks", "repeats", "spent")
     )
     if not due:
         return Text("-", "dim")
-    told = Text(f"{due - repeats:,}", "yellow")
+    cell = Text(f"{due - repeats:,}", "yellow")
     if repeats:
-        told.append(f" +{repeats:,} again", "dim")
+        cell.append(f" +{repeats:,} again", "dim")
     if spent:
-        told.append(f" ({spent:,} unpaid)", "red")
-    return told
+        cell.append(f" ({spent:,} denied)", "red")
+    return cell
 
 
 def _cuts(summary: Summary) -> int:
@@ -230,8 +231,90 @@ def _common(traces: Sequence[str]) -> str:
 
 
 def _middle(name: str, room: int) -> str:
-    """A name cut in its middle: what tells runs apart is at either end."""
+    """A name cut in its middle: runs differ at either end."""
     if len(name) <= room:
         return name
     head = (room - 1) // 3
     return f"{name[:head]}…{name[len(name) - (room - 1 - head) :]}"
+
+
+SCORED = (
+    f"found: labelled events met by such orders (in time: within {IN_TIME} rows). "
+    "false: orders elsewhere, those within 40 rows as one. latency: median."
+)
+
+_MOST_ATTEMPTS = 8
+
+
+def legend(results: Sequence[ReplayResult]) -> str:
+    """What the columns mean that have something in them; and the backend."""
+    all_ = [result.summary for result in results]
+    lines = []
+    if any(each.incidents for each in all_):
+        lines.append("incidents: runs of alarms that the policy acts on.")
+    if any(each.rollbacks for each in all_):
+        rollbacks = "rollbacks: the first of each incident"
+        if any(each.repeats for each in all_):
+            rollbacks += "; again: had it not helped, for a recorded curve does not heal"
+        if any(each.spent for each in all_):
+            rollbacks += "; denied: beyond the budget"
+        lines.append(rollbacks + ".")
+    if any(each.lowest_lr_first < 1 for each in all_):
+        lines.append("lowest LR: multiplier (cuts).")
+    if any(each.stopped_step is not None for each in all_):
+        lines.append("ends at: where a live run would stop, at the earliest.")
+    return " ".join([*lines, f"Judged with {results[0].backend}."])
+
+
+def notes(results: Sequence[ReplayResult]) -> list[str]:
+    """What is inactive, what happened in each attempt, and the rows without a judgement."""
+    lines = _inactive(results)
+    lines += [_by_attempt(each.summary) for each in results if len(each.summary.attempts) > 1]
+    unjudged = sum({each.summary.trace: each.summary.unjudged for each in results}.values())
+    if unjudged:
+        rows = "1 row" if unjudged == 1 else f"{unjudged:,} rows"
+        lines.append(f"{rows} without a loss and a gradient norm: not judged")
+    return lines
+
+
+def _inactive(results: Sequence[ReplayResult]) -> list[str]:
+    """A line for each signal that is missing somewhere, however many policies read it."""
+    traces = {each.summary.trace for each in results}
+    without: dict[str, set[str]] = defaultdict(set)
+    inactive: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for each in results:
+        for signal, parts in each.missing.items():
+            without[signal].add(each.summary.trace)
+            for part in parts:
+                # Of clipping, the kind does not matter: it is the norm that is not there.
+                inactive[signal][part.partition(" ")[0]].add(each.summary.policy)
+    several = len({each.summary.policy for each in results}) > 1
+    lines = []
+    for signal, parts in sorted(inactive.items()):
+        logged = "logged" if signal != "group_norms" else "in any log (AdaGC reads every tensor's)"
+        where = "" if without[signal] == traces else f" in {len(without[signal])} of {len(traces)}"
+        where += " traces" if where else ""
+        who = [
+            f"{part} ({_policies(policies)})" if several else part
+            for part, policies in parts.items()
+        ]
+        verb = "is" if len(who) == 1 else "are"
+        lines.append(f"no {signal} {logged}{where}: {listed(who)} {verb} inactive")
+    return lines
+
+
+def _policies(policies: set[str]) -> str:
+    return next(iter(policies)) if len(policies) == 1 else f"{len(policies)} policies"
+
+
+def _by_attempt(summary: Summary) -> str:
+    """What happened in each attempt of a run that was resumed."""
+    parts = [
+        f"{each.incidents} / {each.rollbacks - each.repeats} from step {each.first_step:.15g} on"
+        for each in summary.attempts[:_MOST_ATTEMPTS]
+    ]
+    more = len(summary.attempts) - len(parts)
+    return (
+        f"{summary.trace}, {summary.policy}: incidents / rollbacks of its {len(summary.attempts)} "
+        f"attempts: {', '.join(parts)}{f', and {more} more' if more else ''}"
+    )

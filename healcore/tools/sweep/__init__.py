@@ -7,8 +7,8 @@ Path("mine.toml").write_text(healcore.policy.dumps(found.policy))
 
 from __future__ import annotations
 
-from healcore.tools.sweep.keys import SweepError
-from healcore.tools.sweep.scoring import Costs
+from healcore.tools.sweep.scores import Costs
 from healcore.tools.sweep.search import Plan, Sweep, sweep
+from healcore.tools.sweep.space import SweepError
 
 __all__ = ["Costs", "Plan", "Sweep", "SweepError", "sweep"]

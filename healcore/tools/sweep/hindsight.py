@@ -12,7 +12,7 @@ the rows before that are in no event (found in a first pass, left out in a secon
 * more than 3 noises at its top make a spike; more than 2 a bump, which is ambiguous: neither right
   nor wrong to react to. The first 64 rows have no history, and no events.
 
-docs/sweep.md says how it agrees with the labels of the recorded runs.
+docs/sweep.md reports how it agrees with the labels of the recorded runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from healcore.tools.replay.scoring import Label, Zone
+from healcore.tools.replay.scores import Label, Zone
 
 _BEFORE = 16
 _AHEAD = 5

@@ -9,12 +9,11 @@ from typing import NamedTuple
 import numpy as np
 
 from healcore.policy import Policy, PolicySource, load
-from healcore.tools.replay.scoring import FEWEST, Label, Labels
-from healcore.tools.sweep import hindsight, outcome, running, scoring, space, splitting
-from healcore.tools.sweep.counting import counted
-from healcore.tools.sweep.keys import SweepError
-from healcore.tools.sweep.objective import OBJECTIVES
-from healcore.tools.sweep.series import Series, series_of
+from healcore.tools.replay.scores import FEWEST, Label, Labels
+from healcore.tools.sweep import choice, hindsight, scans, scores, space
+from healcore.tools.sweep.scores import OBJECTIVES
+from healcore.tools.sweep.series import Series, counted, series_of
+from healcore.tools.sweep.space import SweepError
 from healcore.tools.traces.trace import Trace, TraceError, Unreadable
 
 
@@ -27,7 +26,7 @@ class Plan(NamedTuple):
     """One of `objective.OBJECTIVES`."""
     price: float = 0.1
     """Recall that one false recovery per 10,000 steps is worth, for "balance"."""
-    costs: scoring.Costs = scoring.Costs()
+    costs: scores.Costs = scores.Costs()
     holdout: float = 0.3
     """Share of the families to hold out; 0 for none."""
     seed: int = 0
@@ -46,10 +45,10 @@ class Sweep(NamedTuple):
     plan: Plan
     variants: space.Variants
     series: tuple[Series, ...]
-    tallies: tuple[scoring.Tally, ...]
+    tallies: tuple[scores.OrderCounts, ...]
     """Counts of every variant, one per series."""
-    splits: splitting.Splits
-    verdict: outcome.Verdict
+    splits: choice.Splits
+    verdict: choice.SweepChoice
     policy: Policy
     """The policy to take."""
     backend: str
@@ -89,7 +88,7 @@ def sweep(
         traces: from `healcore.tools.traces.open_traces`.
         policy: the base policy.
         vary: `KEY=LOW..HIGH` or `KEY=A,B,C`; without any, the thresholds behind the rollback rules.
-        labels: from `healcore.tools.replay.scoring`; traces that it does not name, and all of them
+        labels: from `healcore.tools.replay.scores`; traces that it does not name, and all of them
             without it, have the events that `hindsight` sees.
         plan: how.
         started: called once with the policy-steps to come.
@@ -112,26 +111,26 @@ def sweep(
         raise SweepError(f"--vary names a key twice: {', '.join(keys)}")
     series, left_out, failed = _read(traces, base)
     seen = [_events(each, labels) for each in series]
-    grounds = [scoring.ground_of(each, its) for each, (its, _) in zip(series, seen, strict=True)]
+    grounds = [scores.series_events(each, its) for each, (its, _) in zip(series, seen, strict=True)]
     variants = space.draw(base, axes, plan.variants)
 
     steps = len(variants.values) * sum(each.length for each in series)
-    backend = plan.backend or running.backend_for(steps)
-    scan = running.scan_of(base.config(), tuple(axis.place for axis in axes), backend)
+    backend = plan.backend or scans.backend_for(steps)
+    scan = scans.scan_of(base.config(), tuple(axis.place for axis in axes), backend)
     started(steps)
     began = time.perf_counter()
-    tallies = running.run(
+    tallies = scans.run(
         scan, variants, series, grounds, plan.costs, backend=backend, advance=advance
     )
     seconds = time.perf_counter() - began
 
-    splits = splitting.split(
+    splits = choice.split(
         [each.trace for each in series],
         [len(ground.spikes) > 0 for ground in grounds],
         plan.holdout,
         plan.seed,
     )
-    verdict = outcome.judge(
+    verdict = choice.choose_policy(
         tallies,
         variants.units,
         splits,
@@ -199,7 +198,7 @@ def _read(
 
 
 def _events(series: Series, labels: Labels | None) -> tuple[Label, bool]:
-    """What happened in a series, and whether somebody has said so."""
+    """What happened in a series, and whether a label says so."""
     known = labels.of(series.trace) if labels is not None else None
     if known is not None:
         return known, True
@@ -209,17 +208,19 @@ def _events(series: Series, labels: Labels | None) -> tuple[Label, bool]:
     return hindsight.events_in(loss, series.index, series.trace), False
 
 
-def _taken(base: Policy, variants: space.Variants, verdict: outcome.Verdict, runs: int) -> Policy:
+def _taken(
+    base: Policy, variants: space.Variants, verdict: choice.SweepChoice, runs: int
+) -> Policy:
     """The policy to take, named as what it is."""
     if verdict.take == 0:
         return base
     keys = ", ".join(axis.key for axis in variants.axes)
     over = f"{counted(runs, 'run')} and {len(variants.values)} settings of {keys}"
-    told = f"Swept from {base.name} over {over}."
+    note = f"Swept from {base.name} over {over}."
     return space.policy_with(
         base,
         variants.axes,
         variants.values[verdict.take],
         name=f"{base.name}-swept",
-        description=f"{base.description} {told}".strip(),
+        description=f"{base.description} {note}".strip(),
     )

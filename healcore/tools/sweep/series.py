@@ -1,14 +1,20 @@
-"""A trace as the sweep runs it: columns in memory, a series of its own for each attempt."""
+"""Traces as the sweep runs them: a series for each attempt, packed to run many in one call."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from healcore.core.engine import Engine
-from healcore.tools.replay.feeding import Chunk, Feed, chunk_of, feed_of
+from healcore.plugins.rows import SignalLayout, SignalRows
+from healcore.plugins.sweep import WORD, PackedRows, PackedSeries, RowGroups
+from healcore.tools.replay.backends import layout_of, rows_of
 from healcore.tools.traces.trace import Trace
+
+GROUPS = 512
+"""Groups packed together. One long series takes 4 times as many, or 4 times that, and so on."""
 
 
 class Series(NamedTuple):
@@ -16,8 +22,8 @@ class Series(NamedTuple):
 
     trace: str
     """Name of the trace."""
-    feed: Feed
-    rows: Chunk
+    layout: SignalLayout
+    rows: SignalRows
     index: np.ndarray
     """int64 (n,): their rows in the trace."""
     resumed: np.ndarray
@@ -30,29 +36,52 @@ class Series(NamedTuple):
         """Rows, those of its lineage included."""
         return len(self.index)
 
+    @property
+    def groups(self) -> int:
+        """Groups that it takes when it is packed."""
+        return -(-self.length // WORD)
+
+
+class RecoveryOrders(NamedTuple):
+    """The recoveries that the variants ordered over one series, by variant, then by row."""
+
+    variant: np.ndarray
+    """int64 (orders,), increasing."""
+    row: np.ndarray
+    """int64 (orders,): place in the series; increasing within one variant."""
+    skipped: np.ndarray
+    """int32 (variants,): steps skipped, of the series' own rows."""
+    recovered: np.ndarray
+    """int32 (variants,): orders that are the first of their incident, of the series' own rows."""
+
+    def first(self, count: int) -> RecoveryOrders:
+        """The orders of the first `count` variants."""
+        here = self.variant < count
+        return RecoveryOrders(
+            self.variant[here], self.row[here], self.skipped[:count], self.recovered[:count]
+        )
+
 
 def series_of(trace: Trace, engine: Engine) -> list[Series]:
     """Reads a trace whole; one series for each attempt that has rows to judge.
 
     Args:
-        trace: what `open_traces` gives.
-        engine: the base policy: says which signals are read.
+        trace: from `open_traces`.
+        engine: the base policy, which decides which signals are read.
 
     Raises:
         healcore.tools.traces.TraceError: it cannot be read.
     """
     survey = trace.survey()
-    feed = feed_of(engine, survey.combinations)
-    if not feed.combinations:
+    layout = layout_of(engine, survey.combinations)
+    if not layout.combinations:
         return []
-    parts: list[tuple[Chunk, np.ndarray, np.ndarray]] = []
+    parts: list[tuple[SignalRows, np.ndarray, np.ndarray]] = []
     for chunk in trace.rows():
-        rows, places = chunk_of(feed, engine, chunk.values, chunk.given)
+        rows, places = rows_of(layout, engine, chunk.values, chunk.given)
         parts.append((rows, chunk.index[places], np.full(len(places), chunk.attempt)))
-    whole = Chunk(
-        {name: np.concatenate([p[0].values[name] for p in parts]) for name in feed.signals},
-        np.concatenate([p[0].kind for p in parts]),
-    )
+    values = {name: np.concatenate([p[0].values[name] for p in parts]) for name in layout.signals}
+    kind = np.concatenate([p[0].kind for p in parts])
     index = np.concatenate([p[1] for p in parts])
     number = np.concatenate([p[2] for p in parts])
     found = []
@@ -66,6 +95,93 @@ def series_of(trace: Trace, engine: Engine) -> list[Series]:
             continue
         resumed = np.zeros(len(lineage), bool)
         resumed[len(before)] = len(before) > 0
-        rows = Chunk({k: v[lineage] for k, v in whole.values.items()}, whole.kind[lineage])
-        found.append(Series(trace.name, feed, rows, index[lineage], resumed, len(before)))
+        rows = SignalRows({k: v[lineage] for k, v in values.items()}, kind[lineage])
+        found.append(Series(trace.name, layout, rows, index[lineage], resumed, len(before)))
     return found
+
+
+def pack(series: Sequence[Series]) -> list[PackedSeries]:
+    """Packs every series with others of its layout."""
+    packed: list[PackedSeries] = []
+    for layout in dict.fromkeys(each.layout for each in series):
+        batch: list[int] = []
+        for i in (i for i, each in enumerate(series) if each.layout == layout):
+            if batch and sum(series[j].groups for j in (*batch, i)) > GROUPS:
+                packed.append(_packed(series, batch))
+                batch = []
+            batch.append(i)
+        packed.append(_packed(series, batch))
+    return packed
+
+
+def unpack(
+    series: Sequence[Series],
+    packed: PackedSeries,
+    words: np.ndarray,
+    skipped: np.ndarray,
+    recovered: np.ndarray,
+) -> list[RecoveryOrders]:
+    """The orders over each packed series, from what `SweepScan.run` returns.
+
+    Args:
+        series: those that `pack` was given.
+        packed: what was run.
+        words: uint32 (groups, variants).
+        skipped: int32 (groups, variants).
+        recovered: int32 (groups, variants).
+    """
+    found = []
+    ends = (*packed.first[1:], len(words))
+    for which, start, end in zip(packed.which, packed.first, ends, strict=True):
+        group, variant = np.nonzero(words[start:end])
+        bits = (words[start:end][group, variant][:, None] >> np.arange(WORD, dtype=np.uint32)) & 1
+        order, bit = np.nonzero(bits)
+        row, variant = group[order] * WORD + bit, variant[order]
+        counts = row >= series[which].own
+        row, variant = row[counts], variant[counts]
+        by_variant = np.lexsort((row, variant))
+        found.append(
+            RecoveryOrders(
+                variant[by_variant],
+                row[by_variant],
+                skipped[start:end].sum(axis=0, dtype=np.int32),
+                recovered[start:end].sum(axis=0, dtype=np.int32),
+            )
+        )
+    return found
+
+
+def _packed(series: Sequence[Series], which: Sequence[int]) -> PackedSeries:
+    """Padded to one of a few lengths, since each length is a compiled program."""
+    layout = series[which[0]].layout
+    needed = sum(series[i].groups for i in which)
+    count = GROUPS
+    while count < needed:
+        count *= 4
+    rows = PackedRows(
+        np.zeros((count * WORD, len(layout.signals)), np.float32),
+        np.zeros(count * WORD, np.int32),
+        np.zeros(count * WORD, bool),
+        np.zeros(count * WORD, bool),
+    )
+    groups = RowGroups(np.zeros(count, np.int32), np.zeros(count, np.int32), np.zeros(count, bool))
+    first, group = [], 0
+    for each in (series[i] for i in which):
+        start, stop = group * WORD, group * WORD + each.length
+        for place, name in enumerate(layout.signals):
+            rows.signals[start:stop, place] = each.rows.values[name]
+        rows.kind[start:stop] = each.rows.kind
+        rows.resumed[start:stop] = each.resumed
+        rows.own[start + each.own : stop] = True
+        end = group + each.groups
+        groups.start[group:end] = np.arange(group, end) * WORD
+        groups.stop[group:end] = np.minimum(groups.start[group:end] + WORD, stop)
+        groups.fresh[group] = True
+        first.append(group)
+        group = end
+    return PackedSeries(layout, rows, groups, tuple(which), tuple(first))
+
+
+def counted(count: int, noun: str) -> str:
+    """As in "1 run" and "2,000 runs"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

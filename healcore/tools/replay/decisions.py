@@ -1,0 +1,153 @@
+"""What was decided about single rows, and which of them a live run would have seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from healcore.core.engine import Engine
+from healcore.core.step_record import StepRecord
+from healcore.core.verdict import Action, Cause
+
+
+class Decided(NamedTuple):
+    """One row, as the policy orders it (in observe mode too)."""
+
+    index: int
+    """Of the row, from 0."""
+    step: float
+    """As recorded; NaN if it could not be read."""
+    attempt: int
+    cause: Cause
+    action: Action
+    """ROLLBACK is there wherever a rollback was due."""
+    skip: bool
+    grad_scale: float
+    lr_scale: float
+    z: dict[str, float]
+    """How far out, by signal, of those that the row has and the policy scores."""
+    threshold: float | None
+    """Gradient norm above which the row would be clipped; None: the policy has no such limit
+    here."""
+    spent: bool
+    """A rollback was due and the budget did not allow it any more: a live run ends here."""
+
+
+class JudgedRows(NamedTuple):
+    """Consecutive judged rows of one attempt. Arrays are (n,)."""
+
+    index: np.ndarray
+    """int64."""
+    step: np.ndarray
+    """float64."""
+    attempt: int
+    given: dict[str, np.ndarray]
+    """bool by signal: logged in this row."""
+    record: StepRecord
+    """Of arrays."""
+    due: np.ndarray
+    """bool: a rollback was due, whether or not the budget still allowed it."""
+    again: np.ndarray
+    """bool: a rollback was due earlier in the row's incident; see `RepeatMarker`."""
+    ends: np.ndarray
+    """bool: a live run ends here, even if every rollback before had helped."""
+
+    @property
+    def spent(self) -> np.ndarray:
+        """bool: see `Decided.spent`."""
+        return self.due & (self.record.action & int(Action.ROLLBACK) == 0)
+
+    @property
+    def action(self) -> np.ndarray:
+        """int32: the orders, ROLLBACK wherever one was due."""
+        return self.record.action | np.where(self.due, int(Action.ROLLBACK), 0)
+
+    @property
+    def clipped(self) -> np.ndarray:
+        """Bool."""
+        return (self.record.grad_scale < 1) & ~self.record.skip
+
+    @property
+    def decided(self) -> np.ndarray:
+        """bool: the decision is not the neutral one."""
+        record = self.record
+        return (
+            (record.cause != 0)
+            | (record.action != 0)
+            | record.skip
+            | (record.grad_scale != 1)
+            | (record.lr_scale != 1)
+            | self.due
+        )
+
+
+def decided(judged: JudgedRows, engine: Engine) -> Iterator[Decided]:
+    """The rows of a chunk whose decision is not neutral, in order."""
+    record, action, spent = judged.record, judged.action, judged.spent
+    scored = _scored(judged, engine)
+    limits = scored.get("grad_norm")
+    for row in np.flatnonzero(judged.decided):
+        yield Decided(
+            index=int(judged.index[row]),
+            step=float(judged.step[row]),
+            attempt=judged.attempt,
+            cause=Cause(int(record.cause[row])),
+            action=Action(int(action[row])),
+            skip=bool(record.skip[row]),
+            grad_scale=shortest(record.grad_scale[row]),
+            lr_scale=shortest(record.lr_scale[row]),
+            z={name: shortest(z[row]) for name, (z, has) in scored.items() if has[row]},
+            threshold=(
+                None if limits is None or not limits[1][row] else shortest(record.threshold[row])
+            ),
+            spent=bool(spent[row]),
+        )
+
+
+def shortest(number: np.float32) -> float:
+    """The float with the fewest digits that is this float32: 0.1, not 0.10000000149011612."""
+    return float(str(number))
+
+
+def _scored(judged: JudgedRows, engine: Engine) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """(scores, rows that have one) by signal; elsewhere the telemetry is that of an older row."""
+    scored = {}
+    if engine.config.clip is not None and not engine.per_tensor and "grad_norm" in judged.given:
+        scored["grad_norm"] = (judged.record.z, judged.given["grad_norm"])
+    if "loss" in judged.given and any(name == "loss_spike" for name, _ in engine.config.detectors):
+        scored["loss"] = (judged.record.z_loss, judged.given["loss"])
+    return scored
+
+
+class RepeatMarker:
+    """Remembers the last incident in which a rollback was due."""
+
+    def __init__(self) -> None:
+        self._asked = (-1, -1)
+        self._denied = (-1, -1)
+
+    def mark(self, judged: JudgedRows) -> JudgedRows:
+        """The rows with `again` and `ends`, and no more than one denied rollback in an incident.
+
+        Args:
+            judged: rows that follow those of the last call.
+        """
+        record = judged.record
+        again = np.zeros(len(judged.index), bool)
+        if judged.attempt == self._asked[0]:
+            again = record.incident == self._asked[1]
+        for row in np.flatnonzero(judged.due):
+            incident = (judged.attempt, int(record.incident[row]))
+            if incident != self._asked:
+                self._asked = incident
+                again[row + 1 :] = record.incident[row + 1 :] == incident[1]
+        # Asking in vain, the engine orders STOP; a rule of the policy orders it without asking.
+        ends = (record.action & int(Action.STOP) != 0) & ~(again & judged.due)
+        due = judged.due.copy()
+        for row in np.flatnonzero(judged.spent):
+            incident = (judged.attempt, int(record.incident[row]))
+            due[row] = incident != self._denied
+            self._denied = incident
+        return judged._replace(due=due, again=again, ends=ends)

@@ -1,0 +1,196 @@
+"""Orders of replays against labelled events: recall, latency, false alarms.
+
+A policy is scored by its severest answer: one that never goes back finds nothing by rollbacks.
+
+The rule: an order at row i belongs to the event if onset - 5 <= i <= end + 40. Orders within an
+ambiguous zone (same margins), among the first 64 rows, or within 40 rows after a loss that is not
+finite count neither way. False orders up to 40 rows apart are one false alarm. Traces of fewer than
+200 points are left out: nothing can be learnt from so few.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from healcore.core.engine import EngineConfig
+from healcore.core.errors import HealcoreError
+from healcore.core.verdict import Action
+from healcore.tools.replay.decisions import JudgedRows
+from healcore.tools.traces import Rows
+
+EARLY, LATE, START, FEWEST, IN_TIME = 5, 40, 64, 200, 10
+
+
+ROLLBACKS, STOPS, SKIPS, ALARMS = "rollbacks", "stops", "skips", "alarms"
+
+
+class LabelError(HealcoreError, ValueError):
+    """A file of labels that cannot be used; the message says why."""
+
+
+class Zone(NamedTuple):
+    """Rows, both ends included."""
+
+    onset: int
+    end: int
+
+    @property
+    def widened(self) -> tuple[int, int]:
+        """With the margins, the end excluded."""
+        return max(0, self.onset - EARLY), self.end + LATE + 1
+
+
+class Label(NamedTuple):
+    """What is known of one trace."""
+
+    file: str
+    points: int
+    spikes: tuple[Zone, ...]
+    ambiguous: tuple[Zone, ...]
+
+
+class Score(NamedTuple):
+    """How the orders met the events; scores add up."""
+
+    traces: int = 0
+    rows: int = 0
+    events: int = 0
+    latencies: tuple[int, ...] = ()
+    """Rows from the onset to the first order, for each event that was found."""
+    false: int = 0
+
+    @property
+    def found(self) -> int:
+        """Events with an order."""
+        return len(self.latencies)
+
+    @property
+    def in_time(self) -> int:
+        """Events with an order within 10 rows of the onset."""
+        return sum(latency <= IN_TIME for latency in self.latencies)
+
+    @property
+    def false_rate(self) -> float:
+        """False alarms per 10,000 rows."""
+        return 1e4 * self.false / self.rows if self.rows else 0.0
+
+    def plus(self, other: Score) -> Score:
+        """Both together."""
+        return Score(
+            self.traces + other.traces,
+            self.rows + other.rows,
+            self.events + other.events,
+            self.latencies + other.latencies,
+            self.false + other.false,
+        )
+
+
+class ScoreCollector:
+    """Collects, chunk by chunk, what the score of one replay needs."""
+
+    def __init__(self, answer: str = ROLLBACKS) -> None:
+        """Starts before the first row.
+
+        Args:
+            answer: what of the policy is scored, from `answer_of`.
+        """
+        self._answer = answer
+        self._orders: list[np.ndarray] = []
+        self._bad: list[np.ndarray] = []
+        self.rows = 0
+
+    def add(self, rows: Rows, judged: JudgedRows) -> None:
+        """Takes one chunk."""
+        self.rows = int(rows.index[-1]) + 1
+        self._orders.append(judged.index[_answers(judged, self._answer)])
+        if "loss" in rows.values:
+            # A row without a loss is a hole in the curve, like a NaN in it.
+            self._bad.append(rows.index[~np.isfinite(rows.values["loss"])])
+
+    def score(self, label: Label) -> Score | None:
+        """The score of a replay that has come to its end; None if the trace is too short."""
+        if label.points < FEWEST:
+            return None
+        orders = np.concatenate(self._orders) if self._orders else np.zeros(0, np.int64)
+        bad = np.concatenate(self._bad) if self._bad else np.zeros(0, np.int64)
+        excused = orders < START
+        for start, stop in (each.widened for each in (*label.ambiguous, *label.spikes)):
+            excused |= (start <= orders) & (orders < stop)
+        last = np.searchsorted(bad, orders, side="right") - 1  # the last bad row up to the order
+        after_bad = np.zeros(len(orders), bool)
+        after_bad[last >= 0] = (orders[last >= 0] - bad[last[last >= 0]]) <= LATE
+        false = orders[~excused & ~after_bad]
+        latencies = []
+        for spike in label.spikes:
+            start, stop = spike.widened
+            met = orders[(start <= orders) & (orders < stop)]
+            if met.size:
+                latencies.append(max(0, int(met[0]) - spike.onset))
+        incidents = int(false.size > 0) + int(np.count_nonzero(np.diff(false) > LATE))
+        return Score(1, self.rows, len(label.spikes), tuple(latencies), incidents)
+
+
+def answer_of(config: EngineConfig) -> str:
+    """The severest that the policy's rules can order: rollbacks, stops, skips, or alarms."""
+    for answer, action in ((ROLLBACKS, Action.ROLLBACK), (STOPS, Action.STOP)):
+        if any(rule.action & int(action) for rule in config.rules):
+            return answer
+    return SKIPS if any(rule.skip for rule in config.rules) else ALARMS
+
+
+def _answers(judged: JudgedRows, answer: str) -> np.ndarray:
+    """Bool (n,): rows with such an order."""
+    if answer == SKIPS:
+        return judged.record.skip
+    if answer == ALARMS:
+        return judged.record.cause != 0
+    return judged.action & int(Action.ROLLBACK if answer == ROLLBACKS else Action.STOP) != 0
+
+
+class Labels:
+    """A file of labels."""
+
+    def __init__(self, labels: Sequence[Label]) -> None:
+        self._by_name: dict[str, list[Label]] = {}
+        for label in labels:
+            self._by_name.setdefault(PurePath(label.file).name, []).append(label)
+
+    def of(self, trace: str) -> Label | None:
+        """The label of a trace: that whose file is the end of its path."""
+        parts = Path(trace).absolute().parts  # a user inside the folder names less of it
+        for label in self._by_name.get(parts[-1], ()):
+            wanted = PurePath(label.file).parts
+            if parts[-len(wanted) :] == wanted:
+                return label
+        return None
+
+
+def read_labels(path: Path) -> Labels:
+    """Reads labels: a JSON list of `{"file", "points", "spikes", "ambiguous"}`.
+
+    Raises:
+        LabelError: it cannot be read, or is not such a list.
+    """
+    try:
+        return Labels([_label(each) for each in json.loads(path.read_text(encoding="utf-8"))])
+    except OSError as error:
+        raise LabelError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (
+        ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError
+    ) as error:  # fmt: skip
+        raise LabelError(
+            f'{path} is not a list of labels like [{{"file": "run.csv", "points": 1000, "spikes": '
+            f'[{{"onset": 400, "end": 430}}], "ambiguous": []}}]: {type(error).__name__} {error}'
+        ) from error
+
+
+def _label(data: Any) -> Label:
+    def zones(name: str) -> tuple[Zone, ...]:
+        return tuple(Zone(int(each["onset"]), int(each["end"])) for each in data.get(name, ()))
+
+    return Label(str(data["file"]), int(data["points"]), zones("spikes"), zones("ambiguous"))

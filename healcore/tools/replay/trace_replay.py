@@ -1,0 +1,371 @@
+"""One trace under one policy: what the policy would have done to a run that already happened.
+
+Offline there is nothing to restore: where a rollback would have been ordered the replay reports it
+and goes on along the recorded curve. Only where the recorded run itself went back (a resume, a
+rollback) does the engine go back with it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from healcore.core.detectors import DETECTORS
+from healcore.core.engine import Engine
+from healcore.core.errors import HealcoreError
+from healcore.core.step_record import StepRecord
+from healcore.core.verdict import Action, Cause
+from healcore.history import Incident
+from healcore.plugins.rows import (
+    MOST_ROWS,
+    RowRunner,
+    SignalLayout,
+    SignalRows,
+    as_record,
+    empty_columns,
+)
+from healcore.policy import PolicyLike
+from healcore.runtime.host_policy import HostPolicy
+from healcore.tools.replay import backends
+from healcore.tools.replay.decisions import Decided, JudgedRows, RepeatMarker, decided
+from healcore.tools.replay.summary import (
+    AttemptSummary,
+    ReplayIncidents,
+    Summary,
+    SummaryCounter,
+    in_order,
+)
+from healcore.tools.traces import Attempt, Rows, Trace
+
+OnChunk = Callable[[Rows, JudgedRows], None]
+"""Called with each chunk of rows and the judged ones among them."""
+
+
+def replay(
+    trace: Trace,
+    policy: PolicyLike,
+    *,
+    backend: str | None = None,
+    on_chunk: OnChunk | None = None,
+    name: str | None = None,
+) -> Replay:
+    """Replays a policy over a trace.
+
+    Args:
+        trace: from `healcore.tools.traces.open_traces`.
+        policy: a preset's name, the path of a TOML file, a `Policy`, an `Engine` or its config.
+        backend: numpy, jax or torch, which give the same; None takes NumPy for a short trace and
+            JAX, where it is installed, for a long one.
+        on_chunk: is shown each chunk as it is judged.
+        name: what to call the policy; its own name if None.
+
+    Returns:
+        An iterable over the rows whose decision is not neutral. Nothing is read before it is
+        iterated over, but for the trace's survey.
+
+    Raises:
+        ReplayError: the policy has nothing to judge in this trace.
+        healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
+        healcore.tools.traces.TraceError: the trace cannot be read.
+        healcore.extras.MissingExtraError: the backend's framework is not installed.
+    """
+    return Replay(trace, policy, backend, on_chunk, name)
+
+
+class Replay:
+    """A replay, to be iterated over once; then `summary` and `incidents` are there."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        policy: PolicyLike,
+        backend: str | None,
+        on_chunk: OnChunk | None,
+        name: str | None,
+    ) -> None:
+        """See `replay`."""
+        host = HostPolicy.of(policy)
+        self.trace = trace
+        self.policy = name or host.name
+        self.fingerprint = host.fingerprint or ""
+        self.engine: Engine = host.engine
+        self._survey = trace.survey()
+        self._layout = backends.layout_of(self.engine, self._survey.combinations)
+        self.missing = inactive_parts(
+            self.engine, self._layout, trace=trace.name, policy=self.policy
+        )
+        """Inactive parts of the policy, by the signal that the trace does not log."""
+        self.resting = tuple(sentence(*each) for each in self.missing.items())
+        """What of the policy is inactive on this trace, as text."""
+        self.backend = backend or backends.choose_backend(
+            [(self._survey.rows, len(self._layout.combinations))]
+        )
+        self._runner = backends.row_runner(self.engine, self._layout, self.backend)
+        self._on_chunk = on_chunk
+        self._counter, self._cases = SummaryCounter(), ReplayIncidents()
+        self._rows: Counter[int] = Counter()
+        self._rollbacks: Counter[int] = Counter()
+        self._repeats: Counter[int] = Counter()
+        self._judged = 0
+        self._begun = self._finished = False
+
+    def __iter__(self) -> Iterator[Decided]:
+        for judged in self._chunks():
+            yield from decided(judged, self.engine)
+
+    def finish(self) -> Summary:
+        """Runs to the end without naming single rows; returns the summary."""
+        for _ in self._chunks():
+            pass
+        return self.summary
+
+    @property
+    def incidents(self) -> tuple[Incident, ...]:
+        """The first `incidents.MOST_KEPT` incidents, in order.
+
+        Raises:
+            RuntimeError: the replay has not come to its end.
+        """
+        self._needs_end()
+        return tuple(self._cases.kept)
+
+    @property
+    def summary(self) -> Summary:
+        """What it came to.
+
+        Raises:
+            RuntimeError: the replay has not come to its end.
+        """
+        self._needs_end()
+        survey, counter = self._survey, self._counter
+        rows = sum(self._rows.values())
+        return Summary(
+            trace=self.trace.name,
+            policy=self.policy,
+            fingerprint=self.fingerprint,
+            rows=rows,
+            unjudged=rows - self._judged,
+            first_step=survey.first_step,
+            last_step=survey.last_step,
+            attempts=tuple(
+                AttemptSummary(
+                    each.number,
+                    each.source,
+                    each.first_step,
+                    self._rows[each.number],
+                    self._cases.by_attempt[each.number],
+                    self._rollbacks[each.number],
+                    self._repeats[each.number],
+                )
+                for each in survey.attempts
+            ),
+            alarms=counter.alarms,
+            causes=in_order(counter.causes, Cause),
+            actions=in_order(counter.actions, Action),
+            skips=counter.skips,
+            clips=counter.clips,
+            incidents=self._cases.count,
+            rollbacks=counter.rollbacks,
+            repeats=counter.repeats,
+            spent=counter.spent,
+            first_incident=self._cases.first,
+            last_incident=self._cases.last,
+            first_rollback=counter.first_rollback,
+            last_rollback=counter.last_rollback,
+            repeat_cuts=counter.repeat_cuts,
+            lowest_lr=counter.lowest_lr,
+            lowest_lr_first=counter.lowest_lr_first,
+            stopped_at=counter.stopped_at,
+            stopped_step=counter.stopped_step,
+            resting=self.resting,
+            problems=survey.problem_count,
+        )
+
+    def _needs_end(self) -> None:
+        if not self._finished:
+            raise RuntimeError("the replay has not come to its end: iterate over it first")
+
+    def _chunks(self) -> Iterator[JudgedRows]:
+        if self._begun:
+            raise RuntimeError("a replay runs once: call replay() again")
+        self._begun = True
+        lineage, marker = Lineage(self._runner, self._survey.attempts), RepeatMarker()
+        attempt = -1
+        for rows in self.trace.rows():
+            if rows.attempt != attempt:
+                attempt = rows.attempt
+                self._cases.begin_attempt(goes_on=lineage.enter(attempt))
+            judged = marker.mark(self._judge(rows, lineage))
+            self._rows[attempt] += len(rows.index)
+            if len(judged.index):
+                self._judged += len(judged.index)
+                rollbacks, repeats = self._counter.add(judged)
+                self._rollbacks[attempt] += rollbacks
+                self._repeats[attempt] += repeats
+                self._cases.add(judged)
+            if self._on_chunk is not None:
+                self._on_chunk(rows, judged)
+            yield judged
+        self._cases.close()
+        self._finished = True
+
+    def _judge(self, rows: Rows, lineage: Lineage) -> JudgedRows:
+        chunk, places = backends.rows_of(self._layout, self.engine, rows.values, rows.given)
+        index = rows.index[places]
+        record, due = lineage.run(index, chunk, rows.start)
+        return JudgedRows(
+            index=index,
+            step=rows.step[places],
+            attempt=rows.attempt,
+            given={name: rows.given[name][places] for name in self._layout.signals},
+            record=record,
+            due=due,
+            again=np.zeros(len(index), bool),
+            ends=np.zeros(len(index), bool),
+        )
+
+
+class Lineage:
+    """Runs chunk after chunk, attempt after attempt."""
+
+    def __init__(self, runner: RowRunner, attempts: Sequence[Attempt]) -> None:
+        """Starts before the first row.
+
+        Args:
+            runner: the policy on a backend.
+            attempts: those of the trace, in order.
+        """
+        self._runner = runner
+        self._attempts = {each.number: each for each in attempts}
+        # States after these rows are needed again, by attempts that resume there.
+        self._wanted = sorted(
+            {each.resumes_after for each in attempts if each.resumes_after is not None}
+        )
+        self._kept: dict[int, Any] = {}
+        self._state: Any = None
+        self._source = ""
+
+    def enter(self, number: int) -> bool:
+        """Goes to the state in which an attempt begins.
+
+        An attempt that resumes takes the detectors as they were then, and budgets and the LR
+        multiplier as they are now, like a live run that goes back. One that starts afresh in the
+        same file goes back to the very beginning in the same way; one in a file of its own is
+        another run.
+
+        Returns:
+            Whether the run goes on (budgets, incidents, LR); false: everything is new.
+        """
+        attempt = self._attempts[number]
+        live, self._state = self._state, self._runner.start()
+        same, self._source = attempt.source == self._source, attempt.source
+        if live is None or (attempt.resumes_after is None and not same):
+            return False
+        if attempt.resumes_after is not None:
+            self._state = self._kept.get(attempt.resumes_after, self._state)
+        self._state = self._runner.on_rollback(live, self._state)
+        return True
+
+    def run(self, index: np.ndarray, rows: SignalRows, first: int) -> tuple[StepRecord, np.ndarray]:
+        """Judges the rows of a chunk.
+
+        Args:
+            index: (n,) of the judged rows in the trace.
+            rows: the judged rows.
+            first: index of the first row, judged or not.
+
+        Returns:
+            A record of NumPy arrays (n,), and where a rollback was due, bool (n,).
+        """
+        # Rows that are not judged change nothing: the state after row w is that after the last
+        # judged row up to w, in this chunk or, until proven otherwise, in a later one.
+        wanted = self._wanted[bisect_left(self._wanted, first) :]
+        places = np.searchsorted(index, np.array(wanted, np.int64), side="right")
+        done, parts = 0, [empty_columns(0)]
+        for place, after in zip((*places.tolist(), len(index)), (*wanted, None), strict=True):
+            for part in _parts(done, place):
+                self._state, found = self._runner.run(self._state, rows.part(part))
+                parts.append(found)
+            done = place
+            if after is not None:
+                self._kept[after] = self._state
+        return as_record(tuple(map(np.concatenate, zip(*parts, strict=True))))
+
+
+def _parts(start: int, stop: int) -> Iterator[slice]:
+    for begin in range(start, stop, MOST_ROWS):
+        yield slice(begin, min(begin + MOST_ROWS, stop))
+
+
+class ReplayError(HealcoreError, ValueError):
+    """A trace that a policy cannot be replayed on; the message says why and what to do."""
+
+    def __init__(self, trace: str, problem: str) -> None:
+        super().__init__(f"{trace}: {problem}")
+        self.problem = problem
+
+
+def inactive_parts(
+    engine: Engine, layout: SignalLayout, *, trace: str, policy: str
+) -> dict[str, tuple[str, ...]]:
+    """What of the policy is inactive because the trace does not log what it reads.
+
+    Args:
+        engine: the policy.
+        layout: what it is given of the trace.
+        trace: its name, for messages.
+        policy: its name, for messages.
+
+    Returns:
+        The inactive parts, by the signal that is missing.
+
+    Raises:
+        ReplayError: no row can be judged, or nothing of the policy is left.
+    """
+    logged = set(layout.signals)
+    if not logged:
+        raise ReplayError(
+            trace,
+            "no row has a loss or a gradient norm, so nothing can be judged; "
+            "name the columns that hold them, as in --column loss=NAME --column grad_norm=NAME",
+        )
+    missing: dict[str, list[str]] = {}
+    working = False
+    if engine.config.clip is not None:
+        kind = engine.config.clip[0]
+        if engine.per_tensor:
+            missing.setdefault("group_norms", []).append(f"clip {kind}")
+        elif "grad_norm" in logged:
+            working = True
+        else:
+            missing.setdefault("grad_norm", []).append(f"clip {kind}")
+    for name, _ in engine.config.detectors:
+        absent = DETECTORS[name].NEEDS - logged
+        working |= not absent
+        for signal in absent:
+            missing.setdefault(signal, []).append(name)
+    if not working:
+        wanted = ", ".join(sorted(engine.needs)) or "nothing"
+        raise ReplayError(
+            trace,
+            f"policy {policy} reads {wanted}, and this trace logs only "
+            f"{', '.join(sorted(logged))}: there is nothing to judge; take a log that has what the "
+            "policy reads, or another policy",
+        )
+    return {signal: tuple(parts) for signal, parts in sorted(missing.items())}
+
+
+def sentence(signal: str, parts: Sequence[str]) -> str:
+    """What is inactive without one signal, as text."""
+    verb = "is" if len(parts) == 1 else "are"
+    if signal == "group_norms":
+        return (
+            f"{parts[0]} works on the gradient norm of every tensor, which no log has: it is "
+            "inactive, and no clipping is replayed"
+        )
+    listed = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+    return f"{listed} {verb} inactive: no {signal} was logged"

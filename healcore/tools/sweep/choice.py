@@ -1,0 +1,279 @@
+"""Which setting to take, and whether such a choice holds on runs that it was not chosen by.
+
+Of thousands of settings the best one on some traces is partly the luckiest. So each setting's
+score is first averaged with that of its nearest neighbours in the search space. Those whose average
+comes close to the best average are the plateau; the one in its middle is taken, that with the
+smallest mean distance to all the others. A number that makes no difference thereby stays near the
+middle of its range. Traces are held out by family, so that no seed of a recipe is on both sides.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from healcore.tools.sweep.scores import OrderCounts, Rates, rates, score
+
+_OFTEN = 0.25  # of the splits in which a setting may do worse than the base policy
+
+
+class Standing(NamedTuple):
+    """One setting: scored on what it was chosen by, and on what was held out."""
+
+    train: float
+    held_out: float
+
+    @property
+    def gap(self) -> float:
+        """How much better it looked than it was."""
+        return self.train - self.held_out
+
+
+class Validation(NamedTuple):
+    """Means over the splits, the choice made again in each, by its training side alone."""
+
+    base: Standing
+    chosen: Standing
+    """The middle of the plateau."""
+    best: Standing
+    """The single best, for comparison: what over-fitting would have given."""
+    worse: int
+    """Splits in which the choice did worse on the held-out runs than the base policy."""
+    splits: int
+    events: tuple[int, ...]
+    """Events held out, of each split."""
+    ever: int
+    """Events that were held out in some split."""
+
+
+class SweepChoice(NamedTuple):
+    """What to do."""
+
+    choice: Choice
+    scores: np.ndarray
+    """float64 (variants,): on all runs."""
+    rates: Rates
+    """Of all variants on all runs."""
+    validation: Validation | None
+    """None where nothing could be held out."""
+    take: int
+    """The setting to take: the choice, or 0, the base policy."""
+    reason: str
+    """As text."""
+
+
+def choose_policy(
+    tallies: Sequence[OrderCounts],
+    units: np.ndarray,
+    splits: Splits,
+    objective: str,
+    price: float,
+    *,
+    wanted: bool = True,
+) -> SweepChoice:
+    """Chooses on all runs, and checks on the splits whether such a choice holds on runs not seen.
+
+    Args:
+        tallies: one per series.
+        units: (variants, axes), as `choose` takes them.
+        splits: what is held out.
+        objective: one of `OBJECTIVES`.
+        price: see `score`.
+        wanted: False where the user asked for nothing to be held out.
+    """
+
+    def scored(part: Sequence[Any]) -> np.ndarray:
+        return score(rates(part), objective, price)
+
+    whole = rates(tallies)
+    scores = score(whole, objective, price)
+    choice = choose(units, scores)
+    validation = None
+    if splits.held:
+        rows, worse = [], 0
+        for held in splits.held:
+            train = scored([t for t, out in zip(tallies, held, strict=True) if not out])
+            test = scored([t for t, out in zip(tallies, held, strict=True) if out])
+            picked = choose(units, train)
+            rows.append([(s[0], s[picked.index], s[picked.best]) for s in (train, test)])
+            worse += bool(test[picked.index] < test[0])
+        mean = np.mean(rows, axis=0)
+        base, chosen, best = (Standing(float(a), float(b)) for a, b in mean.T)
+        events = np.array([t.events for t in tallies])
+        each = tuple(int(events[held].sum()) for held in splits.held)
+        ever = int(events[np.any(splits.held, axis=0)].sum())
+        validation = Validation(base, chosen, best, worse, len(splits.held), each, ever)
+    take, reason = _decided(choice, scores, validation, objective, wanted=wanted)
+    return SweepChoice(choice, scores, whole, validation, take, reason)
+
+
+def _decided(
+    choice: Choice,
+    scores: np.ndarray,
+    validation: Validation | None,
+    objective: str,
+    *,
+    wanted: bool,
+) -> tuple[int, str]:
+    """The setting to take, and why. The reason always names what could not be checked."""
+    unchecked = _unchecked(validation, objective, wanted=wanted)
+    also = f". {unchecked[0].upper()}{unchecked[1:]}" if unchecked else ""
+    if scores.max() == scores.min():
+        return 0, f"keep the base policy: all settings score alike: nothing was learnt{also}"
+    if choice.index == 0:
+        return 0, f"keep the base policy: it lies in the middle of the plateau{also}"
+    if scores[choice.index] <= scores[0]:
+        return 0, f"keep the base policy: the plateau's middle scores no better{also}"
+    if unchecked and wanted:
+        return 0, f"keep the base policy: {unchecked}"
+    if validation is None:
+        return choice.index, f"take the new setting, but {unchecked}"
+    if validation.chosen.held_out <= validation.base.held_out:
+        return 0, (
+            "keep the base policy: settings chosen on some runs did no better than it on the runs "
+            "held out"
+        )
+    if validation.worse > _OFTEN * validation.splits:
+        return 0, (
+            f"keep the base policy: in {validation.worse} of {validation.splits} splits the "
+            "setting chosen did worse than it on the runs held out"
+        )
+    return choice.index, "take the new setting: it holds on runs that it was not chosen by"
+
+
+def _unchecked(validation: Validation | None, objective: str, *, wanted: bool) -> str:
+    """Why no held-out run can speak for a choice; empty where they can."""
+    if not wanted:
+        return "nothing was held out (--holdout 0): on other runs it may do worse"
+    # Fewer false recoveries can be checked on runs without events alone.
+    if validation is not None and (validation.ever or objective == "false"):
+        return ""
+    return (
+        "no event was ever held out: cannot be checked. Give traces of more runs, two with events "
+        "at least"
+    )
+
+
+_NEIGHBOURS = 8  # the setting itself included
+_CLOSE = 0.1  # of the way from the median setting to the best one
+_BLOCK = 256
+
+
+class Choice(NamedTuple):
+    """A setting and the plateau that it lies on."""
+
+    index: int
+    best: int
+    """The setting with the best score of its own."""
+    plateau: np.ndarray
+    """bool (variants,)."""
+    smooth: np.ndarray
+    """float64 (variants,): scores averaged with their neighbours'."""
+
+
+def choose(units: np.ndarray, scores: np.ndarray) -> Choice:
+    """Picks a setting.
+
+    Args:
+        units: (variants, axes) in the unit cube; the base policy first.
+        scores: (variants,), larger is better.
+    """
+    smooth = _smoothed(units, scores)
+    top = smooth.max()
+    close = top - _CLOSE * (top - np.median(smooth))
+    plateau = smooth >= close
+    members = units[plateau]
+    off_middle = np.concatenate(
+        [
+            np.sqrt(_distances(members[i : i + _BLOCK], members)).mean(axis=1)
+            for i in range(0, len(members), _BLOCK)
+        ]
+    )
+    # The setting itself should be good, too, not only its neighbourhood.
+    own = scores[plateau] >= close
+    order = np.lexsort((off_middle, ~own))
+    index = int(np.flatnonzero(plateau)[order[0]])
+    return Choice(index, int(scores.argmax()), plateau, smooth)
+
+
+def _smoothed(units: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    count = min(_NEIGHBOURS, len(units))
+    smooth = np.empty(len(units))
+    for start in range(0, len(units), _BLOCK):
+        part = slice(start, start + _BLOCK)
+        near = np.argpartition(_distances(units[part], units), count - 1, axis=1)[:, :count]
+        smooth[part] = scores[near].mean(axis=1)
+    return smooth
+
+
+def _distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Squared distances, (len(a), len(b))."""
+    return ((a[:, None, :] - b[None, :, :]) ** 2).sum(axis=-1)
+
+
+_NUMBERED = re.compile(r"[0-9A-Za-z]*\d[0-9A-Za-z]*")
+
+SPLITS = 8
+"""Ways to split; what is reported is their mean."""
+
+
+class Splits(NamedTuple):
+    """Which series are held out, several times over."""
+
+    held: tuple[np.ndarray, ...]
+    """bool (series,), one per split; empty where nothing can be held out."""
+    by: str
+    """What is kept together: "family", "run", or "" where nothing is held out."""
+    families: int
+    alone: str = ""
+    """A run of the one family among several that has events: its runs are held out singly."""
+
+
+def family(name: str) -> str:
+    """The name of a trace without numbers: parts with a digit in them do not count.
+
+    `runs/seed_3.csv` and `runs/seed_12.csv` are one family, two recipes' folders are two.
+    """
+    return _NUMBERED.sub("#", name)
+
+
+def split(runs: Sequence[str], has_events: Sequence[bool], share: float, seed: int) -> Splits:
+    """Draws the splits.
+
+    Families with events and families without are drawn apart, at least one of each where there
+    are two, so that both sides have something to find and something to leave alone. Where one
+    family alone has events its runs are drawn one by one: with all of them on one side there would
+    be nothing to find on the other.
+
+    Args:
+        runs: the name of each series' trace; attempts of one run are never on both sides.
+        has_events: of each series.
+        share: of the families to hold out, in (0, 1); 0 holds nothing out.
+        seed: of the draw.
+    """
+    families = [family(run) for run in runs]
+    count = len(set(families))
+    eventful = {each for each, has in zip(families, has_events, strict=True) if has}
+    apart = eventful if len(eventful) == 1 else set(families) if count == 1 else set()
+    by = "run" if apart else "family"
+    keys = [run if each in apart else each for run, each in zip(runs, families, strict=True)]
+    lively = {key for key, has in zip(keys, has_events, strict=True) if has}
+    groups = [sorted(lively), sorted(set(keys) - lively)]
+    if share <= 0 or all(len(group) < 2 for group in groups):
+        return Splits((), "", count)
+    random = np.random.default_rng(seed)
+    held = []
+    for _ in range(SPLITS):
+        out: set[str] = set()
+        for group in groups:
+            if len(group) >= 2:
+                size = min(max(1, round(share * len(group))), len(group) - 1)
+                out |= set(random.choice(group, size, replace=False).tolist())
+        held.append(np.array([key in out for key in keys]))
+    alone = ""
+    if count > 1 and len(lively) >= 2 and by == "run":
+        alone = next(run for run, each in zip(runs, families, strict=True) if each in apart)
+    return Splits(tuple(held), by, count, alone)

@@ -1,0 +1,249 @@
+"""A sweep as text and tables, and as strict JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import PurePath
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from healcore.policy import fingerprint
+from healcore.tools.sweep.choice import Standing, Validation
+from healcore.tools.sweep.scores import LOWER, OBJECTIVES, PER, rates_of
+from healcore.tools.sweep.search import Sweep
+from healcore.tools.sweep.series import counted
+
+_EDGE = 0.02  # of an axis
+_LEGEND = "latency: rows from onset to order, median of the events found"
+
+
+def shown(found: Sweep) -> RenderableType:
+    """What the command prints."""
+    verdict = found.verdict
+    parts: list[RenderableType] = [Text(_headline(found)), Text(objective(found), "dim")]
+    parts += [Text(""), _settings(found), Text(""), _scores(found), Text(_LEGEND, "dim")]
+    checked = verdict.validation
+    if checked is not None:
+        parts += [Text(""), _validation(found, checked), Text(_held(found, checked), "dim")]
+    parts += [Text(""), Text(verdict.reason, "bold"), *map(Text, notes(found))]
+    return Group(*parts)
+
+
+def notes(found: Sweep) -> list[str]:
+    """What should be known besides the tables."""
+    lines = []
+    for i, axis in enumerate(found.variants.axes if found.verdict.take else ()):
+        units = found.variants.units[found.verdict.choice.plateau, i]
+        ends = units.min() < _EDGE, units.max() > 1 - _EDGE
+        if ends[0] != ends[1]:
+            end, number = ("lower", axis.low) if ends[0] else ("upper", axis.high)
+            lines.append(
+                f"the plateau reaches the {end} end of {axis.key} ({number:g}): widen its range"
+            )
+    unlabelled = found.runs - found.labelled
+    if unlabelled:
+        lines.append(
+            f"{unlabelled} of {counted(found.runs, 'run')} without labels: events are seen in "
+            "hindsight there (docs/sweep.md), which is a rule and no truth"
+        )
+    if found.splits.alone:
+        lines.append(
+            f"only one family of runs has events, that of {PurePath(found.splits.alone).name}: its "
+            "runs are held out singly, so that one recipe is on both sides"
+        )
+    if not found.verdict.rates.events:
+        lines.append(
+            "there was no event to find: only false recoveries and skips could be compared"
+        )
+    if found.variants.dropped:
+        lines.append(
+            f"left out: {counted(found.variants.dropped, 'setting')} drawn, no valid policy"
+        )
+    resumed = len(found.series) > found.runs
+    for problem, count in Counter(each.problem for each in found.left_out).items():
+        lines.append(f"left out: {counted(count, 'attempt' if resumed else 'run')} ({problem})")
+    return lines
+
+
+def _headline(found: Sweep) -> str:
+    rates = found.verdict.rates
+    speed = found.policy_steps / max(found.seconds, 1e-9) / 1e6
+    return (
+        f"{counted(len(found.variants.values), 'setting')} of policy {found.base.name} on "
+        f"{_runs(found)}: {counted(rates.rows, 'row')}, {counted(rates.events, 'event')}. "
+        f"{found.policy_steps / 1e6:,.1f} million policy-steps in {found.seconds:.1f} s "
+        f"({speed:,.1f} million a second, {found.backend})"
+    )
+
+
+def _runs(found: Sweep) -> str:
+    """Runs, and attempts where some run was resumed."""
+    runs, attempts = counted(found.runs, "run"), len(found.series)
+    return runs if attempts == found.runs else f"{runs} ({counted(attempts, 'attempt')})"
+
+
+def objective(found: Sweep) -> str:
+    """What the settings are ranked by."""
+    plan = found.plan
+    words = OBJECTIVES[plan.objective].replace("N steps", f"{plan.costs.within} steps")
+    return f"ranked by {plan.objective}: {words.replace('`price`', f'{plan.price:g}')}"
+
+
+def _settings(found: Sweep) -> Table:
+    table = Table("key", box=None, pad_edge=False)
+    for name in ("base", "plateau's middle", "plateau", "single best", "range"):
+        table.add_column(name, justify="right")
+    choice, values = found.verdict.choice, found.variants.values
+    for i, axis in enumerate(found.variants.axes):
+        members = values[choice.plateau, i]
+        table.add_row(
+            axis.key,
+            *(f"{values[k, i]:.6g}" for k in (0, choice.index)),
+            f"{members.min():.4g} to {members.max():.4g}",
+            f"{values[choice.best, i]:.6g}",
+            f"{axis.low:.4g} to {axis.high:.4g}{' (log)' if axis.log else ''}",
+        )
+    return table
+
+
+def _scores(found: Sweep) -> Table:
+    table = Table("on all runs", box=None, pad_edge=False)
+    # A score that is only the negative of another column would be read twice.
+    scored = found.plan.objective not in LOWER
+    names = (f"within {found.plan.costs.within}", "found", "latency (rows)")
+    for name in (*(("score",) if scored else ()), *names):
+        table.add_column(name, justify="right")
+    for name in ("false", "lost"):
+        table.add_column(f"{name} / {PER:,}", justify="right")
+    choice = found.verdict.choice
+    for name, i in (("base", 0), ("plateau's middle", choice.index), ("single best", choice.best)):
+        rates = rates_of(found.verdict.rates, found.tallies, i)
+        table.add_row(
+            name,
+            *((f"{found.verdict.scores[i]:.4f}",) if scored else ()),
+            _or_none(rates["recall"], ".1%"),
+            _or_none(rates["found"], ".1%"),
+            _or_none(rates["latency_rows"], "g"),
+            _or_none(rates["false"], ".3f"),
+            _or_none(rates["lost"], ".1f"),
+        )
+    return table
+
+
+def _validation(found: Sweep, checked: Validation) -> Table:
+    """Train against held out, in the unit of the objective."""
+    ranked = found.plan.objective
+    lower = ranked in LOWER
+    what = f"{ranked} / {PER:,}" if lower else "score"
+    splits = f"{counted(checked.splits, 'split')} by {found.splits.by}"
+    table = Table(f"{what}, mean of {splits}", box=None, pad_edge=False)
+    for name in ("train", "held out", "gap"):
+        table.add_column(name, justify="right")
+    rows: tuple[tuple[str, Standing], ...] = (
+        ("base", checked.base),
+        ("plateau's middle, chosen again on train", checked.chosen),
+        ("single best on train", checked.best),
+    )
+    sign, digits = (-1, 1 if ranked == "lost" else 3) if lower else (1, 4)
+    for name, each in rows:
+        # `+ 0.0`: no negative zeros. The gap is what held out is worse by, in every unit.
+        train, held_out = (round(sign * x, digits) + 0.0 for x in (each.train, each.held_out))
+        gap = f"{round(each.gap, digits) + 0.0:+.{digits}f}"
+        table.add_row(name, f"{train:.{digits}f}", f"{held_out:.{digits}f}", gap)
+    return table
+
+
+def _held(found: Sweep, checked: Validation) -> str:
+    """How many events the splits held out, and what the gap is."""
+    few, many, all_ = min(checked.events), max(checked.events), found.verdict.rates.events
+    each = f"{few}" if few == many else f"{few} to {many}"
+    return (
+        f"events held out: {each} of {all_} in each split, {checked.ever} of {all_} in some split. "
+        "gap: by how much it is worse where held out"
+    )
+
+
+def _or_none(rate: float | None, form: str) -> str:
+    return "-" if rate is None else format(rate, form)
+
+
+SCHEMA = 1
+
+_SHOWN = 20  # settings of the ranking
+
+
+def to_json(found: Sweep) -> dict[str, Any]:
+    """The sweep as JSON-safe data: every number finite, or null where there is none to give."""
+    verdict, choice = found.verdict, found.verdict.choice
+    ranked = sorted(range(len(verdict.scores)), key=lambda i: -verdict.scores[i])[:_SHOWN]
+    checked = verdict.validation
+    return {
+        "schema": SCHEMA,
+        "kind": "sweep",
+        "policy": found.base.name,
+        "fingerprint": fingerprint(found.base),
+        "objective": found.plan.objective,
+        "objective_words": objective(found),
+        "within": found.plan.costs.within,
+        "price": found.plan.price,
+        "recovery_steps": found.plan.costs.recovery,
+        "runs": found.runs,
+        "attempts": len(found.series),
+        "labelled_runs": found.labelled,
+        "rows": verdict.rates.rows,
+        "events": verdict.rates.events,
+        "variants": len(found.variants.values),
+        "backend": found.backend,
+        "policy_steps": found.policy_steps,
+        "seconds": round(found.seconds, 3),
+        "axes": [
+            {"key": a.key, "low": a.low, "high": a.high, "log": a.log, "values": list(a.listed)}
+            for a in found.variants.axes
+        ],
+        "take": "new" if verdict.take else "base",
+        "reason": verdict.reason,
+        "taken_fingerprint": fingerprint(found.policy),
+        "base": _setting(found, 0),
+        "chosen": _setting(found, choice.index),
+        "best": _setting(found, choice.best),
+        "ranking": [_setting(found, i) for i in ranked],
+        "plateau_size": int(choice.plateau.sum()),
+        "held_out": None
+        if checked is None
+        else {
+            "splits": checked.splits,
+            "by": found.splits.by,
+            "families": found.splits.families,
+            "share": found.plan.holdout,
+            "worse_than_base": checked.worse,
+            "events": list(checked.events),
+            "events_in_some_split": checked.ever,
+            **{
+                name: {**each._asdict(), "gap": each.gap}
+                for name, each in zip(
+                    ("base", "chosen", "best"),
+                    (checked.base, checked.chosen, checked.best),
+                    strict=True,
+                )
+            },
+        },
+        "notes": notes(found),
+        "left_out": [each._asdict() for each in found.left_out],
+        "failed": [each._asdict() for each in found.failed],
+    }
+
+
+def _setting(found: Sweep, i: int) -> dict[str, Any]:
+    values = {
+        axis.key: round(v) if axis.whole else v
+        for axis, v in zip(found.variants.axes, found.variants.values[i].tolist(), strict=True)
+    }
+    scores = {"score": found.verdict.scores[i], "smooth": found.verdict.choice.smooth[i]}
+    return {
+        "values": values,
+        **{k: float(v) for k, v in scores.items()},
+        **rates_of(found.verdict.rates, found.tallies, i),
+    }

@@ -1,0 +1,170 @@
+"""All variants over all series, in blocks that keep every core busy."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from healcore.core.engine import EngineConfig
+from healcore.core.signals import Signals
+from healcore.plugins import registry
+from healcore.plugins import sweep as variant_engine
+from healcore.plugins.sweep import WORD, PackedSeries, Place, SweepScan, configure
+from healcore.tools.sweep.scores import Costs, OrderCounts, SeriesEvents, count_orders
+from healcore.tools.sweep.series import Series, pack, unpack
+from healcore.tools.sweep.space import SweepError, Variants
+
+BACKENDS = ("numpy", "jax")
+
+WORTH_COMPILING = 5_000_000
+"""Policy-steps from which JAX is the default: below, NumPy is done before JAX has compiled."""
+
+_LANES = {"jax": 384, "numpy": 4096}
+"""Most variants of one block. In JAX their state stays in the near caches; 512 is a sixth slower,
+since arrays of 2 KB fall on one another there."""
+
+_WORDS = 1 << 24
+"""Most words of orders that one call gives back: of a very long run fewer variants at a time."""
+
+
+def backend_for(policy_steps: int) -> str:
+    """The backend for so much work where the user names none."""
+    worth = policy_steps >= WORTH_COMPILING and importlib.util.find_spec("jax") is not None
+    return "jax" if worth else "numpy"
+
+
+class NumpySweepScan:
+    """All variants in NumPy: an array of variants, one row after another."""
+
+    def __init__(self, config: EngineConfig, places: tuple[Place, ...]) -> None:
+        """The variants of one policy; no more than a few thousand at once are worth it.
+
+        Args:
+            config: the base policy's, from `healcore.plugins.sweep.trimmed`.
+            places: where the varied numbers stand.
+        """
+        self._config, self._places = config, places
+
+    def run(
+        self, numbers: tuple[np.ndarray, ...], packed: PackedSeries
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """See `SweepScan.run`."""
+        config = configure(self._config, self._places, numbers)
+        rows, groups, layout = packed.rows, packed.groups, packed.layout
+        shape = len(groups.start), len(numbers[0])
+        words = np.zeros(shape, np.uint32)
+        skipped, recovered = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        column = {name: rows.signals[:, i] for i, name in enumerate(layout.signals)}
+        state: Any = None
+        with np.errstate(all="ignore"):
+            for group in np.flatnonzero(groups.stop > groups.start):
+                if groups.fresh[group]:
+                    state = variant_engine.init(config)
+                for row in range(groups.start[group], groups.stop[group]):
+                    names = layout.combinations[rows.kind[row]]
+                    signals = Signals(**{name: column[name][row] for name in names})
+                    state, decision = variant_engine.step(
+                        config, state, signals, rows.resumed[row], xp=np
+                    )
+                    words[group] |= np.asarray(decision.order, np.uint32) << (row % WORD)
+                    if rows.own[row]:
+                        skipped[group] += decision.skip
+                        recovered[group] += decision.first
+        return words, skipped, recovered
+
+
+def scan_of(config: EngineConfig, places: tuple[Place, ...], backend: str) -> SweepScan:
+    """A scan of the policy's variants.
+
+    Args:
+        config: the base policy's, whole.
+        places: where the varied numbers stand.
+        backend: one of `BACKENDS`.
+
+    Raises:
+        SweepError: there is no such backend, or JAX has no CPU here.
+        healcore.extras.MissingExtraError: JAX is not installed.
+    """
+    if backend not in BACKENDS:
+        raise SweepError(f"the backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    trimmed = variant_engine.trimmed(config)
+    if backend == "numpy":
+        return NumpySweepScan(trimmed, places)
+    try:
+        return registry.find("jax", "sweep_scan")(trimmed, places)
+    except RuntimeError as error:
+        raise SweepError(
+            f"JAX has no CPU backend in this process ({error}): add cpu to JAX_PLATFORMS, or take "
+            "--backend numpy"
+        ) from error
+
+
+def run(
+    scan: SweepScan,
+    variants: Variants,
+    series: Sequence[Series],
+    grounds: Sequence[SeriesEvents],
+    costs: Costs,
+    *,
+    backend: str,
+    advance: Callable[[int], None],
+) -> list[OrderCounts]:
+    """Counts what every variant does on every series.
+
+    Args:
+        scan: from `scan_of`.
+        variants: the settings.
+        series: the rows.
+        grounds: what each is scored by.
+        costs: see `scoring`.
+        backend: whose scan it is.
+        advance: called with the policy-steps just done.
+    """
+    count = len(variants.values)
+    batches = pack(series)
+    longest = max(len(packed.groups.start) for packed in batches)
+    blocks = -(-count // max(16, min(_LANES[backend], _WORDS // longest)))
+    lanes = -(-count // blocks)
+    lanes = -(-lanes // 16) * 16 if backend == "jax" else lanes
+    starts = range(0, count, lanes)
+
+    def one(task: tuple[int, PackedSeries]) -> list[OrderCounts]:
+        start, packed = task
+        numbers = variants.numbers(slice(start, start + lanes))
+        real = len(numbers[0])
+        # Every block has one shape, so that one program serves; what pads the last is not counted.
+        padded = tuple(np.pad(each, (0, lanes - real), mode="edge") for each in numbers)
+        words = scan.run(padded if backend == "jax" else numbers, packed)
+        found = unpack(series, packed, *words)
+        counted = []
+        for i, orders in zip(packed.which, found, strict=True):
+            counted.append(count_orders(series[i], grounds[i], orders.first(real), costs))
+            advance(real * series[i].length)
+        return counted
+
+    tasks = [(start, packed) for start in starts for packed in batches]
+    with ThreadPoolExecutor(_threads() if backend == "jax" else 1) as pool:
+        done = list(pool.map(one, tasks))
+    parts: list[list[OrderCounts]] = [[] for _ in series]
+    for (_, packed), counted in zip(tasks, done, strict=True):
+        for i, each in zip(packed.which, counted, strict=True):
+            parts[i].append(each)
+    return [_side_by_side(each) for each in parts]
+
+
+def _threads() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _side_by_side(parts: Sequence[OrderCounts]) -> OrderCounts:
+    """One series' counts of all blocks."""
+    arrays = (np.concatenate(columns) for columns in zip(*(p[2:] for p in parts), strict=True))
+    return OrderCounts(parts[0].events, parts[0].rows, *arrays)

@@ -1,0 +1,318 @@
+"""A replay against the engine driven by hand, row by row, without any of the replay's code."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from healcore.core.engine import Engine
+from healcore.core.signals import Signals
+from healcore.core.verdict import Action, Cause
+from healcore.policy import load, loads
+from healcore.tools.replay import replay
+from healcore.tools.replay.report import facts
+from healcore.tools.report.descriptions import outcome
+from tests.healer.loops import rules
+from tests.tools.replay import logs
+from tests.tools.replay.test_backends import OVERFIT
+
+STOPS = """
+schema = 1
+name = "stops"
+[clip]
+kind = "none"
+[detect.nonfinite]
+[[respond]]
+to = ["nonfinite"]
+do = ["stop"]
+"""
+
+
+def rows_of(path: Path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def step(engine: Engine, state, row):
+    """(state, what was ordered) or None where the row has nothing to judge."""
+    signals = {
+        name: np.asarray(float(row[name]), np.float32)
+        for name in ("loss", "grad_norm")
+        if row.get(name, "") != ""
+    }
+    if not signals:
+        return None
+    if "eval_loss" in row:
+        signals["eval_loss"] = np.asarray(float(row["eval_loss"] or "nan"), np.float32)
+    new, _ = engine.step(state, Signals(**signals), xp=np)
+    return new, new.last.decision
+
+
+def told(decision, action):
+    """What a line would say of it, without the scores."""
+    return (
+        Cause(int(decision.cause)),
+        Action(action),
+        bool(decision.skip),
+        np.float32(decision.grad_scale),
+        np.float32(decision.lr_scale),
+    )
+
+
+def by_hand(engine: Engine, state, rows, index):
+    """(index, decision) of all rows that are not neutral, the states after each row."""
+    found, states = [], []
+    over = -1  # the incident at which a live run ends
+    for number, row in zip(index, rows, strict=True):
+        before, done = state, step(engine, state, row)
+        if done is not None:
+            state, decision = done
+            action = int(decision.action)
+            now, then = state.incident, before.incident
+            fresh = int(now.number) != int(then.number) or int(then.recovered) != 0
+            paid = bool(action & Action.ROLLBACK)
+            if int(now.recovered) == 0 and fresh and (paid or int(now.number) != over):
+                action |= int(Action.ROLLBACK)
+                over = over if paid else int(now.number)
+            line = told(decision, action)
+            if line != (Cause(0), Action(0), False, 1.0, 1.0):
+                found.append((number, line))
+        states.append(state)
+    return found, states
+
+
+def replayed(trace, policy, backend="numpy"):
+    result = replay(trace, policy, backend=backend)
+    lines = [
+        (
+            row.index,
+            (row.cause, row.action, row.skip, np.float32(row.grad_scale), np.float32(row.lr_scale)),
+        )
+        for row in result
+    ]
+    return lines, result
+
+
+def test_one_attempt(tmp_path):
+    path = logs.write(tmp_path / "a.csv", logs.eventful(900))
+    engine = load("pretraining").engine()
+    wanted, _ = by_hand(engine, engine.init(), rows_of(path), range(900))
+    got, result = replayed(logs.trace(path), "pretraining")
+    assert got == wanted
+    summary = result.summary
+    assert summary.rows == 900
+    assert summary.unjudged == sum(not row["loss"] + row["grad_norm"] for row in rows_of(path)) > 0
+
+
+def test_counts_are_those_of_the_lines(tmp_path):
+    run = logs.eventful(900)
+    for onset in (300, 450, 600, 750):
+        run["loss"][onset : onset + 12] = ["nan"] * 12
+    got, result = replayed(logs.trace(logs.write(tmp_path / "a.csv", run)), "pretraining")
+    summary, decisions = result.summary, [line for _, line in got]
+    assert summary.skips == sum(line[2] for line in decisions)
+    assert summary.clips == sum(line[3] < 1 for line in decisions)
+    for cause in Cause:
+        assert summary.causes.get(str(cause.name), 0) == sum(cause in line[0] for line in decisions)
+    for action in Action:
+        count = sum(action in line[1] for line in decisions)
+        assert summary.actions.get(str(action.name), 0) == count
+    assert summary.rollbacks == summary.actions["ROLLBACK"]
+    assert summary.lowest_lr == pytest.approx(min(float(line[4]) for line in decisions))
+    assert summary.incidents == len(result.incidents) > 2
+    ends = [each.index for each in result.incidents if "STOP" in each.action]
+    assert summary.stopped_at == ends[0]
+    assert Action.STOP in dict(got)[ends[0]][1]
+
+
+def test_a_resumed_run_goes_back_with_its_budget(tmp_path):
+    """Detectors as of the row before the resumed step; budget, incidents and LR of the live run."""
+    run = logs.eventful(700)
+    first = logs.write(tmp_path / "1.csv", logs.part(run, 0, 450))
+    second = logs.write(tmp_path / "2.csv", logs.part(run, 300, 700), range(300, 700))
+    engine = load("pretraining").engine()
+    before, states = by_hand(engine, engine.init(), rows_of(first), range(450))
+    state = engine.on_rollback(states[-1], states[299], xp=np)
+    assert int(states[-1].budget.recoveries) < int(states[100].budget.recoveries)
+    after, _ = by_hand(engine, state, rows_of(second), range(450, 850))
+    got, result = replayed(logs.trace(first, second), "pretraining")
+    assert got == before + after
+    attempts = result.summary.attempts
+    assert [each.rows for each in attempts] == [450, 400]
+    assert sum(each.incidents for each in attempts) == result.summary.incidents
+    assert sum(each.rollbacks for each in attempts) == result.summary.rollbacks
+    assert all(each.incidents for each in attempts)
+
+
+def test_another_file_from_the_start_is_another_run(tmp_path):
+    run = logs.eventful(300)
+    first, second = (logs.write(tmp_path / f"{n}.csv", run) for n in range(2))
+    engine = load("pretraining").engine()
+    once, _ = by_hand(engine, engine.init(), rows_of(first), range(300))
+    got, _ = replayed(logs.trace(first, second), "pretraining")
+    assert got == once + [(300 + index, line) for index, line in once]
+
+
+def test_a_restart_within_one_file_keeps_the_budget(tmp_path):
+    """One file is one run: what its first attempt has spent is spent."""
+    run = logs.eventful(300)
+    twice = {name: cells * 2 for name, cells in run.items()}
+    path = logs.write(tmp_path / "a.csv", twice, [*range(300), *range(300)])
+    engine = load("pretraining").engine()
+    rows = rows_of(path)
+    before, states = by_hand(engine, engine.init(), rows[:300], range(300))
+    state = engine.on_rollback(states[-1], engine.init(), xp=np)
+    after, _ = by_hand(engine, state, rows[300:], range(300, 600))
+    got, _ = replayed(logs.trace(path), "pretraining")
+    assert got == before + after
+
+
+def test_a_spent_budget_does_not_stop_what_is_finite_and_does_not_grow(tmp_path):
+    run = logs.noisy(900)
+    for onset in range(100, 900, 150):
+        run["loss"][onset : onset + 20] = [9.0] * 20
+    path = logs.write(tmp_path / "a.csv", run)
+    summary = replayed(logs.trace(path), "pretraining")[1].summary
+    assert summary.spent >= 2
+    assert summary.stopped_at is None
+    again = [row for row in replay(logs.trace(path), "pretraining") if row.spent]
+    assert all(Action.ALERT | Action.ROLLBACK in row.action for row in again)
+
+
+def test_a_spent_budget_is_told_and_the_replay_goes_on(tmp_path):
+    run = logs.noisy(900)
+    for onset in range(100, 900, 150):
+        run["loss"][onset : onset + 20] = ["nan"] * 20
+    first = logs.write(tmp_path / "1.csv", run)
+    second = logs.write(tmp_path / "2.csv", logs.part(run, 680, 900), range(680, 900))
+    _, result = replayed(logs.trace(first, second), "pretraining")
+    summary = result.summary
+    recoveries = load("pretraining").budget.recoveries
+    assert summary.rollbacks - summary.spent == recoveries
+    assert summary.spent >= 2
+    assert summary.stopped_at is not None
+    again = [row for row in replay(result.trace, "pretraining") if row.spent]
+    assert again[0].index == summary.stopped_at < 680
+    assert again[0].step == summary.stopped_step
+    assert again[-1].attempt == 1
+    assert all(Action.STOP | Action.ROLLBACK in row.action for row in again)
+    assert "none was left" in outcome(result.incidents[recoveries])
+
+
+def test_an_incident_that_never_ends_is_denied_once(tmp_path):
+    """A live run ends at its first one; the engine asks every `patience` alarms."""
+    run = logs.noisy(900)
+    run["loss"][100:900] = ["nan"] * 800
+    _, result = replayed(logs.trace(logs.write(tmp_path / "a.csv", run)), rules())
+    summary = result.summary
+    assert summary.incidents == 1
+    assert summary.spent == 1
+    assert summary.rollbacks == rules().budget.recoveries + 1
+    assert summary.actions["STOP"] > 10
+    # Had the first helped, there would have been no other, and no end.
+    assert summary.repeats == rules().budget.recoveries
+    assert summary.attempts[0].repeats == summary.repeats
+    assert summary.stopped_at is summary.stopped_step is None
+
+
+def test_the_first_rollback_of_an_incident_is_what_would_have_happened(tmp_path):
+    """The curve does not heal: `patience` alarms later the policy asks, and cuts, again."""
+    run = logs.noisy(900)
+    for onset in (200, 500):
+        run["loss"][onset : onset + 8] = ["nan"] * 8
+    policy = rules()
+    _, result = replayed(logs.trace(logs.write(tmp_path / "a.csv", run)), policy)
+    summary, budget = result.summary, policy.budget.recoveries
+    orders = [row for row in replay(result.trace, policy) if Action.ROLLBACK in row.action]
+    assert [row.index for row in orders] == [200, 206, 500, 506]
+    assert [row.spent for row in orders] == [place >= budget for place in range(4)]
+    assert budget == 3, "the last is denied, and is a repeat"
+    assert (summary.incidents, summary.rollbacks, summary.repeats) == (2, 4, 2)
+    assert (summary.spent, summary.stopped_at) == (1, None)
+    assert (summary.repeat_cuts, summary.actions["CUT_LR"]) == (2, 4)
+    assert summary.lowest_lr < summary.lowest_lr_first == orders[2].lr_scale
+    first, second = result.incidents
+    assert (first.lr_before, first.lr_after) == (1.0, 0.5)
+    assert "STOP" not in second.action
+    assert "would roll back (once more if that had not helped)" in outcome(first)
+    assert "would roll back (if that had not helped: it would stop)" in outcome(second)
+    told = facts(summary, "numpy")
+    assert told["rollbacks"] == "2, and 2 more if rollbacks had not helped, 1 beyond the budget"
+    assert told["cuts of the learning rate"] == "2, and 2 more if rollbacks had not helped"
+    assert told["smallest learning-rate multiplier"] == (
+        f"{summary.lowest_lr_first:g}, or {summary.lowest_lr:g} if rollbacks had not helped"
+    )
+
+
+def test_a_rule_that_stops_ends_the_run_wherever_it_does(tmp_path):
+    run = logs.noisy(300)
+    run["loss"][100] = "nan"
+    _, result = replayed(logs.trace(logs.write(tmp_path / "a.csv", run)), loads(STOPS))
+    assert (result.summary.stopped_at, result.summary.rollbacks) == (100, 0)
+    assert outcome(result.incidents[0]) == "would stop"
+
+
+def test_one_rollback_for_each_of_several_lone_alarms(tmp_path):
+    """Each opens an incident and orders at once; the one before has had no alarm since its own."""
+    run = logs.noisy(300)
+    for row in (50, 100, 150, 200, 250):
+        run["loss"][row] = "nan"
+    trace = logs.trace(logs.write(tmp_path / "a.csv", run))
+    found = [
+        (row.index, row.spent) for row in replay(trace, rules()) if Action.ROLLBACK in row.action
+    ]
+    assert found == [(50, False), (100, False), (150, False), (200, True), (250, True)]
+
+
+def test_evaluations_are_signals_of_the_whole_run(tmp_path):
+    """NaN where there was none; the detector goes on learning the training loss there."""
+    policy = loads(OVERFIT)
+    run = logs.noisy(300)
+    run["eval_loss"] = [5.5 if row % 50 == 49 else "" for row in range(300)]
+    path = logs.write(tmp_path / "a.csv", run)
+    engine = policy.engine()
+    wanted, _ = by_hand(engine, engine.init(), rows_of(path), range(300))
+    got, result = replayed(logs.trace(path), policy)
+    assert got == wanted
+    assert result.summary.causes["OVERFIT"] > 100
+
+
+def test_scores_belong_to_the_signals_of_the_row(tmp_path):
+    path = logs.write(tmp_path / "a.csv", logs.eventful(700))
+    rows = rows_of(path)
+    seen = set()
+    for row in replay(logs.trace(path), "pretraining"):
+        logged = rows[row.index]
+        assert set(row.z) == {name for name in ("loss", "grad_norm") if logged[name] != ""}
+        assert (row.threshold is None) == (logged["grad_norm"] == "")
+        assert all(math.isfinite(z) for z in row.z.values())
+        seen.add(frozenset(row.z))
+    assert len(seen) == 3
+
+
+def test_incidents_have_their_rows_and_steps(tmp_path):
+    run = logs.noisy(500)
+    run["loss"][200:230] = [7.0] * 30
+    path = logs.write(tmp_path / "a.csv", run, range(1000, 6000, 10))
+    _, result = replayed(logs.trace(path), "pretraining")
+    (incident,) = (each for each in result.incidents if "ROLLBACK" in each.action)
+    assert (incident.onset, incident.onset_step) == (200, 3000)
+    assert 200 < incident.index < 210
+    assert incident.step == 1000 + 10 * incident.index
+    assert "LOSS_SPIKE" in incident.cause
+    assert (incident.lr_before, incident.lr_after) == (1.0, 0.5)
+    assert "would roll back" in outcome(incident)
+    assert incident.skipped > 0
+
+
+def test_before_its_end_there_is_no_summary(tmp_path):
+    result = replay(logs.trace(logs.write(tmp_path / "a.csv", logs.noisy(50))), "pretraining")
+    with pytest.raises(RuntimeError, match="not come to its end"):
+        _ = result.summary
+    assert result.finish().rows == 50
+    with pytest.raises(RuntimeError, match="runs once"):
+        list(result)

@@ -1,0 +1,247 @@
+"""`healcore replay`, through the real command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from healcore.policy import preset_text
+from healcore.tools.cli import app
+from tests.tools.replay import logs
+
+ROOT = Path(__file__).parents[3]
+
+
+def healcore_replay(*arguments: str | Path):
+    return CliRunner(env={"COLUMNS": "160"}).invoke(app, ["replay", *map(str, arguments)])
+
+
+@pytest.fixture
+def run(tmp_path):
+    return logs.write(tmp_path / "run.csv", logs.eventful(300))
+
+
+@pytest.fixture
+def spiked(tmp_path):
+    """A spike of 25 rows from row 150 on, and nothing else."""
+    run = logs.noisy(300)
+    run["loss"][150:175] = [8.0] * 25
+    return logs.write(tmp_path / "spiked.csv", run)
+
+
+def cells(output: str, name: str) -> list[str]:
+    """The row of a table that begins with the name, cut at wide gaps."""
+    (row,) = (line for line in output.splitlines() if line.strip().startswith(f"{name} "))
+    return row.split()
+
+
+def test_the_table(run, spiked):
+    done = healcore_replay(spiked, "-p", "pretraining")
+    assert done.exit_code == 0, done.output
+    assert cells(done.output, "spiked.csv")[:4] == ["spiked.csv", "300", "1", "1"]
+    assert "0.5 (1)" in done.output
+    assert "Judged with numpy" in " ".join(done.output.split())
+    both = healcore_replay(spiked, run)
+    assert cells(both.output, "all 2")[2] == "600"
+
+
+def test_lines_of_json(run, tmp_path):
+    out = tmp_path / "out.jsonl"
+    assert healcore_replay(run, "--jsonl", out).exit_code == 0
+
+    def refuse(token: str):
+        raise AssertionError(f"{token} is no JSON")
+
+    *rows, summary = (json.loads(line, parse_constant=refuse) for line in out.open())
+    first = rows[0]
+    assert list(first)[:9] == [
+        *("trace", "index", "step", "cause", "action", "skip", "grad_scale", "lr_scale", "z"),
+    ]
+    assert first["trace"] == str(run)
+    assert not any(row.get("summary") for row in rows)
+    assert [row["index"] for row in rows] == sorted({row["index"] for row in rows})
+    assert summary["summary"] is True
+    assert summary["rows"] == 300 == summary["steps"] + summary["unjudged"]
+    causes = [cause for row in rows for cause in row["cause"]]
+    assert summary["causes"] == {cause: causes.count(cause) for cause in summary["causes"]}
+    actions = [action for row in rows for action in row["action"]]
+    assert summary["actions"] == {action: actions.count(action) for action in summary["actions"]}
+    neutral = {"cause": [], "action": [], "skip": False, "grad_scale": 1.0, "lr_scale": 1.0}
+    assert not [row for row in rows if neutral.items() <= row.items()]
+
+
+def test_lines_on_standard_output(run, spiked, tmp_path):
+    """Nothing else is there: the table goes to standard error."""
+    command = [sys.executable, "-c", "from healcore.tools.cli import main; main()"]
+    command += ["replay", str(run), str(spiked), "--jsonl"]
+    done = subprocess.run([*command, "-"], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert "would have done" in done.stderr
+    out = tmp_path / "out.jsonl"
+    assert healcore_replay(run, spiked, "--jsonl", out).exit_code == 0
+    assert done.stdout == out.read_text()
+
+
+@pytest.mark.parametrize("lines", ["--jsonl -", ""])
+def test_a_reader_that_has_seen_enough(run, lines):
+    """`healcore replay ... | head`: no traceback, and no failure."""
+    command = f"{sys.executable} -c 'from healcore.tools.cli import main; main()' replay "
+    command += f"{run} -p zclip -p default {lines} | head -c 9; echo ${{PIPESTATUS[0]}}"
+    bash = ["bash", "-c", command]
+    done = subprocess.run(bash, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.stdout == ('{"trace":0\n' if lines else "What zcli0\n")
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
+
+
+def test_comparing_policies(spiked, tmp_path):
+    mine = tmp_path / "mine.toml"
+    mine.write_text(preset_text("pretraining").replace('"rollback", "cut_lr"', '"rollback"'))
+    out = tmp_path / "out.jsonl"
+    done = healcore_replay(spiked, "-p", "pretraining", "-p", mine, "-p", "zclip", "--jsonl", out)
+    assert done.exit_code == 0, done.output
+    summaries = [each for each in map(json.loads, out.open()) if each.get("summary")]
+    assert [each["policy"] for each in summaries] == ["pretraining", str(mine), "zclip"]
+    assert [each["rollbacks"] for each in summaries] == [1, 1, 0]
+    assert [each["lowest_lr"] for each in summaries] == [0.5, 1, 1]
+    assert len({each["fingerprint"] for each in summaries}) == 3
+
+
+def test_a_value_is_replaced_in_every_policy(spiked):
+    assert "0.5 (1)" in healcore_replay(spiked, "-p", "pretraining").output
+    done = healcore_replay(spiked, "-p", "pretraining", "--set", "lr.factor=0.25")
+    assert "0.25 (1)" in done.output
+    done = healcore_replay(spiked, "--set", "lr.factor=2")
+    assert done.exit_code == 2
+    assert "lr.factor = 2" in done.stderr
+
+
+def test_labels(spiked, tmp_path):
+    """The same spike twice, once known as an event, once not."""
+    other = tmp_path / "other.csv"
+    other.write_bytes(spiked.read_bytes())
+    labels = tmp_path / "labels.json"
+    known = [
+        {"file": "spiked.csv", "points": 300, "spikes": [{"onset": 150, "end": 174}]},
+        {"file": "other.csv", "points": 300, "spikes": []},
+    ]
+    labels.write_text(json.dumps(known))
+    done = healcore_replay(spiked, other, "--labels", labels)
+    assert done.exit_code == 0, done.output
+    assert cells(done.output, "spiked.csv")[-4:] == ["1", "of", "1", "-"]
+    assert cells(done.output, "other.csv")[-2:] == ["-", "1"]
+    row = cells(done.output, ".")
+    assert row[:8] == [".", "default", "rollbacks", "2", "600", "1", "of", "1"]
+    assert (row[8], *row[10:]) == ("1", "1", "16.67")
+
+
+def test_a_policy_is_scored_by_its_severest_answer(spiked, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a long path would be cut in the table
+    labels = tmp_path / "labels.json"
+    known = [{"file": "spiked.csv", "points": 300, "spikes": [{"onset": 150, "end": 174}]}]
+    labels.write_text(json.dumps(known))
+    alerts = tmp_path / "alerts.toml"
+    alerts.write_text(
+        'schema = 1\nname = "alerts"\n[clip]\nkind = "none"\n[detect.loss_spike]\n'
+        '[[respond]]\nto = ["loss_spike"]\ndo = ["alert"]\n'
+    )
+    scored = {
+        "default": "rollbacks",
+        "axolotl-watchdog": "stops",
+        "olmo2-skip-step": "skips",
+        alerts.name: "alarms",
+    }
+    chosen = [part for name in scored for part in ("-p", name)]
+    done = healcore_replay(spiked, "--labels", labels, *chosen)
+    assert done.exit_code == 0, done.output
+    told = [line.split() for line in done.output.splitlines() if line.strip().startswith(". ")]
+    assert {line[1]: line[2] for line in told} == scored
+    for name in ("olmo2-skip-step", alerts.name, "default"):
+        assert ["1", "of", "1"] in [line[5:8] for line in told if line[1] == name]
+    assert "1 of 1 by skips" in done.output
+    assert "1 of 1 by alarms" in done.output
+    assert "of 1 by stops" in done.output
+    assert "by rollbacks" not in done.output
+
+
+def test_damage_is_told_before_the_legend(spiked):
+    with spiked.open("a") as file:
+        file.write("300,wrong,0.5\n")
+    said = " ".join(healcore_replay(spiked).output.split())
+    assert 0 < said.index("wrong") < said.index("Judged with")
+
+
+def test_page_and_picture(spiked, tmp_path):
+    pytest.importorskip("plotly")
+    page, picture = tmp_path / "r.html", tmp_path / "r.png"
+    done = healcore_replay(spiked, "--report", page, "--png", picture)
+    assert done.exit_code == 0, done.output
+    assert "spiked.csv" in page.read_text()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_some_traces_cannot_be_read(spiked, tmp_path):
+    empty = tmp_path / "empty.csv"
+    empty.touch()
+    gone = tmp_path / "gone.csv"
+    done = healcore_replay(empty, spiked, gone)
+    assert done.exit_code == 1
+    assert f"{empty}: it is empty" in done.output
+    assert f"{gone}: it cannot be read" in done.output
+    assert cells(done.output, str(spiked.name))[1] == "300"
+
+
+def test_a_policy_that_has_nothing_to_judge_in_one(spiked, tmp_path):
+    norms = logs.noisy(50)
+    del norms["loss"]
+    other = logs.write(tmp_path / "norms.csv", norms)
+    mine = tmp_path / "mine.toml"
+    mine.write_text(
+        'schema = 1\nname = "mine"\n[clip]\nkind = "none"\n[detect.loss_spike]\n'
+        '[[respond]]\nto = ["loss_spike"]\ndo = ["skip"]\n'
+    )
+    assert healcore_replay(spiked, other, "-p", mine).exit_code == 1
+    done = healcore_replay(other, "-p", mine)
+    assert done.exit_code == 2
+    assert f"{other}: policy {mine} reads loss, and this trace logs only grad_norm" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["RUN", "--policy", "defualt"], "did you mean 'default'"),
+        (["RUN", "--policy", "no.toml"], "No such file"),
+        (["RUN", "-p", "zclip", "-p", "zclip"], "--policy zclip is there twice"),
+        (["RUN", "--backend", "cuda"], "one of numpy, jax, torch, got 'cuda'"),
+        (["RUN", "--column", "loss"], "SIGNAL=NAME, as in loss=train/ce, got 'loss'"),
+        (["RUN", "--column", "los=b"], "no signal 'los'"),
+        (["RUN", "--jsonl", "RUN"], "is one of the files that are read: write to another"),
+        (["RUN", "--report", "no/such/r.html"], "there is no folder no/such"),
+        (["RUN", "--png", "."], "it is a folder"),
+        (["RUN", "--labels", "no.json"], "no.json cannot be read"),
+        (["gone.csv"], "nothing was replayed"),
+        ([], "Missing argument"),
+    ],
+)
+def test_what_cannot_be_done(run, arguments, said):
+    before = run.read_bytes()
+    done = healcore_replay(*(str(run) if each == "RUN" else each for each in arguments))
+    assert done.exit_code == 2
+    assert said in done.output
+    assert run.read_bytes() == before
+
+
+def test_a_replay_of_nothing_leaves_the_last_one(run, tmp_path):
+    out = tmp_path / "out.jsonl"
+    assert healcore_replay(str(run), "--jsonl", str(out)).exit_code == 0
+    before = out.read_bytes()
+    empty = tmp_path / "empty.csv"
+    empty.write_text("step,loss\n")
+    assert healcore_replay(str(empty), "--jsonl", str(out)).exit_code == 2
+    assert out.read_bytes() == before
+    assert not list(tmp_path.glob(".*"))

@@ -1,0 +1,165 @@
+"""Scores against labels: cases counted by hand, and the official scorer where it is there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from healcore.core.verdict import Action
+from healcore.plugins.rows import as_record, empty_columns
+from healcore.tools.replay.decisions import JudgedRows
+from healcore.tools.replay.scores import (
+    Label,
+    LabelError,
+    Labels,
+    Score,
+    ScoreCollector,
+    Zone,
+    read_labels,
+)
+from healcore.tools.traces import Rows
+
+SCORER = Path(__file__).parents[4] / "shared" / "tools" / "score_detectors.py"
+
+
+def evidence_of(orders, loss, chunk=64):
+    """What a score needs of a run with rollbacks at these rows."""
+    found = ScoreCollector()
+    found_rows = empty_columns(len(loss))
+    as_record(found_rows)[0].action[list(orders)] = int(Action.ROLLBACK)
+    index, step = np.arange(len(loss)), np.arange(len(loss), dtype=np.float64)
+    given = np.ones(len(loss), bool)
+    for start in range(0, len(loss), chunk):
+        part = slice(start, start + chunk)
+        rows = Rows(index[part], step[part], {"loss": loss[part]}, {"loss": given[part]}, 0)
+        record, due = as_record(tuple(column[part] for column in found_rows))
+        never = np.zeros(len(index[part]), bool)
+        judged = JudgedRows(
+            index[part], step[part], 0, {"loss": given[part]}, record, due, never, never
+        )
+        found.add(rows, judged)
+    return found
+
+
+def label(spikes=(), ambiguous=(), points=600):
+    return Label(
+        "a.csv", points, tuple(Zone(*s) for s in spikes), tuple(Zone(*z) for z in ambiguous)
+    )
+
+
+@pytest.mark.parametrize(
+    ("orders", "found", "false"),
+    [
+        ([], 0, 0),
+        ([300], 1, 0),
+        ([295], 1, 0),  # five rows before the onset still belong to it
+        ([294], 0, 1),
+        ([350], 1, 0),  # forty rows after its end too
+        ([351], 0, 1),
+        ([63], 0, 0),  # among the first 64 rows nothing counts
+        ([64], 0, 1),
+        ([200, 240, 280], 0, 1),  # forty rows apart: one false alarm
+        ([200, 241], 0, 2),
+        ([480], 0, 0),  # ambiguous
+    ],
+)
+def test_what_counts(orders, found, false):
+    loss = np.ones(600, np.float32)
+    score = evidence_of(orders, loss).score(label([(300, 310)], [(470, 490)]))
+    assert score is not None
+    assert (score.traces, score.rows, score.events) == (1, 600, 1)
+    assert (score.found, score.false) == (found, false)
+
+
+@pytest.mark.parametrize(("order", "false"), [(129, 1), (130, 0), (170, 0), (171, 1)])
+def test_after_a_nan_nothing_is_false(order, false):
+    loss = np.ones(600, np.float32)
+    loss[130] = np.nan
+    score = evidence_of([order], loss).score(label())
+    assert score is not None
+    assert score.false == false
+
+
+def test_latency():
+    loss = np.ones(600, np.float32)
+    spikes = [(100, 110), (200, 210), (300, 310)]
+    score = evidence_of([98, 203, 311], loss).score(label(spikes))
+    assert score is not None
+    assert score.latencies == (0, 3, 11)
+    assert score.in_time == 2
+    both = score.plus(Score(1, 400, 1, (7,), 2))
+    assert both == Score(2, 1000, 4, (0, 3, 11, 7), 2)
+    assert both.false_rate == 20
+
+
+def test_short_traces_are_left_out():
+    assert evidence_of([100], np.ones(199, np.float32)).score(label(points=199)) is None
+
+
+def test_a_label_is_found_by_the_end_of_the_path():
+    labels = Labels(
+        [label()._replace(file=name) for name in ("calm/a.csv", "spiky/a.csv", "b.csv")]
+    )
+    for path, file in {
+        "/data/spiky/a.csv": "spiky/a.csv",
+        "calm/a.csv": "calm/a.csv",
+        "./b.csv": "b.csv",
+        "x/b.csv": "b.csv",
+        "x/a.csv": None,
+        "c.csv": None,
+    }.items():
+        found = labels.of(path)
+        assert (found and found.file) == file, path
+
+
+@pytest.mark.parametrize("text", ["", "{}x", '{"a": 1}', "[1]", '[{"file": "a"}]', "[[]]"])
+def test_labels_that_are_none(tmp_path, text):
+    file = tmp_path / "labels.json"
+    file.write_text(text)
+    with pytest.raises(LabelError, match=r"labels\.json is not a list of labels like"):
+        read_labels(file)
+
+
+@pytest.mark.skipif(not SCORER.is_file(), reason=f"no official scorer: {SCORER} is not there")
+def test_the_official_scorer_agrees(tmp_path):
+    """Random orders, losses with NaN, spikes and ambiguous zones; the sums over 40 runs."""
+    rng = np.random.default_rng(5)
+    mine, labels = Score(), []
+    (tmp_path / "alarms" / "algoperf" / "x").mkdir(parents=True)
+    (tmp_path / "algoperf" / "x").mkdir(parents=True)
+    for number in range(40):
+        rows = int(rng.integers(150, 900))
+        loss = rng.random(rows).astype(np.float32)
+        loss[rng.random(rows) < 0.002] = np.nan
+        orders = np.flatnonzero(rng.random(rows) < 0.02)
+        at = np.sort(rng.choice(rows, 8, replace=False))
+        zones = [Zone(int(a), int(b)) for a, b in zip(at[::2], at[1::2], strict=True)]
+        known = Label(f"algoperf/x/{number}.csv", rows, tuple(zones[:3]), tuple(zones[3:]))
+        labels.append(
+            {
+                "file": known.file,
+                "points": rows,
+                "spikes": [zone._asdict() for zone in known.spikes],
+                "ambiguous": [zone._asdict() for zone in known.ambiguous],
+            }
+        )
+        lines = [f"{step},{value}" for step, value in enumerate(loss)]
+        (tmp_path / known.file).write_text("\n".join(["step,loss", *lines]))
+        alarms = tmp_path / "alarms" / f"{known.file}.json"
+        alarms.write_text(json.dumps({"alarms": orders.tolist()}))
+        mine = mine.plus(evidence_of(orders, loss).score(known) or Score())
+    (tmp_path / "labels.json").write_text(json.dumps(labels))
+    command = [sys.executable, str(SCORER), str(tmp_path), "json", str(tmp_path / "alarms")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
+    words = said.split()
+    assert int(words[words.index("files") + 1]) == mine.traces > 30
+    assert int(words[words.index("pts") + 1]) == mine.rows
+    assert int(words[words.index("recall") + 1]) == mine.found > 20
+    assert int(words[words.index("steps") + 1].rstrip(")")) == mine.in_time
+    assert float(words[words.index("latency") + 1]) == np.median(mine.latencies)
+    assert int(words[words.index("false") + 1]) == mine.false > 20

@@ -1,0 +1,154 @@
+"""The tables at any width."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from healcore.policy import load
+from healcore.tools.replay.backends import choose_backend
+from healcore.tools.replay.batch import NamedPolicy, ReplayOptions, ReplayResult, replay_all
+from healcore.tools.replay.table import LEAVES_OUT, legend, notes, summary_table
+from tests.tools.replay import logs
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Two policies on a run of three attempts and on a calm one."""
+    folder = tmp_path_factory.mktemp("logs") / "a_folder_with_quite_a_long_name"
+    folder.mkdir()
+    run = logs.eventful(400)
+    parts = [
+        logs.write(
+            folder / f"a_run_with_a_name_{start}.csv",
+            logs.part(run, start, stop),
+            range(start, stop),
+        )
+        for start, stop in ((0, 200), (150, 300), (250, 400))
+    ]
+    traces = [logs.trace(*parts), logs.trace(logs.write(folder / "calm.csv", logs.noisy(300)))]
+    policies = [NamedPolicy(name, load(name)) for name in ("default", "observe")]
+    done = []
+    found = list(
+        replay_all(
+            traces,
+            policies,
+            backend="numpy",
+            wanted=ReplayOptions(),
+            advance=lambda name, rows: done.append((name, rows)),
+        )
+    )
+    assert sum(rows for _, rows in done) == 2 * (500 + 300)
+    assert all(isinstance(each, ReplayResult) for each in found)
+    return found
+
+
+def troubled(result):
+    """With a curve that does not heal."""
+    summary = result.summary._replace(
+        rollbacks=31, repeats=15, spent=3, stopped_step=209_408.0, lowest_lr_first=0.5
+    )
+    return result._replace(summary=summary)
+
+
+def shown(results, width):
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(summary_table(results, width=width))
+    return capture.get()
+
+
+@pytest.mark.parametrize("width", range(72, 180, 4))
+def test_numbers_are_never_cut(results, width):
+    text = shown([troubled(results[0]), *results[1:]], width)
+    for line in text.splitlines():
+        name = line.rpartition("…")[0]
+        assert "  " not in name.strip(), f"only names are cut: {line}"
+    heads = next(line for line in text.splitlines() if line.strip().startswith("trace"))
+    gone = [name for name in LEAVES_OUT if name not in heads]
+    assert gone == list(LEAVES_OUT[: len(gone)])
+    assert ("A wider terminal also shows" in text) == bool(gone)
+    assert " 16 +15 again (3 denied) " in text
+
+
+def test_wide_enough_for_everything(results):
+    text = shown(results, 200)
+    assert "…" not in text
+    assert "A wider terminal" not in text
+
+
+def test_attempts_are_told_one_by_one(results):
+    told = [line for line in notes(results) if "attempts" in line]
+    assert len(told) == 2
+    attempts = results[0].summary.attempts
+    counts = [f"{a.incidents} / {a.rollbacks - a.repeats}" for a in attempts]
+    assert (
+        ", ".join(
+            f"{count} from step {step} on"
+            for count, step in zip(counts, (0, 150, 250), strict=True)
+        )
+        in told[0]
+    )
+
+
+def test_rows_that_were_not_judged_count_once(results):
+    """Not once for each policy."""
+    count = results[0].summary.unjudged
+    assert count > 1
+    assert f"{count} rows without a loss and a gradient norm: not judged" in notes(results)
+
+
+def test_what_is_inactive_is_reported_once_for_all_policies(tmp_path):
+    calm = logs.noisy(60)
+    del calm["grad_norm"]
+    traces = [
+        logs.trace(logs.write(tmp_path / "loss.csv", calm)),
+        logs.trace(logs.write(tmp_path / "both.csv", logs.noisy(60))),
+    ]
+
+    def told(*names, traces=traces):
+        policies = [NamedPolicy(name, load(name)) for name in names]
+        done = replay_all(
+            traces, policies, backend="numpy", wanted=ReplayOptions(), advance=lambda *_: None
+        )
+        return notes([each for each in done if isinstance(each, ReplayResult)])
+
+    assert told("default", "observe", "olmo2-skip-step") == [
+        "no grad_norm logged in 1 of 2 traces: clip (3 policies), grad_spike (2 policies), "
+        "instability (2 policies), vanishing (2 policies) and grad_window (olmo2-skip-step) "
+        "are inactive"
+    ]
+    assert told("olmo2-skip-step", traces=traces[:1]) == [
+        "no grad_norm logged: clip and grad_window are inactive"
+    ]
+    assert told("default", traces=traces[1:]) == []
+
+
+def test_the_legend_tells_of_what_is_there(results):
+    summary = results[0].summary
+    whole = legend([troubled(results[0]), *results[1:]])
+    assert len(whole) < 2 * 150, "two lines"
+    for word in ("incidents:", "again:", "denied:", "lowest LR:", "ends at:"):
+        assert word in whole
+    calm = [each for each in results if not each.summary.incidents]
+    assert calm
+    assert legend(calm) == "Judged with numpy."
+    once = results[0]._replace(
+        summary=summary._replace(repeats=0, spent=0, stopped_step=None, lowest_lr_first=1.0)
+    )
+    assert legend([once]) == (
+        "incidents: runs of alarms that the policy acts on. "
+        "rollbacks: the first of each incident. Judged with numpy."
+    )
+
+
+def test_the_backend_is_that_which_is_done_first():
+    """From measurements: benchmarks, and `backends.A_LOOP`."""
+    pytest.importorskip("jax")
+    assert choose_backend([(7_912, 1)], 4) == "numpy"
+    assert choose_backend([(35_136, 1)]) == "jax"
+    assert choose_backend([(12_000, 1)]) == "numpy"
+    assert choose_backend([(12_000, 1)], 4) == "jax", "JAX starts once"
+    assert choose_backend([(15_000, 3)], 4) == "numpy", "three combinations take longer to compile"
+    assert choose_backend([(40_000, 1), (500, 1)]) == "jax"
+    assert choose_backend([(1_000, 1)] * 100) == "numpy"

@@ -1,0 +1,160 @@
+"""`healcore sweep`, from log files to a policy file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from healcore.policy import load, preset_text
+from healcore.tools.sweep import Plan, SweepError, sweep
+from healcore.tools.sweep.search import PLAN
+from healcore.tools.traces import open_traces
+from tests.tools.sweep import samples
+from tests.tools.sweep.samples import DULL, blunt, run
+
+
+def test_a_better_setting_is_found_and_written(logs, tmp_path):
+    out = tmp_path / "mine.toml"
+    policy = blunt(tmp_path)
+    done = run(*logs, "-p", policy, "--vary", DULL, "--variants", "60", "-o", str(out), "--json")
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.output, parse_constant=pytest.fail)
+    assert told["take"] == "new", told["reason"]
+    assert told["base"]["recall"] == 0 < 0.9 < told["chosen"]["recall"]
+    assert (told["runs"], told["events"], told["labelled_runs"]) == (8, 6, 0)
+    assert told["held_out"]["by"] == "family"
+    assert told["held_out"]["events"] == [2 if n == 2 else 4 for n in told["held_out"]["events"]]
+    assert told["held_out"]["events_in_some_split"] == 6
+    assert told["held_out"]["chosen"]["held_out"] > told["held_out"]["base"]["held_out"]
+    written = load(str(out))
+    assert written.name == "blunt-swept"
+    assert written.detect.loss_spike is not None
+    assert written.detect.loss_spike.evidence == told["chosen"]["values"][DULL.split("=")[0]]
+    # The file does what the sweep said: a replay's count of recoveries.
+    engine_told = sweep(open_traces(logs)[0], written, vary=["max_skips=10,11"], plan=PLAN)
+    assert engine_told.verdict.rates.recall[0] == told["chosen"]["recall"]
+
+
+def test_the_table(logs, tmp_path):
+    out = tmp_path / "mine.toml"
+    done = run(*logs, "--variants", "20", "-o", str(out))
+    assert done.exit_code == 0, done.output
+    for words in ("20 settings of policy default on 8 runs", "held out", "hindsight", str(out)):
+        assert words in done.output
+    assert load(str(out))
+    again = run(*logs, "--variants", "20", "-o", str(out))
+    assert again.exit_code == 2
+    assert "there already: add --overwrite, or name another file with -o" in again.stderr
+    assert run(*logs, "--variants", "20", "-o", str(out), "--overwrite").exit_code == 0
+
+
+def test_a_base_that_is_kept_is_what_is_written(logs, tmp_path):
+    out = tmp_path / "mine.toml"
+    done = run(*logs, "--vary", "max_skips=9,11", "-o", str(out), "--json")
+    assert json.loads(done.output)["take"] == "base"
+    assert out.read_text() == preset_text("default"), "comments and all"
+    own = tmp_path / "own.toml"
+    own.write_text("# kept for a reason\n" + preset_text("default"))
+    done = run(*logs, "-p", str(own), "--vary", "max_skips=9,11", "-o", str(out), "--overwrite")
+    assert done.exit_code == 0, done.output
+    assert out.read_text() == own.read_text()
+
+
+def test_labels_decide_what_is_an_event(logs, tmp_path):
+    labels = tmp_path / "labels.json"
+    entries = [
+        {"file": f"{recipe}/seed_{seed}.csv", "points": 340, "spikes": [], "ambiguous": []}
+        for recipe in ("wild", "mild", "calm", "even")
+        for seed in range(2)
+    ]
+    labels.write_text(json.dumps(entries))
+    out = str(tmp_path / "mine.toml")
+    done = run(*logs, "--labels", str(labels), "--vary", "max_skips=9,11", "-o", out, "--json")
+    told = json.loads(done.output)
+    assert (told["events"], told["labelled_runs"]) == (0, 8)
+    assert told["base"]["false"] > 0, "what was a spike is a false recovery now"
+    assert told["base"]["recall"] is told["base"]["found"] is told["base"]["latency_rows"] is None
+    assert "all settings score alike: nothing was learnt" in told["reason"]
+    table = run(
+        *logs, "--labels", str(labels), "--vary", "max_skips=9,11", "-o", out, "--overwrite"
+    )
+    assert "100.0%" not in table.output
+    assert "no event" in " ".join(told["notes"])
+
+
+def test_a_trace_that_cannot_be_read_is_told(logs, tmp_path):
+    bad = tmp_path / "empty.csv"
+    bad.write_text("")
+    out = str(tmp_path / "mine.toml")
+    done = run(*logs, str(bad), "--vary", "max_skips=9,11", "-o", out)
+    assert done.exit_code == 1
+    assert "empty.csv" in done.stderr
+    assert load(out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--policy", "nobody"), "default"),
+        (("--policy", "zclip"), "never goes back"),
+        (("--vary", "clip.z_threshold=2..3"), "recorded curve"),
+        (("--vary", "max_skips=1..5", "--vary", "max_skips=2..6"), "twice"),
+        (("--objective", "best"), "balance, recall, false, lost"),
+        (("--backend", "torch"), "numpy, jax"),
+        (("--labels", "none.json"), "none.json"),
+        (("-o", "policy.txt"), ".toml"),
+        (("-o", "no/such/folder/x.toml"), "no folder"),
+        (("--column", "loss"), "SIGNAL=NAME"),
+    ],
+)
+def test_what_is_wrong_is_said_in_words(logs, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    done = run(*logs, "--variants", "4", *arguments)
+    assert done.exit_code == 2, done.output
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "swept.toml").exists()
+
+
+def test_nothing_to_sweep(tmp_path):
+    short = samples.write_csv(tmp_path / "short.csv", np.ones(50))
+    done = run(short, "-o", str(tmp_path / "x.toml"))
+    assert done.exit_code == 2
+    assert "fewer than 200 rows" in done.stderr
+    with pytest.raises(SweepError, match="at least 2 variants"):
+        sweep(open_traces([short])[0], plan=Plan(variants=1))
+
+
+def test_jax_and_numpy_give_one_result(logs, tmp_path):
+    told = []
+    for backend in ("numpy", "jax"):
+        out = tmp_path / f"{backend}.toml"
+        arguments = ("-p", blunt(tmp_path), "--vary", DULL, "--variants", "20", "--json")
+        done = run(*logs, *arguments, "--backend", backend, "-o", str(out))
+        assert done.exit_code == 0, done.output
+        told.append(json.loads(done.output))
+        for key in ("backend", "seconds", "written"):
+            del told[-1][key]
+    assert told[0] == told[1]
+
+
+def test_the_command_starts_without_jax():
+    code = (
+        "import sys, healcore.tools.cli, healcore.tools.sweep; "
+        "print([m for m in ('jax', 'torch', 'matplotlib') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_output_is_no_trace(tmp_path):
+    trace = tmp_path / "run.toml"
+    trace.write_text("step,loss\n" + "".join(f"{step},2.5\n" for step in range(300)))
+    found = run(str(trace), "-o", str(trace), "--overwrite")
+    assert found.exit_code == 2
+    assert "is one of the files that are read" in found.output
+    assert trace.read_text().startswith("step,loss")

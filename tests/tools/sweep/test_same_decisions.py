@@ -1,0 +1,172 @@
+"""Every order and skip of a variant in a sweep is that of the whole engine running it alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from healcore.core.signals import Signals
+from healcore.jax.sweep_scan import JaxSweepScan
+from healcore.plugins.sweep import configure, trimmed
+from healcore.policy import load
+from healcore.tools.sweep.scans import NumpySweepScan
+from healcore.tools.sweep.series import RecoveryOrders, Series, pack, series_of, unpack
+from healcore.tools.sweep.space import draw, parse
+from healcore.tools.traces import open_traces
+from tests.core import fuzz, policies
+from tests.parity import recorded
+from tests.tools.sweep import samples
+
+VARIANTS, ROWS = 32, 200
+SIGNALS = ("loss", "grad_norm", "update_norm", "eval_loss")
+PLACES = (
+    ("detectors", "loss_spike", "z_threshold"),
+    ("detectors", "loss_spike", "evidence"),
+    ("detectors", "grad_spike", "min_ratio"),
+    ("detectors", "grad_spike", "sustain"),
+    ("detectors", "grad_spike", "shift", "patience"),
+    ("detectors", "divergence", "patience"),
+    ("detectors", "update_spike", "z_threshold"),
+    ("detectors", "vanishing", "patience"),
+    ("rules", 2, "consecutive"),
+    ("rules", 3, "count"),
+    ("incident", "quiet_steps"),
+    ("incident", "patience"),
+    ("max_skips",),
+)
+RANGES = (
+    (1.5, 6.0), (0.5, 4.0), (1.0, 4.0), (1, 8), (3, 30), (2, 30), (1.0, 12.0), (1, 12),
+    (1, 8), (1, 10), (1, 30), (1, 40), (0, 12),
+)  # fmt: skip
+
+
+def numbers(rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+    """A value for each place and variant."""
+    return tuple(
+        rng.integers(low, int(high) + 1, VARIANTS).astype(np.int32)
+        if isinstance(low, int)
+        else rng.uniform(low, high, VARIANTS).astype(np.float32)
+        for low, high in RANGES
+    )
+
+
+def fuzzed(rng: np.random.Generator, *, resumed: bool) -> Series:
+    """A run in trouble, whose rows log now one signal, now all of them."""
+    trace = Signals(*(None if x is None else x[:, 0] for x in fuzz.signals(rng, ROWS, 1)))
+    kinds = (SIGNALS, ("grad_norm", "eval_loss"))
+    kind = np.where(rng.random(ROWS) < 0.1, 1, 0)
+    series = samples.series_of(trace, kinds, kind)
+    if resumed:
+        series.resumed[ROWS // 2] = True
+        series = series._replace(own=ROWS // 2)
+    return series
+
+
+def one(scan: Any, values: Any, series: Series) -> RecoveryOrders:
+    """A scan over one series."""
+    return orders_of(scan, values, [series])[0]
+
+
+def orders_of(scan: Any, values: Any, series: list[Series]) -> list[RecoveryOrders]:
+    """A scan over series that are packed together."""
+    (packed,) = pack(series)
+    return unpack(series, packed, *scan.run(values, packed))
+
+
+def assert_as_alone(
+    config: Any, places: Any, values: Any, orders: Any, series: Series, which: Any
+) -> int:
+    """Compares variants with the engine; returns the orders compared."""
+    compared = 0
+    for i in which:
+        plain = tuple(each[i].item() for each in values)  # Python numbers, as from a policy file
+        expected = samples.alone(configure(config, places, plain), series)
+        assert samples.of_variant(orders, int(i)) == expected, (series.trace, i, plain)
+        compared += len(expected[0])
+    return compared
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_in_numpy_on_fuzzed_runs(seed):
+    rng = np.random.default_rng(seed)
+    config, values = policies.full(), numbers(rng)
+    series = fuzzed(rng, resumed=seed % 2 == 1)
+    scan = NumpySweepScan(trimmed(config), PLACES)
+    orders = one(scan, values, series)
+    assert_as_alone(config, PLACES, values, orders, series, range(4))
+
+
+def test_jax_equals_numpy_on_fuzzed_runs():
+    rng = np.random.default_rng(50)
+    config = trimmed(policies.full())
+    compiled, plain = JaxSweepScan(config, PLACES), NumpySweepScan(config, PLACES)
+    values = numbers(rng)
+    runs = [fuzzed(rng, resumed=run % 2 == 1) for run in range(8)]
+    seen = 0
+    pairs = zip(orders_of(compiled, values, runs), orders_of(plain, values, runs), strict=True)
+    for mine, its in pairs:
+        for ours, other in zip(mine, its, strict=True):
+            np.testing.assert_array_equal(ours, other)
+        seen += len(mine.row)
+    assert seen > 4 * VARIANTS, "the runs are in trouble"
+
+
+@recorded.needed
+def test_recorded_runs_in_jax():
+    policy = load("default")
+    axes = tuple(
+        parse(policy, text)
+        for text in (
+            "detect.loss_spike.z_threshold=2..6",
+            "detect.loss_spike.evidence=1..4",
+            "detect.divergence.rise=4..12",
+            "detect.divergence.patience=20..90",
+        )
+    )
+    variants = draw(policy, axes, 32)
+    places = tuple(axis.place for axis in axes)
+    scan = JaxSweepScan(trimmed(policy.config()), places)
+    files = sorted(str(f) for f in recorded.FOLDER.glob("algoperf/spiky/*.csv"))[::6]
+    opened, unreadable = open_traces(files)
+    assert not unreadable
+    compared = 0
+    for trace in opened:
+        (series,) = series_of(trace, policy.engine())
+        orders = one(scan, variants.numbers(slice(None)), series)
+        which = (0, 7, 19)
+        values = variants.numbers(slice(None))
+        compared += assert_as_alone(policy.config(), places, values, orders, series, which)
+    assert compared > 20
+
+
+def test_what_is_trimmed_has_no_say():
+    config = load("default").config()
+    fewer = trimmed(config)
+    assert fewer.clip is None
+    assert [name for name, _ in fewer.detectors] == [
+        "nonfinite",
+        "loss_spike",
+        "divergence",
+        "instability",
+    ]
+    assert len(fewer.rules) == len(config.rules) - 2, "only what alerts and no more goes"
+
+
+def test_an_own_policy_for_every_preset():
+    """The preset policies, unvaried but for one number, on a run with spikes."""
+    rng = np.random.default_rng(3)
+    loss = samples.losses(rng, 700, (300, 500)).astype(np.float32)
+    loss[600:630] = np.nan
+    norm = np.exp(rng.standard_normal(700) * 0.2).astype(np.float32)
+    norm[300:312] *= 50
+    series = samples.series_of(
+        Signals(loss=loss, grad_norm=norm), (("loss", "grad_norm"),), np.zeros(700)
+    )
+    for name in ("default", "aggressive", "conservative", "observe"):
+        config = load(name).config()
+        values = (np.array([config.max_skips, 1], np.int32),)
+        orders = one(NumpySweepScan(trimmed(config), (("max_skips",),)), values, series)
+        told = assert_as_alone(config, (("max_skips",),), values, orders, series, range(2))
+        assert told > 0, name
