@@ -15,7 +15,7 @@ import pytest
 from healcore.torch.store import DCPStore
 from tests.healer.loops import Faults, loop_of, rules, train
 from tests.healer.reading import events
-from tests.store.test_damage import flip
+from tests.runtime.store.disks import flip
 
 BAD = [23]
 

@@ -18,7 +18,7 @@ from healcore.torch.store import DCPStore
 from tests.probe.curves import falling, write
 from tests.probe.networks import saved, trained
 from tests.probe.test_checkpoint import filled
-from tests.store.worlds import DISKS
+from tests.runtime.store.store_cases import DISKS
 
 
 def run(*arguments: object) -> Any:

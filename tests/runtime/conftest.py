@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from healcore.runtime.checkpoints import wait_limit
+from healcore.runtime.checkpoints import manager
 
 
 @pytest.fixture(autouse=True)
 def unlimited(monkeypatch):
-    monkeypatch.setattr(wait_limit, "SECONDS", float("inf"))
+    monkeypatch.setattr(manager, "MAX_WAIT", float("inf"))

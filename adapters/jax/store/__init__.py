@@ -24,7 +24,7 @@ class MemoryStore(memory.MemoryStore):
 
     Args:
         keep: how many snapshots of each kind stay. One more is being taken at times.
-        nonfinite_ok: patterns of array names (`params.*.mask`) where NaN and Inf are meant.
+        nonfinite_ok: patterns of array names (`params.*.mask`) where NaN and Inf are allowed.
     """
 
     def __init__(self, keep: Keep = memory.SMALL, *, nonfinite_ok: Collection[str] = ()) -> None:

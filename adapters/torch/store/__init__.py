@@ -26,7 +26,7 @@ class MemoryStore(memory.MemoryStore):
 
     Args:
         keep: how many snapshots of each kind stay. One more is being taken at times.
-        nonfinite_ok: patterns of array names (`model.*.mask`) where NaN and Inf are meant.
+        nonfinite_ok: patterns of array names (`model.*.mask`) where NaN and Inf are allowed.
         trust: also take objects that have no plain form. The rule is that of `DCPStore`, so that
             what memory takes can be written to disk behind it.
     """

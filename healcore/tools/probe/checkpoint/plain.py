@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from healcore.runtime.store.inspection import unmeant
+from healcore.runtime.store.inspection import disallowed
 from healcore.tools.probe.checkpoint.archive import examined
 from healcore.tools.probe.checkpoint.finiteness import look
 from healcore.tools.probe.checkpoint.thresholds import CheckpointInputs
@@ -32,7 +32,7 @@ def probe_plain(path: Path, inputs: CheckpointInputs) -> Result:
     if not contents.arrays:
         raise NothingToProbe(f"{path} is a {contents.format} without arrays: nothing to look at")
     looked = look(contents)
-    bad = unmeant(looked.nonfinite, inputs.nonfinite_ok)
+    bad = disallowed(looked.nonfinite, inputs.nonfinite_ok)
     checks = []
     if looked.unreadable:
         checks.append(Check("readable", ERROR, "; ".join(looked.unreadable[:3])))
