@@ -12,10 +12,9 @@ import optax
 
 from healcore.core.engine import readout
 from healcore.core.verdict import Decision
-from healcore.jax import state as heal_state
 from healcore.jax import state_layout
-from healcore.jax.norms import is_gradient
-from healcore.jax.state import HealStateError
+from healcore.jax.gradients import is_gradient
+from healcore.jax.state import HealStateError, find
 
 
 def last_decision(opt_state: optax.OptState) -> Decision:
@@ -36,7 +35,8 @@ def last_decision(opt_state: optax.OptState) -> Decision:
     Raises:
         HealStateError: there is no healing state in it, or more than one.
     """
-    return heal_state.decision(heal_state.find(opt_state))
+    found = find(opt_state).heal_decision
+    return Decision(*(found.get(f"heal_{field}") for field in Decision._fields))
 
 
 def metrics(opt_state: optax.OptState) -> dict[str, chex.Array]:
@@ -52,7 +52,7 @@ def metrics(opt_state: optax.OptState) -> dict[str, chex.Array]:
     Raises:
         HealStateError: there is no healing state in it, or more than one.
     """
-    state = heal_state.find(opt_state)
+    state = find(opt_state)
     return _metrics(state.heal_floats, state.heal_ints)
 
 
@@ -62,7 +62,7 @@ def _metrics(floats: chex.Array, ints: chex.Array) -> dict[str, chex.Array]:
     view: Any = _View(state_layout.head(floats, ints), "")
     found = readout.metrics(view)
     # The state itself stays finite: a checkpoint with a NaN in it would count as bad.
-    loss = jnp.where(state_layout.marks(ints).loss_seen != 0, found["heal/loss"], jnp.nan)
+    loss = jnp.where(state_layout.header(ints).loss_seen != 0, found["heal/loss"], jnp.nan)
     return {**found, "heal/loss": loss}
 
 
@@ -85,7 +85,7 @@ def gradient_norms(opt_state: optax.OptState, params: optax.Params) -> dict[str,
         HealStateError: there is no healing state in it, or more than one, or `params` has another
             number of floating tensors than there were gradients.
     """
-    norms = jnp.unstack(heal_state.find(opt_state).heal_leaf_norms)
+    norms = jnp.unstack(find(opt_state).heal_leaf_norms)
     paths = [
         path for path, leaf in jax.tree_util.tree_leaves_with_path(params) if is_gradient(leaf)
     ]

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax.training import train_state
-from jax.typing import ArrayLike
 
 from healcore.core.verdict import Decision
 from healcore.jax.commit import commit
 from healcore.jax.decision import last_decision
+from healcore.jax.signals import split_keywords
 
 _RAW_KEYS = ((2,), (4,))  # threefry; rbg and unsafe_rbg
 
@@ -47,27 +47,14 @@ class HealTrainState(train_state.TrainState):
         self,
         *,
         grads: Any,
-        value: ArrayLike | None = None,
-        eval_loss: ArrayLike | None = None,
-        grad_norm: ArrayLike | None = None,
-        update_norm: ArrayLike | None = None,
-        change_expected: ArrayLike | None = None,
-        externally_skipped: ArrayLike | None = None,
-        learning_rate: ArrayLike | None = None,
         **kwargs: Any,
     ) -> Self:
         """One optimizer step.
 
         Args:
             grads: gradients like ``.params``.
-            value: the loss, one floating number; None and the loss detectors rest.
-            eval_loss: evaluation loss, NaN at steps without one.
-            grad_norm: global norm, where the caller has to reduce it over a mesh.
-            update_norm: norm of the last update; `protect` knows it itself.
-            change_expected: bool, a change of LR, batch, data or weights.
-            externally_skipped: bool, skip this step, which is neither learnt nor counted.
-            learning_rate: the schedule's rate at this step, for a limit in absolute terms.
-            **kwargs: fields to replace, for example ``batch_stats``; on a skip only keys are.
+            **kwargs: `value` (the loss) and the other keywords of `heal`'s update; and fields to
+                replace, for example ``batch_stats``, of which a skip keeps all but keys.
 
         Returns:
             The new state.
@@ -77,16 +64,7 @@ class HealTrainState(train_state.TrainState):
             SignalError: a signal is not one number of the right kind.
             CommitError: a field changes its structure, shape or dtype.
         """
-        given = {
-            "value": value,
-            "eval_loss": eval_loss,
-            "grad_norm": grad_norm,
-            "update_norm": update_norm,
-            "change_expected": change_expected,
-            "externally_skipped": externally_skipped,
-            "learning_rate": learning_rate,
-        }
-        signals = {name: signal for name, signal in given.items() if signal is not None}
+        signals, fields = split_keywords(kwargs)
         tx = optax.with_extra_args_support(self.tx)
 
         def update(updates: Any, state: Any, params: Any = None) -> Any:
@@ -95,8 +73,8 @@ class HealTrainState(train_state.TrainState):
         # Flax's own method with the signals bound, so that its special cases (fp8 parameters that
         # are overwritten by their gradient) stay Flax's.
         bound = self.replace(tx=optax.GradientTransformation(tx.init, update))
-        new: Any = train_state.TrainState.apply_gradients(bound, grads=grads, **kwargs)
-        names = ["step", "params", *(name for name in kwargs if name in _array_fields(self))]
+        new: Any = train_state.TrainState.apply_gradients(bound, grads=grads, **fields)
+        names = ["step", "params", *(name for name in fields if name in _array_fields(self))]
         after = {name: getattr(new, name) for name in names}
         before = {name: getattr(self, name) for name in names}
         kept = commit(last_decision(new.opt_state).skip, before, after)
@@ -105,7 +83,7 @@ class HealTrainState(train_state.TrainState):
 
     @property
     def last_decision(self) -> Decision:
-        """The decision of the last step; return it beside the state, which may be donated."""
+        """The decision of the last step; return it as well as the state, which may be donated."""
         return last_decision(self.opt_state)
 
 

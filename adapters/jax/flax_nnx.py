@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from healcore.core.verdict import Decision
 from healcore.jax import decision as in_state
 from healcore.jax.commit import commit
+from healcore.jax.state import map_nodes
 
 
 def snapshot(model: nnx.Module) -> Any:
@@ -85,8 +85,4 @@ def gradient_norms(optimizer: nnx.Optimizer, model: nnx.Module) -> dict[str, Any
 
 def _arrays(tree: Any) -> Any:
     """The tree with every nnx.Variable replaced by the array it holds now."""
-    return jax.tree.map(
-        lambda leaf: leaf[...] if isinstance(leaf, nnx.Variable) else leaf,
-        tree,
-        is_leaf=lambda node: isinstance(node, nnx.Variable),
-    )
+    return map_nodes(nnx.Variable, lambda variable: variable[...], tree)

@@ -11,9 +11,8 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from healcore.jax import updates as on_updates
-from healcore.jax.meshes import on_mesh_of
-from healcore.jax.state import HealStateError
+from healcore.jax.gradients import scale as scaled
+from healcore.jax.state import HealStateError, map_nodes, nodes, on_mesh_of
 
 State = TypeVar("State")
 
@@ -53,7 +52,7 @@ def scale_by_heal_lr() -> optax.GradientTransformationExtraArgs:
         **extra_args: Any,
     ) -> tuple[optax.Updates, ScaleByHealLrState]:
         del params, extra_args
-        return on_updates.scale(updates, state.heal_lr_scale), state
+        return scaled(updates, state.heal_lr_scale), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -79,22 +78,13 @@ def set_lr_scale(opt_state: State, scale: chex.Numeric) -> State:
                 f"scale must be in (0, 1], got {number}: 1.0 is the schedule itself, and healing "
                 "never raises a learning rate"
             )
-    found = False
-
-    def one(node: Any) -> Any:
-        nonlocal found
-        if not _is_lr(node):
-            return node
-        found = True
-        return ScaleByHealLrState(jnp.asarray(scale, jnp.float32))
-
-    new = jax.tree.map(one, opt_state, is_leaf=_is_lr)
-    if not found:
+    if not nodes(ScaleByHealLrState, opt_state):
         raise HealStateError(
             "no learning-rate multiplier in this optimizer state: build the optimizer as "
             "optax.chain(heal(policy), ..., scale_by_heal_lr())"
         )
-    return new
+    new = ScaleByHealLrState(jnp.asarray(scale, jnp.float32))
+    return map_nodes(ScaleByHealLrState, lambda _: new, opt_state)
 
 
 def injected_rates(tree: Any) -> list[chex.Array]:
@@ -110,7 +100,3 @@ def injected_rates(tree: Any) -> list[chex.Array]:
         and jnp.shape(leaf) == ()
         and jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
     ]
-
-
-def _is_lr(node: Any) -> bool:
-    return isinstance(node, ScaleByHealLrState)

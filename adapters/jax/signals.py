@@ -1,10 +1,17 @@
-"""Makes the core's `Signals` from the arguments of `tx.update`, checked while tracing."""
+"""One step's `Signals` from the arguments of `tx.update`, checked while tracing.
+
+Where JAX itself distributes a step (`jit` over sharded arrays) a norm is global anyway. Inside
+`shard_map`, `pmap` and a `vmap` with an axis name each device computes with its own part only and
+would decide by its own loss and norm; there `Axes` reduces the signals over all devices.
+"""
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypedDict
 
 import chex
 import jax
@@ -14,34 +21,55 @@ from jax.typing import ArrayLike
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import Engine
 from healcore.core.signals import SignalError, Signals
-from healcore.jax.norms import both_norms, gradient_leaves
+from healcore.jax.gradients import both_norms, global_norm, gradient_leaves
+
+AxisName = str | tuple[str, ...] | None
+
+_MEANS = ("loss", "eval_loss", "update_norm", "learning_rate")
+_FLAGS = ("change_expected", "externally_skipped")
+
+
+class GivenSignals(TypedDict, total=False):
+    """The keywords with which a caller reports on a step to `update`.
+
+    All are optional and may be None. Each is one number or one bool, 0-d.
+    """
+
+    value: ArrayLike
+    """Training loss, floating, of any precision. Without it the detectors of the loss are inactive
+    and `heal/loss` is NaN."""
+    eval_loss: ArrayLike
+    """Evaluation loss; NaN at a step without an evaluation."""
+    grad_norm: ArrayLike
+    """Global norm of the gradients, where this process does not have all of them (inside shard_map
+    it has to be reduced over the mesh first)."""
+    update_norm: ArrayLike
+    """Global norm of the last applied update; `protect` measures it itself."""
+    change_expected: ArrayLike
+    """Bool: LR, batch, data or weights are about to change."""
+    externally_skipped: ArrayLike
+    """Bool: skip this step (an fp16 overflow, say). It is neither learnt nor counted."""
+    learning_rate: ArrayLike
+    """The schedule's rate at this step: a limit on it is absolute."""
+
+
+def split_keywords(keywords: Mapping[str, Any]) -> tuple[GivenSignals, dict[str, Any]]:
+    """The signals among the keywords of an `update`, without those that are None; the others."""
+    names = GivenSignals.__annotations__
+    given: Any = {name: keywords[name] for name in names if keywords.get(name) is not None}
+    return given, {name: each for name, each in keywords.items() if name not in names}
 
 
 def make_signals(
-    updates: Any,
-    *,
-    per_tensor: bool,
-    value: ArrayLike | None = None,
-    eval_loss: ArrayLike | None = None,
-    grad_norm: ArrayLike | None = None,
-    update_norm: ArrayLike | None = None,
-    change_expected: ArrayLike | None = None,
-    externally_skipped: ArrayLike | None = None,
-    learning_rate: ArrayLike | None = None,
+    engine: Engine, updates: Any, given: GivenSignals, axes: Axes
 ) -> tuple[Signals, chex.Array | None]:
-    """Makes one step's `Signals`.
+    """Makes one step's `Signals`, the same on every device.
 
     Args:
+        engine: of the policy.
         updates: the gradients; their norm is taken in float32.
-        per_tensor: ``engine.per_tensor``; take one norm per leaf as well.
-        value: training loss, one floating number of any precision, or None.
-        eval_loss: evaluation loss; NaN at a step without one.
-        grad_norm: the global norm, where this process does not have all gradients (inside
-            shard_map it has to be reduced over the mesh first).
-        update_norm: global norm of the last applied update.
-        change_expected: bool, the host announces a change of LR, batch, data or weights.
-        externally_skipped: bool, skip this step, which is neither learnt nor counted.
-        learning_rate: the schedule's rate at this step, for a limit in absolute terms.
+        given: what the caller reports.
+        axes: over which the devices have to decide alike.
 
     Returns:
         Signals of float32 and bool 0-d arrays, None for what is absent; and the norm of each
@@ -50,30 +78,144 @@ def make_signals(
     Raises:
         SignalError: a signal is not one number of the right kind.
     """
-    leaf_norms = None
-    if per_tensor or grad_norm is None:
+    _warn_if_no_loss(engine, given)
+    if engine.mode == "observe":
+        # The optimizer gets the gradients unchanged, and XLA would let the norm and the second
+        # moment share their squares, which it writes out to memory (the size of all parameters).
+        # The barrier prevents that; outside observe mode the scaling does.
+        updates = jax.lax.optimization_barrier(updates)
+    leaf_norms, grad_norm = None, given.get("grad_norm")
+    if engine.per_tensor or grad_norm is None:
         # Always, whatever the rules read: no policy may accept a non-finite gradient.
         own_norm, leaf_norms = both_norms(updates)
         grad_norm = own_norm if grad_norm is None else grad_norm
         if not leaf_norms.size:
             leaf_norms = jnp.zeros((1,), jnp.float32)  # as `count_leaves` has it
     signals = Signals(
-        loss=_number("value", value),
+        loss=_number("value", given.get("value")),
         grad_norm=_number("grad_norm", grad_norm),
-        update_norm=_number("update_norm", update_norm),
-        eval_loss=_number("eval_loss", eval_loss),
-        group_norms=leaf_norms if per_tensor else None,
-        change_expected=_flag("change_expected", change_expected),
-        externally_skipped=_flag("externally_skipped", externally_skipped),
-        learning_rate=_number("learning_rate", learning_rate),
+        update_norm=_number("update_norm", given.get("update_norm")),
+        eval_loss=_number("eval_loss", given.get("eval_loss")),
+        group_norms=leaf_norms if engine.per_tensor else None,
+        change_expected=_flag("change_expected", given.get("change_expected")),
+        externally_skipped=_flag("externally_skipped", given.get("externally_skipped")),
+        learning_rate=_number("learning_rate", given.get("learning_rate")),
     )
-    return signals, leaf_norms
+    return axes.signals(signals, leaf_norms, given_norm="grad_norm" in given)
 
 
-def warn_if_no_loss(engine: Engine, value: Any) -> None:
-    """Warns, while tracing, where the policy reads the loss and none is passed."""
+def count_leaves(params: Any) -> int:
+    """Number of tensors with a gradient."""
+    # At least one: optax.tree.map_params initialises with a placeholder that has no leaves, and
+    # must get a state of the same structure.
+    return max(1, len(gradient_leaves(params)))
+
+
+class Axes(NamedTuple):
+    """The axes of `shard_map` or `pmap` over which the devices have to decide alike."""
+
+    averaged: tuple[str, ...] = ()
+    """Gradients are the same along them (already averaged, as in data-parallel training)."""
+    split: tuple[str, ...] = ()
+    """Each device has its own part of the gradients."""
+
+    @classmethod
+    def of(cls, axis_name: AxisName, shard_axis_name: AxisName) -> Axes:
+        """The axes that a user names.
+
+        Raises:
+            TypeError: a name is not a string, or an axis is in both.
+        """
+        axes = cls(
+            _axis_names("axis_name", axis_name), _axis_names("shard_axis_name", shard_axis_name)
+        )
+        both = sorted(set(axes.averaged) & set(axes.split))
+        if both:
+            raise TypeError(
+                f"axis {both[0]!r} is in axis_name and in shard_axis_name: along one axis "
+                "gradients are either the same (axis_name) or parts of a whole (shard_axis_name)"
+            )
+        return axes
+
+    def __bool__(self) -> bool:
+        return bool(self.averaged or self.split)
+
+    def signals(
+        self, own: Signals, leaf_norms: chex.Array | None, *, given_norm: bool
+    ) -> tuple[Signals, chex.Array | None]:
+        """The signals of the whole step, the same on every device: one all-reduce.
+
+        Losses and rates are averaged, norms combined, and a flag is set if any device sets it. A
+        NaN or Inf on one device is on every device afterwards.
+
+        Args:
+            own: the signals of this device.
+            leaf_norms: float32 (n,), norms of this device's gradient leaves, or None.
+            given_norm: the caller has passed the global norm.
+        """
+        if not self:
+            return own, leaf_norms
+        names = [*_MEANS, *(["grad_norm"] if given_norm else []), *_FLAGS]
+        found = {name: getattr(own, name) for name in names if getattr(own, name) is not None}
+        vector = [jnp.asarray(value, jnp.float32)[None] for value in found.values()]
+        if leaf_norms is not None:
+            vector.append(jnp.square(leaf_norms))
+        total = jax.lax.psum(jnp.concatenate(vector), (*self.averaged, *self.split))
+        devices = self._size(self.averaged + self.split)
+        new = {name: total[i] / devices for i, name in enumerate(found)}
+        new |= {name: new[name] > 0 for name in _FLAGS if name in new}
+        if leaf_norms is not None:
+            squares = total[len(found) :] / self._size(self.averaged)
+            leaf_norms = jnp.sqrt(squares)
+            if not given_norm:
+                new["grad_norm"] = jnp.sqrt(jnp.sum(squares))
+        if own.group_norms is not None:
+            new["group_norms"] = leaf_norms
+        return own._replace(**new), leaf_norms
+
+    def norm(self, tree: Any) -> chex.Array:
+        """`global_norm` over all devices."""
+        own = global_norm(tree)
+        if not self:
+            return own
+        total = jax.lax.psum(jnp.square(own), (*self.averaged, *self.split))
+        return jnp.sqrt(total / self._size(self.averaged))
+
+    def any(self, flag: chex.Array) -> chex.Array:
+        """Whether a flag (bool, 0-d) is set on any device.
+
+        Also reduced without axes, where JAX knows that the flag differs (`check_vma`).
+        """
+        names = self.averaged + self.split or _varying(flag)
+        return jax.lax.psum(flag.astype(jnp.int32), names) > 0 if names else flag
+
+    def _size(self, names: tuple[str, ...]) -> int:
+        return math.prod(jax.lax.axis_size(name) for name in names)
+
+
+def _varying(array: chex.Array) -> tuple[str, ...]:
+    """The axes along which JAX knows an array to differ; always none under `check_vma=False`."""
+    kind: Any = jax.typeof(array)
+    found = getattr(kind, "vma", None)  # up to jax 0.9
+    if found is None:
+        found = getattr(getattr(kind, "manual_axis_type", None), "varying", ())
+    return tuple(sorted(found))
+
+
+def _axis_names(argument: str, given: Any) -> tuple[str, ...]:
+    names = () if given is None else (given,) if isinstance(given, str) else given
+    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"{argument} must be the name of a mesh axis, or a tuple of names, got {given!r}: "
+            f'write {argument}="data"'
+        )
+    return tuple(names)
+
+
+def _warn_if_no_loss(engine: Engine, given: GivenSignals) -> None:
+    """Warns where the policy reads the loss and none is passed."""
     inactive = [name for name, _ in engine.config.detectors if "loss" in DETECTORS[name].NEEDS]
-    if value is None and inactive:
+    if "value" not in given and inactive:
         warnings.warn(
             f"no loss is passed to tx.update, so {', '.join(inactive)} of the policy are "
             "inactive and heal/loss is NaN: write tx.update(grads, opt_state, params, value=loss)",
@@ -92,13 +234,6 @@ def _callers() -> int:
     return 1
 
 
-def count_leaves(params: Any) -> int:
-    """Number of tensors with a gradient."""
-    # At least one: optax.tree.map_params initialises with a placeholder that has no leaves, and
-    # must get a state of the same structure.
-    return max(1, len(gradient_leaves(params)))
-
-
 def _number(name: str, value: Any) -> chex.Array | None:
     if value is None:
         return None
@@ -108,7 +243,7 @@ def _number(name: str, value: Any) -> chex.Array | None:
             f"{name} must be a floating number, got {dtype}: "
             f"pass {name}=jnp.asarray({name}, jnp.float32) if it is one"
         )
-    _one(name, value)
+    _check_shape(name, value)
     return jnp.asarray(value).astype(jnp.float32)
 
 
@@ -118,7 +253,7 @@ def _flag(name: str, value: Any) -> chex.Array | None:
     dtype = _dtype(name, value)
     if dtype != jnp.bool_:
         raise SignalError(f"{name} must be a bool, got {dtype}: pass {name}=({name} != 0)")
-    _one(name, value)
+    _check_shape(name, value)
     return jnp.asarray(value)
 
 
@@ -131,7 +266,7 @@ def _dtype(name: str, value: Any) -> Any:
         ) from error
 
 
-def _one(name: str, value: Any) -> None:
+def _check_shape(name: str, value: Any) -> None:
     if jnp.shape(value) != ():
         raise SignalError(
             f"{name} must be one number, got shape {jnp.shape(value)}: reduce it over the batch "

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import SequenceKey
 
 from healcore.core import tree
 from healcore.core.engine import Engine, EngineState, StateError, neutral
 from healcore.core.errors import HealcoreError
 from healcore.core.signals import Signals
 from healcore.core.verdict import Decision
-from healcore.jax import namespace, records, state_layout
-from healcore.jax.chain_order import warn_if_after_optimizer
+from healcore.jax import namespace, state_layout
+from healcore.jax.gradients import is_gradient
 from healcore.jax.state_layout import StateLayout
 
-_PREFIX = "heal"
+Tree = TypeVar("Tree")
 
 
 class HealStateError(HealcoreError, ValueError):
@@ -40,7 +44,7 @@ class HealState(NamedTuple):
     """int32 (m,): its integers and flags; before them the layout's version and the policy's
     fingerprint."""
     heal_records: chex.Array
-    """int32 (steps, words): the last steps as the host reads them, see `records`."""
+    """int32 (steps, elements): the last steps as the host reads them, see `state_layout`."""
     heal_decision: dict[str, chex.Array]
     """The decision of the last step, as it was enforced: `heal_skip`, `heal_grad_scale`, ..."""
     heal_leaf_norms: chex.Array
@@ -48,7 +52,7 @@ class HealState(NamedTuple):
     a bad gradient came from. Zeros while the caller passes `grad_norm`. No decision reads it."""
 
 
-def init(engine: Engine, leaves: int, kept: int = records.STEPS) -> HealState:
+def init(engine: Engine, leaves: int, kept: int = state_layout.STEPS) -> HealState:
     """The state before the first step.
 
     Args:
@@ -57,12 +61,12 @@ def init(engine: Engine, leaves: int, kept: int = records.STEPS) -> HealState:
         kept: steps whose records the host can read, at least those of one dispatch.
     """
     layout = StateLayout(engine, leaves if engine.per_tensor else 0)
-    floats, ints = layout.pack(layout.template, layout.marks)
+    floats, ints = layout.pack(layout.template, layout.header)
     return HealState(
         floats,
         ints,
-        records.init(kept, state_layout.record(floats, ints)),
-        _decision(neutral(groups=leaves if engine.per_tensor else None)),
+        state_layout.init_records(kept, state_layout.record(floats, ints)),
+        _flat_decision(neutral(groups=leaves if engine.per_tensor else None)),
         jnp.zeros((leaves,), jnp.float32),
     )
 
@@ -88,17 +92,17 @@ def step(
     norms = state.heal_leaf_norms
     if leaf_norms is not None and leaf_norms.shape == jnp.shape(norms):
         norms = leaf_norms
-    marks = state_layout.marks(state.heal_ints)
+    header = state_layout.header(state.heal_ints)
     ordered = (new.last.decision.action != 0) & (new.step > old.step)
-    orders = marks.orders
+    orders = header.orders
     if signals.loss is not None:
-        marks = marks._replace(loss_seen=marks.loss_seen | jnp.isfinite(signals.loss))
-    marks = marks._replace(orders=orders + ordered)
-    floats, ints = _layout_of(engine, state).pack(new, marks)
-    rings = records.write(
+        header = header._replace(loss_seen=header.loss_seen | jnp.isfinite(signals.loss))
+    header = header._replace(orders=orders + ordered)
+    floats, ints = _layout_of(engine, state).pack(new, header)
+    rings = state_layout.write_record(
         state.heal_records, state_layout.record(floats, ints), new.step, orders, ordered
     )
-    return HealState(floats, ints, rings, _decision(decision), norms), decision
+    return HealState(floats, ints, rings, _flat_decision(decision), norms), decision
 
 
 def engine_state(engine: Engine, state: HealState) -> EngineState:
@@ -107,7 +111,7 @@ def engine_state(engine: Engine, state: HealState) -> EngineState:
     Raises:
         HealStateError: the state is of another policy, or not a HealState.
     """
-    check(engine, state)
+    _check(engine, state)
     return _layout_of(engine, state).unpack(state.heal_floats, state.heal_ints)
 
 
@@ -118,7 +122,7 @@ def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> Hea
         StateError: `new` is of a model with other tensors.
     """
     layout = _layout_of(engine, state)
-    old = state_layout.marks(state.heal_ints)
+    old = state_layout.header(state.heal_ints)
     seen = old.loss_seen | (jnp.asarray(new.last.loss) != 0)
     floats, ints = layout.pack(new, old._replace(loss_seen=seen))
     if floats.shape != jnp.shape(state.heal_floats) or ints.shape != jnp.shape(state.heal_ints):
@@ -128,11 +132,11 @@ def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> Hea
             "fresh state"
         )
     record, step = state_layout.record(floats, ints), state_layout.step(ints)
-    rings = records.write(state.heal_records, record, step, old.orders, step != step)
+    rings = state_layout.write_record(state.heal_records, record, step, old.orders, step != step)
     return state._replace(heal_floats=floats, heal_ints=ints, heal_records=rings)
 
 
-def check(engine: Engine, state: Any) -> None:
+def _check(engine: Engine, state: Any) -> None:
     """Raises HealStateError unless the state is of this policy.
 
     Shapes always; the fingerprint where it can be read, that is not of a traced state.
@@ -148,21 +152,20 @@ def check(engine: Engine, state: Any) -> None:
         )
     if isinstance(state.heal_ints, Tracer):
         return
-    marks = [np.asarray(each) for each in state_layout.marks(np.asarray(state.heal_ints))[:3]]
-    if (marks[0] != state_layout.SCHEMA).any():
+    header = state_layout.header(np.asarray(state.heal_ints))
+    if (header.schema != state_layout.SCHEMA).any():
         raise HealStateError(
-            f"this healing state has layout {marks[0]}, this release has {state_layout.SCHEMA}: "
-            "take the healing part of a fresh state, with_heal_state(without_heal_state(old), "
-            "like=tx.init(params))"
+            f"this healing state has layout {header.schema}, this release has "
+            f"{state_layout.SCHEMA}: take the healing part of a fresh state, "
+            "with_heal_state(without_heal_state(old), like=tx.init(params))"
         )
-    words = layout.marks.policy_high, layout.marks.policy_low
-    for word, own in zip(marks[1:], words, strict=True):
-        # 0 and 0: one of the two has no fingerprint.
-        if any(words) and (marks[1] | marks[2]).any() and (word != own).any():
-            raise HealStateError(
-                "this healing state is of another policy: its numbers are not those of policy "
-                f"{engine.fingerprint}. {_REMEDY}"
-            )
+    own, high, low = layout.header, header.policy_high, header.policy_low
+    named = (high | low).any() and (own.policy_high or own.policy_low)  # 0 and 0: no fingerprint
+    if named and ((high != own.policy_high) | (low != own.policy_low)).any():
+        raise HealStateError(
+            "this healing state is of another policy: its numbers are not those of policy "
+            f"{engine.fingerprint}. {_REMEDY}"
+        )
 
 
 _REMEDY = (
@@ -183,26 +186,20 @@ def no_heal_state_error(state: Any) -> HealStateError:
 
 
 def _layout_of(engine: Engine, state: HealState) -> StateLayout:
-    factors = state.heal_decision.get(f"{_PREFIX}_group_scale")
+    factors = state.heal_decision.get("heal_group_scale")
     # Not cached: an engine's numbers may be tracers, which must not be kept.
     return StateLayout(engine, 0 if factors is None else jnp.shape(factors)[-1])
 
 
-def decision(state: HealState) -> Decision:
-    """The decision in a state, in the core's form."""
-    found = state.heal_decision
-    return Decision(*(found.get(f"{_PREFIX}_{field}") for field in Decision._fields))
-
-
 def neutral_decision(state: HealState) -> dict[str, chex.Array]:
     """The decision before the first step, in the form of the state's."""
-    factors = state.heal_decision.get(f"{_PREFIX}_group_scale")
-    return _decision(neutral(groups=None if factors is None else jnp.shape(factors)[-1]))
+    factors = state.heal_decision.get("heal_group_scale")
+    return _flat_decision(neutral(groups=None if factors is None else jnp.shape(factors)[-1]))
 
 
-def _decision(made: Decision) -> dict[str, chex.Array]:
+def _flat_decision(made: Decision) -> dict[str, chex.Array]:
     return {
-        f"{_PREFIX}_{name}": leaf if isinstance(leaf, jax.Array) else jnp.array(leaf, leaf.dtype)
+        f"heal_{name}": leaf if isinstance(leaf, jax.Array) else jnp.array(leaf, leaf.dtype)
         for name, leaf in made._asdict().items()
         if leaf is not None
     }
@@ -217,11 +214,7 @@ def find(opt_state: Any) -> HealState:
     Raises:
         HealStateError: there is none, or there are several.
     """
-    found = [
-        (path, leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_is_heal)
-        if _is_heal(leaf)
-    ]
+    found = nodes(HealState, opt_state)
     if len(found) == 1:
         warn_if_after_optimizer(opt_state, found[0][0])
         return found[0][1]
@@ -245,7 +238,94 @@ def replace(opt_state: Any, new: HealState) -> Any:
         HealStateError: there is none, or there are several.
     """
     find(opt_state)
-    return jax.tree.map(lambda leaf: new if _is_heal(leaf) else leaf, opt_state, is_leaf=_is_heal)
+    return map_nodes(HealState, lambda _: new, opt_state)
+
+
+def nodes(kind: Any, tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """Every node of a class (or of one of a tuple of classes) in a tree, with its path."""
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, kind))
+    return [(path, node) for path, node in found if isinstance(node, kind)]
+
+
+def map_nodes(kind: Any, fn: Callable[[Any], Any], tree: Tree) -> Tree:
+    """The tree with every node of a class (or of one of a tuple of classes) replaced by `fn`'s."""
+    return jax.tree.map(
+        lambda node: fn(node) if isinstance(node, kind) else node,
+        tree,
+        is_leaf=lambda node: isinstance(node, kind),
+    )
+
+
+def warn_if_after_optimizer(root: Any, path: tuple[Any, ...]) -> None:
+    """Warns where the state of an optimizer comes before a healing state in a chain.
+
+    A member of a chain gets only the updates of the one before it, so it cannot know its position.
+    The state of the chain shows the order, where the optimizer has a state (SGD without momentum
+    has none, and the states of `optax.named_chain` are not in order).
+
+    Not an error: updates may be clipped there on purpose, and a user's own tuple of states looks
+    like the state of a chain.
+
+    Args:
+        root: an optimizer state, or a train state with one in it.
+        path: to the HealState.
+    """
+    index = max((i for i, key in enumerate(path) if isinstance(key, SequenceKey)), default=None)
+    if index is None or not path[index].idx:
+        return
+    chain = root
+    for key in path[:index]:
+        chain = child(chain, key)
+    # A tuple in a chain is the state of a transformation, not a tree of parameters.
+    if type(chain) is not tuple or not all(isinstance(member, tuple) for member in chain):
+        return
+    if any(map(is_gradient, jax.tree.leaves(chain[: path[index].idx]))):
+        warnings.warn(
+            "heal, heal_zclip and protect judge gradients, but here an optimizer comes before them "
+            "in the chain: they judge its updates, and a NaN is in its moments already. Put the "
+            "healing first: optax.chain(heal_zclip(), optax.adamw(1e-3))",
+            stacklevel=4,
+        )
+
+
+def child(node: Any, key: Any) -> Any:
+    """The part of a tree at one key of a path."""
+    if hasattr(key, "name"):
+        return getattr(node, key.name)
+    return node[key.key if hasattr(key, "key") else key.idx]
+
+
+def on_mesh_of(params: Any, state: Any) -> Any:
+    """A fresh state, with arrays that are on no mesh replicated over the mesh of the parameters.
+
+    `jnp.zeros(())` is on no mesh, and a compiled step returns it on the mesh of the parameters:
+    another type for `jax.jit`, which would trace and compile the step a second time.
+
+    Args:
+        params: a tree of arrays, traced or not; without a mesh the state is returned as it is.
+        state: fresh from `init`. What is moved is copied: scalars and short vectors.
+    """
+    shardings = (each.sharding for each in jax.tree.leaves(params) if _is_array(each))
+    sharding = next((each for each in shardings if isinstance(each, NamedSharding)), None)
+    if sharding is None:
+        return state
+    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+
+    def one(leaf: Any) -> Any:
+        if not _is_array(leaf) or leaf.committed or isinstance(leaf.sharding, NamedSharding):
+            return leaf
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            data = one(jax.random.key_data(leaf))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+        # Not device_put: among several processes that compares the values, which is a collective.
+        value = np.asarray(leaf)
+        return jax.make_array_from_callback(value.shape, everywhere, lambda index: value[index])
+
+    return jax.tree.map(one, state)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
 
 
 def _own(kind: Any, leaf: chex.Array) -> chex.Array:
@@ -257,7 +337,3 @@ def _own(kind: Any, leaf: chex.Array) -> chex.Array:
     if isinstance(leaf, Tracer):
         return jnp.asarray(leaf, kind.dtype)
     return jnp.array(leaf, kind.dtype)
-
-
-def _is_heal(node: Any) -> bool:
-    return isinstance(node, HealState)

@@ -1,28 +1,27 @@
-"""`heal` and `heal_zclip`: gradient transformations that come before the optimizer in a chain."""
+"""The optax transformations: `protect` wraps an optimizer, `heal` and `heal_zclip` precede one."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.typing import ArrayLike
 
 from healcore.core.clipping.zclip import ZClipConfig
 from healcore.core.detectors import nonfinite
 from healcore.core.engine import Engine, EngineConfig, RuleConfig
 from healcore.core.verdict import Cause, Decision
+from healcore.jax import gradients
 from healcore.jax import state as heal_state
-from healcore.jax import updates as on_updates
-from healcore.jax.axes import Axes, AxisName
-from healcore.jax.meshes import on_mesh_of
-from healcore.jax.records import STEPS, check_records
-from healcore.jax.signals import count_leaves, make_signals, warn_if_no_loss
-from healcore.jax.state import HealState
+from healcore.jax.commit import step_or_keep
+from healcore.jax.lr import injected_rates
+from healcore.jax.signals import Axes, AxisName, count_leaves, make_signals, split_keywords
+from healcore.jax.state import HealState, on_mesh_of
+from healcore.jax.state_layout import STEPS, check_records
 
 if TYPE_CHECKING:
     from healcore.policy import Overrides, PolicyLike
@@ -144,31 +143,148 @@ def heal_zclip(
     return _transformation(Engine(config), on_skip, Axes.of(axis_name, shard_axis_name))
 
 
-def unfused(engine: Engine, updates: optax.Updates) -> optax.Updates:
-    """The gradients, behind a barrier in observe mode.
+class ProtectState(NamedTuple):
+    """The healing state and that of the protected optimizer."""
 
-    In observe mode the optimizer gets them unchanged, and XLA would let the norm and the second
-    moment share their squares, which it writes out to memory (the size of all parameters). The
-    barrier prevents that; outside observe mode the scaling does.
+    heal: HealState
+    heal_update_norm: Any
+    """float32 0-d: norm of the last update, 0 after a skip; None if the policy does not read it."""
+    heal_bad_update: Any
+    """bool 0-d: the optimizer made NaN or Inf of finite gradients at the last step. The update was
+    not applied, and the next step reports it."""
+    inner_state: Any
+    """The state of the optimizer itself; bit-identical after a skipped step."""
+
+
+def protect(
+    inner: optax.GradientTransformation,
+    policy: PolicyLike = "default",
+    *,
+    axis_name: AxisName = None,
+    shard_axis_name: AxisName = None,
+    records: int = STEPS,
+    **overrides: Unpack[Overrides],
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer: clips its gradients, and skips a bad step exactly.
+
+    On a skip every leaf of the inner state (moments, counters, schedules, accumulators, keys) is
+    bit for bit what it was, and the updates are -0.0, which leaves every parameter bit-identical
+    under ``optax.apply_updates``. The policy's LR multiplier is applied to the updates, weight
+    decay included, in the same step. State outside the optimizer (BatchNorm) goes with `commit`.
+
+    An optimizer can make NaN or Inf of finite gradients (Adam with ``eps=0``, a schedule that
+    divides by 0). No such element reaches the parameters. In a tensor of up to 16,384 elements (a
+    bias, a scale) it skips the whole update, and the next step counts as one with a bad gradient.
+    Larger tensors are not checked, which would cost more than the step: there only the non-finite
+    elements are left unchanged.
+
+    In observe mode every step is judged and recorded in the state, and nothing is changed. A step
+    with ``externally_skipped=True`` (an fp16 overflow, say) is skipped in every mode, neither
+    learnt nor counted.
+
+    Args:
+        inner: any optax transformation that keeps the structure, shapes and dtypes of its state.
+            With an `optax.MultiSteps` inside, each micro-batch is judged on its own, and one that
+            is skipped does not enter the accumulator.
+        policy: a preset's name, the path of a TOML file, a `healcore.policy.Policy`, an Engine or
+            an EngineConfig, whose numbers may be traced arrays.
+        axis_name: see `heal`.
+        shard_axis_name: see `heal`.
+        records: steps whose records the state keeps for a `Healer` to read: as many as one dispatch
+            takes (`lax.scan` over steps). With fewer, lines of the metrics are lost, but no order.
+        **overrides: values to replace in the policy, ``clip={"max_norm": 1.0}``; see
+            `healcore.policy.Overrides`.
+
+    Returns:
+        A transformation that takes the keywords of `heal`'s update and passes them, and all
+        others, to `inner`. A policy that reads the norm of the updates gets that of the step
+        before, since a step is judged before the optimizer makes its update.
+
+    Raises:
+        TypeError: `inner` is not an optax transformation.
+        healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> tx = protect(optax.adamw(1e-3), "zclip")
+        >>> params = {"w": jnp.ones(3)}
+        >>> state = tx.init(params)
+        >>> grads = {"w": jnp.full(3, jnp.nan)}
+        >>> updates, state = tx.update(grads, state, params, value=jnp.float32(2.0))
+        >>> optax.apply_updates(params, updates)
+        {'w': Array([1., 1., 1.], dtype=float32)}
+        >>> int(optax.tree.get(state, "count"))
+        0
     """
-    return jax.lax.optimization_barrier(updates) if engine.mode == "observe" else updates
+    from healcore.policy import engine_of  # here: `import healcore.jax` loads no pydantic
 
+    _check_optimizer(inner)
+    axes = Axes.of(axis_name, shard_axis_name)
+    engine, kept = engine_of(policy, overrides), check_records(records)
+    inner = optax.with_extra_args_support(inner)
+    reads_update_norm = "update_norm" in engine.needs
 
-def enforce(engine: Engine, decision: Decision, updates: optax.Updates) -> optax.Updates:
-    """Scales the gradients as decided. In observe mode they are not touched at all."""
-    if engine.mode == "observe":
-        return updates
-    if decision.group_scale is not None:
-        return on_updates.scale_each(updates, decision.group_scale * decision.grad_scale)
-    if engine.config.clip is None:
-        return updates
-    return on_updates.scale(updates, decision.grad_scale)
+    def init(params: optax.Params) -> ProtectState:
+        state = ProtectState(
+            heal=heal_state.init(engine, count_leaves(params), kept),
+            heal_update_norm=jnp.zeros((), jnp.float32) if reads_update_norm else None,
+            heal_bad_update=jnp.zeros((), jnp.bool_),
+            inner_state=inner.init(params),
+        )
+        return on_mesh_of(params, state)
+
+    def measured(updates: optax.Updates) -> tuple[chex.Array | None, chex.Array]:
+        """The norm, if the policy reads it, and whether the update is non-finite."""
+        if not reads_update_norm:
+            return None, axes.any(gradients.not_finite(updates))
+        norm = axes.norm(updates)
+        return norm, ~jnp.isfinite(norm)
+
+    def update(
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, ProtectState]:
+        if not isinstance(state, ProtectState):
+            raise heal_state.no_heal_state_error(state)
+        given, others = split_keywords(extra_args)
+        last = 0.0 if state.heal_update_norm is None else state.heal_update_norm
+        known: Any = {"update_norm": jnp.where(state.heal_bad_update, jnp.inf, last), **given}
+        rates = injected_rates(state.inner_state) if engine.limits_lr else []
+        if len(rates) == 1:
+            known.setdefault("learning_rate", rates[0])
+        signals, norms = make_signals(engine, updates, known, axes)
+        heal, decision = heal_state.step(engine, state.heal, signals, norms)
+
+        def inner_step(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
+            return inner.update(updates, inner_state, params, **given, **others)
+
+        if engine.mode == "observe" and "externally_skipped" not in given:
+            updates, inner_state = inner_step(updates, state.inner_state, params)
+            norm, bad = measured(updates)
+        else:
+            # Zeros instead of the bad gradients: with them a loop in the optimizer (line search,
+            # Newton-Schulz) terminates. It costs nothing: XLA fuses the select with the scaling.
+            updates = gradients.fill_where(decision.skip, _enforce(engine, decision, updates), 0.0)
+            updates, inner_state = step_or_keep(
+                inner_step, decision.skip, updates, state.inner_state, params
+            )
+            if engine.cuts_lr:
+                updates = gradients.scale(updates, decision.lr_scale)
+            norm, bad = measured(updates)
+            skipped, bad = decision.skip | bad, bad & ~decision.skip
+            updates = gradients.no_update_where(skipped, updates)
+            norm = None if norm is None else jnp.where(skipped, 0.0, norm)
+        return updates, ProtectState(heal, norm, bad, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _transformation(
     engine: Engine, on_skip: OnSkip, axes: Axes, kept: int = STEPS
 ) -> optax.GradientTransformationExtraArgs:
-    replace = on_updates.zero_where if on_skip == "zero" else on_updates.nan_where
+    filling = 0.0 if on_skip == "zero" else math.nan
 
     def init(params: optax.Params) -> HealState:
         return on_mesh_of(params, heal_state.init(engine, count_leaves(params), kept))
@@ -177,37 +293,30 @@ def _transformation(
         updates: optax.Updates,
         state: Any,
         params: optax.Params | None = None,
-        *,
-        value: ArrayLike | None = None,
-        eval_loss: ArrayLike | None = None,
-        grad_norm: ArrayLike | None = None,
-        update_norm: ArrayLike | None = None,
-        change_expected: ArrayLike | None = None,
-        externally_skipped: ArrayLike | None = None,
-        learning_rate: ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, HealState]:
-        del params, extra_args
-
-        warn_if_no_loss(engine, value)
-        signals, norms = make_signals(
-            unfused(engine, updates),
-            per_tensor=engine.per_tensor,
-            value=value,
-            eval_loss=eval_loss,
-            grad_norm=grad_norm,
-            update_norm=update_norm,
-            change_expected=change_expected,
-            externally_skipped=externally_skipped,
-            learning_rate=learning_rate,
-        )
-        signals, norms = axes.signals(signals, norms, given_norm=grad_norm is not None)
+        del params
+        given, _ = split_keywords(extra_args)
+        signals, norms = make_signals(engine, updates, given, axes)
         state, decision = heal_state.step(engine, state, signals, norms)
-        if engine.mode == "observe" and externally_skipped is None:
+        if engine.mode == "observe" and "externally_skipped" not in given:
             return updates, state
-        return replace(decision.skip, enforce(engine, decision, updates)), state
+        return gradients.fill_where(
+            decision.skip, _enforce(engine, decision, updates), filling
+        ), state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _enforce(engine: Engine, decision: Decision, updates: optax.Updates) -> optax.Updates:
+    """Scales the gradients as decided. In observe mode they are not touched at all."""
+    if engine.mode == "observe":
+        return updates
+    if decision.group_scale is not None:
+        return gradients.scale_each(updates, decision.group_scale * decision.grad_scale)
+    if engine.config.clip is None:
+        return updates
+    return gradients.scale(updates, decision.grad_scale)
 
 
 def _check_on_skip(on_skip: str) -> None:
@@ -250,3 +359,26 @@ def _check_numeric(name: str, value: Any) -> None:
             "of ZClip. An optimizer goes after it, optax.chain(heal_zclip(), optax.adamw(1e-3)); "
             "a policy goes to heal or protect"
         )
+
+
+def _check_optimizer(inner: Any) -> None:
+    """Raises TypeError unless `inner` has what optax calls: `init` and `update`."""
+    made = not isinstance(inner, type)
+    if made and callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None)):
+        return  # optax.MultiSteps is not a GradientTransformation, and works
+    name = getattr(inner, "__name__", type(inner).__name__)
+    write = "protect(optax.adamw(1e-3))"
+    if isinstance(inner, bool | int | float):
+        got, write = f"the number {inner!r}", f"protect(optax.adamw({inner!r}))"
+    elif isinstance(inner, str):
+        got, write = f"{inner!r}", f"protect(optax.adamw(1e-3), {inner!r}): the policy comes second"
+    elif isinstance(inner, type) or callable(inner):
+        got, write = f"the function {name} itself", f"protect({name}(...)): call it first"
+    elif hasattr(inner, "tx"):  # a TrainState, an nnx.Optimizer
+        got, write = f"a {name}", f"tx=protect(optax.adamw(1e-3)) where the {name} is made"
+    else:
+        got = f"a {name}"
+    raise TypeError(
+        f"protect takes an optax transformation, which has init and update, got {got}: "
+        f"write {write}"
+    )

@@ -54,8 +54,8 @@ def attach(
             sync if the optimizer is fused. "host": in NumPy, one sync per step on an accelerator,
             none on a CPU. "auto": device for fused optimizers on accelerators, else host. Both
             make the same decisions.
-        fused: whether `step()` honours `found_inf` and `grad_scale`. "auto" knows torch's own; True
-            asserts it for a subclass that only wraps `super().step()`; False never uses them.
+        fused: whether `step()` honours `found_inf` and `grad_scale`. "auto" trusts torch's own;
+            True asserts it for a subclass that only wraps `super().step()`; False never uses them.
         compile: whether the device engine runs through torch.compile; "auto": on accelerators.
         process_group: the ranks that take each step together. They judge the mean of their losses
             and norms, which costs one small all_reduce per step. "auto": the default group, where
@@ -155,7 +155,7 @@ def _fused_obstacle(optimizer: Optimizer, wanted: bool | Literal["auto"]) -> str
             "build the optimizer with fused=True, or leave it to 'auto'"
         )
     if reason is None and wanted == "auto" and is_third_party(optimizer):
-        # It may compute the update itself, or add to that of super().step(); its `fused` only says
+        # It may compute the update itself, or add to that of super().step(); its `fused` is only
         # what the base class would do. Without gradients neither does anything.
         reason = (
             f"{name} has a step() of its own, which may not honour found_inf "

@@ -34,7 +34,7 @@ _DCP = {
     *(Global(module, name) for module in ("pathlib", "pathlib._local") for name in (
         "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")),
 }  # fmt: skip
-"""What DCP's own index is made of."""
+"""The classes of DCP's own index."""
 
 
 class Place(NamedTuple):
@@ -47,7 +47,7 @@ class Place(NamedTuple):
     """Not compressed, nor transformed otherwise."""
 
 
-class Entry(NamedTuple):
+class IndexEntry(NamedTuple):
     """One tensor or value."""
 
     dtype: str
@@ -58,16 +58,16 @@ class Entry(NamedTuple):
     places: dict[Shape | None, Place]
     """Offsets of a part -> where it lies; None for a value."""
     planned: Any
-    """Where the planner says that it lies in the tree; whatever the file holds."""
+    """Where it lies in the tree, by the planner; whatever the file holds."""
 
 
-def read(path: Path, *, only_dcp: bool = False) -> dict[str, Entry]:
+def read(path: Path, *, only_dcp: bool = False) -> dict[str, IndexEntry]:
     """The entries of an index, by name.
 
     Args:
         path: of the index.
         only_dcp: refuse an index that names anything besides what DCP itself writes, in a part
-            that is not looked at too. Savers of other projects may put their own objects there.
+            that is not read too. Savers of other projects may put their own objects there.
 
     Raises:
         OSError: it cannot be read.
@@ -86,7 +86,7 @@ def read(path: Path, *, only_dcp: bool = False) -> dict[str, Entry]:
         raise ValueError(f"{type(error).__name__}: {lines[0][:200]}") from None
 
 
-def _entries(root: Any) -> dict[str, Entry]:
+def _entries(root: Any) -> dict[str, IndexEntry]:
     metadata = _attributes(root, "Metadata")
     places: dict[str, dict[Shape | None, Place]] = {}
     parts = []
@@ -119,15 +119,15 @@ def _place(info: Any) -> Place:
 
 
 def _check_overlaps(parts: list[tuple[str, int, int]]) -> None:
-    """The places of a file lie beside each other: so no byte of it is read many times."""
+    """The places of a file do not overlap: so no byte of it is read many times."""
     for (file, offset, length), (following, begin, _) in itertools.pairwise(sorted(parts)):
         if file == following and offset + length > begin:
             raise ValueError(f"two parts overlap in {file[:200]}")
 
 
-def _entry(kind: Any, places: dict[Shape | None, Place], planned: Any) -> Entry:
+def _entry(kind: Any, places: dict[Shape | None, Place], planned: Any) -> IndexEntry:
     if type(kind) is Made and kind.what == Global(_METADATA, "BytesStorageMetadata"):
-        return Entry("", (), [], places, planned)
+        return IndexEntry("", (), [], places, planned)
     tensor = _attributes(kind, "TensorStorageMetadata")
     properties = tensor["properties"]
     if type(properties) is not Made or properties.what != Global(_METADATA, "TensorProperties"):
@@ -140,7 +140,7 @@ def _entry(kind: Any, places: dict[Shape | None, Place], planned: Any) -> Entry:
         raise ValueError("the parts of a tensor are no list")
     chunks = [_attributes(each, "ChunkStorageMetadata") for each in tensor["chunks"]]
     parts = [(_shape(each["offsets"]), _shape(each["sizes"])) for each in chunks]
-    return Entry(dtype.name[:40], _shape(tensor["size"]), parts, places, planned)
+    return IndexEntry(dtype.name[:40], _shape(tensor["size"]), parts, places, planned)
 
 
 def _shape(value: Any) -> Shape:

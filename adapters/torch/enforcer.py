@@ -241,8 +241,8 @@ class AmpOverride:
 class FirstStepMomentum:
     """Fills fused SGD's momentum buffers that a skipped first step leaves uninitialised.
 
-    torch creates a buffer with `empty_like` and lets the kernel fill it. Where found_inf tells the
-    kernel to do nothing, the buffer stays uninitialised memory, which the next step takes for
+    torch creates a buffer with `empty_like` and lets the kernel fill it. Where found_inf makes
+    the kernel do nothing, the buffer stays uninitialised memory, which the next step takes for
     momentum.
 
     It is filled with -0.0, not 0.0: `momentum * -0.0 + g` is `g` for every g, zeros of either sign

@@ -379,8 +379,8 @@ class _DeviceRecord:
     def __init__(self, state: EngineState) -> None:
         values = step_record.numbers(state)
         ints, floats = values[: step_record.INTS], values[step_record.INTS :]
-        words = [n.to(torch.int32) for n in ints] + [x.view(torch.int32) for x in floats]
-        self._packed = AsyncCopy(torch.stack(words))
+        packed = [n.to(torch.int32) for n in ints] + [x.view(torch.int32) for x in floats]
+        self._packed = AsyncCopy(torch.stack(packed))
 
     def read(self) -> StepRecord:
         return step_record.unpack(self._packed.read())

@@ -1,4 +1,4 @@
-"""Errors between a policy and an optimizer. Every message says what to write instead.
+"""Errors between a policy and an optimizer. Every message ends with what to write instead.
 
 A loss that is not a number raises `healcore.core.signals.SignalError`, and a saved state that does
 not fit `healcore.core.engine.StateError`: the same as in JAX.

@@ -18,7 +18,7 @@ class DroppedSteps:
     """Detects that a GradScaler skipped a step without calling the optimizer.
 
     For an optimizer that is not fused the scaler does not call `step()` after an overflow: no hook
-    runs. But `update()` replaces the scaler's per-optimizer records, and the old ones say whether
+    runs. But `update()` replaces the scaler's per-optimizer records, and the old ones show whether
     it was asked to step this optimizer. Nothing here waits for a device.
 
     Args:
@@ -48,7 +48,7 @@ class DroppedSteps:
 
 
 class Overflows:
-    """Tells apart a GradScaler that is still searching its scale from one that never finds it.
+    """Distinguishes a GradScaler that is still searching its scale from one that never finds it.
 
     After an overflow the scaler halves its scale and skips the step, which is its normal operation
     and not counted. Gradients that are non-finite at any scale make it skip every step, while the

@@ -136,7 +136,7 @@ class Healing:
         self._measurer.add_side_signal("update_norm", update_norm)
 
     def expect_change(self) -> None:
-        """Says that the next step differs on purpose (LR, batch size, data, weights).
+        """Announces that the next step differs on purpose (LR, batch size, data, weights).
 
         Baselines warm up again, and only non-finite values are alarms for `grace_steps` steps.
         """

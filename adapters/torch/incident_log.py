@@ -1,6 +1,6 @@
 """`IncidentLog`: incidents and likely mistakes, logged on the logger `healcore`.
 
-Only for an optimizer that `attach` heals on its own; a Healer has a log that says more. On an
+Only for an optimizer that `attach` heals on its own; a Healer has a more detailed log. On an
 accelerator nothing waits: flags are collected on the device, copied every few steps, and read once
 the copy has arrived.
 """

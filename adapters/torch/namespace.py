@@ -10,7 +10,7 @@ microsecond counts) and traces under ``torch.compile(fullgraph=True)``.
     state, decision = engine.step(state, signals, xp=namespace.on(device))  # arrays made on it
 
 array-api-compat is not used here: resolving a namespace through it breaks the graph in Dynamo
-(measured, notes/FACTS.md), and it keeps torch's `sqrt`.
+(measured), and it keeps torch's `sqrt`.
 """
 
 from __future__ import annotations

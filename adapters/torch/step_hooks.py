@@ -257,11 +257,11 @@ def _is_zero(norm: Tensor | None) -> bool:
 
 
 class OpenStep:
-    """The frame of the `Optimizer.step` that is running, if any: tells a nested step from the next.
+    """The frame of the `Optimizer.step` that is running: distinguishes a nested from the next step.
 
     A subclass whose `step()` calls `super().step()` fires the hooks twice, and a step that raises
     fires the pre-hook without the post-hook. A flag or a depth counter confuses the two: after one
-    exception it would take every later step for a nested one, and healing would end without notice.
+    exception it would take every later step for a nested one, and healing would end silently.
     The call stack is reliable: the frame that began the step is still on it, or it is not.
     """
 

@@ -1,6 +1,5 @@
 """The demo: a run that really fails, and the same run healed, in torch and in JAX.
 
-The text, the faults, the claims and what is printed are here, free of any framework. The models and
-training loops are in `healcore.torch.demo` and `healcore.jax.demo`; they are the shortest complete
-examples of healcore in a loop.
+The models and training loops are in `healcore.torch.demo` and `healcore.jax.demo`; they are the
+shortest complete examples of healcore in a loop.
 """

@@ -1,4 +1,7 @@
-"""The comparison: the same runs in both frameworks, in turn, step by step."""
+"""The comparison: the same runs in both frameworks, step by step, and the output of the demo.
+
+The picture and the pages are those of `healcore report`.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +14,44 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
 
 from healcore import policy as policies
-from healcore.demo import corpus as corpora
-from healcore.demo import output
-from healcore.demo.claims import Claim, claims
-from healcore.demo.runs import ARMS, DemoRun, Step, number, shortened
-from healcore.demo.scenario import Scenario
+from healcore.demo.runs import (
+    ARMS,
+    FIXED_CLIP,
+    SAVE_EVERY,
+    DemoClaim,
+    DemoRun,
+    Outcome,
+    Step,
+    claims,
+    number,
+    outcome,
+    shortened,
+)
+from healcore.demo.scenario import Scenario, load_corpus
 from healcore.extras import require
+from healcore.history import Curves
+from healcore.policy import Policy
 from healcore.runtime import events
+from healcore.tools.report import page, picture
+from healcore.tools.report.report import RunReport
+from healcore.tools.report.runs import read_reports
 
 FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "optax", "flax", "chex")}
 """Their modules."""
+_STYLES = {Outcome.TRAINED: "green", Outcome.NEITHER: "yellow", Outcome.FAILED: "red"}
 
 
-class Result(NamedTuple):
-    """What the demo found."""
+class DemoResult(NamedTuple):
+    """The finished runs, and what is claimed of them."""
 
     runs: list[DemoRun]
-    claims: list[Claim]
+    claims: list[DemoClaim]
 
 
 def run_demo(
@@ -44,8 +64,8 @@ def run_demo(
     out: Path = Path("healcore-demo"),
     console: Console | None = None,
     **sizes: int,
-) -> Result:
-    """Trains each model unprotected, with a fixed clip, and healed; prints what became of them.
+) -> DemoResult:
+    """Trains each model unprotected, with a fixed clip, and healed; prints the outcomes.
 
     Writes `curves.png` into `out`, and a folder for each healed run with its checkpoints, events,
     metrics, postmortem and report; those of an earlier demo are deleted.
@@ -61,9 +81,6 @@ def run_demo(
         console: where to print.
         **sizes: of the model and the batch, see `Scenario`.
 
-    Returns:
-        The runs, and what is claimed of them.
-
     Raises:
         MissingExtraError: a framework, matplotlib or plotly is not installed.
         healcore.policy.PolicyError: there is no such policy, or it is not valid.
@@ -73,12 +90,12 @@ def run_demo(
     require("report", "matplotlib", "plotly")
     for framework in frameworks:
         require(framework, *FRAMEWORKS[framework])
-    policy, text = shortened(policies.load(policy)), corpora.load()
+    policy, text = shortened(policies.load(policy)), load_corpus()
     scenarios = [Scenario(text, seed=seed, steps=steps, **sizes) for seed in seeds]
     out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     console = console or Console()
-    output.introduce(console, scenarios[0], policy)
+    _introduce(console, scenarios[0], policy)
     runs: list[DemoRun] = []
     for scenario in scenarios:
         training = []
@@ -96,9 +113,9 @@ def run_demo(
         if run.arm == "healed":
             run.events = events.read(run.folder / "events.jsonl").events
     found = claims(runs, scenarios[0])
-    output.show(console, runs, found, scenarios[0], out)
+    _show(console, runs, found, scenarios[0], out)
     console.print(f"{time.monotonic() - started:.0f} s", highlight=False)
-    return Result(runs, found)
+    return DemoResult(runs, found)
 
 
 def _train(
@@ -153,3 +170,91 @@ class _Warnings(logging.Handler):
     def __exit__(self, *_: object) -> None:
         self._log.removeHandler(self)
         self._log.level, self._log.propagate = self._before
+
+
+def _introduce(console: Console, scenario: Scenario, policy: Policy) -> None:
+    wrong, bad = scenario.mistaken, ", ".join(map(str, sorted(scenario.corrupted)))
+    console.print(
+        f"[bold]A byte-level transformer[/] ({scenario.layers} layers, width {scenario.width}) on "
+        f"the {scenario.corpus.files} modules of the standard library, {scenario.steps} steps. "
+        f"Random bytes instead of text in batches {bad}; a learning rate {scenario.mistake:g} "
+        f"times too high in steps {wrong.start} to {wrong.stop - 1}; a batch whose loss is 0/0, "
+        f"number {scenario.empty}. Policy: [cyan]{policy.name}[/], with a checkpoint every "
+        f"{SAVE_EVERY} steps that is known-good after {policy.rollback.probation} healthy ones, "
+        "because the run is so short.\n"
+    )
+
+
+def _show(
+    console: Console,
+    runs: Sequence[DemoRun],
+    found: Sequence[DemoClaim],
+    scenario: Scenario,
+    out: Path,
+) -> None:
+    """Prints the table and the claims, and writes the picture and the pages."""
+    healed = [run for run in runs if run.arm == "healed"]
+    reports = {str(run): read_reports(run.folder / "events.jsonl").reports[0] for run in healed}
+    console.print(_table(runs, reports, scenario), "")
+    for claim in found:
+        sign = "[green]ok[/]    " if claim.holds else "[red]BROKEN[/]"
+        console.print(f"{sign} {claim.text}", highlight=False, soft_wrap=True)
+    pages = []
+    for run in healed:
+        pages.append(run.folder / "events.report.html")
+        pages[-1].write_text(page.render([reports[str(run)]]), encoding="utf-8")
+    picture.draw(
+        [report._replace(title=name) for name, report in reports.items()],
+        out / "curves.png",
+        behind={str(run): _backdrop(run, runs, scenario) for run in healed},
+    )
+    console.print("\n".join(("", *(f"page: {each}" for each in pages))), soft_wrap=True)
+    console.print(f"picture: {out / 'curves.png'}", soft_wrap=True)
+
+
+def _table(runs: Sequence[DemoRun], reports: dict[str, RunReport], scenario: Scenario) -> Table:
+    """One row per run."""
+    table = Table(
+        caption="loss: nats per byte, the mean of the 20 steps before the empty batch, and at the "
+        "end on text that no run was trained on",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+    )
+    table.add_column("")
+    for name in ("loss\nbefore", "loss on\nunseen", "skips", "clips", "rollbacks", "LR ×"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column(" ", no_wrap=True)
+    for run in runs:
+        found, report = outcome(run, scenario.corpus), reports.get(str(run))
+        skips, clips = (report.counts.skips, report.counts.clips) if report else (0, 0)
+        if run.arm == "fixed clip":
+            clips = int((run.column("grad_norm") > FIXED_CLIP).sum())
+        table.add_row(
+            str(run),
+            number(run.mean_loss(scenario.empty)),
+            number(run.held_out_loss),
+            str(skips),
+            str(clips),
+            "\n".join(f"{back['onset']} → {back['checkpoint']}" for back in run.rollbacks),
+            "\n".join(f"{back['lr_scale']:g}" for back in run.rollbacks),
+            f" [{_STYLES[found]}]{found.value}[/]",
+            end_section=run.arm == "healed",
+        )
+    return table
+
+
+def _backdrop(healed: DemoRun, runs: Sequence[DemoRun], scenario: Scenario) -> picture.Backdrop:
+    """The other arms of its framework and seed, and where the faults are."""
+    others = {
+        run.arm: Curves(run.column("step"), run.column("loss"), run.column("grad_norm"))
+        for run in runs
+        if (run.framework, run.seed) == (healed.framework, healed.seed) and run is not healed
+    }
+    wrong, bad = scenario.mistaken, sorted(scenario.corrupted)
+    spans = [
+        (wrong.start, wrong.stop - 1, f"learning rate × {scenario.mistake:g}"),
+        *((bad[i], bad[i + 1], "random bytes") for i in (0, 2)),
+        (scenario.empty, scenario.empty, "empty batch"),
+    ]
+    return picture.Backdrop(others, spans, itself="healed")

@@ -1,15 +1,17 @@
-"""The runs that the demo compares: how each is protected, and what is recorded of it."""
+"""The runs that the demo compares, their outcomes, and the claims that they are checked against."""
 
 from __future__ import annotations
 
+import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from healcore.demo.scenario import Corpus, Scenario
 from healcore.policy import Policy
 
 ARMS = ("unprotected", "fixed clip", "healed")
@@ -44,7 +46,7 @@ class Step(NamedTuple):
 
 @dataclass
 class DemoRun:
-    """One run: which framework, protected how, from which seed, and what became of it."""
+    """One run: framework, protection, seed, and its outcome."""
 
     framework: str
     arm: str
@@ -52,7 +54,7 @@ class DemoRun:
     folder: Path = Path()
     """Of a healed run's checkpoints, events, metrics, postmortem and report."""
     steps: list[Step] = field(default_factory=list)
-    """As they were taken, those that a rollback has undone too."""
+    """In the order taken, with those that a rollback has undone."""
     held_out_loss: float = math.nan
     """Nats per byte on text it never saw, at the end."""
     events: Sequence[Mapping[str, Any]] = ()
@@ -90,7 +92,7 @@ class DemoRun:
 
     @property
     def ending(self) -> str | None:
-        """`completed`, `stopped`, ...; None: the events do not say."""
+        """`completed`, `stopped`, ...; None: the events have no end."""
         return next((event["ending"] for event in self.events if event["kind"] == "end"), None)
 
 
@@ -99,3 +101,82 @@ def number(loss: float) -> str:
     if not math.isfinite(loss):
         return "NaN" if math.isnan(loss) else "inf"
     return f"{loss:.2f}" if abs(loss) < 1000 else f"{loss:.0e}"
+
+
+class Outcome(enum.Enum):
+    """Separated by two losses that are counted from the text itself."""
+
+    TRAINED = "trained"
+    """Better than knowing which byte follows which: it uses context."""
+    NEITHER = "in between"
+    """Better than byte frequencies, no better than byte pairs; or stopped by the policy."""
+    FAILED = "failed"
+    """No better than knowing how frequent each byte is, or no number at all."""
+
+
+class DemoClaim(NamedTuple):
+    """One claim about one run."""
+
+    text: str
+    """The claim, and the numbers that were found."""
+    holds: bool
+
+
+def outcome(run: DemoRun, corpus: Corpus) -> Outcome:
+    """The outcome of one finished run."""
+    loss = run.held_out_loss
+    if not math.isfinite(loss) or loss >= corpus.byte_frequency_loss:
+        return Outcome.FAILED
+    if loss >= corpus.byte_pair_loss or run.ending == "stopped":
+        return Outcome.NEITHER
+    return Outcome.TRAINED
+
+
+def claims(runs: Sequence[DemoRun], scenario: Scenario) -> list[DemoClaim]:
+    """Checks every claim. Of the runs with a fixed clip nothing is claimed.
+
+    Args:
+        runs: finished.
+        scenario: any seed's.
+    """
+    found, corpus = [], scenario.corpus
+    frequencies, pairs = f"{corpus.byte_frequency_loss:.2f}", f"{corpus.byte_pair_loss:.2f}"
+    unprotected = {(run.framework, run.seed): run for run in runs if run.arm == "unprotected"}
+    for run in runs:
+        loss = number(run.held_out_loss)
+        if run.arm == "unprotected":
+            text = f"{run}: fails, no better than byte frequencies ({frequencies})"
+            failed = outcome(run, corpus) is Outcome.FAILED
+            found.append(DemoClaim(f"{text} on unseen text: {loss}", failed))
+        elif run.arm == "healed":
+            text = f"{run}: trains, better than byte pairs ({pairs})"
+            trained = run.held_out_loss < corpus.byte_pair_loss
+            found.append(DemoClaim(f"{text} on unseen text: {loss}", trained))
+            completed = run.ending == "completed"
+            found.append(
+                DemoClaim(f"{run}: runs to its end: {run.ending or 'not known'}", completed)
+            )
+            if plain := unprotected.get((run.framework, run.seed)):
+                found += _rollback_claims(plain, run, scenario)
+    return found
+
+
+def _rollback_claims(plain: DemoRun, healed: DemoRun, scenario: Scenario) -> Iterator[DemoClaim]:
+    """Claims that the unprotected run diverged, and that a rollback saved the healed one."""
+    before, without = healed.mean_loss(scenario.empty), plain.mean_loss(scenario.empty)
+    ruined = not without < scenario.corpus.byte_frequency_loss
+    yield DemoClaim(f"{plain}: is ruined before the empty batch already: {number(without)}", ruined)
+    better = before < (math.inf if math.isnan(without) else without)
+    text = f"{healed}: is better off before the empty batch: {number(before)}"
+    yield DemoClaim(f"{text}, unprotected {number(without)}", better)
+    backs = [back for back in healed.rollbacks if back["onset"] in scenario.mistaken]
+    onsets = ", ".join(f"step {back['onset']}" for back in backs) or "never"
+    text = f"{healed}: goes back while the learning rate is wrong: {onsets}"
+    yield DemoClaim(text, bool(backs))
+    for back in backs:
+        where = ", where it had started" if back["initial"] else ""
+        text = f"{healed}: goes back to a known-good checkpoint: step {back['checkpoint']}{where}"
+        yield DemoClaim(text, not back["initial"])
+        was, now = back["lr_scale_before"], back["lr_scale"]
+        text = f"{healed}: goes on with a lower learning rate: × {now:g}, it was × {was:g}"
+        yield DemoClaim(text, now < was)

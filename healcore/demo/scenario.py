@@ -1,42 +1,125 @@
-"""What happens to the run: the same text, weights, learning rates and faults for everybody.
+"""The scenario of the demo: the same text, weights, learning rates and faults for every run.
 
 A batch depends on the seed and its index alone, the learning rate on the step: never on the
 framework or on what healing did. Each fault is one that training runs have:
 
 - *corrupted batches*: random bytes instead of text, as from a broken shard;
 - *a wrong learning rate*: scaled for 16 workers where there is one, in a part of the schedule. A
-  run that goes back comes to that part once more;
+  run that rolls back comes to that part once more;
 - *an empty batch*: every position is padding, so that the mean over what counts is 0/0. The loss
   and all gradients are NaN, and nobody wrote NaN anywhere.
 
-Normalisation lets a network this small survive nearly anything; large ones are not so lucky. So
-this one has none at all (it trains well without, compare Fixup, arXiv:1901.09321), and breaks as
-large ones do: activations, loss and gradients run away, and the right learning rate, when it comes
-back, comes too late.
+With normalisation a network this small survives nearly anything, and large ones do not. So this one
+has none at all (it trains well without, compare Fixup, arXiv:1901.09321), and breaks as large ones
+do: activations, loss and gradients grow without bound, and the right learning rate comes back too
+late.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+import sysconfig
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from healcore.core.errors import HealcoreError
-from healcore.demo.corpus import SYMBOLS, Corpus
 
+SYMBOLS = 256
+"""A byte-level vocabulary: no tokenizer."""
+_HELD_OUT_EVERY = 10
+_LARGEST = 4 * 1024 * 1024
+"""Bytes read at most; the list is cut there, always at the same file."""
 SHORTEST = 30
 """Steps below which the faults run into one another."""
 
 
-class ScenarioError(HealcoreError, ValueError):
-    """A run that cannot be: the message says what was received and what to pass."""
+class DemoError(HealcoreError, RuntimeError):
+    """The demo cannot run: the message names the cause and what to pass instead."""
 
 
-class Batch(NamedTuple):
-    """What one step learns from."""
+class ScenarioError(DemoError, ValueError):
+    """The sizes or steps of a run do not work together."""
+
+
+class CorpusError(DemoError):
+    """The standard library's sources are not where they should be."""
+
+
+class Corpus(NamedTuple):
+    """Text in two parts, split by file, and the losses of two models that know little."""
+
+    train: np.ndarray
+    """uint8 (n,)."""
+    held_out: np.ndarray
+    """uint8 (m,): every tenth file, which no run ever trains on."""
+    files: int
+    """How many files both parts are made of."""
+    digest: str
+    """First 12 hex digits of the SHA-256 of all bytes: the same text gives the same digest."""
+    byte_frequency_loss: float
+    """Nats per byte on the held-out text of a model that knows only how frequent each byte is."""
+    byte_pair_loss: float
+    """The same of a model that also knows which byte follows which: a context of one byte."""
+
+
+def load_corpus(root: Path | None = None) -> Corpus:
+    """Reads real text that every machine with Python has: the standard library's own modules.
+
+    Args:
+        root: folder to read ``*.py`` from; the running interpreter's library if None.
+
+    Raises:
+        CorpusError: there are too few sources (a stripped Python).
+    """
+    root = Path(sysconfig.get_path("stdlib")) if root is None else root
+    paths = sorted(root.glob("*.py"), key=lambda path: path.name)
+    train, held_out, size = [], [], 0
+    for index, path in enumerate(paths):
+        text = path.read_bytes()
+        size += len(text)
+        if size > _LARGEST:
+            break
+        (held_out if index % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1 else train).append(text)
+    if len(held_out) < 1 or size < 10_000:
+        raise CorpusError(
+            f"the demo trains on the standard library's sources, and {root} holds {len(paths)} of "
+            f"them with {size} bytes: use a Python that was installed with its .py files"
+        )
+    seen, unseen = (np.frombuffer(b"".join(texts), np.uint8) for texts in (train, held_out))
+    return Corpus(
+        train=seen,
+        held_out=unseen,
+        files=len(train) + len(held_out),
+        digest=hashlib.sha256(seen.tobytes() + unseen.tobytes()).hexdigest()[:12],
+        byte_frequency_loss=_byte_frequency_loss(seen, unseen),
+        byte_pair_loss=_byte_pair_loss(seen, unseen),
+    )
+
+
+def _byte_frequency_loss(seen: np.ndarray, unseen: np.ndarray) -> float:
+    """Cross-entropy in nats of `unseen` under the byte frequencies of `seen`, plus one each."""
+    counts = np.bincount(seen, minlength=SYMBOLS) + 1.0
+    return float(-np.log(counts / counts.sum())[unseen].mean())
+
+
+def _byte_pair_loss(seen: np.ndarray, unseen: np.ndarray) -> float:
+    """The same under the frequencies of pairs, mixed with those of single bytes."""
+    single = np.bincount(seen, minlength=SYMBOLS) + 1.0
+    single /= single.sum()
+    code = seen[:-1].astype(np.int64) * SYMBOLS + seen[1:]
+    pairs = np.bincount(code, minlength=SYMBOLS * SYMBOLS).reshape(SYMBOLS, SYMBOLS)
+    pairs = pairs + 4.0 * single
+    pairs /= pairs.sum(axis=1, keepdims=True)
+    return float(-np.log(pairs[unseen[:-1], unseen[1:]]).mean())
+
+
+class TokenBatch(NamedTuple):
+    """The batch of one step."""
 
     tokens: np.ndarray
     """int32 (batch, context + 1): inputs are all but the last, targets all but the first."""
@@ -93,7 +176,7 @@ class Scenario:
     def _at(self, part: float) -> int:
         return round(part * self.steps)
 
-    # -- what a training loop asks for ----------------------------------------------------------
+    # -- what a training loop needs ------------------------------------------------------------
 
     def learning_rate(self, step: int) -> float:
         """Warm-up, then a cosine down to 2 % of the peak; `mistake` times that while it lasts."""
@@ -101,7 +184,7 @@ class Scenario:
         rate *= min(1.0, (step + 1) / 20)
         return rate * (self.mistake if step in self.mistaken else 1.0)
 
-    def training_batch(self, index: int) -> Batch:
+    def training_batch(self, index: int) -> TokenBatch:
         """A batch, with its fault if it has one."""
         random = np.random.default_rng([self.seed, index])
         tokens = self._windows(self.corpus.train, self.batch, random)
@@ -110,13 +193,13 @@ class Scenario:
             tokens = random.integers(0, SYMBOLS, tokens.shape, np.int32)
         if index == self.empty:
             weights[:] = 0.0
-        return Batch(tokens, weights)
+        return TokenBatch(tokens, weights)
 
-    def held_out_batch(self) -> Batch:
+    def held_out_batch(self) -> TokenBatch:
         """8 batches' worth of text that nobody trains on; the same for every seed."""
         random = np.random.default_rng(0)
         tokens = self._windows(self.corpus.held_out, 8 * self.batch, random)
-        return Batch(tokens, np.ones((len(tokens), self.context), np.float32))
+        return TokenBatch(tokens, np.ones((len(tokens), self.context), np.float32))
 
     def _windows(self, text: np.ndarray, count: int, random: np.random.Generator) -> np.ndarray:
         starts = random.integers(0, len(text) - self.context, count)

@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from healcore.demo import corpus
-from healcore.demo.comparison import Result, run_demo
+from healcore.demo.comparison import DemoResult, run_demo
 from healcore.demo.runs import ARMS, DemoRun
-from healcore.demo.scenario import Scenario
+from healcore.demo.scenario import Scenario, load_corpus
 from healcore.runtime import events
 from healcore.runtime.events.schema import problems
 from healcore.runtime.postmortem import postmortem
@@ -44,7 +43,7 @@ do = ["skip", "rollback", "cut_lr"]
 
 @pytest.fixture(scope="module")
 def text():
-    return corpus.load()
+    return load_corpus()
 
 
 def _train(
@@ -60,7 +59,7 @@ def _train(
 
 
 class Demo(NamedTuple):
-    result: Result
+    result: DemoResult
     out: Path
     printed: str
 

@@ -1,12 +1,14 @@
-"""What is recorded of a run, and what is read from it."""
+"""The record of a run, and the claims about it, which are computed and can be broken."""
 
 from __future__ import annotations
 
 import math
 
 import numpy as np
+import pytest
 
-from healcore.demo.runs import DemoRun, Step, number, shortened
+from healcore.demo.runs import DemoRun, Outcome, Step, claims, number, outcome, shortened
+from healcore.demo.scenario import Scenario, load_corpus
 from healcore.policy import load
 
 
@@ -46,3 +48,122 @@ def test_only_the_probation_of_a_policy_is_changed():
 def test_a_loss_in_a_few_characters():
     losses = (2.157, 999.0, 8.4e10, math.inf, math.nan)
     assert [number(loss) for loss in losses] == ["2.16", "999.00", "8e+10", "inf", "NaN"]
+
+
+# -- claims --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def text():
+    return load_corpus()
+
+
+@pytest.fixture(scope="module")
+def scenario(text):
+    return Scenario(text)
+
+
+BACK = {
+    "kind": "rollback",
+    "onset": 112,
+    "checkpoint": 90,
+    "initial": False,
+    "lr_scale_before": 1.0,
+    "lr_scale": 0.5,
+}
+
+
+def _ended(arm: str, loss: float, ending: str | None = "completed") -> DemoRun:
+    events = [{"kind": "end", "ending": ending}] if ending else []
+    return DemoRun("torch", arm, held_out_loss=loss, events=events)
+
+
+def _run(arm: str, loss: float, *back: dict | None) -> DemoRun:
+    """A run with one training loss up to the empty batch, which ends as its arm is to end."""
+    run = _ended(arm, math.nan if arm == "unprotected" else 2.0)
+    run.steps = [Step(step, step, loss, 1.0) for step in range(240)]
+    run.events = [*(each for each in back if each), *run.events]
+    return run
+
+
+def broken(runs, scenario):
+    return [claim.text for claim in claims(runs, scenario) if not claim.holds]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, 1e12, 3.5])
+def test_nan_and_worse_than_frequencies_is_failed(text, loss):
+    assert outcome(_ended("healed", loss), text) is Outcome.FAILED
+
+
+def test_levels(text):
+    between = (text.byte_pair_loss + text.byte_frequency_loss) / 2
+    assert outcome(_ended("healed", between), text) is Outcome.NEITHER
+    assert outcome(_ended("healed", text.byte_pair_loss - 0.01), text) is Outcome.TRAINED
+    assert outcome(_ended("healed", 1.0, "stopped"), text) is Outcome.NEITHER
+
+
+def test_claims_that_hold(scenario):
+    runs = [_run("unprotected", 1e9), _ended("fixed clip", 2.0), _run("healed", 2.0, BACK)]
+    found = claims(runs, scenario)
+    assert [claim.text for claim in found if not claim.holds] == []
+    assert [claim.text for claim in found] == [
+        "torch unprotected: fails, no better than byte frequencies "
+        f"({scenario.corpus.byte_frequency_loss:.2f}) on unseen text: NaN",
+        "torch healed: trains, better than byte pairs "
+        f"({scenario.corpus.byte_pair_loss:.2f}) on unseen text: 2.00",
+        "torch healed: runs to its end: completed",
+        "torch unprotected: is ruined before the empty batch already: 1e+09",
+        "torch healed: is better off before the empty batch: 2.00, unprotected 1e+09",
+        "torch healed: goes back while the learning rate is wrong: step 112",
+        "torch healed: goes back to a known-good checkpoint: step 90",
+        "torch healed: goes on with a lower learning rate: × 0.5, it was × 1",
+    ]
+
+
+def test_an_unprotected_run_that_trains_breaks_the_claim(scenario):
+    (text,) = broken([_ended("unprotected", 2.0)], scenario)
+    assert text.startswith("torch unprotected: fails")
+    assert text.endswith("2.00")
+
+
+def test_a_healed_run_that_does_not_train_breaks_the_claim(scenario):
+    (text,) = broken([_ended("healed", math.nan)], scenario)
+    assert text.startswith("torch healed: trains")
+    assert text.endswith("NaN")
+    (text,) = broken([_ended("healed", 2.0, "stopped")], scenario)
+    assert text == "torch healed: runs to its end: stopped"
+
+
+@pytest.mark.parametrize(
+    ("plain", "healed", "back", "complaint"),
+    [
+        (2.5, 2.0, BACK, "ruined before the empty batch already: 2.50"),
+        (1e9, 2e9, BACK, "better off before the empty batch: 2e+09, unprotected 1e+09"),
+        (1e9, math.nan, BACK, "better off before the empty batch: NaN"),
+        (1e9, 2.0, None, "goes back while the learning rate is wrong: never"),
+        (1e9, 2.0, BACK | {"onset": 20}, "goes back while the learning rate is wrong: never"),
+        (
+            1e9,
+            2.0,
+            BACK | {"initial": True},
+            "known-good checkpoint: step 90, where it had started",
+        ),
+        (1e9, 2.0, BACK | {"lr_scale": 1.0}, "lower learning rate: × 1, it was × 1"),
+    ],
+)
+def test_a_rollback_that_does_not_save_the_run_breaks_a_claim(
+    scenario, plain, healed, back, complaint
+):
+    (text,) = broken([_run("unprotected", plain), _run("healed", healed, back)], scenario)
+    assert complaint in text
+
+
+def test_without_protection_nan_is_higher_than_any_loss(scenario):
+    assert not broken([_run("unprotected", math.nan), _run("healed", 2.0, BACK)], scenario)
+
+
+def test_an_ending_that_the_events_do_not_have_breaks_the_claim(scenario):
+    healed = _run("healed", 2.0, BACK)
+    healed.events = [BACK]
+    (text,) = broken([_run("unprotected", 1e9), healed], scenario)
+    assert text == "torch healed: runs to its end: not known"

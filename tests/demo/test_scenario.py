@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
-from healcore.demo import corpus
-from healcore.demo.scenario import Scenario, ScenarioError
+from healcore.demo.scenario import CorpusError, Scenario, ScenarioError, load_corpus
 
 
 @pytest.fixture(scope="module")
 def text():
-    return corpus.load()
+    return load_corpus()
 
 
 def test_a_batch_is_that_of_its_seed_and_step(text):
@@ -53,3 +54,36 @@ def test_sizes_that_do_not_fit_are_told(text):
         Scenario(text, steps=29)
     with pytest.raises(ScenarioError, match=r"multiple of twice the heads \(8\), got 60"):
         Scenario(text, width=60)
+
+
+# -- the text ------------------------------------------------------------------------------------
+
+
+def test_the_same_text_every_time():
+    one, other = load_corpus(), load_corpus()
+    assert one.digest == other.digest
+    assert one.files == other.files
+    assert np.array_equal(one.train, other.train)
+    assert np.array_equal(one.held_out, other.held_out)
+
+
+def test_levels_are_between_nothing_and_everything():
+    text = load_corpus()
+    assert 1.0 < text.byte_pair_loss < text.byte_frequency_loss < math.log(256)
+
+
+def test_every_tenth_file_is_held_out(tmp_path):
+    for index in range(20):
+        letter = "x" if index % 10 == 9 else "a"
+        (tmp_path / f"m{index:02}.py").write_text(letter * 1000)
+    (tmp_path / "notes.txt").write_text("not a source")
+    text = load_corpus(tmp_path)
+    assert text.files == 20
+    assert bytes(text.train) == b"a" * 18_000
+    assert bytes(text.held_out) == b"x" * 2_000
+
+
+def test_a_python_without_sources_is_told(tmp_path):
+    (tmp_path / "one.py").write_text("pass")
+    with pytest.raises(CorpusError, match=r"holds 1 of them with 4 bytes"):
+        load_corpus(tmp_path)

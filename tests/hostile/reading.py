@@ -13,10 +13,9 @@ ROOT = Path(__file__).parents[2]
 SECONDS, MIB = 20, 300
 """Over the imports. Far above what any of the files here needs."""
 _IMPORTS = (
-    "torch", "matplotlib", "plotly", "healcore.torch.probing_dcp", "healcore.tools.report.page",
-    "healcore.tools.probe.optimizer.probing", "healcore.tools.report.runs",
-    "healcore.tools.probe.checkpoint.plain", "healcore.tools.probe.checkpoint.stored",
-    "healcore.tools.probe.loss", "healcore.tools.probe.loss.probing", "healcore.tools.probe.text",
+    "torch", "matplotlib", "plotly", "healcore.torch.checkpoint_contents",
+    "healcore.tools.report.page", "healcore.tools.report.runs", "healcore.tools.probe.optimizer",
+    "healcore.tools.probe.checkpoint", "healcore.tools.probe.loss", "healcore.tools.probe.text",
     "healcore.tools.cli", "healcore.tools.replay.scoring",
     "healcore.tools.traces", "tensorboard.backend.event_processing.event_file_loader",
 )  # fmt: skip

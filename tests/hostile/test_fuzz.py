@@ -26,11 +26,11 @@ from healcore.runtime.inert_pickle import BadPickle, read
 from healcore.runtime.store import StoreError
 from healcore.runtime.store.manifest import MANIFEST
 from healcore.tools.probe.checkpoint import probe_checkpoint
-from healcore.tools.probe.contents.torch_pickle import storages
 from healcore.tools.probe.optimizer import probe_optimizer
-from healcore.tools.probe.verdict import ProbeError
+from healcore.tools.probe.result import ProbeError
 from healcore.tools.replay.scoring import LabelError, read_labels
 from healcore.tools.traces import TraceError, open_traces
+from healcore.torch.checkpoint_pickle import storages
 from healcore.torch.store import DCPStore
 from tests.hostile.pickles import dcp, packed
 from tests.hostile.run_directories import sealed_again

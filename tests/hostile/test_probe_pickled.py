@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from healcore.tools.probe.checkpoint import CheckpointInputs, probe_checkpoint
+from healcore.tools.probe.checkpoint import probe_checkpoint
+from healcore.tools.probe.inputs import CheckpointInputs
 from healcore.torch.store import DCPStore
 from tests.hostile.run_directories import change_state, cut_short
 from tests.hostile.test_resume import Keeps, Thing, as_before

@@ -14,7 +14,7 @@ import pytest
 
 from healcore.core.verdict import Cause
 from healcore.jax import last_decision, metrics, protect
-from healcore.jax.updates import SMALL
+from healcore.jax.gradients import SMALL
 from tests.jax import policies
 from tests.jax.bits import assert_same_bits
 

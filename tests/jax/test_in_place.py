@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from healcore.jax import heal_zclip, protect
-from healcore.jax.select_at_definition import step_or_keep
+from healcore.jax.commit import step_or_keep
 from tests.jax import policies
 
 N = 1 << 20

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from healcore.jax import CommitError
-from healcore.jax.select_at_definition import step_or_keep
+from healcore.jax.commit import step_or_keep
 from tests.jax.bits import assert_same_bits
 
 GRADS = jnp.asarray([1.0, -2.0])

@@ -5,7 +5,7 @@ import optax
 import pytest
 
 from healcore.jax import SignalError, heal, heal_zclip, last_decision, metrics, protect
-from healcore.jax.bare_state import without_heal_state
+from healcore.jax.state_transfer import without_heal_state
 from tests.jax import policies
 from tests.jax.bits import assert_same_bits
 

@@ -36,7 +36,7 @@ def evidence_of(orders, loss, chunk=64):
     given = np.ones(len(loss), bool)
     for start in range(0, len(loss), chunk):
         part = slice(start, start + chunk)
-        rows = Rows(start, index[part], step[part], {"loss": loss[part]}, {"loss": given[part]}, 0)
+        rows = Rows(index[part], step[part], {"loss": loss[part]}, {"loss": given[part]}, 0)
         record, due = by_name(tuple(column[part] for column in found_rows))
         never = np.zeros(len(index[part]), bool)
         judged = Judged(

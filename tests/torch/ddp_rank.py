@@ -87,7 +87,7 @@ class CountCollectives(TorchDispatchMode):
 
 
 def run(scenario: Scenario, root: Path) -> dict[str, Any]:
-    """One whole run; with a Healer as the README has it."""
+    """One run; with a Healer as in the README."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -103,7 +103,7 @@ def run(scenario: Scenario, root: Path) -> dict[str, Any]:
         trained = loss * (scenario.trained if odd else 1.0)
         return trained, loss.detach() * (scenario.observed if odd else 1.0)
 
-    told: dict[str, Any] = {"raised": None, "collectives": 0}
+    outcome: dict[str, Any] = {"raised": None, "collectives": 0}
     taken = 0
     try:
         if scenario.healer:
@@ -118,7 +118,7 @@ def run(scenario: Scenario, root: Path) -> dict[str, Any]:
                     optimizer.step()
                     optimizer.zero_grad()
                 assert isinstance(healer.driver, TorchDriver)
-                told["skips"] = int(healer.driver.healings["optimizer"].metrics()["heal/skips"])
+                outcome["skips"] = int(healer.driver.healings["optimizer"].metrics()["heal/skips"])
         else:
             heal = attach(optimizer, scenario.policy, **options)
             if scenario.looks and rank == 1:
@@ -133,18 +133,18 @@ def run(scenario: Scenario, root: Path) -> dict[str, Any]:
                     optimizer.zero_grad()
                 with CountCollectives() as counting:
                     optimizer.step()
-                told["collectives"] += counting.count
+                outcome["collectives"] += counting.count
                 optimizer.zero_grad()
-            told["skips"] = int(heal.metrics()["heal/skips"])
-            told["grad_scale"] = float(heal.metrics()["heal/grad_scale"])
-            told["report"] = str(heal.report())
+            outcome["skips"] = int(heal.metrics()["heal/skips"])
+            outcome["grad_scale"] = float(heal.metrics()["heal/grad_scale"])
+            outcome["report"] = str(heal.report())
     except RanksDisagreeError as error:
-        told["raised"] = f"{taken}: {error}"
+        outcome["raised"] = f"{taken}: {error}"
     weights = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
     moments = b"".join(s["exp_avg"].numpy().tobytes() for s in optimizer.state.values())
-    told["weights"] = hashlib.sha256(weights + moments).hexdigest()
-    told["finite"] = all(bool(p.isfinite().all()) for p in net.parameters())
-    return told
+    outcome["weights"] = hashlib.sha256(weights + moments).hexdigest()
+    outcome["finite"] = all(bool(p.isfinite().all()) for p in net.parameters())
+    return outcome
 
 
 def main(rank: int, root: Path) -> None:

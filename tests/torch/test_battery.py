@@ -1,4 +1,4 @@
-"""Every optimizer, on both engines: skips are exact, what passes is the optimizer's own."""
+"""Every optimizer of torch, on both engines: a skip is exact, other steps are unchanged."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch.optim import Optimizer
 
 from healcore.torch import attach
 from tests.torch import policies
-from tests.torch.bits import assert_same, bits, parameters, snapshot
-from tests.torch.cases import CASES, Case, Where
+from tests.torch.bit_comparison import assert_same, bits, parameters, snapshot
+from tests.torch.optimizer_cases import CASES, Case, Where
 
 HOST_AND_DEVICE = ("host", "device")
 
@@ -17,7 +17,7 @@ every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 host_and_device = pytest.mark.parametrize("where", HOST_AND_DEVICE)
 
 
-def test_every_optimizer_of_torch_is_in_the_battery():
+def test_every_optimizer_of_torch_is_tested():
     theirs = {
         each
         for each in vars(torch.optim).values()
@@ -28,7 +28,7 @@ def test_every_optimizer_of_torch_is_in_the_battery():
 
 @host_and_device
 @every_case
-def test_neutral_is_not_being_there(case: Case, where: Where):
+def test_a_neutral_decision_changes_no_bit(case: Case, where: Where):
     mine, twin = case.build(), case.build()
     heal = attach(mine, policies.SKIPS, engine=where)
     for i in range(6):
@@ -40,7 +40,7 @@ def test_neutral_is_not_being_there(case: Case, where: Where):
 @host_and_device
 @every_case
 @pytest.mark.parametrize("factor", [float("nan"), float("inf"), 1e5], ids=["nan", "inf", "spike"])
-def test_a_skip_moves_no_bit_and_leaves_no_trace(case: Case, where: Where, factor: float):
+def test_a_skip_changes_no_bit_and_leaves_no_trace(case: Case, where: Where, factor: float):
     mine, twin = case.build(), case.build()
     heal = attach(mine, policies.SKIPS, engine=where)
     for i in range(6):
@@ -73,7 +73,7 @@ def test_a_skipped_first_step_never_happened(case: Case, where: Where):
 
 @host_and_device
 @every_case
-def test_a_skip_leaves_the_gradients_where_they_were(case: Case, where: Where):
+def test_a_skip_keeps_the_gradients(case: Case, where: Where):
     optimizer = case.build()
     heal = attach(optimizer, policies.SKIPS, engine=where)
     seen = []
@@ -93,7 +93,7 @@ def test_a_skip_leaves_the_gradients_where_they_were(case: Case, where: Where):
 
 @host_and_device
 @every_case
-def test_observing_changes_nothing_even_for_nan(case: Case, where: Where):
+def test_observe_mode_changes_nothing_even_for_nan(case: Case, where: Where):
     mine, twin = case.build(), case.build()
     heal = attach(mine, policies.OBSERVES, engine=where)
     for i in range(6):
@@ -106,7 +106,7 @@ def test_observing_changes_nothing_even_for_nan(case: Case, where: Where):
 
 @host_and_device
 @every_case
-def test_nothing_lies_on_the_optimizer_between_steps(case: Case, where: Where):
+def test_nothing_is_left_on_the_optimizer_between_steps(case: Case, where: Where):
     optimizer = case.build()
     names, groups = set(vars(optimizer)), bits(snapshot(optimizer)["groups"])
     heal = attach(optimizer, policies.CUTS, engine=where)

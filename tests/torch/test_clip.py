@@ -1,4 +1,4 @@
-"""Clipping is `clip_grad_norm_`'s, wherever it happens."""
+"""Clipping gives the bits of `clip_grad_norm_`, in the kernel and in place."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch.nn import Parameter
 
 from healcore.torch import attach
 from tests.torch import policies
-from tests.torch.bits import assert_same, parameters, snapshot
-from tests.torch.cases import CASES, FUSED, Case, Where
+from tests.torch.bit_comparison import assert_same, parameters, snapshot
+from tests.torch.optimizer_cases import CASES, FUSED, Case, Where
 
 MAX_NORM = 0.5
 
@@ -71,7 +71,7 @@ def test_lbfgs_gets_one_factor_for_all_evaluations_of_a_step(line_search: str | 
 
 
 @pytest.mark.parametrize("case", FUSED, ids=lambda case: case.name)
-def test_both_seats_clip_to_the_same_bits(case: Case):
+def test_both_engines_clip_to_the_same_bits(case: Case):
     runs = []
     for where in ("host", "device"):
         optimizer = case.build()

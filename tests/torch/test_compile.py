@@ -1,4 +1,4 @@
-"""torch.compile: of the user's step around us, and of our own step."""
+"""torch.compile: of the user's step, and of the device engine's."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from healcore.core.signals import Signals
 from healcore.core.tree import leaves, map_leaves
 from healcore.torch import attach, engines, namespace
 from tests.torch import policies
-from tests.torch.bits import assert_same, bits, snapshot
-from tests.torch.cases import FUSED, Case, Where
+from tests.torch.bit_comparison import assert_same, bits, snapshot
+from tests.torch.optimizer_cases import FUSED, Case, Where
 
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))),
@@ -75,7 +75,7 @@ def test_the_compiled_engine_decides_as_the_eager_one():
     assert runs[0][1] == runs[1][1]
 
 
-def test_a_compiler_that_fails_is_said_and_survived(monkeypatch: pytest.MonkeyPatch):
+def test_a_compiler_that_fails_has_a_warning_and_eager_steps(monkeypatch: pytest.MonkeyPatch):
     def missing(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no compiler here")
 
@@ -94,7 +94,7 @@ def test_a_compiler_that_fails_is_said_and_survived(monkeypatch: pytest.MonkeyPa
     assert (state["step"], state["tally"]["skips"]) == (2, 1)
 
 
-def test_the_placed_namespace_traces_whole():
+def test_the_placed_namespace_traces_as_one_graph():
     """The module itself is traced in tests/parity."""
     engine, xp = policies.SKIPS, namespace.on("cpu")
     step = torch.compile(lambda s, x: engine.step(s, x, xp=xp), fullgraph=True)

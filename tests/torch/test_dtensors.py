@@ -1,4 +1,4 @@
-"""Sharded parameters (FSDP2), alone and beside plain ones (tensor parallel): clip, skip, rate."""
+"""Sharded parameters (FSDP2), alone and mixed with plain ones (tensor parallel)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from healcore.torch import attach
 from tests.torch import policies
-from tests.torch.cases import Where
+from tests.torch.optimizer_cases import Where
 
 NAN = float("nan")
 
@@ -85,12 +85,12 @@ def run(
         ("mixed", SGD, {"momentum": 0.9, "foreach": False}),
     ],
 )
-def test_placed_parameters_are_healed_as_plain_ones_are(
+def test_sharded_parameters_are_healed_as_plain_ones_are(
     kind: str, make: type[Optimizer], options: dict[str, Any], policy: str, where: Where
 ):
     engine = policies.fixed(0.5) if policy == "fixed" else getattr(policies, policy)
-    placed, told = run(kind, make, options, engine, where)
+    placed, metrics = run(kind, make, options, engine, where)
     plain, reference = run("plain", make, options, engine, where)
-    assert told == pytest.approx(reference, rel=1e-5, nan_ok=True)
+    assert metrics == pytest.approx(reference, rel=1e-5, nan_ok=True)
     for a, b in zip(placed, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

@@ -15,8 +15,8 @@ from healcore.runtime.loop.exits import RunStopped
 from healcore.torch import attach
 from healcore.torch.grad_scaler import SEARCH
 from tests.torch import policies
-from tests.torch.bits import assert_same, snapshot
-from tests.torch.cases import Where
+from tests.torch.bit_comparison import assert_same, snapshot
+from tests.torch.optimizer_cases import Where
 
 SCALE = 1024.0
 every_way = pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_the_norm_is_that_of_the_unscaled_gradients(fused: bool, where: Where, u
 
 
 @every_way
-def test_neutral_is_not_being_there(fused: bool, where: Where, unscale: bool):
+def test_a_neutral_decision_changes_no_bit(fused: bool, where: Where, unscale: bool):
     mine, twin = Loop(fused=fused), Loop(fused=fused)
     heal = attach(mine.optimizer, policies.SKIPS, engine=where, scaler=mine.scaler)
     for _ in range(5):
@@ -82,7 +82,7 @@ def test_clip_is_that_of_clip_grad_norm_after_unscale(fused: bool, where: Where,
 
 
 @every_way
-def test_a_spike_is_skipped_though_the_scaler_sees_nothing(
+def test_a_spike_is_skipped_though_the_scaler_finds_no_overflow(
     fused: bool, where: Where, unscale: bool
 ):
     loop = Loop(fused=fused)
@@ -97,7 +97,7 @@ def test_a_spike_is_skipped_though_the_scaler_sees_nothing(
 
 
 @every_way
-def test_an_overflow_is_the_scalers_own_and_not_counted(fused: bool, where: Where, unscale: bool):
+def test_an_overflow_skipped_by_the_scaler_is_not_counted(fused: bool, where: Where, unscale: bool):
     loop = Loop(fused=fused)
     heal = attach(loop.optimizer, policies.SKIPS, engine=where, scaler=loop.scaler)
     for _ in range(6):
@@ -175,7 +175,7 @@ def test_overflows_that_do_not_end_are_counted(fused: bool, where: Where, unscal
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
-def test_a_scaler_of_two_optimizers_drops_only_what_it_was_asked_to_step(where: Where):
+def test_a_scaler_of_two_optimizers_drops_only_the_one_it_steps(where: Where):
     """One of the two is stepped every third time only."""
     loop, other = Loop(fused=False), Loop(fused=False)
     other.scaler = loop.scaler

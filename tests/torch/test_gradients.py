@@ -62,7 +62,7 @@ def test_mixed_dtypes_complex_and_empty():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_bad_number_shows(bad: float, dtype: torch.dtype):
+def test_one_nonfinite_number_makes_the_norm_nonfinite(bad: float, dtype: torch.dtype):
     grad = torch.zeros(gradients.CHUNK + 5, dtype=dtype)
     grad[-1] = bad
     assert not torch.isfinite(torch.tensor(norm(torch.ones(3), grad)))

@@ -1,4 +1,4 @@
-"""What `attach` says on the logger `healcore`: once, and not at every step."""
+"""What `attach` logs on the logger `healcore`: once, and not at every step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from healcore.runtime.healer import Healer
 from healcore.torch import Healing, attach
 from healcore.torch.incident_log import EVERY, WITHOUT_LOSS, WITHOUT_STEP
 from tests.torch import policies
-from tests.torch.cases import Where
+from tests.torch.optimizer_cases import Where
 
 Lines = pytest.LogCaptureFixture
 NAN = float("nan")
@@ -56,74 +56,74 @@ def lines(caplog: pytest.LogCaptureFixture) -> Lines:
     return caplog
 
 
-def said(lines: Lines, *words: str) -> list[str]:
+def logged(lines: Lines, *parts: str) -> list[str]:
     texts = [r.getMessage() for r in lines.records if r.name == "healcore"]
-    return [text for text in texts if all(word in text for word in words)]
+    return [text for text in texts if all(part in text for part in parts)]
 
 
 @host_and_device
-def test_a_calm_run_says_nothing(where: Where, lines: Lines):
+def test_a_run_without_alarms_logs_nothing(where: Where, lines: Lines):
     Loop(where=where).steps(*[1.0] * 3 * WITHOUT_LOSS)
-    assert not said(lines)
+    assert not logged(lines)
 
 
 @host_and_device
-def test_an_incident_is_one_line_however_long(where: Where, lines: Lines):
+def test_an_incident_is_one_line_of_any_length(where: Where, lines: Lines):
     loop = Loop(where=where)
     loop.steps(*[1.0] * 4, *[NAN] * 40, *[1.0] * 2 * EVERY)
-    (line,) = said(lines)
+    (line,) = logged(lines)
     assert line.startswith("AdamW: step 4: incident 1: NONFINITE_LOSS, NONFINITE_GRAD; ")
     assert where == "device" or line.endswith("; skipped")
 
 
-def test_many_incidents_are_not_as_many_lines(lines: Lines):
+def test_many_incidents_are_fewer_lines(lines: Lines):
     loop = Loop()
     quiet = int(loop.heal.engine.config.incident.quiet_steps) + 1
     for _ in range(70):
         loop.steps(NAN, *[1.0] * quiet)
-    numbers = [int(line.split("incident ")[1].split(":")[0]) for line in said(lines)]
+    numbers = [int(line.split("incident ")[1].split(":")[0]) for line in logged(lines)]
     assert numbers == [*range(1, 11), 16, 32, 64]
 
 
 @host_and_device
-def test_an_order_that_nobody_carries_out_and_a_cut_rate(where: Where, lines: Lines):
+def test_an_order_that_attach_cannot_carry_out_and_a_cut_rate(where: Where, lines: Lines):
     loop = Loop(ORDERS, where)
     loop.steps(*[1.0] * 4, *[NAN] * 3, *[1.0] * 30)
-    (order,) = said(lines, "STOP")
+    (order,) = logged(lines, "STOP")
     assert "attach() alone cannot carry that out" in order
-    assert said(lines, "learning rate × ")
-    assert len(said(lines)) <= 5
+    assert logged(lines, "learning rate × ")
+    assert len(logged(lines)) <= 5
 
 
 @host_and_device
-def test_who_reads_the_decisions_is_taken_to_act_on_them(where: Where, lines: Lines):
+def test_a_loop_that_reads_the_decisions_is_expected_to_act(where: Where, lines: Lines):
     loop = Loop(ORDERS, where)
     loop.steps(*[1.0] * 4)
     loop.heal.last_decision()
     loop.steps(*[NAN] * 3, *[1.0] * 30)
-    assert not said(lines, "STOP")
+    assert not logged(lines, "STOP")
 
 
-def test_a_policy_that_observes_says_so(lines: Lines):
+def test_the_line_names_observe_mode(lines: Lines):
     Loop(policies.OBSERVES).steps(1.0, NAN, 1.0)
-    (line,) = said(lines)
+    (line,) = logged(lines)
     assert line.endswith("nothing is changed, the policy observes")
 
 
 @host_and_device
-def test_a_forgotten_observe_is_told_once(where: Where, lines: Lines):
+def test_a_forgotten_observe_is_logged_once(where: Where, lines: Lines):
     loop = Loop(policies.LOSSES, where)
     loop.steps(*[1.0] * 3 * WITHOUT_LOSS, observes=False)
-    (line,) = said(lines)
+    (line,) = logged(lines)
     assert f"no loss has been observed in {WITHOUT_LOSS} steps" in line
 
 
-def test_an_optimizer_that_was_replaced_or_copied_is_noticed(lines: Lines):
+def test_a_replaced_or_copied_optimizer_is_logged(lines: Lines):
     loop = Loop()
     loop.steps(1.0)
     loop.optimizer = AdamW([loop.p])
     loop.steps(*[1.0] * 2 * WITHOUT_STEP)
-    (line,) = said(lines)
+    (line,) = logged(lines)
     assert "replaced or copied" in line
 
 
@@ -133,12 +133,12 @@ def test_a_long_accumulation_is_fine(lines: Lines):
         for _ in range(WITHOUT_STEP - 2):
             loop.heal.observe(1.0)
         loop.steps(1.0)
-    assert not said(lines)
+    assert not logged(lines)
 
 
-def test_in_a_healer_the_healer_talks(lines: Lines):
+def test_in_a_healer_only_the_healer_logs(lines: Lines):
     loop = Loop()
     with Healer(policies.SKIPS, state={"p": [loop.p], "optimizer": loop.optimizer}) as healer:
         for i in healer.batches(range(150)):
             loop.steps(NAN if i == 30 else 1.0)
-    assert not said(lines, "AdamW: ")
+    assert not logged(lines, "AdamW: ")

@@ -1,4 +1,4 @@
-"""The learning rate is lent for one step and given back as the same object."""
+"""The learning rate is replaced for one step, and restored as the same object."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from healcore.torch import attach
 from tests.torch import policies
-from tests.torch.bits import assert_same, snapshot
-from tests.torch.cases import FUSED, Case, Where
+from tests.torch.bit_comparison import assert_same, snapshot
+from tests.torch.optimizer_cases import FUSED, Case, Where
 
 host_and_device = pytest.mark.parametrize("where", ["host", "device"])
 NAN = float("nan")
@@ -73,7 +73,7 @@ def test_a_scheduler_never_sees_the_cut(where: Where):
 
 
 @pytest.mark.parametrize("case", FUSED, ids=lambda case: case.name)
-def test_both_seats_cut_to_the_same_bits_on_a_cpu(case: Case):
+def test_both_engines_cut_to_the_same_bits_on_a_cpu(case: Case):
     runs = []
     for where in ("host", "device"):
         optimizer = case.build()
@@ -108,7 +108,7 @@ def test_a_rate_written_during_the_step_stays():
 
     p.grad = torch.full((1,), NAN)
     optimizer.step()
-    optimizer.register_step_pre_hook(anneal)  # after ours: the rate is lent by then
+    optimizer.register_step_pre_hook(anneal)  # after ours: the rate is replaced by then
     p.grad = torch.ones(1)
     optimizer.step()
     assert optimizer.param_groups[0]["lr"] == 0.05

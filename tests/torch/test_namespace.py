@@ -1,4 +1,4 @@
-"""The torch namespace does what NumPy does, with what the core gives it."""
+"""The torch namespace agrees with NumPy on what the core calls it with."""
 
 from __future__ import annotations
 

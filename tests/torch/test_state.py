@@ -1,4 +1,4 @@
-"""Saving, loading, rolling back, moving between seats and frameworks, and letting go."""
+"""Saving, loading, rolling back, moving between engines and frameworks, and detaching."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from healcore.core.signals import Signals
 from healcore.core.tree import leaves
 from healcore.torch import Healing, StateError, attach
 from tests.torch import policies
-from tests.torch.bits import assert_same, bits, snapshot
-from tests.torch.cases import Case, Where
+from tests.torch.bit_comparison import assert_same, bits, snapshot
+from tests.torch.optimizer_cases import Case, Where
 
 CASE = Case("", torch.optim.AdamW, {"fused": True})
 HOST_AND_DEVICE = ("host", "device")
@@ -36,7 +36,7 @@ def run(optimizer: Any, heal: Healing, steps: range) -> list[Any]:
 @pytest.mark.parametrize("to", HOST_AND_DEVICE)
 @pytest.mark.parametrize("first", HOST_AND_DEVICE)
 @pytest.mark.parametrize("stop", [2, 7, 11])
-def test_stopping_and_going_on_decides_as_never_having_stopped(first: Where, to: Where, stop: int):
+def test_a_resumed_run_decides_as_one_that_never_stopped(first: Where, to: Where, stop: int):
     whole = CASE.build()
     heal = attach(whole, policies.EVERYTHING, engine=first)
     expected = run(whole, heal, range(len(FACTORS)))
@@ -59,7 +59,7 @@ def test_stopping_and_going_on_decides_as_never_having_stopped(first: Where, to:
     assert_same(snapshot(other), snapshot(whole))
 
 
-def test_a_run_from_numpy_goes_on_in_torch():
+def test_a_run_in_numpy_continues_in_torch():
     engine = policies.EVERYTHING
     state = engine.init()
     for i in range(10):
@@ -74,7 +74,7 @@ def test_a_run_from_numpy_goes_on_in_torch():
 
 
 @host_and_device
-def test_loading_ends_the_window_of_losses(where: Where):
+def test_loading_drops_the_losses_since_the_last_step(where: Where):
     optimizer = CASE.build()
     heal = attach(optimizer, policies.LOSSES, engine=where)
     saved = heal.state_dict()
@@ -103,7 +103,7 @@ def test_a_rollback_keeps_budgets_and_the_cut(where: Where):
 
 @host_and_device
 @pytest.mark.parametrize(
-    ("broken", "says"),
+    ("broken", "message"),
     [
         (lambda d: None, "mapping"),
         (lambda d: {}, "schema"),
@@ -117,19 +117,19 @@ def test_a_rollback_keeps_budgets_and_the_cut(where: Where):
         ),
     ],
 )
-def test_a_state_that_does_not_fit_loads_nothing(where: Where, broken: Any, says: str):
+def test_a_state_that_does_not_fit_loads_nothing(where: Where, broken: Any, message: str):
     optimizer = CASE.build()
     heal = attach(optimizer, policies.EVERYTHING, engine=where)
     run(optimizer, heal, range(3))
     before = heal.state_dict()
     for load in (heal.load_state_dict, heal.on_rollback):
-        with pytest.raises(StateError, match=says):
+        with pytest.raises(StateError, match=message):
             load(broken(copy.deepcopy(before)))
     assert heal.state_dict() == before
 
 
 @host_and_device
-def test_a_state_of_a_policy_with_other_numbers_loads_nothing(where: Where):
+def test_a_state_of_another_policy_loads_nothing(where: Where):
     heal = attach(CASE.build(), policies.EVERYTHING, engine=where)
     config = policies.EVERYTHING.config
     other = attach(CASE.build(), Engine(config._replace(max_skips=99)), engine=where)
@@ -149,7 +149,7 @@ def test_per_tensor_levels_belong_to_one_model(where: Where):
 
 
 @host_and_device
-def test_detached_is_never_having_been_attached(where: Where):
+def test_detach_leaves_the_optimizer_as_before_attach(where: Where):
     mine, twin = CASE.build(), CASE.build()
     names = set(vars(mine))
     heal = attach(mine, policies.fixed(1e-3), engine=where)

@@ -1,4 +1,4 @@
-"""How often the host waits: counted where torch reads a tensor's value."""
+"""How often the host waits for the device because of healcore."""
 
 from __future__ import annotations
 
@@ -6,26 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from healcore.torch import attach
 from healcore.torch.measurement import read_in_one_copy
 from tests.torch import policies
-from tests.torch.cases import FUSED, PLAIN, Case, Where
-
-SYNCS = ("aten._local_scalar_dense", "aten.is_nonzero", "aten.equal", "aten.nonzero")
-
-
-class CountSyncs(TorchDispatchMode):
-    """Counts the operations that bring a value to the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += str(func).startswith(SYNCS)
-        return func(*args, **(kwargs or {}))
+from tests.torch.optimizer_cases import FUSED, PLAIN, Case, Where
+from tests.torch.sync_counter import CountSyncs
 
 
 def counted(case: Case, where: Where, engine: Any, steps: int, *, attached: bool = True) -> int:
@@ -59,7 +45,7 @@ def test_fused_optimizers_never_wait(case: Case, where: Where, policy: str):
 @pytest.mark.parametrize(
     "case", [c for c in PLAIN if not c.closure and not c.sparse], ids=lambda case: case.name
 )
-def test_the_others_wait_no_more_than_they_do_alone(case: Case):
+def test_other_optimizers_wait_no_more_than_without_healcore(case: Case):
     # Equal, not less: the skipped step (no gradients) must not hide a sync of ours.
     steps = 4
     alone = counted(case, "host", None, steps, attached=False)
@@ -67,7 +53,7 @@ def test_the_others_wait_no_more_than_they_do_alone(case: Case):
     assert counted(case, "device", policies.SKIPS, steps) == alone
 
 
-def test_all_signals_cross_read_in_one_copy():
+def test_all_signals_are_copied_at_once():
     """The accelerators' way to the host, on the CPU."""
     signals = [torch.tensor(1.5), None, torch.tensor([2.0, 3.0, 4.0]), torch.tensor(5.0)]
     found = read_in_one_copy(signals)
@@ -76,7 +62,7 @@ def test_all_signals_cross_read_in_one_copy():
 
 
 @pytest.mark.parametrize("case", FUSED[:1] + PLAIN[:1], ids=lambda case: case.name)
-def test_the_report_says_what_it_costs(case: Case):
+def test_the_report_has_the_syncs_per_step(case: Case):
     heal = attach(case.build(), policies.SKIPS)
     report = heal.report()
     assert report.engine == "host"

@@ -1,4 +1,4 @@
-"""Optimizers as Fabric and Accelerate hand them out: it is the one inside that is healed."""
+"""Wrapped by Fabric and Accelerate: the optimizer inside is healed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Divides a JAX state into the items of a checkpoint, and puts a restored state together."""
+"""Divides a JAX state into the items of a checkpoint, and puts a restored state together.
+
+Restored leaves get the form of the live ones, so that a compiled step is not compiled again: a
+jitted function is compiled for dtypes, weak types and shardings, and for whether an array is
+committed to its device. A checkpoint keeps only the dtypes.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.tree_util import keystr
 
-from healcore.jax.bare_state import with_heal_state, without_heal_state
-from healcore.jax.driver.leaf_form import as_live, as_saved, form, is_number
+from healcore.jax.state import map_nodes, nodes
+from healcore.jax.state_transfer import with_heal_state, without_heal_state
 from healcore.runtime.store.errors import StateMismatch
 
 STATE = "state"
@@ -30,9 +36,7 @@ class CheckpointLayout:
 
     def __init__(self, tree: Any, *, named: bool) -> None:
         self._named = named
-        self._accumulates = any(
-            map(_is_accumulator, jax.tree.leaves(tree, is_leaf=_is_accumulator))
-        )
+        self._accumulates = bool(nodes(optax.MultiStepsState, tree))
 
     def items(self, tree: Any) -> dict[str, Any]:
         """The items of a state: name -> tree."""
@@ -65,7 +69,7 @@ class CheckpointLayout:
             found if self._named else found[STATE],
             without_heal_state(tree),
         )
-        new = with_heal_state(_without_accumulated(bare), like=tree)
+        new = with_heal_state(map_nodes(optax.MultiStepsState, _emptied, bare), like=tree)
         return jax.tree_util.tree_map_with_path(
             lambda path, leaf: _norm(side_state, path, leaf) if _is_norm(path) else leaf, new
         )
@@ -74,8 +78,7 @@ class CheckpointLayout:
         """Whether nothing is accumulated. Reads the device if the optimizer accumulates."""
         if not self._accumulates:
             return True
-        nodes = jax.tree.leaves(tree, is_leaf=_is_accumulator)
-        return not any(int(node.mini_step) for node in nodes if _is_accumulator(node))
+        return not any(int(each.mini_step) for _, each in nodes(optax.MultiStepsState, tree))
 
     def _parts(self, tree: Any) -> dict[str, Any]:
         return dict(tree) if self._named else {STATE: tree}
@@ -93,7 +96,7 @@ class SideState:
         bare = jax.tree_util.tree_leaves_with_path(without_heal_state(tree))
         whole = jax.tree_util.tree_leaves_with_path(tree)
         self._kept = {
-            **{keystr(path): leaf for path, leaf in bare if is_number(leaf)},
+            **{keystr(path): leaf for path, leaf in bare if _is_number(leaf)},
             **{keystr(path): leaf for path, leaf in whole if _is_norm(path)},
         }
 
@@ -105,8 +108,28 @@ class SideState:
         return self._kept
 
 
+def as_live(new: Any, live: Any) -> Any:
+    """A restored leaf in the form of the live one.
+
+    Args:
+        new: array or Python number.
+        live: gives dtype, weak type, sharding and commitment. It may have been donated.
+    """
+    if _is_number(live):
+        return type(live)(np.asarray(new).item())
+    if not isinstance(live, jax.Array):
+        return new
+    if jnp.issubdtype(live.dtype, jax.dtypes.prng_key):
+        data = _placed(jax.random.key_data(new), live)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(new))
+    if not isinstance(new, jax.Array):
+        new = np.asarray(new, live.dtype)
+    new = _placed(new, live)
+    return _weak(new) if live.weak_type and not new.weak_type else new
+
+
 def _saved(tree: Any) -> Any:
-    return jax.tree.map(as_saved, without_heal_state(tree))
+    return jax.tree.map(_as_saved, without_heal_state(tree))
 
 
 def _norm(side_state: Mapping[str, Any], path: tuple[Any, ...], live: Any) -> Any:
@@ -119,29 +142,63 @@ def _differences(name: str, found: Any, wanted: Any) -> list[str]:
         return [f'"{name}" has another structure']
     pairs = zip(jax.tree_util.tree_leaves_with_path(wanted), jax.tree.leaves(found), strict=True)
     return [
-        f"{name}{keystr(path)} is {form(new)} in it, {form(live)} in the live state"
+        f"{name}{keystr(path)} is {_form(new)} in it, {_form(live)} in the live state"
         for (path, live), new in pairs
-        if form(new) != form(live)
+        if _form(new) != _form(live)
     ]
 
 
-def _without_accumulated(tree: Any) -> Any:
-    def one(node: Any) -> Any:
-        if not _is_accumulator(node):
-            return node
-        count, gradients = jax.tree.map(_zero, (node.mini_step, node.acc_grads))
-        return node._replace(mini_step=count, acc_grads=gradients)
-
-    return jax.tree.map(one, tree, is_leaf=_is_accumulator)
-
-
-def _zero(leaf: Any) -> Any:
-    return as_live(jnp.zeros(leaf.shape, leaf.dtype), leaf)
-
-
-def _is_accumulator(node: Any) -> bool:
-    return isinstance(node, optax.MultiStepsState)
+def _emptied(accumulator: optax.MultiStepsState) -> optax.MultiStepsState:
+    count, gradients = jax.tree.map(
+        lambda leaf: as_live(jnp.zeros(leaf.shape, leaf.dtype), leaf),
+        (accumulator.mini_step, accumulator.acc_grads),
+    )
+    return accumulator._replace(mini_step=count, acc_grads=gradients)
 
 
 def _is_norm(path: tuple[Any, ...]) -> bool:
     return bool(path) and getattr(path[-1], "name", None) == "heal_update_norm"
+
+
+def _is_number(leaf: Any) -> bool:
+    """Whether a leaf is a Python number."""
+    return type(leaf) in (bool, int, float)
+
+
+def _as_saved(leaf: Any) -> Any:
+    """A leaf as it goes into a checkpoint: a Python number becomes the array that jit makes of it.
+
+    A counter that starts as the number 0 (a TrainState's `step`) is an array after the first
+    compiled step, and must match what was saved before. `SideState` keeps the number itself.
+    """
+    if not _is_number(leaf):
+        return leaf
+    zero = jnp.asarray(type(leaf)())
+    if zero.dtype == jnp.bool_:
+        return jnp.asarray(leaf)
+    limits = jnp.finfo(zero.dtype) if type(leaf) is float else jnp.iinfo(zero.dtype)
+    # An Inf, also one by overflow, would make the checkpoint count as bad.
+    return jnp.asarray(leaf) if abs(leaf) <= limits.max else zero
+
+
+def _form(leaf: Any) -> str:
+    """Shape and dtype, in which a restored leaf and `_as_saved` of the live one must agree."""
+    return f"{leaf.dtype}{tuple(leaf.shape)}" if hasattr(leaf, "dtype") else "no array"
+
+
+def _placed(new: Any, live: jax.Array) -> jax.Array:
+    """The array on the devices of the live one."""
+    if isinstance(new, jax.Array) and new.committed == live.committed:
+        return new if new.sharding == live.sharding else jax.device_put(new, live.sharding)
+    if live.committed:
+        return jax.device_put(new, live.sharding)
+    return jnp.asarray(np.asarray(new))  # an array is uncommitted only if it comes from the host
+
+
+def _weak(array: jax.Array) -> jax.Array:
+    """The same numbers, weakly typed, like Python's."""
+    zero = 0.0 if jnp.issubdtype(array.dtype, jnp.floating) else 0
+    weak = jnp.full(array.shape, zero)
+    if weak.dtype != array.dtype:
+        return array
+    return weak.at[...].set(array)

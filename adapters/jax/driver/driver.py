@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from healcore.jax import state_layout
-from healcore.jax.bare_state import without_heal_state
 from healcore.jax.driver import engines as in_state
 from healcore.jax.driver.checkpoint_layout import CheckpointLayout
 from healcore.jax.driver.pending_dispatch import Dispatch, PendingReadback
-from healcore.jax.driver.ranks import this_run
-from healcore.jax.driver.restore_point import RestorePoint
-from healcore.jax.driver.state_accessor import TreeAccessor, accessor_for, value
+from healcore.jax.driver.state_accessor import accessor_for, value
 from healcore.jax.lr import injected_rates
 from healcore.jax.state import HealState, HealStateError
+from healcore.jax.state_transfer import without_heal_state
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.store.protocol import CheckpointStore
-from healcore.runtime.store.ranks import Ranks
+from healcore.runtime.store.ranks import Alone, Ranks
 
 
 class JaxDriver:
@@ -166,7 +166,7 @@ class JaxDriver:
         live = self._accessor.read()
         if state is not None:
             self._accessor.write(self._layout.restored(state, live))
-        arguments = (self._accessor.state,) if isinstance(self._accessor, TreeAccessor) else ()
+        arguments = () if self._accessor.in_place else (self._accessor.state,)
         try:
             return [float(loss_fn(*arguments, batch)) for batch in batches]
         finally:
@@ -209,7 +209,7 @@ class JaxDriver:
 
     def ranks(self) -> Ranks:
         """The processes of this run."""
-        return this_run()
+        return JaxRanks() if jax.process_count() > 1 else Alone()
 
     def generators(self) -> None:
         """None: JAX has no global generators; the state holds its keys."""
@@ -247,6 +247,58 @@ class JaxDriver:
             _counter_arrays(states),
             PendingReadback(self._engines, states),
         )
+
+
+class RestorePoint(NamedTuple):
+    """The engines' step counters when a state was restored: int arrays, one element per engine."""
+
+    start: np.ndarray
+    """In the restored state."""
+    ahead: np.ndarray
+    """In the state that it replaced."""
+    stride: np.ndarray | None
+    """Steps of the last update before; a scan over steps has several. None: not known yet."""
+
+    def has_advanced(self, steps: Sequence[Any]) -> bool:
+        """Whether an update has judged a step since. A sync.
+
+        Args:
+            steps: the engines' counters after the update.
+
+        Raises:
+            HealStateError: the update did not start from the restored state.
+        """
+        moved = np.asarray(jax.device_get(list(steps))) - self.start
+        elsewhere = moved < 0
+        if self.stride is not None:
+            # An update of the replaced state is at least as far as that was, and farther from the
+            # restored one than one update goes.
+            farther = moved > np.maximum(self.stride, 1)
+            elsewhere |= farther & (moved + self.start >= self.ahead)
+        if elsewhere.any():
+            raise HealStateError(
+                "this state does not come from the one that was restored: after a rollback or a "
+                "resume take the next step from healer.state, not from a variable of your own"
+            )
+        return bool(moved.any())
+
+
+class JaxRanks:
+    """Exchanges between the processes of jax.distributed, over the devices."""
+
+    def __init__(self) -> None:
+        self.rank = jax.process_index()
+        self.world = jax.process_count()
+
+    def gather(self, item: Any) -> list[Any]:
+        """Every process's item, on every process."""
+        mine = np.frombuffer(pickle.dumps(item), np.uint8)
+        # process_allgather needs arrays of the same size in every process.
+        sizes = multihost_utils.process_allgather(np.asarray([mine.size], np.int32)).reshape(-1)
+        padded = np.zeros(int(sizes.max()), np.uint8)
+        padded[: mine.size] = mine
+        rows = multihost_utils.process_allgather(padded)
+        return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def _not_finite(tree: Any) -> set[str]:

@@ -12,14 +12,22 @@ import numpy as np
 from healcore.core.engine import Engine
 from healcore.jax import state as heal_state
 from healcore.jax import state_layout
-from healcore.jax.chain_order import warn_if_after_optimizer
-from healcore.jax.driver.leaf_form import as_live
-from healcore.jax.driver.tensor_names import names
+from healcore.jax.driver.checkpoint_layout import as_live
+from healcore.jax.gradients import is_gradient
 from healcore.jax.lr import ScaleByHealLrState
-from healcore.jax.state import HealState, HealStateError
+from healcore.jax.state import (
+    HealState,
+    HealStateError,
+    child,
+    map_nodes,
+    nodes,
+    warn_if_after_optimizer,
+)
+from healcore.jax.state_transfer import without_heal_state
 from healcore.runtime.driver import check_engines
 
 Path = tuple[Any, ...]
+_PARAMETERS = ("params", "model")
 
 
 class EngineEntry(NamedTuple):
@@ -44,14 +52,13 @@ def find(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
     Raises:
         HealStateError: there is none, or one is of another policy or of several runs at once.
     """
-    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_heal)
-    states = {path: node for path, node in nodes if _is_heal(node)}
+    states = dict(nodes(HealState, tree))
     if not states:
         raise HealStateError(
             f"no healing state in this {type(tree).__name__}: the state to heal holds that of an "
             "optimizer made with protect(), heal() or heal_zclip()"
         )
-    tops = [_key(path[0]) if path else "state" for path in states]
+    tops = [_name(path[0]) if path else "state" for path in states]
     found = []
     for top, (path, state) in zip(tops, states.items(), strict=True):
         heal_state.engine_state(engine, state)  # raises unless the policy is that of the optimizer
@@ -59,7 +66,7 @@ def find(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
         warn_if_after_optimizer(tree, path)
         name = top if tops.count(top) == 1 else jax.tree_util.keystr(path)
         count = state.heal_leaf_norms.shape[0]
-        found.append(EngineEntry(name, path, names(trained, path, count)))
+        found.append(EngineEntry(name, path, _tensor_names(trained, path, count)))
     return found
 
 
@@ -72,7 +79,7 @@ def at(root: Any, path: Path) -> HealState:
     node = root
     try:
         for entry in path:
-            node = getattr(node, entry.name) if hasattr(entry, "name") else node[_index(entry)]
+            node = child(node, entry)
     except (AttributeError, LookupError, TypeError):
         node = None
     if not isinstance(node, HealState):
@@ -116,31 +123,74 @@ def loaded(
             return ScaleByHealLrState(as_live(np.float32(scale), node.heal_lr_scale))
         return new.get(path, node)
 
-    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=_is_healing)
+    return jax.tree_util.tree_map_with_path(
+        one, tree, is_leaf=lambda node: isinstance(node, (HealState, ScaleByHealLrState))
+    )
 
 
 def with_change_expected(tree: Any) -> Any:
     """The tree with every engine's grace window opened."""
 
-    def one(node: Any) -> Any:
-        if not _is_heal(node):
-            return node
-        ints = as_live(state_layout.with_change_expected(node.heal_ints), node.heal_ints)
-        return node._replace(heal_ints=ints)
+    def one(state: HealState) -> HealState:
+        ints = as_live(state_layout.with_change_expected(state.heal_ints), state.heal_ints)
+        return state._replace(heal_ints=ints)
 
-    return jax.tree.map(one, tree, is_leaf=_is_heal)
+    return map_nodes(HealState, one, tree)
 
 
 def declined(engine: Engine, tree: Any) -> Any:
     """The tree with the rollback that was ordered last cancelled, in every engine."""
 
-    def one(node: Any) -> Any:
-        if not _is_heal(node):
-            return node
-        state = engine.decline(heal_state.engine_state(engine, node), xp=jnp)
-        return jax.tree.map(as_live, heal_state.with_engine_state(engine, node, state), node)
+    def one(live: HealState) -> HealState:
+        state = engine.decline(heal_state.engine_state(engine, live), xp=jnp)
+        return jax.tree.map(as_live, heal_state.with_engine_state(engine, live, state), live)
 
-    return jax.tree.map(one, tree, is_leaf=_is_heal)
+    return map_nodes(HealState, one, tree)
+
+
+def _tensor_names(tree: Any, engine: Path, count: int) -> tuple[str, ...]:
+    """Names of the tensors that an engine judges.
+
+    An optimizer state does not say which part of the train state it optimizes. This takes the
+    part with as many floating tensors as the engine gets gradients; of several the one called
+    `params` or `model`, or the one nearest to the optimizer.
+
+    Args:
+        tree: a train state.
+        engine: path to the engine's HealState in it.
+        count: number of tensors.
+
+    Returns:
+        As JAX writes paths, `['params']['Dense_0']['kernel']`. Numbers where that would be a guess.
+    """
+    parts: dict[Path, list[Path]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(without_heal_state(tree)):
+        if is_gradient(leaf):
+            for depth in range(len(path) + 1):
+                parts.setdefault(path[:depth], []).append(path)
+    fitting = [path for path, leaves in parts.items() if len(leaves) == count]
+    outermost = [path for path in fitting if path[:-1] not in fitting or not path]
+    best = min((_unlikely(path, engine) for path in outermost), default=None)
+    likeliest = [path for path in outermost if _unlikely(path, engine) == best]
+    within = {tuple(leaf[len(path) :] or leaf for leaf in parts[path]) for path in likeliest}
+    if len(within) != 1:  # none, or different ones
+        return tuple(f"gradient {i} of {count}" for i in range(count))
+    return tuple(jax.tree_util.keystr(leaf) for leaf in parts[likeliest[0]])
+
+
+def _unlikely(path: Path, engine: Path) -> tuple[bool, bool, int]:
+    """A sort key for the parts of a state: the likeliest to be the parameters first."""
+    last = _name(path[-1]) if path else ""
+    shared = 0
+    while shared < min(len(path), len(engine)) and path[shared] == engine[shared]:
+        shared += 1
+    in_optimizer = shared >= max(1, len(engine) - 1)
+    return last not in _PARAMETERS, in_optimizer, -shared
+
+
+def _name(key: Any) -> str:
+    """The name of one key of a path."""
+    return str(next(getattr(key, kind) for kind in ("name", "key", "idx") if hasattr(key, kind)))
 
 
 def _check_single(path: Path, state: HealState) -> None:
@@ -161,19 +211,3 @@ def _packed(engine: Engine, live: HealState, state: Any) -> HealState:
     new = heal_state.with_engine_state(engine, live, state)
     new = new._replace(heal_decision=heal_state.neutral_decision(live))
     return jax.tree.map(as_live, new, live)
-
-
-def _index(entry: Any) -> Any:
-    return entry.key if hasattr(entry, "key") else entry.idx
-
-
-def _key(entry: Any) -> str:
-    return str(entry.name if hasattr(entry, "name") else _index(entry))
-
-
-def _is_heal(node: Any) -> bool:
-    return isinstance(node, HealState)
-
-
-def _is_healing(node: Any) -> bool:
-    return isinstance(node, (HealState, ScaleByHealLrState))

@@ -20,8 +20,8 @@ from healcore.core.step_record import StepRecord
 from healcore.jax import state_layout
 from healcore.jax.driver.engines import EngineEntry
 from healcore.jax.driver.state_accessor import value
-from healcore.jax.records import StepCounts, between, last
 from healcore.jax.state import HealState
+from healcore.jax.state_layout import StepCounts, last_record, records_between
 
 
 class Readback(NamedTuple):
@@ -54,8 +54,8 @@ class PendingReadback:
         """What each engine's state held; waits only if it has not arrived yet."""
         if self._read is None:
             self._read = [
-                _split(words, shape)
-                for words, shape in zip(
+                _split(part, shape)
+                for part, shape in zip(
                     np.split(np.asarray(self._packed), self._ends), self._shapes, strict=True
                 )
             ]
@@ -121,7 +121,7 @@ class Dispatch:
         """Adds the records of one engine to the steps."""
         moved = after.counts.steps - before.counts.steps
         rows, missing = (
-            between(after.records, before.counts, after.counts) if moved > 0 else ([], 0)
+            records_between(after.records, before.counts, after.counts) if moved > 0 else ([], 0)
         )
         for row in rows:
             record = step_record.unpack(row, engine.name)
@@ -158,23 +158,23 @@ def _wanted(state: HealState) -> tuple[Any, Any, Any]:
 @jax.jit
 def _pack(states: list[tuple[Any, Any, Any]]) -> jax.Array:
     """Everything as int32, bit for bit."""
-    words = []
+    parts = []
     for ints, records, norms in states:
         bits = jax.lax.bitcast_convert_type(norms, jnp.int32)
-        counts = jnp.stack([state_layout.step(ints), state_layout.marks(ints).orders])
-        words += [counts, records.ravel(), bits]
-    return jnp.concatenate(words)
+        counts = jnp.stack([state_layout.step(ints), state_layout.header(ints).orders])
+        parts += [counts, records.ravel(), bits]
+    return jnp.concatenate(parts)
 
 
 def _idle(engine: EngineEntry, read: Readback) -> StepRecord:
     """The record for a step that the engine did not judge, or whose record is missing."""
     # Another optimizer's step, or gradients were only accumulated (optax.MultiSteps around
     # `protect`): the state still holds the step before, whose order was handled already.
-    record = step_record.unpack(last(read.records, read.counts.steps), engine.name)
+    record = step_record.unpack(last_record(read.records, read.counts.steps), engine.name)
     return record.unjudged()._replace(step=read.counts.steps, judged=False)
 
 
-def _split(words: np.ndarray, shape: tuple[int, ...]) -> Readback:
+def _split(packed: np.ndarray, shape: tuple[int, ...]) -> Readback:
     end = 2 + math.prod(shape)
-    counts = StepCounts(int(words[0]), int(words[1]))
-    return Readback(counts, words[2:end].reshape(shape), words[end:].view(np.float32))
+    counts = StepCounts(int(packed[0]), int(packed[1]))
+    return Readback(counts, packed[2:end].reshape(shape), packed[end:].view(np.float32))

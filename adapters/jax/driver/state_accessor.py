@@ -8,72 +8,53 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
 from healcore.jax.state import HealStateError
 
 
-class StateAccessor(Protocol):
-    """Access to one kind of live state."""
+class StateAccessor:
+    """Accesses a pytree: a TrainState, a tuple, a dictionary."""
 
-    state: Any
-    """The state as the user passed it."""
-    named: bool
-    """Whether its top level maps names to parts."""
+    in_place = False
+    """Whether a step updates the state in place."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+        """The state as the user passed it."""
+        self.named = type(state) is dict and all(isinstance(name, str) for name in state)
+        """Whether its top level maps names to parts."""
 
     def read(self) -> Any:
         """The state as a pytree of arrays. Copies nothing."""
-        ...
+        return self.state
 
     def write(self, tree: Any) -> None:
         """Replaces the state by a tree of the structure of `read`."""
-        ...
+        self.state = tree
 
     def roots(self) -> Any:
         """A tree in which every optimizer state has the same path as in `read`; cheap to make.
 
         Its leaves may be nnx.Variables: see `value`.
         """
-        ...
+        return self.state
 
     def trained(self) -> Any:
         """A tree that contains the parameters, for their names."""
-        ...
-
-
-class TreeAccessor:
-    """Accesses a pytree: a TrainState, a tuple, a dictionary."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-        self.named = type(state) is dict and all(isinstance(name, str) for name in state)
-
-    def read(self) -> Any:
-        """The state itself."""
-        return self.state
-
-    def write(self, tree: Any) -> None:
-        """Makes the tree the state."""
-        self.state = tree
-
-    def roots(self) -> Any:
-        """The state itself."""
-        return self.state
-
-    def trained(self) -> Any:
-        """The state itself."""
         return self.state
 
 
-class NnxAccessor:
+class NnxAccessor(StateAccessor):
     """Accesses a mapping of names to nnx objects and pytrees."""
 
-    named = True
+    in_place = True
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        self.state = dict(state)
+        super().__init__(dict(state))
+        self.named = True
 
     def read(self) -> Any:
         """The present arrays of their Variables."""
@@ -118,7 +99,7 @@ def accessor_for(state: Any) -> StateAccessor:
     """
     nnx = sys.modules.get("flax.nnx")  # unless it is imported there are no such objects
     if nnx is None:
-        return TreeAccessor(state)
+        return StateAccessor(state)
 
     def is_object(node: Any) -> bool:
         return isinstance(node, nnx.Pytree) and not isinstance(node, (nnx.State, nnx.Variable))
@@ -130,7 +111,7 @@ def accessor_for(state: Any) -> StateAccessor:
             f"this {type(state).__name__} has nnx objects within: map names to them, as in "
             'state={"model": model, "optimizer": optimizer}'
         )
-    return TreeAccessor(state)
+    return StateAccessor(state)
 
 
 def value(leaf: Any) -> Any:

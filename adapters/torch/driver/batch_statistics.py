@@ -136,7 +136,9 @@ class LayerStatistics:
 
     def _is_current(self) -> bool:
         now = statistics(self._layers)
-        return len(now) == len(self._buffers) and all(map(_same, now, self._buffers))
+        return len(now) == len(self._buffers) and all(
+            a is b for a, b in zip(now, self._buffers, strict=True)
+        )
 
 
 def statistics(layers: Sequence[nn.Module]) -> list[Tensor]:
@@ -186,10 +188,6 @@ class _BufferBlock:
         if self._now.device.type != "cpu":
             return False
         return math.isfinite(self._now.sum(dtype=torch.float32).numpy())
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a is b
 
 
 def layers_of(

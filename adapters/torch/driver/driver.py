@@ -17,12 +17,9 @@ from healcore.torch import gradients
 from healcore.torch.attachment import attach as attach_to
 from healcore.torch.attachment import healing_of
 from healcore.torch.driver import live_state
-from healcore.torch.driver.accumulation import Accumulation
 from healcore.torch.driver.batch_statistics import BatchStatistics
+from healcore.torch.driver.optimizer_hooks import Accumulation, UntrackedOptimizers
 from healcore.torch.driver.pending_step import PendingEntries, PendingStep, Recorder
-from healcore.torch.driver.rng import RngState
-from healcore.torch.driver.tensor_hyperparameters import TensorHyperparameters
-from healcore.torch.driver.untracked_optimizers import UntrackedOptimizers
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
 from healcore.torch.store import DCPStore, MemoryStore, TieredStore, apply
@@ -66,7 +63,7 @@ class TorchDriver:
             self._detach()
             raise
         names = live_state.ParameterNames(self._state)
-        self._pending: PendingEntries = PendingEntries()
+        self._pending = PendingEntries()
         self._recorders = [
             Recorder(name, healing, names, self._pending) for name, healing in self.healings.items()
         ]
@@ -93,7 +90,7 @@ class TorchDriver:
     def observe_eval(
         self, eval_loss: Tensor | float, optimizer: str | Optimizer | None = None
     ) -> None:
-        """Reports an evaluation's loss; the next step sees it."""
+        """Reports an evaluation's loss; the next step is judged by it."""
         for healing in self._healings_of(optimizer):
             healing.observe_eval(eval_loss)
 
@@ -108,7 +105,9 @@ class TorchDriver:
     def replace(self, restored: Mapping[str, Any]) -> None:
         """Loads a restored state; drops gradients, and losses of a step that was not taken."""
         self._settle()
-        hyperparameters = [TensorHyperparameters(h.optimizer) for h in self.healings.values()]
+        hyperparameters = [
+            live_state.TensorHyperparameters(h.optimizer) for h in self.healings.values()
+        ]
         apply(self._state, restored)
         for each in hyperparameters:
             each.restore()
@@ -146,7 +145,7 @@ class TorchDriver:
         step = PendingStep(entries, self._ranks_to_compare)
         self._polled_steps += 1
         if self._polled_steps == _WITHOUT_LOSS:
-            self._note_missing_losses()
+            self._warn_of_missing_losses()
         return step
 
     def may_save(self) -> bool:
@@ -194,11 +193,11 @@ class TorchDriver:
 
         Of `state` only the modules are used. Their present tensors are kept on the host meanwhile.
         """
-        modules = [m for each in self._state.values() for m in live_state.modules(each)]
+        named = {n: m for n, m in self._state.items() if isinstance(m, nn.Module)}
+        modules = [m for each in named.values() for m in each.modules()]
         modes, generators = [module.training for module in modules], self.generators()
         before, weights = generators.state_dict(), {}
         if state is not None:
-            named = {n: m for n, m in self._state.items() if isinstance(m, nn.Module)}
             weights = {n: _on_host(m.state_dict()) for n, m in named.items()}
             apply(self._state, {name: state[name] for name in named})
         try:
@@ -239,9 +238,9 @@ class TorchDriver:
             self._ranks = GlooRanks() if initialized() else Alone()
         return self._ranks
 
-    def generators(self) -> RngState:
+    def generators(self) -> live_state.RngState:
         """The global random generators of CPU and CUDA."""
-        return RngState()
+        return live_state.RngState()
 
     def close(self) -> None:
         """Removes hooks and handles; those of an earlier `attach` stay."""
@@ -289,7 +288,7 @@ class TorchDriver:
         for healing in self._own:
             healing.detach()
 
-    def _note_missing_losses(self) -> None:
+    def _warn_of_missing_losses(self) -> None:
         read = any("loss" in healing.engine.needs for healing in self.healings.values())
         if read and not any(healing.has_seen_loss for healing in self.healings.values()):
             self.warnings.append(

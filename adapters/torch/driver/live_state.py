@@ -1,4 +1,4 @@
-"""The live state that the user passes: its optimizers, what it lacks, and its parameters' names.
+"""The live state that the user passes: checks of it, its parameters' names, and parts of it.
 
 What is missing would show at the first rollback only, which would combine old moments with new
 weights; so the state is checked at the start.
@@ -61,12 +61,6 @@ def optimizers(state: Mapping[str, Any]) -> dict[str, Optimizer]:
     return {name: unwrapped(v) for name, v in state.items() if isinstance(v, Optimizer)}
 
 
-def modules(value: Any) -> Iterator[nn.Module]:
-    """The modules of one value of the state, and their submodules."""
-    if isinstance(value, nn.Module):
-        yield from value.modules()
-
-
 def scaler(state: Mapping[str, Any]) -> torch.amp.GradScaler | None:
     """The GradScaler, if there is exactly one."""
     found = [value for value in state.values() if isinstance(value, torch.amp.GradScaler)]
@@ -99,6 +93,59 @@ class ParameterNames:
                 # torch.compile's wrapper adds a level to the path.
                 known[id(p)] = prefix + path.replace("_orig_mod.", "")
         return [known.get(id(p), "(not in the state any more)") for p in params]
+
+
+class RngState:
+    """torch's global random generators: of the CPU, and of every CUDA device once CUDA is in use.
+
+    Reading them waits for no device: a CUDA generator's seed and offset are on the host.
+    """
+
+    per_rank = True
+    optional = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """`{"cpu": uint8 (n,), "cuda": [uint8 (m,) of each device]}`."""
+        # get_rng_state_all would start CUDA in a process that only uses the CPU.
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sets every generator; those of devices that do not exist any more are ignored."""
+        torch.set_rng_state(state["cpu"].cpu())
+        for device, generator in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
+            torch.cuda.set_rng_state(generator.cpu(), device)
+
+
+class TensorHyperparameters:
+    """Hyperparameters that are tensors (`lr`, `betas`) keep their tensor through `load_state_dict`.
+
+    torch replaces it by a new tensor, on the host if the checkpoint was there: a captured graph
+    would go on reading the old one, and a capturable optimizer rejects the new one.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._originals = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+
+    def restore(self) -> None:
+        """Writes the loaded values into the old tensors."""
+        for group, originals in zip(self._optimizer.param_groups, self._originals, strict=True):
+            for name, old in originals.items():
+                if name in group:
+                    group[name] = _kept(old, group[name])
+
+
+def _kept(old: Any, new: Any) -> Any:
+    if isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape == new.shape:
+        old.detach().copy_(new)
+        return old
+    if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
+        return tuple(_kept(a, b) for a, b in zip(old, new, strict=True))
+    return new
 
 
 def _check_restorable(name: str, value: Any) -> None:
@@ -137,17 +184,13 @@ def _check_complete(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -
             f"{_EXAMPLE}"
         )
     scheduled = getattr(optimizer.step, "_wrapped_by_lr_sched", False)
-    if scheduled and not any(_is_scheduler(value) for value in state.values()):
+    if scheduled and not any(isinstance(value, LRScheduler) for value in state.values()):
         warnings.warn(
             f'a learning-rate scheduler drives "{name}" and none is in the state: a rollback would '
             f"not restore it; add it, as in {_EXAMPLE}",
             UserWarning,
             stacklevel=4,
         )
-
-
-def _is_scheduler(value: Any) -> bool:
-    return isinstance(value, LRScheduler)
 
 
 def _is_opaque(value: Any) -> bool:

@@ -73,38 +73,6 @@ class PendingEntries:
         self._entries, self._count = [], 0
 
 
-class EvidenceReader:
-    """Compares the gradient norms of a step with an alarm to those of the last step without one.
-
-    The norms were computed for the decision anyway. A step without an alarm only costs a reference
-    to a list of 0-d tensors; a step with an alarm is read, which waits for the device.
-
-    Args:
-        names: gives the names of parameters.
-    """
-
-    def __init__(self, names: ParameterNames) -> None:
-        self._names = names
-        self._usual: StepNorms | None = None
-
-    def update(self, norms: StepNorms) -> None:
-        """Keeps the norms of a step without an alarm to compare with."""
-        self._usual = norms if norms.params else self._usual
-
-    def read(self, norms: StepNorms) -> tuple[Evidence, ...]:
-        """What stood out in a step with an alarm, see `healcore.core.evidence`.
-
-        Sharded norms are reduced over the ranks, so every rank has to call it for the same steps.
-        """
-        if not norms.params:
-            return ()  # only other ranks had gradients
-        found, usual = norms.on_host(), None
-        if self._usual is not None:
-            known = dict(zip(map(id, self._usual.params), self._usual.on_host(), strict=True))
-            usual = np.array([known.get(id(p), 0.0) for p in norms.params], np.float32)
-        return evidence(found, usual, self._names(norms.params))
-
-
 class Recorder:
     """Adds an entry for every step that one optimizer's engine judges. Waits for nothing.
 
@@ -120,9 +88,11 @@ class Recorder:
     ) -> None:
         self.name = name
         self.healing = healing
-        self.evidence = EvidenceReader(names)
+        self._names = names
         self._pending = pending
         self._before: PendingRecord | int = 0
+        self._usual: StepNorms | None = None
+        """Those of the last step without an alarm."""
         self.restart()
         healing.hooks.on_judged = self._record
 
@@ -134,6 +104,33 @@ class Recorder:
         record = self.healing.live_engine.pending_record()
         self._pending.add(PendingEntry(self, record, self._before, norms))
         self._before = record
+
+    def read(self, entry: PendingEntry) -> StepRecord:
+        """The record of an entry; that of a step with a cause has evidence, which is a sync."""
+        record = entry.record.read()._replace(engine=self.name)
+        before = entry.before if isinstance(entry.before, int) else entry.before.read().step
+        if record.step == before:
+            # A GradScaler has skipped it, and the state still holds the record of the step before.
+            return record.unjudged()
+        if record.cause:
+            return record._replace(evidence=self._evidence(entry.norms))
+        self._usual = entry.norms if entry.norms.params else self._usual
+        return record
+
+    def _evidence(self, norms: StepNorms) -> tuple[Evidence, ...]:
+        """Compares the norms of a step with an alarm to those of the last step without one.
+
+        They were computed for the decision anyway: a step without an alarm costs a reference to a
+        list of 0-d tensors. Sharded norms are reduced over the ranks, so every rank has to call it
+        for the same steps.
+        """
+        if not norms.params:
+            return ()  # only other ranks had gradients
+        found, usual = norms.on_host(), None
+        if self._usual is not None:
+            known = dict(zip(map(id, self._usual.params), self._usual.on_host(), strict=True))
+            usual = np.array([known.get(id(p), 0.0) for p in norms.params], np.float32)
+        return evidence(found, usual, self._names(norms.params))
 
 
 class PendingStep:
@@ -154,11 +151,7 @@ class PendingStep:
         self._records: list[StepRecord] | None = None
 
     def steps(self) -> list[list[StepRecord]]:
-        """The one step."""
-        return [self.read()]
-
-    def read(self) -> list[StepRecord]:
-        """Waits only for what has not arrived yet; the evidence of steps with a cause is a sync.
+        """The records of the one step. Waits only for what has not arrived yet.
 
         Raises:
             RanksDisagreeError: another rank decided something else. It is raised on all of them: a
@@ -168,9 +161,9 @@ class PendingStep:
             _compare(self._entries, self._ranks)
             self._ranks = None
         if self._records is None:
-            self._records = [_record(entry) for entry in self._entries]
+            self._records = [entry.recorder.read(entry) for entry in self._entries]
             self._entries = []
-        return self._records
+        return [self._records]
 
 
 def _compare(entries: list[PendingEntry], ranks: Ranks) -> None:
@@ -182,16 +175,3 @@ def _compare(entries: list[PendingEntry], ranks: Ranks) -> None:
             "losses: leave process_group out, or observe the same loss and step with the same "
             "gradients on every rank"
         )
-
-
-def _record(entry: PendingEntry) -> StepRecord:
-    record = entry.record.read()._replace(engine=entry.recorder.name)
-    before = entry.before if isinstance(entry.before, int) else entry.before.read().step
-    if record.step == before:
-        # A GradScaler has skipped it, and the state still holds the record of the step before.
-        return record.unjudged()
-    evidence = entry.recorder.evidence
-    if record.cause:
-        return record._replace(evidence=evidence.read(entry.norms))
-    evidence.update(entry.norms)
-    return record

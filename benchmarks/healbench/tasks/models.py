@@ -15,11 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from benchmarks.healbench.problem import MAIN, Problem
-from healcore.demo import corpus
-
-SYMBOLS = corpus.SYMBOLS
-"""Vocabulary of `ByteModel` and `byte_corpus`."""
-
+from healcore.demo.scenario import SYMBOLS, load_corpus
 
 # -- data -----------------------------------------------------------------------------------------
 
@@ -31,7 +27,7 @@ def byte_corpus() -> tuple[Tensor, Tensor]:
     Returns:
         Two uint8 tensors (n,) and (m,), read once per process: do not write to them.
     """
-    text = corpus.load()
+    text = load_corpus()
     return torch.from_numpy(text.train.copy()), torch.from_numpy(text.held_out.copy())
 
 

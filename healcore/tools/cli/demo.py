@@ -1,6 +1,6 @@
 """`healcore demo`.
 
-Exit status: 0 all is as the demo claims, 1 a claim is broken, 2 it could not run.
+Exit status: 0 every claim holds, 1 one is broken, 2 it could not run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from healcore.tools.terminal import say
+from healcore.tools.cli.options import fail
 
 STEPS, QUICK_STEPS = 300, 240
 
@@ -23,12 +23,7 @@ class _Framework(enum.StrEnum):
     BOTH = "both"
 
 
-def add_to(app: typer.Typer) -> None:
-    """Adds the command to the app."""
-    app.command("demo")(_demo)
-
-
-def _demo(
+def demo(
     framework: Annotated[
         _Framework, typer.Option(help="In which framework the runs are trained.")
     ] = _Framework.BOTH,
@@ -58,12 +53,11 @@ def _demo(
     """A run that fails, unprotected and healed, in torch and in JAX, side by side."""
     if seed is not None and seeds is not None:
         raise typer.BadParameter("--seed names one seed, --seeds how many: write one of them")
-    from healcore.demo.corpus import CorpusError
-    from healcore.demo.scenario import ScenarioError
     from healcore.extras import MissingExtraError
     from healcore.policy import PolicyError
 
-    # By name, because the demo is above the tools and uses them.
+    # By name: the demo is above the tools and uses them.
+    scenario = importlib.import_module("healcore.demo.scenario")
     comparison = importlib.import_module("healcore.demo.comparison")
     arms = ("unprotected", "healed") if quick else ("unprotected", "fixed clip", "healed")
     try:
@@ -75,7 +69,6 @@ def _demo(
             policy=policy,
             out=out,
         )
-    except (MissingExtraError, PolicyError, CorpusError, ScenarioError, OSError) as error:
-        say(f"healcore demo: {error}", err=True)
-        raise typer.Exit(2) from error
+    except (MissingExtraError, PolicyError, scenario.DemoError, OSError) as error:
+        fail(f"healcore demo: {error}")
     raise typer.Exit(0 if all(claim.holds for claim in result.claims) else 1)

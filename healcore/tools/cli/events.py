@@ -1,19 +1,23 @@
-"""`healcore events schema | show`.
+"""`healcore events schema | show` and `healcore watch`: the events of a run.
 
-Exit status: 0 all is well, 1 `show` found damaged lines in the file, 2 it could not be read.
+Exit status of `events`: 0 all is well, 1 `show` found damaged lines in the file, 2 it could not be
+read. Of `watch`: 0 the run has completed (`--once`: or is under way), 1 it was stopped, killed, or
+ended in another way, 2 the file cannot be read or is no events file, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from healcore.runtime.events import read
-from healcore.tools.terminal import say, say_json
+from healcore.tools.cli.options import fail
+from healcore.tools.terminal import console, say, say_json
 
-OK, DAMAGED, UNUSABLE = 0, 1, 2
+OK, DAMAGED, INTERRUPTED = 0, 1, 130
 
 _HEAD = frozenset({"schema", "seq", "run", "time", "mono", "kind", "step"})
 
@@ -44,8 +48,7 @@ def show(
     try:
         history = read(file)
     except OSError as error:
-        say(f"{file} cannot be read: {error.strerror or error}", err=True)
-        raise typer.Exit(UNUSABLE) from error
+        fail(f"{file} cannot be read: {error.strerror or error}")
     run = None
     for event in history.events:
         if kind and event["kind"] not in kind:
@@ -61,12 +64,57 @@ def show(
 
 def _line(event: dict[str, Any]) -> str:
     step = "-" if event.get("step") is None else event["step"]
-    told = (f"{name}={_short(value)}" for name, value in event.items() if name not in _HEAD)
+    fields = (f"{name}={_short(value)}" for name, value in event.items() if name not in _HEAD)
     when = str(event.get("time", ""))[:19]
-    return f"{when:19}  {step:>9}  {event['kind']:15}  {' '.join(told)}".rstrip()
+    return f"{when:19}  {step:>9}  {event['kind']:15}  {' '.join(fields)}".rstrip()
 
 
 def _short(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     text = " ".join(text.split())
     return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def watch(
+    events: Annotated[
+        Path,
+        typer.Argument(
+            metavar="EVENTS", help="The events file of a run; it need not be there yet."
+        ),
+    ],
+    once: Annotated[bool, typer.Option("--once", help="Print how it stands, and end.")] = False,
+    forever: Annotated[
+        bool, typer.Option("--forever", help="On after the end: the run may be started again.")
+    ] = False,
+    policy: Annotated[
+        str | None,
+        typer.Option("--policy", "-p", help="The run's policy file, if no preset: for its budget."),
+    ] = None,
+) -> None:
+    """Follows a run in the terminal: how it stands, and incidents as they happen."""
+    from healcore.policy import PolicyError, load
+    from healcore.tools.report.runs import ReportError
+    from healcore.tools.watch import watching
+
+    printer = console(highlight=False)
+    try:
+        given = None if policy is None else load(policy)
+        path = _events_file(events)
+        if once:
+            status = watching.once(path, given, printer)
+        else:
+            status = watching.follow(path, given, printer, forever=forever)
+    except (PolicyError, ReportError, watching.WatchError) as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    raise typer.Exit(status)
+
+
+def _events_file(events: Path) -> Path:
+    """The events file; in a folder the one there, or the one that a Healer would write."""
+    from healcore.tools.report.runs import find_events
+
+    if events.is_dir() and not any(events.glob("*events.jsonl")):
+        return events / "healcore.events.jsonl"
+    return find_events(events)

@@ -27,10 +27,10 @@ from healcore.policy import (
     recipe_names,
     to_dict,
 )
-from healcore.tools.cli.overriding import Set, overrides_of
+from healcore.tools.cli.options import UNUSABLE, Set, fail, overrides_of
 from healcore.tools.terminal import console, say, say_json
 
-OK, WRONG, UNUSABLE = 0, 1, 2
+OK, WRONG = 0, 1
 
 app = typer.Typer(no_args_is_help=True, help="Look at policies, check them, compare them.")
 
@@ -98,7 +98,7 @@ def check(
         list[str], typer.Argument(metavar="POLICY...", help="Presets, recipes or TOML files.")
     ],
 ) -> None:
-    """Says what is wrong with a policy, and what to write instead."""
+    """Prints what is wrong with a policy, and what to write instead."""
     status = OK
     for name in policies:
         try:
@@ -108,7 +108,7 @@ def check(
             status = max(status, UNUSABLE if error.unreadable else WRONG)
         else:
             rules = len(policy.respond)
-            watched = ", ".join(_detectors(policy)) or "nothing"
+            watched = ", ".join(to_dict(policy)["detect"]) or "nothing"
             say(
                 f"{name}: ok ({policy.mode}, clip {policy.clip.kind}, watches {watched}; "
                 f"{rules} rule{'s' if rules != 1 else ''}; {fingerprint(policy)})"
@@ -136,12 +136,7 @@ def _load(name: str, pairs: list[str] | None = None) -> Policy:
     try:
         return load(name, **overrides_of(pairs))
     except PolicyError as error:
-        say(str(error), err=True)
-        raise typer.Exit(UNUSABLE) from error
-
-
-def _detectors(policy: Policy) -> list[str]:
-    return list(to_dict(policy)["detect"])
+        fail(str(error))
 
 
 def _cell(value: Any) -> Text:

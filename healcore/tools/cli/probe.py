@@ -1,111 +1,156 @@
 """`healcore probe loss | optimizer | checkpoint`.
 
-Exit status: 0 pass, 1 warn, 2 fail, 3 it cannot be said (too short, nothing of the kind, not to be
-read, or the command line is wrong). Of several the worst: FAIL, ERROR, WARN, SKIP, PASS.
+Exit status: 0 pass, 1 warn, 2 fail, 3 no verdict (too short, nothing of the kind, unreadable, or
+the command line is wrong). Of several the worst: FAIL, ERROR, WARN, SKIP, PASS.
 """
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import shlex
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
 
 import typer
+from pydantic import BaseModel, ValidationError
+from typer.core import TyperCommand, TyperGroup
 
-from healcore.tools.cli.columns import columns_of
-from healcore.tools.cli.probing import Command, Group, checked, each, finish, no_traces, unusable
+from healcore.tools.cli.options import Column, Join, columns_of, fail
+from healcore.tools.probe.inputs import CheckpointInputs, LossInputs, OptimizerInputs
+from healcore.tools.terminal import console, say_json
+
+if TYPE_CHECKING:  # imported where they are used, so that the other commands start fast
+    from healcore.tools.probe.result import ProbeResult
+    from healcore.tools.traces import Unreadable
+
+NO_VERDICT = 3
+
+_UsageError: Any = typer.BadParameter.__bases__[0]
+"""click's; newer releases of typer carry a click of their own."""
+
+
+@contextlib.contextmanager
+def _no_verdict() -> Iterator[None]:
+    """A wrong command line must not look like a verdict: click's own status for it is 2."""
+    try:
+        yield
+    except _UsageError as error:
+        error.exit_code = NO_VERDICT
+        raise
+
+
+class Command(TyperCommand):
+    """A probe."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Parses the command line."""
+        with _no_verdict():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs it. Python's own exit status for an unexpected error is that of WARN."""
+        try:
+            return super().invoke(ctx)
+        except (typer.Exit, typer.Abort, _UsageError):
+            raise
+        except Exception as error:
+            if isinstance(error, OSError) and error.filename is None:
+                raise  # standard output, see `healcore.tools.cli.main`
+            lines = str(error).strip().splitlines() or [""]
+            _unusable(f"it could not be judged: {type(error).__name__}: {lines[0][:200]}")
+
+
+class Group(TyperGroup):
+    """All probes."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Parses what precedes the name of the probe."""
+        with _no_verdict():
+            return super().make_context(*args, **kwargs)
+
+    def resolve_command(self, *args: Any, **kwargs: Any) -> Any:
+        """Finds the probe."""
+        with _no_verdict():
+            return super().resolve_command(*args, **kwargs)
+
 
 app = typer.Typer(
     cls=Group,
     no_args_is_help=True,
     help="Is this curve, this optimizer state, this checkpoint healthy? "
-    "Exit status 0 pass, 1 warn, 2 fail, 3 cannot say.",
+    "Exit status 0 pass, 1 warn, 2 fail, 3 no verdict.",
 )
 
 _Json = Annotated[bool, typer.Option("--json", help="JSON instead of text; no NaN, no Infinity.")]
 
 
-@app.command(cls=Command)
+def _with_options(model: type[BaseModel]) -> Callable[[Callable[..., None]], None]:
+    """Adds a command to the app, with an option for each field of its parameter `inputs`."""
+    fields = model.model_fields
+    options = []
+    for name, field in fields.items():
+        kinds = {field.annotation, *get_args(field.annotation)}
+        help_, metavar = field.description or "", None
+        kind: Any = next((each for each in (bool, int, float) if each in kinds), str)
+        default: Any = False if kind is bool else None
+        if isinstance(field.default, tuple):
+            kind, metavar = list[str], "PATTERN"
+        elif kind in (int, float) and field.default is not None:
+            help_ += f" [{field.default:g}]"
+        flag = f"--{name.replace('_', '-')}"
+        annotation = Annotated[
+            kind if kind is bool else kind | None, typer.Option(flag, metavar=metavar, help=help_)
+        ]
+        options.append(
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+            )
+        )
+
+    def add(command: Callable[..., None]) -> None:
+        own = inspect.signature(command, eval_str=True).parameters
+
+        def run(**given: Any) -> None:
+            values = {name: given.pop(name) for name in fields}
+            command(**given, inputs=_checked(model, values))
+
+        run.__doc__ = command.__doc__
+        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [
+                *(each.replace(kind=each.KEYWORD_ONLY) for each in own.values()
+                  if each.name not in ("inputs", "as_json")),
+                *options,
+                own["as_json"].replace(kind=inspect.Parameter.KEYWORD_ONLY),
+            ]
+        )  # fmt: skip
+        app.command(command.__name__, cls=Command)(run)
+
+    return add
+
+
+@_with_options(LossInputs)
 def loss(
     traces: Annotated[
         list[str],
         typer.Argument(metavar="TRACE", help="Logs of runs, of any kind that replay reads."),
     ],
-    signal: Annotated[
-        str, typer.Option(help="loss, eval_loss, grad_norm or update_norm.")
-    ] = "loss",
-    goal: Annotated[str, typer.Option(help="down, or up for a reward.")] = "down",
-    column: Annotated[
-        list[str] | None,
-        typer.Option(metavar="SIGNAL=NAME", help="Which column is which, as in loss=reward."),
-    ] = None,
-    join: Annotated[
-        bool, typer.Option("--join", help="All traces are attempts of one run, in this order.")
-    ] = False,
-    min_steps: Annotated[
-        int | None, typer.Option(help="Fewer finite values are too few to judge. [10]")
-    ] = None,
-    ends: Annotated[
-        float | None, typer.Option(help="Part of the curve that one end is. [0.05]")
-    ] = None,
-    max_final_loss: Annotated[
-        float | None, typer.Option(help="FAIL beyond; no bound if left out.")
-    ] = None,
-    max_convergence_ratio: Annotated[
-        float | None, typer.Option(help="WARN if end / start is above. [1]")
-    ] = None,
-    min_smoothness: Annotated[
-        float | None, typer.Option(help="WARN below; noise around a level has -1. [-2]")
-    ] = None,
-    trend_sigmas: Annotated[
-        float | None, typer.Option(help="A rise or a fall counts from here on. [3]")
-    ] = None,
-    warn_regret: Annotated[
-        float | None, typer.Option(help="WARN if so much of the way is lost again. [0.1]")
-    ] = None,
-    fail_regret: Annotated[float | None, typer.Option(help="FAIL if so much is. [0.5]")] = None,
-    event_sigmas: Annotated[
-        float | None, typer.Option(help="Height of an instability event. [5]")
-    ] = None,
-    event_points: Annotated[
-        int | None, typer.Option(help="Of 5 values so many are that high. [3]")
-    ] = None,
-    max_events: Annotated[int | None, typer.Option(help="WARN if there are more. [0]")] = None,
-    max_nonfinite: Annotated[
-        int | None, typer.Option(help="WARN if more values are NaN or Inf. [0]")
-    ] = None,
-    curve_points: Annotated[
-        int | None, typer.Option(help="Of the curve in the JSON, extremes kept. [512]")
-    ] = None,
+    inputs: LossInputs,
+    column: Column = None,
+    join: Join = False,
     as_json: _Json = False,
 ) -> None:
     """The loss curve: does it fall, does it hold, does it end well?"""
-    from healcore.tools.probe.loss import LossInputs, probe_loss
-    from healcore.tools.probe.verdict import ProbeError, unforeseen, unreadable
+    from healcore.tools.probe.loss import probe_loss
+    from healcore.tools.probe.result import ProbeError, unforeseen, unreadable
     from healcore.tools.traces import TraceError, open_traces
 
-    given = {
-        "signal": signal,
-        "goal": goal,
-        "min_steps": min_steps,
-        "ends": ends,
-        "max_final_loss": max_final_loss,
-        "max_convergence_ratio": max_convergence_ratio,
-        "min_smoothness": min_smoothness,
-        "trend_sigmas": trend_sigmas,
-        "warn_regret": warn_regret,
-        "fail_regret": fail_regret,
-        "event_sigmas": event_sigmas,
-        "event_points": event_points,
-        "max_events": max_events,
-        "max_nonfinite": max_nonfinite,
-        "curve_points": curve_points,
-    }
-    inputs = checked(LossInputs, given)
     try:
-        opened, failed = open_traces(traces, columns=columns_of(column or []), join=join)
+        opened, failed = open_traces(traces, columns=columns_of(column), join=join)
     except TraceError as error:
-        unusable(str(error))
-    results = no_traces(failed, traces)
+        _unusable(str(error))
+    results = _no_traces(failed, traces)
     for trace in opened:
         try:
             results.append(probe_loss(trace, inputs))
@@ -113,10 +158,10 @@ def loss(
             results.append(unreadable("loss", trace.name, error))
         except Exception as error:
             results.append(unforeseen("loss", trace.name, error))
-    finish(results, inputs, as_json)
+    _finish(results, inputs, as_json)
 
 
-@app.command(cls=Command)
+@_with_options(OptimizerInputs)
 def optimizer(
     checkpoints: Annotated[
         list[Path],
@@ -125,56 +170,16 @@ def optimizer(
             help="torch or safetensors files; directories of DCP, Orbax, the Trainer, or a store.",
         ),
     ],
-    step: Annotated[
-        int | None, typer.Option(help="Which checkpoint of a store. [the newest known-good]")
-    ] = None,
-    min_step: Annotated[
-        int | None, typer.Option(help="Before it moments cannot be judged. [50]")
-    ] = None,
-    global_step: Annotated[
-        int | None, typer.Option(help="The step, where the state does not say it.")
-    ] = None,
-    beta2: Annotated[
-        float | None, typer.Option(help="Where the state does not say it. [0.999]")
-    ] = None,
-    fail_nonfinite: Annotated[
-        int | None, typer.Option(help="FAIL if so many parameters have NaN; fewer warn. [2]")
-    ] = None,
-    fail_dead: Annotated[
-        float | None, typer.Option(help="FAIL if more of the layers are dead; fewer warn. [0.3]")
-    ] = None,
-    outlier_sigmas: Annotated[
-        float | None, typer.Option(help="How far an outlier is from its like. [5]")
-    ] = None,
-    outlier_ratio: Annotated[
-        float | None, typer.Option(help="And at least by this factor. [50]")
-    ] = None,
-    fail_outliers: Annotated[
-        float | None, typer.Option(help="FAIL if more of the layers are; fewer warn. [0.3]")
-    ] = None,
-    top: Annotated[int | None, typer.Option(help="How many layers are named. [3]")] = None,
+    inputs: OptimizerInputs,
     as_json: _Json = False,
 ) -> None:
     """The state of Adam, AdamW and their like: are its second moments those of a healthy net?"""
-    from healcore.tools.probe.optimizer import OptimizerInputs, probe_optimizer
+    from healcore.tools.probe.optimizer import probe_optimizer
 
-    given = {
-        "step": step,
-        "min_step": min_step,
-        "global_step": global_step,
-        "beta2": beta2,
-        "fail_nonfinite": fail_nonfinite,
-        "fail_dead": fail_dead,
-        "outlier_sigmas": outlier_sigmas,
-        "outlier_ratio": outlier_ratio,
-        "fail_outliers": fail_outliers,
-        "top": top,
-    }
-    inputs = checked(OptimizerInputs, given)
-    finish(each("optimizer", checkpoints, probe_optimizer, inputs), inputs, as_json)
+    _finish(probe_each("optimizer", checkpoints, probe_optimizer, inputs), inputs, as_json)
 
 
-@app.command(cls=Command)
+@_with_options(CheckpointInputs)
 def checkpoint(
     checkpoints: Annotated[
         list[Path],
@@ -183,29 +188,86 @@ def checkpoint(
             help="Stores, single checkpoints of a store, or checkpoints that others wrote.",
         ),
     ],
-    step: Annotated[int | None, typer.Option(help="Only this one of a store.")] = None,
-    nonfinite_ok: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATTERN", help="Arrays where NaN and Inf are meant; may be repeated."
-        ),
-    ] = None,
-    require_good: Annotated[
-        bool, typer.Option("--require-good", help="Without a known-good one it does not pass.")
-    ] = False,
-    deep: Annotated[
-        bool, typer.Option("--deep", help="Look at every number, also where digests hold.")
-    ] = False,
+    inputs: CheckpointInputs,
     as_json: _Json = False,
 ) -> None:
     """Checkpoints: intact, finite, known-good? Nothing is changed, no lock is taken."""
-    from healcore.tools.probe.checkpoint import CheckpointInputs, probe_checkpoint
+    from healcore.tools.probe.checkpoint import probe_checkpoint
 
-    given = {
-        "step": step,
-        "nonfinite_ok": tuple(nonfinite_ok or ()),
-        "require_good": require_good,
-        "deep": deep,
-    }
-    inputs = checked(CheckpointInputs, given)
-    finish(each("checkpoint", checkpoints, probe_checkpoint, inputs), inputs, as_json)
+    _finish(probe_each("checkpoint", checkpoints, probe_checkpoint, inputs), inputs, as_json)
+
+
+def probe_each(
+    probe: str,
+    paths: Sequence[Path],
+    judge: Callable[[Path, Any], ProbeResult],
+    inputs: BaseModel,
+) -> list[ProbeResult]:
+    """Probes paths one by one; a path that cannot be read has a result too."""
+    from healcore.extras import MissingExtraError
+    from healcore.tools.probe.result import ProbeError, unforeseen, unreadable
+
+    results = []
+    for path in paths:
+        try:
+            results.append(judge(path, inputs))
+        except (ProbeError, MissingExtraError) as error:
+            results.append(unreadable(probe, str(path), error))
+        except OSError as error:
+            problem = ProbeError(f"{path} cannot be read: {error.strerror or error}")
+            results.append(unreadable(probe, str(path), problem))
+        except Exception as error:
+            results.append(unforeseen(probe, str(path), error))
+    return results
+
+
+def _no_traces(failed: Sequence[Unreadable], paths: Sequence[str]) -> list[ProbeResult]:
+    """Results for what is no trace; one for a checkpoint store, not one for each file in it."""
+    if not failed:
+        return []
+    from healcore.tools.probe.checkpoint import is_store
+    from healcore.tools.probe.result import ProbeError, unreadable
+
+    results: dict[tuple[str, str], ProbeResult] = {}
+    stores = {path for path in paths if is_store(Path(path))}
+    for bad in failed:
+        at = Path(bad.path)
+        store = next((each for each in stores if Path(each) in (at, *at.parents)), None)
+        problem = bad.problem
+        if store is not None:
+            command = f"healcore probe checkpoint {shlex.quote(store)}"
+            problem = f"{store} is a checkpoint store and holds no log of a run: {command}"
+        where = store or bad.path
+        results.setdefault((where, problem), unreadable("loss", where, ProbeError(problem)))
+    return list(results.values())
+
+
+def _checked(model: type[BaseModel], given: dict[str, Any]) -> BaseModel:
+    """The inputs; an option that was not given has its default."""
+    from healcore.tools.probe.result import ProbeError
+
+    try:
+        return model(**{name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = "--" + str(first["loc"][0]).replace("_", "-") if first["loc"] else "the options"
+        _unusable(f"{option} is {first['input']!r}: {first['msg'].lower()}")
+    except ProbeError as error:
+        _unusable(str(error))
+
+
+def _finish(results: Sequence[ProbeResult], inputs: BaseModel, as_json: bool) -> NoReturn:
+    """Prints results and exits."""
+    from healcore.tools.probe.result import dumps, worst
+
+    if as_json:
+        say_json(dumps(results, inputs))
+    else:
+        from healcore.tools.probe.text import show
+
+        show(results, console())
+    raise typer.Exit(worst(result.verdict for result in results).exit_code)
+
+
+def _unusable(why: str) -> NoReturn:
+    fail(f"healcore probe: {why}", NO_VERDICT)

@@ -12,12 +12,18 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from healcore.tools.cli.columns import columns_of
-from healcore.tools.cli.overriding import Set, overrides_of
+from healcore.tools.cli.options import (
+    Column,
+    Join,
+    Set,
+    columns_of,
+    fail,
+    overrides_of,
+)
 from healcore.tools.terminal import console, say
 from healcore.tools.writing import OutputError
 
@@ -28,15 +34,10 @@ if TYPE_CHECKING:  # imported where they are used, so that the other commands st
     from healcore.tools.replay.running import Named, Result
     from healcore.tools.traces import Trace, Unreadable
 
-OK, SOME, UNUSABLE = 0, 1, 2
+OK, SOME = 0, 1
 
 
-def add_to(app: typer.Typer) -> None:
-    """Adds the command to the app."""
-    app.command("replay")(_replay)
-
-
-def _replay(
+def replay(
     traces: Annotated[
         list[str],
         typer.Argument(
@@ -68,13 +69,8 @@ def _replay(
         Path | None,
         typer.Option(metavar="LABELS.json", help="Known events; scores each policy by them."),
     ] = None,
-    column: Annotated[
-        list[str] | None,
-        typer.Option(metavar="SIGNAL=NAME", help="Which column is which, as in loss=train/ce."),
-    ] = None,
-    join: Annotated[
-        bool, typer.Option("--join", help="All traces are attempts of one run, in this order.")
-    ] = False,
+    column: Column = None,
+    join: Join = False,
 ) -> None:
     """What a policy would have done to runs that already happened. Nothing is changed."""
     from healcore.extras import MissingExtraError
@@ -89,9 +85,9 @@ def _replay(
         known = read_labels(labels) if labels else None
         _check_backend(backend)
         outputs.check([*traces, *(policy or []), *([str(labels)] if labels else [])])
-        opened, unreadable = open_traces(traces, columns=columns_of(column or []), join=join)
+        opened, unreadable = open_traces(traces, columns=columns_of(column), join=join)
     except (PolicyError, LabelError, MissingExtraError, TraceError, ValueError) as error:
-        _fail(str(error))
+        fail(str(error))
     try:
         results, more = _run(opened, policies, backend, outputs, known)
     except BrokenPipeError:
@@ -99,11 +95,11 @@ def _replay(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(OK) from None
     except (OSError, OutputError, MissingExtraError) as error:
-        _fail(str(error))
+        fail(str(error))
     for each in (*unreadable, *more):
         say(f"{each.path}: {each.problem}", err=True)
     if not results:
-        _fail("nothing was replayed")
+        fail("nothing was replayed")
     raise typer.Exit(SOME if unreadable or more else OK)
 
 
@@ -185,8 +181,3 @@ def _progress() -> Iterator[Progress]:
         disable=not printer.is_terminal,
     ) as progress:
         yield progress
-
-
-def _fail(why: str) -> NoReturn:
-    say(why, err=True)
-    raise typer.Exit(UNUSABLE)

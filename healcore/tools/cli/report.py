@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from healcore.tools.cli.options import UNUSABLE, fail
 from healcore.tools.terminal import clean, console, say
 from healcore.tools.writing import OutputError, check_outputs, replacing
 
@@ -20,18 +21,13 @@ if TYPE_CHECKING:  # imported where it is used, so that the other commands start
     from healcore.policy import Policy
     from healcore.tools.report.report import RunReport
 
-OK, SOME, UNUSABLE = 0, 1, 2
+OK, SOME = 0, 1
 
 _PRINTED = 20
 """Problems that are printed one by one; the page has all that were kept."""
 
 
-def add_to(app: typer.Typer) -> None:
-    """Adds the command to the app."""
-    app.command("report")(_report)
-
-
-def _report(
+def report(
     events: Annotated[
         list[Path],
         typer.Argument(metavar="EVENTS...", help="Events files of runs, or folders with one each."),
@@ -67,12 +63,12 @@ def _report(
     from healcore.tools.report.runs import ReportError, find_events, read_reports
 
     if metrics is not None and len(events) > 1:
-        _fail("--metrics goes with one events file: leave it out, or name one run")
+        fail("--metrics goes with one events file: leave it out, or name one run")
     try:
         require("report", "plotly", "jinja2", *(["matplotlib"] if png else []))
         given: Policy | None = None if policy is None else load(policy)
     except (MissingExtraError, PolicyError) as error:
-        _fail(str(error))
+        fail(str(error))
     reports: list[RunReport] = []
     inputs: list[Path] = list(events)
     first: Path | None = None
@@ -129,9 +125,4 @@ def _write(
                 draw(reports, draft)
             say(f"picture: {png}")
     except OutputError as error:
-        _fail(str(error))
-
-
-def _fail(why: str) -> NoReturn:
-    say(why, err=True)
-    raise typer.Exit(UNUSABLE)
+        fail(str(error))

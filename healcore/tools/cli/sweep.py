@@ -12,30 +12,31 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from healcore.tools.cli.columns import columns_of
-from healcore.tools.cli.overriding import Set, overrides_of
+from healcore.tools.cli.options import (
+    Column,
+    Join,
+    Set,
+    columns_of,
+    fail,
+    overrides_of,
+)
 from healcore.tools.terminal import console, say, say_json
 from healcore.tools.writing import OutputError, check_outputs, replacing
 
 if TYPE_CHECKING:  # imported where they are used, so that the other commands start fast
     from healcore.tools.sweep import Sweep
 
-OK, SOME, UNUSABLE = 0, 1, 2
+OK, SOME = 0, 1
 
 _PIPE_WIDTH = 120
 """Columns of the tables where nothing says how wide the output is."""
 
 
-def add_to(app: typer.Typer) -> None:
-    """Adds the command to the app."""
-    app.command("sweep")(_sweep)
-
-
-def _sweep(
+def sweep(
     traces: Annotated[
         list[str],
         typer.Argument(
@@ -96,13 +97,8 @@ def _sweep(
         str | None,
         typer.Option(help="numpy or jax; both give the same. Left out: jax for much work."),
     ] = None,
-    column: Annotated[
-        list[str] | None,
-        typer.Option(metavar="SIGNAL=NAME", help="Which column is which, as in loss=train/ce."),
-    ] = None,
-    join: Annotated[
-        bool, typer.Option("--join", help="All traces are attempts of one run, in this order.")
-    ] = False,
+    column: Column = None,
+    join: Join = False,
 ) -> None:
     """Which thresholds would have served these runs best, checked on runs held out."""
     from healcore.extras import MissingExtraError
@@ -115,7 +111,7 @@ def _sweep(
         base = load(policy, **overrides_of(set_))
         _check_output(output, overwrite, [*traces, *([str(labels)] if labels else [])])
         known = read_labels(labels) if labels else None
-        opened, unreadable = open_traces(traces, columns=columns_of(column or []), join=join)
+        opened, unreadable = open_traces(traces, columns=columns_of(column), join=join)
         for each in unreadable:
             say(f"{each.path}: {each.problem}", err=True)
         plan = Plan(
@@ -139,7 +135,7 @@ def _sweep(
             )
         _write(_text(found, policy), output)
     except (PolicyError, LabelError, MissingExtraError, SweepError, TraceError) as error:
-        _fail(str(error))
+        fail(str(error))
     for each in found.failed:
         say(each.problem, err=True)
     _show(found, output, as_json=as_json)
@@ -163,14 +159,14 @@ def _show(found: Sweep, output: Path, *, as_json: bool) -> None:
 def _check_output(output: Path, overwrite: bool, inputs: list[str]) -> None:
     """Before the work: a file that is there, or cannot be written."""
     if output.is_dir() or output.suffix != ".toml":
-        _fail(f"--output {output}: must be a file that ends in .toml, as policies do")
+        fail(f"--output {output}: must be a file that ends in .toml, as policies do")
     try:
         # The base policy may be replaced by what the sweep made of it, where that is asked for.
         check_outputs([output], inputs)
     except OutputError as error:
-        _fail(f"--output {error}")
+        fail(f"--output {error}")
     if output.exists() and not overwrite:
-        _fail(f"--output {output} is there already: add --overwrite, or name another file with -o")
+        fail(f"--output {output} is there already: add --overwrite, or name another file with -o")
 
 
 def _text(found: Sweep, policy: str) -> str:
@@ -190,7 +186,7 @@ def _write(text: str, output: Path) -> None:
         with replacing(output) as draft:
             draft.write_text(text, encoding="utf-8")
     except OutputError as error:
-        _fail(f"--output {error}")
+        fail(f"--output {error}")
 
 
 @contextlib.contextmanager
@@ -208,8 +204,3 @@ def _progress() -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]
             lambda total: bar.update(task, total=total),
             lambda done: bar.advance(task, done),
         )
-
-
-def _fail(why: str) -> NoReturn:
-    say(why, err=True)
-    raise typer.Exit(UNUSABLE)

@@ -11,52 +11,55 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from healcore.tools.probe.verdict import Result, Verdict
+from healcore.tools.probe.result import ProbeResult, ProbeVerdict
 from healcore.tools.terminal import clean
 
 _COLOURS = {
-    Verdict.PASS: "bold green",
-    Verdict.WARN: "bold yellow",
-    Verdict.FAIL: "bold red",
-    Verdict.SKIP: "bold cyan",
-    Verdict.ERROR: "bold magenta",
+    ProbeVerdict.PASS: "bold green",
+    ProbeVerdict.WARN: "bold yellow",
+    ProbeVerdict.FAIL: "bold red",
+    ProbeVerdict.SKIP: "bold cyan",
+    ProbeVerdict.ERROR: "bold magenta",
 }
 
 
-def show(results: Sequence[Result], console: Console) -> None:
+def show(results: Sequence[ProbeResult], console: Console) -> None:
     """Prints results one below the other, and of several how many there are of each verdict."""
     for result in results:
         console.print(_shown(result))
     if len(results) > 1:
         counted = Counter(result.verdict for result in results)
-        line = Text.assemble(*(_counted(each, counted[each]) for each in Verdict if counted[each]))
+        line = Text.assemble(
+            *(
+                Text(f"{counted[each]} {each.value}  ", _COLOURS[each])
+                for each in ProbeVerdict
+                if counted[each]
+            )
+        )
         console.print(Text.assemble(f"{len(results)} probed: ", line))
 
 
-def _shown(result: Result) -> RenderableType:
+def _shown(result: ProbeResult) -> RenderableType:
     # Text, not str: brackets in a path are not rich markup.
-    head = Text.assemble(_verdict(result.verdict), " ", (clean(result.subject, keep=""), "bold"))
+    head = Text.assemble(_label(result.verdict), " ", (clean(result.subject, keep=""), "bold"))
     checks = Table.grid(padding=(0, 2))
     checks.add_column(no_wrap=True)
     checks.add_column(no_wrap=True)
     checks.add_column(ratio=1, overflow="fold")  # a path is to be copied
     for check in result.checks:
-        verdict = _verdict(check.verdict) if check.decides else Text("-", "dim")
-        checks.add_row(verdict, check.name.replace("_", " "), Text(clean(check.message, keep="")))
-    parts: list[RenderableType] = [head, Padding(checks, (0, 0, 0, 2))]
-    for title, rows in _tables(result.facts):
-        parts.append(Padding(_table(title, rows), (0, 0, 0, 2)))
-    parts += [
-        Padding(Text(clean(f"note: {note}", keep=""), "dim"), (0, 0, 0, 2)) for note in result.notes
-    ]
-    return Group(*parts)
+        label = _label(check.verdict) if check.decides else Text("-", "dim")
+        checks.add_row(label, check.name.replace("_", " "), Text(clean(check.message, keep="")))
+    notes = (Text(clean(f"note: {note}", keep=""), "dim") for note in result.notes)
+    return Group(
+        head, *(Padding(part, (0, 0, 0, 2)) for part in (checks, *_tables(result.facts), *notes))
+    )
 
 
-def _tables(facts: Mapping[str, Any]) -> list[tuple[Sequence[str], list[Sequence[str]]]]:
-    """What a table says better than a sentence."""
-    found: list[tuple[Sequence[str], list[Sequence[str]]]] = []
+def _tables(facts: Mapping[str, Any]) -> list[Table]:
+    """The facts that are clearer in a table than in a sentence."""
+    tables = []
     if facts.get("top"):
-        rows: list[Sequence[str]] = [
+        rows = [
             (
                 each["layer"],
                 each["parameter"],
@@ -67,7 +70,7 @@ def _tables(facts: Mapping[str, Any]) -> list[tuple[Sequence[str], list[Sequence
             for each in facts["top"]
         ]
         titles = ("layer", "farthest parameter", "gradient rms", "v-hat / its like's", "sigma")
-        found.append((titles, rows))
+        tables.append(_table(titles, rows))
     if facts.get("checkpoints"):
         rows = [
             (
@@ -79,8 +82,8 @@ def _tables(facts: Mapping[str, Any]) -> list[tuple[Sequence[str], list[Sequence
             )
             for each in facts["checkpoints"]
         ]
-        found.append((("step", "status", "intact", "finite", "bytes"), rows))
-    return found
+        tables.append(_table(("step", "status", "intact", "finite", "bytes"), rows))
+    return tables
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
@@ -92,9 +95,5 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     return table
 
 
-def _verdict(verdict: Verdict) -> Text:
+def _label(verdict: ProbeVerdict) -> Text:
     return Text(f"{verdict.value:5}", _COLOURS[verdict])
-
-
-def _counted(verdict: Verdict, number: int) -> Text:
-    return Text(f"{number} {verdict.value}  ", _COLOURS[verdict])

@@ -6,29 +6,12 @@ for rows in traces[0].rows():
 """
 
 from healcore.tools.traces.lineage import lineage
-from healcore.tools.traces.opening import open_traces
-from healcore.tools.traces.trace import (
-    CHUNK,
-    SIGNALS,
-    Attempt,
-    Problem,
-    Rows,
-    Survey,
-    Table,
-    Trace,
-    TraceError,
-    Unreadable,
-    load,
-)
+from healcore.tools.traces.log_files import open_traces
+from healcore.tools.traces.trace import Attempt, Rows, Trace, TraceError, Unreadable, load
 
 __all__ = [
-    "CHUNK",
-    "SIGNALS",
     "Attempt",
-    "Problem",
     "Rows",
-    "Survey",
-    "Table",
     "Trace",
     "TraceError",
     "Unreadable",

@@ -1,45 +1,26 @@
-"""Which rows are still part of the run after it was resumed from an earlier step."""
+"""The first pass over a trace, and which rows are part of the run after it was resumed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 
 import numpy as np
 
-from healcore.tools.traces.trace import Rows, Trace
+from healcore.tools.traces.merged_rows import MergedRows
+from healcore.tools.traces.trace import (
+    SIGNALS,
+    Attempt,
+    Findings,
+    Rows,
+    Survey,
+    Trace,
+    TraceFinding,
+    select_rows,
+)
 
-
-class Ancestors:
-    """For each attempt the last row that it goes on from. O(attempts) of memory.
-
-    A row of attempt a with step t is part of attempt k > a exactly if no attempt b with a < b <= k
-    began at or before t: if t is below the smallest first step of those.
-    """
-
-    def __init__(self, first_steps: Sequence[float]) -> None:
-        """Takes the first step of every attempt, in order."""
-        self._first = np.asarray(first_steps, np.float64)
-        self.resumes_after: list[int | None] = [None] * len(first_steps)
-        self.stale = 0
-        self._attempt = -1
-        self._limits = self._first[:0]
-        self._top = -np.inf
-
-    def add(self, rows: Rows) -> None:
-        """The next chunk of `Trace.rows`."""
-        if rows.attempt != self._attempt:
-            self._attempt = rows.attempt
-            self._limits = np.minimum.accumulate(self._first[rows.attempt + 1 :])
-            self._top = -np.inf
-        if not len(self._limits):
-            return
-        # A row that is written late (see weave) is where the run was when it was written.
-        reached = np.maximum(self._top, np.maximum.accumulate(rows.step))
-        self._top = reached[-1]
-        before = np.searchsorted(reached, self._limits)
-        for later in np.flatnonzero(before):
-            self.resumes_after[rows.attempt + 1 + later] = int(rows.index[before[later] - 1])
-        self.stale += len(reached) - int(before[-1])
+MergedPass = Callable[[Findings], Iterator[MergedRows]]
+"""Begins a pass over the rows of a trace."""
 
 
 def lineage(trace: Trace) -> Iterator[Rows]:
@@ -61,21 +42,21 @@ def lineage(trace: Trace) -> Iterator[Rows]:
         top = reached[-1]
         keep = reached < limit
         keep[:-1] &= ~_replaced(rows)
-        part = _where(rows, keep)
+        part = select_rows(rows, keep)
         if last is not None and (not len(part.index) or not _replaces(part, last)):
             yield last
             last = None
         if len(part.index):
-            # The last row waits: the next chunk may log its step once more.
+            # The last row waits: the next chunk may log its step again.
             if len(part.index) > 1:
-                yield _where(part, slice(0, -1))
-            last = _where(part, slice(-1, None))
+                yield select_rows(part, slice(0, -1))
+            last = select_rows(part, slice(-1, None))
     if last is not None:
         yield last
 
 
 def _replaced(rows: Rows) -> np.ndarray:
-    """Flags (n - 1,): the next row logs the same step, and a signal of this row."""
+    """Flags (n - 1,): the next row logs the same step and a signal of this row."""
     same = rows.step[1:] == rows.step[:-1]
     shared = np.zeros(len(same), bool)
     for given in rows.given.values():
@@ -90,13 +71,101 @@ def _replaces(rows: Rows, earlier: Rows) -> bool:
     )
 
 
-def _where(rows: Rows, keep: np.ndarray | slice) -> Rows:
-    index = rows.index[keep]
-    return Rows(
-        start=int(index[0]) if len(index) else rows.start,
-        index=index,
-        step=rows.step[keep],
-        values={name: value[keep] for name, value in rows.values.items()},
-        given={name: value[keep] for name, value in rows.given.items()},
-        attempt=rows.attempt,
+def survey(begin: MergedPass, opening: Findings) -> Survey:
+    """Reads everything once, and a second time where the run was resumed.
+
+    Args:
+        begin: begins a pass over the trace.
+        opening: findings of opening the files.
+
+    Raises:
+        TraceError: see `Trace.rows`.
+    """
+    findings = Findings(opening)
+    count = repeated = 0
+    combinations: set[frozenset[str]] = set()
+    attempts: list[Attempt] = []
+    first_step = last_step = np.nan
+    for rows, source, repeats in begin(findings):
+        if not count:
+            first_step = float(rows.step[0])
+        if not attempts or rows.attempt != attempts[-1].number:
+            start = Attempt(rows.attempt, source, rows.start, float(rows.step[0]), None)
+            attempts.append(start)
+        count += len(rows.index)
+        repeated += repeats
+        last_step = float(rows.step[-1])
+        names = [name for name in SIGNALS if name in rows.given]
+        # Eight kinds of rows at most occur in practice: their bits are found once per chunk.
+        bits = np.zeros(len(rows.index), np.int64)
+        for place, name in enumerate(names):
+            bits |= rows.given[name].astype(np.int64) << place
+        for kind in np.unique(bits):
+            logged = compress(names, (kind >> place & 1 for place in range(len(names))))
+            combinations.add(frozenset(logged))
+    stale = 0
+    if len(attempts) > 1:
+        attempts, stale = _with_ancestors(begin, attempts)
+        _note_fresh_files(attempts, findings)
+    return Survey(
+        rows=count,
+        signals=frozenset().union(*combinations),
+        combinations=frozenset(combinations),
+        attempts=tuple(attempts),
+        first_step=first_step,
+        last_step=last_step,
+        problems=_in_order(findings.problems),
+        problem_count=findings.problem_count,
+        notes=_in_order(findings.notes),
+        note_count=findings.note_count,
+        repeated=repeated,
+        stale=stale,
     )
+
+
+def _note_fresh_files(attempts: Sequence[Attempt], findings: Findings) -> None:
+    files = {attempts[0].source}
+    for attempt in attempts:
+        if attempt.source not in files and attempt.resumes_after is None:
+            findings.note(
+                attempt.source,
+                None,
+                f"it begins at step {attempt.first_step:.15g}, before everything that was read so "
+                "far: the run was started again. If these are several runs, name the files",
+            )
+        files.add(attempt.source)
+
+
+def _in_order(findings: Sequence[TraceFinding]) -> tuple[TraceFinding, ...]:
+    """By line within each file: a chunk is read column by column."""
+    files = {each.source: place for place, each in reversed(list(enumerate(findings)))}
+    return tuple(sorted(findings, key=lambda each: (files[each.source], each.line or 0)))
+
+
+def _with_ancestors(begin: MergedPass, attempts: Sequence[Attempt]) -> tuple[list[Attempt], int]:
+    """The attempts with the last row that each goes on from, and how many rows are stale.
+
+    A row of attempt a with step t is part of attempt k > a exactly if no attempt b with a < b <= k
+    began at or before t: if t is below the smallest first step of those.
+
+    This takes a second pass: only now is it known which steps are needed. Keeping every step of the
+    first pass would cost 16 bytes a row, too much for a run of a hundred million rows.
+    """
+    first = np.array([attempt.first_step for attempt in attempts])
+    found = list(attempts)
+    stale, number, limits, top = 0, -1, first[:0], -np.inf
+    for rows, _, _ in begin(Findings()):
+        if rows.attempt != number:
+            number, top = rows.attempt, -np.inf
+            limits = np.minimum.accumulate(first[number + 1 :])
+        if not len(limits):
+            continue
+        # A row that is written late (see `merged_rows`) is where the run was when it was written.
+        reached = np.maximum(top, np.maximum.accumulate(rows.step))
+        top = reached[-1]
+        before = np.searchsorted(reached, limits)
+        for place in np.flatnonzero(before).tolist():
+            later, row = number + 1 + place, int(rows.index[before[place] - 1])
+            found[later] = found[later]._replace(resumes_after=row)
+        stale += len(reached) - int(before[-1])
+    return found, stale

@@ -1,7 +1,7 @@
-"""Which column is the loss: the names that trainers and trackers give to what we read.
+"""Which column is the loss: the names that trainers and trackers give to the signals.
 
-The lists are tiers: a name of an earlier tier is taken before one of a later. Names are compared in
-lower case, with every run of other characters as one "_": "train/loss" is "train_loss".
+A name of an earlier tier is taken before one of a later tier. Names are compared in lower case,
+with every run of other characters as one "_": "train/loss" is "train_loss".
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ TIERS: dict[str, tuple[tuple[str, ...], ...]] = {
             *("ce_loss", "cross_entropy_loss", "train_cross_entropy_loss", "nll_loss"),
             *("avg_loss", "train_avg_loss", "mean_loss", "batch_loss"),
         ),
-        ("train_loss_step", "loss_step"),  # Lightning writes them beside the epoch's mean
+        ("train_loss_step", "loss_step"),  # Lightning writes them next to the epoch's mean
     ),
     "grad_norm": (
-        # Before clipping, where the log tells it from after.
+        # Before clipping, where the log has both.
         ("raw_grad_norm", "learning_raw_grad_norm", "grad_norm_before_clip", "unclipped_grad_norm"),
         ("grad_norm",),
         (
@@ -80,16 +80,16 @@ TIERS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
 }
 
-MUST_BE_CLEAR = (STEP, "loss", "grad_norm")
+_UNAMBIGUOUS = (STEP, "loss", "grad_norm")
 
 
-def plain(name: str) -> str:
+def normalized(name: str) -> str:
     """A name as the tiers have it."""
     flat = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
     return flat.removeprefix("metrics_")
 
 
-_PLACE = {
+_TIER = {
     (signal, name): tier
     for signal, tiers in TIERS.items()
     for tier, names in enumerate(tiers)
@@ -104,49 +104,59 @@ def resolve(
 
     Args:
         names: of the columns, tags or keys.
-        columns: what the user said: signal (or "step") -> name.
-        extras: names that are read as they are called, besides the signals.
+        columns: what the user gave: signal (or "step") -> name.
+        extras: names that are read unchanged, besides the signals.
 
     Returns:
-        Signal (or "step") -> name, and remarks about names that were left aside.
+        Signal (or "step") -> name, and remarks about names that were not used.
 
     Raises:
-        TraceError: a name of `columns` is absent, two names fit alike, or nothing fits.
+        TraceError: a name of `columns` is absent, two names fit equally well, or nothing fits.
     """
     found: dict[str, str] = {}
     notes: list[str] = []
+    taken = set(columns.values())
+    free = [(normalized(name), name) for name in names if name not in taken]
     for signal in (STEP, *SIGNALS):
         if signal in columns:
-            found[signal] = _asked(signal, columns[signal], names)
+            found[signal] = _given(signal, columns[signal], names)
             continue
-        taken = set(columns.values())
-        fits = [(_PLACE.get((signal, plain(name))), name) for name in names if name not in taken]
-        ranked = sorted((tier, at) for at, (tier, _) in enumerate(fits) if tier is not None)
-        if not ranked:
+        tiers = [(_TIER[signal, key], name) for key, name in free if (signal, key) in _TIER]
+        if not tiers:
             continue
-        best = [fits[at][1] for tier, at in ranked if tier == ranked[0][0]]
-        rest = [fits[at][1] for tier, at in ranked if tier != ranked[0][0]]
-        # "step" beside "_step", written just like the name that we use, is meant.
+        first = min(tier for tier, _ in tiers)
+        best = [name for tier, name in tiers if tier == first]
+        # "step" next to "_step", written exactly like our own name, is meant.
         exact = [name for name in best if name == signal]
         if len(best) > 1 and len(exact) != 1:
-            both = f"{listed(best)} may each be the {signal}: say which, --column {signal}=NAME"
-            if signal in MUST_BE_CLEAR:
+            both = f"{quoted(best)} may each be the {signal}: choose one, --column {signal}=NAME"
+            if signal in _UNAMBIGUOUS:
                 raise TraceError(both)
             notes.append(f"{both} (it is not read)")
             continue
         found[signal] = exact[0] if exact else best[0]
-        others = rest + [name for name in best if name != found[signal]]
+        others = [name for _, name in sorted(tiers) if name != found[signal]]
         if others:
-            notes.append(f"{signal} is read from '{found[signal]}', not from {listed(others)}")
+            notes.append(f"{signal} is read from '{found[signal]}', not from {quoted(others)}")
     for name in extras:
         if name in names:
             found.setdefault(name, name)
     if "loss" not in found and "grad_norm" not in found:
         raise TraceError(
-            f"nothing in it is called like a loss or a gradient norm. It has {listed(names)}. "
-            "Say which one it is: --column loss=NAME"
+            f"nothing in it has the name of a loss or a gradient norm. It has {quoted(names)}. "
+            "Name one: --column loss=NAME"
         )
     return found, notes
+
+
+def _given(signal: str, name: str, names: Sequence[str]) -> str:
+    if name not in names:
+        raise TraceError(
+            f"there is no '{name}' for --column {signal}={name}: it has {quoted(names)}"
+        )
+    if list(names).count(name) > 1:
+        raise TraceError(f"two columns have the name '{name}': rename one of them")
+    return name
 
 
 def check_columns(columns: Mapping[str, str]) -> None:
@@ -163,19 +173,9 @@ def check_columns(columns: Mapping[str, str]) -> None:
             )
 
 
-def listed(names: Sequence[str]) -> str:
+def quoted(names: Sequence[str]) -> str:
     """Names for a message, the first dozen."""
     if not names:
         return "nothing"
-    told = ", ".join(f"'{name}'" for name in names[:12])
-    return told if len(names) <= 12 else f"{told} and {len(names) - 12} more"
-
-
-def _asked(signal: str, name: str, names: Sequence[str]) -> str:
-    if name not in names:
-        raise TraceError(
-            f"there is no '{name}' for --column {signal}={name}: it has {listed(names)}"
-        )
-    if list(names).count(name) > 1:
-        raise TraceError(f"two columns are called '{name}': rename one of them")
-    return name
+    listed = ", ".join(f"'{name}'" for name in names[:12])
+    return listed if len(names) <= 12 else f"{listed} and {len(names) - 12} more"

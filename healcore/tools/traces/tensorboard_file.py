@@ -8,18 +8,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from healcore import extras
-from healcore.tools.traces.findings import Findings
-from healcore.tools.traces.trace import TraceError
+from healcore.tools.traces.text import is_compressed
+from healcore.tools.traces.trace import Findings, TraceError
 
 _FRAME = 16
 """Bytes around a record: its length and two checksums."""
 
 
-def check_installed() -> None:
-    """Refuses where the package is not there.
+def check_readable(path: str) -> None:
+    """Refuses a compressed file, and any if the package is not there.
 
     Raises:
-        TraceError: says what to install.
+        TraceError: what to install, or what to do with the file.
     """
     try:
         extras.require("tensorboard", "tensorboard")
@@ -28,20 +28,22 @@ def check_installed() -> None:
             "it is a TensorBoard event file, and tensorboard is not installed in this environment. "
             "Write: pip install 'healcore[tensorboard]'"
         ) from None
+    if is_compressed(path):
+        raise TraceError("it is a compressed TensorBoard event file: unpack it first (gunzip)")
 
 
-def objects(path: str, findings: Findings) -> Iterator[tuple[int, dict[str, Any]]]:
+def scalars(path: str, findings: Findings) -> Iterator[tuple[int, dict[str, Any]]]:
     """Every scalar as a record of its own: {"step": step, tag: value}.
 
-    The reader stops without a word at a record that is torn or whose checksum is wrong; how far it
-    came is counted here, so that the rest can be told.
+    The reader stops silently at a record that is torn or whose checksum is wrong. How far it came
+    is counted here, so that the rest can be reported.
     """
     from google.protobuf.message import DecodeError
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto import event_pb2
 
     end = 0
-    for record in _whole(path, RawEventFileLoader(path).Load()):
+    for record in _whole_records(path, RawEventFileLoader(path).Load()):
         end += len(record) + _FRAME
         try:
             event = event_pb2.Event.FromString(record)  # pyright: ignore[reportAttributeAccessIssue]
@@ -63,10 +65,10 @@ def objects(path: str, findings: Findings) -> Iterator[tuple[int, dict[str, Any]
         findings.problem(path, None, text)
 
 
-def _whole(path: str, records: Iterator[bytes]) -> Iterator[bytes]:
+def _whole_records(path: str, records: Iterator[bytes]) -> Iterator[bytes]:
     """The records up to the first that has no end in the file.
 
-    The reader would ask for as many bytes as a record says that it has, up to 2**64.
+    The reader would ask for as many bytes as a record declares, up to 2**64.
     """
     with (
         open(path, "rb") as file,

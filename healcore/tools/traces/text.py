@@ -1,39 +1,46 @@
-"""Text files as they come: compressed or not, with or without a byte order mark."""
+"""Text files, compressed or not, in several encodings; and the numbers in their cells."""
 
 from __future__ import annotations
 
 import gzip
 import io
+import math
 import os
 import zlib
 from typing import Any, BinaryIO, TextIO, cast
 
 from healcore.tools.traces.trace import TraceError
 
-GZIP = b"\x1f\x8b"
-HEAD = 1 << 20
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+BROKEN = (EOFError, zlib.error, OSError)
+"""What reading a file can raise half-way: a cut or damaged .gz, a disk that fails."""
+
+_GZIP = b"\x1f\x8b"
+_BAD_GZIP = (EOFError, zlib.error, gzip.BadGzipFile)
+_HEAD = 1 << 20
 _MOST_PACKED = 200
 _FREE = 1 << 23
-"""Bytes that may be unpacked from however few."""
-UTF16 = (b"\xff\xfe", b"\xfe\xff")
-
-# What reading a file can raise half-way: a cut or damaged .gz, a disk that fails.
-BROKEN = (EOFError, zlib.error, OSError)
+"""Bytes that may be unpacked whatever the size of the file."""
+_NOT_LOGGED = frozenset({"", "none", "null", "na", "n/a", "<na>"})
+"""Cells that mean that nothing was logged. "nan" is not one of them: it is a value."""
 
 
-def open_bytes(path: str) -> BinaryIO:
+# -- files -----------------------------------------------------------------------------------------
+
+
+def _open_bytes(path: str) -> BinaryIO:
     """The file's content, decompressed."""
     file = open(path, "rb")  # noqa: SIM115 - handed to the caller
-    if file.peek(2)[:2] == GZIP:
+    if file.peek(2)[:2] == _GZIP:
         return cast(BinaryIO, io.BufferedReader(_Unpacked(file), 1 << 16))
     return file
 
 
 class _Unpacked(io.RawIOBase):
-    """The content of a .gz file, as far as it is some log's.
+    """The content of a .gz file, up to a limit.
 
-    deflate packs zeros a thousandfold, and a megabyte would be a day of reading. No log shrinks
-    to a part in 200, once there is enough of it to say so.
+    deflate packs zeros a thousandfold, so that a megabyte could take a day to read. No log of
+    some size shrinks to less than a 200th.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -65,40 +72,87 @@ def head(path: str) -> bytes:
         TraceError: not even its first bytes can be decompressed.
     """
     start = b""
-    with open_bytes(path) as file:
+    with _open_bytes(path) as file:
         try:
-            while len(start) < HEAD and (block := file.read(1 << 14)):
+            while len(start) < _HEAD and (block := file.read(1 << 14)):
                 start += block
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        except _BAD_GZIP as error:
             if not start:
                 raise TraceError(f"its compressed data are damaged: {error}") from error
     return start
 
 
 def is_compressed(path: str) -> bool:
-    """Whether it is a .gz file, whatever it is called."""
+    """Whether it is a .gz file, whatever its name."""
     with open(path, "rb") as file:
-        return file.read(2) == GZIP
+        return file.read(2) == _GZIP
+
+
+def encoding_of(start: bytes) -> str:
+    """By the byte order mark at the start of a content."""
+    return "utf-16" if start[:2] in _UTF16 else "utf-8-sig"
 
 
 def open_text(path: str) -> TextIO:
-    """The file as text, line ends as they are. Bytes that are not text become U+FFFD."""
-    mark = _mark(path)
-    encoding = "utf-16" if mark in UTF16 else "utf-8-sig"
-    return io.TextIOWrapper(open_bytes(path), encoding=encoding, errors="replace", newline="")
-
-
-def _mark(path: str) -> bytes:
-    """The first two bytes of the content, in which a byte order mark would be."""
-    with open_bytes(path) as file:
+    """The file as text, line ends unchanged. Bytes that are not text become U+FFFD."""
+    with _open_bytes(path) as file:
         try:
-            return file.read(2)
-        except (EOFError, zlib.error, gzip.BadGzipFile):
-            return b""
+            encoding = encoding_of(file.read(2))
+        except _BAD_GZIP:
+            encoding = encoding_of(b"")
+    return io.TextIOWrapper(_open_bytes(path), encoding=encoding, errors="replace", newline="")
+
+
+def skip_line(file: TextIO) -> None:
+    """Reads to the end of a line without holding it."""
+    while (text := file.readline(_HEAD)) and not text.endswith("\n"):
+        pass
 
 
 def why_broken(error: BaseException) -> str:
-    """What `BROKEN` errors mean to the reader of the message."""
-    if isinstance(error, (EOFError, zlib.error, gzip.BadGzipFile)):
+    """A message for an error of `BROKEN`."""
+    if isinstance(error, _BAD_GZIP):
         return f"the compressed data end or break here ({error}): what follows is lost"
     return f"reading failed here ({error}): what follows is lost"
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+def number_in_text(cell: str) -> float | None:
+    """The number in a cell; None if nothing was logged.
+
+    Raises:
+        ValueError: it is neither a number nor a text for nothing.
+    """
+    try:
+        if "_" not in cell:  # float("1_000") is Python source, not data
+            return float(cell)
+    except ValueError:
+        pass
+    if cell.strip().lower() in _NOT_LOGGED:
+        return None
+    raise ValueError(f"{excerpt(cell)} is not a number")
+
+
+def number_in_json(value: Any) -> float | None:
+    """The number in a JSON value; a text is read like a cell.
+
+    Raises:
+        ValueError: not a number.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return number_in_text(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:  # a whole number beyond float64
+            return math.inf if value > 0 else -math.inf
+    raise ValueError(f"{excerpt(str(value))} is not a number")
+
+
+def excerpt(text: str) -> str:
+    """A piece of a damaged file, quoted and short."""
+    return repr(text if len(text) <= 40 else f"{text[:37]}...")

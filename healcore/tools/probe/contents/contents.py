@@ -1,4 +1,8 @@
-"""What a checkpoint holds, whatever wrote it: named arrays that are read in pieces, and numbers."""
+"""The contents of a checkpoint, whatever wrote it: arrays that are read in pieces, and values.
+
+Readers make `Contents`: those of safetensors, Orbax and healcore's own stores are in
+`healcore.tools.probe.contents`, those of torch's files in `healcore.torch`.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.tools.probe.verdict import ProbeError
+from healcore.core.errors import HealcoreError
 
 Path = tuple[str, ...]
 """Where a value lies in the saved tree: ("optimizer", "state", "0", "exp_avg_sq")."""
 
 PIECE = 1 << 20
 """Elements that are in memory at a time, where the format allows to read less than an array."""
+
+MOST_PARTS = 256
+"""Of a path. No program nests as deeply."""
+
+
+class ProbeError(HealcoreError, ValueError):
+    """Something cannot be probed: the message names it and what to pass instead."""
+
+
+class Damaged(ProbeError):
+    """It can be read, and is not what any writer writes."""
 
 
 class Array(NamedTuple):
@@ -43,28 +58,19 @@ class Array(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """A whole checkpoint, opened; nothing of its arrays is read yet."""
+    """A whole checkpoint, opened; its arrays are not read yet."""
 
     format: str
-    """In words: "torch file", "Orbax"."""
+    """For people: "torch file", "Orbax checkpoint"."""
     arrays: Sequence[Array]
     values: Mapping[Path, Any]
-    """Numbers, strings, booleans and None that lie in the tree beside the arrays."""
+    """Numbers, strings, booleans and None that lie in the tree besides the arrays."""
     notes: tuple[str, ...] = ()
     """What could not be looked at."""
 
 
-def dotted(path: Sequence[str]) -> str:
-    """A path for people: `optimizer.state.0.exp_avg_sq`."""
-    return ".".join(path)
-
-
-MOST_PARTS = 256
-"""Of a path. No program nests as deeply."""
-
-
-class Names:
-    """Counts what the paths of a checkpoint take, so that a small file cannot name a large tree.
+class PathBudget:
+    """Limits the paths of a checkpoint, so that a small file cannot name a large tree.
 
     A pickle can have one list at two places of another, and that at two of a third: of n bytes
     there are 2**n leaves. Here they may take a megabyte, and 256 bytes for each byte of the file.
@@ -80,7 +86,7 @@ class Names:
         """Counts one path, and returns it.
 
         Raises:
-            ProbeError: there is no end to them.
+            ProbeError: the budget is exhausted, or the path has more than 256 parts.
         """
         self._left -= sum(map(len, path)) + 8 * len(path) + 8
         if self._left < 0 or len(path) > MOST_PARTS:
@@ -91,11 +97,16 @@ class Names:
         return path
 
 
+def dotted(path: Sequence[str]) -> str:
+    """A path for people: `optimizer.state.0.exp_avg_sq`."""
+    return ".".join(path)
+
+
 def shape_of(numbers: Any) -> tuple[int, ...]:
     """A shape that a file names.
 
     Raises:
-        ValueError: it is none, or one that no memory has room for.
+        ValueError: it is none, or larger than any memory.
     """
     if not isinstance(numbers, (list, tuple)) or len(numbers) > 64:
         raise ValueError("a shape in it is none")
@@ -106,23 +117,7 @@ def shape_of(numbers: Any) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def flattened(tree: Any, names: Names, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The leaves of nested dictionaries, lists and tuples, each with its path.
-
-    Args:
-        tree: what a file held.
-        names: counts every place in it.
-        path: where it lies.
-
-    Raises:
-        ProbeError: see `Names`.
-    """
-    names.take(path)
-    if isinstance(tree, Mapping):
-        for key, part in tree.items():
-            yield from flattened(part, names, (*path, str(key)))
-    elif isinstance(tree, (list, tuple)):
-        for number, part in enumerate(tree):
-            yield from flattened(part, names, (*path, str(number)))
-    else:
-        yield path, tree
+def first_line(error: Exception) -> str:
+    """An error in one line of at most 200 characters."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__

@@ -1,7 +1,7 @@
 """Opening Orbax checkpoints for `healcore probe`: array by array, a chunk in memory at a time.
 
-Through TensorStore, which Orbax writes with, and not through Orbax: that would want to know the
-devices, and read whole trees. TensorStore runs in a process of its own, see `orbax_arrays`.
+Through TensorStore, which Orbax writes with, and not through Orbax, which needs the devices and
+reads whole trees. TensorStore runs in a process of its own, see `orbax_process`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,20 @@ from typing import Any
 import numpy as np
 
 from healcore.extras import require
-from healcore.tools.probe.contents.contents import Array, Contents, Names, shape_of
-from healcore.tools.probe.verdict import ProbeError
+from healcore.tools.probe.contents.contents import (
+    Array,
+    Contents,
+    PathBudget,
+    ProbeError,
+    shape_of,
+)
 
 _ITEM = "state"
 """As `OrbaxStore` names it."""
-_SCRIPT = Path(__file__).with_name("orbax_arrays.py")
+_SCRIPT = Path(__file__).with_name("orbax_process.py")
 _SECONDS = 30
 _BYTES_A_SECOND = 4 << 20
-"""Of stored data: so much processor time a process gets beside `_SECONDS`."""
+"""Of stored data: processor time that a process gets on top of `_SECONDS`."""
 _LEAST_MEMORY = 4 << 30
 _MOST_STARTS = 3
 """Of processes for one item, where its arrays end them."""
@@ -81,7 +86,7 @@ def stored_arrays(data: Path, names: Iterable[str]) -> dict[str, Array]:
 
 
 class _Tree:
-    """What `_METADATA` says of an item, and the process that reads its arrays."""
+    """The entries of an item, from `_METADATA`, and the process that reads its arrays."""
 
     def __init__(self, item: Path) -> None:
         at = item / "_METADATA"
@@ -89,9 +94,9 @@ class _Tree:
             if not at.is_file():
                 raise ValueError
             data = at.read_bytes()
-            content, names = json.loads(data), Names(len(data))
+            content, budget = json.loads(data), PathBudget(len(data))
             self.entries: dict[tuple[str, ...], Mapping[str, Any]] = {
-                names.take(tuple(str(key["key"])[:1000] for key in entry["key_metadata"])): {
+                budget.take(tuple(str(key["key"])[:1000] for key in entry["key_metadata"])): {
                     **entry["value_metadata"]
                 }
                 for entry in content["tree_metadata"].values()
@@ -123,18 +128,17 @@ class _Tree:
             try:
                 yield from self._process.read(name)
             except ValueError as error:
-                told = f"{self._item}: {name[:200]} is damaged: {error}"
-                raise ProbeError(told) from None
+                raise ProbeError(f"{self._item}: {name[:200]} is damaged: {error}") from None
 
         return read
 
 
-class _Told(ValueError):
-    """What the process says of an array; it goes on."""
+class _ArrayError(ValueError):
+    """An array is damaged, and the process goes on."""
 
 
 class _Process:
-    """The process that reads the arrays of one item. It is started anew where one ends it."""
+    """The process that reads the arrays of one item. It is started again where one ends it."""
 
     def __init__(self, item: Path, *, ocdbt: bool, zarr3: bool) -> None:
         require("jax", "tensorstore")
@@ -179,7 +183,7 @@ class _Process:
                 ended = "end" in answer
                 yield piece
             ended = True
-        except _Told:
+        except _ArrayError:
             ended = True
             raise
         finally:
@@ -214,7 +218,7 @@ class _Process:
             self._ended()
         answer = json.loads(text)
         if "error" in answer:
-            raise _Told(answer["error"])
+            raise _ArrayError(answer["error"])
         return answer
 
     def _bytes(self, count: int) -> bytes:

@@ -10,9 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from healcore.tools.probe.contents.contents import PIECE, Array, Contents, Names, shape_of
-from healcore.tools.probe.contents.floats import widened
-from healcore.tools.probe.verdict import Damaged, ProbeError
+from healcore.tools.probe.contents.contents import (
+    PIECE,
+    Array,
+    Contents,
+    Damaged,
+    PathBudget,
+    ProbeError,
+    shape_of,
+)
 
 _MOST_HEADER = 100_000_000
 """Bytes, as in the format's own description."""
@@ -24,25 +30,29 @@ _DTYPES = {
     "C64": "complex64",
 }  # fmt: skip
 _BYTES = {"bfloat16": 2, "float8_e5m2": 1, "float8_e4m3fn": 1, "float8_e8m0fnu": 1}
+_NUMPY = {*_DTYPES.values(), "complex128"} - _BYTES.keys()
 
 
-def read_safetensors(path: Path, prefix: tuple[str, ...] = ()) -> Contents:
+def is_safetensors(path: Path) -> bool:
+    """Whether a file begins like one."""
+    with path.open("rb") as file:
+        start = file.read(9)
+    return len(start) == 9 and start[8:] == b"{" and int.from_bytes(start[:8], "little") >= 2
+
+
+def read_safetensors(path: Path) -> Contents:
     """Opens a file.
 
     Takes memory in proportion to its header, some 30 bytes for each of its bytes.
 
-    Args:
-        path: of the file.
-        prefix: put before the name of every array.
-
     Raises:
         Damaged: its arrays overlap, leave gaps, or are named twice.
-        ProbeError: it is not what the format says, or cut short.
+        ProbeError: it is not of the format, or cut short.
     """
     header, begin = _header(path)
     arrays, places = [], []
-    room = path.stat().st_size - begin
-    names = Names(begin)
+    available = path.stat().st_size - begin
+    budget = PathBudget(begin)
     for name, entry in header.items():
         if name == "__metadata__":
             if not isinstance(entry, dict) or any(type(text) is not str for text in entry.values()):
@@ -53,15 +63,15 @@ def read_safetensors(path: Path, prefix: tuple[str, ...] = ()) -> Contents:
             if any(type(number) is not int for number in (*shape, first, last)):
                 raise TypeError
             known, shape = _DTYPES.get(dtype), shape_of(shape)
-            path_in = names.take((*prefix, *name.split(".")))
+            path_in = budget.take(tuple(name.split(".")))
         except ProbeError as error:
             raise ProbeError(f"{path}: {error}") from None
         except (TypeError, KeyError, ValueError):
             raise ProbeError(f"{path}: the header's entry of {name} is not one") from None
-        if not 0 <= first <= last <= room or any(size < 0 for size in shape):
+        if not 0 <= first <= last <= available or any(size < 0 for size in shape):
             raise ProbeError(
-                f"{path}: {name} lies at bytes {first} to {last} of {room}: the file is cut short, "
-                "or its header damaged"
+                f"{path}: {name} lies at bytes {first} to {last} of {available}: the file is cut "
+                "short, or its header damaged"
             )
         if known is not None:
             width = _BYTES.get(known) or np.dtype(known).itemsize
@@ -75,19 +85,12 @@ def read_safetensors(path: Path, prefix: tuple[str, ...] = ()) -> Contents:
         # Writers sort by size and name.
         arrays.append(Array(path_in, known or dtype, shape, reader, in_order=False))
         places.append((first, last, name))
-    _check_places(path, places, room)
+    _check_places(path, places, available)
     return Contents("safetensors", arrays, {})
 
 
-def is_safetensors(path: Path) -> bool:
-    """Whether a file begins like one."""
-    with path.open("rb") as file:
-        start = file.read(9)
-    return len(start) == 9 and start[8:] == b"{" and int.from_bytes(start[:8], "little") >= 2
-
-
-def _check_places(path: Path, places: list[tuple[int, int, str]], room: int) -> None:
-    """The arrays must lie one behind the other, without a gap, as the format asks."""
+def _check_places(path: Path, places: list[tuple[int, int, str]], available: int) -> None:
+    """The arrays must follow each other without a gap, as the format asks."""
     end = 0
     for first, last, name in sorted(places):
         if first != end:
@@ -96,12 +99,12 @@ def _check_places(path: Path, places: list[tuple[int, int, str]], room: int) -> 
             )
             raise Damaged(f"{path}: {name} {how}: its header is damaged or forged")
         end = last
-    if end != room:
-        raise Damaged(f"{path}: {room} bytes of arrays are there, its header has {end}")
+    if end != available:
+        raise Damaged(f"{path}: {available} bytes of arrays are there, its header has {end}")
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose keys differ: of two that do not, readers take one or the other."""
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys differ: of two equal ones, readers take one or the other."""
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()
@@ -117,7 +120,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
         if not 2 <= length <= min(_MOST_HEADER, size - 8):
             raise ProbeError(f"{path} is no safetensors file: its header would have {length} bytes")
         try:
-            header = json.loads(file.read(length), object_pairs_hook=_once)
+            header = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
         except Damaged as error:
             raise Damaged(f"{path}: in its header {error}") from None
         except (ValueError, RecursionError):
@@ -149,3 +152,37 @@ def _unknown(name: str, dtype: str) -> Callable[[], Iterator[np.ndarray]]:
         raise ProbeError(f"{name} is of dtype {dtype[:40]}, which healcore does not know")
 
     return read
+
+
+def widened(raw: np.ndarray, dtype: str) -> np.ndarray:
+    """The elements in an array's bytes, of a dtype that NumPy can compare and add.
+
+    Args:
+        raw: uint8 (n,), little-endian.
+        dtype: name of the array's dtype.
+
+    Raises:
+        ValueError: the dtype is not known here.
+    """
+    if dtype == "bfloat16":
+        return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    if dtype == "float8_e5m2":
+        return (raw.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
+    if dtype == "float8_e4m3fn":
+        return _e4m3fn()[raw]
+    if dtype == "float8_e8m0fnu":  # a power of two; 255 is NaN
+        return np.where(raw == 255, np.nan, np.exp2(raw.astype(np.float64) - 127)).astype(
+            np.float32
+        )
+    if dtype in _NUMPY:
+        return raw.view(np.dtype(dtype).newbyteorder("<"))
+    raise ValueError(f"arrays of {dtype} cannot be read here")
+
+
+def _e4m3fn() -> np.ndarray:
+    """Every value of it, float32 (256,): 4 bits of exponent, 3 of fraction, no Inf, one NaN."""
+    bits = np.arange(256)
+    exponent, fraction = bits >> 3 & 15, (bits & 7) / 8
+    normal = np.where(exponent > 0, 1 + fraction, fraction)
+    values = np.where(bits >> 7, -1, 1) * normal * 2.0 ** (np.maximum(exponent, 1) - 7)
+    return np.where((bits & 127) == 127, np.nan, values).astype(np.float32)

@@ -1,0 +1,86 @@
+"""Options that several commands share, and how a command ends that cannot be carried out."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from healcore.tools.terminal import say
+
+UNUSABLE = 2
+"""The exit status of a command line that cannot be carried out."""
+
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="A value to replace in the policy, as in clip.max_norm=1.0. Repeat it for more.",
+    ),
+]
+Column = Annotated[
+    list[str] | None,
+    typer.Option(metavar="SIGNAL=NAME", help="Which column is which, as in loss=train/ce."),
+]
+Join = Annotated[
+    bool, typer.Option("--join", help="All traces are attempts of one run, in this order.")
+]
+
+
+def overrides_of(pairs: Iterable[str] | None) -> dict[str, Any]:
+    """The keywords for `healcore.policy.load`.
+
+    Args:
+        pairs: `KEY=VALUE`, the key dotted, the value as in TOML; a string needs no quotes here.
+
+    Raises:
+        healcore.policy.PolicyError: a pair is not of that form.
+    """
+    from healcore.policy.errors import PolicyError, Problem
+    from healcore.policy.overriding import merged
+
+    found: dict[str, Any] = {}
+    for pair in pairs or ():
+        key, equals, value = pair.partition("=")
+        texts = (f"{key} = {value}", f"{key} = {json.dumps(value.strip())}")
+        tables = [table for table in map(_parsed, texts) if table] if equals and value else []
+        if not tables:
+            rule = "KEY=VALUE with the dotted key of a value; rules are changed in a file"
+            problem = Problem("--set", pair, rule, "--set clip.max_norm=1.0, --set mode=observe")
+            raise PolicyError("on the command line", (problem,))
+        found = merged(found, tables[0])
+    return found
+
+
+def _parsed(text: str) -> dict[str, Any] | None:
+    try:
+        return tomllib.loads(text)
+    except ValueError:
+        return None
+
+
+def columns_of(pairs: Iterable[str] | None) -> dict[str, str]:
+    """Signal -> the name of its column in the files.
+
+    Raises:
+        TraceError: a pair is not of the form SIGNAL=NAME.
+    """
+    from healcore.tools.traces import TraceError
+
+    columns = {}
+    for pair in pairs or ():
+        signal, equals, name = pair.partition("=")
+        if not (signal and equals and name):
+            raise TraceError(f"--column must be SIGNAL=NAME, as in loss=train/ce, got {pair!r}")
+        columns[signal] = name
+    return columns
+
+
+def fail(why: str, status: int = UNUSABLE) -> NoReturn:
+    """Prints on standard error why the command cannot be carried out, and exits."""
+    say(why, err=True)
+    raise typer.Exit(status)

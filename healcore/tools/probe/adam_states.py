@@ -1,0 +1,193 @@
+"""Finds Adam's second moments in a saved tree: torch's `exp_avg_sq`, optax's `nu`, anywhere in it.
+
+Also names the optimizers that have none, to explain why there is no verdict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from healcore.tools.probe.contents.contents import Array, Contents
+
+Path = tuple[str, ...]
+
+_FACTORED = "Adafactor keeps factored second moments, not one per element"
+_SGD = "SGD with momentum has no second moments"
+_MOMENTUM = "there is momentum without second moments, as Lion and Muon have it"
+_UNLIKE = "is not of Adam's kind"
+
+_TORCH = {
+    "exp_avg_sq_row": _FACTORED,
+    "row_var": _FACTORED,
+    "momentum_buffer": _SGD,
+    "exp_avg_var": f"AdaBelief keeps the variance of gradients and {_UNLIKE}",
+    "square_avg": f"RMSprop (or Adadelta) {_UNLIKE}",
+    "sum": f"Adagrad {_UNLIKE}",
+    "exp_inf": f"Adamax {_UNLIKE}",
+    "step_size": f"Rprop {_UNLIKE}",
+    "hessian": f"Sophia {_UNLIKE}",
+    "exp_avg": _MOMENTUM,
+    "state1": _MOMENTUM,
+}
+"""The last part of a path below `state`; the first that is there is the reason."""
+_OPTAX = {
+    "v_row": _FACTORED,
+    "trace": _SGD,
+    "sum_of_squares": f"Adagrad {_UNLIKE}",
+    "nu": f"RMSprop, or another state with nu but without mu of the same shape, {_UNLIKE}",
+    "mu": _MOMENTUM,
+}
+"""Any part of a path but the first."""
+_QUANTIZED = "8-bit states ({}) are quantized: they cannot be judged until they are unpacked"
+
+_WRAPPED = ("value", "raw_value")
+"""What flax.nnx puts around an array."""
+
+
+class AdamState(NamedTuple):
+    """The state that an optimizer of Adam's kind has for one parameter."""
+
+    optimizer: Path
+    """Where the state of its optimizer lies."""
+    parameter: Path
+    """Which parameter: its path, or its number."""
+    second: Array
+    """The running average of squared gradients."""
+    others: tuple[Array, ...]
+    """Other moments: they must be finite too."""
+    step: float | None
+    """None: the state does not hold it."""
+    beta2: float | None
+    group: int | None = None
+    """Of torch's parameter groups."""
+
+
+class Tree:
+    """Contents by path."""
+
+    def __init__(self, contents: Contents) -> None:
+        self.arrays: dict[Path, Array] = {}
+        for array in contents.arrays:
+            path = array.path
+            if path:
+                self.arrays[path[:-1] if len(path) > 1 and path[-1] in _WRAPPED else path] = array
+        self.values: Mapping[Path, Any] = contents.values
+        self.groups: dict[Path, dict[str, int]] = {}
+        """Of each optimizer which group each of its parameters is in."""
+        for path, value in self.values.items():
+            list_, group, kind = path[-4:-1] if len(path) > 3 else ("", "", "")
+            known = list_ == "param_groups" and kind == "params"
+            if known and group.isdecimal() and len(group) < 10:
+                self.groups.setdefault(path[:-4], {})[str(value)] = int(group)
+
+    def number(self, path: Path) -> float | None:
+        """A number, whether it was saved as one or as an array of one element."""
+        value = self.values.get(path)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value) if abs(value) < 1e300 else math.inf
+        array = self.arrays.get(path)
+        return array.scalar() if array is not None and array.size == 1 else None
+
+
+def adam_states(tree: Tree) -> list[AdamState]:
+    """All of them, in the order in which they were saved."""
+    return [*_torch_states(tree), *_optax_states(tree)]
+
+
+def _torch_states(tree: Tree) -> Iterator[AdamState]:
+    for path, array in tree.arrays.items():
+        # bitsandbytes calls them state1 and state2; the 8-bit ones are whole numbers.
+        if path[-1] == "exp_avg_sq":
+            names = ("exp_avg", "max_exp_avg_sq")
+        elif path[-1] == "state2" and "float" in array.dtype:
+            names = ("state1",)
+        else:
+            continue
+        at = path[:-1]
+        optimizer, parameter = _cut(at)
+        group = tree.groups.get(optimizer, {}).get(".".join(parameter))
+        yield AdamState(
+            optimizer,
+            parameter,
+            array,
+            tuple(tree.arrays[(*at, name)] for name in names if (*at, name) in tree.arrays),
+            _first(tree, (*at, "step"), *_of_group(optimizer, parameter, group, "step")),
+            _first(tree, *_of_group(optimizer, parameter, group, "betas", "1")),
+            group,
+        )
+
+
+def _optax_states(tree: Tree) -> Iterator[AdamState]:
+    for path, array in tree.arrays.items():
+        for at in (at for at, name in enumerate(path) if name == "nu"):
+            optimizer, parameter = path[:at], path[at + 1 :]
+            first = tree.arrays.get((*optimizer, "mu", *parameter))
+            if first is None or first.shape != array.shape:
+                continue
+            largest = tree.arrays.get((*optimizer, "nu_max", *parameter))
+            given = (optimizer[:end] for end in range(len(optimizer), -1, -1))
+            yield AdamState(
+                optimizer,
+                parameter,
+                array,
+                (first,) if largest is None else (first, largest),
+                tree.number((*optimizer, "count")),
+                _first(tree, *((*above, "hyperparams", "b2") for above in given)),
+            )
+            break
+
+
+def _cut(path: Path) -> tuple[Path, Path]:
+    """Into the optimizer and the parameter: at the last `state` that is not the end."""
+    for at in range(len(path) - 2, -1, -1):
+        if path[at] == "state":
+            return path[:at], path[at + 1 :]
+    return path[:-1], path[-1:]
+
+
+def _of_group(optimizer: Path, parameter: Path, group: int | None, *keys: str) -> Iterator[Path]:
+    """Where a hyper-parameter may be: in the parameter's group, or flattened by parameter."""
+    if group is not None:
+        yield (*optimizer, "param_groups", str(group), *keys)
+    yield (*optimizer, "param_groups", *parameter, *keys)
+
+
+def _first(tree: Tree, *paths: Path) -> float | None:
+    return next((found for path in paths if (found := tree.number(path)) is not None), None)
+
+
+def unsupported_optimizer(tree: Tree, judged: Collection[Array]) -> str | None:
+    """Why some of the states in it cannot be judged; None if all can.
+
+    Args:
+        tree: the checkpoint.
+        judged: its arrays that can be judged.
+    """
+    known = {array.path for array in judged}
+    below_state, anywhere = set(), set()
+    for path, array in tree.arrays.items():
+        if array.path in known:
+            continue
+        if array.dtype in ("uint8", "int8") and path[-1] in ("state1", "state2"):
+            return _QUANTIZED.format("bitsandbytes")
+        if array.dtype in ("uint8", "int8") and path[-1] == "codes":
+            return _QUANTIZED.format("torchao")
+        if "state" in path[:-1]:
+            below_state.add(path[-1])
+        anywhere.update(name for name in path[1:] if name != "mu" or _counted(tree, path))
+    return next(
+        (
+            why
+            for names, table in ((below_state, _TORCH), (anywhere, _OPTAX))
+            for name, why in table.items()
+            if name in names
+        ),
+        None,
+    )
+
+
+def _counted(tree: Tree, path: Path) -> bool:
+    """Whether the `mu` in a path has a `count` next to it: a parameter may have the name too."""
+    return (*path[: path.index("mu")], "count") in tree.arrays

@@ -1,0 +1,339 @@
+"""The checkpoint probe: intact, finite, known-good?
+
+A store of healcore's is read with the functions that the stores themselves use, and no store is
+made: that would delete stale files. No lock is taken, so a run may be writing to it; checkpoints
+that it deletes meanwhile are listed in the notes. Of other checkpoints only the numbers can be
+judged: what followed them is not recorded.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from healcore.runtime.rollback.host_state import ITEM, pickled_parts
+from healcore.runtime.store import StoreError, files, inspection, manifest, structure
+from healcore.runtime.store.claim import LOCK
+from healcore.runtime.store.manifest import Found, Wrong
+from healcore.runtime.store.protocol import Saved
+from healcore.tools.probe.contents.contents import Contents, ProbeError, dotted
+from healcore.tools.probe.contents.formats import archives, open_contents
+from healcore.tools.probe.inputs import CheckpointInputs
+from healcore.tools.probe.result import (
+    Check,
+    NothingToProbe,
+    ProbeResult,
+    ProbeVerdict,
+    several,
+)
+from healcore.tools.probe.zip_archive import check_records
+
+PASS, WARN, FAIL = ProbeVerdict.PASS, ProbeVerdict.WARN, ProbeVerdict.FAIL
+SKIP, ERROR = ProbeVerdict.SKIP, ProbeVerdict.ERROR
+
+
+def probe_checkpoint(path: Path, inputs: CheckpointInputs | None = None) -> ProbeResult:
+    """Probes a store, one checkpoint of it, or a checkpoint of torch, safetensors, DCP or Orbax.
+
+    Raises:
+        NothingToProbe: there is nothing in it.
+        ProbeError: it cannot be read.
+    """
+    if not path.exists():
+        raise ProbeError(f"{path}: there is no such file or directory")
+    return (_probe_store if is_store(path) else _probe_other)(path, inputs or CheckpointInputs())
+
+
+class FiniteCheck(NamedTuple):
+    """What was found in the arrays of a checkpoint."""
+
+    arrays: int
+    nonfinite: dict[str, int]
+    """Name of array -> how many of its elements."""
+    unreadable: tuple[str, ...]
+    """Why some arrays could not be read."""
+
+
+def check_finite(contents: Contents) -> FiniteCheck:
+    """Reads every array that can hold NaN, a piece at a time."""
+    nonfinite: dict[str, int] = {}
+    unreadable = []
+    seen = set()
+    for array in contents.arrays:
+        if array.storage is not None and array.storage in seen:
+            continue
+        seen.add(array.storage)
+        if array.dtype.startswith(("int", "uint", "bool")):
+            continue
+        bad = 0
+        try:
+            for piece in array.read():
+                bad += len(piece) - int(np.count_nonzero(np.isfinite(piece)))
+        except (ProbeError, ValueError, TypeError, RuntimeError) as error:
+            unreadable.append(str(error))
+            continue
+        if bad:
+            nonfinite[dotted(array.path)] = bad
+    return FiniteCheck(len(contents.arrays), nonfinite, tuple(unreadable))
+
+
+# -- a checkpoint that no store of healcore's wrote ------------------------------------------------
+
+
+def _probe_other(path: Path, inputs: CheckpointInputs) -> ProbeResult:
+    # First: of a damaged archive torch may read what was never in it, or nothing.
+    archive, records = _archive(path)
+    try:
+        contents = open_contents(path)
+    except ProbeError as error:
+        if archive is None or archive.verdict is not FAIL or not records:
+            raise  # what is no archive at all may be anything
+        return ProbeResult("checkpoint", str(path), (Check("readable", ERROR, str(error)), archive))
+    if not contents.arrays:
+        raise NothingToProbe(f"{path} is a {contents.format} without arrays: nothing to look at")
+    found = check_finite(contents)
+    bad = inspection.disallowed(found.nonfinite, inputs.nonfinite_ok)
+    checks = []
+    if found.unreadable:
+        checks.append(Check("readable", ERROR, "; ".join(found.unreadable[:3])))
+    else:
+        checks.append(Check("readable", PASS, f"all {found.arrays} arrays"))
+    if bad:
+        message = f"NaN or Inf in {len(bad)} of {found.arrays} arrays: {several(bad)}"
+        checks.append(Check("finite", FAIL, message, len(bad), 0))
+    else:
+        message = f"no NaN and no Inf in {found.arrays - len(found.unreadable)} arrays"
+        checks.append(Check("finite", PASS, message, 0, 0))
+    none = f"not known: a {contents.format} carries none"
+    checks.append(archive or Check("digests", SKIP, none, decides=False))
+    good = "not known: only a store of healcore's records what followed a checkpoint"
+    checks.append(Check("known_good", SKIP, good, decides=inputs.require_good))
+    facts = {
+        "format": contents.format,
+        "arrays": found.arrays,
+        "nonfinite": found.nonfinite,
+        "known_good": None,
+    }
+    return ProbeResult("checkpoint", str(path), tuple(checks), facts, contents.notes)
+
+
+def _archive(path: Path) -> tuple[Check | None, int]:
+    """Torch's files are zip archives, with a CRC-32 of every record; and how many records."""
+    archived = archives(path)
+    if not archived:
+        return None, 0
+    bad, records = [], 0
+    for file in archived:
+        found = check_records(file)
+        records += found.records
+        if found.damage is not None:
+            bad.append(found.damage if file == path else f"{file.name}: {found.damage}")
+    if bad:
+        return Check("digests", FAIL, "; ".join(bad[:3]), len(bad), 0), records
+    return Check("digests", PASS, f"the CRC-32 of all {records} records hold", 0, 0), records
+
+
+# -- a store of healcore's, or one checkpoint of it ------------------------------------------------
+
+
+class ProbedCheckpoint(NamedTuple):
+    """One checkpoint of a store."""
+
+    saved: Saved
+    damage: tuple[Wrong, ...]
+    """Every file that is not what was written."""
+    counts: bool
+    """Whether it is the one that a store takes for its step."""
+    gone: bool = False
+    """It was deleted while it was looked at."""
+    pickled: tuple[str, ...] = ()
+    """Parts that would run code when they are read."""
+
+    @property
+    def restorable(self) -> bool:
+        """Whether a run could go back to it: intact, finite and known-good."""
+        return not self.damage and self.saved.finite and self.saved.status == "good"
+
+
+def is_store(path: Path) -> bool:
+    """Whether a directory is a store's, or one checkpoint in it."""
+    return path.is_dir() and (
+        manifest.step_of(path) is not None
+        or any(manifest.step_of(each) is not None for each in path.iterdir())
+    )
+
+
+def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
+    one = manifest.step_of(path) is not None
+    root = path.parent if one else path
+
+    def wanted(folder: Path) -> bool:
+        of_step = inputs.step is None or manifest.step_of(folder) == inputs.step
+        return of_step and (not one or folder.name == path.name)
+
+    try:
+        complete = manifest.complete(root)
+        broken = [(at, wrong) for at, wrong in manifest.incomplete(root) if wanted(at)]
+        problems = manifest.problems(root)
+    except (StoreError, OSError) as error:
+        raise ProbeError(str(error)) from None
+    probed = [
+        _probed(found, found is manifest.newest(saves), inputs)
+        for saves in complete.values()
+        for found in saves
+        if wanted(found.folder)
+    ]
+    there = [each for each in probed if not each.gone]
+    if not there and not broken:
+        which = "" if inputs.step is None else f" of step {inputs.step}"
+        raise NothingToProbe(f"{path} holds no checkpoint{which}")
+    checks = [_digests(there, broken), _finite(there), _known_good(there, inputs), *_pickled(there)]
+    newest = next((each.saved.step for each in reversed(there) if each.restorable), None)
+    facts = {
+        "format": "store of healcore",
+        "checkpoints": [_row(each) for each in there],
+        "newest_good": newest,
+        "known_good": newest is not None,
+    }
+    notes = [problem for problem in problems if not any(at.name in problem for at, _ in broken)]
+    notes += [f"step {each.saved.step} was deleted meanwhile" for each in probed if each.gone]
+    if (root / LOCK).exists():
+        notes.append(f"{LOCK} is there: a run may be at work in it, nothing was changed")
+    return ProbeResult("checkpoint", str(path), tuple(checks), facts, tuple(notes))
+
+
+def _probed(found: Found, counts: bool, inputs: CheckpointInputs) -> ProbedCheckpoint:
+    saved = manifest.saved(found.folder, found.manifest, inputs.nonfinite_ok)
+    damage = _damage(found)
+    if damage and not found.folder.exists():
+        return ProbedCheckpoint(saved, (), counts, gone=True)
+    if inputs.deep and not damage:
+        read = check_finite(open_contents(found.folder))
+        damage = [
+            Wrong(name, "holds NaN or Inf that was not there when it was saved")
+            for name in read.nonfinite
+            if name not in found.manifest.nonfinite
+        ]
+        damage += [Wrong("data", problem) for problem in read.unreadable]
+    pickled = () if damage else _pickled_parts(found.folder)
+    return ProbedCheckpoint(saved, tuple(damage), counts, pickled=pickled)
+
+
+def _damage(found: Found) -> list[Wrong]:
+    """Every file that is not what was written; its size was compared already."""
+
+    def wrong(name: str) -> Wrong | None:
+        try:
+            now = inspection.file_digest(found.folder / name)
+        except OSError as error:
+            return Wrong(name, f"cannot be read ({error.strerror})")
+        if now != found.manifest.files[name]:
+            return Wrong(name, "is not what was written: its digest differs")
+        return None
+
+    compared = inspection.mapped(wrong, sorted(found.manifest.files), found.manifest.bytes)
+    return [each for each in compared if each is not None]
+
+
+def _pickled_parts(folder: Path) -> tuple[str, ...]:
+    """Names of the pickled parts of one checkpoint, which would run code; none of them is read.
+
+    DCP's own index is not among them: a pickle too, but one that healcore reads without running it.
+    """
+    found: list[str] = []
+    for file in sorted(folder.glob("state*.json")):
+        try:
+            for name, entry in json.loads(files.read(file)).items():
+                if name == ITEM:
+                    found += pickled_parts(entry)
+                tree = "tree" in entry
+                nodes = [entry["tree"]] if tree else [node for _, node in entry.get("leaves", ())]
+                found += [at for node in nodes for at in structure.pickles_in(node, (name,))]
+        except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+            raise ProbeError(f"{file} is damaged: {error}") from None
+    return tuple(found)
+
+
+def _digests(probed: list[ProbedCheckpoint], broken: list[tuple[Path, Wrong]]) -> Check:
+    """Whether every file is what was written."""
+    bad = [
+        f"step {each.saved.step}: {wrong.file} {wrong.difference}"
+        for each in probed
+        for wrong in each.damage
+    ]
+    bad += [f"{at.name}: {wrong.file} {wrong.difference}" for at, wrong in broken]
+    number = sum(1 for each in probed if each.damage) + len(broken)
+    if not bad:
+        which = f"all {len(probed)} checkpoint{'s' * (len(probed) != 1)}"
+        message = "every file is what was written"
+        if any(each.pickled for each in probed):
+            # Whoever can write a pickle into a file can write its digest too.
+            message = "every digest holds, which shows damage, not malice"
+        return Check("digests", PASS, f"{which}: {message}", 0, 0)
+    # What a run has quarantined is known already.
+    known = not broken and all(each.saved.status == "quarantined" for each in probed if each.damage)
+    return Check("digests", WARN if known else FAIL, several(bad, "; "), number, 0)
+
+
+def _pickled(probed: list[ProbedCheckpoint]) -> list[Check]:
+    """Parts of them that would run code, if there are any."""
+    found = [f"step {each.saved.step}: {part}" for each in probed for part in each.pickled]
+    if not found:
+        return []
+    message = (
+        f"{several(found, '; ')}: reading these runs whatever is in them, and healcore does so "
+        "with trust=True only"
+    )
+    return [Check("pickled", WARN, message, len(found), 0)]
+
+
+def _finite(probed: list[ProbedCheckpoint]) -> Check:
+    """Whether there is NaN or Inf in an array where it is not meant."""
+    bad = [each for each in probed if not each.saved.finite]
+    if not bad:
+        return Check("finite", PASS, "no NaN and no Inf, as recorded when they were saved", 0, 0)
+    first = bad[0].saved
+    names = ", ".join(first.nonfinite[:3]) or "more arrays than are named"
+    message = f"NaN or Inf in step {first.step}: {names}"
+    if first.status == "good":
+        message += "; it was marked good, so meant then: pass --nonfinite-ok NAME"
+    if len(bad) > 1:
+        message += f"; and in {len(bad) - 1} more checkpoints"
+    spared = any(each.restorable for each in probed) or all(
+        each.saved.status == "good" for each in bad
+    )
+    return Check("finite", WARN if spared else FAIL, message, len(bad), 0)
+
+
+def _known_good(probed: list[ProbedCheckpoint], inputs: CheckpointInputs) -> Check:
+    """Whether there is one to go back to."""
+    good = [each.saved.step for each in probed if each.restorable]
+    if good:
+        message = f"{len(good)} of {len(probed)}; the newest is step {good[-1]}"
+        return Check("known_good", PASS, message, len(good), 1)
+    marked = any(each.saved.status == "good" for each in probed)
+    message = (
+        "every checkpoint marked good is damaged or not finite"
+        if marked
+        else "none yet: a checkpoint is good when healthy steps have followed it"
+    )
+    return Check("known_good", FAIL if marked or inputs.require_good else WARN, message, 0, 1)
+
+
+def _row(each: ProbedCheckpoint) -> dict[str, Any]:
+    return {
+        "step": each.saved.step,
+        "status": each.saved.status,
+        "finite": each.saved.finite,
+        "nonfinite": each.saved.nonfinite,
+        "intact": not each.damage,
+        "pickled": each.pickled,
+        "damage": [f"{wrong.file} {wrong.difference}" for wrong in each.damage],
+        "counts": each.counts,
+        "bytes": each.saved.bytes,
+        "healing": each.saved.healing,
+        "path": each.saved.path,
+    }

@@ -1,0 +1,169 @@
+"""From a path to the contents of a checkpoint, whatever wrote it. Writes nothing, takes no lock."""
+
+from __future__ import annotations
+
+import importlib
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from healcore.extras import require
+from healcore.runtime.store import manifest
+from healcore.tools.probe.contents.contents import Contents, Damaged, ProbeError
+from healcore.tools.probe.contents.safetensors import is_safetensors, read_safetensors
+from healcore.tools.probe.contents.saved_state import open_stored
+from healcore.tools.probe.result import NothingToProbe
+
+_TORCH = {".pt", ".pth", ".bin", ".ckpt", ".tar"}
+
+
+def open_contents(path: Path, step: int | None = None) -> Contents:
+    """Opens a checkpoint.
+
+    Args:
+        path: a file of torch or safetensors; a directory of DCP, Orbax, the Hugging Face Trainer
+            or Accelerate; a store of healcore's, or one checkpoint in it (`checkpoints/step-…`).
+        step: which one of a store; the newest known-good one if None, or the newest.
+
+    Raises:
+        ProbeError: it cannot be read; the message names the cause.
+        MissingExtraError: the framework that reads it is not installed.
+    """
+    if not path.exists():
+        raise ProbeError(f"{path}: there is no such file or directory")
+    if not path.is_dir():
+        return _file(path)
+    return _of_store(path, step) or _folder(path)
+
+
+def _file(path: Path) -> Contents:
+    if path.name == ".metadata" or path.suffix == ".distcp":
+        return _folder(path.parent)
+    if path.stat().st_size == 0:
+        raise ProbeError(f"{path} is empty")
+    if is_safetensors(path):
+        return read_safetensors(path)
+    with path.open("rb") as file:
+        start = file.read(2)
+    # A zip, or a pickle of protocol 2 and above: of torch before 1.6.
+    if start == b"PK" or start[:1] == b"\x80":
+        return _torch("checkpoint_contents").open_file(path)
+    raise ProbeError(
+        _log(path)
+        or f"{path} is neither a torch checkpoint nor a safetensors file: pass such a file, or the "
+        "directory of a checkpoint"
+    )
+
+
+def _of_store(root: Path, step: int | None) -> Contents | None:
+    """One checkpoint of a store; None if the directory is none."""
+    if not any(manifest.step_of(each) is not None for each in root.iterdir()):
+        return None
+    saves = manifest.counting(root)
+    if not saves or (step is not None and step not in saves):
+        there = ", ".join(map(str, saves)) or "none"
+        which = "complete checkpoint" if step is None else f"checkpoint of step {step}"
+        raise NothingToProbe(f"{root} has no {which}; there: {there}")
+    good = [at for at, found in saves.items() if manifest.read_status(found.folder) == "good"]
+    newest = max(good or saves) if step is None else step
+    found = saves[newest]
+    contents = open_stored(found.folder, found.manifest.format)
+    status = manifest.read_status(found.folder)
+    # Those that the store itself skips count too.
+    complete = [each for same_step in manifest.complete(root).values() for each in same_step]
+    quarantined = sum(manifest.read_status(each.folder) == "quarantined" for each in complete)
+    broken = len(manifest.incomplete(root))
+    counts = [f"{quarantined} quarantined"] * bool(quarantined)
+    counts += [f"{broken} not complete"] * bool(broken)
+    others = f" ({', '.join(counts)})" if counts else ""
+    number = len(complete) + broken
+    note = f"of {number} checkpoints in it{others}, that of step {newest} ({status})"
+    return contents._replace(notes=(note, *contents.notes))
+
+
+def _folder(path: Path) -> Contents:
+    if (path / "manifest.json").is_file() and (path / "state.json").is_file():
+        try:
+            return open_stored(path, manifest.read(path).format)
+        except manifest.BadManifest as error:
+            raise ProbeError(f"{path}: {error}") from None
+    if (path / ".metadata").is_file():
+        return _torch("checkpoint_contents").open_dcp(path)
+    if any(path.glob("*.distcp")):
+        raise ProbeError(
+            f"{path} has shards of torch.distributed.checkpoint and no .metadata, which lists what "
+            "is in them: it was not written to its end, or not copied whole"
+        )
+    if (path / "_METADATA").is_file() or any(path.glob("*/_METADATA")):
+        require("jax", "tensorstore")
+        return importlib.import_module("healcore.tools.probe.contents.orbax").open_orbax(path)
+    steps = sorted((int(each.name), each) for each in path.iterdir() if each.name.isdecimal())
+    for _, newest in reversed(steps):
+        if newest.is_dir() and any(newest.glob("*/_METADATA")):
+            contents = _folder(newest)
+            return contents._replace(notes=(f"the newest of {len(steps)} steps: {newest.name}",))
+    return _files_of(path)
+
+
+def _files_of(folder: Path) -> Contents:
+    """All checkpoint files of a directory as one: the Trainer and Accelerate write several."""
+    parts, notes = [], []
+    for path in _files(folder):
+        try:
+            part = _file(path)
+        except Damaged:
+            raise
+        except ProbeError as error:
+            notes.append(str(error))
+            continue
+        name = path.name.partition(".")[0]
+        arrays = [array._replace(path=(name, *array.path)) for array in part.arrays]
+        values = {(name, *keys): value for keys, value in part.values.items()}
+        parts.append(Contents(part.format, arrays, values, part.notes))
+    if not parts:
+        if notes:
+            raise ProbeError("; ".join(notes))
+        raise NothingToProbe(
+            _log(folder)
+            or f"{folder} holds no checkpoint that healcore knows: no torch or safetensors file, "
+            "no DCP or Orbax checkpoint, no store of healcore's"
+        )
+    return Contents(
+        " and ".join(dict.fromkeys(part.format for part in parts)),
+        [array for part in parts for array in part.arrays],
+        {keys: value for part in parts for keys, value in part.values.items()},
+        (*notes, *(note for part in parts for note in part.notes)),
+    )
+
+
+def _log(path: Path) -> str | None:
+    """What to do with the log of a run, or a directory of such; None if it is none."""
+    from healcore.tools.traces import open_traces
+
+    opened, _ = open_traces([str(path)])
+    if not opened:
+        return None
+    what = "the log of a run" if len(opened) == 1 else f"the logs of {len(opened)} runs"
+    return f"{path} is {what}, no checkpoint: healcore probe loss {shlex.quote(str(path))}"
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and (path.suffix in _TORCH or path.suffix == ".safetensors"):
+            yield path
+
+
+def archives(path: Path) -> list[Path]:
+    """The zip archives of `torch.save` in a file, or in a directory of files."""
+    found = []
+    for each in [path] if path.is_file() else _files(path):
+        with each.open("rb") as file:
+            if each.suffix != ".distcp" and file.read(2) == b"PK":
+                found.append(each)
+    return found
+
+
+def _torch(module: str) -> Any:
+    require("torch", "torch")
+    return importlib.import_module(f"healcore.torch.{module}")

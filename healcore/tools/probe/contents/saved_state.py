@@ -1,0 +1,154 @@
+"""A checkpoint of healcore's own stores: its tree from `state.json`, its arrays by name."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from healcore.tools.probe.contents.contents import (
+    Array,
+    Contents,
+    PathBudget,
+    ProbeError,
+    shape_of,
+)
+from healcore.tools.probe.contents.safetensors import widened
+
+_QUOTED = r"""'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+\""""
+_KEY = re.compile(rf"\.(\w+)|\[({_QUOTED})\]|\[<flat index (\d+)>\]|\[([^\]]*)\]")
+"""One step of a path as JAX writes it: an attribute, a string, the number of a leaf, a number."""
+_NUMBER = re.compile(r"[a-z]{1,8}\d{0,3}")
+"""A dtype of numbers. NumPy takes texts for structures of any size."""
+_READERS = {
+    "dcp": "healcore.torch.checkpoint_contents",
+    "orbax": "healcore.tools.probe.contents.orbax",
+}
+
+
+def open_stored(folder: Path, format: str) -> Contents:
+    """Opens one checkpoint.
+
+    Args:
+        folder: its directory.
+        format: of its manifest: "dcp" or "orbax".
+
+    Raises:
+        ProbeError: it is damaged, or its format is not known.
+    """
+    if format not in _READERS:
+        raise ProbeError(f"{folder} is of format {format!r}, which this version does not know")
+    data = folder / "data"
+    leaves = list(_leaves(folder))
+    arrays: Mapping[str, Array] = {}
+    if data.is_dir():
+        names = [content["name"] for _, tag, content in leaves if tag == "array"]
+        arrays = importlib.import_module(_READERS[format]).stored_arrays(data, names)
+    found, values, notes = [], {}, []
+    for path, tag, content in leaves:
+        if tag == "array":
+            array = _array(path, content, arrays.get(content["name"]))
+            if array is None:
+                raise ProbeError(f"{folder}: the data of {content['name']} is not there")
+            found.append(array)
+        elif tag == "value":
+            values[path] = content
+        else:
+            notes.append(f"{'.'.join(path)} was not looked at: it is a pickled object")
+    return Contents(f"checkpoint of healcore ({format})", found, values, tuple(notes))
+
+
+def _leaves(folder: Path) -> Iterator[tuple[tuple[str, ...], str, Any]]:
+    """Path, kind and content of everything in the saved state."""
+    for file in sorted(folder.glob("state*.json")):
+        try:
+            if not file.is_file():
+                raise ValueError("it is no file")
+            content = file.read_bytes()
+            budget = PathBudget(len(content))
+            for name, entry in json.loads(content).items():
+                if "tree" in entry:
+                    yield from _walk(entry["tree"], (name,), budget)
+                for keys, node in entry.get("leaves", ()):
+                    yield from _walk(node, (name, *parsed(keys)), budget)
+        except (
+            OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError, SyntaxError
+        ) as error:  # fmt: skip
+            raise ProbeError(f"{file} is damaged: {str(error)[:200]}") from None
+
+
+def _walk(
+    node: Any, path: tuple[str, ...], budget: PathBudget
+) -> Iterator[tuple[tuple[str, ...], str, Any]]:
+    budget.take(path)
+    if not isinstance(node, dict):
+        yield path, "value", node
+    elif "dict" in node:
+        for key, part in node["dict"]:
+            # Dotted keys are paths of modules: "layers.0.weight".
+            parts = str(key).split(".") if not isinstance(key, dict) else [json.dumps(key)]
+            yield from _walk(part, (*path, *parts), budget)
+    else:
+        ((tag, content),) = node.items()
+        if tag == "deque":
+            tag, content = "list", content["parts"]
+        if tag in ("list", "tuple"):
+            for number, part in enumerate(content):
+                yield from _walk(part, (*path, str(number)), budget)
+        elif tag == "float":
+            yield path, "value", float(content)
+        elif tag == "array":
+            if any(type(content[key]) is not str for key in ("name", "dtype", "kind")):
+                raise ValueError("an array in it has no name, dtype or kind")
+            yield path, tag, {**content, "shape": shape_of(content["shape"])}
+        elif tag == "pickle":
+            yield path, tag, content
+
+
+def parsed(keys: str) -> tuple[str, ...]:
+    """The parts of a path as JAX writes it: `.opt_state[0].nu['dense']['kernel']`.
+
+    Step by step, and not by searching: in a text full of brackets a search would try each. What
+    does not parse as a step is one part, up to the end.
+    """
+    parts, at = [], 0
+    while at < len(keys):
+        found = _KEY.match(keys, at)
+        if found is None:
+            return (*parts, keys[at:])
+        attribute, text, leaf, number = found.groups()
+        parts.append(
+            str(ast.literal_eval(text)) if text is not None else attribute or leaf or number
+        )
+        at = found.end()
+    return tuple(parts)
+
+
+def _array(path: tuple[str, ...], node: Mapping[str, Any], saved: Array | None) -> Array | None:
+    """The array of a node; None if its data is not there."""
+    shape = node["shape"]
+    if not math.prod(shape):
+        return Array(path, node["dtype"], shape, lambda: iter(()))
+    if saved is None:
+        return None
+    # DCP stores NumPy's arrays as bytes, Orbax as they are.
+    if saved.dtype == "uint8" and node["kind"] in ("numpy", "scalar") and saved.shape != shape:
+        dtype = node["dtype"].removeprefix("<")
+        name = np.dtype(dtype).name if _NUMBER.fullmatch(dtype) else dtype
+        return Array(path, name, shape, _viewed(saved, name), saved.storage)
+    return saved._replace(path=path, shape=shape)
+
+
+def _viewed(saved: Array, dtype: str) -> Callable[[], Iterator[np.ndarray]]:
+    def read() -> Iterator[np.ndarray]:
+        for piece in saved.read():
+            yield widened(piece, dtype)
+
+    return read

@@ -1,0 +1,287 @@
+"""Measures a loss curve of any length in bounded memory: its finite values, its ends, its noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from healcore.tools.traces import Trace, lineage
+
+BLOCKS = 1024
+_MEDIAN = 1.4826
+"""Median absolute deviation -> standard deviation of Gaussian noise."""
+_OF_MEDIAN = 1.2533
+"""Standard deviation of a median of many values, in those of their mean: sqrt(pi / 2)."""
+_TREND_POINTS = 64
+
+
+class Logged(NamedTuple):
+    """Consecutive values of one signal."""
+
+    index: np.ndarray
+    """int64 (n,): row numbers in the trace."""
+    step: np.ndarray
+    """float64 (n,)."""
+    value: np.ndarray
+    """float64 (n,), NaN and Inf as recorded."""
+
+
+def logged(trace: Trace, signal: str) -> Iterator[Logged]:
+    """The values of a signal, a chunk at a time, without those that a resume replaced.
+
+    Args:
+        trace: what is read.
+        signal: one of its signals; rows that do not log it are left out.
+    """
+    for rows in lineage(trace):
+        if signal in rows.given and rows.given[signal].any():
+            there = rows.given[signal]
+            value = rows.values[signal][there].astype(np.float64)
+            yield Logged(rows.index[there], rows.step[there], value)
+
+
+class Blocks:
+    """Medians of equally long pieces of a curve: at most 1024, and at least half as many.
+
+    While there are fewer values than that, each is its own block. Whenever there are 1024, each two
+    neighbours become one, which is then their mean.
+
+    Args:
+        most: another number than 1024, even.
+    """
+
+    def __init__(self, most: int = BLOCKS) -> None:
+        self.size = 1
+        """Values in each."""
+        self._most = most
+        self._medians: list[float] = []
+        self._waiting = np.empty(0)
+
+    def add(self, values: np.ndarray) -> None:
+        """Takes the next finite values, float64 (n,)."""
+        waiting = np.concatenate([self._waiting, values])
+        while len(waiting) >= self.size:
+            take = min(len(waiting) // self.size, self._most - len(self._medians))
+            pieces = waiting[: take * self.size].reshape(take, self.size)
+            self._medians += np.median(pieces, axis=1).tolist()
+            waiting = waiting[take * self.size :]
+            if len(self._medians) == self._most:
+                pairs = np.asarray(self._medians).reshape(-1, 2)
+                self._medians = (pairs[:, 0] + (pairs[:, 1] - pairs[:, 0]) / 2).tolist()
+                self.size *= 2
+        self._waiting = waiting
+
+    def medians(self) -> np.ndarray:
+        """float64 (b,). A last block that is not full counts if at least half of it is there."""
+        whole = np.asarray(self._medians, np.float64)
+        if 2 * len(self._waiting) >= self.size:
+            return np.append(whole, np.median(self._waiting))
+        return whole
+
+
+class Variance:
+    """Mean and variance of a stream (Chan, Golub and LeVeque's pairwise update), in float64."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._mean = 0.0
+        self._squares = 0.0
+
+    def add(self, values: np.ndarray) -> None:
+        """Takes the next values, float64 (n,)."""
+        if not len(values):
+            return
+        with np.errstate(over="ignore", invalid="ignore"):
+            mean = float(values.mean())
+            squares = float(((values - mean) ** 2).sum())
+            total = self.count + len(values)
+            apart = mean - self._mean
+            self._squares += squares + apart * apart * self.count * len(values) / total
+            self._mean += apart * len(values) / total
+        self.count = total
+
+    @property
+    def variance(self) -> float:
+        """Population variance, 0 of fewer than two values."""
+        return self._squares / self.count if self.count > 1 else 0.0
+
+
+class CurveStatistics:
+    """One pass over a curve.
+
+    Attributes:
+        values: how many there were.
+        nonfinite: how many of them were NaN or Inf.
+        first_nonfinite: step of the first of those, None if there was none.
+        trailing: how many of those the curve ends with.
+        blocks: the shape of the finite values.
+        level: variance of the finite values.
+        change: variance of the differences of neighbours; none over a gap of NaN.
+        first_step: of the first value, None before there is one.
+        last_step: of the last.
+        best: the lowest finite value.
+        worst: the highest.
+        last: the last finite value.
+    """
+
+    def __init__(self) -> None:
+        self.values = self.nonfinite = self.trailing = 0
+        self.first_nonfinite: float | None = None
+        self.blocks = Blocks()
+        self.level = Variance()
+        self.change = Variance()
+        self.first_step: float | None = None
+        self.last_step: float | None = None
+        self.best = np.inf
+        self.worst = -np.inf
+        self.last = np.nan
+        self._before = np.nan
+
+    def add(self, steps: np.ndarray, logged: np.ndarray) -> np.ndarray:
+        """Takes the next values of the curve.
+
+        Args:
+            steps: float64 (n,).
+            logged: float64 (n,), NaN and Inf included.
+
+        Returns:
+            The finite ones, float64 (m,).
+        """
+        if not len(logged):
+            return logged
+        if self.first_step is None:
+            self.first_step = float(steps[0])
+        self.last_step = float(steps[-1])
+        finite = np.isfinite(logged)
+        good, bad = np.flatnonzero(finite), np.flatnonzero(~finite)
+        self.values += len(finite)
+        self.nonfinite += len(bad)
+        if len(bad) and self.first_nonfinite is None:
+            self.first_nonfinite = float(steps[bad[0]])
+        self.trailing = len(finite) - 1 - int(good[-1]) if len(good) else self.trailing + len(bad)
+        with np.errstate(invalid="ignore", over="ignore"):
+            changes = np.diff(np.concatenate([[self._before], logged]))
+        self.change.add(changes[np.isfinite(changes)])
+        self._before = logged[-1]
+        values = logged[finite]
+        if len(values):
+            self.blocks.add(values)
+            self.level.add(values)
+            self.best = min(self.best, float(values.min()))
+            self.worst = max(self.worst, float(values.max()))
+            self.last = float(values[-1])
+        return values
+
+    @property
+    def finite(self) -> int:
+        """How many values were finite."""
+        return self.level.count
+
+    @property
+    def signed(self) -> bool:
+        """Whether it takes values on both sides of 0, or 0 itself."""
+        return self.best <= 0 <= self.worst
+
+    @property
+    def smoothness(self) -> float | None:
+        """1 - var(dL) / var(L); None of a curve that does not change."""
+        if not self.level.variance > 0 or not np.isfinite(self.level.variance):
+            return None
+        return 1 - self.change.variance / self.level.variance
+
+
+class Shape(NamedTuple):
+    """Where a curve begins, ends and was best, each with its own noise; lower is better."""
+
+    start: float
+    """Median of the first values."""
+    end: float
+    best: float
+    """Lowest of the running medians, each over as many values as `end`."""
+    noise: float
+    """Standard deviation of such a median that the noise of the curve leaves."""
+    drop: float
+    """How far the first value is above `end`, in standard deviations of a single value. In a log
+    with few values a fast start shows in the first one only."""
+    trend: float
+    """Mann and Kendall's statistic in standard deviations; positive where the curve rises."""
+
+    @property
+    def regret(self) -> float:
+        """How far the end is above the best."""
+        return max(0.0, self.end - self.best)
+
+    @property
+    def relative_regret(self) -> float | None:
+        """`regret` as a part of the way from the start to the best; None if there was no way."""
+        way = self.start - self.best
+        return self.regret / way if way > 0 else None
+
+
+def shape(curve: np.ndarray, ends: float) -> Shape:
+    """Measures a curve.
+
+    Args:
+        curve: float64 (b,), b >= 4, finite; lower is better.
+        ends: how much of it one end is.
+    """
+    # In units of the largest value, so that differences of very large ones stay finite.
+    unit = float(np.abs(curve).max()) or 1.0
+    scaled = curve / unit
+    width = max(3, round(ends * len(curve)))
+    medians = np.median(sliding_window_view(scaled, width), axis=1)
+    single = _deviation(scaled)
+    # The larger of two: from single values, as if they were independent; and from the medians of
+    # neighbouring windows, which shows how far a curve wanders, if there are a few windows.
+    noise = max(single * _OF_MEDIAN / math.sqrt(width), _deviation(medians[::-width]))
+    drop = float(scaled[0] - medians[-1])
+    return Shape(
+        start=unit * float(medians[0]),
+        end=unit * float(medians[-1]),
+        best=unit * float(medians.min()),
+        noise=unit * noise,
+        drop=drop / single if single > 0 else 0.0,
+        trend=_trend(scaled),
+    )
+
+
+def _deviation(curve: np.ndarray) -> float:
+    """Standard deviation of the noise of a curve (b,), robustly and whatever its slope.
+
+    From second differences, in which a straight line is gone and white noise six times as large.
+    Enlarged for few values, whose median may be small by chance; 0 for fewer than 4.
+    """
+    if len(curve) < 4:
+        return 0.0
+    bends = np.abs(np.diff(curve, 2))
+    return _MEDIAN * float(np.median(bends)) / math.sqrt(6) * (1 + 4 / len(bends))
+
+
+def _trend(curve: np.ndarray) -> float:
+    """Mann and Kendall's test for a trend of a finite curve (b,), on at most 64 means.
+
+    The variance is enlarged for what is left of autocorrelation around the median of pairwise
+    slopes (Theil and Sen), as Hamed and Rao do: without that a wandering curve has a trend as soon
+    as it is long enough.
+    """
+    parts = np.array_split(curve, min(_TREND_POINTS, len(curve)))
+    points = np.array([part.mean() for part in parts])
+    n = len(points)
+    later, earlier = np.tril_indices(n, -1)
+    rises = points[later] - points[earlier]
+    score = float(np.sign(rises).sum())
+    _, ties = np.unique(points, return_counts=True)
+    variance = n * (n - 1) * (2 * n + 5) - float((ties * (ties - 1) * (2 * ties + 5)).sum())
+    if variance <= 0:
+        return 0.0
+    residuals = points - float(np.median(rises / (later - earlier))) * np.arange(n)
+    spread = residuals - residuals.mean()
+    power = float((spread**2).sum())
+    correlation = float((spread[1:] * spread[:-1]).sum()) / power if power > 0 else 0.0
+    bounded = min(max(correlation, 0.0), 0.9)
+    variance *= (1 + bounded) / (1 - bounded) / 18
+    return (score - math.copysign(1, score) if score else 0.0) / math.sqrt(variance)

@@ -1,0 +1,275 @@
+"""Instability events: the loss is far above where it was, and stays there for a while.
+
+Two searches find them: windows (`Events`) and the detector of live runs (`Incidents`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from healcore.core import host, numerics
+from healcore.core.detectors import loss_spike
+from healcore.core.signals import Observed
+from healcore.core.tree import map_leaves
+from healcore.tools.probe.inputs import EVENT_POINTS, EVENT_SIGMAS
+from healcore.tools.probe.loss_curve import Blocks
+
+_LEVEL = 16
+_SPREAD = 64
+_LEAST = 32
+"""Values before the first one that is judged."""
+_MEDIAN, _UPPER = 1.4826, 1 / 1.2816
+"""Median absolute deviation and 90 % quantile -> standard deviation of Gaussian noise."""
+_FLOOR = 1e-3
+"""Least unit, relative to the level: a quiet curve may still change in the third digit."""
+_SUSTAINED = 5
+_BACK = 3.0
+"""An event is over with the first value so few units above the level before it."""
+_LONGEST = 200
+"""Values. What lasts longer is a new level: the event ends, and the baseline starts there."""
+_KEPT = 1000
+
+MOST = 16_384
+"""Values that the detector judges at most; of a longer curve medians of 2, 4, 8... neighbours, half
+as many at least."""
+_HIGH, _LEFT = 3.0, 0.1
+"""An incident lasts from its first value 3 standard deviations high to the last that is as high,
+and a tenth of its height."""
+_REACH, _FADED = 12, 0.5
+"""It may have begun up to 12 values before it was certain, but not before the detector's votes were
+last below 0.5."""
+_SIGMA = 1.25
+"""Mean absolute residuals in a standard deviation of Gaussian noise."""
+_YES, _NO = np.bool_(True), np.bool_(False)
+
+
+class Event(NamedTuple):
+    """One instability event."""
+
+    step: float
+    """At its onset."""
+    values: int
+    """How many it lasted."""
+    height: float
+    """Highest value over the level before it, in units."""
+    back: bool
+    """Whether the curve came back to the level before it."""
+    last: float
+    """Step of the last of its values."""
+
+
+class Events:
+    """Finds events in a stream of finite values, by windows.
+
+    A value is compared with the median of the 16 before it. The unit is what values were above or
+    below such medians lately: the larger of two robust deviations of the last 64, one by their
+    median, one by their upper tail. The latter finds nothing in curves whose noise is one-sided
+    (two kinds of batches). One high value alone is a bad batch: that is a jump, and no event.
+
+    Args:
+        sigmas: how high, in units.
+        points: how many of five values in a row must be as high.
+    """
+
+    def __init__(self, sigmas: float, points: int) -> None:
+        self.found: list[Event] = []
+        """The first 1000."""
+        self.count = 0
+        self.jumps = 0
+        self.unfinished: Event | None = None
+        """The one that the curve ends in."""
+        self._jumps: list[float] = []
+        """Steps of the first 1000."""
+        self._sigmas = sigmas
+        self._points = points
+        self._steps = np.empty(0)
+        self._values = np.empty(0)
+        self._levels = np.empty(0)
+        """Of the values before `_at` and some after it; NaN where there is none yet."""
+        self._at = 0
+        """The first value that is not judged yet."""
+
+    def add(self, steps: np.ndarray, values: np.ndarray) -> None:
+        """Takes the next values, float64 (n,) both."""
+        self._steps = np.concatenate([self._steps, steps])
+        self._values = np.concatenate([self._values, values])
+        # An event must be seen to its end.
+        if len(self._values) - self._at >= 2 * _LONGEST:
+            self._judge(len(self._values) - _LONGEST)
+            self._forget()
+
+    def finish(self) -> None:
+        """Judges the values that are left; there are no more."""
+        self._judge(len(self._values))
+
+    def include(self, others: list[Event]) -> None:
+        """Adds events found otherwise that are none of these; their high values are no jumps."""
+        new = [
+            each
+            for each in others
+            if not any(mine.step <= each.last and each.step <= mine.last for mine in self.found)
+        ]
+        within = [
+            step for step in self._jumps if any(each.step <= step <= each.last for each in new)
+        ]
+        self.jumps -= len(within)
+        self.count += len(new)
+        self.found = sorted([*self.found, *new], key=lambda event: event.step)[:_KEPT]
+
+    def _judge(self, until: int) -> None:
+        """Judges the values up to `until`; an event that begins before may reach beyond."""
+        self._levels = np.append(self._levels, self._levels_from(len(self._levels), until))
+        first = max(self._at, _LEAST)
+        if first >= until:
+            return
+        units = self._units(first, until)
+        with np.errstate(invalid="ignore", over="ignore"):
+            rises = self._values[first:until] - self._levels[first:until]
+            high = np.flatnonzero(rises > self._sigmas * units)
+        self._at = first
+        for onset in high + first:
+            if onset >= self._at:  # not within an event any more
+                self._at = self._event(int(onset), self._levels[onset], units[onset - first])
+        self._at = max(self._at, until)
+
+    def _event(self, onset: int, level: float, unit: float) -> int:
+        """Counts what begins at `onset`; returns where to go on."""
+        over = (self._values[onset : onset + _LONGEST] - level) / unit
+        # Where single values jump often, several in a row may be chance: the more of them there
+        # were, the longer it must stay high.
+        lately = slice(max(0, onset - _SPREAD), onset)
+        jumps = (self._values[lately] - self._levels[lately]) / unit > self._sigmas
+        needed = _SUSTAINED + 2 * int(np.count_nonzero(jumps))
+        if np.count_nonzero(over[:needed] > self._sigmas) < self._points * needed / _SUSTAINED:
+            self.jumps += 1
+            if len(self._jumps) < _KEPT:
+                self._jumps.append(float(self._steps[onset]))
+            return onset + 1
+        back = np.flatnonzero(over < _BACK)
+        # One low value among the first five does not end what most of them have begun.
+        back = back[back >= self._points]
+        length = int(back[0]) if len(back) else len(over)
+        self.count += 1
+        event = Event(
+            float(self._steps[onset]),
+            length,
+            float(over[:length].max()),
+            bool(len(back)),
+            float(self._steps[onset + length - 1]),
+        )
+        if len(self.found) < _KEPT:
+            self.found.append(event)
+        if not event.back and length < _LONGEST:
+            self.unfinished = event
+        return onset + length
+
+    def _levels_from(self, first: int, until: int) -> np.ndarray:
+        """The median of the 16 values before each, float64 (until - first,)."""
+        if until <= first:
+            return np.empty(0)
+        missing = max(0, min(_LEVEL, until) - first)
+        windows = sliding_window_view(self._values[: until - 1], _LEVEL) if until > _LEVEL else None
+        if windows is None:
+            return np.full(missing, np.nan)
+        with np.errstate(over="ignore", invalid="ignore"):
+            levels = np.median(windows[max(0, first - _LEVEL) :], axis=1)
+        return np.append(np.full(missing, np.nan), levels)
+
+    def _units(self, first: int, until: int) -> np.ndarray:
+        """What a standard deviation has been before each value, float64 (until - first,)."""
+        with np.errstate(invalid="ignore", over="ignore"):
+            residuals = self._values[: until - 1] - self._levels[: until - 1]
+            padded = np.append(np.full(_SPREAD, np.nan), residuals)
+            windows = sliding_window_view(padded, _SPREAD)[first:until]
+            # Only where the window is not full yet: they are several times slower.
+            full = first >= _SPREAD + _LEVEL
+            median, quantile = (np.median, np.quantile) if full else (np.nanmedian, np.nanquantile)
+            spread = _MEDIAN * median(np.abs(windows), axis=1)
+            units = np.maximum(spread, _UPPER * quantile(windows, 0.9, axis=1))
+        units = np.maximum(units, _FLOOR * np.abs(self._levels[first:until]))
+        return np.where(units > 0, units, np.inf)
+
+    def _forget(self) -> None:
+        """Keeps what the next values need."""
+        cut = max(0, min(self._at, len(self._levels)) - _SPREAD - _LEVEL)
+        self._steps, self._values = self._steps[cut:], self._values[cut:]
+        self._levels = self._levels[cut:]
+        self._at -= cut
+
+
+class Incidents:
+    """Finds events in a stream of finite values, by healcore's own loss spike detector.
+
+    It learns how far the values of this run stray, so it finds what windows cannot: a second spike
+    soon after a first one, high values that come back again and again, and rises that begin slowly.
+    One value takes it some 40 us, so of a long curve it judges medians of neighbours.
+
+    Args:
+        sigmas: height of an event; at its default the detector has the thresholds of the policies.
+        points: how many such values make one, likewise.
+    """
+
+    def __init__(self, sigmas: float, points: int) -> None:
+        least = loss_spike.Config()
+        config = least._replace(
+            z_threshold=least.z_threshold * sigmas / EVENT_SIGMAS,
+            evidence=least.evidence * points / EVENT_POINTS,
+        )
+        self._config = map_leaves(_scalar, config)
+        self._steps = Blocks(MOST)
+        self._values = Blocks(MOST)
+
+    def add(self, steps: np.ndarray, values: np.ndarray) -> None:
+        """Takes the next values, float64 (n,) both."""
+        self._steps.add(steps)
+        self._values.add(values)
+
+    def finish(self) -> list[Event]:
+        """All events; there are no more values."""
+        steps = self._steps.medians()
+        votes, heights, sustained = self._judged(self._values.medians())
+        edges = np.diff(sustained.astype(np.int8), prepend=0, append=0)
+        found = []
+        for onset, end in zip(np.flatnonzero(edges > 0), np.flatnonzero(edges < 0), strict=True):
+            first = max(0, onset - _REACH)
+            quiet = np.flatnonzero(votes[first:onset] < _FADED)
+            first += int(quiet[-1]) + 1 if len(quiet) else 0
+            rising = first + np.flatnonzero(heights[first:onset] > _HIGH)
+            # A small rise that lasts has no high values.
+            first = int(rising[0]) if len(rising) else int(onset)
+            over = max(_HIGH, _LEFT * heights[first:end].max())
+            high = first + np.flatnonzero(heights[first:end] > over)
+            last = int(high[-1]) if len(high) else int(end) - 1
+            found.append(
+                Event(
+                    step=float(steps[first]),
+                    values=(last + 1 - first) * self._values.size,
+                    height=float(heights[first:end].max()),
+                    back=bool(end < len(steps) and end - onset < self._config.escape),
+                    last=float(steps[last]),
+                )
+            )
+        return found
+
+    def _judged(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Votes, heights in standard deviations, and whether it is sustained, (n,) each."""
+        losses = numerics.bounded(values.astype(np.float32), True, xp=np)
+        state = map_leaves(_scalar, loss_spike.init(self._config))
+        votes, heights = np.zeros(len(losses)), np.zeros(len(losses))
+        sustained = np.zeros(len(losses), np.bool_)
+        # Overflows and divisions by 0 are meant, as in the engine.
+        with np.errstate(all="ignore"):
+            for at, loss in enumerate(losses):
+                seen = Observed(loss, None, None, None, None, _NO, None, None, _YES, None, _NO)
+                state, reading = loss_spike.update(self._config, state, seen, xp=host)
+                # The incident, with the steps in it that are back at the level.
+                votes[at], sustained[at] = state.votes, reading.sustained or state.incident > 0
+                heights[at] = reading.z / _SIGMA
+        return votes, heights, sustained
+
+
+def _scalar(value: Any) -> Any:
+    return np.asarray(value)[()]

@@ -1,0 +1,207 @@
+"""The optimizer probe: are Adam's moments those of a network that learns everywhere?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from healcore.tools.probe.adam_states import AdamState, Tree, adam_states, unsupported_optimizer
+from healcore.tools.probe.contents.formats import open_contents
+from healcore.tools.probe.inputs import OptimizerInputs
+from healcore.tools.probe.moments import Deviation, Moments, deviations, measured, rounding
+from healcore.tools.probe.parameter_names import ParameterNames, layer
+from healcore.tools.probe.result import (
+    Check,
+    NothingToProbe,
+    ProbeResult,
+    ProbeVerdict,
+    several,
+)
+
+PASS, WARN, FAIL = ProbeVerdict.PASS, ProbeVerdict.WARN, ProbeVerdict.FAIL
+SKIP = ProbeVerdict.SKIP
+
+
+def probe_optimizer(path: Path, inputs: OptimizerInputs | None = None) -> ProbeResult:
+    """Probes the optimizer state in a checkpoint, parameter by parameter.
+
+    Args:
+        path: what `open_contents` opens.
+        inputs: thresholds.
+
+    Raises:
+        NothingToProbe: there is no state of Adam's kind in it; the message names what there is.
+        ProbeError: it cannot be read.
+    """
+    inputs = inputs or OptimizerInputs()
+    contents = open_contents(path, inputs.step)
+    tree = Tree(contents)
+    everything = adam_states(tree)
+    found = [state for state in everything if state.second.size and not _whole(state)]
+    why_not = unsupported_optimizer(
+        tree, [array for state in found for array in (state.second, *state.others)]
+    )
+    if not found:
+        why = _unjudged(everything) or why_not or "it holds no optimizer state that healcore knows"
+        raise NothingToProbe(f"{path} has no second moments to judge: {why}")
+    names = ParameterNames(tree, found)
+    step = None if inputs.global_step is None else float(inputs.global_step)
+    moments = [
+        measured(state, names.of(state), names.like(state), inputs.beta2, step) for state in found
+    ]
+    age = _step(moments, inputs)
+    checks = [age, _finite(moments, inputs)]
+    compared: list[Deviation] = []
+    noise: set[str] = set()
+    if age.verdict is PASS:
+        judged = [each for each in moments if each.step is None or each.step >= inputs.min_step]
+        noise = rounding(judged)
+        compared = deviations(
+            each for each in judged if not each.negative and each.name not in noise
+        )
+        checks += [_dead(judged, inputs), _outliers(compared, inputs)]
+    facts = {
+        "format": contents.format,
+        "parameters": len(moments),
+        "elements": sum(each.size for each in moments),
+        "step": max((each.step for each in moments if each.step is not None), default=None),
+        "nonfinite": [each.name for each in moments if each.nonfinite],
+        "negative": [each.name for each in moments if each.negative],
+        "dead": [each.name for each in moments if each.dead],
+        "top": _top(compared, inputs),
+    }
+    notes = [*contents.notes]
+    if why_not is not None:
+        notes.append(f"some states were not judged: {why_not}")
+    if noise:
+        few = ", ".join(sorted(noise)[:3])
+        notes.append(
+            f"{len(noise)} parameters get no more than rounding errors and are not compared, as a "
+            f"bias before a norm does: {few}"
+        )
+    if names.by_order:
+        notes.append("names are those of the model's parameters, in its order")
+    if names.missing:
+        notes.append("torch numbers parameters: those whose name is not certain have a number")
+    return ProbeResult("optimizer", str(path), tuple(checks), facts, tuple(notes))
+
+
+def _whole(state: AdamState) -> bool:
+    """Whether the moments are whole numbers."""
+    return state.second.dtype.startswith(("int", "uint", "bool"))
+
+
+def _unjudged(left_out: Sequence[AdamState]) -> str | None:
+    """Why moments that are there cannot be judged."""
+    if not left_out:
+        return None
+    kinds = sorted({state.second.dtype for state in left_out if _whole(state)})
+    if not kinds:
+        return "none of them has an element"
+    return f"they are whole numbers ({', '.join(kinds)}): quantized, or no moments"
+
+
+def _top(compared: Sequence[Deviation], inputs: OptimizerInputs) -> list[dict[str, Any]]:
+    """The layers that are farthest from their like, each with its farthest parameter."""
+
+    def rank(each: Deviation) -> tuple[bool, float]:
+        return not _is_outlier(each, inputs), -abs(each.sigmas)
+
+    farthest: dict[str, Deviation] = {}
+    for each in compared:
+        of = layer(each.name)
+        if of not in farthest or rank(each) < rank(farthest[of]):
+            farthest[of] = each
+    ranked = sorted(farthest.items(), key=lambda pair: rank(pair[1]))
+    return [
+        {
+            "layer": of,
+            "parameter": each.name,
+            "gradient_rms": each.rms,
+            "ratio": each.ratio,
+            "sigmas": each.sigmas,
+            "outlier": _is_outlier(each, inputs),
+        }
+        for of, each in ranked[: inputs.top]
+    ]
+
+
+def _finite(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
+    """NaN, Inf, and second moments below 0: the next step makes NaN of the parameter."""
+    bad = [each for each in moments if each.nonfinite or each.negative]
+    bound = inputs.fail_nonfinite
+    if not bad:
+        return Check("finite", PASS, f"the moments of all {len(moments)} are finite", 0, bound)
+    what = "NaN or Inf" if any(each.nonfinite for each in bad) else "below 0"
+    message = (
+        f"the moments of {len(bad)} of {len(moments)} parameters are not finite or below 0 "
+        f"({what} in {several([each.name for each in bad])})"
+    )
+    return Check("finite", FAIL if len(bad) >= bound else WARN, message, len(bad), bound)
+
+
+def _step(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
+    """Whether it has gone on for long enough to be judged."""
+    known = [each.step for each in moments if each.step is not None]
+    if not known:
+        message = "the state does not hold its step: pass --global-step"
+        return Check("step", SKIP, message, None, inputs.min_step)
+    odd = next((number for number in known if not math.isfinite(number)), None)
+    if odd is not None:
+        message = f"step is {odd:g}, which counts no updates"
+        return Check("step", FAIL, message, odd, inputs.min_step)
+    latest = max(known)
+    if not latest >= inputs.min_step:
+        message = f"step {latest:g}: second moments cannot be judged before step {inputs.min_step}"
+        return Check("step", SKIP, message, latest, inputs.min_step)
+    young = sum(1 for number in known if number < inputs.min_step)
+    note = f"; {young} are younger than {inputs.min_step} and not judged" if young else ""
+    return Check("step", PASS, f"step {latest:g}{note}", latest, inputs.min_step)
+
+
+def _dead(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
+    """Parameters that never had a gradient other than 0."""
+    layers = {layer(each.name) for each in moments}
+    dead = [each.name for each in moments if each.dead]
+    of = {layer(name) for name in dead}
+    part, bound = len(of) / len(layers), inputs.fail_dead
+    if not dead:
+        return Check("dead", PASS, "every parameter has had gradients", 0.0, bound)
+    message = (
+        f"the second moments of {len(dead)} of {len(moments)} parameters are all 0, in "
+        f"{len(of)} of {len(layers)} layers: they never had a gradient ({several(dead)})"
+    )
+    all_of_them = len(dead) == len(moments)
+    return Check("dead", FAIL if part > bound or all_of_them else WARN, message, part, bound)
+
+
+def _outliers(found: Sequence[Deviation], inputs: OptimizerInputs) -> Check:
+    """Layers whose gradients are of another size than those of their like."""
+    name, bound = "outliers", inputs.fail_outliers
+    if not found:
+        message = "fewer than 4 parameters can be compared"
+        return Check(name, SKIP, message, None, bound, decides=False)
+    far = [each for each in found if _is_outlier(each, inputs)]
+    layers = {layer(each.name) for each in found}
+    of = {layer(each.name) for each in far}
+    part = len(of) / len(layers)
+    if not far:
+        most = max(found, key=lambda each: abs(math.log(each.ratio)))
+        message = f"none; the farthest is {most.name}, {_compared(most)}"
+        return Check(name, PASS, message, 0.0, bound)
+    far.sort(key=lambda each: -abs(each.sigmas))
+    message = f"{len(of)} of {len(layers)} layers: {far[0].name} has {_compared(far[0])}"
+    return Check(name, FAIL if part > bound else WARN, message, part, bound)
+
+
+def _is_outlier(each: Deviation, inputs: OptimizerInputs) -> bool:
+    """Whether it is far away both in standard deviations and as a factor."""
+    far = abs(math.log(each.ratio)) > math.log(inputs.outlier_ratio)
+    return far and abs(each.sigmas) > inputs.outlier_sigmas
+
+
+def _compared(each: Deviation) -> str:
+    times = f"{each.ratio:.3g} times" if each.ratio >= 1 else f"1/{1 / each.ratio:.3g} of"
+    return f"{times} the second moment of its like ({each.sigmas:+.1f} sigma)"

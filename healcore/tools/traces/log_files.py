@@ -1,0 +1,426 @@
+"""From the paths on a command line to traces: which files are a run's log, and in which order."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from healcore.tools.traces import tensorboard_file
+from healcore.tools.traces.csv_file import TableReader, read_header, runs_of
+from healcore.tools.traces.file_rows import LogReader
+from healcore.tools.traces.formats import (
+    DOCUMENT,
+    KNOWN,
+    METRICS,
+    PLAIN,
+    PREFERRED,
+    RECORD_FORMATS,
+    TABLE,
+    TENSORBOARD,
+    Fields,
+    format_of,
+    steps,
+)
+from healcore.tools.traces.lineage import survey
+from healcore.tools.traces.merged_rows import MergedRows, merge_rows
+from healcore.tools.traces.names import check_columns, quoted, resolve
+from healcore.tools.traces.record_files import (
+    PROBED,
+    RecordReader,
+    Records,
+    json_document,
+    json_lines,
+)
+from healcore.tools.traces.text import head
+from healcore.tools.traces.trace import (
+    JUDGED,
+    Findings,
+    Rows,
+    Trace,
+    TraceError,
+    TraceFinding,
+    Unreadable,
+)
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
+_STATE = "trainer_state.json"
+_ONE_RUN_EACH = frozenset({TABLE, DOCUMENT.name, PLAIN.name})
+"""Formats of which several files in a directory are several runs."""
+
+
+class NoLog(TraceError):
+    """A directory without a file of a known format."""
+
+
+def open_traces(
+    paths: Sequence[str],
+    *,
+    columns: Mapping[str, str] | None = None,
+    join: bool = False,
+    extras: Sequence[str] = (),
+) -> tuple[list[Trace], list[Unreadable]]:
+    """Opens the logs of runs.
+
+    Args:
+        paths: files, or directories. Files of a directory that continue each other, in the order of
+            their names, are one run; one that begins again is a run of its own, and a directory of
+            directories is all of them.
+        columns: signal (or "step") -> the name it has in the files, where it is not ours.
+        join: all paths are attempts of one run, in this order.
+        extras: columns or keys that are read besides the signals, by their own names, into
+            `Rows.values` ("threshold" of a healcore metrics file); where a file has none there
+            are none.
+
+    Returns:
+        The traces in the order of the paths, and the paths that gave none.
+
+    Raises:
+        TraceError: `columns` names something that is not a signal.
+    """
+    opener = _Opener(columns or {}, extras)
+    check_columns(opener.columns)
+    traces: list[Trace] = []
+    parts: list[LogReader] = []
+    findings = Findings()
+    names = list(map(os.fspath, paths))
+    for path in names:
+        try:
+            if join:
+                parts += opener.one_run(path, findings)
+            elif os.path.isdir(path):
+                traces += opener.directory(path)
+            else:
+                traces += opener.file(path)
+        except Exception as error:  # damaged bytes raise anything, and the other paths can be read
+            opener.failed.append(Unreadable(path, _reason(error)))
+    if parts:
+        traces.append(_trace(_with_more(names[0], len(names) - 1), parts, findings))
+    return traces, opener.failed
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, TraceError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"it cannot be read: {error.strerror or error}"
+    return f"it cannot be read ({type(error).__name__}: {str(error)[:200]})"
+
+
+def _with_more(name: str, others: int) -> str:
+    return f"{name} (+{others})" if others else name
+
+
+def _trace(name: str, readers: Sequence[LogReader], opening: Findings) -> Trace:
+    def begin(findings: Findings) -> Iterator[MergedRows]:
+        try:
+            yield from merge_rows(readers, findings)
+        except OSError as error:
+            where = error.filename or readers[0].path
+            raise TraceError(f"{where} cannot be read: {error.strerror or error}") from error
+
+    def rows() -> Iterator[Rows]:
+        return (part.rows for part in begin(Findings()))
+
+    return Trace(name, [each.path for each in readers], rows, lambda: survey(begin, opening))
+
+
+class _Log(NamedTuple):
+    """One run of one file, ready to be read."""
+
+    run: str | None
+    """Which run of an export of several, which optimizer of several."""
+    reader: LogReader
+    notes: list[str]
+
+
+class _Opener:
+    """Opens paths with the options of one `open_traces`, and keeps what failed."""
+
+    def __init__(self, columns: Mapping[str, str], extras: Sequence[str]) -> None:
+        self.columns = columns
+        self.extras = tuple(extras)
+        self.failed: list[Unreadable] = []
+        self._seen: set[tuple[int, int]] = set()
+
+    # -- runs --------------------------------------------------------------------------------------
+
+    def file(self, path: str) -> list[Trace]:
+        """The runs of one file; the first has the notes about those that cannot be used."""
+        traces: list[Trace] = []
+        opening: list[Findings] = []
+        reasons: list[str] = []
+        for run, reader, notes in self._logs(path):
+            try:
+                _check_usable(reader)
+            except TraceError as error:
+                reasons += [*notes, str(error) if run is None else f"run '{run}': {error}"]
+                continue
+            opening.append(Findings())
+            for note in notes:
+                opening[-1].note(path, None, note)
+            traces.append(_trace(path if run is None else f"{path}#{run}", [reader], opening[-1]))
+        if not traces:
+            raise TraceError(reasons[-1])
+        for reason in reasons:
+            opening[0].note(path, None, reason)
+        return traces
+
+    def directory(self, path: str) -> list[Trace]:
+        """Its runs; where no file of its own can be used, those of the directories in it.
+
+        A directory that links lead to again is read once.
+        """
+        place = os.stat(path)
+        if (place.st_dev, place.st_ino) in self._seen:
+            raise NoLog("it has been read already, under another name")
+        self._seen.add((place.st_dev, place.st_ino))
+        findings = Findings()
+        folders = _folders(path)
+        try:
+            runs = _split_runs(self.one_run(path, findings))
+        except TraceError:
+            traces: list[Trace] = []
+            for folder in folders:
+                try:
+                    traces += self.directory(folder)
+                except NoLog:
+                    continue  # weights, pictures: a run's directories are full of them
+                except (TraceError, OSError) as error:
+                    self.failed.append(Unreadable(folder, _reason(error)))
+            if not traces:
+                raise
+            return traces
+        if folders:
+            names = quoted([os.path.basename(folder) for folder in folders])
+            findings.note(path, None, f"{names}: not searched, there are logs next to them")
+        if len(runs) == 1:
+            return [_trace(path, runs[0], findings)]
+        return [
+            _trace(_with_more(run[0].path, len(run) - 1), run, Findings() if at else findings)
+            for at, run in enumerate(runs)
+        ]
+
+    def one_run(self, path: str, findings: Findings) -> list[LogReader]:
+        """The readers of a file or a directory that is (part of) one run."""
+        if not os.path.isdir(path):
+            logs = self._logs(path)
+            if len(logs) > 1:
+                runs = quoted([str(log.run) for log in logs])
+                raise TraceError(f"it holds several runs ({runs}), which are not attempts of one")
+            _check_usable(logs[0].reader)
+            for note in logs[0].notes:
+                findings.note(path, None, note)
+            return [logs[0].reader]
+        readers: list[LogReader] = []
+        reasons: list[TraceFinding] = []
+        for file in self._members(path, findings):
+            try:
+                readers += self.one_run(file, findings)
+            except (TraceError, OSError) as error:
+                reasons.append(TraceFinding(file, None, _reason(error)))
+        if not readers:
+            raise TraceError("; ".join(map(str, reasons)) or "it holds no file of a known format")
+        for reason in reasons:
+            findings.problem(*reason)
+        return readers
+
+    def _members(self, path: str, findings: Findings) -> list[str]:
+        """The files of a directory that are read, of one format, in the order of their names.
+
+        Numbers in names count as numbers: log-2 comes before log-10, and TensorBoard's files, which
+        have the time in their names, in the order of time. A file that is not read gets a note.
+
+        A directory that the Trainer writes has its log in every checkpoint, complete up to there:
+        the newest of them is read if there is none next to them.
+
+        Raises:
+            TraceError: no file is of a known format.
+        """
+        by_format: dict[str, list[str]] = {}
+        unknown: list[str] = []
+        for name in sorted(os.listdir(path), key=_natural):
+            file = os.path.join(path, name)
+            if name.startswith(".") or not os.path.isfile(file):
+                continue
+            try:
+                by_format.setdefault(format_of(head(file)), []).append(file)
+            except OSError as error:
+                self.failed.append(Unreadable(file, _reason(error)))
+            except TraceError:
+                unknown.append(name)  # weights, configurations: a run's directory is full of them
+        read = next((each for each in PREFERRED if each in by_format), None)
+        if read is None:
+            states = [
+                (int(found[1]), os.path.join(path, name, _STATE))
+                for name in os.listdir(path)
+                if (found := _CHECKPOINT.match(name))
+                and os.path.isfile(os.path.join(path, name, _STATE))
+            ]
+            if states:
+                return [max(states)[1]]
+            raise NoLog("it is a directory without a file of a known format. Name the files")
+        for other, files in by_format.items():
+            if other != read:
+                names = quoted([os.path.basename(file) for file in files])
+                findings.note(path, None, f"{names} ({other}): not read, the {read} are")
+        if unknown:
+            findings.note(path, None, f"{quoted(unknown)}: not read, of no known format")
+        return by_format[read]
+
+    # -- one file ----------------------------------------------------------------------------------
+
+    def _logs(self, path: str) -> list[_Log]:
+        """One file. More than one log for an export of several runs.
+
+        Raises:
+            TraceError: it is empty, of no known format, or has neither a loss nor a gradient norm.
+            OSError: it cannot be read.
+        """
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise TraceError("it is a pipe or a device, and a log is read twice: save it to a file")
+        kind = format_of(head(path))
+        if kind == TABLE:
+            return self._tables(path)
+        if kind == TENSORBOARD:
+            tensorboard_file.check_readable(path)
+            records: Records = lambda findings: tensorboard_file.scalars(path, findings)  # noqa: E731
+            note = ""
+        else:
+            form = RECORD_FORMATS[kind]
+            read, note = json_document if form is DOCUMENT else json_lines, form.note
+            records = lambda findings: steps(read(path, findings), form, path, findings)  # noqa: E731
+        engines = _engines(path) if kind == METRICS.name else []
+        if len(engines) > 1:
+            return [self._log(path, _of_engine(records, each), run=each) for each in engines]
+        return [self._log(path, records, note=note, tags=kind == TENSORBOARD)]
+
+    def _log(
+        self,
+        path: str,
+        records: Records,
+        *,
+        run: str | None = None,
+        note: str = "",
+        tags: bool = False,
+    ) -> _Log:
+        reader = RecordReader(path, records, self.columns, self.extras, tags=tags)
+        return _Log(run, reader, [*reader.notes, *([note] if note else [])])
+
+    def _tables(self, path: str) -> list[_Log]:
+        header = read_header(path)
+        runs = runs_of(header.names)
+        if len(header.names) == 1 and not self.columns and header.names[0].lower() != "loss":
+            raise TraceError(f"its first line is '{header.names[0][:60]}'. It is not {KNOWN}")
+        if runs is None:
+            picks, notes = resolve(header.names, self.columns, self.extras)
+            places = {name: header.names.index(column) for name, column in picks.items()}
+            return [_Log(None, TableReader(path, header, places, sparse=False), notes)]
+        logs: list[_Log] = []
+        reasons: list[str] = []
+        several = len(runs) > 1
+        for run, metrics in runs.items():
+            # --column may give the metric, or the whole title of one run's column.
+            own = {s: name.removeprefix(f"{run} - ") for s, name in self.columns.items()}
+            try:
+                picks, notes = resolve(list(metrics), own, self.extras)
+            except TraceError as error:
+                reasons.append(f"run '{run}': {error}")
+                continue
+            places = {name: metrics[metric] for name, metric in picks.items()}
+            reader = TableReader(path, header, places, sparse=several)
+            logs.append(_Log(run if several else None, reader, notes))
+        if not logs:
+            raise TraceError(reasons[0])
+        logs[0].notes.extend(reasons)
+        return logs
+
+
+def _engines(path: str) -> list[str]:
+    """The optimizers that our metrics file has lines of, among its first records."""
+    records = itertools.islice(json_lines(path, Findings()), PROBED)
+    return list(dict.fromkeys(str(each["engine"]) for _, each in records if "engine" in each))
+
+
+def _of_engine(records: Records, engine: str) -> Records:
+    """The lines of one optimizer: it is a run of its own."""
+
+    def own(findings: Findings) -> Iterator[tuple[int, Fields]]:
+        return (each for each in records(findings) if each[1].get("engine") == engine)
+
+    return own
+
+
+def _check_usable(reader: LogReader) -> None:
+    """Reads up to the first row that can be judged.
+
+    Raises:
+        TraceError: there is none.
+    """
+    findings = Findings()
+    rows = 0
+    for chunk in reader.chunks(findings):
+        rows += len(chunk.line)
+        if any(chunk.given[name].any() for name in JUDGED & chunk.given.keys()):
+            return
+    if not findings.problem_count:
+        none = "it has no rows" if isinstance(reader, TableReader) else "nothing is logged in it"
+        why = f"none of its {rows:,} rows logs a loss or a gradient norm" if rows else none
+        raise TraceError(f"no usable row: {why}")
+    first = findings.problems[0]
+    place = "" if first.line is None else f"line {first.line}: "
+    count = findings.problem_count
+    plural = f"{count:,} problems, the first: " if count > 1 else ""
+    raise TraceError(f"no usable row: {plural}{place}{first.text}")
+
+
+# -- directories -----------------------------------------------------------------------------------
+
+
+def _folders(path: str) -> list[str]:
+    """The directories in a directory, in the order of their names, without the Trainer's own."""
+    names = sorted(os.listdir(path), key=_natural)
+    found = (
+        os.path.join(path, name)
+        for name in names
+        if not name.startswith(".") and not _CHECKPOINT.match(name)
+    )
+    return [folder for folder in found if os.path.isdir(folder)]
+
+
+def _split_runs(readers: Sequence[LogReader]) -> list[list[LogReader]]:
+    """Files of one directory, as runs.
+
+    TensorBoard's files, typed records and our own are one run to a directory, by their own
+    convention: there a fresh start is a run that died before its first checkpoint. Tables and the
+    like are seeds, or other recipes, next to each other, unless their names differ in a number only
+    (log-1, log-2) and each begins after the first step of the one before, as a resumed run does.
+    """
+    runs: list[list[LogReader]] = []
+    before: tuple[str, float | None] = ("", None)
+    for reader in readers:
+        name = re.sub(r"\d+", "#", os.path.basename(reader.path))
+        first = _first_step(reader)
+        same, began = before
+        continues = name == same and first is not None and began is not None and first > began
+        if runs and (continues or format_of(head(reader.path)) not in _ONE_RUN_EACH):
+            runs[-1].append(reader)
+        else:
+            runs.append([reader])
+        before = name, first
+    return runs
+
+
+def _first_step(reader: LogReader) -> float | None:
+    """None where the file has no steps."""
+    chunk = next((each for each in reader.chunks(Findings()) if len(each.line)), None)
+    return None if chunk is None or chunk.step is None else float(chunk.step[0])
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [
+        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)
+    ]

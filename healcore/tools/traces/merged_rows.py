@@ -1,0 +1,232 @@
+"""From the files of a run to its rows: one row per step, one number per attempt.
+
+Within an attempt the steps go up. A file that begins at or before the last step, or a step that
+goes back within a file, begins a new attempt: the run was resumed there, and what it had logged
+beyond is a stale tail. Only the loss and the gradient norm decide this, each by itself: an
+evaluation that is written a few steps late, or after the training, is no resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from healcore.tools.traces.file_rows import FileRows, LogReader
+from healcore.tools.traces.trace import (
+    CHUNK,
+    JUDGED,
+    Findings,
+    Rows,
+    TraceError,
+    join_columns,
+    select_rows,
+)
+
+_MOST_ATTEMPTS = 1000
+"""More restarts than this are not one run's log, but several writers' in one file."""
+
+_WINDOW = CHUNK // 8
+"""How many rows late a row may be and still be merged with the row of its step."""
+
+
+class MergedRows(NamedTuple):
+    """A chunk of rows, and what the rows alone do not have."""
+
+    rows: Rows
+    source: str
+    repeated: int
+    """Rows that log a step and a signal which an earlier row of the attempt has logged."""
+
+
+def merge_rows(readers: Sequence[LogReader], findings: Findings) -> Iterator[MergedRows]:
+    """Reads the files one after the other.
+
+    Args:
+        readers: the files in the order in which they were written.
+        findings: takes every damage, restart and repeated step.
+
+    Raises:
+        TraceError: more than `_MOST_ATTEMPTS` restarts.
+    """
+    merger = _Merger(findings)
+    for reader in readers:
+        merger.begin(reader.path)
+        held: FileRows | None = None
+        for chunk in reader.chunks(findings):
+            chunk = _joined(held, merger.numbered(chunk))
+            if not len(chunk.line):
+                continue
+            # The last rows wait for the next chunk, which may have more of their steps.
+            wait = _waiting(chunk)
+            held = select_rows(chunk, slice(wait, None))
+            yield from merger.merge(select_rows(chunk, slice(0, wait)))
+        if held is not None:
+            yield from merger.merge(held)
+
+
+def _joined(first: FileRows | None, second: FileRows) -> FileRows:
+    """Two chunks of one file, one after the other."""
+    if first is None or not len(first.line):
+        return second
+
+    def both(one: np.ndarray | None, two: np.ndarray | None) -> np.ndarray | None:
+        return None if one is None or two is None else np.concatenate([one, two])
+
+    lengths = len(first.line), len(second.line)
+    return FileRows(
+        line=np.concatenate([first.line, second.line]),
+        row=both(first.row, second.row),
+        end=second.end,
+        step=both(first.step, second.step),
+        values=join_columns([first.values, second.values], lengths, np.float32(np.nan)),
+        given=join_columns([first.given, second.given], lengths, np.False_),
+    )
+
+
+def _waiting(chunk: FileRows) -> int:
+    """Where the last `_WINDOW` rows begin, and the rows before them that are of the same step."""
+    step = chunk.step
+    if step is None or len(step) <= _WINDOW:
+        return 0
+    ends = np.flatnonzero(step[1 : -_WINDOW + 1] != step[:-_WINDOW])
+    if len(ends):
+        return int(ends[-1]) + 1
+    return 0 if len(step) <= CHUNK else len(step)  # a step that never ends is not waited for
+
+
+class _Merger:
+    """Where the merge is: the index, the attempt, and the last step of each signal in it."""
+
+    def __init__(self, findings: Findings) -> None:
+        self.findings = findings
+        self.path = ""
+        self.base = 0  # rows of the files before this one
+        self.next = 0  # index of the next row
+        self.attempt = 0
+        self.top = -np.inf  # largest step of this attempt
+        self.clock: dict[str, float] = {}
+        self.fresh = True  # no row of this file has been seen
+        self.quiet = False  # a repeated step of this file has been reported
+
+    def begin(self, path: str) -> None:
+        """The next file."""
+        self.path, self.base = path, self.next
+        self.fresh, self.quiet = True, False
+
+    def numbered(self, chunk: FileRows) -> FileRows:
+        """With the rows' index and a step, where they do not depend on what is merged."""
+        if chunk.row is not None:
+            row = chunk.row + self.base
+            self.next = self.base + chunk.end
+        elif chunk.step is None:
+            row = np.arange(self.next, self.next + len(chunk.line))
+            self.next += len(chunk.line)
+        else:
+            return chunk
+        step = row.astype(np.float64) if chunk.step is None else chunk.step
+        return chunk._replace(row=row, step=step)
+
+    def merge(self, chunk: FileRows) -> Iterator[MergedRows]:
+        """Merges the rows of one step, and cuts where an attempt begins."""
+        step = chunk.step
+        if step is None or not len(step):
+            return
+        if step[0] > self.top and bool((step[1:] > step[:-1]).all()):
+            place, starts, repeated = np.arange(len(step)), [], 0
+            self.top = float(step[-1])
+            for name, given in chunk.given.items():
+                if given.any():
+                    self.clock[name] = float(step[np.flatnonzero(given)[-1]])
+            self.fresh = False
+        else:
+            place, starts, repeated = self._place(chunk, step.tolist())
+        whole = self._merged(chunk, step, place)
+        for number, (low, high) in enumerate(pairwise([0, *starts, len(whole.index)])):
+            attempt = whole._replace(attempt=self.attempt - len(starts) + number)
+            for at in range(low, high, CHUNK):
+                rows = select_rows(attempt, slice(at, min(at + CHUNK, high)))
+                yield MergedRows(rows, self.path, repeated)
+                repeated = 0
+
+    def _place(self, chunk: FileRows, steps: list[float]) -> tuple[np.ndarray, list[int], int]:
+        """Row by row: which merged row each belongs to, where attempts begin, repeats."""
+        logs = [
+            [name for name, given in chunk.given.items() if given[at]] for at in range(len(steps))
+        ]
+        place = np.empty(len(steps), np.int64)
+        starts: list[int] = []
+        repeated = count = 0
+        rows: dict[float, tuple[int, set[str]]] = {}  # of this attempt, by step
+        for at, (step, names) in enumerate(zip(steps, logs, strict=True)):
+            trains = JUDGED.intersection(names)
+            last = max((self.clock.get(name, -np.inf) for name in trains), default=-np.inf)
+            if step < last or (self.fresh and step == last):
+                self._restart(int(chunk.line[at]), step)
+                if count:
+                    starts.append(count)
+                rows.clear()
+            elif step == last:
+                repeated += 1
+                self._report_repeat(int(chunk.line[at]), step)
+            self.fresh = self.fresh and not trains
+            self.top = max(self.top, step)
+            self.clock.update(dict.fromkeys(names, step))
+            row, merged = rows.get(step, (count, set()))
+            if merged.intersection(names) or (row < count and not names):
+                row, merged = count, set()
+            rows[step] = (row, merged.union(names))
+            place[at] = row
+            count = max(count, row + 1)
+        return place, starts, repeated
+
+    def _restart(self, line: int, step: float) -> None:
+        self.attempt += 1
+        if self.attempt >= _MOST_ATTEMPTS:
+            raise TraceError(
+                f"{self.path}, line {line}: the steps go back for the {_MOST_ATTEMPTS:,}th time. A "
+                "resumed run goes back now and then; this looks like several runs or ranks in one "
+                "file, or one sorted backwards. Write one file per run, steps going up"
+            )
+        self.findings.note(
+            self.path,
+            line,
+            f"step {step:.15g} comes after step {self.top:.15g}: the run goes back, and attempt "
+            f"{self.attempt} begins",
+        )
+        self.top = -np.inf
+        self.clock.clear()
+
+    def _report_repeat(self, line: int, step: float) -> None:
+        if not self.quiet:
+            self.findings.note(
+                self.path,
+                line,
+                f"step {step:.15g} is logged again. Both rows are read, the later one counts "
+                "in the curve; further repeats in this file are only counted",
+            )
+        self.quiet = True
+
+    def _merged(self, chunk: FileRows, step: np.ndarray, place: np.ndarray) -> Rows:
+        count = int(place.max()) + 1
+        first = np.full(count, -1)
+        first[place[::-1]] = np.arange(len(place))[::-1]
+        if chunk.row is None:
+            index = np.arange(self.next, self.next + count)
+            self.next += count
+        else:
+            index = chunk.row[first]
+            if "loss" in chunk.given and len(place) > count:
+                # Merged table rows have the number of the row with the loss.
+                with_loss = index.copy()
+                with_loss[place[chunk.given["loss"]]] = chunk.row[chunk.given["loss"]]
+                index = with_loss if (np.diff(with_loss) > 0).all() else index
+        values, given = {}, {}
+        for name, logged in chunk.given.items():
+            values[name] = np.full(count, np.nan, np.float32)
+            values[name][place[logged]] = chunk.values[name][logged]
+            given[name] = np.zeros(count, bool)
+            given[name][place[logged]] = True
+        return Rows(index, step[first], values, given, self.attempt)

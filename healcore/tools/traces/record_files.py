@@ -1,0 +1,298 @@
+"""Files of records: JSON Lines, JSON documents, and the rows out of any records."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TextIO
+
+import numpy as np
+
+from healcore.tools.traces.file_rows import CellParser, Column, FileRows
+from healcore.tools.traces.formats import LOG_HISTORY, Fields
+from healcore.tools.traces.names import STEP, resolve
+from healcore.tools.traces.text import (
+    BROKEN,
+    excerpt,
+    number_in_json,
+    open_text,
+    skip_line,
+    why_broken,
+)
+from healcore.tools.traces.trace import CHUNK, Findings, TraceError
+
+Records = Callable[[Findings], Iterator[tuple[int, Fields]]]
+"""Begins a pass over the records of a file: line (0: the format has none) and fields."""
+
+PROBED = 1000
+"""Records whose keys decide what is read; keys that come later can only add to it."""
+
+_WIDE = 256
+"""Fields of a record from which on only those are kept that are read."""
+_LONGEST = 1 << 24
+"""Characters of the longest record that is read. This bounds the memory."""
+_LONG = 1 << 12
+"""Characters of a record from which on it is shortened."""
+_SMALL = frozenset((float, int, bool, type(None)))
+_KEPT = 400
+"""Characters that are kept of a value that is no number: a number written as text has fewer."""
+_BLOCK = 1 << 16
+_GAP = re.compile(r"[\s,]*")
+
+
+# -- files of JSON ---------------------------------------------------------------------------------
+
+
+def json_lines(path: str, findings: Findings) -> Iterator[tuple[int, Fields]]:
+    """Every object of a file with one per line, and its line. Damaged lines are left out."""
+    decode = json.JSONDecoder().raw_decode
+    with open_text(path) as file:
+        number = 0
+        while True:
+            number += 1
+            try:
+                line = file.readline(_LONGEST)
+                if len(line) == _LONGEST and not line.endswith("\n"):
+                    findings.problem(path, number, "the line is longer than 16 MB: left out")
+                    skip_line(file)
+                    continue
+            except BROKEN as error:
+                findings.problem(path, number, why_broken(error))
+                return
+            if not line:
+                return
+            text = line.strip()
+            if not text:
+                continue
+            try:
+                value, end = decode(text)
+            except (ValueError, RecursionError):
+                torn = "" if line.endswith(("\n", "\r")) else " (the last line is torn)"
+                findings.problem(path, number, f"not JSON{torn}: {excerpt(text)}: left out")
+                continue
+            if end != len(text) or not isinstance(value, dict):
+                what = "more than one JSON value" if end != len(text) else "not a JSON object"
+                findings.problem(path, number, f"{what}: {excerpt(text)}: left out")
+                continue
+            yield number, value if len(text) < _LONG else _shortened(value)
+
+
+def _shortened(record: Fields, *, nested: bool = False) -> Fields:
+    """A long record without what no reader reads: lists, and what is nested more than once.
+
+    Thousands of records are in memory at a time, and a list of lists takes twenty times its text.
+    """
+    short: Fields = {}
+    for key, value in record.items():
+        if type(value) is dict and not nested:
+            short[key] = _shortened(value, nested=True)
+        elif type(value) in _SMALL:
+            short[key] = value
+        else:
+            short[key] = value[:_KEPT] if type(value) is str else f"a {type(value).__name__}"
+    return short
+
+
+def json_document(path: str, findings: Findings) -> Iterator[tuple[int, Fields]]:
+    """Every record of one large JSON document, and its line. Damage ends the reading.
+
+    `trainer_state.json` of Hugging Face's Trainer is an object with the records in "log_history"; a
+    plain list of records is read as well. json parses the records one by one out of a window, so
+    that the document is never held. ijson would do the same, but it would be one more dependency of
+    every installation for a single format, and it stops at the first damage.
+    """
+    with open_text(path) as file:
+        window = _Window(file)
+        try:
+            if _enter_list(window):
+                yield from _document_records(path, window, findings)
+        except BROKEN as error:
+            findings.problem(path, window.line, why_broken(error))
+
+
+class _Window:
+    """A piece of the text, and the line of the place up to which its lines are counted."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self.text = ""
+        self.line = 1
+        self._counted = 0
+
+    def read_more(self) -> bool:
+        block = self._file.read(max(_BLOCK, len(self.text)))  # doubling: long records stay cheap
+        self.text += block
+        return bool(block)
+
+    def count_to(self, place: int) -> None:
+        self.line += self.text.count("\n", self._counted, place)
+        self._counted = place
+
+    def drop(self, count: int) -> None:
+        self.count_to(count)
+        self.text = self.text[count:]
+        self._counted = 0
+
+
+def _enter_list(window: _Window) -> bool:
+    """Moves behind the bracket that opens the list."""
+    window.read_more()
+    found = re.match(r"\s*\[", window.text)
+    while True:
+        found = found or LOG_HISTORY.search(window.text)
+        if found:
+            window.drop(found.end())
+            return True
+        window.drop(max(0, len(window.text) - 64))
+        if not window.read_more():
+            return False
+
+
+def _document_records(
+    path: str, window: _Window, findings: Findings
+) -> Iterator[tuple[int, Fields]]:
+    decode = json.JSONDecoder().raw_decode
+    at = 0
+    while True:
+        gap = _GAP.match(window.text, at)
+        at = gap.end() if gap else at
+        if at > _BLOCK:
+            window.drop(at)
+            at = 0
+        if window.text.startswith("]", at):
+            return
+        try:
+            value, end = decode(window.text, at)
+        except (ValueError, RecursionError):
+            window.drop(at)
+            at = 0
+            if len(window.text) < _LONGEST and window.read_more():
+                continue
+            rest = excerpt(window.text) if window.text else "the end of the file"
+            text = f"the document breaks off at {rest}: what follows is lost"
+            findings.problem(path, window.line, text)
+            return
+        window.count_to(at)
+        start, at = at, end
+        if isinstance(value, dict):
+            yield window.line, value if end - start < _LONG else _shortened(value)
+        else:
+            findings.problem(path, window.line, f"not a record: {excerpt(str(value))}: left out")
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+class RecordReader:
+    """One file of records. It looks at the first of them when it is made.
+
+    Args:
+        path: the file.
+        records: those that are steps, see `formats.steps`.
+        columns: signal -> key, as the user gave it.
+        extras: keys that are read besides the signals.
+        tags: every record is one number, mostly of a tag that is not read. Those get no note, like
+            the columns of a table that are not read.
+
+    Raises:
+        TraceError: no record has a loss or a gradient norm, or two keys may be it.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        records: Records,
+        columns: Mapping[str, str],
+        extras: Sequence[str],
+        *,
+        tags: bool = False,
+    ) -> None:
+        self.path = path
+        self._records = records
+        self._extras = extras
+        self._tags = tags
+        self._keys, (self._picks, self.notes) = self._look(columns)
+
+    def _look(
+        self, columns: Mapping[str, str]
+    ) -> tuple[set[str], tuple[dict[str, str], list[str]]]:
+        keys: dict[str, None] = {}  # a set that keeps the order of the file
+        findings = Findings()
+        seen = 0
+        for seen, (_, fields) in enumerate(self._records(findings), 1):
+            fresh = not fields.keys() <= keys.keys()
+            keys.update(dict.fromkeys(fields))
+            if seen == PROBED or (seen > PROBED and fresh):
+                try:
+                    return set(keys), resolve(list(keys), columns, self._extras)
+                except TraceError:
+                    continue  # the loss may be logged for the first time further on
+        if not seen:
+            first = f": {findings.problems[0]}" if findings.problems else ""
+            raise TraceError(f"it has no record that could be read{first}")
+        return set(keys), resolve(list(keys), columns, self._extras)
+
+    def chunks(self, findings: Findings) -> Iterator[FileRows]:
+        """See `LogReader`."""
+        known, picks = set(self._keys), dict(self._picks)
+        ignored = 0
+        lines: list[int] = []
+        chunk: list[Fields] = []
+        for line, fields in self._records(findings):
+            if not fields.keys() <= known:
+                self._add_late(fields, known, picks)
+            if len(fields) > _WIDE:
+                fields = {key: fields[key] for key in picks.values() if key in fields}
+            lines.append(line)
+            chunk.append(fields)
+            if len(chunk) == CHUNK:
+                rows = self._rows(chunk, lines, picks, findings)
+                ignored += CHUNK - rows.end
+                yield rows
+                lines, chunk = [], []
+        if chunk:
+            rows = self._rows(chunk, lines, picks, findings)
+            ignored += len(chunk) - rows.end
+            yield rows
+        if ignored and not self._tags:
+            names = ", ".join(name for name in picks if name != STEP)
+            text = f"{ignored:,} record{'s' if ignored > 1 else ''} with none of {names}: ignored"
+            findings.note(self.path, None, text)
+
+    def _rows(
+        self,
+        chunk: Sequence[Fields],
+        lines: Sequence[int],
+        picks: Mapping[str, str],
+        findings: Findings,
+    ) -> FileRows:
+        """The rows out of some records, those that log a signal."""
+        cells = {name: [fields.get(key) for fields in chunk] for name, key in picks.items()}
+        logs = np.zeros(len(chunk), bool)
+        for name, column in cells.items():
+            if name != STEP:
+                logs |= np.array([cell is not None for cell in column])
+        labels = {name: f"'{key}'" for name, key in picks.items()}
+        parser = CellParser(self.path, labels, _plain_column, number_in_json)
+        count = int(np.count_nonzero(logs))
+        return parser.rows(cells, logs, findings, line=lines, row=None, end=count)
+
+    def _add_late(self, fields: Fields, known: set[str], picks: dict[str, str]) -> None:
+        """Takes a key that comes after the probed records, for a signal that has none yet."""
+        new = [key for key in fields if key not in known]
+        known.update(new)
+        try:
+            # "loss" is there so that a single new key resolves; it has been decided long ago.
+            found, _ = resolve([*new, "loss"], {}, self._extras)
+        except TraceError:
+            return
+        for name, key in found.items():
+            if name != STEP and key in new:
+                picks.setdefault(name, key)
+
+
+def _plain_column(cells: Sequence[Any]) -> Column:
+    if not set(map(type, cells)) <= {float, int, type(None)}:  # not bool: true is no loss
+        raise ValueError
+    return np.array(cells, np.float64), np.array([cell is not None for cell in cells])

@@ -1,0 +1,78 @@
+"""`healcore demo`: options and exit status; what it trains and prints is tested in tests/demo."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from healcore.tools.cli import app
+
+ROOT = Path(__file__).parents[3]
+
+
+def demo(*args: object):
+    return CliRunner().invoke(app, ["demo", *map(str, args)])
+
+
+def test_help_names_the_options():
+    done = demo("--help")
+    assert done.exit_code == 0
+    for option in ("--framework", "torch|jax|both", "--policy", "--steps", "--quick", "--seeds"):
+        assert option in done.output
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--framework", "tensorflow"],
+        ["--seeds", "0"],
+        ["--seed", "-1"],
+        ["--seed", "1", "--seeds", "2"],
+    ],
+)
+def test_a_wrong_option_exits_with_2(wrong, tmp_path):
+    assert demo(*wrong, "--out", tmp_path).exit_code == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_policy_that_is_none_exits_with_2(tmp_path):
+    done = demo("--policy", "no-such-policy", "--out", tmp_path)
+    assert done.exit_code == 2
+    assert "no-such-policy" in done.stderr
+
+
+@pytest.mark.parametrize("given", [["--steps", "5"], ["--steps", "0"]])
+def test_too_few_steps_exit_with_2(given, tmp_path):
+    done = demo(*given, "--out", tmp_path)
+    assert done.exit_code == 2
+    assert "at least 30" in done.stderr
+
+
+def test_a_broken_claim_exits_with_1(tmp_path):
+    # 30 steps are too few to train or to be saved in.
+    done = demo("--framework", "torch", "--steps", 30, "--seed", 1, "--quick", "--out", tmp_path)
+    assert done.exit_code == 1
+    assert "BROKEN torch healed, seed 1: trains" in done.output
+    assert (tmp_path / "curves.png").exists()
+    assert (tmp_path / "torch-healed-seed1" / "events.report.html").exists()
+    assert "fixed clip" not in done.output
+
+
+@pytest.mark.parametrize("missing", ["jax", "torch"])
+def test_a_missing_framework_names_the_extra(missing, tmp_path):
+    code = f"""
+import sys
+sys.modules[{missing!r}] = None  # neither found nor imported
+from healcore.tools.cli import app
+app(["demo", "--framework", {missing!r}, "--out", {str(tmp_path)!r}])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert f"pip install 'healcore[{missing}]'" in done.stderr
+    assert "Traceback" not in done.stderr

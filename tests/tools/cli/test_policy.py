@@ -1,0 +1,185 @@
+"""`healcore policy ...`, through the real command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import healcore
+from healcore.policy import load, loads, preset_names, preset_text, recipe_names, to_dict
+from healcore.tools.cli import app
+
+ROOT = Path(__file__).parents[3]
+ALL = (*preset_names(), *recipe_names())
+
+
+def healcore_cli(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """A policy file: default with another threshold."""
+    file = tmp_path / "mine.toml"
+    file.write_text(preset_text("default").replace("z_threshold = 2.5 ", "z_threshold = 3.5 "))
+    return str(file)
+
+
+@pytest.fixture
+def wrong(tmp_path):
+    file = tmp_path / "wrong.toml"
+    file.write_text('schema = 1\nname = "wrong"\n[clip]\nkind = "zclip"\nz_threshold = nan\n')
+    return str(file)
+
+
+def test_list():
+    done = healcore_cli("policy", "list")
+    assert done.exit_code == 0
+    lines = done.output.splitlines()
+    for name in ALL:
+        assert any(line.startswith(f"{name} ") for line in lines)
+    assert max(map(len, lines)) <= 80
+
+
+def test_list_json():
+    rows = json.loads(healcore_cli("policy", "list", "--json").output)
+    assert [row["name"] for row in rows] == list(ALL)
+    assert [row["name"] for row in rows if row["kind"] == "preset"] == list(preset_names())
+    assert rows[0]["clip"] == "zclip"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_show_a_preset_is_its_file(name):
+    done = healcore_cli("policy", "show", name)
+    assert (done.exit_code, done.output) == (0, preset_text(name))
+
+
+def test_show_full_spells_out_every_default():
+    text = healcore_cli("policy", "show", "zclip", "--full").output
+    assert loads(text) == load("zclip")
+    assert "quiet_steps" in text
+    assert "quiet_steps" not in preset_text("zclip")
+
+
+def test_show_a_file(mine):
+    assert loads(healcore_cli("policy", "show", mine).output) == load(mine)
+
+
+def test_show_json(mine):
+    assert json.loads(healcore_cli("policy", "show", mine, "--json").output) == to_dict(load(mine))
+
+
+def test_check_of_good_ones(mine):
+    done = healcore_cli("policy", "check", *ALL, mine)
+    assert done.exit_code == 0
+    assert len(done.output.splitlines()) == len(ALL) + 1
+    assert "mine.toml: ok (heal, clip zclip, watches nonfinite, loss_spike" in done.output
+
+
+def test_check_of_a_wrong_one_goes_on_to_the_others(wrong):
+    done = healcore_cli("policy", "check", wrong, "default")
+    assert done.exit_code == 1
+    assert "clip.z_threshold = nan" in done.stderr
+    assert "wrong.toml: 1 problem" in done.stderr
+    assert "write: z_threshold = 2.5" in done.stderr
+    assert done.stdout.startswith("default: ok")
+
+
+@pytest.mark.parametrize("name", ["no/such.toml", "defualt"])
+def test_check_of_what_cannot_be_read(name):
+    done = healcore_cli("policy", "check", name)
+    assert done.exit_code == 2
+    assert "default" in done.stderr
+    assert "Traceback" not in done.output
+
+
+def test_diff(mine):
+    done = healcore_cli("policy", "diff", "default", mine)
+    assert done.exit_code == 1
+    (line,) = [line for line in done.output.splitlines() if line.startswith("clip.")]
+    assert line.split() == ["clip.z_threshold", "2.5", "3.5"]
+
+
+def test_diff_json(mine):
+    found = json.loads(healcore_cli("policy", "diff", mine, "default", "--json").output)
+    assert found == [{"key": "clip.z_threshold", "left": 3.5, "right": 2.5}]
+
+
+def test_diff_of_equal_ones():
+    done = healcore_cli("policy", "diff", "default", "default")
+    assert (done.exit_code, done.output) == (0, "no difference\n")
+
+
+def test_diff_of_what_cannot_be_read_is_not_a_difference(wrong):
+    assert healcore_cli("policy", "diff", "default", wrong).exit_code == 2
+    assert healcore_cli("policy", "show", wrong).exit_code == 2
+
+
+def test_a_description_is_not_markup(tmp_path):
+    file = tmp_path / "b.toml"
+    file.write_text('schema = 1\nname = "b"\ndescription = "[red]x[/nothing]"\n')
+    done = healcore_cli("policy", "diff", str(file), "zclip")
+    assert done.exit_code == 1
+    assert "[red]x[/nothing]" in done.output
+
+
+def test_version():
+    done = healcore_cli("--version")
+    assert (done.exit_code, done.output) == (0, f"healcore {healcore.__version__}\n")
+
+
+@pytest.mark.parametrize("arguments", [[], ["policy"]])
+def test_without_a_command_there_is_help(arguments):
+    assert "policy" in healcore_cli(*arguments).output
+
+
+@pytest.mark.parametrize("arguments", [["polcy"], ["policy", "check"], ["policy", "show", "--x"]])
+def test_a_wrong_command_line_exits_with_2(arguments):
+    assert healcore_cli(*arguments).exit_code == 2
+
+
+def test_the_policy_commands_need_no_framework():
+    """In an interpreter that has neither JAX nor torch, as far as it can tell."""
+    code = """
+import sys
+for name in ("jax", "torch", "optax", "flax", "matplotlib"):
+    sys.modules[name] = None  # importing it raises ModuleNotFoundError
+from healcore.tools.cli import app
+app(["policy", "check", "default"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("default: ok")
+
+
+def test_show_with_a_value_replaced_is_a_policy_to_keep():
+    done = healcore_cli(
+        "policy", "show", "default", "--set", "clip.max_norm=1", "--set", "mode=observe",
+        "--set", "detect.plateau={}",
+    )  # fmt: skip
+    assert done.exit_code == 0
+    policy = load("default", clip={"max_norm": 1}, mode="observe", detect={"plateau": {}})
+    assert loads(done.output) == policy
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("clip.max_norm", "KEY=VALUE"),
+        ("clip.max_norm=", "KEY=VALUE"),
+        ("respond[0].do=skip", "rules are changed in a file"),
+        ("clip.max_norm=-1", "above 0"),
+        ("clip.max_nrom=1", "did you mean 'max_norm'"),
+    ],
+)
+def test_a_value_that_cannot_be_set(given, says):
+    done = healcore_cli("policy", "show", "default", "--set", given)
+    assert done.exit_code == 2
+    assert says in done.output

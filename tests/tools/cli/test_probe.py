@@ -1,0 +1,235 @@
+"""`healcore probe` as a user has it: text, strict JSON, exit status."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from healcore.tools.cli import app
+from healcore.torch.store import DCPStore
+from tests.runtime.store.store_cases import DISKS
+from tests.tools.probe.curves import falling, write
+from tests.tools.probe.networks import saved, trained
+from tests.tools.probe.test_checkpoint import filled
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["probe", *map(str, arguments)])
+
+
+def strict(text: str) -> dict[str, Any]:
+    """JSON without the tokens that only Python and JavaScript have."""
+
+    def refuse(token: str) -> None:
+        raise ValueError(f"{token} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.fixture
+def spiked(tmp_path):
+    values = falling(400, 0.02)
+    values[200:230] += 5
+    return write(tmp_path, values, "spiked.csv")
+
+
+def test_exit_statuses_of_the_loss_probe(tmp_path, spiked):
+    well = write(tmp_path, falling(300, 0.05), "well.csv")
+    ends = write(tmp_path, np.append(falling(300, 0.05), np.nan), "ends.csv")
+    short = write(tmp_path, falling(5, 0.0), "short.csv")
+    for path, status, word in (
+        (well, 0, "PASS"),
+        (spiked, 1, "WARN"),
+        (ends, 2, "FAIL"),
+        (short, 3, "SKIP"),
+        (tmp_path / "none.csv", 3, "ERROR"),
+    ):
+        for more in ([], ["--json"]):
+            result = run("loss", path, *more)
+            assert result.exit_code == status, result.output
+            assert word in result.output
+    assert run("loss", well, spiked, ends, short).exit_code == 2
+    assert run("loss", well, spiked).exit_code == 1
+    assert run("loss", well, short).exit_code == 3
+
+
+def test_json_is_strict_and_complete(tmp_path):
+    values = falling(300, 0.05)
+    values[50], values[60], values[-1] = np.nan, -np.inf, np.inf
+    path = write(tmp_path, values)
+    document = strict(run("loss", path, "--json", "--min-steps", "20").output)
+    assert document["verdict"] == "FAIL"
+    assert document["exit_code"] == 2
+    assert document["inputs"]["min_steps"] == 20
+    (result,) = document["results"]
+    assert result["subject"] == str(path)
+    names = {check["name"] for check in result["checks"]}
+    assert names == {
+        "finite", "final_loss", "progress", "convergence_ratio", "regret", "smoothness",
+        "instability_events",
+    }  # fmt: skip
+    curve = dict(
+        zip(result["facts"]["curve"]["step"], result["facts"]["curve"]["value"], strict=True)
+    )
+    assert (curve[50], curve[60], curve[299]) == ("nan", "-inf", "inf")
+
+
+def test_a_reward_column(tmp_path):
+    path = tmp_path / "run.csv"
+    path.write_text("step,reward\n" + "\n".join(f"{i},{i / 100}" for i in range(100)) + "\n")
+    assert run("loss", path, "--column", "loss=reward", "--goal", "up").exit_code == 0
+    assert run("loss", path, "--column", "loss=reward").exit_code == 2
+
+
+def test_several_attempts_of_one_run(tmp_path):
+    values = falling(300, 0.02)
+    first = write(tmp_path, np.append(values[:150], [50.0] * 30), "a.csv")
+    second = write(tmp_path, values[150:], "b.csv", steps=np.arange(150, 300))
+    assert run("loss", first).exit_code == 2
+    assert run("loss", first, second, "--join").exit_code == 0
+
+
+def test_the_optimizer_probe(tmp_path):
+    net, optimizer = trained()
+    well = saved(tmp_path, net, optimizer)
+    result = run("optimizer", well)
+    assert result.exit_code == 0, result.output
+    document = strict(run("optimizer", well, "--json").output)
+    assert len(document["results"][0]["facts"]["top"]) == 3
+    optimizer.state[net.head.weight]["exp_avg_sq"][0, 0] = float("inf")
+    ill = saved(tmp_path, net, optimizer, "ill.pt")
+    document = strict(run("optimizer", ill, "--json").output)
+    assert document["verdict"] == "WARN"
+    assert document["results"][0]["facts"]["nonfinite"] == ["head.weight"]
+    assert run("optimizer", ill, "--fail-nonfinite", "1").exit_code == 2
+    weights = tmp_path / "weights.pt"
+    torch.save(net.state_dict(), weights)
+    result = run("optimizer", weights)
+    assert result.exit_code == 3
+    assert "SKIP" in result.output
+
+
+def test_the_checkpoint_probe(tmp_path):
+    net, optimizer = trained()
+    path = saved(tmp_path, net, optimizer)
+    assert run("checkpoint", path).exit_code == 0
+    assert run("checkpoint", path, "--require-good").exit_code == 3
+    document = strict(run("checkpoint", path, "--json").output)
+    assert document["results"][0]["facts"]["known_good"] is None
+    assert run("checkpoint", tmp_path / "none").exit_code == 3
+    (tmp_path / "garbage.pt").write_bytes(b"PK\3\4 no zip")
+    assert run("checkpoint", tmp_path / "garbage.pt").exit_code == 3
+    (tmp_path / "text.txt").write_text("hello")
+    assert run("checkpoint", tmp_path / "text.txt").exit_code == 3
+
+
+def flat(text: str) -> str:
+    """Without the line breaks of a terminal."""
+    return "".join(text.split())
+
+
+def test_a_store_is_no_log(tmp_path):
+    store = tmp_path / "store"
+    filled(DISKS[0], store, "good", "good", "candidate")
+    result = run("loss", store)
+    assert result.exit_code == 3
+    told = flat(result.output)
+    assert told.count("isacheckpointstore") == 1
+    assert flat(f"healcore probe checkpoint {store}") in told
+    assert "state.json" not in told
+    (one,) = strict(run("loss", store, "--json").output)["results"]
+    assert one["verdict"] == "ERROR"
+    folder = sorted(store.iterdir())[0]
+    assert "isacheckpointstore" in flat(run("loss", folder).output)
+
+
+@pytest.mark.parametrize("probe", ["optimizer", "checkpoint"])
+def test_a_log_is_no_checkpoint(tmp_path, probe):
+    path = write(tmp_path, falling(50, 0.1))
+    for each in (path, tmp_path):
+        result = run(probe, each)
+        assert result.exit_code == 3
+        assert flat(f"is the log of a run, no checkpoint: healcore probe loss {each}") in flat(
+            result.output
+        )
+
+
+def test_every_checkpoint_of_a_store_is_counted(tmp_path):
+    store = DCPStore(tmp_path)
+    net, optimizer = trained()
+    state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    for step, status in enumerate(("good", "quarantined", "candidate"), 1):
+        store.save(step, state)
+        store.wait()
+        if status != "candidate":
+            store.mark(step, status)
+    store.save(2, state)  # again: the quarantined save of the same step stays beside it
+    store.wait()
+    folders = len(list(tmp_path.glob("step-*")))
+    told = flat(run("optimizer", tmp_path).output)
+    assert flat(f"of {folders} checkpoints in it (1 quarantined), that of step 1 (good)") in told
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["loss"],
+        ["loss", "x.csv", "--bogus"],
+        ["loss", "x.csv", "--min-steps", "many"],
+        ["loss", "x.csv", "--min-steps", "1"],
+        ["loss", "x.csv", "--signal", "mood"],
+        ["loss", "x.csv", "--column", "loss"],
+        ["loss", "x.csv", "--column", "mood=a"],
+        ["loss", "x.csv", "--warn-regret", "0.9"],
+        ["optimizer", "x.pt", "--beta2", "1.5"],
+        ["bogus"],
+        [],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_command_line_is_no_verdict(arguments):
+    """Click's own status for it is 2, which would read as FAIL."""
+    result = run(*arguments)
+    assert result.exit_code == 3
+    assert result.output
+
+
+def test_help_is_no_error():
+    for probe in ("loss", "optimizer", "checkpoint"):
+        assert run(probe, "--help").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"step,loss\n", b"a,b\n1,2\n", b"step,loss\n1,x\n2,y\n", b"\x00\xff\xfe" * 50, b"{}\n"],
+)
+def test_bad_input_is_told_in_words(tmp_path, content):
+    path = tmp_path / "bad.csv"
+    path.write_bytes(content)
+    result = run("loss", path)
+    assert result.exit_code == 3
+    assert "bad.csv" in result.output
+    strict(run("loss", path, "--json").output)
+
+
+def test_the_loss_probe_needs_no_framework(tmp_path):
+    path = write(tmp_path, falling(300, 0.05))
+    code = (
+        "import sys; from typer.testing import CliRunner; from healcore.tools.cli import app; "
+        f"done = CliRunner().invoke(app, ['probe', 'loss', {str(path)!r}]); "
+        "assert done.exit_code == 0, done.output; "
+        "assert not {'torch', 'jax', 'pandas', 'matplotlib'} & set(sys.modules), 'too much'"
+    )
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

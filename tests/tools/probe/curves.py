@@ -1,0 +1,44 @@
+"""Loss curves as CSV files, and what the probe says of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from healcore.tools.probe.inputs import LossInputs
+from healcore.tools.probe.loss import probe_loss
+from healcore.tools.probe.result import ProbeResult
+from healcore.tools.traces import open_traces
+
+
+def write(folder: Path, values: np.ndarray, name: str = "run.csv", steps: object = None) -> Path:
+    """A CSV file with the values as they are, NaN and Inf included."""
+    of = np.arange(len(values)) if steps is None else np.asarray(steps)
+    path = folder / name
+    lines = [
+        f"{step},{value!r}" for step, value in zip(of.tolist(), map(float, values), strict=True)
+    ]
+    path.write_text("\n".join(["step,loss", *lines]) + "\n")
+    return path
+
+
+def probe(path: Path, **inputs: object) -> ProbeResult:
+    (trace,), failed = open_traces([str(path)])
+    assert not failed
+    return probe_loss(trace, LossInputs.model_validate(inputs))
+
+
+def probe_values(folder: Path, values: object, **inputs: object) -> ProbeResult:
+    return probe(write(folder, np.asarray(values, np.float64)), **inputs)
+
+
+def verdict_of(result: ProbeResult, name: str) -> str:
+    """The verdict of one check."""
+    return next(check.verdict.value for check in result.checks if check.name == name)
+
+
+def falling(steps: int, noise: float, seed: int = 0) -> np.ndarray:
+    """A healthy run: a power law with noise."""
+    random = np.random.default_rng(seed)
+    return 1 + 9 * (1 + np.arange(steps) / 5) ** -0.4 + noise * random.normal(size=steps)

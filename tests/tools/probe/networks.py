@@ -1,0 +1,87 @@
+"""Small networks that were really trained, and their checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from healcore.tools.probe.inputs import OptimizerInputs
+from healcore.tools.probe.optimizer import probe_optimizer
+from healcore.tools.probe.result import ProbeResult
+
+torch.set_num_threads(1)  # more of them only wait for each other in nets of this size
+
+
+class Net(nn.Module):
+    """An embedding, blocks that are alike, a head."""
+
+    def __init__(self, blocks: int = 6, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU())
+            for _ in range(blocks)
+        )
+        self.head = nn.Linear(width, 20)
+
+    def linear(self, block: int) -> nn.Linear:
+        found = self.get_submodule(f"blocks.{block}.1")
+        assert isinstance(found, nn.Linear)
+        return found
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.head(hidden)
+
+
+def train(net: nn.Module, optimizer: Any, steps: int, seed: int = 0) -> None:
+    """Lets it learn the successor of a number."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        tokens = torch.randint(0, 20, (32,), generator=generator)
+        loss = nn.functional.cross_entropy(net(tokens), (tokens + 1) % 20)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def adamw(parameters: Any) -> Any:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def trained(
+    make: Callable[[Any], Any] = adamw, steps: int = 60, blocks: int = 6
+) -> tuple[Net, Any]:
+    """A network and its optimizer, to change at will."""
+    return copy.deepcopy(_trained(make, steps, blocks))
+
+
+@functools.cache
+def _trained(make: Callable[[Any], Any], steps: int, blocks: int) -> tuple[Net, Any]:
+    torch.manual_seed(0)
+    net = Net(blocks)
+    optimizer = make(net.parameters())
+    train(net, optimizer, steps)
+    return net, optimizer
+
+
+def saved(folder: Path, net: nn.Module, optimizer: Any, name: str = "checkpoint.pt") -> Path:
+    path = folder / name
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    return path
+
+
+def probe(path: Path, **inputs: Any) -> ProbeResult:
+    return probe_optimizer(path, OptimizerInputs.model_validate(inputs))
+
+
+def verdicts(result: ProbeResult) -> dict[str, str]:
+    return {check.name: check.verdict.value for check in result.checks}

@@ -1,0 +1,235 @@
+"""The checkpoint probe: every store, every kind of damage, and checkpoints that others wrote."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
+
+from healcore.runtime.store.claim import claim
+from healcore.tools.probe.checkpoint import probe_checkpoint
+from healcore.tools.probe.inputs import CheckpointInputs
+from healcore.tools.probe.result import NothingToProbe, ProbeError, ProbeResult
+from tests.runtime.store.store_cases import DISKS, TIERS, StoreCase, over
+
+
+def probe(path: Path, **inputs: object) -> ProbeResult:
+    return probe_checkpoint(path, CheckpointInputs.model_validate(inputs))
+
+
+def verdicts(result: ProbeResult) -> dict[str, str]:
+    return {check.name: check.verdict.value for check in result.checks}
+
+
+def filled(case: StoreCase, root: Path, *statuses: str) -> list[Path]:
+    """A store with one checkpoint per status; their directories."""
+    store = case.make(root)
+    for step, status in enumerate(statuses, 1):
+        store.save(step, case.state(step), healing={"step": step})
+        store.wait()
+        if status != "candidate":
+            store.mark(step, status)
+    return sorted(root.glob("step-*"))
+
+
+def picture(root: Path) -> dict[str, tuple[int, int, bytes]]:
+    """Everything in a directory, to see whether it was changed."""
+    return {
+        path.relative_to(root).as_posix(): (
+            path.stat().st_mtime_ns,
+            path.stat().st_mode,
+            path.read_bytes() if path.is_file() else b"",
+        )
+        for path in root.rglob("*")
+    }
+
+
+def flip(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(bytes(data))
+
+
+@over(*DISKS, *TIERS)
+def test_known_good_and_intact_passes(case, tmp_path):
+    filled(case, tmp_path, "good", "good", "candidate")
+    result = probe(tmp_path)
+    assert result.verdict.value == "PASS", result.checks
+    assert result.facts["newest_good"] == 2
+    rows = result.facts["checkpoints"]
+    assert [(row["step"], row["status"]) for row in rows] == [
+        (1, "good"),
+        (2, "good"),
+        (3, "candidate"),
+    ]
+    assert all(row["intact"] and row["finite"] for row in rows)
+
+
+@over(*DISKS)
+def test_a_flipped_bit_is_found_and_named_wherever_it_is(case, tmp_path):
+    _, newer = filled(case, tmp_path, "good", "good")
+    files = [path for path in newer.rglob("*") if path.is_file() and path.name != "status.json"]
+    rng = random.Random(20261120)
+    for path in files:
+        if not path.stat().st_size:
+            continue
+        bit = rng.randrange(path.stat().st_size * 8)
+        flip(path, bit)
+        result = probe(tmp_path)
+        assert result.verdict.value == "FAIL", path
+        assert path.relative_to(newer).as_posix() in result.checks[0].message
+        assert result.facts["newest_good"] == 1
+        assert probe(newer).verdict.value == "FAIL"
+        assert probe(tmp_path, step=1).verdict.value == "PASS"
+        flip(path, bit)
+    assert probe(tmp_path).verdict.value == "PASS"
+
+
+@over(*DISKS)
+@pytest.mark.parametrize("how", ["missing", "truncated", "emptied"])
+def test_a_file_that_is_not_whole(case, tmp_path, how):
+    _, newer = filled(case, tmp_path, "good", "good")
+    path = max(newer.rglob("*"), key=lambda each: each.stat().st_size if each.is_file() else -1)
+    if how == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-1] if how == "truncated" else b"")
+    result = probe(tmp_path)
+    assert result.verdict.value == "FAIL"
+    assert path.name in result.checks[0].message
+    assert result.facts["newest_good"] == 1
+
+
+@over(DISKS[0])
+def test_damage_that_is_put_aside_already_only_warns(case, tmp_path):
+    first, _ = filled(case, tmp_path, "quarantined", "good")
+    flip(first / "state.json", 100)
+    result = probe(tmp_path)
+    assert verdicts(result) == {"digests": "WARN", "finite": "PASS", "known_good": "PASS"}
+
+
+@over(*DISKS)
+def test_nan_is_told_and_is_not_known_good(case, tmp_path):
+    store = case.make(tmp_path)
+    store.save(1, case.with_nan())
+    store.wait()
+    result = probe(tmp_path)
+    assert verdicts(result)["finite"] == "FAIL"
+    assert "weights.bfloat16" in result.checks[1].message
+    assert result.facts["known_good"] is False
+    meant = probe(tmp_path, nonfinite_ok=("weights.*",))
+    assert verdicts(meant) == {"digests": "PASS", "finite": "PASS", "known_good": "WARN"}
+    store.save(2, case.state(2))
+    store.wait()
+    store.mark(2, "good")
+    assert verdicts(probe(tmp_path))["finite"] == "WARN"  # there is one to go back to
+
+
+@over(DISKS[0])
+def test_nan_that_was_meant_when_it_was_marked(case, tmp_path):
+    store = case.make(tmp_path, nonfinite_ok=["weights.bfloat16"])
+    store.save(1, case.with_nan())
+    store.wait()
+    store.mark(1, "good")
+    result = probe(tmp_path)
+    assert verdicts(result)["finite"] == "WARN"
+    assert "--nonfinite-ok" in result.checks[1].message
+    assert probe(tmp_path, nonfinite_ok=("weights.bfloat16",)).verdict.value == "PASS"
+
+
+@over(DISKS[0])
+def test_none_known_good_yet(case, tmp_path):
+    filled(case, tmp_path, "candidate", "candidate")
+    assert probe(tmp_path).verdict.value == "WARN"
+    assert probe(tmp_path, require_good=True).verdict.value == "FAIL"
+
+
+@over(*DISKS)
+def test_reading_changes_nothing_and_needs_no_lock(case, tmp_path):
+    filled(case, tmp_path, "good", "candidate")
+    (tmp_path / ".tmp-healcore-999999-00000000-00000000").mkdir()
+    held = claim(tmp_path)
+    before = picture(tmp_path)
+    result = probe(tmp_path, deep=True)
+    assert result.verdict.value == "PASS", result.checks
+    assert any("healcore.lock" in note for note in result.notes)
+    assert picture(tmp_path) == before
+    held.release()
+
+
+@over(DISKS[0])
+def test_a_directory_that_may_not_be_written(case, tmp_path):
+    filled(case, tmp_path / "store", "good")
+    for path in (tmp_path / "store").rglob("*"):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    (tmp_path / "store").chmod(0o555)
+    try:
+        assert probe(tmp_path / "store").verdict.value == "PASS"
+    finally:
+        for path in [tmp_path / "store", *(tmp_path / "store").rglob("*")]:
+            path.chmod(0o755)
+
+
+@over(*DISKS)
+def test_deep_looks_at_the_numbers_again(case, tmp_path):
+    filled(case, tmp_path, "good")
+    assert probe(tmp_path, deep=True).verdict.value == "PASS"
+
+
+def test_there_is_nothing(tmp_path):
+    with pytest.raises(NothingToProbe, match="no checkpoint"):
+        probe(tmp_path)
+    with pytest.raises(ProbeError, match="no such file"):
+        probe(tmp_path / "nowhere")
+    filled(DISKS[0], tmp_path / "store", "good")
+    with pytest.raises(NothingToProbe, match="step 9"):
+        probe(tmp_path / "store", step=9)
+
+
+class TestOfOthers:
+    """Checkpoints that no store of healcore's wrote: finite or not, and no more."""
+
+    def both(self, tmp_path: Path, save: object) -> None:
+        weights = {"a": torch.randn(300, 7), "b": torch.arange(5), "c": torch.randn(4).half()}
+        save(weights, tmp_path / "well")  # type: ignore[operator]
+        result = probe(tmp_path / "well")
+        assert result.verdict.value == "PASS", result.checks
+        assert verdicts(result)["known_good"] == "SKIP"
+        assert result.facts["known_good"] is None
+        assert probe(tmp_path / "well", require_good=True).verdict.value == "SKIP"
+        weights["a"][299, 6] = float("nan")
+        save(weights, tmp_path / "ill")  # type: ignore[operator]
+        result = probe(tmp_path / "ill")
+        assert result.verdict.value == "FAIL"
+        (name,) = result.facts["nonfinite"]
+        assert name.endswith("a")
+        assert probe(tmp_path / "ill", nonfinite_ok=(name,)).verdict.value == "PASS"
+
+    def test_torch(self, tmp_path):
+        self.both(tmp_path, torch.save)
+
+    def test_safetensors(self, tmp_path):
+        from safetensors.torch import save_file
+
+        self.both(tmp_path, save_file)
+
+    def test_dcp(self, tmp_path):
+        self.both(tmp_path, lambda state, at: save_dcp(state, checkpoint_id=at, no_dist=True))
+
+    def test_orbax(self, tmp_path):
+        from orbax.checkpoint import v1 as ocp
+
+        def save(state: dict[str, torch.Tensor], at: Path) -> None:
+            ocp.save(str(at), {name: tensor.numpy() for name, tensor in state.items()})
+
+        self.both(tmp_path, save)
+
+    def test_a_damaged_shard_of_dcp_is_not_passed(self, tmp_path):
+        save_dcp({"a": torch.randn(1000)}, checkpoint_id=tmp_path / "c", no_dist=True)
+        (shard,) = (tmp_path / "c").glob("*.distcp")
+        os.truncate(shard, 700)
+        assert probe(tmp_path / "c").verdict.value == "ERROR"

@@ -1,0 +1,111 @@
+"""Damaged checkpoints of any format: an answer or an error in words, never a traceback."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import random
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from orbax.checkpoint import v1 as ocp
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
+
+from healcore.tools.probe.checkpoint import probe_checkpoint
+from healcore.tools.probe.inputs import CheckpointInputs
+from healcore.tools.probe.optimizer import probe_optimizer
+from healcore.tools.probe.result import ProbeError, dumps
+from tests.tools.cli.test_probe import strict
+from tests.tools.probe.curves import probe_values
+from tests.tools.probe.networks import saved, trained
+
+
+def torch_file(folder: Path) -> Path:
+    return saved(folder, *trained(blocks=2))
+
+
+def old_torch_file(folder: Path) -> Path:
+    path = folder / "old.pt"
+    state = {"optimizer": trained(blocks=2)[1].state_dict()}
+    torch.save(state, path, _use_new_zipfile_serialization=False)
+    return path
+
+
+def dcp(folder: Path) -> Path:
+    net, optimizer = trained(blocks=2)
+    state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    save_dcp(state, checkpoint_id=folder / "dcp", no_dist=True)
+    return folder / "dcp"
+
+
+def orbax(folder: Path) -> Path:
+    params = {"a": jnp.ones((50, 6)), "b": {"c": jnp.ones(3)}}
+    state = optax.adamw(1e-3).init(params)
+    ocp.save(str(folder / "orbax"), {"params": params, "opt_state": state})
+    return folder / "orbax"
+
+
+@pytest.mark.parametrize("make", [torch_file, old_torch_file, dcp, orbax])
+def test_damage_of_every_kind(tmp_path, make):
+    path = make(tmp_path)
+    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+    files = [each for each in files if each.stat().st_size]
+    rng = random.Random(20261120)
+    for _ in range(40):
+        file = rng.choice(files)
+        whole = file.read_bytes()
+        spoilt, at = bytearray(whole), rng.randrange(len(whole))
+        match rng.choice(["bit", "byte", "cut", "zeros"]):
+            case "bit":
+                spoilt[at] ^= 1 << rng.randrange(8)
+            case "byte":
+                spoilt[at] = rng.randrange(256)
+            case "cut":
+                del spoilt[at:]
+            case "zeros":
+                spoilt[at : at + 40] = bytes(len(spoilt[at : at + 40]))
+        file.write_bytes(spoilt)
+        for judge in (probe_optimizer, probe_checkpoint):
+            try:
+                result = judge(path)
+            except ProbeError as error:
+                assert str(tmp_path) in str(error)
+            else:
+                strict(dumps([result], CheckpointInputs()))
+        file.write_bytes(whole)
+
+
+def test_a_flipped_bit_of_a_tensor_in_a_torch_file_is_found(tmp_path):
+    path = tmp_path / "weights.pt"
+    torch.save({"w": torch.arange(4096.0)}, path)
+    data = bytearray(path.read_bytes())
+    at = data.index(np.float32(1234).tobytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    result = probe_checkpoint(path)
+    assert result.verdict.value == "FAIL"
+    assert "CRC-32" in next(check for check in result.checks if check.name == "digests").message
+
+
+@settings(max_examples=150)
+@given(st.lists(st.floats(width=32), max_size=120), st.sampled_from(["down", "up"]))
+def test_any_curve_has_an_answer(tmp_path_factory, values, goal):
+    if not values:
+        return
+    result = probe_values(tmp_path_factory.mktemp("curve"), values, goal=goal)
+    document = strict(dumps([result], CheckpointInputs()))
+    finite = np.isfinite(values)
+    if not finite[-1]:
+        assert document["verdict"] == "FAIL"
+    elif not finite.all():
+        assert document["verdict"] in ("WARN", "FAIL")
+    elif len(values) < 10:
+        assert document["verdict"] == "SKIP"

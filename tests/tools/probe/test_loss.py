@@ -1,0 +1,228 @@
+"""The loss probe: what healthy and ill curves are called."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from healcore.tools.probe.inputs import LossInputs
+from healcore.tools.probe.loss import probe_loss
+from healcore.tools.probe.result import NothingToProbe
+from healcore.tools.traces import open_traces
+from tests.tools.probe.curves import falling, probe, probe_values, verdict_of, write
+
+RANDOM = np.random.default_rng(20261120)
+
+
+@pytest.mark.parametrize("steps", [40, 300, 3000])
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.3])
+def test_a_healthy_noisy_run_passes(tmp_path, steps, noise):
+    result = probe_values(tmp_path, falling(steps, noise))
+    assert result.verdict.value == "PASS", result.checks
+
+
+def test_a_run_that_ends_in_nan_fails(tmp_path):
+    for last in (np.nan, np.inf, -np.inf):
+        values = falling(200, 0.05)
+        values[-1] = last
+        result = probe_values(tmp_path, values)
+        assert result.verdict.value == "FAIL"
+        assert verdict_of(result, "finite") == "FAIL"
+
+
+def test_nan_that_was_survived_warns_and_says_where(tmp_path):
+    values = falling(200, 0.05)
+    values[60:63] = np.nan
+    result = probe_values(tmp_path, values)
+    assert result.verdict.value == "WARN"
+    assert "3 of 200" in result.checks[0].message
+    assert "step 60" in result.checks[0].message
+    assert probe_values(tmp_path, values, max_nonfinite=3).verdict.value == "PASS"
+
+
+def test_all_nan_fails_however_short(tmp_path):
+    assert probe_values(tmp_path, [np.nan] * 5).verdict.value == "FAIL"
+    assert probe_values(tmp_path, [np.nan] * 500).verdict.value == "FAIL"
+
+
+def test_too_short_cannot_be_verdict_of(tmp_path):
+    assert probe_values(tmp_path, falling(9, 0)).verdict.value == "SKIP"
+    assert probe_values(tmp_path, falling(10, 0)).verdict.value == "PASS"
+    assert probe_values(tmp_path, falling(10, 0), min_steps=11).verdict.value == "SKIP"
+
+
+@pytest.mark.parametrize("steps", [10, 50, 500, 5000])
+def test_a_rising_line_fails(tmp_path, steps):
+    result = probe_values(tmp_path, np.linspace(2, 3, steps))
+    assert verdict_of(result, "progress") == "FAIL"
+    assert result.verdict.value == "FAIL"
+
+
+def test_a_slow_rise_below_its_noise_fails(tmp_path):
+    values = 2 + 0.15 * np.arange(2000) / 2000 + 0.3 * RANDOM.normal(size=2000)
+    assert verdict_of(probe_values(tmp_path, values), "progress") == "FAIL"
+
+
+def test_what_was_won_and_lost_again(tmp_path):
+    fall = np.linspace(10, 2, 400)
+    for end, verdict in ((2.4, "PASS"), (3.5, "WARN"), (7.0, "FAIL")):
+        values = np.concatenate([fall, np.linspace(2, end, 400)])
+        values += 0.02 * RANDOM.normal(size=800)
+        result = probe_values(tmp_path, values)
+        assert verdict_of(result, "regret") == verdict, (end, result.checks)
+
+
+def test_a_curve_that_never_changes_warns(tmp_path):
+    result = probe_values(tmp_path, [0.5] * 100)
+    assert verdict_of(result, "progress") == "WARN"
+    assert result.verdict.value == "WARN"
+
+
+def test_noise_around_a_level_learns_nothing(tmp_path):
+    values = 3 + 0.1 * RANDOM.normal(size=500)
+    assert verdict_of(probe_values(tmp_path, values), "progress") == "WARN"
+
+
+@pytest.mark.parametrize("goal", ["down", "up"])
+def test_the_number_beside_the_bound_is_the_one_that_decided(tmp_path, goal):
+    """A step up at the very end: its ends are apart, its trend is not."""
+    values = 3 + 0.02 * RANDOM.normal(size=400)
+    values[-40:] += 2.0
+    result = probe_values(tmp_path, values if goal == "down" else 10 - values, goal=goal)
+    check = next(check for check in result.checks if check.name == "progress")
+    assert check.verdict.value == "FAIL"
+    assert abs(check.value) > check.bound == 3
+    assert "trend" in check.message
+    assert "end against start" in check.message
+    assert f"{check.value:+.1f} sigma" in check.message
+    assert (check.value > 0) == (goal == "down")  # as logged
+
+
+class TestSigned:
+    """Losses of policy gradients: about 0, of both signs."""
+
+    def test_noise_around_0_passes(self, tmp_path):
+        values = 0.02 * RANDOM.normal(size=400)
+        assert probe_values(tmp_path, values).verdict.value == "PASS"
+
+    def test_mostly_exactly_0_passes(self, tmp_path):
+        values = np.where(RANDOM.random(400) < 0.8, 0.0, 0.01 * RANDOM.normal(size=400))
+        assert probe_values(tmp_path, values).verdict.value == "PASS"
+
+    def test_falling_below_0_passes_without_a_ratio(self, tmp_path):
+        result = probe_values(tmp_path, np.linspace(-1, -3, 200) + 0.05 * RANDOM.normal(size=200))
+        assert result.verdict.value == "PASS"
+        assert verdict_of(result, "convergence_ratio") == "SKIP"
+
+    def test_rising_below_0_fails(self, tmp_path):
+        result = probe_values(tmp_path, np.linspace(-3, -1, 200) + 0.05 * RANDOM.normal(size=200))
+        assert result.verdict.value == "FAIL"
+
+    def test_a_constant_0_warns(self, tmp_path):
+        assert probe_values(tmp_path, [0.0] * 50).verdict.value == "WARN"
+
+
+def test_a_reward_should_rise(tmp_path):
+    rising = np.linspace(0.1, 0.9, 300) + 0.02 * RANDOM.normal(size=300)
+    assert probe_values(tmp_path, rising, goal="up").verdict.value == "PASS"
+    assert probe_values(tmp_path, rising[::-1], goal="up").verdict.value == "FAIL"
+    result = probe_values(tmp_path, rising, goal="up")
+    assert result.facts["end"] == pytest.approx(0.88, abs=0.03)
+    assert result.facts["best"] == pytest.approx(np.float32(rising.max()))
+
+
+def test_smoothness_is_what_it_is_said_to_be(tmp_path):
+    values = falling(300, 0.2)
+    recorded = values.astype(np.float32).astype(np.float64)
+    expected = 1 - np.diff(recorded).var() / recorded.var()
+    result = probe_values(tmp_path, values)
+    check = next(check for check in result.checks if check.name == "smoothness")
+    assert check.value == pytest.approx(expected, rel=1e-9)
+
+
+def test_values_that_alternate_are_rough(tmp_path):
+    values = 3 + 0.2 * (-1.0) ** np.arange(200) + np.linspace(1, 0, 200)
+    assert verdict_of(probe_values(tmp_path, values), "smoothness") == "PASS"
+    values = 3 + 2 * (-1.0) ** np.arange(200) + np.linspace(1, 0, 200)
+    assert verdict_of(probe_values(tmp_path, values), "smoothness") == "WARN"
+
+
+def test_the_bounds_can_be_set(tmp_path):
+    path = write(tmp_path, falling(300, 0.02))
+    assert verdict_of(probe(path, max_final_loss=1.5), "final_loss") == "FAIL"
+    assert verdict_of(probe(path, max_final_loss=3.0), "final_loss") == "PASS"
+    assert verdict_of(probe(path, max_convergence_ratio=0.1), "convergence_ratio") == "WARN"
+    assert verdict_of(probe(path, min_smoothness=0.9999), "smoothness") == "WARN"
+
+
+@pytest.mark.parametrize("values", [[1e300] * 20, np.linspace(3e38, 1e38, 50), [0.0, 1e-45] * 20])
+def test_extreme_numbers_give_an_answer(tmp_path, values):
+    probe_values(tmp_path, values)
+
+
+def test_steps_trained_again_count_once(tmp_path):
+    """A run that diverged, went back and went well is a run that went well."""
+    good = falling(300, 0.02)
+    bad = np.concatenate([good[:150], np.full(60, 50.0)])
+    steps = np.concatenate([np.arange(210), np.arange(150, 300)])
+    values = np.concatenate([bad, good[150:]])
+    result = probe(write(tmp_path, values, steps=steps))
+    assert result.verdict.value == "PASS", result.checks
+    assert result.facts["values"] == 300
+    assert any("60 rows" in note for note in result.notes)
+
+
+def test_a_row_logged_twice_counts_once(tmp_path):
+    steps = np.repeat(np.arange(100), 2)
+    result = probe(write(tmp_path, np.repeat(falling(100, 0), 2), steps=steps))
+    assert result.facts["values"] == 100
+
+
+def test_another_signal(tmp_path):
+    path = tmp_path / "run.csv"
+    rows = [f"{i},{3 - i / 100},{'' if i % 10 else 2 + i / 100}" for i in range(200)]
+    path.write_text("\n".join(["step,loss,eval_loss", *rows]) + "\n")
+    assert verdict_of(probe(path), "progress") == "PASS"
+    result = probe(path, signal="eval_loss")
+    assert verdict_of(result, "progress") == "FAIL"
+    assert result.facts["values"] == 20
+    with pytest.raises(NothingToProbe, match="grad_norm"):
+        probe(path, signal="grad_norm")
+
+
+def test_the_thinned_curve_keeps_the_extremes(tmp_path):
+    values = falling(20_000, 0.05)
+    values[7_777], values[13_131], values[15_000] = 99.0, -5.0, np.nan
+    curve = probe_values(tmp_path, values).facts["curve"]
+    assert len(curve["value"]) == len(curve["step"]) <= 512
+    kept = dict(zip(curve["step"].tolist(), curve["value"].tolist(), strict=True))
+    assert kept[7_777] == 99.0
+    assert kept[13_131] == -5.0
+    assert np.isnan(kept[15_000])
+    assert kept[0] == np.float32(values[0])
+    assert kept[19_999] == np.float32(values[-1])
+    assert len(probe_values(tmp_path, values, curve_points=64).facts["curve"]["value"]) <= 64
+
+
+def test_wrong_inputs_are_refused():
+    for wrong in ({"ends": 0.0}, {"min_steps": 2}, {"event_points": 6}, {"nonsense": 1}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            LossInputs.model_validate(wrong)
+    with pytest.raises(ValueError, match="fail_regret"):
+        LossInputs(warn_regret=0.5, fail_regret=0.2)
+
+
+def test_memory_does_not_grow_with_the_log(tmp_path):
+    peaks = []
+    for steps in (17_000, 34_000):
+        path = write(tmp_path, falling(steps, 0.05))
+        (trace,), _ = open_traces([str(path)])
+        trace.survey()
+        tracemalloc.start()
+        probe_loss(trace)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.3 * peaks[0]
+    assert peaks[1] < 40 << 20

@@ -1,0 +1,196 @@
+"""The optimizer probe on Orbax checkpoints of optax states, wherever in the tree they are."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as legacy
+import pytest
+from flax.training.train_state import TrainState
+from orbax.checkpoint import v1 as ocp
+
+import healcore.jax
+from healcore.jax.store import OrbaxStore
+from healcore.tools.probe.contents.saved_state import parsed
+from healcore.tools.probe.result import NothingToProbe, ProbeError
+from tests.tools.probe.networks import probe, verdicts
+
+STEPS, LAYERS = 60, 6
+
+
+def params() -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(0), LAYERS)
+    return {
+        f"layer_{i}": {"kernel": jax.random.normal(keys[i], (4, 4)), "bias": jnp.zeros(4)}
+        for i in range(LAYERS)
+    }
+
+
+def labels(tree: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key, tree)
+
+
+def trained(tx: Any, **extra: Any) -> tuple[Any, Any]:
+    """Parameters and state after some steps on noise."""
+    weights = params()
+
+    @jax.jit
+    def step(carry: Any, key: Any) -> Any:
+        weights, state = carry
+        grads = jax.tree.map(lambda leaf: 1e-3 * jax.random.normal(key, leaf.shape), weights)
+        updates, state = tx.update(grads, state, weights, **extra)
+        return (optax.apply_updates(weights, updates), state), None
+
+    keys = jax.random.split(jax.random.key(1), STEPS)
+    return jax.lax.scan(step, (weights, tx.init(weights)), keys)[0]
+
+
+def spoilt(state: Any, factor: float = 1e6) -> Any:
+    """The second moments of one kernel, multiplied."""
+
+    def spoil(path: Any, leaf: Any) -> Any:
+        name = jax.tree_util.keystr(path)
+        return leaf * factor if "nu" in name and "layer_3'" in name and "kernel" in name else leaf
+
+    return jax.tree_util.tree_map_with_path(spoil, state)
+
+
+def save(path: Path, tree: Any) -> None:
+    ocp.save(str(path), tree)
+
+
+@pytest.fixture(scope="module")
+def adamw():
+    return trained(optax.adamw(1e-3))
+
+
+CHAINS = {
+    "adamw": lambda: optax.adamw(1e-3),
+    "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+    "amsgrad": lambda: optax.amsgrad(1e-3),
+    "nadamw": lambda: optax.nadamw(1e-3),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(1e-3, b2=0.95),
+    "multi_transform": lambda: optax.multi_transform(
+        {"kernel": optax.adamw(1e-3), "bias": optax.adam(1e-2)}, labels
+    ),
+    "masked": lambda: optax.masked(optax.adamw(1e-3), lambda p: jax.tree.map(lambda x: True, p)),
+    "MultiSteps": lambda: optax.MultiSteps(optax.adamw(1e-3), every_k_schedule=1),
+    "bfloat16 mu": lambda: optax.adamw(1e-3, mu_dtype=jnp.bfloat16),
+    "lamb": lambda: optax.lamb(1e-3),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_wherever_the_moments_are(tmp_path, name):
+    weights, state = trained(CHAINS[name]())
+    save(tmp_path / "ill", {"params": weights, "opt_state": spoilt(state)})
+    result = probe(tmp_path / "ill")
+    assert result.facts["parameters"] == 2 * LAYERS
+    assert result.facts["step"] == STEPS
+    assert verdicts(result)["outliers"] == "WARN", result.checks
+    assert result.facts["top"][0]["parameter"].endswith("layer_3.kernel")
+
+
+def test_a_healthy_one_passes(tmp_path, adamw):
+    weights, state = adamw
+    save(tmp_path / "c", {"params": weights, "opt_state": state})
+    result = probe(tmp_path / "c")
+    assert result.verdict.value == "PASS", result.checks
+    a, b = (
+        probe(tmp_path / "c", beta2=beta).facts["top"][0]["gradient_rms"] for beta in (0.999, 0)
+    )
+    assert a == pytest.approx(b / (1 - 0.999**STEPS) ** 0.5, rel=1e-6)
+    (path,) = (tmp_path / "c").glob("*/_METADATA")
+    path.write_text(path.read_text()[:100])
+    with pytest.raises(ProbeError, match="damaged"):
+        probe(tmp_path / "c")
+
+
+def test_protect(tmp_path):
+    tx = healcore.jax.protect(optax.chain(optax.clip(1.0), optax.adamw(1e-3)))
+    weights, state = trained(tx, value=jnp.float32(2.0))
+    store = OrbaxStore(tmp_path / "store")
+    store.save(60, {"params": weights, "opt_state": spoilt(state)})
+    store.wait()
+    result = probe(tmp_path / "store")
+    assert result.facts["top"][0]["parameter"] == "layer_3.kernel"
+    assert result.facts["step"] == STEPS
+    assert verdicts(result)["outliers"] == "WARN"
+
+
+def test_a_train_state_in_every_kind_of_orbax_checkpoint(tmp_path, adamw):
+    weights, state = adamw
+    create = TrainState.create
+    train_state = create(apply_fn=lambda: None, params=weights, tx=optax.adamw(1e-3))
+    train_state = train_state.replace(opt_state=spoilt(state), step=60)
+    save(tmp_path / "v1", train_state)
+    legacy.PyTreeCheckpointer().save(tmp_path / "v0", train_state)
+    handler = legacy.PyTreeCheckpointHandler(use_ocdbt=False)
+    legacy.Checkpointer(handler).save(tmp_path / "files", args=legacy.args.PyTreeSave(train_state))
+    handler = legacy.PyTreeCheckpointHandler(use_zarr3=True)
+    legacy.Checkpointer(handler).save(tmp_path / "zarr3", args=legacy.args.PyTreeSave(train_state))
+    with legacy.CheckpointManager(tmp_path / "manager") as manager:
+        for step in (7, 60):
+            manager.save(step, args=legacy.args.StandardSave(train_state))
+        manager.wait_until_finished()
+    store = OrbaxStore(tmp_path / "store")
+    store.save(60, {"train_state": train_state})
+    store.wait()
+    for kind in ("v1", "v0", "files", "zarr3", "manager", "manager/60", "store"):
+        result = probe(tmp_path / kind)
+        assert verdicts(result)["outliers"] == "WARN", (kind, result.checks)
+        assert result.facts["top"][0]["parameter"] == "layer_3.kernel", kind
+
+
+def test_nan_in_any_parameter(tmp_path, adamw):
+    weights, state = adamw
+    leaves, structure = jax.tree.flatten(state)
+    floats = [at for at, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    assert len(floats) == 4 * LAYERS
+    for at in floats[::9]:
+        bad = list(leaves)
+        bad[at] = bad[at].at[-1].set(jnp.nan)
+        tree = {"params": weights, "opt_state": jax.tree.unflatten(structure, bad)}
+        save(tmp_path / str(at), tree)
+        result = probe(tmp_path / str(at))
+        assert result.verdict.value == "WARN"
+        assert len(result.facts["nonfinite"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("tx", "why"),
+    [
+        (optax.sgd(0.1, momentum=0.9), "SGD"),
+        (optax.lion(1e-3), "Lion"),
+        (optax.adafactor(1e-3, min_dim_size_to_factor=2), "Adafactor"),
+        (optax.rmsprop(1e-3), "RMSprop"),
+        (optax.adagrad(1e-3), "Adagrad"),
+    ],
+)
+def test_not_of_adams_kind(tmp_path, tx, why):
+    weights = params()
+    save(tmp_path / "c", {"params": weights, "opt_state": tx.init(weights)})
+    with pytest.raises(NothingToProbe, match=why):
+        probe(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        (jax.tree_util.GetAttrKey("opt_state"), jax.tree_util.SequenceKey(0)),
+        (jax.tree_util.DictKey("a.b"), jax.tree_util.DictKey("it's")),
+        (jax.tree_util.DictKey("back\\slash"), jax.tree_util.FlattenedIndexKey(3)),
+        (jax.tree_util.DictKey(7), jax.tree_util.GetAttrKey("nu"), jax.tree_util.DictKey("]['")),
+    ],
+)
+def test_paths_of_jax(path):
+    names = [getattr(key, "name", getattr(key, "key", getattr(key, "idx", None))) for key in path]
+    assert parsed(jax.tree_util.keystr(path)) == tuple(map(str, names))

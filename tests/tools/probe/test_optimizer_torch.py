@@ -1,0 +1,485 @@
+"""The optimizer probe on checkpoints of torch's own optimizers."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
+
+from healcore.tools.probe.parameter_names import by_shape, in_order
+from healcore.tools.probe.result import NothingToProbe, ProbeError
+from healcore.torch.store import DCPStore
+from tests.tools.probe.networks import Net, probe, saved, train, trained, verdicts
+
+ADAMS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-3, betas=(0.8, 0.95)),
+    "amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+    "radam": lambda p: torch.optim.RAdam(p, lr=1e-3),
+}
+
+
+@pytest.fixture(scope="module")
+def net_and_optimizer():
+    return trained()
+
+
+@pytest.mark.parametrize("name", ADAMS)
+def test_a_healthy_one_passes(tmp_path, name):
+    net, optimizer = trained(ADAMS[name])
+    result = probe(saved(tmp_path, net, optimizer))
+    assert result.verdict.value == "PASS", result.checks
+    assert result.facts["parameters"] == len(list(net.parameters()))
+    assert result.facts["step"] == 60
+    assert len(result.facts["top"]) == 3
+
+
+def test_steps_as_numbers_as_tensors_and_in_the_group(tmp_path, net_and_optimizer):
+    net, optimizer = net_and_optimizer
+    state = optimizer.state_dict()
+    for how in ("number", "whole tensor", "group"):
+        slots = {key: dict(slot) for key, slot in state["state"].items()}
+        groups = [dict(group) for group in state["param_groups"]]
+        for slot in slots.values():
+            step = slot.pop("step")
+            if how == "number":
+                slot["step"] = int(step)
+            elif how == "whole tensor":
+                slot["step"] = torch.tensor([60], dtype=torch.int64)
+        if how == "group":
+            groups[0]["step"] = 60
+        path = tmp_path / f"{how}.pt"
+        torch.save(
+            {"model": net.state_dict(), "opt": {"state": slots, "param_groups": groups}}, path
+        )
+        result = probe(path)
+        assert result.verdict.value == "PASS", (how, result.checks)
+        assert result.facts["step"] == 60
+
+
+class TestFormats:
+    """The same state, saved in every way."""
+
+    def check(self, path: Path, **inputs: object) -> None:
+        result = probe(path, **inputs)
+        assert verdicts(result)["outliers"] == "WARN", result.checks
+        assert result.facts["top"][0]["parameter"] == "blocks.3.1.weight"
+        assert result.facts["top"][0]["layer"] == "blocks.3"
+        assert result.facts["top"][0]["ratio"] > 1e3
+
+    @pytest.fixture
+    def ill(self):
+        net, optimizer = trained()
+        optimizer.state[net.linear(3).weight]["exp_avg_sq"] *= 1e4
+        return net, optimizer
+
+    def test_torch_file(self, tmp_path, ill):
+        self.check(saved(tmp_path, *ill))
+
+    def test_torch_file_without_zip(self, tmp_path, ill):
+        net, optimizer = ill
+        path = tmp_path / "old.pt"
+        state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(state, path, _use_new_zipfile_serialization=False)
+        self.check(path)
+
+    def test_dcp_directory(self, tmp_path, ill):
+        net, optimizer = ill
+        state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+        save_dcp(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+        self.check(tmp_path / "dcp")
+
+    def test_dcp_directory_with_names(self, tmp_path, ill):
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(*ill)
+        state = {"model": model, "optimizer": optimizer}
+        save_dcp(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+        self.check(tmp_path / "dcp")
+
+    def test_our_store(self, tmp_path, ill):
+        net, optimizer = ill
+        healthy = trained()
+        store = DCPStore(tmp_path / "store")
+        store.save(1, {"model": healthy[0], "optimizer": healthy[1]})
+        store.wait()
+        store.mark(1, "good")
+        store.save(2, {"model": net, "optimizer": optimizer})
+        store.wait()
+        self.check(tmp_path / "store", step=2)
+        self.check(Path(store.steps()[1].path or ""))
+        newest_good = probe(tmp_path / "store")
+        assert newest_good.verdict.value == "PASS"
+        assert "step 1 (good)" in newest_good.notes[0]
+        with pytest.raises(NothingToProbe, match="step 7"):
+            probe(tmp_path / "store", step=7)
+
+    def test_safetensors(self, tmp_path, ill):
+        from safetensors.torch import save_file
+
+        net, optimizer = ill
+        names = [name for name, _ in net.named_parameters()]
+        tensors = {
+            f"state.{name}.{slot}": value.reshape(1) if not value.ndim else value
+            for name, slots in zip(names, optimizer.state.values(), strict=True)
+            for slot, value in slots.items()
+        }
+        save_file(tensors, tmp_path / "optimizer.safetensors")
+        self.check(tmp_path / "optimizer.safetensors")
+
+    @pytest.mark.parametrize("weights", ["pytorch_model.bin", "model.safetensors"])
+    def test_directory_of_the_trainer(self, tmp_path, ill, weights):
+        """Weights beside the optimizer, in groups with and without decay."""
+        from safetensors.torch import save_file
+
+        net, optimizer = ill
+        decayed = [p for p in net.parameters() if p.ndim > 1]
+        others = [p for p in net.parameters() if p.ndim == 1]
+        split = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}])
+        for parameter, slots in optimizer.state.items():
+            split.state[parameter] = slots
+        torch.save(split.state_dict(), tmp_path / "optimizer.pt")
+        (tmp_path / "trainer_state.json").write_text("{}")
+        if weights.endswith("bin"):
+            torch.save(net.state_dict(), tmp_path / weights)
+            self.check(tmp_path)
+        else:
+            # Sorted by name: which of the six alike is which cannot be known, so nothing is said.
+            save_file(net.state_dict(), tmp_path / weights)
+            result = probe(tmp_path)
+            assert result.facts["top"][0]["parameter"] == "group 0, parameter 4"
+
+    def test_the_optimizer_alone_has_numbers_for_names(self, tmp_path, ill):
+        net, optimizer = ill
+        torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+        result = probe(tmp_path / "optimizer.pt")
+        number = [p is net.linear(3).weight for p in net.parameters()].index(True)
+        assert result.facts["top"][0]["parameter"] == f"group 0, parameter {number}"
+
+    def test_names_that_the_optimizer_was_given(self, tmp_path, ill):
+        net, optimizer = ill
+        named = torch.optim.AdamW(net.named_parameters())
+        for parameter, slots in optimizer.state.items():
+            named.state[parameter] = slots
+        torch.save(named.state_dict(), tmp_path / "optimizer.pt")
+        self.check(tmp_path / "optimizer.pt")
+
+
+def test_before_step_50_nothing_is_verdict_of(tmp_path):
+    net, optimizer = trained(steps=49)
+    result = probe(saved(tmp_path, net, optimizer))
+    assert result.verdict.value == "SKIP"
+    assert "step 49" in result.checks[0].message
+    assert probe(saved(tmp_path, net, optimizer), min_step=49).verdict.value == "PASS"
+
+
+def test_nan_is_told_before_step_50_too(tmp_path):
+    net, optimizer = trained(steps=3)
+    for slots in optimizer.state.values():
+        slots["exp_avg_sq"].fill_(float("nan"))
+    assert probe(saved(tmp_path, net, optimizer)).verdict.value == "FAIL"
+
+
+@pytest.mark.parametrize("slot", ["exp_avg_sq", "exp_avg"])
+def test_one_nan_in_any_parameter_warns(tmp_path, net_and_optimizer, slot):
+    """One NaN, in each parameter in turn: none is overlooked, and its name is the right one."""
+    net, optimizer = net_and_optimizer
+    for name, parameter in net.named_parameters():
+        values = optimizer.state[parameter][slot].view(-1)
+        kept = values[-1].clone()
+        for bad in (float("nan"), float("inf")):
+            values[-1] = bad
+            result = probe(saved(tmp_path, net, optimizer))
+            assert verdicts(result)["finite"] == "WARN", name
+            assert result.verdict.value == "WARN"
+            assert result.facts["nonfinite"] == [name]
+        values[-1] = kept
+    assert probe(saved(tmp_path, net, optimizer)).verdict.value == "PASS"
+
+
+def test_239_of_240_nan_tensors_fail(tmp_path):
+    values = {
+        i: {"step": 100, "exp_avg": torch.ones(4), "exp_avg_sq": torch.full((4,), float("nan"))}
+        for i in range(240)
+    }
+    values[17]["exp_avg_sq"] = torch.ones(4)
+    path = tmp_path / "o.pt"
+    torch.save({"state": values, "param_groups": []}, path)
+    result = probe(path)
+    assert result.verdict.value == "FAIL"
+    assert len(result.facts["nonfinite"]) == 239
+
+
+def test_second_moments_below_0_are_impossible(tmp_path):
+    net, optimizer = trained()
+    optimizer.state[net.head.bias]["exp_avg_sq"][3] = -1e-3
+    result = probe(saved(tmp_path, net, optimizer))
+    assert verdicts(result)["finite"] == "WARN"
+    assert result.facts["negative"] == ["head.bias"]
+
+
+class TestDead:
+    """Second moments of exactly 0."""
+
+    def test_all_of_them_fail(self, tmp_path):
+        net, optimizer = trained()
+        for slots in optimizer.state.values():
+            slots["exp_avg_sq"].zero_()
+        result = probe(saved(tmp_path, net, optimizer))
+        assert verdicts(result)["dead"] == "FAIL"
+
+    def test_one_warns_and_the_others_are_judged(self, tmp_path):
+        net, optimizer = trained()
+        optimizer.state[net.linear(1).weight]["exp_avg_sq"].zero_()
+        optimizer.state[net.linear(4).weight]["exp_avg_sq"] *= 1e6
+        result = probe(saved(tmp_path, net, optimizer))
+        assert verdicts(result)["dead"] == "WARN"
+        assert result.facts["dead"] == ["blocks.1.1.weight"]
+        assert verdicts(result)["outliers"] == "WARN"
+        assert result.facts["top"][0]["parameter"] == "blocks.4.1.weight"
+
+    def test_really_dead(self, tmp_path):
+        """A layer that nothing depends on, with gradients of 0."""
+
+        class Cut(Net):
+            def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+                return super().forward(tokens) + 0 * self.unused(self.embed(tokens)).sum()
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.unused = nn.Linear(16, 4)
+
+        torch.manual_seed(0)
+        net = Cut()
+        optimizer = torch.optim.AdamW(net.parameters())
+        train(net, optimizer, 55)
+        result = probe(saved(tmp_path, net, optimizer))
+        assert result.verdict.value == "WARN"
+        assert result.facts["dead"] == ["unused.weight", "unused.bias"]
+
+
+class TestOutliers:
+    """Layers whose gradients are of another size."""
+
+    def test_a_benign_gradient_over_depth_passes(self, tmp_path):
+        net, optimizer = trained(blocks=12)
+        for depth, block in enumerate(net.blocks):
+            for parameter in block.parameters():
+                optimizer.state[parameter]["exp_avg_sq"] *= 2.5 ** (2 * depth / 11)
+        assert probe(saved(tmp_path, net, optimizer)).verdict.value == "PASS"
+
+    def test_also_where_all_else_is_the_same(self, tmp_path):
+        state = {
+            f"layers.{i}.weight": {
+                "step": 1000,
+                "exp_avg": torch.zeros(4),
+                "exp_avg_sq": torch.full((4,), 1e-6 * 2.5 ** (i / 11)),
+            }
+            for i in range(12)
+        }
+        path = tmp_path / "o.pt"
+        torch.save({"state": state, "param_groups": []}, path)
+        assert probe(path).verdict.value == "PASS"
+        state["layers.7.weight"]["exp_avg_sq"] *= 100
+        torch.save({"state": state, "param_groups": []}, path)
+        result = probe(path)
+        assert result.verdict.value == "WARN"
+        assert result.facts["top"][0]["layer"] == "layers.7"
+
+    @pytest.mark.parametrize("factor", [1e-4, 1e-2, 1e2, 1e4, 1e20])
+    def test_one_layer_far_off_warns(self, tmp_path, factor):
+        net, optimizer = trained(blocks=8)
+        for parameter in net.blocks[5].parameters():
+            optimizer.state[parameter]["exp_avg_sq"] *= factor
+        result = probe(saved(tmp_path, net, optimizer))
+        assert verdicts(result)["outliers"] == "WARN"
+        assert result.facts["top"][0]["layer"] == "blocks.5"
+
+    def test_without_names_it_is_compared_with_the_same_shape(self, tmp_path):
+        net, optimizer = trained(blocks=8)
+        optimizer.state[net.linear(5).weight]["exp_avg_sq"] *= 1e3
+        torch.save(optimizer.state_dict(), tmp_path / "o.pt")
+        result = probe(tmp_path / "o.pt")
+        number = [p is net.linear(5).weight for p in net.parameters()].index(True)
+        assert verdicts(result)["outliers"] == "WARN"
+        assert result.facts["top"][0]["parameter"] == f"group 0, parameter {number}"
+
+    def test_many_layers_far_off_fail(self, tmp_path):
+        net, optimizer = trained(blocks=12)
+        for block in net.blocks[:5]:
+            for parameter in block.parameters():
+                optimizer.state[parameter]["exp_avg_sq"] *= 1e8
+        assert verdicts(probe(saved(tmp_path, net, optimizer)))["outliers"] == "FAIL"
+
+    def test_a_younger_parameter_is_corrected_for_its_own_age(self, tmp_path):
+        """The same gradients for 60 steps and for 3000 give very different running averages."""
+        state = {}
+        for i in range(12):
+            step = 60 if i == 5 else 3000
+            v = torch.full((4,), 1e-6 * (1 - 0.999**step))
+            state[i] = {"step": step, "exp_avg": torch.zeros(4), "exp_avg_sq": v}
+        path = tmp_path / "o.pt"
+        torch.save({"state": state, "param_groups": []}, path)
+        result = probe(path)
+        assert result.verdict.value == "PASS"
+        assert abs(result.facts["top"][0]["ratio"] - 1) < 1e-3
+
+    def test_the_betas_are_those_of_the_group(self, tmp_path):
+        state = {}
+        for i in range(12):
+            beta = 0.9999 if i < 6 else 0.9
+            v = torch.full((4,), 1e-6 * (1 - beta**60))
+            state[i] = {"step": 60, "exp_avg": torch.zeros(4), "exp_avg_sq": v}
+        groups = [
+            {"betas": (0.9, 0.9999), "params": list(range(6))},
+            {"betas": (0.9, 0.9), "params": list(range(6, 12))},
+        ]
+        path = tmp_path / "o.pt"
+        torch.save({"state": state, "param_groups": groups}, path)
+        top = probe(path).facts["top"]
+        assert max(abs(each["ratio"] - 1) for each in top) < 1e-3
+
+
+def test_a_bias_before_a_norm_is_not_ill(tmp_path):
+    """Its true gradient is 0; what it has is rounding, 1e-10 of what the other biases have."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Embedding(20, 16)]
+    for _ in range(6):
+        layers += [nn.Linear(16, 16), nn.BatchNorm1d(16), nn.GELU()]
+    net = nn.Sequential(*layers, nn.Linear(16, 20))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    train(net, optimizer, 60)
+    result = probe(saved(tmp_path, net, optimizer))
+    assert result.verdict.value == "PASS", result.checks
+    assert any("6 parameters get no more than rounding" in note for note in result.notes)
+
+
+class TestNotAdam:
+    """What has no second moments is skipped, with the reason."""
+
+    @pytest.mark.parametrize(
+        ("make", "why"),
+        [
+            (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "SGD"),
+            (lambda p: torch.optim.SGD(p, lr=0.1), "no optimizer state"),
+            (lambda p: torch.optim.Adafactor(p), "Adafactor"),
+            (lambda p: torch.optim.RMSprop(p), "RMSprop"),
+            (lambda p: torch.optim.Adagrad(p), "Adagrad"),
+            (lambda p: torch.optim.Adamax(p), "Adamax"),
+            (lambda p: torch.optim.Rprop(p), "Rprop"),
+        ],
+    )
+    def test_of_torch(self, tmp_path, make, why):
+        net, optimizer = trained(make, steps=2)
+        with pytest.raises(NothingToProbe, match=why):
+            probe(saved(tmp_path, net, optimizer))
+
+    def test_lion(self, tmp_path):
+        state = {0: {"exp_avg": torch.ones(3)}}
+        torch.save({"state": state, "param_groups": []}, tmp_path / "o.pt")
+        with pytest.raises(NothingToProbe, match="Lion"):
+            probe(tmp_path / "o.pt")
+
+    def test_8_bit_states(self, tmp_path):
+        eight = torch.zeros(4096, dtype=torch.uint8)
+        quantiles, absmax = torch.zeros(256), torch.zeros(2)
+        state = {
+            0: {
+                "step": 100, "state1": eight, "state2": eight, "qmap1": quantiles,
+                "qmap2": quantiles, "absmax1": absmax, "absmax2": absmax,
+            },
+        }  # fmt: skip
+        torch.save({"state": state, "param_groups": []}, tmp_path / "o.pt")
+        with pytest.raises(NothingToProbe, match="8-bit"):
+            probe(tmp_path / "o.pt")
+
+    def test_weights_alone(self, tmp_path):
+        torch.save(Net().state_dict(), tmp_path / "model.pt")
+        with pytest.raises(NothingToProbe, match="no optimizer state"):
+            probe(tmp_path / "model.pt")
+
+    def test_two_optimizers_one_of_them_adam(self, tmp_path):
+        net, adam = trained()
+        sgd = torch.optim.SGD(net.head.parameters(), lr=0.1, momentum=0.9)
+        train(net, sgd, 1)
+        state = {"model": net.state_dict(), "adam": adam.state_dict(), "sgd": sgd.state_dict()}
+        torch.save(state, tmp_path / "both.pt")
+        result = probe(tmp_path / "both.pt")
+        assert result.verdict.value == "PASS"
+        assert any("SGD" in note for note in result.notes)
+
+
+def test_a_pickle_that_would_run_code_is_refused(tmp_path):
+    ran = tmp_path / "ran"
+
+    class Evil:
+        def __reduce__(self):
+            return (Path.touch, (ran,))
+
+    torch.save({"state": Evil()}, tmp_path / "evil.pt")
+    with pytest.raises(ProbeError, match="could execute"):
+        probe(tmp_path / "evil.pt")
+    torch.save({"args": argparse.Namespace(lr=1)}, tmp_path / "args.pt")
+    with pytest.raises(ProbeError, match=r"argparse\.Namespace"):
+        probe(tmp_path / "args.pt")
+    assert not ran.exists()
+
+
+def test_the_index_of_dcp_is_a_pickle_too(tmp_path):
+    import pickle
+
+    ran = tmp_path / "ran"
+
+    class Evil:
+        def __reduce__(self):
+            return (Path.touch, (ran,))
+
+    folder = tmp_path / "c"
+    save_dcp({"a": torch.ones(3)}, checkpoint_id=folder, no_dist=True)
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(ProbeError, match="damaged"):
+        probe(folder)
+    assert not ran.exists()
+
+
+SHAPES = st.lists(st.sampled_from([(2,), (3,), (2, 3)]), max_size=8)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(SHAPES, st.data())
+def test_names_are_right_or_left_out(shapes, data):
+    """Against every way in which the parameters can lie in the model."""
+    import itertools
+
+    chosen = sorted(
+        data.draw(st.sets(st.integers(0, len(shapes) - 1)) if shapes else st.just(set()))
+    )
+    model = [(str(at), shape) for at, shape in enumerate(shapes)]
+    given_shapes = [shapes[at] for at in chosen]
+    ways = [
+        way
+        for way in itertools.combinations(range(len(shapes)), len(chosen))
+        if [shapes[at] for at in way] == given_shapes
+    ]
+    for place, name in enumerate(in_order(given_shapes, model)):
+        possible = {str(way[place]) for way in ways}
+        assert (name is not None) == (len(possible) == 1)
+        if name is not None:
+            assert possible == {name}
+
+
+@given(SHAPES, SHAPES)
+def test_by_shape_only_what_is_unique(shapes, model):
+    names = by_shape(shapes, [(str(at), shape) for at, shape in enumerate(model)])
+    for shape, name in zip(shapes, names, strict=True):
+        certain = shapes.count(shape) == 1 and model.count(shape) == 1
+        assert name == (str(model.index(shape)) if certain else None)

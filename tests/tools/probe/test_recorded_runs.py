@@ -1,0 +1,99 @@
+"""The public runs: what the probe says of them, with its defaults."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from healcore.tools.probe.result import ProbeResult
+from tests.tools.probe.curves import probe
+
+FOLDER = Path(__file__).parents[4] / "shared" / "traces"
+
+pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"{FOLDER} is not there")
+
+
+@functools.cache
+def probed(path: Path) -> ProbeResult:
+    return probe(path)
+
+
+def verdicts(pattern: str) -> Counter[str]:
+    paths = sorted(FOLDER.glob(pattern))
+    assert paths
+    return Counter(probed(path).verdict.value for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "number"),
+    [
+        ("algoperf/calm/*.csv", 47),
+        ("algoperf/hard_negative_vit/*.csv", 16),
+        ("modded_nanogpt/*/*.csv", 14),
+        ("megatron_golden/*.csv", 12),
+        ("mlperf_v5.1/flux1*.csv", 6),
+        ("mlperf_v5.1/llama31_405b*.csv", 2),
+    ],
+)
+def test_healthy_runs_pass(pattern, number):
+    assert verdicts(pattern) == {"PASS": number}
+
+
+def test_runs_that_end_in_nan_fail():
+    assert verdicts("algoperf/early_nan_100/*.csv") == {"FAIL": 12}
+
+
+def test_runs_with_spikes_that_lasted_warn():
+    assert verdicts("mlperf_v5.1/llama31_8b*.csv") == {"WARN": 10}
+
+
+def labelled(pattern: str) -> tuple[int, int, int, int]:
+    """Labelled spikes; those that an event touches; events; those that touch no label."""
+    spikes = found = events = elsewhere = 0
+    for each in json.loads((FOLDER / "labels.json").read_text()):
+        if not fnmatch.fnmatch(each["file"], pattern):
+            continue
+        steps = np.loadtxt(FOLDER / each["file"], delimiter=",", skiprows=1, usecols=0)
+        told = [
+            (np.searchsorted(steps, event.step), np.searchsorted(steps, event.last))
+            for event in probed(FOLDER / each["file"]).facts["events"]
+        ]
+
+        def touches(span: tuple[int, int], label: dict[str, int]) -> bool:
+            return span[0] <= label["end"] + 5 and label["onset"] - 5 <= span[1]
+
+        known = each["spikes"] + each["ambiguous"]
+        spikes += len(each["spikes"])
+        found += sum(any(touches(span, spike) for span in told) for spike in each["spikes"])
+        events += len(told)
+        elsewhere += sum(not any(touches(span, label) for label in known) for span in told)
+    return spikes, found, events, elsewhere
+
+
+@pytest.mark.parametrize(
+    ("pattern", "spikes", "least", "most_elsewhere"),
+    [("mlperf_v5.1/llama31_8b*", 15, 15, 0), ("algoperf/spiky/*", 67, 64, 5)],
+)
+def test_the_spikes_are_where_people_saw_them(pattern, spikes, least, most_elsewhere):
+    there, found, events, elsewhere = labelled(pattern)
+    print(f"{pattern}: {found} of {there}; {elsewhere} of {events} events elsewhere")
+    assert there == spikes
+    assert found >= least
+    assert elsewhere <= most_elsewhere
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "v05__shampoo_submission__study_2__wmt_glu_tanh_pytorch__trial_3__1717409454",
+        "v05__schedule_free_prodigy__study_0__wmt_pytorch__trial_2__1718186724",
+    ],
+)
+def test_spikes_soon_after_each_other_and_of_single_values_again_and_again(name):
+    assert verdicts(f"algoperf/spiky/{name}.csv") == {"WARN": 1}

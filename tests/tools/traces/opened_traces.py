@@ -1,0 +1,47 @@
+"""Opening one trace in a test, and looking at all of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from healcore.tools.traces import Trace, lineage, open_traces
+
+
+def open_one(path: str | os.PathLike[str], **options: Any) -> Trace:
+    """The only trace that a path has."""
+    traces, unreadable = open_traces([os.fspath(path)], **options)
+    assert not unreadable
+    (trace,) = traces
+    return trace
+
+
+def refusal(path: str | os.PathLike[str], **options: Any) -> str:
+    """Why a path gives no trace."""
+    traces, unreadable = open_traces([os.fspath(path)], **options)
+    assert not traces
+    assert [failure.path for failure in unreadable] == [os.fspath(path)]
+    return unreadable[0].problem
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_bytes(text.encode())
+    return path
+
+
+def problems_of(trace: Trace) -> list[tuple[int | None, str]]:
+    """The problems of a trace: line and text."""
+    return [(problem.line, problem.text) for problem in trace.survey().problems]
+
+
+def lineage_of(trace: Trace) -> list[int]:
+    """Indices of the rows of the final lineage."""
+    return [int(index) for rows in lineage(trace) for index in rows.index]
+
+
+def column(values: Any) -> list[float | str]:
+    """Comparable, NaN included."""
+    return ["nan" if np.isnan(value) else float(value) for value in np.asarray(values)]

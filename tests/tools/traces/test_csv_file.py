@@ -1,0 +1,250 @@
+"""CSV files: their dialects, their cells, and the row numbers that pandas gives."""
+
+from __future__ import annotations
+
+import gzip
+import io
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from healcore.tools.traces import load, open_traces
+from healcore.tools.traces.trace import CHUNK, SIGNALS
+from tests.tools.traces.opened_traces import column, open_one, problems_of, refusal, write
+
+
+def test_a_plain_file(tmp_path):
+    trace = open_one(
+        write(tmp_path / "run.csv", "step,loss,grad_norm\n1,2.5,0.5\n2,nan,inf\n3,2.25,\n")
+    )
+    table = load(trace)
+    assert table.index.tolist() == [0, 1, 2]
+    assert table.step.tolist() == [1, 2, 3]
+    assert column(table.values["loss"]) == [2.5, "nan", 2.25]
+    assert column(table.values["grad_norm"]) == [0.5, np.inf, "nan"]
+    assert table.given["loss"].all()  # the word nan is a value
+    assert table.given["grad_norm"].tolist() == [True, True, False]  # an empty cell is not
+    survey = trace.survey()
+    assert survey.signals == {"loss", "grad_norm"}
+    assert survey.combinations == {frozenset({"loss"}), frozenset({"loss", "grad_norm"})}
+    assert survey.problem_count == survey.note_count == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "step,loss\n1,2.5\n2,2.25\n",
+        "\ufeffstep,loss\r\n1,2.5\r\n2,2.25\r\n",
+        "step;loss\n1;2,5\n2;2,25\n",
+        "step\tloss\n1\t2.5\n2\t2.25",
+        '\n"step","loss"\n"1","2.5"\n\n"2","2.25"\n',
+        "epoch,_step,train/loss,note\n0,1,2.5,hello\n0,2,2.25,\n",
+        'note,global_step,lm loss\n"two\nlines",1,2.5\n"a ""quote""",2,2.25\n',
+        "step,loss\r1,2.5\r2,2.25\r",
+        "step,loss\n1,2.5,\n2,2.25,,\n",
+    ],
+)
+def test_dialects(tmp_path, text):
+    table = load(open_one(write(tmp_path / "run.csv", text)))
+    assert table.step.tolist() == [1, 2]
+    assert table.values["loss"].tolist() == [2.5, 2.25]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-8-sig"])
+def test_other_encodings_and_gzip(tmp_path, encoding):
+    path = tmp_path / "run.csv.gz"
+    path.write_bytes(gzip.compress("step,loss\n1,2.5\n2,2.25\n".encode(encoding)))
+    assert load(open_one(path)).values["loss"].tolist() == [2.5, 2.25]
+
+
+def test_bad_lines_are_told_by_number_and_keep_their_index(tmp_path):
+    text = (
+        "step,loss\n1,2\n2,abc\n\n3,\nx,3\n5\n6,1,2\n7,1\n,4\nnan,4\n8,1_0\n"  # line 12 is the last
+    )
+    trace = open_one(write(tmp_path / "run.csv", text))
+    table = load(trace)
+    assert table.index.tolist() == [0, 1, 2, 6, 9]
+    assert table.step.tolist() == [1, 2, 3, 7, 8]
+    assert column(table.values["loss"]) == [2, "nan", "nan", 1, "nan"]
+    assert table.given["loss"].tolist() == [True, False, False, True, False]
+    assert problems_of(trace) == [
+        (3, "column 'loss': 'abc' is not a number: the row is read without loss"),
+        (6, "column 'step': 'x' is not a number: the row is left out"),
+        (7, "1 cell where the header has 2: the row is left out"),
+        (8, "3 cells where the header has 2: the row is left out"),
+        (10, "column 'step': missing: the row is left out"),
+        (11, "column 'step': nan: the row is left out"),
+        (12, "column 'loss': '1_0' is not a number: the row is read without loss"),
+    ]
+
+
+def test_an_empty_step_among_numbers_is_reported(tmp_path):
+    trace = open_one(write(tmp_path / "run.csv", "step,loss\n1,2\n,4\n3,1\n"))
+    assert load(trace).step.tolist() == [1, 3]
+    assert problems_of(trace) == [(3, "column 'step': missing: the row is left out")]
+
+
+def test_a_quote_that_is_never_closed_costs_one_row(tmp_path):
+    rows = "".join(f"{step},1.5,\n" for step in range(2, 30_000))
+    text = f'step,loss,note\n0,1,\n1,2,"oops\n{rows}30000,nan,"and\n30001,1,"two\nlines"\n'
+    trace = open_one(write(tmp_path / "run.csv", text))
+    quote = "a quote that is not closed: the row is left out"
+    assert problems_of(trace) == [(3, quote), (30_002, quote)]
+    table = load(trace)
+    assert table.step.tolist() == [0, *range(2, 30_000), 30_001]
+    assert table.index[-1] == 30_001
+
+
+def test_a_cut_gzip_file_gives_what_it_has(tmp_path):
+    generator = np.random.default_rng(0)
+    rows = "".join(f"{step},{value}\n" for step, value in enumerate(generator.normal(size=20_000)))
+    whole = gzip.compress(f"step,loss\n{rows}".encode())
+    path = tmp_path / "run.csv.gz"
+    path.write_bytes(whole[: len(whole) // 2])
+    trace = open_one(path)
+    assert trace.survey().rows > 5_000
+    ((line, text),) = problems_of(trace)
+    assert line is not None
+    assert abs(line - trace.survey().rows) < 5
+    assert "compressed data end or break here" in text
+
+
+def test_without_steps_the_rows_are_counted(tmp_path):
+    table = load(open_one(write(tmp_path / "run.csv", "loss\n3\n2\nx\n1\n")))
+    assert table.step.tolist() == table.index.tolist() == [0, 1, 2, 3]
+
+
+def test_a_column_can_be_named(tmp_path):
+    path = write(tmp_path / "run.csv", "t,a,b\n5,1,2\n6,3,4\n")
+    assert "--column loss=NAME" in refusal(path)
+    table = load(open_one(path, columns={"loss": "b", "step": "t"}))
+    assert (table.step.tolist(), table.values["loss"].tolist()) == ([5, 6], [2, 4])
+    assert "it has 't', 'a', 'b'" in refusal(path, columns={"loss": "c"})
+
+
+def test_extras_are_read_beside_the_signals(tmp_path):
+    path = write(tmp_path / "run.csv", "step,loss,threshold\n1,2,7\n2,1,\n")
+    trace = open_one(path, extras=["threshold", "absent"])
+    assert column(load(trace).values["threshold"]) == [7, "nan"]
+    assert trace.survey().signals == {"loss"}
+
+
+def test_whole_numbers_of_a_step_are_exact(tmp_path):
+    table = load(open_one(write(tmp_path / "run.csv", "step,loss\n9007199254740991,1e39\n")))
+    assert table.step[0] == 9007199254740991
+    assert table.values["loss"][0] == np.inf  # as it would be in a float32 training
+
+
+def test_chunks_join_without_a_seam(tmp_path):
+    count = 2 * CHUNK + 7
+    text = "step,loss\n" + "".join(f"{step},{step % 97}\n" for step in range(count))
+    chunks = list(open_one(write(tmp_path / "run.csv", text)).rows())
+    assert max(len(chunk.index) for chunk in chunks) <= CHUNK
+    assert [chunk.start for chunk in chunks] == [int(chunk.index[0]) for chunk in chunks]
+    assert np.concatenate([chunk.index for chunk in chunks]).tolist() == list(range(count))
+
+
+CELLS = st.one_of(
+    st.just(""),
+    st.sampled_from(
+        ["nan", "NaN", "inf", "-inf", "Infinity", "None", "n/a", "x", " 1.5 ", "1e400"]
+    ),
+    st.floats(width=32).map(repr),
+    st.text(alphabet='01.,;"-_e\n\r\t nax', max_size=6),
+)
+
+
+@settings(max_examples=150)
+@given(cells=st.lists(CELLS, min_size=1, max_size=12), quoting=st.integers(0, 1))
+def test_any_cells_keep_the_numbers_that_pandas_gives(tmp_path_factory, cells, quoting):
+    """Every row that is read has pandas' row number, and the float of its cell."""
+    import csv
+
+    pandas = pytest.importorskip("pandas")
+    written = io.StringIO()
+    writer = csv.writer(written, quoting=csv.QUOTE_ALL if quoting else csv.QUOTE_MINIMAL)
+    writer.writerow(["step", "loss"])
+    writer.writerow([0, "1.5"])  # a usable row, whatever comes
+    writer.writerows([[step, cell] for step, cell in enumerate(cells, 1)])
+    path = write(tmp_path_factory.mktemp("cells") / "run.csv", written.getvalue())
+    frame = pandas.read_csv(path, dtype=str, keep_default_na=False)
+    trace = open_one(path)
+    table = load(trace)
+    assert table.index.tolist() == list(range(len(frame)))
+    assert table.step.tolist() == frame["step"].astype(float).tolist()
+    unread = 0
+    for at, cell in enumerate(frame["loss"]):
+        try:
+            number = float(cell) if "_" not in cell else None
+        except ValueError:
+            number = None
+        assert table.given["loss"][at] == (number is not None)
+        if number is None:
+            unread += cell.strip().lower() not in ("", "none", "n/a", "na")
+        else:
+            with np.errstate(over="ignore"):
+                np.testing.assert_array_equal(table.values["loss"][at], np.float32(number))
+    assert trace.survey().problem_count == unread
+
+
+def test_names_of_signals_are_the_cores():
+    from healcore.core.signals import Signals
+
+    assert set(SIGNALS) - {"lr"} <= set(Signals._fields)
+
+
+# -- charts exported from Weights & Biases ---------------------------------------------------------
+
+
+def test_several_runs_are_several_traces(tmp_path):
+    header = ["Step"]
+    for run in ("big - 7b", "small"):
+        header += [f"{run} - train/{kind}" for kind in ("loss", "loss__MIN", "loss__MAX")]
+    header += ["small - train/grad_norm", "small - _step"]
+    rows = [
+        ["10", "2.5", "2.25", "2.75", "", "", "", "", ""],
+        ["20", "", "", "", "3.5", "3", "4", "1.5", "20"],
+        ["30", "2", "2", "2", "nan", "nan", "nan", "inf", "30"],
+    ]
+    text = "\n".join(",".join(f'"{cell}"' for cell in row) for row in [header, *rows])
+    path = write(tmp_path / "wandb_export.csv", text)
+    (big, small), unreadable = open_traces([str(path)])
+    assert not unreadable
+    assert (big.name, small.name) == (f"{path}#big - 7b", f"{path}#small")
+    table = load(big)
+    assert table.step.tolist() == [10, 30]
+    assert table.index.tolist() == [0, 2]  # the file's rows
+    assert table.values["loss"].tolist() == [2.5, 2]
+    assert small.survey().signals == {"loss", "grad_norm"}
+    assert load(small).index.tolist() == [1, 2]
+    assert "several runs ('big - 7b', 'small')" in open_traces([str(path)], join=True)[1][0].problem
+
+
+def test_one_run_keeps_its_rows_and_its_name(tmp_path):
+    text = "Step,r - train/loss,r - train/loss__MIN,r - train/loss__MAX\n1,2,2,2\n2,,,\n3,1,1,1\n"
+    path = write(tmp_path / "export.csv", text)
+    (trace,), _ = open_traces([str(path)])
+    assert trace.name == str(path)
+    assert load(trace).index.tolist() == [0, 1, 2]
+    assert load(trace).given["loss"].tolist() == [True, False, True]
+
+
+def test_runs_of_one_name_and_runs_without_a_loss(tmp_path):
+    text = "Step,r - loss,r - loss,s - accuracy\n1,2,3,4\n"
+    path = write(tmp_path / "export.csv", text)
+    traces, _ = open_traces([str(path)])
+    assert [trace.name.split("#")[1] for trace in traces] == ["r", "r (2)"]
+    assert [load(trace).values["loss"].tolist() for trace in traces] == [[2], [3]]
+    (note,) = traces[0].survey().notes
+    assert note.text.startswith("run 's': nothing in it has the name of a loss")
+
+
+def test_a_metric_of_another_name(tmp_path):
+    path = write(tmp_path / "export.csv", "Step,r - total,s - total\n1,2,3\n")
+    assert "--column loss=NAME" in refusal(path)
+    traces, _ = open_traces([str(path)], columns={"loss": "total"})
+    assert len(traces) == 2
+    (trace,), _ = open_traces([str(path)], columns={"loss": "s - total"})
+    assert (trace.name, load(trace).values["loss"].tolist()) == (f"{path}#s", [3])

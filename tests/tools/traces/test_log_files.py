@@ -1,0 +1,112 @@
+"""What is no log, or is one without anything in it: one sentence that names the reason."""
+
+from __future__ import annotations
+
+import gzip
+import os
+
+import numpy as np
+import pytest
+
+from healcore.tools.traces import TraceError, load, open_traces
+from tests.tools.traces.opened_traces import column, open_one, refusal, write
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "it is empty"),
+        (" \r\n\n", "it is empty"),
+        ("step,loss\n", "no usable row: it has no rows"),
+        ("step,loss\n1,\n2,\n", "no usable row: none of its 2 rows logs a loss or a gradient norm"),
+        ("step,loss,lr\n1,,0.1\n", "no usable row: none of its 1 rows logs"),
+        ("step,accuracy\n1,2\n", "It has 'step', 'accuracy'. Name one: --column loss="),
+        ("1,2.5\n2,2.25\n", "its first line is data, not a header: '1,2.5'. Write the names"),
+        (
+            "step,loss\n1,x\n2,y\n",
+            "no usable row: 2 problems, the first: line 2: column 'loss': 'x'",
+        ),
+        ("step,loss\nx,1\n", "no usable row: line 2: column 'step': 'x' is not a number"),
+        ("a log in words\nof two lines\n", "its first line is 'a log in words'. It is not a CSV"),
+        ("\0\1\2", "it is binary"),
+        ('{"torn', "it is JSON, but has no 'log_history'"),
+        ('{"step": 1, "loss": "x"}\n', "no usable row: line 1: 'loss': 'x' is not a number"),
+        ('{"step": 1, "loss": null}\n', "no usable row: nothing is logged in it"),
+        ("x" * (2 << 20), "first line has no end within a megabyte"),
+    ],
+)
+def test_files_without_a_usable_row(tmp_path, text, words):
+    assert words in refusal(write(tmp_path / "run.csv", text))
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_run_that_is_nan_from_the_start_is_a_run(tmp_path, value):
+    text = f"step,loss\n1,{value}\n2,{value}\n"
+    trace = open_one(write(tmp_path / "run.csv", text))
+    assert column(load(trace).values["loss"]) == [value if value == "nan" else np.inf] * 2
+    assert trace.survey().problem_count == 0
+
+
+def test_a_damaged_gzip_file(tmp_path):
+    path = tmp_path / "run.csv.gz"
+    whole = gzip.compress(b"step,loss\n1,2\n")
+    path.write_bytes(whole[:11])
+    assert refusal(path).startswith("its compressed data are damaged")
+    path.write_bytes(b"\x1f\x8b\xff" + whole[3:])
+    assert refusal(path).startswith("its compressed data are damaged")
+
+
+def test_paths_that_cannot_be_read_do_not_stop_the_others(tmp_path):
+    good = write(tmp_path / "good.csv", "step,loss\n1,2\n")
+    absent = str(tmp_path / "absent.csv")
+    traces, unreadable = open_traces([absent, str(good)])
+    assert [trace.name for trace in traces] == [str(good)]
+    assert unreadable == [(absent, "it cannot be read: No such file or directory")]
+
+
+def test_a_directory_without_a_log(tmp_path):
+    write(tmp_path / "config.json", '{"lr": 1,\n"x": 2}')
+    assert "without a file of a known format" in refusal(tmp_path)
+    write(tmp_path / "run.csv", "step,loss\n")
+    assert "run.csv: no usable row" in refusal(tmp_path)
+
+
+def test_a_directory_of_several_kinds_says_what_it_reads(tmp_path):
+    write(tmp_path / "train-1.jsonl", '{"type":"step","step":1,"loss":2}\n')
+    write(tmp_path / "train-2.jsonl", '{"type":"step","step":2,"lo\n')
+    write(tmp_path / "train-3.jsonl", '{"type":"step","step":2,"loss":1}\n')
+    write(tmp_path / "metrics.csv", "step,loss\n1,2\n")
+    write(tmp_path / ".hidden.csv", "step,loss\n1,2\n")
+    trace = open_one(tmp_path)
+    assert [os.path.basename(source) for source in trace.sources] == [
+        "train-1.jsonl",
+        "train-3.jsonl",
+    ]
+    survey = trace.survey()
+    assert [note.text for note in survey.notes] == [
+        "'metrics.csv' (CSV): not read, the typed records are",
+        "'train-2.jsonl': not read, of no known format",
+    ]
+
+
+def test_a_file_that_goes_away_is_an_error_in_words(tmp_path):
+    path = write(tmp_path / "run.csv", "step,loss\n1,2\n")
+    trace = open_one(path)
+    path.unlink()
+    with pytest.raises(TraceError, match=r"run\.csv cannot be read: No such file"):
+        trace.survey()
+
+
+def test_a_file_of_a_directory_that_may_not_be_read_is_told(tmp_path):
+    if os.geteuid() == 0:
+        pytest.skip("root may read everything")
+    write(tmp_path / "a.csv", "step,loss\n1,2\n").chmod(0)
+    write(tmp_path / "b.csv", "step,loss\n1,2\n")
+    traces, failed = open_traces([str(tmp_path)])
+    assert len(traces) == 1
+    assert failed == [(str(tmp_path / "a.csv"), "it cannot be read: Permission denied")]
+
+
+def test_a_pipe_is_refused_in_words_and_without_waiting(tmp_path):
+    os.mkfifo(tmp_path / "log")
+    assert "pipe or a device" in refusal(tmp_path / "log")

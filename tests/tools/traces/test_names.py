@@ -1,0 +1,95 @@
+"""The names that trainers give to what we read."""
+
+from __future__ import annotations
+
+import pytest
+
+from healcore.tools.traces import TraceError, open_traces
+from healcore.tools.traces.names import resolve
+
+# trainer or tracker, its names, and what is read from which of them
+TRAINERS = {
+    "Hugging Face on TensorBoard": (
+        ["train/loss", "train/grad_norm", "train/learning_rate", "train/epoch", "eval/loss"],
+        {"loss": 0, "grad_norm": 1, "lr": 2, "eval_loss": 4},
+    ),
+    "Megatron": (
+        ["lm loss", "lm loss vs samples", "grad-norm", "grad-norm vs samples", "learning-rate"],
+        {"loss": 0, "grad_norm": 2, "lr": 4},
+    ),
+    "NeMo": (
+        ["reduced_train_loss", "grad_norm", "lr", "global_step", "val_loss", "consumed_samples"],
+        {"loss": 0, "grad_norm": 1, "lr": 2, "step": 3, "eval_loss": 4},
+    ),
+    "torchtitan": (
+        ["loss_metrics/global_avg_loss", "loss_metrics/global_max_loss", "grad_norm", "lr"],
+        {"loss": 0, "grad_norm": 2, "lr": 3},
+    ),
+    "Levanter": (
+        ["train/loss", "grad/norm/total", "optim/learning_rate", "eval/loss", "global_step"],
+        {"loss": 0, "grad_norm": 1, "lr": 2, "eval_loss": 3, "step": 4},
+    ),
+    "MaxText": (
+        ["learning/loss", "learning/grad_norm", "learning/raw_grad_norm", "evaluation/avg_loss"],
+        {"loss": 0, "grad_norm": 2, "eval_loss": 3},
+    ),
+    "OLMo": (
+        ["_step", "train/CE loss", "train/PPL", "optim/total grad norm", "optim/LR (group 0)"],
+        {"step": 0, "loss": 1, "grad_norm": 3, "lr": 4},
+    ),
+    "LLM Foundry": (
+        ["loss/train/total", "l2_norm/grad/global", "lr-DecoupledAdamW/group0", "time/batch"],
+        {"loss": 0, "grad_norm": 1, "step": 3},
+    ),
+    "fairseq": (
+        ["num_updates", "loss", "gnorm", "lr"],
+        {"step": 0, "loss": 1, "grad_norm": 2, "lr": 3},
+    ),
+    "Lightning": (
+        ["epoch", "step", "train_loss_step", "train_loss_epoch", "val_loss"],
+        {"step": 1, "loss": 2, "eval_loss": 4},
+    ),
+}
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_names_of_trainers(trainer):
+    names, places = TRAINERS[trainer]
+    found, _ = resolve(names, {})
+    assert found == {signal: names[place] for signal, place in places.items()}
+
+
+def test_an_earlier_tier_wins_and_is_told():
+    found, notes = resolve(["step", "loss", "train_loss"], {})
+    assert found["loss"] == "loss"
+    assert notes == ["loss is read from 'loss', not from 'train_loss'"]
+
+
+def test_the_very_name_wins_among_equals():
+    assert resolve(["_step", "step", "loss"], {})[0]["step"] == "step"
+
+
+@pytest.mark.parametrize(
+    ("names", "columns", "words"),
+    [
+        (["step", "a"], {}, "It has 'step', 'a'. Name one: --column loss=NAME"),
+        (["train_loss", "train/loss"], {}, "may each be the loss"),
+        (["loss", "iter", "iteration"], {}, "may each be the step"),
+        (["loss"], {"loss": "x"}, "there is no 'x' for --column loss=x: it has 'loss'"),
+        (["a", "a"], {"loss": "a"}, "two columns have the name 'a': rename one"),
+    ],
+)
+def test_refusals(names, columns, words):
+    with pytest.raises(TraceError) as error:
+        resolve(names, columns)
+    assert words in str(error.value)
+
+
+def test_a_name_that_was_given_away_is_not_taken_twice():
+    found, _ = resolve(["step", "loss", "other"], {"eval_loss": "loss", "loss": "other"})
+    assert found == {"step": "step", "loss": "other", "eval_loss": "loss"}
+
+
+def test_an_unknown_signal_is_refused_before_any_file_is_opened():
+    with pytest.raises(TraceError, match="there is no signal 'los'"):
+        open_traces(["nowhere.csv"], columns={"los": "x"})

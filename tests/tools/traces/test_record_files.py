@@ -1,0 +1,251 @@
+"""JSON Lines: healcore's own, typed records, anything with a step and a loss."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+from healcore.runtime.events import Log
+from healcore.tools.traces import load, open_traces
+from tests.tools.traces.opened_traces import (
+    column,
+    lineage_of,
+    open_one,
+    problems_of,
+    refusal,
+    write,
+)
+
+
+def lines(*records):
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def test_metrics_of_a_healed_run(tmp_path):
+    def step(number, loss, **more):
+        return {"schema": 1, "kind": "step", "run": "r", "step": number, "loss": loss, **more}
+
+    text = lines(
+        step(0, 2.5, grad_norm=1.0, threshold=3.0, lr=None, cause=[], skip=False),
+        step(
+            1, "nan", grad_norm="inf", threshold=3.5, lr=None, cause=["NONFINITE_LOSS"], skip=True
+        ),
+        step(2, 2.25, grad_norm=1.5, threshold="inf", lr=None, cause=[], skip=False),
+        step(1, 2.0, grad_norm=1.0, threshold=4.0, lr=None, cause=[], skip=False),
+    )
+    trace = open_one(write(tmp_path / "run.metrics.jsonl", text), extras=["threshold"])
+    table = load(trace)
+    assert column(table.values["loss"]) == [2.5, "nan", 2.25, 2.0]
+    assert table.values["threshold"].tolist() == [3, 3.5, np.inf, 4]
+    assert table.attempt.tolist() == [0, 0, 0, 1]
+    assert trace.survey().signals == {"loss", "grad_norm"}  # a null is not logged
+    assert lineage_of(trace) == [0, 3]
+
+
+def test_events_give_the_rows_that_have_readings(tmp_path):
+    path = tmp_path / "run.events.jsonl"
+    log = Log(path)
+    log.write("start", step=0, policy="default")
+    log.write("alarm", step=7, cause=["LOSS_SPIKE"], readings={"loss": 9.0, "grad_norm": 2.0})
+    log.write("save", step=8)
+    log.write("alarm", step=9, cause=["NONFINITE_LOSS"], readings={"loss": float("nan")})
+    log.close()
+    trace = open_one(path)
+    table = load(trace)
+    assert table.step.tolist() == [7, 9]
+    assert column(table.values["loss"]) == [9, "nan"]
+    assert any("not the losses of healthy ones" in note.text for note in trace.survey().notes)
+
+
+def test_typed_records_torn_lines_and_other_types(tmp_path):
+    text = (
+        '{"type":"config","step":0,"loss":7}\n'
+        '{"type":"step","step":1,"loss":2.0,"metrics":{"grad_norm":1}}\n'
+        '{"type":"step","step":2,"loss":NaN}\n'
+        '{"type":"step","st\n'
+        "\n"
+        '{"type":"step","step":3,"loss":"-inf"}{"type":"step"}\n'
+        "[1, 2]\n"
+        '{"type":"step","loss":1.0}\n'
+        '{"type":"step","step":5,"loss":true}\n'
+        '{"type":"step","step":6,"loss":"1.5"}\n'
+        '{"type":"step","step":7,"lo'
+    )
+    trace = open_one(write(tmp_path / "train-20260101.jsonl", text))
+    table = load(trace)
+    assert table.step.tolist() == [1, 2, 5, 6]
+    assert table.index.tolist() == [0, 1, 2, 3]
+    assert column(table.values["loss"]) == [2, "nan", "nan", 1.5]
+    assert table.given["loss"].tolist() == [True, True, False, True]
+    assert column(table.values["grad_norm"]) == [1, "nan", "nan", "nan"]
+    assert problems_of(trace) == [
+        (4, 'not JSON: \'{"type":"step","st\': left out'),
+        (6, 'more than one JSON value: \'{"type":"step","step":3,"loss":"-inf"...\': left out'),
+        (7, "not a JSON object: '[1, 2]': left out"),
+        (8, "'step': missing: the row is left out"),
+        (9, "'loss': 'True' is not a number: the row is read without loss"),
+        (11, 'not JSON (the last line is torn): \'{"type":"step","step":7,"lo\': left out'),
+    ]
+    (note,) = trace.survey().notes
+    assert note.text == "1 record is not a step (typed records): ignored"
+
+
+def test_any_records_with_nested_names_late_keys_and_gzip(tmp_path):
+    text = lines(
+        {"note": "begin"},
+        *({"iteration": at, "train": {"loss": 2.0}} for at in range(1500)),
+        {"iteration": 1500, "train": {"loss": 1.5}, "eval": {"loss": 1.0}},
+    )
+    path = tmp_path / "log.gz"
+    path.write_bytes(gzip.compress(text.encode()))
+    trace = open_one(path)
+    table = load(trace)
+    assert table.step[-1] == 1500
+    assert table.values["eval_loss"][-1] == 1
+    assert not table.given["eval_loss"][:-1].any()
+    assert trace.survey().notes[0].text.startswith("1 record with none of loss")
+
+
+def test_numbers_that_json_can_hold_and_float_cannot(tmp_path):
+    text = f'{{"step": 1, "loss": 1{"0" * 400}}}\n{{"step": 2, "loss": 1e999}}\n'
+    trace = open_one(write(tmp_path / "log.jsonl", text))
+    assert load(trace).values["loss"].tolist() == [np.inf, np.inf]
+
+
+def test_a_log_without_steps_counts_its_records(tmp_path):
+    text = lines({"loss": 3}, {"loss": 2})
+    assert load(open_one(write(tmp_path / "log.jsonl", text))).step.tolist() == [0, 1]
+
+
+def test_two_keys_that_may_be_the_loss(tmp_path):
+    path = write(tmp_path / "log.jsonl", lines({"step": 1, "train/loss": 1, "lm loss": 2}))
+    assert refusal(path) == (
+        "'train/loss', 'lm loss' may each be the loss: choose one, --column loss=NAME"
+    )
+    assert load(open_one(path, columns={"loss": "lm loss"})).values["loss"].tolist() == [2]
+
+
+def test_each_of_several_optimizers_is_a_trace(tmp_path):
+    text = lines(
+        *(
+            {"schema": 1, "kind": "step", "step": step, "engine": engine, "loss": loss}
+            for step in range(3)
+            for engine, loss in (("gen", 2.0), ("disc", 0.5))
+        )
+    )
+    path = write(tmp_path / "run.metrics.jsonl", text)
+    traces, failed = open_traces([str(path)])
+    assert not failed
+    assert [trace.name for trace in traces] == [f"{path}#gen", f"{path}#disc"]
+    for trace, loss in zip(traces, (2.0, 0.5), strict=True):
+        assert load(trace).values["loss"].tolist() == [loss] * 3
+        assert trace.survey().repeated == 0
+
+
+# -- documents: trainer_state.json and lists of records --------------------------------------------
+
+
+HISTORY = [
+    {"epoch": 0.1, "grad_norm": 1.5, "learning_rate": 1e-3, "loss": 2.5, "step": 10},
+    {"epoch": 0.1, "eval_loss": 2.25, "eval_runtime": 0.1, "step": 10},
+    {"epoch": 0.2, "grad_norm": float("nan"), "learning_rate": 1e-3, "loss": 0.0, "step": 20},
+    {"epoch": 0.3, "eval_loss": 2.0, "step": 25},
+    {"train_runtime": 3.0, "train_loss": 1.25, "total_flos": 0.0, "step": 25},
+]
+
+
+def check(trace):
+    table = load(trace)
+    assert table.step.tolist() == [10, 20, 25]
+    assert table.index.tolist() == [0, 1, 2]
+    assert column(table.values["loss"]) == [2.5, 0.0, "nan"]
+    assert table.given["loss"].tolist() == [True, True, False]
+    assert column(table.values["grad_norm"]) == [1.5, "nan", "nan"]
+    assert table.given["grad_norm"].tolist() == [True, True, False]
+    assert column(table.values["eval_loss"]) == [2.25, "nan", 2.0]
+    assert trace.survey().problem_count == 0
+    (note,) = trace.survey().notes
+    assert note.text == "1 record is not a step (trainer_state.json): ignored"
+
+
+@pytest.mark.parametrize("indent", [2, None])
+def test_the_state_of_the_trainer(tmp_path, indent):
+    state = {"best_metric": None, "log_history": HISTORY, "stateful_callbacks": {"a": [1]}}
+    check(open_one(write(tmp_path / "trainer_state.json", json.dumps(state, indent=indent))))
+
+
+def test_the_state_as_transformers_writes_it(tmp_path):
+    callback = pytest.importorskip("transformers.trainer_callback")
+    folder = tmp_path / "out" / "checkpoint-25"
+    folder.mkdir(parents=True)
+    callback.TrainerState(log_history=HISTORY, global_step=25).save_to_json(
+        str(folder / "trainer_state.json")
+    )
+    older = tmp_path / "out" / "checkpoint-9"
+    older.mkdir()
+    write(older / "trainer_state.json", "{}")
+    check(open_one(tmp_path / "out"))  # the newest checkpoint's
+
+
+def test_a_plain_list_of_records(tmp_path):
+    check(open_one(write(tmp_path / "log.json", json.dumps(HISTORY))))
+
+
+def test_a_torn_state_gives_what_it_has(tmp_path):
+    text = json.dumps({"log_history": HISTORY}, indent=2)
+    cut = text.index("0.3")
+    trace = open_one(write(tmp_path / "trainer_state.json", text[:cut]))
+    assert load(trace).step.tolist() == [10, 20]
+    ((line, problem),) = problems_of(trace)
+    assert line == text[: text.rindex("{", 0, cut)].count("\n") + 1
+    assert problem.startswith("the document breaks off at '{")
+
+
+def test_a_long_state_passes_through_the_window(tmp_path):
+    history = [{"step": at, "loss": at / 8, "note": "x" * (at % 700)} for at in range(3000)]
+    trace = open_one(write(tmp_path / "state.json", json.dumps({"log_history": history})))
+    table = load(trace)
+    assert table.step.tolist() == list(range(3000))
+    np.testing.assert_array_equal(table.values["loss"], np.arange(3000, dtype=np.float32) / 8)
+
+
+def test_json_that_is_no_log(tmp_path):
+    assert "has no 'log_history'" in refusal(write(tmp_path / "a.json", '{"a": 1,\n"b": 2}'))
+    assert refusal(write(tmp_path / "b.json", '{"log_history": []}')) == (
+        "it has no record that could be read"
+    )
+
+
+def test_a_real_training(tmp_path):
+    pytest.importorskip("accelerate")  # the Trainer refuses to start without it
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+
+    class Line(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.line = torch.nn.Linear(2, 1)
+
+        def forward(self, x, labels):
+            return {"loss": ((self.line(x)[:, 0] - labels) ** 2).mean()}
+
+    data = [{"x": torch.tensor([i / 10, 1.0]), "labels": torch.tensor(i / 5)} for i in range(32)]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=4,
+        logging_steps=1,
+        save_steps=2,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = transformers.Trainer(model=Line(), args=arguments, train_dataset=data)
+    trainer.train()
+    table = load(open_one(tmp_path))
+    assert table.step.tolist() == [1, 2, 3, 4]
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    np.testing.assert_array_equal(table.values["loss"], np.array(logged, np.float32))
+    assert table.given["grad_norm"].all()

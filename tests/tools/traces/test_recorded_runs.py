@@ -1,0 +1,29 @@
+"""The public runs beside the repository: every row, under the number that pandas gives it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from healcore.tools.traces import load, open_traces
+
+TRACES = Path(__file__).parents[4] / "shared" / "traces"
+
+
+def test_every_row_of_every_public_run():
+    pandas = pytest.importorskip("pandas")
+    paths = sorted(map(str, TRACES.glob("**/*.csv")))
+    if not paths:
+        pytest.skip(f"{TRACES} is not there: the recorded runs are not part of the repository")
+    traces, unreadable = open_traces(paths)
+    assert not unreadable
+    assert [trace.name for trace in traces] == paths
+    for trace in traces:
+        frame, table = pandas.read_csv(trace.name), load(trace)
+        assert table.index.tolist() == list(range(len(frame)))
+        assert table.step.tolist() == frame["step"].tolist()
+        np.testing.assert_array_equal(table.values["loss"], frame["loss"].astype(np.float32))
+        survey = trace.survey()
+        assert (survey.problem_count, survey.note_count, len(survey.attempts)) == (0, 0, 1)

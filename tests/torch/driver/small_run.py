@@ -1,0 +1,130 @@
+"""A small run with everything that a checkpoint of a torch run has in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from healcore.core.clipping.fixed import FixedConfig
+from healcore.core.detectors import grad_spike, nonfinite
+from healcore.core.engine import Engine, EngineConfig, IncidentConfig, LrConfig, RuleConfig
+from healcore.core.step_record import StepRecord
+from healcore.core.verdict import Action, Cause
+from healcore.torch.driver import TorchDriver
+
+NAN = float("nan")
+NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
+HOLD, RAMP = 3, 4
+
+_GOES_BACK = EngineConfig(
+    detectors=(
+        ("nonfinite", nonfinite.Config()),
+        ("grad_spike", grad_spike.Config(warmup_steps=4)),
+    ),
+    rules=(
+        RuleConfig(NONFINITE, skip=True, action=int(Action.ROLLBACK | Action.CUT_LR)),
+        RuleConfig(int(Cause.GRAD_SPIKE), skip=True, action=int(Action.ALERT)),
+    ),
+    incident=IncidentConfig(quiet_steps=2),
+    lr=LrConfig(factor=0.5, floor=0.1, hold_steps=HOLD, ramp_steps=RAMP),
+)
+
+GOES_BACK = Engine(_GOES_BACK)
+"""A NaN costs a rollback and half of the learning rate; a spike costs its step. Never clips."""
+OBSERVES = Engine(_GOES_BACK._replace(mode="observe"))
+CLIPS = Engine(_GOES_BACK._replace(clip=("fixed", FixedConfig(1e-3))))
+
+
+class Run:
+    """A linear model whose gradient depends on the batch only, wherever the weights are.
+
+    Args:
+        optimizer: made from the parameters.
+        scheduler: made from the optimizer.
+        dtype: of the parameters; float64 makes movements exact to 1e-12.
+    """
+
+    def __init__(
+        self,
+        optimizer: Callable[..., Optimizer],
+        scheduler: Callable[[Any], Any] | None = None,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        random = torch.Generator().manual_seed(3)
+        self.model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).to(dtype)
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p.copy_(torch.randn(p.shape, generator=random))
+        self.optimizer = optimizer(self.model.parameters())
+        self.scheduler = None if scheduler is None else scheduler(self.optimizer)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        found = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def backward(self, i: int, factor: float = 1.0) -> Tensor:
+        """Gradients of batch `i`."""
+        random = torch.Generator().manual_seed(100 + i)
+        loss: Tensor = torch.zeros(())
+        for p in self.model.parameters():
+            direction = torch.randn(p.shape, generator=random).to(p)
+            loss = loss + (p * direction).sum() * factor
+        loss.backward()
+        return loss
+
+    def step(self, i: int, factor: float = 1.0) -> list[Tensor]:
+        """One step of the loop; how far each parameter moved."""
+        before = [p.detach().clone() for p in self.model.parameters()]
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            self.optimizer.step(lambda: self._evaluate(i, factor))
+        else:
+            self._evaluate(i, factor)
+            self.optimizer.step()
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self.scheduler.step(float(i))  # never better: the rate falls when patience is over
+        elif self.scheduler is not None:
+            self.scheduler.step()
+        after = self.model.parameters()
+        return [p.detach() - old for p, old in zip(after, before, strict=True)]
+
+    def _evaluate(self, i: int, factor: float) -> Tensor:
+        self.optimizer.zero_grad()
+        return self.backward(i, factor)
+
+
+def go_back(driver: TorchDriver, saved: Any, *, engine: Engine = GOES_BACK) -> None:
+    """What the Healer does of a rollback: state and detectors of then, budget and cut of now."""
+    live = driver.healing()
+    driver.replace(saved.state)
+    merged = {
+        name: engine.to_dict(
+            engine.on_rollback(
+                engine.from_dict(live[name]), engine.from_dict(saved.healing[name]), xp=np
+            )
+        )
+        for name in live
+    }
+    driver.load_healing(merged)
+
+
+def only(driver: TorchDriver) -> StepRecord:
+    """The one record of the one step since the last call."""
+    handle = driver.poll_step()
+    assert handle is not None
+    ((record,),) = handle.steps()
+    return record
+
+
+def ratios(moved: list[Tensor], plain: list[Tensor]) -> Tensor:
+    """Elementwise quotients of two movements."""
+    return torch.cat([(a / b).flatten() for a, b in zip(moved, plain, strict=True)])
+
+
+def parameters(state: Mapping[str, Any]) -> list[Tensor]:
+    return [p.detach().clone() for p in state["model"].parameters()]

@@ -1,0 +1,321 @@
+"""A step that was skipped leaves no trace in batch statistics either."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, AdamW
+
+from healcore.torch import attach
+from healcore.torch.driver import TorchDriver
+from tests.torch.bit_comparison import bits
+from tests.torch.driver.small_run import GOES_BACK, NAN, OBSERVES, go_back
+from tests.torch.sync_counter import CountSyncs
+
+FUSED = partial(AdamW, lr=0.01, fused=True)
+PLAIN = partial(AdamW, lr=0.01, fused=False)
+SPIKE = 1e4
+
+every_way = pytest.mark.parametrize(
+    ("where", "optimizer"),
+    [("host", FUSED), ("host", PLAIN), ("device", FUSED), ("device", PLAIN)],
+    ids=["host fused", "host", "device fused", "device"],
+)
+
+
+def network(**options: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(4, **options)
+    return nn.Sequential(nn.Linear(3, 4), norm, nn.Tanh(), nn.Linear(4, 1))
+
+
+def statistics(model: nn.Module) -> Any:
+    return bits(dict(model.named_buffers()))
+
+
+def mean(model: nn.Sequential) -> Tensor:
+    return model.get_buffer("1.running_mean").clone()
+
+
+class NormRun:
+    """A model with statistics, healed; batches of small numbers, or of whatever is asked for."""
+
+    def __init__(
+        self, optimizer: Any, policy: Any = GOES_BACK, where: str = "host", **options: Any
+    ) -> None:
+        self.model = network(**options)
+        self.norm: Any = self.model[1]
+        self.optimizer = optimizer(self.model.parameters())
+        self.state = {"model": self.model, "optimizer": self.optimizer}
+        self.driver = TorchDriver(self.state, policy, attach={"engine": where})
+
+    @property
+    def statistics(self) -> Any:
+        return statistics(self.model)
+
+    def backward(self, i: int, factor: float = 1.0) -> Tensor:
+        random = torch.Generator().manual_seed(i)
+        loss = self.model(torch.randn(8, 3, generator=random) * factor).square().mean()
+        (loss * (factor if factor == factor else 1.0)).backward()
+        return loss
+
+    def step(self, i: int, factor: float = 1.0) -> None:
+        self.optimizer.zero_grad()
+        self.backward(i, factor)
+        self.optimizer.step()
+
+
+@every_way
+@pytest.mark.parametrize("factor", [NAN, SPIKE])
+@pytest.mark.parametrize("options", [{}, {"momentum": None}], ids=["ema", "cumulative"])
+def test_a_skip_restores_them_to_the_bit(where: str, optimizer: Any, factor: float, options: Any):
+    run, twin = NormRun(optimizer, where=where, **options), network(**options)
+    for i in range(6):
+        run.step(i)
+    before, weights = run.statistics, bits(list(run.model.parameters()))
+    twin.load_state_dict(run.model.state_dict())
+    run.step(6, factor)
+    assert bits(list(run.model.parameters())) == weights, "it was skipped"
+    assert run.statistics == before
+    run.step(7)
+    twin(torch.randn(8, 3, generator=torch.Generator().manual_seed(7)))
+    assert run.statistics == statistics(twin), "the next step is as ever"
+
+
+@every_way
+def test_steps_without_an_alarm_are_those_of_the_model_alone(where: str, optimizer: Any):
+    run, alone = NormRun(optimizer, where=where), NormRun(optimizer, where=where)
+    alone.driver.close()
+    for i in range(5):
+        run.step(i)
+        alone.step(i)
+        assert run.statistics == alone.statistics
+
+
+@every_way
+def test_all_of_an_accumulated_step_is_restored(where: str, optimizer: Any):
+    run = NormRun(optimizer, where=where)
+    for bad in (None, 0, 1, 2):
+        before = run.statistics
+        for i in range(3):
+            run.backward(i, NAN if i == bad else 1.0)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        assert (run.statistics == before) == (bad is not None)
+
+
+@every_way
+def test_observe_mode_restores_nothing(where: str, optimizer: Any):
+    run = NormRun(optimizer, OBSERVES, where)
+    run.step(0)
+    run.step(1, NAN)
+    assert mean(run.model).isnan().all()
+
+
+def test_later_evaluations_of_a_closure_are_restored_too():
+    run = NormRun(partial(LBFGS, max_iter=3))
+    evaluations = 0
+
+    def closure(bad: int | None) -> Tensor:
+        nonlocal evaluations
+        evaluations += 1
+        run.optimizer.zero_grad()
+        return run.backward(evaluations, NAN if evaluations == bad else 1.0)
+
+    run.optimizer.step(partial(closure, None))
+    before = run.statistics
+    run.optimizer.step(partial(closure, evaluations + 2))
+    assert run.statistics == before
+
+
+@every_way
+@pytest.mark.parametrize("skip", [False, True])
+def test_two_optimizers_restore_their_own_layers(where: str, optimizer: Any, skip: bool):
+    """The loop of every GAN: the generator's backward comes after the critic's step."""
+    torch.manual_seed(0)
+    generator, critic = network(), nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
+    state = {
+        "generator": generator,
+        "critic": critic,
+        "g": optimizer(generator.parameters()),
+        "c": optimizer(critic.parameters()),
+    }
+    driver = TorchDriver(state, GOES_BACK, attach={"engine": where})
+    own = statistics(critic)
+    for bad in (False, False, skip):
+        made = generator(torch.randn(8, 3))
+        moved = statistics(generator)
+        real = torch.full((8, 1), NAN) if bad else torch.randn(8, 1)
+        (critic(real).mean() - critic(made.detach()).mean()).backward()
+        state["c"].step()
+        state["c"].zero_grad()
+        assert (statistics(critic) == own) == bad
+        own = statistics(critic)
+        assert statistics(generator) == moved
+        critic(made).mean().backward()
+        state["g"].step()
+        state["g"].zero_grad()
+        assert statistics(generator) == moved
+    driver.close()
+
+
+@every_way
+def test_a_step_that_was_not_judged_leaves_finite_statistics(where: str, optimizer: Any):
+    """A GradScaler that does not call step(), a loop that goes on with the next batch itself."""
+    run = NormRun(optimizer, where=where)
+    run.step(0)
+    before = mean(run.model)
+    run.model(torch.full((8, 3), NAN))
+    run.step(1)
+    assert torch.equal(mean(run.model), before)
+    run.step(2)
+    assert not torch.equal(mean(run.model), before)
+
+
+@every_way
+def test_a_step_that_a_scaler_skips_is_restored_too(where: str, optimizer: Any):
+    """It does not call step() where the kernel does not know of it: hence finite and no more."""
+    run = NormRun(optimizer, where=where)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for i in range(4):
+        before = statistics(run.model)
+        run.optimizer.zero_grad()
+        x = torch.randn(8, 3) * (NAN if i == 2 else 1.0)
+        scaler.scale(run.model(x).square().mean()).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+        if optimizer is FUSED:
+            assert (statistics(run.model) == before) == (i == 2)
+    assert scaler.get_scale() == 4.0
+    assert all(each.isfinite().all() for each in run.model.buffers())
+
+
+@every_way
+def test_a_compiled_model_is_restored_too(where: str, optimizer: Any):
+    run = NormRun(optimizer, where=where)
+    run.driver.close()
+    compiled: Any = torch.compile(run.model, backend="aot_eager")
+    state = {"model": compiled, "optimizer": run.optimizer}
+    driver = TorchDriver(state, GOES_BACK, attach={"engine": where})
+    for i in range(4):
+        before = statistics(run.model)
+        run.optimizer.zero_grad()
+        compiled(torch.randn(8, 3) * (NAN if i == 2 else 1.0)).square().mean().backward()
+        run.optimizer.step()
+        assert (statistics(run.model) == before) == (i == 2)
+    driver.close()
+
+
+def test_untrained_layers_are_only_kept_finite():
+    """An average of the model's is written between two steps, a target network runs in train()."""
+    torch.manual_seed(0)
+    model, average = network(), network()
+    optimizer = FUSED(model.parameters())
+    state = {"model": model, "average": average, "optimizer": optimizer}
+    driver = TorchDriver(state, GOES_BACK)
+    for i, factor in enumerate([1.0, 1.0, NAN]):
+        optimizer.zero_grad()
+        (model(torch.randn(8, 3)).mean() * factor).backward()
+        optimizer.step()
+        average.get_buffer("1.running_mean").fill_(float(i))
+    assert mean(average).eq(2).all()
+    average(torch.full((8, 3), NAN))
+    optimizer.zero_grad()
+    model(torch.randn(8, 3)).mean().backward()
+    optimizer.step()
+    assert mean(average).isfinite().all()
+    driver.close()
+
+
+def test_frozen_affine_free_and_late_layers_belong_to_the_module_around_them():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 1))
+    optimizer = SGD(model.parameters(), lr=0.01)
+    driver = TorchDriver({"model": model, "optimizer": optimizer}, GOES_BACK)
+
+    def step(factor: float) -> bool:
+        before = statistics(model)
+        optimizer.zero_grad()
+        (model(torch.randn(8, 3) * factor).mean()).backward()
+        optimizer.step()
+        return statistics(model) == before
+
+    assert not step(1.0)
+    assert step(NAN)
+    model.append(nn.BatchNorm1d(1).requires_grad_(False))
+    driver.items()  # a checkpoint is taken
+    assert not step(1.0)
+    assert step(NAN)
+    model.double().float()  # other tensors in the same layers
+    assert not step(1.0)
+    assert step(NAN)
+
+
+@every_way
+@pytest.mark.parametrize("factor", [1.0, NAN])
+@pytest.mark.parametrize("train", [True, False])
+def test_a_backward_after_the_step_does_not_raise(
+    where: str, optimizer: Any, factor: float, train: bool
+):
+    norm = nn.BatchNorm1d(4, affine=False)
+    model = nn.Sequential(nn.Linear(3, 4), norm, nn.Linear(4, 1))
+    state = {"model": model, "optimizer": optimizer(model.parameters())}
+    driver = TorchDriver(state, GOES_BACK, attach={"engine": where})
+    inputs = torch.randn(8, 4, requires_grad=True)
+    norm.train(train)
+    later = norm(inputs).square().sum()
+    model(torch.randn(8, 3) * factor).mean().backward()
+    state["optimizer"].step()
+    later.backward()
+    assert inputs.grad is not None
+    driver.close()
+
+
+def test_a_rollback_and_a_load_are_not_undone_by_the_next_skip():
+    run = NormRun(FUSED)
+    store = run.driver.store(None, ())
+    run.step(0)
+    store.save(1, run.driver.items(), healing=run.driver.healing())
+    saved = run.statistics
+    for i in range(1, 4):
+        run.step(i)
+    go_back(run.driver, store.restore(1, run.driver.items()))
+    assert run.statistics == saved
+    run.step(4, NAN)
+    assert run.statistics == saved
+    run.norm.reset_running_stats()
+    run.driver.expect_change()
+    fresh = run.statistics
+    run.step(5, NAN)
+    assert run.statistics == fresh
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_nothing_waits_for_them(where: str):
+    run = NormRun(FUSED, where=where)
+    with CountSyncs() as syncs:
+        for i in range(4):
+            run.step(i, NAN if i == 2 else 1.0)
+    assert syncs.count == 0
+
+
+def test_models_without_such_layers_have_no_hook():
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.InstanceNorm1d(4))
+    driver = TorchDriver({"model": model, "optimizer": FUSED(model.parameters())}, GOES_BACK)
+    assert driver.healings["optimizer"].hooks.on_ended is None
+    observed = NormRun(FUSED, OBSERVES)
+    assert observed.driver.healings["optimizer"].hooks.on_ended is None
+
+
+def test_close_removes_the_hook():
+    run = NormRun(FUSED)
+    heal = run.driver.healings["optimizer"]
+    assert heal.hooks.on_ended is not None
+    run.driver.close()
+    assert heal.hooks.on_ended is None
+    attach(run.optimizer, GOES_BACK)
+    run.step(0, NAN)
+    assert mean(run.model).isnan().all(), "attach alone knows of no modules"

@@ -1,0 +1,308 @@
+"""The records of a step: the values of that step, without waiting for them."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import LBFGS, SGD, AdamW
+
+from healcore.core.verdict import Action, Cause
+from healcore.runtime.healer import Healer
+from healcore.torch.driver import TorchDriver
+from healcore.torch.driver.pending_step import MOST, PendingEntry
+from healcore.torch.measurement import StepNorms
+from tests.torch import policies
+from tests.torch.driver.small_run import CLIPS, GOES_BACK, NAN, OBSERVES, Run, only
+from tests.torch.sync_counter import CountSyncs
+
+host_and_device = pytest.mark.parametrize("where", ["host", "device"])
+fused = partial(AdamW, lr=0.01, fused=True)
+
+
+def driven(optimizer: Any, policy: Any, where: str = "host") -> tuple[Run, TorchDriver]:
+    run = Run(optimizer)
+    return run, TorchDriver(run.state, policy, attach={"engine": where})
+
+
+@host_and_device
+def test_a_record_has_what_the_engine_ordered(where: str):
+    run, driver = driven(fused, GOES_BACK, where)
+    assert driver.poll_step() is None
+    driver.observe(7.0)
+    run.step(0)
+    first = only(driver)
+    assert driver.poll_step() is None
+    assert (first.engine, first.step, first.loss) == ("optimizer", 1, 7.0)
+    assert (first.onset, first.incident, first.incident_open) == (-1, 0, False)
+    assert first.decision == (1.0, False, 1.0, Action(0), Cause(0), 0, None)
+    norm = torch.nn.utils.get_total_norm(
+        [p.grad for p in run.model.parameters() if p.grad is not None]
+    )
+    assert first.grad_norm == pytest.approx(norm.item())
+
+    driver.observe(NAN)
+    run.step(1, NAN)
+    bad = only(driver)
+    assert bad.skip is True
+    assert bad.cause is Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
+    assert bad.action is Action.ROLLBACK | Action.CUT_LR
+    assert (bad.lr_scale, bad.rollback_depth) == (0.5, 1)
+    assert (bad.step, bad.onset, bad.incident, bad.incident_open) == (2, 1, 1, True)
+    assert (bad.loss, bad.grad_norm) == (7.0, first.grad_norm)
+
+    for i in (2, 3):
+        run.step(i)
+        record = only(driver)
+    assert (record.onset, record.incident, record.incident_open) == (1, 1, False)
+
+
+@host_and_device
+@pytest.mark.parametrize("policy", ["EVERYTHING", "ADAGC"])
+def test_a_record_agrees_with_the_metrics(where: str, policy: str):
+    run, driver = driven(fused, getattr(policies, policy), where)
+    for i in range(12):
+        driver.observe(float(i % 3))
+        run.step(i, 30.0 if i == 9 else 1.0)
+        record, heal = only(driver), driver.healings["optimizer"].metrics()
+        found = (
+            record.loss,
+            record.grad_norm,
+            record.threshold,
+            record.z,
+            record.z_loss,
+            record.step,
+        )
+        names = ("loss", "grad_norm", "threshold", "z", "z_loss", "steps")
+        assert found == tuple(heal[f"heal/{name}"].item() for name in names)
+        assert record.grad_scale == heal["heal/grad_scale"].item()
+        assert record.cause == heal["heal/cause"].item()
+
+
+@host_and_device
+def test_a_record_has_the_values_of_its_own_step(where: str):
+    run, driver = driven(fused, GOES_BACK, where)
+    handles = []
+    for i in range(4):
+        driver.observe(float(i))
+        run.step(i, NAN if i == 1 else 1.0)
+        handles.append(driver.poll_step())
+    records = [handle.steps()[0][0] for handle in handles if handle is not None]
+    assert [each.step for each in records] == [1, 2, 3, 4]
+    assert [each.loss for each in records] == [0.0, 1.0, 2.0, 3.0]
+    assert [each.skip for each in records] == [False, True, False, False]
+    assert handles[1].steps()[0] is handles[1].steps()[0]
+
+
+@host_and_device
+def test_in_observe_mode_an_order_is_recorded_and_not_carried_out(where: str):
+    run, driver = driven(fused, OBSERVES, where)
+    run.step(0, NAN)
+    record = only(driver)
+    assert record.skip
+    assert record.action & Action.ROLLBACK
+    assert any(p.isnan().any() for p in run.model.parameters())
+
+
+@host_and_device
+def test_a_step_that_a_scaler_drops_was_not_judged(where: str):
+    """Its record is neither of a step without an alarm nor that of the step before."""
+    run, driver = driven(fused, GOES_BACK, where)
+    run.step(0, NAN)
+    judged = only(driver)
+    run.optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
+    run.step(1, NAN)
+    record = only(driver)
+    assert judged.action
+    assert record.step == judged.step == 1
+    assert (record.cause, record.action, record.skip) == (0, 0, False)
+    assert record.lr_scale == 0.5
+    assert record.incident_open
+    assert record.evidence == ()
+
+
+@host_and_device
+def test_the_first_step_after_a_rollback_was_judged(where: str):
+    """Its number is that of the last step before, which does not make them one."""
+    run, driver = driven(fused, GOES_BACK, where)
+    run.step(0)
+    engines = driver.healing()
+    run.step(1)
+    driver.load_healing(engines)
+    assert driver.poll_step() is None, "of the branch that was given up"
+    run.step(1, NAN)
+    record = only(driver)
+    assert record.step == 2
+    assert record.skip
+
+
+def test_an_accumulating_loop_takes_a_step_every_few_batches():
+    run, driver = driven(fused, GOES_BACK)
+    for i in range(6):
+        driver.observe(float(i))
+        run.backward(i)
+        if i % 3 == 2:
+            assert not driver.may_save()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            assert only(driver).loss == i - 1
+            assert driver.may_save()
+        else:
+            assert driver.poll_step() is None
+            assert not driver.may_save()
+
+
+def test_two_steps_of_one_batch_have_two_records():
+    a, b = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    state = {"a": a, "b": b, "critic": SGD(a.parameters()), "actor": SGD(b.parameters())}
+    driver = TorchDriver(state, GOES_BACK)
+    for module, name, grad in ((a, "critic", NAN), (b, "actor", 1.0), (a, "critic", 1.0)):
+        module.weight.grad = torch.full_like(module.weight, grad)
+        state[name].step()
+    handle = driver.poll_step()
+    assert handle is not None
+    records = handle.steps()[0]
+    assert [(t.engine, t.step) for t in records] == [("critic", 1), ("actor", 1), ("critic", 2)]
+    assert [bool(t.action & Action.ROLLBACK) for t in records] == [True, False, False]
+
+
+@host_and_device
+def test_nothing_waits_before_a_record_is_read(where: str):
+    run, driver = driven(fused, CLIPS, where)
+    handles = []
+    with CountSyncs() as syncs:
+        for i in range(4):
+            driver.observe(torch.ones(()))
+            run.step(i, NAN if i == 2 else 1.0)
+            handles.append(driver.poll_step())
+            driver.may_save()
+    assert syncs.count == 0
+    assert all(len(handle.steps()[0]) == 1 for handle in handles)
+
+
+def test_a_step_without_an_alarm_reads_no_norm(monkeypatch: pytest.MonkeyPatch):
+    run, driver = driven(fused, GOES_BACK)
+    read: list[StepNorms] = []
+    monkeypatch.setattr(
+        "healcore.torch.measurement.StepNorms.on_host",
+        lambda step: read.append(step) or pytest.fail("read"),
+    )
+    for i in range(5):
+        run.step(i)
+        assert only(driver).evidence == ()
+    assert not read
+
+
+def test_a_compiled_step_is_recorded_like_any_other():
+    run, driver = driven(fused, GOES_BACK)
+    step = torch.compile(run.optimizer.step, backend="eager")
+    for i, factor in enumerate([1.0, NAN, 1.0]):
+        run.optimizer.zero_grad()
+        run.backward(i, factor)
+        assert not driver.may_save()
+        step()
+        assert driver.may_save()
+        record = only(driver)
+        assert (record.step, record.skip) == (i + 1, i == 1)
+
+
+# -- accumulation ---------------------------------------------------------------------------------
+
+
+def test_gradients_left_after_a_step_are_not_an_accumulation():
+    run, driver = driven(fused, GOES_BACK)
+    assert driver.may_save()
+    run.backward(0)
+    assert not driver.may_save()
+    run.optimizer.step()
+    assert driver.may_save(), "cleared before the next backward, or not"
+    run.optimizer.zero_grad(set_to_none=False)
+    assert driver.may_save()
+    run.backward(1)
+    assert not driver.may_save()
+    run.optimizer.zero_grad()
+    assert driver.may_save(), "thrown away"
+
+
+def test_a_closure_evaluated_again_is_not_an_accumulation():
+    run, driver = driven(partial(LBFGS, max_iter=4), GOES_BACK)
+
+    def closure() -> torch.Tensor:
+        run.optimizer.zero_grad()
+        loss = (torch.cat([p.flatten() for p in run.model.parameters()]) ** 2).sum()
+        driver.observe(loss)
+        loss.backward()
+        return loss
+
+    run.optimizer.step(closure)  # type: ignore[arg-type]
+    first = only(driver)
+    assert driver.may_save()
+    driver.observe(9.0)
+    run.backward(0)
+    assert first.loss > 0
+    assert not driver.may_save()
+
+
+def test_gradients_written_without_autograd_are_detected_by_their_loss():
+    run, driver = driven(fused, GOES_BACK)
+    for p in run.model.parameters():
+        p.grad = torch.ones_like(p)
+    driver.observe(1.0)
+    assert not driver.may_save()
+
+
+# -- steps that are never polled ---------------------------------------------------------------
+
+
+def entries() -> int:
+    gc.collect()
+    return sum(isinstance(each, PendingEntry) for each in gc.get_objects())
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "after_step()" in r.getMessage()]
+
+
+def test_steps_that_are_never_polled_are_logged_once_and_not_kept(caplog):
+    run, before = Run(AdamW), entries()
+    with caplog.at_level(logging.INFO), Healer("default", state=run.state) as healer:
+        for i in range(99):
+            healer.observe(1.0)
+            run.step(i)
+        assert not lines(caplog)
+        for i in range(500):
+            healer.observe(1.0)
+            run.step(i)
+        assert entries() - before <= 3 * MOST
+    (line,) = lines(caplog)
+    assert "healer.batches(loader)" in line
+
+
+def test_many_steps_to_a_batch_are_fine(caplog):
+    run = Run(AdamW)
+    with caplog.at_level(logging.INFO), Healer("default", state=run.state) as healer:
+        for _ in healer.batches(range(3)):
+            for i in range(300):
+                healer.observe(float("nan") if i == 100 else 1.0)
+                run.step(i)
+    assert not lines(caplog)
+    assert healer.step == 3
+
+
+def test_an_alarm_among_many_steps_is_not_lost():
+    run = Run(AdamW)
+    with Healer("default", state=run.state) as healer:
+        for _ in healer.batches(range(1)):
+            for i in range(300):
+                healer.observe(float("nan") if i == 100 else 1.0)
+                run.step(i)
+            handle = healer.driver.poll_step()
+            assert handle is not None
+            (records,) = handle.steps()
+    assert sum(bool(int(each.cause)) for each in records) == 1
+    assert records[-1].step == 300

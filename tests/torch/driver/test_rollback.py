@@ -1,0 +1,167 @@
+"""The driver's part of a rollback: everything is loaded, nothing is left over."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import ExponentialLR
+
+from healcore.runtime.store import StateMismatch
+from healcore.torch.driver import TorchDriver
+from tests.torch.bit_comparison import assert_same, snapshot
+from tests.torch.driver.small_run import GOES_BACK, NAN, Run, go_back, only, parameters
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": partial(AdamW, lr=0.01),
+    "fused": partial(AdamW, lr=0.01, fused=True),
+    "momentum": partial(SGD, lr=0.01, momentum=0.9),
+    "fused momentum": partial(SGD, lr=0.01, momentum=0.9, fused=True),
+    "fused nesterov": partial(SGD, lr=0.01, momentum=0.9, nesterov=True, fused=True),
+    "dampening": partial(SGD, lr=0.01, momentum=0.9, dampening=0.5, fused=True),
+}
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("saved", [0, 2])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_same_steps_again_are_the_same_to_the_bit(optimizer: str, saved: int, where: str):
+    """Also from the snapshot before the first step, whose optimizer has no moments yet."""
+    run = Run(OPTIMIZERS[optimizer], partial(ExponentialLR, gamma=0.9))
+    driver = TorchDriver(run.state, GOES_BACK, attach={"engine": where})
+    store = driver.store(None, ())
+    seen = []
+    for i in range(5):
+        if i == saved:
+            store.save(i, driver.items(), healing=driver.healing())
+        if i >= saved:
+            seen.append(snapshot(run.optimizer))
+        run.step(i)
+    end = snapshot(run.optimizer)
+    for _ in range(2):
+        go_back(driver, store.restore(saved, driver.items()))
+        for i, before in enumerate(seen, saved):
+            assert_same(snapshot(run.optimizer), before)
+            run.step(i)
+        assert_same(snapshot(run.optimizer), end)
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("optimizer", ["momentum", "fused momentum", "fused nesterov", "dampening"])
+def test_the_first_step_is_skipped_after_a_rollback(optimizer: str, where: str):
+    """Fused SGD makes its buffer at that step and leaves what lay in the memory."""
+    run, twin = Run(OPTIMIZERS[optimizer]), Run(OPTIMIZERS[optimizer])
+    driver = TorchDriver(run.state, GOES_BACK, attach={"engine": where})
+    store = driver.store(None, ())
+    store.save(0, driver.items(), healing=driver.healing())
+    live = driver.healing()
+    run.step(0)
+    driver.replace(store.restore(0, driver.items()).state)
+    driver.load_healing(live)
+    run.step(1, NAN)
+    driver.load_healing(live)  # no cut: to be compared with a run that knows of nothing
+    for i in (2, 3):
+        for a, b in zip(run.step(i), twin.step(i), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_gradients_and_losses_of_an_unfinished_step_are_dropped():
+    run = Run(OPTIMIZERS["AdamW"])
+    driver = TorchDriver(run.state, GOES_BACK)
+    store = driver.store(None, ())
+    store.save(0, driver.items(), healing=driver.healing())
+    driver.observe(1e6)
+    run.backward(0, NAN)
+    driver.replace(store.restore(0, driver.items()).state)
+    assert all(p.grad is None for p in run.model.parameters())
+    assert driver.may_save()
+    driver.observe(2.0)
+    run.step(0)
+    assert only(driver).loss == 2.0
+
+
+def test_gradients_hidden_by_a_skip_are_not_restored():
+    run = Run(OPTIMIZERS["AdamW"])
+    driver = TorchDriver(run.state, GOES_BACK)
+    store = driver.store(None, ())
+    store.save(0, driver.items(), healing=driver.healing())
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = run.optimizer.register_step_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run.step(0, NAN)
+    handle.remove()
+    driver.replace(store.restore(0, run.state).state)
+    driver.close()  # restores what is still changed
+    assert all(p.grad is None for p in run.model.parameters())
+
+
+def test_a_state_that_does_not_fit_changes_nothing():
+    run, other = Run(OPTIMIZERS["AdamW"]), nn.Linear(3, 3)
+    driver = TorchDriver(run.state, GOES_BACK)
+    run.step(0)
+    run.backward(1)
+    before, weights = snapshot(run.optimizer), parameters(run.state)
+    with pytest.raises(StateMismatch):
+        driver.replace({"model": other.state_dict(), "optimizer": run.optimizer.state_dict()})
+    assert_same(snapshot(run.optimizer), before)
+    assert all(torch.equal(a, b) for a, b in zip(parameters(run.state), weights, strict=True))
+    assert all(p.grad is not None for p in run.model.parameters())
+
+
+def test_a_rate_that_is_a_tensor_stays_that_tensor():
+    """A captured graph and a user's own reference go on reading it."""
+    rate, beta = torch.tensor(0.1), torch.tensor(0.9)
+    run = Run(lambda params: Adam(params, lr=rate, betas=(beta, torch.tensor(0.99))))
+    driver = TorchDriver(run.state, GOES_BACK)
+    store = driver.store(None, ())
+    run.step(0)
+    store.save(1, driver.items(), healing=driver.healing())
+    rate.fill_(7.0)
+    beta.fill_(0.5)
+    driver.replace(store.restore(1, driver.items()).state)
+    assert run.optimizer.param_groups[0]["lr"] is rate
+    assert run.optimizer.param_groups[0]["betas"][0] is beta
+    assert (rate.item(), beta.item()) == (pytest.approx(0.1), pytest.approx(0.9))
+    assert driver.learning_rate() == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_scalers_state_is_restored_too(fused: bool):
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    run = Run(partial(AdamW, lr=0.01, fused=fused), dtype=torch.float32)
+    state = {**run.state, "scaler": scaler}
+    driver = TorchDriver(state, GOES_BACK)
+    store = driver.store(None, ())
+
+    def step(i: int, factor: float = 1.0) -> None:
+        run.optimizer.zero_grad()
+        loss = torch.cat([p.flatten() for p in run.model.parameters()]).sum() * factor * (i + 1)
+        scaler.scale(loss).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+
+    step(0)
+    store.save(1, driver.items(), healing=driver.healing())
+    weights = None
+    for _ in range(2):
+        driver.poll_step()
+        step(1)  # the second good one: the scale doubles
+        assert scaler.get_scale() == 16.0
+        assert only(driver).step == 2
+        step(2, NAN)  # and is halved again, which is not ours to judge
+        assert scaler.get_scale() == 8.0
+        handle = driver.poll_step()
+        assert handle is None or handle.steps()[0][0].step == 2
+        step(3)
+        found = parameters(state)
+        assert weights is None or all(map(torch.equal, weights, found))
+        weights = found
+        go_back(driver, store.restore(1, driver.items()))
+        assert scaler.state_dict()["_growth_tracker"] == 1

@@ -1,0 +1,11 @@
+"""Two processes with one sharded model decide the same, and go back to the same checkpoint."""
+
+from __future__ import annotations
+
+from tests.torch.two_ranks import run_two_ranks
+
+
+def test_two_ranks_roll_back_together(tmp_path):
+    paths = tmp_path / "rendezvous", tmp_path / "checkpoints"
+    outcomes = run_two_ranks("tests.torch.driver.rollback_rank", *paths, seconds=600)
+    assert [out for out, _ in outcomes] == ["fine\n", "fine\n"], outcomes

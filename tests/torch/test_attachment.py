@@ -1,0 +1,180 @@
+"""`attach`: what it accepts, what it rejects, and the error without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Linear, Parameter
+from torch.optim import SGD, AdamW
+
+from healcore.policy import PolicyError, load
+from healcore.torch import AttachError, ParametersChangedError, attach
+from tests.torch import policies
+
+
+def optimizer(**options: Any) -> AdamW:
+    return AdamW([Parameter(torch.ones(2))], **options)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (None, "got NoneType.*whose step"),
+        (Linear(2, 2), "not the model"),
+        ([torch.ones(2)], "got list"),
+        (torch.optim.lr_scheduler.ConstantLR(optimizer()), r"scheduler\.optimizer"),
+    ],
+)
+def test_what_is_no_optimizer_is_rejected(given: Any, message: str):
+    with pytest.raises(AttachError, match=message):
+        attach(given, policies.SKIPS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"engine": "gpu"}, "engine must be"),
+        ({"compile": "yes"}, "compile must be"),
+        ({"fused": "maybe"}, "fused must be"),
+        ({"fused": True}, "AdamW was not built with fused=True"),
+        ({"scaler": 1024.0}, "GradScaler, got float"),
+    ],
+)
+def test_a_wrong_option_changes_nothing(options: dict[str, Any], message: str):
+    o = optimizer()
+    with pytest.raises(AttachError, match=message):
+        attach(o, policies.SKIPS, **options)
+    assert not o._optimizer_step_pre_hooks
+    attach(o, policies.SKIPS)
+
+
+def test_a_wrong_policy_changes_nothing():
+    o = optimizer()
+    with pytest.raises(Exception, match="no_such_policy"):
+        attach(o, "no_such_policy")
+    assert not o._optimizer_step_pre_hooks
+
+
+def test_one_optimizer_has_one_policy():
+    o = optimizer()
+    heal = attach(o, policies.SKIPS)
+    with pytest.raises(AttachError, match=r"healed already.*detach"):
+        attach(o, policies.SKIPS)
+    assert heal.attached
+    heal.detach()
+    attach(o, policies.SKIPS)
+
+
+@pytest.mark.parametrize("policy", ["default", load("zclip"), policies.SKIPS], ids=type)
+def test_a_policy_by_name_object_or_engine(policy: Any):
+    o = optimizer(fused=True)
+    heal = attach(o, policy)
+    o.param_groups[0]["params"][0].grad = torch.full((2,), float("nan"))
+    o.step()
+    assert int(heal.metrics()["heal/skips"]) == 1
+    assert torch.equal(o.param_groups[0]["params"][0].detach(), torch.ones(2))
+
+
+def test_parameters_on_meta_are_rejected():
+    with pytest.raises(AttachError, match="meta device"):
+        attach(SGD([Parameter(torch.ones(2, device="meta"))]), policies.SKIPS)
+
+
+class Accelerated(torch.optim.Optimizer):
+    """As accelerate's AcceleratedOptimizer: an Optimizer by name, whose own hooks never fire."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.optimizer = inner
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step(closure)
+
+
+def test_the_optimizer_in_accelerates_wrapper_is_healed():
+    inner = optimizer()
+    heal = attach(Accelerated(inner), policies.SKIPS)
+    assert heal.optimizer is inner
+    with pytest.raises(AttachError, match="healed already"):
+        attach(inner, policies.SKIPS)
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_parameters_added_later_are_healed_unless_each_has_a_history(where: Any):
+    late = Parameter(torch.ones(3))
+    o = optimizer(fused=True)
+    heal = attach(o, policies.SKIPS, engine=where)
+    o.add_param_group({"params": [late]})
+    late.grad = torch.full((3,), float("nan"))
+    o.step()
+    assert torch.equal(late.detach(), torch.ones(3))
+    heal.detach()
+
+    o = optimizer()
+    heal = attach(o, policies.ADAGC, engine=where)
+    state = heal.state_dict()
+    o.add_param_group({"params": [Parameter(torch.ones(3))]})
+    first = o.param_groups[0]["params"][0]
+    first.grad = torch.ones(2)
+    with pytest.raises(ParametersChangedError, match="had 1 parameters at attach, now 2"):
+        o.step()
+    assert torch.equal(first.detach(), torch.ones(2))
+    assert heal.state_dict() == state
+
+
+def test_a_group_that_is_not_fused_any_more_is_skipped_by_hidden_gradients():
+    p, q = Parameter(torch.ones(2)), Parameter(torch.ones(2))
+    o = AdamW([{"params": [p]}, {"params": [q]}], fused=True)
+    heal = attach(o, policies.fixed(0.1), engine="device")
+    o.param_groups[1]["fused"] = None  # what loading an unfused optimizer's state does
+    p.grad, q.grad = torch.ones(2), torch.ones(2)
+    o.step()
+    assert p.grad is not None
+    torch.testing.assert_close(p.grad, torch.full((2,), 0.05), rtol=1e-4, atol=0)
+    p.grad, q.grad = torch.ones(2), torch.full((2,), float("nan"))
+    before = p.detach().clone(), q.detach().clone()
+    o.step()
+    assert torch.equal(before[0], p.detach())
+    assert torch.equal(before[1], q.detach())
+    assert int(heal.metrics()["heal/skips"]) == 1
+
+
+def test_without_torch_the_error_names_what_to_install():
+    code = (
+        "import importlib.util as u; real = u.find_spec\n"
+        "u.find_spec = lambda n, *a: None if n == 'torch' else real(n, *a)\n"
+        "try: import healcore.torch\n"
+        "except ImportError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install 'healcore[torch]'" in done.stdout
+
+
+def test_one_number_of_a_policy_needs_no_file():
+    o = torch.optim.SGD([Parameter(torch.zeros(4))], lr=1.0)
+    with pytest.raises(PolicyError, match="max_norm = -1"):
+        attach(o, "zclip", clip={"max_norm": -1})
+    assert not o._optimizer_step_pre_hooks
+    attach(o, "zclip", clip={"kind": "fixed", "max_norm": 2.0})
+    (p,) = o.param_groups[0]["params"]
+    p.grad = torch.full((4,), 5.0)
+    o.step()
+    assert float(p.detach().norm()) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("engine", ["host", "device"])
+def test_norms_by_name_are_those_before_clipping(engine: Any):
+    model = torch.nn.Sequential(Linear(2, 2), Linear(2, 2))
+    heal = attach(SGD(model[0].parameters(), lr=0.1), "zclip", engine=engine, compile=False)
+    assert heal.gradient_norms(model.named_parameters()) == {}
+    model[0].weight.grad = torch.full((2, 2), 3.0)
+    model[1].weight.grad = torch.ones(2, 2)
+    heal.optimizer.step()
+    assert heal.gradient_norms(model.named_parameters()) == {"0.weight": 6.0}
+    model[0].weight.grad = torch.full((2, 2), torch.nan)
+    heal.optimizer.step()
+    (norm,) = heal.gradient_norms(model.named_parameters()).values()
+    assert norm != norm

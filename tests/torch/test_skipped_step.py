@@ -1,0 +1,215 @@
+"""Third-party optimizers: a skipped step leaves no trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import ExponentialLR
+
+from healcore.torch import attach
+from tests.torch import policies
+from tests.torch.bit_comparison import assert_same, bits
+from tests.torch.third_party_optimizers import SCHEDULE_FREE, Run, names, parameters_for
+
+NAN = float("nan")
+
+every = pytest.mark.parametrize("name", names())
+
+
+def test_all_of_schedulefree_is_tested():
+    schedulefree = pytest.importorskip("schedulefree")
+    theirs = {
+        name
+        for name, each in vars(schedulefree).items()
+        if isinstance(each, type) and issubclass(each, Optimizer)
+    }
+    assert theirs == set(SCHEDULE_FREE)
+
+
+@every
+@pytest.mark.parametrize("closure", [False, True], ids=["plain", "closure"])
+def test_a_skip_leaves_no_trace(name: str, closure: bool):
+    mine, twin = Run(name, closure=closure), Run(name, closure=closure)
+    heal = attach(mine.optimizer, policies.SKIPS)
+    skipped = (0, 4)
+    for i in range(8):
+        if i in skipped:
+            before = mine.view()
+            mine.step(i, heal, factor=NAN)
+            assert_same(before, mine.view(), *(() if i else ("params", "groups")))
+        else:
+            mine.step(i, heal)
+            twin.step(i)
+    assert int(heal.metrics()["heal/skips"]) == len(skipped)
+    assert_same(mine.view(), twin.view())
+
+
+# -- how such a step is called ---------------------------------------------------------------------
+
+
+class Counting(Optimizer):
+    """Gradient descent that counts, remembers, draws, and raises without gradients."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        self.calls, self.log = 0, []
+        super().__init__(params, {"lr": lr, "step": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        self.calls += 1
+        for group in self.param_groups:
+            group["step"] += 1
+            if all(p.grad is None for p in group["params"]):
+                raise ValueError("no gradients")
+            for p in group["params"]:
+                self.log.append(float(torch.rand(())))
+                p.mul_(0.9)
+                if p.grad is not None:
+                    p.sub_(group["lr"] * p.grad)
+        return loss
+
+
+class Around(Counting):
+    """Calls super().step(): torch fires the hooks for both."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.before = getattr(self, "before", 0) + 1
+        loss = super().step(closure)
+        self.after = getattr(self, "after", 0) + 1
+        return loss
+
+
+def take(optimizer: Optimizer, value: float, call: Any = None) -> Any:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.full_like(p, value)
+    return (call or optimizer.step)()
+
+
+def seen(optimizer: Any) -> Any:
+    counts = {k: v for k, v in vars(optimizer).items() if k in ("calls", "log", "before", "after")}
+    groups = [
+        {k: v for k, v in g.items() if k not in ("params", "lr")} for g in optimizer.param_groups
+    ]
+    params = [bits(p) for g in optimizer.param_groups for p in g["params"]]
+    return bits([counts, groups]), params, bits(torch.get_rng_state())
+
+
+def built(kind: type[Counting] = Counting) -> Counting:
+    return kind([Parameter(torch.ones(3)), Parameter(torch.ones(2, 2))])
+
+
+@pytest.mark.parametrize("kind", [Counting, Around])
+def test_the_step_is_not_run_at_all(kind: type[Counting]):
+    optimizer = built(kind)
+    attach(optimizer, policies.SKIPS)
+    take(optimizer, 1.0)
+    before = seen(optimizer)
+    assert take(optimizer, NAN) is None
+    assert seen(optimizer) == before
+    take(optimizer, 1.0)
+    assert optimizer.calls == 2
+    assert "_healcore_step" not in vars(optimizer)
+
+
+@pytest.mark.parametrize("kind", [Counting, Around])
+def test_a_closure_that_finds_a_nan_ends_the_step(kind: type[Counting]):
+    optimizer = built(kind)
+    attach(optimizer, policies.SKIPS)
+
+    def closure() -> float:
+        return take(optimizer, NAN, lambda: 7.5)
+
+    p = optimizer.param_groups[0]["params"][0]
+    before = seen(optimizer)[1:]
+    assert optimizer.step(closure) == 7.5
+    assert seen(optimizer)[1:] == before
+    assert optimizer.calls == 0
+    assert optimizer.param_groups[0]["step"] == 0
+    assert torch.isnan(p.grad).all()  # where the loop may want to see it
+    assert "_healcore_step" not in vars(optimizer)
+
+
+@pytest.mark.parametrize("order", ["scheduler first", "attach first"])
+def test_a_schedule_goes_on_over_a_skip(order: str):
+    optimizer = built()
+    if order == "attach first":
+        attach(optimizer, policies.SKIPS)
+    scheduler = ExponentialLR(optimizer, 0.5)
+    if order == "scheduler first":
+        attach(optimizer, policies.SKIPS)
+    before = seen(optimizer)
+    take(optimizer, NAN)
+    scheduler.step()
+    assert seen(optimizer) == before
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_attributes_set_by_the_user_stay():
+    optimizer = built()
+    attach(optimizer, policies.SKIPS)
+    optimizer.param_groups[0]["step"] = 100
+
+    def closure() -> None:
+        optimizer.param_groups[0]["lr"] = 0.25
+        take(optimizer, NAN, lambda: None)
+
+    optimizer.step(closure)
+    assert optimizer.param_groups[0]["step"] == 100
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_other_optimizers_of_the_class_are_left_alone():
+    healed, other = built(), built()
+    heal = attach(healed, policies.SKIPS)
+    take(other, NAN)
+    assert other.calls == 1
+    heal.detach()
+    take(healed, NAN)
+    assert healed.calls == 1
+
+
+def test_an_exception_of_a_closure_is_raised():
+    optimizer = built()
+    attach(optimizer, policies.SKIPS)
+
+    def closure() -> None:
+        raise KeyError("batch")
+
+    with pytest.raises(KeyError, match="batch"):
+        optimizer.step(closure)
+    before = seen(optimizer)
+    take(optimizer, NAN)
+    assert seen(optimizer) == before
+
+
+def test_a_compiled_step_is_skipped_too():
+    optimizer = built()
+    attach(optimizer, policies.SKIPS)
+    step = torch.compile(optimizer.step, backend="eager")
+    take(optimizer, 1.0, step)
+    before = seen(optimizer)
+    take(optimizer, NAN, step)
+    assert seen(optimizer) == before
+    take(optimizer, 1.0, step)
+    assert optimizer.calls == 2
+
+
+def test_a_restored_optimizer_that_moves_first_is_undone():
+    """Of its first step there is no copy: it finishes what it began, without gradients."""
+    theirs = pytest.importorskip("pytorch_optimizer")
+    params = parameters_for("SAM")
+    optimizer = theirs.SAM(params, SGD, lr=0.1, momentum=0.9)
+    for p in params:
+        optimizer.state[p]["momentum_buffer"] = torch.ones_like(p)
+    attach(optimizer, policies.SKIPS)
+    before = bits(params)
+    for _ in range(2):
+        take(optimizer, 1.0, lambda: None)
+        optimizer.step(lambda: take(optimizer, NAN, lambda: 1.0))
+        assert bits(params) == before

@@ -1,0 +1,313 @@
+"""The ways in which a step is called: closures, subclasses, exceptions, no gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+from torch.optim import LBFGS, SGD, Adam, AdamW
+
+from healcore.torch import attach
+from tests.torch import policies
+from tests.torch.bit_comparison import assert_same, bits, parameters, snapshot
+from tests.torch.optimizer_cases import Case, Where
+
+host_and_device = pytest.mark.parametrize("where", ["host", "device"])
+NAN = float("nan")
+
+
+def steps(heal: Any) -> int:
+    return int(heal.metrics()["heal/steps"])
+
+
+# -- closures ------------------------------------------------------------------------------------
+
+
+@host_and_device
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_closures_own_gradients_are_judged(where: Where, by_name: bool):
+    p = Parameter(torch.ones(3))
+    optimizer = AdamW([p], fused=True)
+    heal = attach(optimizer, policies.SKIPS, engine=where)
+    p.grad = torch.full((3,), NAN)  # of an older backward: not this step's
+
+    def closure() -> torch.Tensor:
+        p.grad = torch.ones(3)
+        return p.sum() * 2
+
+    loss: Any = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+    assert loss.item() == 6.0
+    metrics = heal.metrics()
+    assert int(metrics["heal/skips"]) == 0
+    assert float(metrics["heal/grad_norm"]) == pytest.approx(3**0.5)
+    assert float(metrics["heal/loss"]) == 6.0  # what the closure returned
+
+
+def test_an_observed_loss_goes_before_the_closures():
+    p = Parameter(torch.ones(3))
+    optimizer = AdamW([p])
+    heal = attach(optimizer, policies.SKIPS)
+
+    def closure() -> float:
+        heal.observe(1.5)
+        p.grad = torch.ones(3)
+        return 99.0
+
+    optimizer.step(closure)
+    assert float(heal.metrics()["heal/loss"]) == 1.5
+
+
+def test_a_closure_may_return_nothing():
+    p = Parameter(torch.ones(3))
+    optimizer = AdamW([p])
+    heal = attach(optimizer, policies.SKIPS)
+
+    def closure() -> None:
+        p.grad = torch.full((3,), NAN)
+
+    optimizer.step(closure)
+    assert int(heal.metrics()["heal/skips"]) == 1
+
+
+@host_and_device
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+@pytest.mark.parametrize("bad_call", [2, 3])
+def test_lbfgs_that_reaches_a_nan_is_undone(where: Where, line_search: str | None, bad_call: int):
+    case = Case("", LBFGS, {"max_iter": 5, "line_search_fn": line_search}, closure=True)
+    optimizer = case.build()
+    attach(optimizer, policies.SKIPS, engine=where)
+    case.step(optimizer, 0)
+    case.step(optimizer, 1)
+    before = snapshot(optimizer)
+    calls = 0
+
+    def poison() -> None:
+        nonlocal calls
+        calls += 1
+        if calls >= bad_call:
+            for p in parameters(optimizer):
+                p.grad = torch.full_like(p, NAN)
+
+    case.step(optimizer, 2, then=poison)
+    assert calls >= bad_call
+    assert_same(before, snapshot(optimizer))
+    case.step(optimizer, 3)
+    assert before["params"] != snapshot(optimizer)["params"]
+    assert all(bool(torch.isfinite(p).all()) for p in parameters(optimizer))
+
+
+# -- subclasses ----------------------------------------------------------------------------------
+
+
+class Wrapping(AdamW):
+    """Calls super().step(): torch fires the hooks for both."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().step(closure)
+
+
+class Decaying(AdamW):
+    """Adds arithmetic of its own, which no flag can stop."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.mul_(0.9)
+        return super().step(closure)
+
+
+@host_and_device
+@pytest.mark.parametrize("fused", [True, "auto"])
+def test_super_step_is_judged_once(where: Where, fused: Any):
+    Adam([Parameter(torch.ones(1))])  # patches the base classes' step too
+    AdamW([Parameter(torch.ones(1))])
+    case = Case("", Wrapping, {"fused": True})
+    mine, twin = case.build(), case.build()
+    heal = attach(mine, policies.SKIPS, engine=where, fused=fused)
+    for i in range(3):
+        case.step(mine, i, heal=heal)
+        case.step(twin, i)
+    assert steps(heal) == 3
+    assert_same(snapshot(mine), snapshot(twin))
+    case.step(mine, 3, heal=heal, factor=NAN)
+    assert_same(snapshot(mine), snapshot(twin))
+
+
+@host_and_device
+def test_a_step_with_its_own_arithmetic_is_skipped_too(where: Where):
+    case = Case("", Decaying, {"fused": True})
+    optimizer = case.build()
+    heal = attach(optimizer, policies.SKIPS, engine=where)
+    assert heal.report().skip == "not run"
+    assert "Decaying has a step() of its own" in heal.report().skip_reason
+    before = snapshot(optimizer)
+    case.step(optimizer, 0, heal=heal, factor=NAN)
+    assert_same(before, snapshot(optimizer), "params")
+
+
+# -- exceptions ----------------------------------------------------------------------------------
+
+
+class Failing(SGD):
+    """Raises in the middle of a step when it is set to."""
+
+    fail = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fail:
+            raise RuntimeError("out of memory")
+        return super().step(closure)
+
+
+@host_and_device
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_that_raises_does_not_end_healing(where: Where, fused: bool):
+    p = Parameter(torch.ones(3))
+    optimizer = Failing([p], lr=0.5, fused=fused)
+    own = optimizer.param_groups[0]["lr"]
+    heal = attach(optimizer, policies.CUTS, engine=where, fused=fused)
+    p.grad = torch.full((3,), NAN)
+    optimizer.step()  # cuts the rate, so that it is replaced in the next step
+    optimizer.fail = True
+    p.grad = torch.ones(3)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step()
+    optimizer.fail = False
+    p.grad = torch.full((3,), NAN)
+    before = bits(p)
+    optimizer.step()
+    assert bits(p) == before
+    assert steps(heal) == 3
+    assert optimizer.param_groups[0]["lr"] is own
+    assert p.grad is not None
+    assert not {"grad_scale", "found_inf"} & set(vars(optimizer))
+
+
+@host_and_device
+def test_attributes_set_after_an_exception_stay(where: Where):
+    p = Parameter(torch.ones(3))
+    optimizer = Failing([p], lr=0.5, fused=True)
+    attach(optimizer, policies.fixed(0.1), engine=where, fused=True)
+    optimizer.fail = True
+    p.grad = torch.ones(3)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step()
+    assert "grad_scale" in vars(optimizer)  # set, and no post-hook has restored it
+    optimizer.fail = False
+    own = optimizer.grad_scale = torch.tensor(2.0)  # type: ignore[attr-defined]
+    p.grad = torch.full((3,), 0.02)  # 0.01 times the scale: too small to clip
+    optimizer.step()
+    assert optimizer.grad_scale is own  # type: ignore[attr-defined]
+    torch.testing.assert_close(p.detach(), torch.full((3,), 0.995))
+
+
+def fail(*_: Any) -> None:
+    raise RuntimeError("out of memory")
+
+
+@host_and_device
+def test_detach_after_an_exception_restores_everything(where: Where):
+    p = Parameter(torch.ones(3))
+    optimizer = SGD([p], lr=0.5)
+    heal = attach(optimizer, policies.CUTS, engine=where)
+    optimizer.register_step_pre_hook(fail)  # after ours
+    grad = p.grad = torch.full((3,), NAN)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step()
+    heal.detach()
+    assert p.grad is grad
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert not {"grad_scale", "found_inf"} & set(vars(optimizer))
+
+
+# -- gradients that are not there ----------------------------------------------------------------
+
+
+@host_and_device
+def test_a_step_without_gradients_is_a_no_op(where: Where):
+    optimizer = AdamW([Parameter(torch.ones(3))], fused=True)
+    heal = attach(optimizer, policies.EVERYTHING, engine=where)
+    before, state = snapshot(optimizer), heal.state_dict()
+    heal.observe(1.0)
+    optimizer.step()
+    assert_same(before, snapshot(optimizer))
+    assert heal.state_dict() == state
+    assert heal.decision is None
+    heal.observe(2.0)  # the first loss was that step's
+    parameters(optimizer)[0].grad = torch.ones(3)
+    optimizer.step()
+    assert float(heal.metrics()["heal/loss"]) == 2.0
+
+
+@host_and_device
+def test_parameters_without_gradients_are_left_alone(where: Where):
+    used, unused = Parameter(torch.ones(3)), Parameter(torch.ones(2))
+    frozen = Parameter(torch.ones(2), requires_grad=False)
+    optimizer = AdamW([{"params": [unused, used]}, {"params": [frozen], "lr": 1.0}], fused=True)
+    heal = attach(optimizer, policies.fixed(1e-3), engine=where)
+    used.grad = torch.ones(3)
+    optimizer.step()
+    assert float(heal.metrics()["heal/grad_norm"]) == pytest.approx(math.sqrt(3))
+    assert unused.grad is None
+    assert torch.equal(unused.detach(), torch.ones(2))
+    assert not torch.equal(used.detach(), torch.ones(3))
+
+
+@host_and_device
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_works_as_ever_after_a_skip(where: Where, set_to_none: bool):
+    p = Parameter(torch.ones(3))
+    optimizer = AdamW([p], fused=True)
+    attach(optimizer, policies.SKIPS, engine=where)
+    p.grad = torch.full((3,), NAN)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    (p * 2).sum().backward()
+    assert p.grad is not None
+    assert torch.equal(p.grad, torch.full((3,), 2.0))
+
+
+@host_and_device
+def test_a_checkpoint_library_may_initialize_a_fresh_optimizer(where: Where):
+    """get_optimizer_state_dict steps it with zero gradients at learning rate 0."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model = torch.nn.Linear(3, 2)
+    optimizer = AdamW(model.parameters(), lr=0.1, fused=True)
+    heal = attach(optimizer, policies.EVERYTHING, engine=where)
+    state = heal.state_dict()
+    get_optimizer_state_dict(model, optimizer)
+    assert optimizer.state  # it did step
+    assert heal.state_dict() == state
+
+
+@host_and_device
+def test_a_warm_up_from_rate_zero_is_judged(where: Where):
+    p = Parameter(torch.ones(3))
+    optimizer = AdamW([p], lr=0.0, fused=True)
+    heal = attach(optimizer, policies.SKIPS, engine=where)
+    p.grad = torch.full((3,), NAN)
+    optimizer.step()
+    assert steps(heal) == 1
+    assert int(heal.metrics()["heal/skips"]) == 1
+    assert torch.equal(p.detach(), torch.ones(3))
+
+
+@host_and_device
+def test_a_skipped_first_step_leaves_no_uninitialised_momentum(where: Where):
+    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN
+    try:
+        p = Parameter(torch.ones(3))
+        optimizer = SGD([p], lr=0.1, momentum=0.9, fused=True)
+        attach(optimizer, policies.SKIPS, engine=where)
+        for value in (NAN, 1.0, 1.0):
+            p.grad = torch.full((3,), value)
+            optimizer.step()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(p.detach(), torch.full((3,), 1 - 0.1 - 0.19))
