@@ -19,7 +19,7 @@ from healcore.runtime.store.tiered import TieredStore
 __all__ = ["Keep", "MemoryStore", "OrbaxStore", "TieredStore"]
 
 
-class MemoryStore(memory.MemoryStore):
+class MemoryStore(memory.SnapshotStore):
     """Snapshots of a JAX state in host memory, pinned where the state is on an accelerator.
 
     Args:

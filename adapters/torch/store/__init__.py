@@ -21,7 +21,7 @@ from healcore.torch.store.state import apply
 __all__ = ["DCPStore", "Keep", "MemoryStore", "TieredStore", "apply"]
 
 
-class MemoryStore(memory.MemoryStore):
+class MemoryStore(memory.SnapshotStore):
     """Snapshots of a torch state in host memory, pinned where the state is on CUDA.
 
     Args:

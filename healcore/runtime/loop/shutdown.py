@@ -18,7 +18,7 @@ from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.termination import Terminated
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.store import StoreError
-from healcore.runtime.store.memory import MemoryStore
+from healcore.runtime.store.memory import SnapshotStore
 
 _LAST = "the last state could not be saved"
 
@@ -104,7 +104,7 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
 
 def _last_state_lost(loop: Loop, problems: list[str]) -> bool:
     """Whether the save of the last state has failed, at once or in the background."""
-    if isinstance(loop.checkpoints.store, MemoryStore):
+    if isinstance(loop.checkpoints.store, SnapshotStore):
         return False  # its checkpoints end with the process in any case
     failed = any(problem.startswith(_LAST) for problem in problems)
     return loop.step in loop.checkpoints.unsaved or failed

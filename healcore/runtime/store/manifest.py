@@ -141,15 +141,18 @@ def missing_or_resized(folder: Path, manifest: Manifest) -> Wrong | None:
 
 
 def first_difference(found: Found, names: Iterable[str]) -> Wrong | None:
-    """Recomputes digests; the first file that is not what was written.
+    """The first of some files of a checkpoint that is not what was written."""
+    resized = missing_or_resized(found.folder, found.manifest)
+    return resized or next(iter(differences(found, names)), None)
+
+
+def differences(found: Found, names: Iterable[str]) -> list[Wrong]:
+    """Recomputes digests; the files of a checkpoint that are not what was written.
 
     Args:
-        found: the checkpoint.
+        found: the checkpoint, whose files have their sizes.
         names: which of its files.
     """
-    resized = missing_or_resized(found.folder, found.manifest)
-    if resized is not None:
-        return resized
 
     def wrong(name: str) -> Wrong | None:
         try:
@@ -161,7 +164,7 @@ def first_difference(found: Found, names: Iterable[str]) -> Wrong | None:
         return None
 
     results = mapped(wrong, list(names), found.manifest.bytes)
-    return next((each for each in results if each is not None), None)
+    return [each for each in results if each is not None]
 
 
 def saved(folder: Path, manifest: Manifest, nonfinite_ok: Collection[str]) -> Saved:

@@ -79,7 +79,7 @@ class Slot:
         )
 
 
-class MemoryStore:
+class SnapshotStore:
     """Snapshots in host memory, never more than `keep` allows.
 
     The memory of one snapshot that nobody needs any more is kept for the next.
@@ -196,7 +196,7 @@ class MemoryStore:
         found, self._nonfinite = self._nonfinite, []
         return found
 
-    def queues(self) -> list[tuple[MemoryStore, Background]]:
+    def queues(self) -> list[tuple[SnapshotStore, Background]]:
         """Itself, and the queue in which checkpoints are verified: after the saves before it."""
         return [(self, self._behind)]
 

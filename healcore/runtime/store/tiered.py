@@ -17,12 +17,12 @@ from healcore.runtime.store.errors import (
     SaveFailed,
     StoreError,
 )
-from healcore.runtime.store.memory import MemoryStore, Slot
+from healcore.runtime.store.memory import Slot, SnapshotStore
 from healcore.runtime.store.protocol import Restored, Saved, Status
 from healcore.runtime.store.ranks import RankFailed, Ranks
 
 T = TypeVar("T")
-Tier = MemoryStore | DirectoryStore
+Tier = SnapshotStore | DirectoryStore
 
 
 class TieredStore:
@@ -39,7 +39,7 @@ class TieredStore:
         disk_every: one of how many saves goes to disk; the first does.
     """
 
-    def __init__(self, memory: MemoryStore, disk: DirectoryStore, *, disk_every: int = 1) -> None:
+    def __init__(self, memory: SnapshotStore, disk: DirectoryStore, *, disk_every: int = 1) -> None:
         if isinstance(disk_every, bool) or not isinstance(disk_every, int) or disk_every < 1:
             raise StoreError(f"disk_every is a whole number >= 1, not {disk_every!r}")
         self.memory = memory
@@ -302,7 +302,7 @@ class TieredStore:
         Of several errors all ranks raise one that is no damage, if there is one: after damage the
         next tier is tried, by all ranks or by none.
         """
-        if not isinstance(tier, MemoryStore):
+        if not isinstance(tier, SnapshotStore):
             return action(tier)
         results: list[T] = []
         failure = None
@@ -321,7 +321,7 @@ class TieredStore:
 
     def _take_out(self, tier: Tier, step: int) -> None:
         try:
-            if isinstance(tier, MemoryStore):
+            if isinstance(tier, SnapshotStore):
                 tier.drop(step)
             else:
                 tier.mark(step, "quarantined")

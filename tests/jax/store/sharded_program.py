@@ -46,7 +46,7 @@ def data(leaf):
 stores = {
     "orbax": OrbaxStore(root / "orbax"),
     "memory": MemoryStore(KEEP),
-    "pinned": memory.MemoryStore(JaxCopier(pinned=True), KEEP),
+    "pinned": memory.SnapshotStore(JaxCopier(pinned=True), KEEP),
     "tiers": TieredStore(MemoryStore(KEEP), OrbaxStore(root / "tiers")),
 }
 for name, store in stores.items():

@@ -22,7 +22,7 @@ from tests.runtime.store.store_cases import JAX_MEMORY, JAX_TIERS, ORBAX, StoreC
 PINNED = StoreCase(
     "jax-pinned",
     # As on an accelerator: arrays go to pinned host memory by themselves. Here it is a CPU's.
-    lambda root, **options: memory.MemoryStore(JaxCopier(pinned=True), **options),
+    lambda root, **options: memory.SnapshotStore(JaxCopier(pinned=True), **options),
     JAX_MEMORY.state,
     JAX_MEMORY.spoil,
 )
