@@ -31,7 +31,7 @@ __all__ = [
     "HealcoreError",
     "Healer",
     "HealerError",
-    "Incident",
+    "IncidentContext",
     "Interrupted",
     "JournalError",
     "Keep",

@@ -62,7 +62,7 @@ def open_file(path: Path) -> Contents:
     """
     try:
         mapped = zipfile.is_zipfile(path)
-        # Before torch reads it: torch allocates what a file asks for.
+        # Before torch reads it: torch allocates whatever size a file names.
         if mapped:
             with zipfile.ZipFile(path) as archive:
                 size = check_archive(archive, str(path), path.stat().st_size).pickled

@@ -1,7 +1,7 @@
 """Checks a file of torch before torch reads it: its pickle, and the records of its archive.
 
-`torch.load(weights_only=True)` runs no code of the file's choice. It does allocate what the file
-asks for: `bytearray(10**10)` takes 12 bytes. So the pickle is read here first, as data. With
+`torch.load(weights_only=True)` runs no code of the file's choice. It does allocate whatever size
+the file names: `bytearray(10**10)` takes 12 bytes. So the pickle is read here first, as data. With
 `mmap=True` it does not compare the records with the tensors either, and a tensor would go on in
 what lies behind its record.
 """
@@ -67,7 +67,7 @@ def storages(data: Any, at: int = 0) -> TorchPickle:
         at: where the pickle begins.
 
     Raises:
-        BadPickle: it is damaged, or asks for more than it has storage for.
+        BadPickle: it is damaged, or would allocate more than it has storage for.
         pickle.UnpicklingError: it sets the state of an object that is neither a tensor nor a plain
             value. Its calls are for `weights_only` to judge.
     """

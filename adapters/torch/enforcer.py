@@ -34,14 +34,23 @@ class Enforcer:
         self.step_skipper = StepSkipper(optimizer)
         self._optimizer = optimizer
         self._cuts_lr = cuts_lr
-        self._amp = AmpOverride(optimizer)
-        self._lr = LrOverride(optimizer)
-        self._hidden = HiddenGradients()
+        self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
+        """Dictionary, name, value for one step, value before."""
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+        """Parameters whose `.grad` is None for one step, and their gradients."""
         self._momentum = FirstStepMomentum(optimizer)
 
     def amp_flags(self) -> tuple[Tensor | None, Tensor | None]:
-        """`grad_scale` and `found_inf`, see `AmpOverride.read`."""
-        return self._amp.read()
+        """What a GradScaler (or the user) has set for the step that begins.
+
+        Returns:
+            `(grad_scale, found_inf)`, 0-d float32 tensors on the scaler's device, or None.
+        """
+        scale, found = (vars(self._optimizer).get(name) for name in ("grad_scale", "found_inf"))
+        return (
+            scale if isinstance(scale, Tensor) else None,
+            found if isinstance(found, Tensor) else None,
+        )
 
     def needs_host(self, params: list[Tensor]) -> bool:
         """Whether the host must know the order of this step; see also `FirstStepMomentum`."""
@@ -79,67 +88,31 @@ class Enforcer:
         """
         if order.group_scale is not None:
             gradients.scale_each_(everything, order.group_scale.unbind())
-        self._amp.set(grad_divisor=order.grad_divisor, found_inf=order.found_inf)
+        self._set_amp_flag("grad_scale", order.grad_divisor)
+        self._set_amp_flag("found_inf", order.found_inf)
         self._momentum.before_step(params, order.found_inf)
         if self._cuts_lr:
-            self._lr.scale(order.lr_scale)
+            self.scale_lr(order.lr_scale)
 
     def skip(self, params: Sequence[Tensor]) -> None:
-        """Makes the step an exact no-op: hides the gradients, or does not run `step()` at all."""
-        self._hidden.hide(params)
+        """Makes the step an exact no-op: hides the gradients, or does not run `step()` at all.
+
+        `.grad` set to None is an exact no-op for all of torch's optimizers; Adam, momentum SGD and
+        Muon move on zeroed gradients. The same tensors are restored afterwards: with DDP's
+        `gradient_as_bucket_view` they are views into its buckets, and a log of gradient norms may
+        still read them.
+        """
+        for p in params:
+            if p.grad is not None:
+                self._hidden.append((p, p.grad))
+                p.grad = None
         self.step_skipper.skip()
 
-    def scale_lr(self, factor: float) -> None:
-        """Scales every group's learning rate."""
-        self._lr.scale(factor)
+    def scale_lr(self, factor: float | Tensor) -> None:
+        """Multiplies the learning rate of every group that has one.
 
-    def clip(
-        self, everything: Sequence[Tensor], order: HostOrder, divisor: Tensor | None = None
-    ) -> None:
-        """Clips: in the fused kernel where there is one, else in a pass over the gradients."""
-        if order.group_scale is not None:
-            gradients.scale_each_(everything, order.group_scale.tolist())
-        if order.grad_scale == 1.0:
-            return
-        if self._uses_kernel():
-            # In float32 and in this order, as the device engine computes it.
-            device = everything[0].device
-            scale = torch.full((), order.grad_scale, dtype=torch.float32, device=device)
-            base = torch.ones_like(scale) if divisor is None else divisor
-            self._amp.set(grad_divisor=base / scale, found_inf=None)
-        else:
-            gradients.scale_(everything, order.grad_scale)
-
-    def restore(self) -> None:
-        """Restores everything that was changed for the step; does nothing when nothing was."""
-        self._momentum.after_step()
-        self._hidden.restore()
-        self._lr.restore()
-        self._amp.restore()
-        self.step_skipper.reset()
-
-    def _uses_kernel(self) -> bool:
-        return self.by_kernel and all_fused(self._optimizer)
-
-
-def all_fused(optimizer: Optimizer) -> bool:
-    """Whether every group runs the fused kernel; `load_state_dict` can change a group's flag."""
-    return all(group.get("fused") for group in optimizer.param_groups)
-
-
-class LrOverride:
-    """Replaces every group's `lr` for one step.
-
-    The user's own object (float or tensor) is saved and restored, never computed back, so a
-    scheduler sees what it wrote. A new `lr` that is written during the step stays.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._replaced: list[tuple[dict[str, Any], Any, Any]] = []
-
-    def scale(self, factor: float | Tensor) -> None:
-        """Multiplies the rate of every group that has one.
+        The user's own object (float or tensor) is restored, never computed back, so a scheduler
+        sees what it wrote.
 
         Args:
             factor: a Python number, or a 0-d float32 tensor next to the parameters: then the
@@ -157,85 +130,62 @@ class LrOverride:
                 scaled = factor.to(torch.float64 if on_cpu else torch.float32) * original
             else:
                 scaled = original * factor
-            group["lr"] = scaled
-            self._replaced.append((group, scaled, original))
+            self._replace(group, "lr", scaled)
+
+    def clip(
+        self, everything: Sequence[Tensor], order: HostOrder, divisor: Tensor | None = None
+    ) -> None:
+        """Clips: in the fused kernel where there is one, else in a pass over the gradients."""
+        if order.group_scale is not None:
+            gradients.scale_each_(everything, order.group_scale.tolist())
+        if order.grad_scale == 1.0:
+            return
+        if self._uses_kernel():
+            # In float32 and in this order, as the device engine computes it.
+            device = everything[0].device
+            scale = torch.full((), order.grad_scale, dtype=torch.float32, device=device)
+            base = torch.ones_like(scale) if divisor is None else divisor
+            self._set_amp_flag("grad_scale", base / scale)
+        else:
+            gradients.scale_(everything, order.grad_scale)
 
     def restore(self) -> None:
-        """Restores every rate; does nothing when none was replaced."""
-        for group, scaled, original in self._replaced:
-            if group["lr"] is scaled:
-                group["lr"] = original
-        self._replaced.clear()
-
-
-class HiddenGradients:
-    """Sets every `.grad` to None for one step: an exact no-op for all of torch's optimizers.
-
-    Zeroed gradients are not a no-op: Adam, momentum SGD and Muon move on them. The same tensors are
-    restored afterwards: with DDP's `gradient_as_bucket_view` they are views into its buckets, and a
-    log of gradient norms may still want to see them.
-    """
-
-    def __init__(self) -> None:
-        self._hidden: list[tuple[Tensor, Tensor]] = []
-
-    def hide(self, params: Sequence[Tensor]) -> None:
-        """Sets `.grad` to None on all of `params` that have one."""
-        for p in params:
-            if p.grad is not None:
-                self._hidden.append((p, p.grad))
-                p.grad = None
-
-    def restore(self) -> None:
-        """Restores what `hide` took, unless a new gradient is there by now."""
+        """Restores everything that was changed for the step; does nothing when nothing was."""
+        self._momentum.after_step()
         for p, grad in self._hidden:
             if p.grad is None:
                 p.grad = grad
         self._hidden.clear()
-
-
-class AmpOverride:
-    """Sets `grad_scale` and `found_inf`, which GradScaler and fused kernels use, for one step.
-
-    For a fused optimizer `GradScaler.step` sets both attributes, calls `optimizer.step()`, then
-    *deletes* both; it also multiplies its scale by a `grad_scale` that it finds set, and after
-    `unscale_` it passes on what it finds. So healcore leaves nothing there between steps, and
-    restores after a step what was there before it.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._replaced: list[tuple[str, Tensor, Any]] = []
-
-    def read(self) -> tuple[Tensor | None, Tensor | None]:
-        """What a GradScaler (or the user) has set for the step that begins.
-
-        Returns:
-            `(grad_scale, found_inf)`, 0-d float32 tensors on the scaler's device, or None.
-        """
-        scale, found = (vars(self._optimizer).get(name) for name in ("grad_scale", "found_inf"))
-        return (
-            scale if isinstance(scale, Tensor) else None,
-            found if isinstance(found, Tensor) else None,
-        )
-
-    def set(self, *, grad_divisor: Tensor | None, found_inf: Tensor | None) -> None:
-        """Sets what is not None, until `restore`."""
-        for name, value in (("grad_scale", grad_divisor), ("found_inf", found_inf)):
-            if value is not None:
-                self._replaced.append((name, value, vars(self._optimizer).get(name, _ABSENT)))
-                setattr(self._optimizer, name, value)
-
-    def restore(self) -> None:
-        """Restores both, unless somebody has set them again (after an exception)."""
-        for name, value, before in self._replaced:
-            if vars(self._optimizer).get(name) is not value:
+        for values, name, value, before in reversed(self._replaced):
+            if values.get(name) is not value:
                 continue
             if before is _ABSENT:
-                delattr(self._optimizer, name)
+                del values[name]
             else:
-                setattr(self._optimizer, name, before)
+                values[name] = before
         self._replaced.clear()
+        self.step_skipper.reset()
+
+    def _uses_kernel(self) -> bool:
+        return self.by_kernel and all_fused(self._optimizer)
+
+    def _set_amp_flag(self, name: str, value: Tensor) -> None:
+        """Sets `grad_scale` or `found_inf`, which GradScaler and fused kernels use, for one step.
+
+        For a fused optimizer `GradScaler.step` sets both attributes, calls `optimizer.step()`, then
+        *deletes* both; it also multiplies its scale by a `grad_scale` that it finds set, and after
+        `unscale_` it passes on what it finds. So nothing of healcore stays there between steps.
+        """
+        self._replace(vars(self._optimizer), name, value)
+
+    def _replace(self, values: dict[str, Any], name: str, value: Any) -> None:
+        self._replaced.append((values, name, value, values.get(name, _ABSENT)))
+        values[name] = value
+
+
+def all_fused(optimizer: Optimizer) -> bool:
+    """Whether every group runs the fused kernel; `load_state_dict` can change a group's flag."""
+    return all(group.get("fused") for group in optimizer.param_groups)
 
 
 class FirstStepMomentum:

@@ -178,12 +178,12 @@ class Healing:
     @property
     def in_step(self) -> bool:
         """Whether `optimizer.step()` is running; also True after a step that has raised."""
-        return self.hooks.in_step
+        return self.hooks.open_step.is_open
 
     @property
     def attached(self) -> bool:
         """Whether the hooks are in place."""
-        return self.hooks.attached
+        return bool(self.hooks.handles)
 
     @property
     def decision(self) -> Decision | None:
@@ -296,7 +296,7 @@ class Healing:
 
     def settle(self) -> None:
         """Restores the optimizer after a step that raised. Do not call it during a step."""
-        self.hooks.settle()
+        self.hooks.restore()
 
     def detach(self) -> None:
         """Removes the hooks; the optimizer is as if `attach` had never been called.

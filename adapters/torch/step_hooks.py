@@ -34,6 +34,8 @@ class StepHooks:
 
     Attributes:
         enforcer: carries out what the engine orders.
+        handles: of the hooks while they are in place.
+        open_step: the step that is running.
         last_norms: gradient norms of the last step that was judged.
         on_judged: called at every step that was judged, before the optimizer updates.
         on_ended: called after the step, with whether it was skipped, by the policy or a GradScaler:
@@ -59,7 +61,7 @@ class StepHooks:
         self.enforcer = enforcer
         self._all_reduce = all_reduce
         self._groups = len(gradients.parameters(optimizer))
-        self._open = OpenStep()
+        self.open_step = OpenStep()
         self._undo = ClosureUndo(optimizer)
         self._judged = self._turned_nonfinite = False
         self._order: HostOrder | None = None
@@ -75,20 +77,10 @@ class StepHooks:
         # graph, and Dynamo guards on the attributes as they are when it reaches the kernel.
         self.before: Any = torch.compiler.disable(self._before)
         after: Any = torch.compiler.disable(self._after)
-        self._handles = [
+        self.handles = [
             optimizer.register_step_pre_hook(self.before),
             optimizer.register_step_post_hook(after),
         ]
-
-    @property
-    def attached(self) -> bool:
-        """Whether the hooks are in place."""
-        return bool(self._handles)
-
-    @property
-    def in_step(self) -> bool:
-        """Whether `optimizer.step()` is running; also True after a step that has raised."""
-        return self._open.is_open
 
     @torch.no_grad()
     def judge_dropped(self) -> None:
@@ -108,27 +100,23 @@ class StepHooks:
             scale = float(self._live_engine.state.lr.scale)
             self._order = HostOrder(skip=False, grad_scale=1.0, lr_scale=scale, group_scale=None)
 
-    def settle(self) -> None:
-        """Restores the optimizer after a step that raised. Do not call it during a step."""
-        self._restore()
-
     def detach(self) -> None:
         """Removes the hooks; the optimizer is as if `attach` had never been called."""
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
-        self._handles = []
+        self.handles = []
         self.on_judged = self.on_ended = None
-        self._restore()
-        self._open.clear()
+        self.restore()
+        self.open_step.clear()
         self._measurer.clear()
 
     # -- around the step ------------------------------------------------------------------------
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """The pre-hook: judges the step, or wraps the closure, whose backward has to come first."""
-        if not self._open.enter():
+        if not self.open_step.enter():
             return None  # step() of a subclass called super().step()
-        self._restore()  # a step that raised had no post-hook
+        self.restore()  # a step that raised had no post-hook
         self._judged = self._turned_nonfinite = False
         self._skipped = None
         last, self._order = self._order, None
@@ -148,16 +136,17 @@ class StepHooks:
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """The post-hook: restores everything that was changed for the step."""
-        if not self._open.leave():
+        if not self.open_step.leave():
             return
         if self._turned_nonfinite or (self._order is not None and self._order.skip):
             self._undo.restore()
-        self._restore()
+        self.restore()
         self._measurer.clear()  # losses of a closure's later evaluations
         if self._skipped is not None and self.on_ended is not None:
             self.on_ended(self._turned_nonfinite or self._skipped)
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
+        """Restores what was changed on the optimizer for a step."""
         self.enforcer.restore()
         self._undo.clear()
 
@@ -174,7 +163,7 @@ class StepHooks:
                     self._measurer.add_loss(loss, "the closure's loss")
                 self._judge()
             if self.enforcer.step_skipper.can_end and self._undo.is_complete:
-                self._open.unwind()
+                self.open_step.unwind()
                 raise StepSkipped(loss)
             return loss
 

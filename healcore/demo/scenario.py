@@ -7,7 +7,7 @@ framework or on what healing did. Each fault is one that training runs have:
 - *a wrong learning rate*: scaled for 16 workers where there is one, in a part of the schedule. A
   run that rolls back comes to that part once more;
 - *an empty batch*: every position is padding, so that the mean over what counts is 0/0. The loss
-  and all gradients are NaN, and nobody wrote NaN anywhere.
+  and all gradients are NaN, without a NaN in the data.
 
 With normalisation a network this small survives nearly anything, and large ones do not. So this one
 has none at all (it trains well without, compare Fixup, arXiv:1901.09321), and breaks as large ones
@@ -196,7 +196,7 @@ class Scenario:
         return TokenBatch(tokens, weights)
 
     def held_out_batch(self) -> TokenBatch:
-        """8 batches' worth of text that nobody trains on; the same for every seed."""
+        """8 batches of text that no run trains on; the same for every seed."""
         random = np.random.default_rng(0)
         tokens = self._windows(self.corpus.held_out, 8 * self.batch, random)
         return TokenBatch(tokens, np.ones((len(tokens), self.context), np.float32))

@@ -6,10 +6,13 @@ Healer chooses the checkpoint, keeps budgets and learning rate, and determines w
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from healcore.core.engine import StateError
+from healcore.core.engine import Engine, StateError
+from healcore.core.errors import HealcoreError
 from healcore.core.step_record import StepRecord
 from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Ranks
@@ -156,3 +159,58 @@ class Driver(Protocol):
     def close(self) -> None:
         """Removes the hooks that it has installed."""
         ...
+
+
+FRAMEWORKS = ("torch", "jax")
+
+
+class UnknownState(HealcoreError, TypeError):
+    """A state that no driver supports; the message says what to pass."""
+
+
+def framework_of(state: Any) -> str:
+    """The framework of a state to protect.
+
+    Args:
+        state: a mapping with a torch module or optimizer among its values, or a JAX pytree.
+
+    Raises:
+        UnknownState: it is neither.
+    """
+    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
+    if torch is not None and isinstance(state, Mapping):
+        kinds = (torch.optim.Optimizer, torch.nn.Module)
+        if any(isinstance(getattr(each, "optimizer", each), kinds) for each in state.values()):
+            return "torch"
+    if jax is not None:
+        return "jax"
+    raise UnknownState(
+        f"state is a {type(state).__name__} with nothing of torch or JAX in it: pass "
+        'state={"model": model, "optimizer": optimizer, ...} in torch, in JAX the train state '
+        "that the step returns"
+    )
+
+
+def driver_for(
+    state: Any, engine: Engine, framework: str | None, attach: Mapping[str, Any]
+) -> Driver:
+    """The driver of a state. A framework that the program does not use is not imported.
+
+    Args:
+        state: the user's.
+        engine: the policy's.
+        framework: "torch", "jax", or None to detect it from the state.
+        attach: options of `healcore.torch.attach`, for torch.
+
+    Raises:
+        UnknownState: no driver supports this state.
+    """
+    name = framework_of(state) if framework is None else framework
+    if name not in FRAMEWORKS:
+        raise UnknownState(f"framework is one of {', '.join(FRAMEWORKS)} or None, not {name!r}")
+    if attach and name != "torch":
+        raise UnknownState(f"attach holds options of healcore.torch.attach; this is {name}")
+    adapter = importlib.import_module(f"healcore.{name}.driver")
+    if name == "torch":
+        return adapter.TorchDriver(state, engine, attach)
+    return adapter.JaxDriver(state, engine)

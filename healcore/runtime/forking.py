@@ -1,7 +1,7 @@
-"""What a forked child inherits of ours: jobs and locks of threads that it does not have.
+"""Resets in a forked child: it inherits jobs and locks of threads that it does not have.
 
-Data loaders fork their workers while a save is under way. A worker that waited at its end for that
-save would wait for ever, and one that met a lock held at the fork as well.
+Data loaders fork their workers while a save is in progress. A worker that waited for that save, or
+for a lock that was held at the fork, would wait for ever.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Protocol
 
 
 class Inherited(Protocol):
-    """Something with threads or locks."""
+    """An object with threads or locks."""
 
     def forked(self) -> None:
-        """In a child, before anything else runs there: lets go of all of them."""
+        """Drops all of them. Called in the child before anything else runs there."""
         ...
 
 
@@ -23,7 +23,7 @@ _watched: weakref.WeakSet[Inherited] = weakref.WeakSet()
 
 
 def watch(each: Inherited) -> None:
-    """Has `each.forked` called in every child forked from now on, as long as it lives."""
+    """Calls `each.forked` in every child forked from now on, as long as `each` lives."""
     _watched.add(each)
 
 

@@ -13,9 +13,9 @@ from healcore.runtime.data.cursor import Loader
 from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.hooks import Hook, Hooks
+from healcore.runtime.loop.lifecycle import close
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.setup import Options, open_run
-from healcore.runtime.loop.shutdown import close
 from healcore.runtime.store import CheckpointStore, Keep
 from healcore.runtime.store.ranks import Ranks
 
@@ -222,7 +222,7 @@ class Healer(Generic[State]):
         return getattr(self._loop.driver, "state", self._options.state)
 
     def expect_change(self) -> None:
-        """Says that the next step differs on purpose (LR, batch size, data, weights)."""
+        """Announces that the next step differs on purpose (LR, batch size, data, weights)."""
         self._live.driver.expect_change()
 
     def save(self) -> None:

@@ -1,7 +1,7 @@
-"""Reading a pickle as data: nothing in it is imported, called, made or changed.
+"""Reads a pickle as data: nothing in it is imported, called, made or changed.
 
-Where a pickle names a class or a function there is a `Global`, and where it makes an object there
-is a `Made`. What they stand for is for the reader of the result to decide, by comparing names.
+A `Global` stands for a class or a function that the pickle names, a `Made` for an object that it
+makes. The caller decides what they mean, by comparing names.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 
 class BadPickle(ValueError):
-    """Bytes that are no pickle, or one that nobody's pickler writes."""
+    """Bytes that are no pickle, or one that no pickler writes."""
 
 
 class Global(NamedTuple):
-    """The name of a class or a function; neither is looked up."""
+    """The name of a class or a function, which is not looked up."""
 
     module: str
     name: str
@@ -30,10 +30,10 @@ class Made:
     """Stands for an object that a pickle would make.
 
     Attributes:
-        what: its class, or the function that returns it; a `Made` where that is made as well.
-        args: what that is called with.
-        state: what its state is set to; None if it is not.
-        items: what is appended or added to it, or pairs of key and value that are set in it.
+        what: its class, or the function that returns it; a `Made` if that is made as well.
+        args: arguments of the call.
+        state: the state that is set; None: none is.
+        items: elements that are appended or added, or pairs of key and value that are set.
     """
 
     __slots__ = ("args", "items", "state", "what")
@@ -53,39 +53,40 @@ def read(
 ) -> tuple[Any, int]:
     """Reads one pickle of protocol 2 to 5.
 
-    Takes time in proportion to the length of the pickle, and at most some 300 bytes of memory for
-    each of its bytes. One object may stand at many places of the result, as in the pickle: who
-    walks through the result has to count its steps.
+    Time is proportional to the length of the pickle, and memory at most about 300 times its
+    length. One object may occur at many places of the result, as in the pickle: a walk through the
+    result has to count its steps.
 
     Args:
         data: bytes, or a map of a file.
-        at: where in them the pickle begins.
-        persistent: gets the id of an object that lies outside the pickle, and returns what stands
-            for it. None: there is none.
-        objects: gets every `Made`, each once, so that nobody has to search for them.
+        at: offset of the pickle in them.
+        persistent: takes the id of an object outside of the pickle, and returns its replacement.
+            None: there are none.
+        objects: every `Made` is appended, once each.
 
     Returns:
-        The value, and the place behind the pickle. Lists, dictionaries, tuples, sets, numbers,
+        The value, and the offset after the pickle. Lists, dictionaries, tuples, sets, numbers,
         strings, bytes, None, `Global` and `Made`.
 
     Raises:
-        BadPickle: it is damaged, or has a part that is not needed for honest data: keys that are
-            neither simple values nor objects, the state of something that is no object.
+        BadPickle: it is damaged, or has a part that honest data do not need: keys that are neither
+            simple values nor objects, the state of a value that is no object.
     """
     try:
         return _read(data, at, persistent, [] if objects is None else objects)
     except (IndexError, struct.error):
-        raise BadPickle("the pickle ends too early, or takes more than was put there") from None
+        raise BadPickle("the pickle ends too early, or pops more than was pushed") from None
     except KeyError:
-        raise BadPickle("the pickle refers to something that is not there") from None
+        raise BadPickle("the pickle refers to an object that does not exist") from None
     except UnicodeDecodeError:
-        raise BadPickle("the pickle has a text that is none") from None
+        raise BadPickle("the pickle has a text that is not UTF-8") from None
 
 
-_U16, _U32, _U64 = struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<Q")
-_I32, _F64 = struct.Struct("<i"), struct.Struct(">d")
+_U32 = struct.Struct("<I")
+_NUMBERS = {0x4D: struct.Struct("<H"), 0x4A: struct.Struct("<i"), 0x47: struct.Struct(">d")}
+"""BININT2, BININT and BINFLOAT."""
 _SIMPLE = frozenset((float, bool, type(None), Global, Made))
-"""Types that are hashed and compared at once. A tuple of tuples of tuples may take for ever."""
+"""Types that are hashed and compared fast. A deeply nested tuple may take for ever."""
 _LONGEST_KEY = 1 << 16
 """Characters of a key or a name: one of a megabyte could be compared for every byte."""
 _LENGTH = {0x58: 4, 0x8C: 1, 0x8D: 8, 0x42: 4, 0x43: 1, 0x8E: 8, 0x96: 8, 0x55: 1, 0x54: 4}
@@ -99,13 +100,13 @@ def _read(
 ) -> tuple[Any, int]:
     size = len(data)
     stack: list[Any] = []
-    below: list[list[Any]] = []  # the stacks in front of each mark
+    below: list[list[Any]] = []  # the stack before each mark
     memo: dict[int, Any] = {}  # not a list: an index costs nothing, however large
     globals_: dict[Global, Global] = {}
     while True:
         op = data[at]
         at += 1
-        # In about the order of how often they come.
+        # The most frequent opcodes first.
         if op == 0x71:  # BINPUT
             memo[data[at]] = stack[-1]
             at += 1
@@ -160,15 +161,9 @@ def _read(
             if persistent is None:
                 raise BadPickle("the pickle refers to something outside it")
             stack.append(persistent(stack.pop()))
-        elif op == 0x4D:  # BININT2
-            stack.append(_U16.unpack_from(data, at)[0])
-            at += 2
-        elif op == 0x4A:  # BININT
-            stack.append(_I32.unpack_from(data, at)[0])
-            at += 4
-        elif op == 0x47:  # BINFLOAT
-            stack.append(_F64.unpack_from(data, at)[0])
-            at += 8
+        elif op in _NUMBERS:
+            stack.append(_NUMBERS[op].unpack_from(data, at)[0])
+            at += _NUMBERS[op].size
         elif op == 0x8A:  # LONG1
             end = at + 1 + data[at]
             if end > size:
@@ -260,7 +255,7 @@ def _made(what: Any, args: Any) -> Made:
 
 
 def _key(key: Any) -> Any:
-    """A key or an element that is hashed at once."""
+    """Checks that a key or an element is hashed fast."""
     kind = type(key)
     if kind is str or kind is bytes:
         simple = len(key) <= _LONGEST_KEY
@@ -305,7 +300,7 @@ _DICTIONARIES = (Global("collections", "OrderedDict"), Global("collections", "de
 
 
 def as_dict(value: Any) -> Mapping[Any, Any] | None:
-    """A dictionary, an `OrderedDict` or a `defaultdict` as a dictionary; None for the rest."""
+    """A dictionary, an `OrderedDict` or a `defaultdict` as a dictionary; otherwise None."""
     if type(value) is dict:
         return value
     if type(value) is Made and value.what in _DICTIONARIES:
@@ -315,7 +310,7 @@ def as_dict(value: Any) -> Mapping[Any, Any] | None:
 
 
 def state(value: Any, what: Global) -> Mapping[Any, Any] | None:
-    """The attributes of an object of one class; None for the rest."""
+    """The attributes of an object of one class; otherwise None."""
     if type(value) is Made and value.what == what and type(value.state) is dict:
         return value.state
     return None

@@ -1,8 +1,8 @@
-"""Any state of a loader or a random generator as text: JSON, with the arrays in it.
+"""The state of a loader or a random generator as JSON text, arrays included.
 
 Framework-neutral, because a JAX run may read from a torch loader, and its store knows no torch
-tensors. Reading it makes numbers, strings, containers and arrays, and calls nothing that the text
-names. What has no plain form is pickled, where that was asked for with `trust`.
+tensors. Reading the text makes numbers, strings, containers and arrays, and calls nothing that the
+text names. Values without a plain form are pickled, only with `trust`.
 """
 
 from __future__ import annotations
@@ -23,27 +23,25 @@ _ADAPTERS = {
     "jax": "healcore.jax.plain_values",
     "jaxlib": "healcore.jax.plain_values",
 }
-"""Package that a class is of -> who knows its values. `node_of` and `value_of` are theirs."""
+"""Package of a class -> module with `node_of` and `value_of` for its values."""
 
 HOW = "the Healer (or the Cursor)"
 
 
 def dumps(value: Any, path: tuple[Any, ...], *, trust: bool = False) -> str:
-    """A value as text. Nothing is shared with it: it is a copy too.
+    """A value as text, which is a copy too.
 
     Args:
         value: nested dictionaries, lists, tuples, numbers, strings, bytes and arrays.
-        path: where it lies, for the error.
+        path: its place in the state, for the error.
         trust: pickle what has no plain form.
 
     Raises:
-        UnsavableState: there is something that has no plain form, or cannot be pickled.
+        UnsavableState: a part has no plain form, or cannot be pickled.
     """
 
     def special(path: tuple[Any, ...], value: Any) -> structure.Node:
-        node = _array_node(value)
-        if node is None:
-            node = _framework_node(value)
+        node = _array_node(value) or _framework_node(value)
         if node is not None:
             return node
         if trust:
@@ -54,15 +52,15 @@ def dumps(value: Any, path: tuple[Any, ...], *, trust: bool = False) -> str:
 
 
 def loads(text: str, path: tuple[Any, ...], *, trust: bool = False) -> Any:
-    """The value.
+    """The value of a text from `dumps`.
 
     Args:
-        text: from `dumps`.
-        path: where it lies, for the error.
-        trust: read what was pickled.
+        text: the text.
+        path: its place in the state, for the error.
+        trust: read pickles too.
 
     Raises:
-        Untrusted: something was pickled.
+        Untrusted: a part is pickled.
         StoreError: `dumps` cannot have written this.
     """
 
@@ -75,13 +73,13 @@ def loads(text: str, path: tuple[Any, ...], *, trust: bool = False) -> Any:
             return _array(content, number=tag == "number")
         if tag in ("torch", "jax"):
             return importlib.import_module(_ADAPTERS[tag]).value_of(content)
-        raise ValueError(f"there is nothing called {tag!r:.40}")
+        raise ValueError(f"there is no kind of value {tag!r:.40}")
 
     try:
         return structure.decode(json.loads(text), fetch)
     except StoreError:
         raise
-    except Exception as error:  # crafted or damaged: whatever it makes the reading raise
+    except Exception as error:  # crafted or damaged text may raise anything
         raise StoreError(
             f"{structure.place(path)} is not what healcore writes: "
             f"{type(error).__name__}: {str(error)[:200]}"
@@ -115,7 +113,7 @@ def _array_node(value: Any) -> structure.Node | None:
 
 
 def _dtype_name(dtype: np.dtype) -> str | None:
-    """A name that gives the dtype back; None of objects and fields."""
+    """A name for `np.dtype`; None for objects and fields."""
     if dtype.hasobject or dtype.names is not None:
         return None
     for name in (dtype.str, dtype.name):  # ml_dtypes has names only
@@ -134,7 +132,7 @@ def _array(content: dict[str, Any], *, number: bool) -> Any:
 
 
 def _framework_node(value: Any) -> structure.Node | None:
-    """What a framework's own value is coded as; nothing is imported for a value of nobody's."""
+    """The node of a framework's value; nothing is imported for any other value."""
     for kind in type(value).__mro__:
         package = kind.__module__.partition(".")[0]
         if package in _ADAPTERS:

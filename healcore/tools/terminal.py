@@ -42,7 +42,7 @@ def clean_json(text: str) -> str:
     )
 
 
-def say(text: str, *, err: bool = False, nl: bool = True) -> None:
+def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
     """Prints a text.
 
     Args:
@@ -53,7 +53,7 @@ def say(text: str, *, err: bool = False, nl: bool = True) -> None:
     typer.echo(clean(text), err=err, nl=nl)
 
 
-def say_json(text: str) -> None:
+def echo_json(text: str) -> None:
     """Prints a JSON document."""
     typer.echo(clean_json(text))
 

@@ -1,12 +1,3 @@
-"""Runs of a few steps are faster than any disk: those here wait for it as long as it takes."""
+"""The limits of `tests/runtime` hold here too."""
 
-from __future__ import annotations
-
-import pytest
-
-from healcore.runtime.checkpoints import manager
-
-
-@pytest.fixture(autouse=True)
-def unlimited(monkeypatch):
-    monkeypatch.setattr(manager, "MAX_WAIT", float("inf"))
+from tests.runtime.conftest import unlimited as unlimited

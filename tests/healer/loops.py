@@ -46,6 +46,22 @@ recoveries = {recoveries}
 refund_after = 10000
 """
 
+SKIPS = policies.loads(
+    """
+schema = 1
+name = "skips"
+[detect.nonfinite]
+[[respond]]
+to = ["nonfinite"]
+do = ["skip", "alert"]
+[incident]
+quiet_steps = 20
+[rollback]
+probation = 4
+"""
+)
+"""A policy that skips bad batches and does nothing else."""
+
 
 def rules(
     *, cut: bool = True, skip_batches: int = 0, recoveries: int = 3, mode: str = "heal"

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from healcore.runtime.healer import Healer
-from healcore.runtime.loop.exits import AlreadyCompleted
+from healcore.runtime.loop.termination import AlreadyCompleted
 from healcore.runtime.store import StoreInUse
 from tests.healer.loops import loop_of, rules, train
-from tests.healer.reading import events
+from tests.healer.run_directory import events
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +17,10 @@ from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.rollback.journal import Journal
 from healcore.runtime.rollback.manager import RollbackManager
 from healcore.runtime.store.tiered import TieredStore
+from tests.healer.crashes import Crash, quiet_end
+from tests.healer.killed_runs import at_step, killed
 from tests.healer.loops import Faults, loop_of, rules, same, train
-from tests.healer.reading import events, postmortems
+from tests.healer.run_directory import events, postmortems
 
 POINTS = [
     (TieredStore, "mark"),
@@ -31,10 +32,6 @@ POINTS = [
     (LoaderRegistry, "rewind"),
 ]
 BAD = [23, 26]
-
-
-class Crash(BaseException):
-    """Nobody catches it, and nothing is tidied up behind it: see `crashing`."""
 
 
 @contextmanager
@@ -70,15 +67,6 @@ def crashing(monkeypatch: pytest.MonkeyPatch, at: int | None) -> Iterator[list[s
         # A killed process says nothing at its end.
         patch.setattr("healcore.runtime.healer.close", lambda run, error: quiet_end(run, error))
         yield passed
-
-
-def quiet_end(run: Any, error: BaseException | None) -> None:
-    run.checkpoints.wait()
-    run.termination.stop()
-    run.driver.close()
-    run.release()
-    run.console.end()
-    assert error is None or isinstance(error, Crash)
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
@@ -129,18 +117,11 @@ def test_what_a_rollback_has_cost_survives_a_crash_right_after_it(tmp_path):
 
 
 def test_the_run_that_was_killed_gets_its_postmortem(tmp_path):
-    import subprocess
-    import sys
-
-    program = Path(__file__).with_name("killed_run.py")
-    done = subprocess.run(
-        [sys.executable, program, tmp_path, "25"], capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == -9, done.stderr
+    killed(at_step, tmp_path, 25)
     assert postmortems(tmp_path) == []
     train(loop_of("torch"), rules(), range(40), store=tmp_path)
-    killed, completed = postmortems(tmp_path)
-    assert killed["ending"] == "killed"
-    assert killed["step"] >= 20
+    first, completed = postmortems(tmp_path)
+    assert first["ending"] == "killed"
+    assert first["step"] >= 20
     assert completed["ending"] == "completed"
     assert [event["seq"] for event in events(tmp_path)] == list(range(len(events(tmp_path))))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,9 @@ import pytest
 
 from healcore.runtime.store import NoGoodCheckpoint
 from healcore.torch.store import DCPStore
+from tests.healer import killed_runs
 from tests.healer.loops import Faults, loop_of, rules, train
-from tests.healer.reading import events
+from tests.healer.run_directory import events
 from tests.runtime.store.disks import flip
 
 
@@ -22,11 +21,7 @@ from tests.runtime.store.disks import flip
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a run leaves that was killed at step 22: checkpoints up to step 20."""
     folder = tmp_path_factory.mktemp("killed")
-    program = Path(__file__).with_name("killed_run.py")
-    done = subprocess.run(
-        [sys.executable, program, folder, "22"], capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == -9, done.stderr
+    killed_runs.killed(killed_runs.at_step, folder, 22)
     return folder
 
 

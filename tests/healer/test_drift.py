@@ -9,9 +9,9 @@ import pytest
 from healcore import policy as policies
 from healcore.runtime.store import Keep
 from healcore.torch.store import DCPStore
+from tests.healer.killed_runs import is_poisoned, poison
 from tests.healer.loops import RULES, loop_of, train
-from tests.healer.reading import events
-from tests.healer.test_lineage import big, poison
+from tests.healer.run_directory import events
 
 BROKEN, SEEN = 70, 100
 
@@ -34,14 +34,14 @@ def test_it_is_left_behind(framework, tmp_path):
             broken = True
             poison(loop)
             healer.update(loop.state) if framework == "jax" else None
-        loop.faults.always = frozenset([number] if number >= SEEN and big(loop) else [])
+        loop.faults.always = frozenset([number] if number >= SEEN and is_poisoned(loop) else [])
 
     facts = train(loop, deep(), range(115), store=tmp_path, save_every=2, before=drift)
     targets = [event["checkpoint"] for event in events(tmp_path, "rollback")]
     assert len(targets) >= 2
     assert min(targets[:-1]) > BROKEN >= targets[-1], "only the last one was deep enough"
     assert len(events(tmp_path, "good")) > 20, "and the newest three had left it behind long since"
-    assert not big(loop)
+    assert not is_poisoned(loop)
     assert facts["step"] > SEEN
 
 

@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from healcore.runtime.loop.exits import RunStopped
-from healcore.runtime.loop.termination import Terminated
+from healcore.runtime.healer import Healer
+from healcore.runtime.loop.termination import (
+    RunStopped,
+    Terminated,
+)
 from tests.healer.loops import Faults, loop_of, rules, train
-from tests.healer.reading import events, postmortems
+from tests.healer.run_directory import events, postmortems
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
@@ -46,18 +49,12 @@ def test_a_spent_budget_stops_the_run_and_says_why(framework, tmp_path):
 
 
 def test_an_uncaught_stop_is_a_failed_process_with_the_diagnosis_on_its_screen(tmp_path):
-    program = f"""
-import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
-from tests.healer.loops import Faults, loop_of, rules, train
-try:
-    train(loop_of("torch", Faults(always=range(8, 40))), rules(recoveries=0), range(40))
-except Exception:
-    print("swallowed")
-print("went on")
-"""
-    program = program.replace("rules(recoveries=0)", "rules(recoveries=1)")
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=600
+        [sys.executable, "-m", "tests.healer.stopped_run"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 1
     assert done.stdout == ""
@@ -134,3 +131,15 @@ def test_a_loop_that_breaks_off_is_complete(tmp_path):
                 break
     assert postmortems(tmp_path)[0]["step"] == 8
     assert events(tmp_path, "save")[-1]["step"] == 8
+
+
+def test_a_forked_child_does_not_end_its_parents_run(tmp_path):
+    loop = loop_of("torch")
+    with Healer(rules(), state=loop.state, store=tmp_path) as healer:
+        child = os.fork()
+        if not child:
+            healer.__exit__(None, None, None)
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert events(tmp_path, "end") == []
+    assert len(postmortems(tmp_path)) == 1

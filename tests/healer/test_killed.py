@@ -29,7 +29,7 @@ def root() -> Iterator[Path]:
 def test_killed_again_and_again(framework, kills, root):
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.healer.killed_often", framework, root, str(kills)],
+        [sys.executable, "-m", "tests.healer.repeated_kills", framework, root, str(kills)],
         cwd=REPOSITORY,
         env=environment,
         capture_output=True,

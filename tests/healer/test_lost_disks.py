@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from healcore.runtime.loop.exits import LastStateNotSaved
+from healcore.runtime.loop.termination import LastStateNotSaved
 from healcore.runtime.store.errors import StoreError
 from tests.healer.loops import Faults, loop_of, rules, same, train
-from tests.healer.test_slow_disks import events_of
+from tests.healer.run_directory import events_of
 from tests.runtime.store.disks import read_only, small_disk
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])

@@ -2,49 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from healcore.torch.store import DCPStore
+from tests.healer import killed_runs
 from tests.healer.loops import Faults, loop_of, rules, train
-from tests.healer.reading import events
+from tests.healer.run_directory import events
 from tests.runtime.store.disks import flip
 
 BAD = [23]
 
 
-def main(folder: str) -> None:
-    """A run that goes back from step 25 to step 15, and is killed at its next step."""
-
-    def die(healer: Any, number: int) -> None:
-        if healer.rollbacks:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    train(loop_of("torch", Faults(always=BAD)), rules(), range(40), store=Path(folder), before=die)
-
-
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that went back from step 25 to 15, and was killed at its next step."""
     folder = tmp_path_factory.mktemp("killed")
-    program = "import sys; from tests.healer import test_quarantine_holds as t; t.main(sys.argv[1])"
-    done = subprocess.run(
-        [sys.executable, "-c", program, folder],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "PYTHONPATH": "."},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == -9, done.stderr
-    aside = [s.step for s in DCPStore(folder).steps() if s.status == "quarantined"]
-    assert aside == [20]
+    killed_runs.killed(killed_runs.after_rollback, folder, 23)
+    quarantined = [s.step for s in DCPStore(folder).steps() if s.status == "quarantined"]
+    assert quarantined == [20]
     return folder
 
 

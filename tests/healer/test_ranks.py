@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from healcore.runtime.events import reading
-from tests.healer.ranks_life import BAD, HOOKS, ODD, SECONDS
+from tests.healer.two_ranks import BAD, HOOKS, ODD, SECONDS
 
 REPOSITORY = Path(__file__).parents[2]
 SCENARIOS = [*ODD, *HOOKS]
@@ -23,7 +23,7 @@ class Pair:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        command = [sys.executable, "-m", "tests.healer.ranks_life"]
+        command = [sys.executable, "-m", "tests.healer.two_ranks"]
         running = [
             subprocess.Popen(
                 [*command, str(rank), root, *SCENARIOS],

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.healer.loops import Faults, loop_of, rules, same, train
-from tests.healer.reading import events
+from tests.healer.run_directory import events
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 

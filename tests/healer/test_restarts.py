@@ -3,50 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
-from healcore.core.verdict import Action
 from healcore.runtime.checkpoints.manager import CheckpointManager
+from healcore.runtime.healer import Healer
 from healcore.runtime.loop.action_executor import ActionExecutor
 from healcore.runtime.postmortem import postmortem
+from healcore.runtime.store import StateMismatch
 from healcore.runtime.store.directory import DirectoryStore
 from healcore.torch.store import DCPStore
+from tests.healer.crashes import crash
 from tests.healer.loops import Faults, loop_of, rules, same, train
-from tests.healer.reading import events, postmortems
-from tests.healer.test_crashes import Crash, quiet_end
+from tests.healer.run_directory import events, postmortems
 
 BAD = [23, 24]
-
-
-def crash(
-    monkeypatch: pytest.MonkeyPatch,
-    owner: type,
-    name: str,
-    when: Callable[..., bool],
-    run: Callable[[], Any],
-    *,
-    after: bool = False,
-) -> None:
-    """Runs something up to a call, and no further: as if the process were killed there."""
-    function = getattr(owner, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        now = when(*args, **kwargs)
-        if now and not after:
-            raise Crash
-        result = function(*args, **kwargs)
-        if now:
-            raise Crash
-        return result
-
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, call)
-        patch.setattr("healcore.runtime.healer.close", lambda run, error: quiet_end(run, error))
-        with pytest.raises(Crash):
-            run()
 
 
 def test_a_rollback_is_told_once_though_its_teller_died(tmp_path, monkeypatch):
@@ -272,7 +245,27 @@ def test_no_end_is_told_before_the_postmortem_is_there(tmp_path, monkeypatch):
     assert len(events(tmp_path, "end")) == len(postmortems(tmp_path)) == 1
 
 
-def test_a_hook_may_order_a_save(tmp_path):
-    loop = loop_of("torch", Faults(always=[23]))
-    train(loop, rules(), range(40), store=tmp_path, on_incident=lambda incident: Action.SAVE)
-    assert [e["step"] for e in events(tmp_path, "save") if e["why"] == "ordered"] == [25]
+def test_a_refused_start_is_not_taken_for_a_killed_run(tmp_path):
+    def stumble(healer, number):
+        if number == 12:
+            raise RuntimeError("power")
+
+    with pytest.raises(RuntimeError, match="power"):
+        train(loop_of("torch"), rules(), range(40), store=tmp_path, before=stumble)
+    other = torch.nn.Linear(2, 2)
+    state = {"model": other, "optimizer": torch.optim.AdamW(other.parameters())}
+    with pytest.raises(StateMismatch):
+        Healer(rules(), state=state, store=tmp_path).__enter__()
+    train(loop_of("torch"), rules(), range(40), store=tmp_path)
+    assert "killed" not in {each["ending"] for each in postmortems(tmp_path)}
+
+
+def test_a_restart_whose_data_is_used_up_says_so(tmp_path):
+    def stumble(healer, number):
+        if healer.step == 27:
+            raise RuntimeError("power")
+
+    with pytest.raises(RuntimeError, match="power"):
+        train(loop_of("torch"), rules(), range(40), store=tmp_path, before=stumble)
+    train(loop_of("torch"), rules(), range(20), store=tmp_path)
+    assert any("used up" in event["problem"] for event in events(tmp_path, "problem"))

@@ -16,12 +16,13 @@ from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.rollback.manager import RollbackManager
+from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import Keep
 from healcore.runtime.store.ranks import Alone
 from healcore.torch import store as torch_stores
-from tests.healer.histories import Listed
 from tests.healer.loops import Faults, loop_of, rules, train
-from tests.healer.reading import events
+from tests.healer.run_directory import events, events_of
+from tests.runtime.rollback.simulated_run import EventList, Listed
 
 EVERY = 5
 BAD = [43, 46]
@@ -139,12 +140,6 @@ def story(kind: str, folder: Path, monkeypatch: Any, disk: Any) -> dict[str, Any
     }
 
 
-def events_of(path: Path) -> list[dict[str, Any]]:
-    import json
-
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.mark.parametrize("kind", STORES)
 def test_where_it_goes_back_to_follows_from_the_steps(kind, tmp_path, monkeypatch):
     stories = {
@@ -249,7 +244,7 @@ def test_waiting_time_does_not_come_back_with_a_success(monkeypatch):
 
     clock = SimpleNamespace(monotonic=lambda: now["s"], sleep=passes)
     monkeypatch.setattr(manager, "time", clock)
-    store, told = Behind(clock, 3.0), []
+    store, events = Behind(clock, 3.0), []
     checkpoints = CheckpointManager(
         store,
         every=10,
@@ -258,13 +253,13 @@ def test_waiting_time_does_not_come_back_with_a_success(monkeypatch):
         region=50,
         verifier=BackgroundVerifier(in_background=False),
         ranks=Alone(),
-        log_event=lambda kind, **fields: told.append(kind),
-        warn=lambda line: None,
+        log=RunLog(EventList(events), console=False),
     )
     for step in range(200):
         if checkpoints.due(step):
             checkpoints.save(step, {}, {}, "regular")
         passes(0.03)
     assert now["s"] < 6 + manager.MAX_WAIT + 0.5
-    assert told.count("save") >= 3
-    assert told.count("save") + told.count("save_failed") == 20
+    kinds = [each["kind"] for each in events]
+    assert kinds.count("save") >= 3
+    assert kinds.count("save") + kinds.count("save_failed") == 20

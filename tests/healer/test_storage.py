@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import random
-from pathlib import Path
+import os
 
 import pytest
+import torch
 
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop.setup import AlreadyCompleted, StoreNotEmpty
+from healcore.runtime.loop.termination import (
+    LastStateNotSaved,
+)
 from healcore.runtime.store import SaveFailed, StateMismatch
 from tests.healer.loops import Faults, loop_of, rules, same, train
-from tests.healer.reading import events
+from tests.healer.run_directory import events, flip_a_bit, postmortems
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
-
-
-def flip_a_bit(folder: Path, seed: int) -> None:
-    chance = random.Random(seed)
-    files = sorted(path for path in (folder / "data").rglob("*") if path.is_file())
-    path = chance.choice([file for file in files if file.stat().st_size])
-    data = bytearray(path.read_bytes())
-    data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
-    path.write_bytes(data)
 
 
 @BOTH
@@ -110,7 +104,6 @@ def test_what_resume_allows(tmp_path):
 
 
 def test_another_model_is_refused_before_anything_is_touched(tmp_path):
-    import torch
 
     def stumble(healer, number):
         if number == 12:
@@ -146,7 +139,6 @@ def test_an_unsavable_state_is_an_error_at_the_start():
 
 
 def test_read_only_directory(tmp_path):
-    import os
 
     if os.geteuid() == 0:
         pytest.skip("root writes everywhere")
@@ -156,3 +148,37 @@ def test_read_only_directory(tmp_path):
             train(loop_of("torch"), rules(), range(3), store=tmp_path / "new")
     finally:
         tmp_path.chmod(0o700)
+
+
+def test_a_state_that_becomes_unsavable_costs_checkpoints_and_not_the_run(tmp_path):
+    loop, beside = loop_of("torch"), []
+
+    class Beside:
+        def state_dict(self):
+            return {"beside": list(beside)}
+
+        def load_state_dict(self, state):
+            beside[:] = state["beside"]
+
+    def spoil(healer, number):
+        if number == 12:
+            beside.append(lambda: None)
+
+    loop.state = {**loop.state, "beside": Beside()}
+    with pytest.raises(LastStateNotSaved, match=r"at step 30.*checkpoint of step 10"):
+        train(loop, rules(), range(30), store=tmp_path, before=spoil)
+    assert "no plain form" in events(tmp_path, "save_failed")[0]["problem"]
+    assert "not saved" in postmortems(tmp_path)[0]["diagnosis"]
+
+
+def test_two_runs_in_one_directory(tmp_path):
+    from healcore.runtime.store.claim import StoreInUse
+
+    first, second = loop_of("torch"), loop_of("torch")
+    with (
+        Healer(rules(), state=first.state, store=tmp_path),
+        pytest.raises(StoreInUse, match="another directory"),
+    ):
+        Healer(rules(), state=second.state, store=tmp_path).__enter__()
+    assert not second.optimizer._optimizer_step_pre_hooks
+    assert not list(tmp_path.glob("*.lock"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from healcore.runtime.store.claim import open_to_others
-from tests.healer.reading import events
+from tests.healer.run_directory import events
 from tests.hostile.run_directories import cut_short, go_on
 
 needs_users = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="needs users and groups")

@@ -26,7 +26,7 @@ SURFACE = {
         "HealcoreError",
         "Healer",
         "HealerError",
-        "Incident",
+        "IncidentContext",
         "Interrupted",
         "JournalError",
         "Keep",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -15,6 +16,10 @@ from healcore.torch import Healing
 
 Where = Literal["host", "device"]
 """Where the engine runs."""
+HOST_AND_DEVICE = ("host", "device")
+host_and_device = pytest.mark.parametrize("where", HOST_AND_DEVICE)
+
+NAN = float("nan")
 
 
 @dataclass(frozen=True)

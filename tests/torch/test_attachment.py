@@ -14,6 +14,8 @@ from torch.optim import SGD, AdamW
 from healcore.policy import PolicyError, load
 from healcore.torch import AttachError, ParametersChangedError, attach
 from tests.torch import policies
+from tests.torch.optimizer_cases import host_and_device
+from tests.torch.two_ranks import ROOT
 
 
 def optimizer(**options: Any) -> AdamW:
@@ -102,7 +104,7 @@ def test_the_optimizer_in_accelerates_wrapper_is_healed():
         attach(inner, policies.SKIPS)
 
 
-@pytest.mark.parametrize("where", ["host", "device"])
+@host_and_device
 def test_parameters_added_later_are_healed_unless_each_has_a_history(where: Any):
     late = Parameter(torch.ones(3))
     o = optimizer(fused=True)
@@ -143,13 +145,8 @@ def test_a_group_that_is_not_fused_any_more_is_skipped_by_hidden_gradients():
 
 
 def test_without_torch_the_error_names_what_to_install():
-    code = (
-        "import importlib.util as u; real = u.find_spec\n"
-        "u.find_spec = lambda n, *a: None if n == 'torch' else real(n, *a)\n"
-        "try: import healcore.torch\n"
-        "except ImportError as error: print(error)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", "tests.torch.import_without_torch"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert "pip install 'healcore[torch]'" in done.stdout
 
 

@@ -9,12 +9,9 @@ from torch.optim import Optimizer
 from healcore.torch import attach
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, bits, parameters, snapshot
-from tests.torch.optimizer_cases import CASES, Case, Where
-
-HOST_AND_DEVICE = ("host", "device")
+from tests.torch.optimizer_cases import CASES, Case, Where, host_and_device
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-host_and_device = pytest.mark.parametrize("where", HOST_AND_DEVICE)
 
 
 def test_every_optimizer_of_torch_is_tested():

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from healcore.torch import attach
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, parameters, snapshot
-from tests.torch.optimizer_cases import CASES, FUSED, Case, Where
+from tests.torch.optimizer_cases import CASES, FUSED, Case, Where, host_and_device
 
 MAX_NORM = 0.5
 
@@ -26,7 +26,7 @@ def clipped_run(case: Case, steps: int) -> torch.optim.Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize("where", ["host", "device"])
+@host_and_device
 @pytest.mark.parametrize(
     "case", [c for c in CASES if not c.sparse and not c.closure], ids=lambda case: case.name
 )
@@ -82,7 +82,7 @@ def test_both_engines_clip_to_the_same_bits(case: Case):
     assert_same(*runs)
 
 
-@pytest.mark.parametrize("where", ["host", "device"])
+@host_and_device
 @pytest.mark.parametrize("fused", [True, False])
 def test_adagc_clips_each_tensor_by_its_own_history(where: Where, fused: bool):
     a, b, idle = (Parameter(torch.ones(4)) for _ in range(3))
@@ -101,7 +101,7 @@ def test_adagc_clips_each_tensor_by_its_own_history(where: Where, fused: bool):
     assert decision.group_scale == pytest.approx([0.104, 1.0, 1.0], abs=1e-6)
 
 
-@pytest.mark.parametrize("where", ["host", "device"])
+@host_and_device
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_gradients_of_other_dtypes_and_several_groups(where: Where, dtype: torch.dtype):
     half, full = Parameter(torch.zeros(100, dtype=dtype)), Parameter(torch.zeros(100))

@@ -13,13 +13,12 @@ from healcore.core.tree import leaves, map_leaves
 from healcore.torch import attach, engines, namespace
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, bits, snapshot
-from tests.torch.optimizer_cases import FUSED, Case, Where
+from tests.torch.optimizer_cases import FUSED, NAN, Case, Where, host_and_device
 
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))),
     reason="torch.compile needs a C++ compiler on a CPU, and there is none",
 )
-NAN = float("nan")
 FACTORS = [1.0, 1.0, 1.0, 1.0, NAN, 1.0, 1e5, 1.0]
 
 
@@ -41,7 +40,7 @@ def run(case: Case, heal_with: Any, where: Where, compiled: bool) -> tuple[dict,
     return snapshot(optimizer), heal.state_dict()
 
 
-@pytest.mark.parametrize("where", ["host", "device"])
+@host_and_device
 @pytest.mark.parametrize(
     "case",
     [c for c in FUSED if c.name in ("AdamW-fused", "SGD-fused-momentum")]

@@ -16,9 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from healcore.torch import attach
 from tests.torch import policies
-from tests.torch.optimizer_cases import Where
-
-NAN = float("nan")
+from tests.torch.optimizer_cases import NAN, Where, host_and_device
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,7 +71,7 @@ def run(
     return whole(params), {n: float(v) for n, v in heal.metrics().items()}
 
 
-@pytest.mark.parametrize("where", ["host", "device"])
+@host_and_device
 @pytest.mark.parametrize("policy", ["fixed", "ADAGC", "CUTS"])
 @pytest.mark.parametrize(
     ("kind", "make", "options"),

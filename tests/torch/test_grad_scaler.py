@@ -11,12 +11,12 @@ from torch.nn import Parameter
 from torch.optim import SGD, AdamW, Optimizer
 
 from healcore.runtime.healer import Healer
-from healcore.runtime.loop.exits import RunStopped
+from healcore.runtime.loop.termination import RunStopped
 from healcore.torch import attach
 from healcore.torch.grad_scaler import SEARCH
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, snapshot
-from tests.torch.optimizer_cases import Where
+from tests.torch.optimizer_cases import Where, host_and_device
 
 SCALE = 1024.0
 every_way = pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_an_overflow_skipped_by_the_scaler_is_not_counted(fused: bool, where: Wh
     assert snapshot(loop.optimizer)["params"] != before["params"]
 
 
-@pytest.mark.parametrize("where", ["host", "device"])
+@host_and_device
 def test_overflow_at_the_first_step_of_fused_momentum(where: Where):
     """Where torch alone goes on from uninitialised memory."""
     mine, twin = (Loop(SGD, fused=True, momentum=0.9) for _ in range(2))
@@ -132,7 +132,7 @@ def test_overflow_at_the_first_step_of_fused_momentum(where: Where):
     assert_same(snapshot(mine.optimizer), snapshot(twin.optimizer))
 
 
-@pytest.mark.parametrize("where", ["host", "device"])
+@host_and_device
 def test_a_grad_scale_of_the_users_own_is_respected(where: Where):
     p = Parameter(torch.tensor([3.0, 4.0]))
     optimizer = SGD([p], lr=1.0, fused=True)
@@ -174,7 +174,7 @@ def test_overflows_that_do_not_end_are_counted(fused: bool, where: Where, unscal
     assert int(heal.metrics()["heal/alarms"]) == 5
 
 
-@pytest.mark.parametrize("where", ["host", "device"])
+@host_and_device
 def test_a_scaler_of_two_optimizers_drops_only_the_one_it_steps(where: Where):
     """One of the two is stepped every third time only."""
     loop, other = Loop(fused=False), Loop(fused=False)

@@ -16,11 +16,9 @@ from healcore.runtime.healer import Healer
 from healcore.torch import Healing, attach
 from healcore.torch.incident_log import EVERY, WITHOUT_LOSS, WITHOUT_STEP
 from tests.torch import policies
-from tests.torch.optimizer_cases import Where
+from tests.torch.optimizer_cases import NAN, Where, host_and_device
 
 Lines = pytest.LogCaptureFixture
-NAN = float("nan")
-host_and_device = pytest.mark.parametrize("where", ["host", "device"])
 
 ORDERS = Engine(
     policies.CUTS.config._replace(

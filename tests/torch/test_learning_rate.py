@@ -13,10 +13,8 @@ from torch.optim.lr_scheduler import ExponentialLR
 from healcore.torch import attach
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, snapshot
-from tests.torch.optimizer_cases import FUSED, Case, Where
+from tests.torch.optimizer_cases import FUSED, NAN, Case, Where, host_and_device
 
-host_and_device = pytest.mark.parametrize("where", ["host", "device"])
-NAN = float("nan")
 SCALES = [0.5, 0.5, 0.5, 0.75, 1.0, 1.0]
 """After a cut to one half: hold_steps 3, ramp_steps 2."""
 

@@ -15,9 +15,7 @@ from torch.optim import SGD, AdamW
 from healcore.runtime.healer import Healer
 from healcore.torch import Healing, ObservedTooLateError, SignalError, attach
 from tests.torch import policies
-from tests.torch.optimizer_cases import Where
-
-host_and_device = pytest.mark.parametrize("where", ["host", "device"])
+from tests.torch.optimizer_cases import Where, host_and_device
 
 
 def healed(where: Where, engine: Any = policies.LOSSES) -> tuple[Parameter, AdamW, Healing]:

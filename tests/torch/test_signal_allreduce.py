@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.torch.ddp_rank import BAD, SCENARIOS, SECONDS, STEPS
+from tests.torch.optimizer_cases import host_and_device
 from tests.torch.two_ranks import run_two_ranks
 
 
@@ -41,9 +42,6 @@ class Pair:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(tmp_path_factory.mktemp("ranks"))
-
-
-host_and_device = pytest.mark.parametrize("where", ["host", "device"])
 
 
 @host_and_device

@@ -13,9 +13,8 @@ from torch.optim.lr_scheduler import ExponentialLR
 from healcore.torch import attach
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, bits
+from tests.torch.optimizer_cases import NAN
 from tests.torch.third_party_optimizers import SCHEDULE_FREE, Run, names, parameters_for
-
-NAN = float("nan")
 
 every = pytest.mark.parametrize("name", names())
 

@@ -16,11 +16,9 @@ from healcore.core.tree import leaves
 from healcore.torch import Healing, StateError, attach
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, bits, snapshot
-from tests.torch.optimizer_cases import Case, Where
+from tests.torch.optimizer_cases import HOST_AND_DEVICE, Case, Where, host_and_device
 
 CASE = Case("", torch.optim.AdamW, {"fused": True})
-HOST_AND_DEVICE = ("host", "device")
-host_and_device = pytest.mark.parametrize("where", HOST_AND_DEVICE)
 FACTORS = [1.0] * 6 + [float("nan"), 1.0, 1e5, 1.0, float("nan"), 1.0, 1.0, float("inf"), 1.0, 1.0]
 
 

@@ -13,10 +13,7 @@ from torch.optim import LBFGS, SGD, Adam, AdamW
 from healcore.torch import attach
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, bits, parameters, snapshot
-from tests.torch.optimizer_cases import Case, Where
-
-host_and_device = pytest.mark.parametrize("where", ["host", "device"])
-NAN = float("nan")
+from tests.torch.optimizer_cases import NAN, Case, Where, host_and_device
 
 
 def steps(heal: Any) -> int:

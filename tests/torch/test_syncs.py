@@ -10,7 +10,7 @@ import torch
 from healcore.torch import attach
 from healcore.torch.measurement import read_in_one_copy
 from tests.torch import policies
-from tests.torch.optimizer_cases import FUSED, PLAIN, Case, Where
+from tests.torch.optimizer_cases import FUSED, PLAIN, Case, Where, host_and_device
 from tests.torch.sync_counter import CountSyncs
 
 
@@ -35,7 +35,7 @@ def test_the_counter_counts():
     assert syncs.count == 2
 
 
-@pytest.mark.parametrize("where", ["host", "device"])
+@host_and_device
 @pytest.mark.parametrize("case", FUSED, ids=lambda case: case.name)
 @pytest.mark.parametrize("policy", ["EVERYTHING", "CUTS", "ADAGC", "OBSERVES"])
 def test_fused_optimizers_never_wait(case: Case, where: Where, policy: str):

@@ -12,8 +12,7 @@ from torch.optim import AdamW
 from healcore.runtime.healer import Healer
 from healcore.torch import attach
 from tests.torch import policies
-
-NAN = float("nan")
+from tests.torch.optimizer_cases import NAN
 
 
 def fabric() -> tuple[Any, Any, Any]:

@@ -40,33 +40,30 @@ class BatchStatistics:
     def __init__(self, state: Mapping[str, Any], healings: Mapping[str, Healing]) -> None:
         self._state = state
         self._healings = {n: h for n, h in healings.items() if h.engine.mode != "observe"}
-        self._by_optimizer: dict[str, LayerStatistics] = {}
-        self._untrained: LayerStatistics | None = None
+        self._layers: dict[str | None, LayerStatistics] = {}
+        """By the optimizer that trains them; None: not trained."""
         self.find_layers()
 
     def find_layers(self) -> None:
         """Finds layers that were added to the model since. Walks over all modules."""
         found = layers_of(self._state, self._healings) if self._healings else {}
-        untrained = found.pop(None, None)
-        if untrained:
-            self._untrained = _covering(self._untrained, untrained)
-        self._by_optimizer = {
-            str(name): _covering(self._by_optimizer.get(str(name)), layers)
-            for name, layers in found.items()
-        }
+        known, self._layers = self._layers, {}
+        for owner, layers in found.items():
+            self._layers[owner] = known.get(owner) or LayerStatistics(layers)
+            self._layers[owner].cover(layers)
         for i, (name, healing) in enumerate(self._healings.items()):
-            first = i == 0 and self._untrained is not None
-            wanted = first or name in self._by_optimizer
+            first = i == 0 and None in self._layers
+            wanted = first or name in self._layers
             healing.hooks.on_ended = partial(self._end, name, first) if wanted else None
 
     def save(self) -> None:
         """Saves the present values as the ones to restore, whatever they are."""
-        for each in self._all():
+        for each in self._layers.values():
             each.save()
 
     def save_finite(self) -> None:
         """Saves the present values, as after a step: non-finite ones are restored first."""
-        for each in self._all():
+        for each in self._layers.values():
             each.end(False)
 
     def close(self) -> None:
@@ -75,14 +72,11 @@ class BatchStatistics:
             healing.hooks.on_ended = None
 
     def _end(self, name: str, first: bool, skipped: bool | Tensor) -> None:
-        if name in self._by_optimizer:
-            self._by_optimizer[name].end(skipped)
-        if first and self._untrained is not None:
+        if name in self._layers:
+            self._layers[name].end(skipped)
+        if first:
             # Other code may write these between two steps, such as averages of the weights.
-            self._untrained.end(False)
-
-    def _all(self) -> list[LayerStatistics]:
-        return [*self._by_optimizer.values(), *filter(None, [self._untrained])]
+            self._layers[None].end(False)
 
 
 class LayerStatistics:
@@ -223,10 +217,3 @@ def _trainers(root: nn.Module, path: str, owners: Mapping[int, str]) -> Iterator
         if not path:
             return
         path = path.rpartition(".")[0]
-
-
-def _covering(known: LayerStatistics | None, layers: list[nn.Module]) -> LayerStatistics:
-    if known is None:
-        return LayerStatistics(layers)
-    known.cover(layers)
-    return known

@@ -11,6 +11,7 @@ from typing import Any
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
 from healcore.runtime.checkpoints.catalog import Catalog, PendingQuarantine
 from healcore.runtime.ledger import Ledger
+from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import (
     CheckpointDamaged,
     CheckpointStore,
@@ -25,9 +26,6 @@ from healcore.runtime.store import (
 )
 from healcore.runtime.store.memory import WHERE
 from healcore.runtime.store.ranks import Ranks, agreed
-
-LogEvent = Callable[..., object]
-"""Writes an event: ``log_event(kind, step=..., **fields)``."""
 
 MAX_WAIT = 2.0
 """Seconds that a run waits for a disk that is slower than its saves, over all saves, ..."""
@@ -49,8 +47,7 @@ class CheckpointManager:
         region: onsets fewer steps apart than this belong to the same trouble.
         verifier: runs the verifications.
         ranks: the processes of this run.
-        log_event: writes an event, see `Log.write`.
-        warn: writes a warning to the console log.
+        log: of the run.
     """
 
     def __init__(
@@ -63,15 +60,13 @@ class CheckpointManager:
         region: int,
         verifier: BackgroundVerifier,
         ranks: Ranks,
-        log_event: LogEvent,
-        warn: Callable[[str], object],
+        log: RunLog,
     ) -> None:
         self.store = store
         self.every = every
         self._verifier = verifier
         self._ranks = ranks
-        self._log_event = log_event
-        self.warn = warn
+        self._log = log
         self.catalog = Catalog(keep.checked(), probation=probation, region=region)
         self._wait_limit = WaitLimit()
         self._saved_once = False
@@ -116,7 +111,7 @@ class CheckpointManager:
             saves = self.listed()
         except StoreError as error:
             saves = []
-            self._problem(None, f"the checkpoints cannot be listed: {error}")
+            self._log.problem(None, f"the checkpoints cannot be listed: {error}")
         self.catalog.reset(saves)
         self._deleted.clear()
         self._logged_good = {s.step for s in saves if s.status == "good"}
@@ -164,7 +159,7 @@ class CheckpointManager:
         self.unsaved.discard(step)
         (self._in_memory_only.add if late else self._in_memory_only.discard)(step)
         self.catalog.add(step)
-        self._log_event("save", step=step, why=why, seconds=round(time.monotonic() - began, 6))
+        self._log.event("save", step=step, why=why, seconds=round(time.monotonic() - began, 6))
         if self._pending_quarantine:
             self._verifier.submit(
                 self.store,
@@ -260,7 +255,7 @@ class CheckpointManager:
                 self.good = max(step, self.good or 0)
                 if step not in self._logged_good:
                     self._logged_good.add(step)
-                    self._log_event("good", step=step)
+                    self._log.event("good", step=step)
             elif isinstance(error, CheckpointDamaged):
                 self.log_damage(error)
                 another_copy = step in self._logged_good or getattr(self.store, "disk", None)
@@ -269,12 +264,12 @@ class CheckpointManager:
             elif isinstance(error, NotFinite):
                 self._log_nonfinite(step, error.names)
             else:
-                self._log_event("problem", step=step, problem=str(error))
+                self._log.event("problem", step=step, problem=str(error))
         while self._deleted:
             self.catalog.mark_deleted(self._deleted.popleft())
         while self._quarantined_late:
             step = self._quarantined_late.popleft()
-            self._log_event("quarantine", step=step, checkpoint=step)
+            self._log.event("quarantine", step=step, checkpoint=step)
 
     # -- NaN and Inf ----------------------------------------------------------------------------
 
@@ -296,14 +291,14 @@ class CheckpointManager:
         return united
 
     def _log_nonfinite(self, step: int, names: Sequence[str]) -> None:
-        """Reports a checkpoint with NaN: otherwise nobody notices until it is needed."""
+        """Reports a checkpoint with NaN: otherwise it is noticed only when it is needed."""
         self.catalog.mark_nonfinite(step)
         if step in self._nonfinite:
             return
         problem = f"checkpoint {step} is not finite in {', '.join(names[:3])}"
-        self._log_event("problem", step=step, problem=problem)
+        self._log.event("problem", step=step, problem=problem)
         if not self.nonfinite:
-            self.warn(
+            self._log.warning(
                 f"{problem}: it can never be known-good. A skipped step does not undo what the "
                 "forward pass has written. If NaN or Inf is expected in these arrays, name them in "
                 "nonfinite_ok"
@@ -344,9 +339,9 @@ class CheckpointManager:
                 self.store.mark(step, "quarantined")
             except (StoreError, OSError) as error:
                 self._disk_failed = True
-                self._problem(now, f"checkpoint {step} could not be quarantined: {error}")
+                self._log.problem(now, f"checkpoint {step} could not be quarantined: {error}")
             else:
-                self._log_event("quarantine", step=now, checkpoint=step)
+                self._log.event("quarantine", step=now, checkpoint=step)
         self._report_store_errors(now)
 
     def retry_quarantine(self, target: int) -> None:
@@ -363,12 +358,12 @@ class CheckpointManager:
         for error in trouble():
             if isinstance(error, CheckpointDamaged):
                 self.log_damage(error)
-                self.warn(f"{error}; another copy of it was used")
+                self._log.warning(f"{error}; another copy of it was used")
                 continue
             self._disk_failed = True
             if str(error) not in reported:
                 reported.add(str(error))
-                self._problem(now, f"{error}; the run continues with what is in memory")
+                self._log.problem(now, f"{error}; the run continues with what is in memory")
 
     def log_damage(self, error: CheckpointDamaged) -> None:
         """Reports a checkpoint whose bytes differ from those that were saved, once."""
@@ -377,7 +372,7 @@ class CheckpointManager:
         if error.path != WHERE:  # a directory's name is never used again
             self._damaged_paths.add(error.path)
         (self.damaged_in_memory if error.path == WHERE else self.damaged).append(error.step)
-        self._log_event("damaged", step=error.step, problem=str(error))
+        self._log.event("damaged", step=error.step, problem=str(error))
 
     def wait(self) -> None:
         """Waits until everything is written and verified, and reports failed saves."""
@@ -394,10 +389,6 @@ class CheckpointManager:
         """Waits for the background."""
         self._verifier.discard()
 
-    def _problem(self, step: int | None, problem: str) -> None:
-        self._log_event("problem", step=step, problem=problem)
-        self.warn(problem)
-
     def _save_failed(self, step: int, error: Exception) -> None:
         self.catalog.remove(step)
         self.unsaved.add(step)
@@ -407,9 +398,9 @@ class CheckpointManager:
     def _report_failure(self, step: int, problem: str, line: str) -> None:
         self.failures += 1
         self.last_failure = problem
-        self._log_event("save_failed", step=step, problem=problem)
+        self._log.event("save_failed", step=step, problem=problem)
         if self.failures & (self.failures - 1) == 0:  # the 1st, 2nd, 4th, ...: a full disk stays so
-            self.warn(line)
+            self._log.warning(line)
 
 
 class WaitLimit:

@@ -172,7 +172,7 @@ def adapter_for(loader: Any) -> LoaderAdapter:
 
 
 def samplers_of(loader: Any) -> tuple[Any, Any, Any]:
-    """A torch loader's sampler, its batch sampler and the sampler of that; None for each absent."""
+    """A torch loader's sampler, batch sampler and the latter's sampler; None where it has none."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     return getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
 

@@ -1,7 +1,7 @@
 """Is the model damaged, or are the data different? Assessed before a run goes back or stops.
 
-An alarm says that a step differs from those before it. A rollback heals a damaged model and costs a
-healthy one its progress, so it needs evidence of damage:
+An alarm means that a step differs from those before it. A rollback heals a damaged model and costs
+a healthy one its progress, so it needs evidence of damage:
 
 * *Instability*: loss and gradient norm have grown from update to update (the engine's detector of
   that name). That alone is evidence.
@@ -13,8 +13,9 @@ healthy one its progress, so it needs evidence of damage:
   first alarm, before different data can make the model forget, and again if the model may recover
   by itself.
 * *The weights from before the trouble*, where it was attributed to different data and the loss is
-  not back (`high_loss`). If they are better than the present ones on each batch from before it and
-  on each of the latest ones, the steps between have only done damage. On a new task they are worse.
+  not back (`HighLossPeriod`). If they are better than the present ones on each batch from before it
+  and on each of the latest ones, the steps between have only done damage. On a new task they are
+  worse.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +32,6 @@ import numpy as np
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Cause
 from healcore.runtime.driver import Driver
-from healcore.runtime.incidents.high_loss import HighLossPeriod, TrainedBatch
 from healcore.runtime.incidents.monitor import ActionRequest
 
 HIGH_LOSS = Cause.LOSS_SPIKE | Cause.DIVERGENCE
@@ -48,6 +49,9 @@ _WAIT = 16  # steps after the first alarm; an oscillation at the edge of stabili
 _PATIENCE = 3  # orders for non-finite steps in a row with finite weights; then it is damage
 _ROW = 64  # steps without such an order that end the row
 _CLEAR = 2.0  # standard errors of the mean difference between present and earlier weights
+_REVIEWS = (16, 24, 32, 48, 64, 96, 128)  # steps; what lasts longer is this run's data
+_LATEST = 4
+_MEDIAN_OF = 8  # losses whose median shows whether the loss is back
 
 
 class DamageVerdict(enum.Enum):
@@ -76,6 +80,61 @@ class AssessmentResult(NamedTuple):
     """Loss of the remembered batches with the present weights minus their loss before."""
     far: bool = False
     """The rise is so far beyond the loss's noise that it need not last to be damage."""
+
+
+class TrainedBatch(NamedTuple):
+    """A batch and its loss."""
+
+    index: int
+    """Of the step that was trained on it."""
+    batch: Any
+    loss: float
+    """When it was trained on."""
+
+
+class HighLossPeriod:
+    """The steps from an alarm on that was attributed to different data, and when to review them.
+
+    A bad part of the data looks like a new task at first: the loss is high at once, and the model
+    begins to fit it. Only the data that follow show the difference (`Assessor.review`). Nobody
+    knows when they come, so the period is reviewed several times until the loss is back. Keeps
+    references to a few batches.
+
+    Args:
+        onset: step of the incident's first alarm.
+        before: batches of healthy steps before it, at least one.
+    """
+
+    def __init__(self, onset: int, before: Sequence[TrainedBatch]) -> None:
+        self.onset = onset
+        self.before = tuple(before)
+        self._latest: deque[TrainedBatch] = deque(maxlen=_LATEST)
+        self._losses: deque[float] = deque(maxlen=_MEDIAN_OF)
+        self._steps = 0
+
+    def add(self, index: int, batch: Any, loss: float) -> None:
+        """Adds the next step."""
+        self._latest.append(TrainedBatch(index, batch, loss))
+        self._losses.append(loss)
+        self._steps += 1
+
+    @property
+    def latest(self) -> tuple[TrainedBatch, ...]:
+        """The last few steps."""
+        return tuple(self._latest)
+
+    @property
+    def over(self) -> bool:
+        """Whether the loss is back within its noise, or has been high for too long to come back."""
+        losses = [each.loss for each in self.before]
+        usual = max(losses) + (max(losses) - min(losses))
+        back = len(self._losses) == _MEDIAN_OF and median(self._losses) <= usual
+        return back or self._steps > _REVIEWS[-1]
+
+    @property
+    def due(self) -> bool:
+        """Whether a review is due at this step."""
+        return self._steps in _REVIEWS
 
 
 class Assessor:

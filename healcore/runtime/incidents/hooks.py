@@ -6,10 +6,62 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from healcore.core.verdict import Action
-from healcore.runtime.incidents.incident import Incident
+from healcore.core.evidence import Evidence
+from healcore.core.step_record import Readings
+from healcore.core.verdict import Action, Cause, Decision
+from healcore.runtime.store.protocol import Saved
 
-Hook = Callable[[Incident], Action | None]
+Batch = tuple[int, int]
+"""A batch's id: epoch, and index within it. A `BatchId` is one."""
+
+
+class RunFacts(NamedTuple):
+    """The state of the run, read-only: nothing in it refers to the `Healer`."""
+
+    run: str = ""
+    """Id of the run, as in its events."""
+    policy: str = ""
+    observes: bool = False
+    """The policy only observes: what a hook returns is not carried out."""
+    framework: str = ""
+    rank: int = 0
+    learning_rate: float | None = None
+    """The user's own, without the multiplier; None: unknown."""
+    rollbacks: int = 0
+    """Carried out so far."""
+    last_good: int | None = None
+    """Step of the newest known-good checkpoint."""
+    checkpoints: tuple[Saved, ...] = ()
+
+
+class IncidentContext(NamedTuple):
+    """One step for which the policy has ordered something; what a hook receives."""
+
+    number: int
+    """From 1, over the whole run."""
+    step: int
+    """The step that was judged, from 0. The loop is `lag` steps ahead of it."""
+    onset: int
+    """Step of the incident's first alarm."""
+    cause: Cause
+    decision: Decision
+    """As ordered. A hook may override `decision.action`; the rest has happened."""
+    readings: Readings
+    engine: str = ""
+    """The optimizer's name, if there are several."""
+    evidence: tuple[Evidence, ...] = ()
+    """Tensors whose gradients were not finite or stood out, the worst first."""
+    batches: tuple[Batch, ...] = ()
+    """Ids of the step's batches."""
+    facts: RunFacts = RunFacts()
+
+    @property
+    def action(self) -> Action:
+        """The actions that are ordered."""
+        return Action(int(self.decision.action))
+
+
+Hook = Callable[[IncidentContext], Action | None]
 """Takes the incident and returns the actions to take instead, or None to keep those ordered."""
 
 _KNOWN = sum(int(action) for action in Action)
@@ -45,14 +97,14 @@ class Hooks:
         for hook in self._hooks:
             if not callable(hook) or inspect.iscoroutinefunction(hook):
                 raise TypeError(
-                    f"on_incident takes functions of one Incident that return Action flags or "
-                    f"None, not {hook!r}: write def hook(incident): ..."
+                    f"on_incident takes functions of one IncidentContext that return Action flags "
+                    f"or None, not {hook!r}: write def hook(incident): ..."
                 )
 
     def __len__(self) -> int:
         return len(self._hooks)
 
-    def run(self, incident: Incident) -> HookResult:
+    def run(self, incident: IncidentContext) -> HookResult:
         """Calls every hook.
 
         A hook that raises changes nothing. KeyboardInterrupt and SystemExit are not caught.

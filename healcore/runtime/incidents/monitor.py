@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from healcore.core.evidence import Evidence
@@ -13,9 +14,9 @@ from healcore.history.incident import MOST_ALARMS
 from healcore.runtime.data import BatchId
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import StepResult
-from healcore.runtime.incidents.hooks import Hooks
-from healcore.runtime.incidents.incident import Facts, Incident
+from healcore.runtime.incidents.hooks import Hooks, IncidentContext, RunFacts
 from healcore.runtime.ledger import IncidentRecord, Ledger
+from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
 
 _ON_HOST = (Action.STOP, Action.ROLLBACK, Action.SAVE)
@@ -53,34 +54,19 @@ class FirstAlarm(NamedTuple):
     batches: tuple[BatchId, ...]
 
 
+@dataclass(eq=False, kw_only=True)
 class IncidentMonitor:
-    """Fills the ledger, writes the events of every step and calls the hooks.
+    """Fills the ledger, writes the events of every step and calls the hooks."""
 
-    Args:
-        policy: the policy.
-        ledger: steps, incidents and rollbacks so far.
-        hooks: the user's.
-        ranks: the processes of this run.
-        log_event: writes an event, see `Log.write`.
-        facts: the state of the run, for hooks.
-    """
+    policy: HostPolicy
+    ledger: Ledger
+    hooks: Hooks
+    ranks: Ranks
+    log: RunLog
+    facts: Callable[[], RunFacts]
+    """The state of the run, for hooks."""
 
-    def __init__(
-        self,
-        *,
-        policy: HostPolicy,
-        ledger: Ledger,
-        hooks: Hooks,
-        ranks: Ranks,
-        log_event: Callable[..., object],
-        facts: Callable[[], Facts],
-    ) -> None:
-        self.policy = policy
-        self.ledger = ledger
-        self.hooks = hooks
-        self.ranks = ranks
-        self.log_event = log_event
-        self.facts = facts
+    def __post_init__(self) -> None:
         self.unlogged_alarms = 0
         """Alarms without an event of their own."""
         self.first_alarm: FirstAlarm | None = None
@@ -108,7 +94,7 @@ class IncidentMonitor:
 
     def request_rollback(self, onset: int, last: int) -> ActionRequest:
         """To go back to before `onset`, and skip the data up to step `last`, for high losses."""
-        bad = self.batches_of(index for index in sorted(self._batches) if onset <= index <= last)
+        bad = self._batches_between(onset, last)
         return ActionRequest(
             Action.ROLLBACK, 1, onset, onset, last, Cause.LOSS_SPIKE, bad, True, math.nan
         )
@@ -123,6 +109,9 @@ class IncidentMonitor:
     def batches_of(self, steps: Iterable[int]) -> tuple[BatchId, ...]:
         """Ids of the batches of some steps, if they are still remembered."""
         return tuple(each for step in steps for each in self._batches.get(step, ()))
+
+    def _batches_between(self, first: int, last: int) -> tuple[BatchId, ...]:
+        return self.batches_of(step for step in sorted(self._batches) if first <= step <= last)
 
     def on_rollback(self, target: int) -> None:
         """Steps from `target` on are repeated."""
@@ -148,7 +137,7 @@ class IncidentMonitor:
         self._last_incident = incident.number
         first = max(step.records, key=lambda each: each.cause != 0)
         self.first_alarm = FirstAlarm(first.readings, first.evidence, step.batches)
-        self.log_event(
+        self.log.event(
             "incident",
             step=step.index,
             incident=incident.number,
@@ -164,7 +153,7 @@ class IncidentMonitor:
         onset = incident.onset if incident else step.index
         number = incident.number if incident else 0
         result = self.hooks.run(
-            Incident(
+            IncidentContext(
                 number=number,
                 step=step.index,
                 onset=onset,
@@ -174,15 +163,15 @@ class IncidentMonitor:
                 engine=record.engine,
                 evidence=record.evidence,
                 batches=tuple((each.epoch, each.index) for each in step.batches),
-                facts=self.facts() if len(self.hooks) else Facts(),  # it lists the store
+                facts=self.facts() if len(self.hooks) else RunFacts(),  # it lists the store
             )
         )
         for problem in result.problems:
-            self.log_event("hook", step=step.index, hook="", problem=problem)
+            self.log.event("hook", step=step.index, hook="", problem=problem)
         ordered = action
         if result.action is not None and not self.policy.observes:
             action = result.action
-            self.log_event(
+            self.log.event(
                 "hook",
                 step=step.index,
                 hook=result.hook,
@@ -197,7 +186,7 @@ class IncidentMonitor:
                 action |= Action(flags)
                 depth = max(depth, depth_of_rank)
         if self.policy.observes or action & ~Action.ALERT & ~Action.CUT_LR:
-            self.log_event(
+            self.log.event(
                 "order",
                 step=step.index,
                 incident=number,
@@ -217,9 +206,7 @@ class IncidentMonitor:
             since=since,
             index=step.index,
             cause=record.cause,
-            bad=self.batches_of(
-                index for index in sorted(self._batches) if since <= index <= step.index
-            ),
+            bad=self._batches_between(since, step.index),
             overridden=action != ordered,
             loss=record.loss,
         )
@@ -231,7 +218,7 @@ class IncidentMonitor:
         if (incident.alarms if incident else self._alarms_outside) > MOST_ALARMS:
             self.unlogged_alarms += 1
             return
-        self.log_event(
+        self.log.event(
             "alarm",
             step=step.index,
             engine=record.engine,
@@ -254,7 +241,7 @@ class IncidentMonitor:
         self._lr_scale[record.engine] = now
         self._lr_scale_before[record.engine] = before
         if now < before or (now == 1.0 and before < 1.0):
-            self.log_event(
+            self.log.event(
                 "lr",
                 step=step.index,
                 engine=record.engine,

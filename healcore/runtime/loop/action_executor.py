@@ -3,26 +3,88 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
 from healcore.core.verdict import Action, Cause, names
 from healcore.runtime.data import BatchId
+from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.driver import Driver
+from healcore.runtime.events.models import RerunVerdict
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.assessment import AssessmentResult, Assessor, DamageVerdict
 from healcore.runtime.incidents.delayed_reader import DelayedReader
 from healcore.runtime.incidents.monitor import ActionRequest, IncidentMonitor
 from healcore.runtime.ledger import Ledger
-from healcore.runtime.loop.console_log import ConsoleLog
-from healcore.runtime.loop.exits import RunStopped
-from healcore.runtime.loop.reruns import Reruns
+from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.postmortem.diagnosis import Case, Tried, explain
+from healcore.runtime.rollback.journal import Journal
 from healcore.runtime.rollback.manager import RollbackManager, RollbackRequest, RollbackResult
+from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import StoreError
 from healcore.runtime.store.ranks import Ranks
 
 _BEFORE_LR_CUT = 2
 """Rollbacks in the same region that only skip more data; the next one cuts the learning rate."""
+
+
+class RerunWindow(NamedTuple):
+    """The steps that are run again."""
+
+    onset: int
+    last: int
+    """The step that brought the order."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Reruns:
+    """Runs a bad window again with nothing changed: is the fault transient or reproducible?
+
+    At most one re-run at a time, and one in a region.
+    """
+
+    enabled: bool
+    region: int
+    """Onsets fewer steps apart than this belong to the same trouble."""
+    loaders: LoaderRegistry
+    """The data, which have to be rewound for a re-run."""
+    ledger: Ledger
+    journal: Journal
+    """Knows the re-runs of earlier processes too."""
+    log: RunLog
+
+    def __post_init__(self) -> None:
+        self._window: RerunWindow | None = None
+        self.verdict = ""
+        """Of the last re-run: `transient` or `reproducible`; "": there was none."""
+
+    def should_rerun(self, request: ActionRequest) -> bool:
+        """Whether to answer a request with a re-run. A second one in a region shows nothing new."""
+        past = (each.onset for each in self.ledger.past_rollbacks)
+        onsets = [*self.journal.state.rerun_onsets, *past]
+        near = any(abs(request.onset - onset) <= self.region for onset in onsets)
+        return self.enabled and not near and not request.overridden and self.loaders.can_rewind
+
+    def start(self, onset: int, last: int) -> None:
+        """To be called after the rollback to before the window."""
+        self._window = RerunWindow(onset, last)
+
+    def cancel(self) -> None:
+        """To be called when an ordinary rollback has replaced the re-run."""
+        self._window = None
+
+    def observe(self, index: int, request: ActionRequest | None) -> None:
+        """Takes every step, and reports the verdict at the end of the window."""
+        window = self._window
+        if window is None:
+            return
+        again = request is not None and bool(request.action & (Action.ROLLBACK | Action.STOP))
+        if not again and index < window.last:
+            return
+        self._window = None
+        self.verdict = RerunVerdict.REPRODUCIBLE if again else RerunVerdict.TRANSIENT
+        self.log.event("verdict", step=index, outcome=self.verdict, onset=window.onset)
+        self.log.info(f"step {index}: the fault of step {window.onset} is {self.verdict}")
 
 
 class ActionResult(NamedTuple):
@@ -34,61 +96,27 @@ class ActionResult(NamedTuple):
     """A checkpoint is to be saved."""
 
 
+@dataclass(eq=False, kw_only=True)
 class ActionExecutor:
-    """Carries out requests.
+    """Carries out the monitor's requests, and those of the state check."""
 
-    Args:
-        policy: the policy.
-        driver: the live state.
-        ranks: the processes of this run.
-        ledger: rollbacks so far.
-        rollbacks: rolls back.
-        monitor: made the requests.
-        reader: steps whose records have not been read.
-        reruns: decides on re-runs.
-        log_event: writes an event, see `Log.write`.
-        console: the console log.
-        case: what is known of a run that is stopped for a reason, for the diagnosis.
-        assessor: distinguishes a damaged model from different data.
-    """
-
-    def __init__(
-        self,
-        *,
-        policy: HostPolicy,
-        driver: Driver,
-        ranks: Ranks,
-        ledger: Ledger,
-        rollbacks: RollbackManager,
-        monitor: IncidentMonitor,
-        reader: DelayedReader,
-        reruns: Reruns,
-        log_event: Callable[..., object],
-        console: ConsoleLog,
-        case: Callable[[str], Case],
-        assessor: Assessor,
-    ) -> None:
-        self._policy = policy
-        self._driver = driver
-        self._ranks = ranks
-        self._ledger = ledger
-        self._rollbacks = rollbacks
-        self._monitor = monitor
-        self._reader = reader
-        self._reruns = reruns
-        self._log_event = log_event
-        self._console = console
-        self._case = case
-        self._assessor = assessor
-        self.completed: list[Tried] = []
-        """Rollbacks of this process."""
+    policy: HostPolicy
+    driver: Driver
+    ranks: Ranks
+    ledger: Ledger
+    rollbacks: RollbackManager
+    monitor: IncidentMonitor
+    reader: DelayedReader
+    reruns: Reruns
+    log: RunLog
+    case: Callable[[str], Case]
+    """What is known of a run that is stopped for a reason, for the diagnosis."""
+    assessor: Assessor
+    completed: list[Tried] = field(default_factory=list, init=False)
+    """Rollbacks of this process."""
 
     def execute(self, request: ActionRequest, step: int) -> ActionResult:
-        """Carries out a request.
-
-        Args:
-            request: what to do.
-            step: steps done.
+        """Carries out a request after `step` steps.
 
         Raises:
             RunStopped: a stop was ordered, or no rollback is left.
@@ -105,7 +133,7 @@ class ActionExecutor:
             exhausted = self._exhausted(request)
             if not exhausted:
                 return ActionResult(target=self._roll_back(request, step))
-            finite = self._ranks.gather(self._driver.finite())
+            finite = self.ranks.gather(self.driver.finite())
             if not self._needs_evidence(request) or not all(finite):
                 self._stop(step, exhausted)
             result = AssessmentResult(DamageVerdict.DAMAGE, "budget")
@@ -114,17 +142,13 @@ class ActionExecutor:
         return ActionResult(save=save)
 
     def review_high_loss(self, step: int) -> ActionResult:
-        """Goes back to before high losses that were attributed to different data, if they did harm.
-
-        Args:
-            step: steps done.
-        """
-        period = self._assessor.high_loss_to_review()
-        earlier = None if period is None else self._rollbacks.state_before(period.onset)
+        """Goes back to before high losses that were taken for different data, if they did harm."""
+        period = self.assessor.high_loss_to_review()
+        earlier = None if period is None else self.rollbacks.state_before(period.onset)
         if period is None or earlier is None:
             return ActionResult()
-        request = self._monitor.request_rollback(period.onset, period.latest[0].index - 1)
-        result = self._assessor.review(period, earlier)
+        request = self.monitor.request_rollback(period.onset, period.latest[0].index - 1)
+        result = self.assessor.review(period, earlier)
         self._log_assessment(request, step, result)
         if result.verdict is not DamageVerdict.DAMAGE or self._exhausted(request):
             return ActionResult()
@@ -132,7 +156,7 @@ class ActionExecutor:
 
     def _needs_evidence(self, request: ActionRequest) -> bool:
         """Whether to assess first: neither for a hook's request, nor for a rule that stops."""
-        policy = self._policy
+        policy = self.policy
         if not policy.confirm or request.overridden:
             return False
         stops = any(
@@ -143,15 +167,15 @@ class ActionExecutor:
 
     def _assess(self, request: ActionRequest, step: int) -> AssessmentResult:
         """Whether the model is damaged on any rank; writes an event."""
-        result = self._assessor.assess(request)
-        verdicts = self._ranks.gather(result.verdict.value)
+        result = self.assessor.assess(request)
+        verdicts = self.ranks.gather(result.verdict.value)
         if DamageVerdict.DAMAGE.value in verdicts:
             result = result._replace(verdict=DamageVerdict.DAMAGE)
         self._log_assessment(request, step, result)
         return result
 
     def _log_assessment(self, request: ActionRequest, step: int, result: AssessmentResult) -> None:
-        self._log_event(
+        self.log.event(
             "assessment",
             step=step,
             onset=request.onset,
@@ -165,17 +189,17 @@ class ActionExecutor:
     def _decline(self, request: ActionRequest, result: AssessmentResult) -> None:
         """The run continues, clipped; the attempt is refunded."""
         if request.action & Action.ROLLBACK:  # a stop has used no attempt
-            self._driver.decline()
+            self.driver.decline()
         if result.verdict is DamageVerdict.DATA:
-            self._assessor.clear_batches()
+            self.assessor.clear_batches()
         why = {
             DamageVerdict.DATA: "the model is unchanged, the data are different",
             DamageVerdict.OPEN: "the model is worse and may recover by itself",
             DamageVerdict.UNKNOWN: "there is no evidence that the model is worse",
             DamageVerdict.DAMAGE: "the budget of rollbacks is exhausted",
         }
-        self._console.info(
-            f"step {request.index}: {_in_words(request.cause)}: {why[result.verdict]}; "
+        self.log.info(
+            f"step {request.index}: {_cause_text(request.cause)}: {why[result.verdict]}; "
             "the run continues"
         )
 
@@ -185,25 +209,23 @@ class ActionExecutor:
         The engine's budget is refunded by healthy steps, and repeated steps are healthy too; a
         hook's rollbacks use no budget. So this counts the rollbacks near the same step of the run.
         """
-        policy = self._policy
-        reach = max(policy.refund_after, 1)
+        reach = max(self.policy.refund_after, 1)
         near = self._near(request, reach)
-        if near < max(policy.recoveries, 1):
+        if near < max(self.policy.recoveries, 1):
             return ""
         return f"{near} rollbacks were needed within {reach} steps of the run"
 
     def _near(self, request: ActionRequest, reach: int) -> int:
         """Rollbacks so far whose onset was less than `reach` steps away."""
-        past_rollbacks = self._ledger.past_rollbacks
-        return sum(abs(request.onset - past.onset) < reach for past in past_rollbacks)
+        return sum(abs(request.onset - past.onset) < reach for past in self.ledger.past_rollbacks)
 
     def _roll_back(self, request: ActionRequest, step: int) -> int:
-        rerun, rate = self._reruns.should_rerun(request), self._driver.learning_rate()
+        rerun, rate = self.reruns.should_rerun(request), self.driver.learning_rate()
         # Steps that are not read yet belong to the bad window if they have alarms too.
-        bad = request.bad + self._monitor.bad_batches(list(self._reader.due(all=True)))
+        bad = request.bad + self.monitor.bad_batches(list(self.reader.due(all=True)))
         bad, more = self._skipped_batches(request, bad)
         try:
-            result = self._rollbacks.roll_back(
+            result = self.rollbacks.roll_back(
                 RollbackRequest(
                     onset=request.onset,
                     depth=request.depth,
@@ -215,21 +237,31 @@ class ActionExecutor:
                 )
             )
         except StoreError as error:
-            self._rollbacks.abandon_plan(step)
+            self.rollbacks.abandon_plan(step)
             self._stop(step, str(error))
-        self._monitor.on_rollback(result.target)
+        self.monitor.on_rollback(result.target)
         if rerun:
-            self._reruns.start(request.onset, request.index)
-            self._log_event("rerun", step=step, checkpoint=result.target, onset=request.onset)
+            self.reruns.start(request.onset, request.index)
+            self.log.event("rerun", step=step, checkpoint=result.target, onset=request.onset)
         else:
-            self._reruns.cancel()
-            self.completed.append(self._tried(request, result, step, rate, len(bad)))
+            self.reruns.cancel()
+            now = self.driver.learning_rate()
+            self.completed.append(
+                Tried(
+                    step=step,
+                    onset=request.onset,
+                    target=result.target,
+                    lr_before=None if rate is None else rate * self.monitor.lr_scale_before,
+                    lr_after=None if now is None else now * self._lr_scale(),
+                    left_out=len(bad),
+                )
+            )
         self._log_rollback(request._replace(bad=bad), result, step, rerun)
         return result.target
 
     def _cuts_lr(self, request: ActionRequest, rerun: bool) -> bool:
         """Whether to cut the learning rate although no rule does: other data have not helped."""
-        policy = self._policy
+        policy = self.policy
         cuts = policy.engine.cuts_lr and not request.action & Action.CUT_LR
         again = self._near(request, max(policy.region, 1))
         return policy.confirm and cuts and not rerun and again >= _BEFORE_LR_CUT
@@ -243,40 +275,22 @@ class ActionExecutor:
         first time. If the trouble returns at the same step although the window was skipped, it is
         wider than its alarms, and the window doubles each time.
         """
-        again = self._near(request, self._policy.engine.config.incident.quiet_steps)
+        again = self._near(request, self.policy.engine.config.incident.quiet_steps)
         if request.cause & Cause.INSTABILITY and request.action & Action.CUT_LR and not again:
             return (), 0
-        return bad, len(bad) * (2**again - 1) if self._policy.confirm else 0
-
-    def _tried(
-        self,
-        request: ActionRequest,
-        result: RollbackResult,
-        step: int,
-        rate: float | None,
-        left_out: int,
-    ) -> Tried:
-        now = self._driver.learning_rate()
-        return Tried(
-            step=step,
-            onset=request.onset,
-            target=result.target,
-            lr_before=None if rate is None else rate * self._monitor.lr_scale_before,
-            lr_after=None if now is None else now * self._lr_scale(),
-            left_out=left_out,
-        )
+        return bad, len(bad) * (2**again - 1) if self.policy.confirm else 0
 
     def _lr_scale(self) -> float:
         """The learning-rate multiplier now, the smallest of all engines."""
-        engines = self._driver.healing().values()
+        engines = self.driver.healing().values()
         return min((each["state"]["lr"]["scale"] for each in engines), default=1.0)
 
     def _log_rollback(
         self, request: ActionRequest, result: RollbackResult, step: int, rerun: bool
     ) -> None:
-        before, after = self._monitor.lr_scale_before, self._lr_scale()
+        before, after = self.monitor.lr_scale_before, self._lr_scale()
         moved = result.moved
-        self._log_event(
+        self.log.event(
             "rollback",
             step=step,
             number=result.number,
@@ -284,7 +298,7 @@ class ActionExecutor:
             cause=names(request.cause),
             checkpoint=result.target,
             outcome="trial" if rerun else "done",
-            lr=self._driver.learning_rate(),
+            lr=self.driver.learning_rate(),
             lr_scale_before=before,
             lr_scale=before if rerun else after,
             batches=[] if rerun else [list(each) for each in request.bad],
@@ -292,8 +306,8 @@ class ActionExecutor:
             initial=result.initial,
         )
         data = "rewound" if moved.rewound else f"goes on forward: {moved.why_not}"
-        self._log_event("data", step=result.target, outcome=data, rewound=moved.rewound)
-        cause = _in_words(request.cause) or "ordered by a hook"
+        self.log.event("data", step=result.target, outcome=data, rewound=moved.rewound)
+        cause = _cause_text(request.cause) or "ordered by a hook"
         if request.arrays:
             cause = _nonfinite_save(request)
         changed = (
@@ -302,29 +316,29 @@ class ActionExecutor:
             else f"learning rate × {after:g}, data {data.split(':')[0]}"
         )
         kind = "first snapshot" if result.initial else "known-good checkpoint"
-        self._console.warning(
+        self.log.warning(
             f"step {request.index}: {cause}, since step {request.since}; "
             f"back to the {kind} of step {result.target}; {changed}"
         )
 
     def _stop(self, step: int, why: str) -> NoReturn:
-        case = self._case(why)
-        text, good = explain(case), case.last_good
-        self._log_event("stop", step=step, why=why, diagnosis=text, checkpoint=good)
-        raise RunStopped(text, why, good)
+        case = self.case(why)
+        text = explain(case)
+        self.log.event("stop", step=step, why=why, diagnosis=text, checkpoint=case.last_good)
+        raise RunStopped(text, why, case.last_good)
 
     def _why_stop(self, request: ActionRequest) -> str:
         if request.arrays:
             return _nonfinite_save(request)
         if request.overridden:
             return "an on_incident hook stopped it"
-        engines = self._driver.healing().values()
+        engines = self.driver.healing().values()
         if any(engine["state"]["budget"]["recoveries"] == 0 for engine in engines):
             return "the budget of recoveries is exhausted, and the trouble continues"
         return "a rule of the policy stops it"
 
 
-def _in_words(cause: Cause) -> str:
+def _cause_text(cause: Cause) -> str:
     return " and ".join(names(cause)).lower().replace("_", " ")
 
 

@@ -5,34 +5,31 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from healcore.core.verdict import names
+from healcore.core.step_record import Readings
+from healcore.core.verdict import Cause, names
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data import BatchId
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.driver import Driver, PendingDispatch
-from healcore.runtime.events import Log
 from healcore.runtime.events.metrics import Metrics
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.assessment import HIGH_LOSS, Assessor
 from healcore.runtime.incidents.delayed_reader import DelayedReader, QueuedDispatch, StepResult
-from healcore.runtime.incidents.hooks import Hooks
-from healcore.runtime.incidents.incident import Facts
+from healcore.runtime.incidents.hooks import Hooks, RunFacts
 from healcore.runtime.incidents.monitor import ActionRequest, IncidentMonitor
 from healcore.runtime.ledger import Ledger
-from healcore.runtime.loop.action_executor import ActionExecutor
-from healcore.runtime.loop.console_log import ConsoleLog
-from healcore.runtime.loop.diagnosis import build_case
-from healcore.runtime.loop.reruns import Reruns
-from healcore.runtime.loop.save_schedule import SaveSchedule
-from healcore.runtime.loop.state_check import StateCheck
+from healcore.runtime.loop.action_executor import ActionExecutor, Reruns
+from healcore.runtime.loop.saves import SaveSchedule, StateCheck
 from healcore.runtime.loop.termination import TerminationWatch, exit_for
 from healcore.runtime.postmortem.diagnosis import Case
 from healcore.runtime.rollback.host_state import HostParts
 from healcore.runtime.rollback.journal import Journal
 from healcore.runtime.rollback.manager import RollbackManager
-from healcore.runtime.store import StoreError
+from healcore.runtime.run_log import RunLog
+from healcore.runtime.store import Saved, StoreError
 from healcore.runtime.store.claim import Claim
 from healcore.runtime.store.ranks import Ranks
 
@@ -42,43 +39,30 @@ _MAX_WITHOUT_STEP = 100
 """Batches without a step that are reported at once: fewer may be gradient accumulation."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Loop:
     """The running part of a `Healer`. Not thread-safe."""
 
-    def __init__(
-        self,
-        *,
-        policy: HostPolicy,
-        driver: Driver,
-        ranks: Ranks,
-        checkpoints: CheckpointManager,
-        rollbacks: RollbackManager,
-        journal: Journal,
-        ledger: Ledger,
-        loaders: LoaderRegistry,
-        reader: DelayedReader,
-        hooks: Hooks,
-        log: Log,
-        metrics: Metrics,
-        console: ConsoleLog,
-        rerun: bool,
-        loss_fn: Callable[..., Any] | None,
-    ) -> None:
-        self.policy = policy
-        self.driver = driver
-        self.ranks = ranks
-        self.checkpoints = checkpoints
-        self.rollbacks = rollbacks
-        self.journal = journal
-        self.ledger = ledger
-        self.loaders = loaders
-        self.log = log
-        self.metrics = metrics
-        self.log_event = log.write
-        self.console = console
+    policy: HostPolicy
+    driver: Driver
+    ranks: Ranks
+    checkpoints: CheckpointManager
+    rollbacks: RollbackManager
+    journal: Journal
+    ledger: Ledger
+    loaders: LoaderRegistry
+    reader: DelayedReader
+    hooks: Hooks
+    log: RunLog
+    metrics: Metrics
+    rerun: bool
+    loss_fn: Callable[..., Any] | None
+    claim: Claim | None
+    """On the store's directory."""
+
+    def __post_init__(self) -> None:
+        policy, driver, ranks, ledger = self.policy, self.driver, self.ranks, self.ledger
         self.termination = TerminationWatch()
-        self.claim: Claim | None = None
-        """On the store's directory."""
         self.finalizer: weakref.finalize[..., Loop] | None = None
         """Cleans up if the `with` block of the Healer is never left."""
         self.step = 0
@@ -86,52 +70,53 @@ class Loop:
         self.monitor = IncidentMonitor(
             policy=policy,
             ledger=ledger,
-            hooks=hooks,
+            hooks=self.hooks,
             ranks=ranks,
-            log_event=self.log_event,
+            log=self.log,
             facts=self._facts,
         )
         self.reruns = Reruns(
-            enabled=rerun,
+            enabled=self.rerun,
             region=policy.region,
-            loaders=loaders,
+            loaders=self.loaders,
             ledger=ledger,
-            journal=journal,
-            log_event=self.log_event,
-            info=console.info,
+            journal=self.journal,
+            log=self.log,
         )
-        self._reader = reader
-        self._assessor = Assessor(driver, loss_fn, self.warn)
+        self._assessor = Assessor(driver, self.loss_fn, self.warn)
         self._batch: Any = None
         """The last batch that was yielded."""
         # Ranks see different losses, and would come to different results.
-        self._assesses_batches = loss_fn is not None and policy.confirm and ranks.world == 1
+        self._assesses_batches = self.loss_fn is not None and policy.confirm and ranks.world == 1
         self._reviews_high_loss = self._assesses_batches and policy.goes_back_for(HIGH_LOSS)
         self._executor = ActionExecutor(
             policy=policy,
             driver=driver,
             ranks=ranks,
             ledger=ledger,
-            rollbacks=rollbacks,
+            rollbacks=self.rollbacks,
             monitor=self.monitor,
-            reader=reader,
+            reader=self.reader,
             reruns=self.reruns,
-            log_event=self.log_event,
-            console=console,
+            log=self.log,
             case=lambda why: self.case("stopped", why),
             assessor=self._assessor,
         )
         self._state_check = StateCheck(
             policy=policy,
             driver=driver,
-            checkpoints=checkpoints,
+            checkpoints=self.checkpoints,
             monitor=self.monitor,
             ranks=ranks,
-            log_event=self.log_event,
-            warn=self.warn,
+            log=self.log,
         )
         self._saves = SaveSchedule(
-            driver, checkpoints, rollbacks, ledger, observes=policy.observes, warn=self.warn
+            driver=driver,
+            checkpoints=self.checkpoints,
+            rollbacks=self.rollbacks,
+            ledger=ledger,
+            observes=policy.observes,
+            log=self.log,
         )
         self._ids: dict[int, list[BatchId]] = {}
         """Number of a loader -> ids of its batches since its last step."""
@@ -140,7 +125,7 @@ class Loop:
         self._generators: HostParts | None = None
         self._resumed_at: int | None = None
 
-    # -- the start, see `start` -----------------------------------------------------------------
+    # -- the start, see `lifecycle` -------------------------------------------------------------
 
     def set_restored(self, step: int, generators: HostParts | None) -> None:
         """The state has been restored from a checkpoint of an earlier process.
@@ -171,8 +156,8 @@ class Loop:
         number = self.loaders.begin(loader, epochs)
         self._restore_generators()
         for line in self.loaders.notices:
-            self.log_event("data", step=self.step, outcome=line)
-            self.console.info(f"data: {line}")
+            self.log.event("data", step=self.step, outcome=line)
+            self.log.info(f"data: {line}")
         self.loaders.notices.clear()
         while True:
             try:
@@ -234,16 +219,13 @@ class Loop:
         ids = self._ids.pop(self._current, [])
         self.loaders.stepped(self._current, ids[-1] if ids else None)
         batch = self._batch if self._assesses_batches and ids else None
-        self._reader.push(QueuedDispatch(self.step, pending, tuple(ids), batch))
+        self.reader.push(QueuedDispatch(self.step, pending, tuple(ids), batch))
         self.step += pending.count
         self._saves.count(pending.count)
 
     def _read(self, *, all: bool = False) -> bool:
         """Reads the steps that are due; whether the run has gone back."""
-        for step in self._reader.due(all=all):
-            self._correct_count()
-            self._write_metrics(step)
-            request = self.monitor.process(step)
+        for step, request in self._process_due(all=all):
             if step.batch is not None:
                 self._assessor.observe(step.index, step.batch, step.records)
             self.reruns.observe(step.index, request)
@@ -260,22 +242,22 @@ class Loop:
                 self.save("ordered")
         return False
 
-    def _correct_count(self) -> None:
-        """A dispatch may have more or fewer steps than `PendingDispatch.count`."""
-        correction = self._reader.count_correction()
-        self.step += correction
-        self._saves.count(correction)
-
-    def _write_metrics(self, step: StepResult) -> None:
-        for record in step.records:
-            self.metrics.write(step.index, record, several=len(step.records) > 1)
+    def _process_due(self, *, all: bool) -> Iterator[tuple[StepResult, ActionRequest | None]]:
+        for step in self.reader.due(all=all):
+            # A dispatch may have more or fewer steps than `PendingDispatch.count`.
+            correction = self.reader.count_correction()
+            self.step += correction
+            self._saves.count(correction)
+            for record in step.records:
+                self.metrics.write(step.index, record, several=len(step.records) > 1)
+            yield step, self.monitor.process(step)
 
     def _continue_from(self, target: int, request: ActionRequest | None = None) -> None:
         """After a rollback to `target`; `request`: if it was the state check's."""
         self.step = target
         self._saves.reset(target)
         self._state_check.on_rollback(request)
-        self._reader.clear()
+        self.reader.clear()
         self._assessor.on_rollback(target)
         self.metrics.went_back()
         self._ids.clear()
@@ -316,7 +298,7 @@ class Loop:
         self._continue_from(result.target, request)
         return True
 
-    # -- the end, see `shutdown` ----------------------------------------------------------------
+    # -- the end, see `lifecycle` ---------------------------------------------------------------
 
     def read_remaining(self) -> None:
         """Reads the last steps at the end of a run. Their requests are only reported."""
@@ -328,14 +310,11 @@ class Loop:
             self._warn_no_step()
         if self.step == self._resumed_at:
             self.warn(f"no step was taken: the data had been used up at step {self.step}")
-        for step in self._reader.due(all=True):
-            self._correct_count()
-            self._write_metrics(step)
-            request = self.monitor.process(step)
+        for step, request in self._process_due(all=True):
             if request is not None:
                 what = ", ".join(names(request.action))
                 problem = f"{what} was ordered by the last steps of the run and not carried out"
-                self.log_event("problem", step=step.index, problem=problem)
+                self.log.event("problem", step=step.index, problem=problem)
 
     def write_ending(self, ending: str) -> None:
         """Writes to the journal how the process ended; without it, the process was killed."""
@@ -343,17 +322,48 @@ class Loop:
         self.rollbacks.write_journal(self.step)
 
     def case(self, ending: str, why: str = "", exception: str | None = None) -> Case:
-        """What is known of the run, for a diagnosis."""
-        return build_case(
-            self.monitor,
-            self.checkpoints,
+        """What is known of the run, for a diagnosis.
+
+        Args:
+            ending: `completed`, `stopped`, `exception`, `signal` or `interrupted`.
+            why: the reason of a stop, or the signal.
+            exception: what was raised, as text.
+        """
+        ledger, checkpoints, alarm = self.ledger, self.checkpoints, self.monitor.first_alarm
+        last = ledger.incidents[-1] if ledger.incidents else None
+        newest_good = [each.path for each in self._listed() if each.step == checkpoints.good]
+        return Case(
             ending=ending,
             step=self.step,
-            rollbacks=self._executor.completed,
-            verdict=self.reruns.verdict,
             why=why,
+            cause=Cause(0 if last is None else last.cause),
+            onset=None if last is None else last.onset,
+            open=ledger.open,
+            incidents=ledger.incident_count,
+            readings=Readings(*alarm.readings) if alarm is not None else None,
+            evidence=() if alarm is None else alarm.evidence,
+            batches=() if alarm is None else alarm.batches,
+            skips=sum(each.skips for each in ledger.incidents),
+            tried=tuple(self._executor.completed),
+            lr_scale=self.monitor.lr_scale,
+            verdict=self.reruns.verdict,
+            damaged=tuple(checkpoints.damaged),
+            damaged_in_memory=tuple(checkpoints.damaged_in_memory),
+            not_finite=tuple(checkpoints.nonfinite),
+            unsaved=checkpoints.failures,
+            unsaved_why=checkpoints.last_failure,
+            observes=self.policy.observes,
+            last_good=checkpoints.good,
+            path=next(iter(newest_good), None),
             exception=exception,
         )
+
+    def _listed(self) -> list[Saved]:
+        """The checkpoints; none if they cannot be listed."""
+        try:
+            return self.checkpoints.listed()
+        except StoreError:
+            return []
 
     def release(self) -> None:
         """Releases the store's directory; the finalizer is no longer needed."""
@@ -365,9 +375,8 @@ class Loop:
     # -- reports --------------------------------------------------------------------------------
 
     def warn(self, problem: str) -> None:
-        """Writes an event, and a warning to the console log."""
-        self.log_event("problem", step=self.step, problem=problem)
-        self.console.warning(problem)
+        """Reports a problem of the present step."""
+        self.log.problem(self.step, problem)
 
     def _warn_no_step(self) -> None:
         """`healer.update` was forgotten, or the optimizer is not in the state."""
@@ -383,10 +392,10 @@ class Loop:
     def _log_skipped(self, number: int) -> None:
         skipped = self.loaders.skipped(number)
         if skipped:
-            self.log_event(
+            self.log.event(
                 "skipped_batches", step=self.step, batches=[list(each) for each in skipped]
             )
-            self.console.info(f"step {self.step}: {len(skipped)} batches skipped")
+            self.log.info(f"step {self.step}: {len(skipped)} batches skipped")
 
     # -- within ---------------------------------------------------------------------------------
 
@@ -398,13 +407,9 @@ class Loop:
         if self._generators is not None:
             self.rollbacks.host.put_back(self._generators)
 
-    def _facts(self) -> Facts:
-        try:
-            saves = self.checkpoints.listed()
-        except StoreError:
-            saves = []
-        return Facts(
-            run=self.log.run,
+    def _facts(self) -> RunFacts:
+        return RunFacts(
+            run=self.log.events.run,
             policy=self.policy.name,
             observes=self.policy.observes,
             framework=self.driver.framework,
@@ -412,5 +417,5 @@ class Loop:
             learning_rate=self.driver.learning_rate(),
             rollbacks=self.journal.state.rollbacks,
             last_good=self.checkpoints.good,
-            checkpoints=tuple(saves),
+            checkpoints=tuple(self._listed()),
         )

@@ -15,23 +15,21 @@ from typing import Any, NamedTuple
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data.loader_registry import LoaderRegistry
-from healcore.runtime.driver import Driver
+from healcore.runtime.driver import Driver, driver_for
 from healcore.runtime.events import Log
 from healcore.runtime.events.metrics import Metrics, path_beside
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import DelayedReader
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.ledger import Ledger
-from healcore.runtime.loop.console_log import ConsoleLog
-from healcore.runtime.loop.exits import AlreadyCompleted
-from healcore.runtime.loop.frameworks import driver_for
+from healcore.runtime.loop.lifecycle import begin, describe
 from healcore.runtime.loop.loop import Loop
-from healcore.runtime.loop.start import begin
-from healcore.runtime.loop.termination import TerminationWatch
+from healcore.runtime.loop.termination import AlreadyCompleted, TerminationWatch
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.rollback.host_state import HostState
 from healcore.runtime.rollback.journal import NAME, Journal
 from healcore.runtime.rollback.manager import RollbackManager
+from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import CheckpointStore, Keep, Saved, StoreError
 from healcore.runtime.store.claim import Claim, claim, open_to_others
 from healcore.runtime.store.memory import SnapshotStore
@@ -104,17 +102,17 @@ def open_run(options: Options) -> Loop:
         StoreNotEmpty: `resume` is False, and the store holds checkpoints.
         StoreError: the store cannot be used, or nothing in it is intact.
     """
-    policy = options.policy
     if any(loop.finalizer is not None and loop.finalizer.alive for loop in _loops):
         gc.collect()  # runs the finalizers of unreferenced Healers, which may hold the store
-    driver = options.driver or driver_for(options.state, policy, options.framework, options.attach)
+    driver = options.driver or driver_for(
+        options.state, options.policy.engine, options.framework, options.attach
+    )
     own_claim: Claim | None = None
     try:
         ranks = options.ranks or driver.ranks()
         own_claim, warning = _claim(options.store, ranks)
-        loop = _start(options, driver, ranks, warning)
-        loop.claim = own_claim
-        loop.finalizer = weakref.finalize(loop, _clean_up, driver, loop.termination, loop.console)
+        loop = _start(options, driver, ranks, own_claim, warning)
+        loop.finalizer = weakref.finalize(loop, _clean_up, driver, loop.termination, loop.log)
         loop.finalizer.atexit = False
         _loops.add(loop)
     except BaseException:
@@ -125,12 +123,12 @@ def open_run(options: Options) -> Loop:
     return loop
 
 
-def _clean_up(driver: Driver, termination: TerminationWatch, console: ConsoleLog) -> None:
+def _clean_up(driver: Driver, termination: TerminationWatch, log: RunLog) -> None:
     """Removes hooks and handlers of a Healer that was deleted within its block.
 
     The claim has a finalizer of its own.
     """
-    for end in (termination.stop, driver.close, console.end):
+    for end in (termination.stop, driver.close, log.detach_console):
         with contextlib.suppress(Exception):
             end()
 
@@ -167,21 +165,24 @@ def _claim(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
     return own_claim, warning
 
 
-def _start(options: Options, driver: Driver, ranks: Ranks, warning: str | None) -> Loop:
+def _start(
+    options: Options, driver: Driver, ranks: Ranks, own_claim: Claim | None, warning: str | None
+) -> Loop:
     """Constructs a run, checks `resume`, logs the start, and resumes or begins."""
-    loop = _construct(options, driver, ranks)
-    log, console, policy, store = loop.log, loop.console, loop.policy, loop.checkpoints.store
-    died = postmortem.of_killed(log.path) if log.path is not None and ranks.rank == 0 else None
+    loop = _construct(options, driver, ranks, own_claim)
+    log, policy, store = loop.log, loop.policy, loop.checkpoints.store
+    events = log.events.path
+    died = postmortem.of_killed(events) if events is not None and ranks.rank == 0 else None
     loop.journal.read()
     saves = loop.rollbacks.saves()
     try:
         _check_resume(options.resume, agreed(ranks, loop.journal.state.ending), saves, store)
     except AlreadyCompleted as completed:
-        console.begin()
-        console.info(str(completed))
-        console.end()
+        log.attach_console()
+        log.info(str(completed))
+        log.detach_console()
         raise
-    log.write(
+    log.event(
         "start",
         step=None,
         policy=policy.name,
@@ -193,14 +194,14 @@ def _start(options: Options, driver: Driver, ranks: Ranks, warning: str | None) 
         world=ranks.world,
         lag=options.lag,
         save_every=loop.checkpoints.every,
-        store=_describe(store),
+        store=describe(store),
         resumes=bool(saves),
     )
     folder = _folder(store)
     shared = open_to_others(folder) if folder is not None and ranks.rank == 0 else None
     warnings = [each for each in (warning, shared) if each is not None]
     for problem in [*warnings, *store.problems()]:
-        log.write("problem", step=None, problem=problem)
+        log.event("problem", step=None, problem=problem)
     for each in warnings:
         _logger.warning("%s", each)
     try:
@@ -208,34 +209,35 @@ def _start(options: Options, driver: Driver, ranks: Ranks, warning: str | None) 
     except BaseException as error:
         # With an end event, the next start does not take this process for killed.
         raised = "".join(traceback.format_exception_only(error)).strip()
-        log.write("problem", step=loop.step, problem=f"the run did not start: {raised}")
-        log.write("end", step=loop.step, ending="exception")
+        log.event("problem", step=loop.step, problem=f"the run did not start: {raised}")
+        log.event("end", step=loop.step, ending="exception")
         loop.termination.stop()
-        console.end()
-        log.close()
+        log.detach_console()
+        log.events.close()
         raise
     return loop
 
 
-def _construct(options: Options, driver: Driver, ranks: Ranks) -> Loop:
+def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim | None) -> Loop:
     policy = options.policy
     store = _store(options, driver, ranks)
     folder = _folder(store)
-    log = _log(options.events, folder, ranks)
-    console = ConsoleLog(enabled=ranks.rank == 0)
+    events = _events(options.events, folder, ranks)
+    log = RunLog(events, console=ranks.rank == 0)
     journal = Journal(None if folder is None else folder / NAME, writes=ranks.rank == 0)
     ledger, loaders = Ledger(), LoaderRegistry(trust=options.trust)
     every = options.save_every or policy.probation
     checkpoints = CheckpointManager(
         store,
         every=every,
-        keep=options.keep or _keep(every, policy),
+        # By default all checkpoints on probation, within bounds, and some older known-good ones.
+        keep=options.keep
+        or Keep(candidates=min(max(2, -(-policy.probation // every) + 1), 8), older=True),
         probation=policy.probation,
         region=policy.region,
         verifier=BackgroundVerifier(in_background=ranks.world == 1),
         ranks=ranks,
-        log_event=log.write,
-        warn=console.warning,
+        log=log,
     )
     rollbacks = RollbackManager(
         policy=policy,
@@ -246,7 +248,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks) -> Loop:
         loaders=loaders,
         host=HostState(loaders.position, driver.generators(), trust=options.trust),
         ranks=ranks,
-        log_event=log.write,
+        log=log,
     )
     return Loop(
         policy=policy,
@@ -260,19 +262,18 @@ def _construct(options: Options, driver: Driver, ranks: Ranks) -> Loop:
         reader=DelayedReader(options.lag),
         hooks=options.hooks,
         log=log,
-        metrics=_metrics(options.metrics, log, ranks),
-        console=console,
+        metrics=_metrics(options.metrics, events, ranks),
         rerun=options.rerun,
         loss_fn=options.loss_fn,
+        claim=own_claim,
     )
 
 
 def _store(options: Options, driver: Driver, ranks: Ranks) -> CheckpointStore:
     given = options.store
     if given is None or isinstance(given, str | os.PathLike):
-        return _fitting(
-            driver.store(given, options.nonfinite_ok, trust=options.trust), driver, ranks
-        )
+        own = driver.store(given, options.nonfinite_ok, trust=options.trust)
+        return _fitting(own, driver, ranks)
     if not isinstance(given, CheckpointStore):
         raise StoreError(
             f"store is a directory, a CheckpointStore or None, not {type(given).__name__}"
@@ -286,11 +287,6 @@ def _store(options: Options, driver: Driver, ranks: Ranks) -> CheckpointStore:
         store: Any = given
         store.nonfinite_ok = (*store.nonfinite_ok, *options.nonfinite_ok)
     return given
-
-
-def _keep(every: int, policy: HostPolicy) -> Keep:
-    """The default: all checkpoints on probation, within bounds, and some older known-good ones."""
-    return Keep(candidates=min(max(2, -(-policy.probation // every) + 1), 8), older=True)
 
 
 def _fitting(store: Any, driver: Driver, ranks: Ranks) -> CheckpointStore:
@@ -322,7 +318,7 @@ def _folder(store: CheckpointStore) -> Path | None:
     return None if root is None else Path(root)
 
 
-def _log(events: Any, folder: Path | None, ranks: Ranks) -> Log:
+def _events(events: Any, folder: Path | None, ranks: Ranks) -> Log:
     if events is None:
         path = None if folder is None else folder / "healcore.events.jsonl"
     else:
@@ -337,10 +333,10 @@ def _log(events: Any, folder: Path | None, ranks: Ranks) -> Log:
 
 
 def _refuse_link(path: Path, option: str) -> None:
-    """Nobody has named this path but healcore: a link there is not the user's choice.
+    """Refuses a link at a path that healcore has chosen, not the user.
 
     Raises:
-        StoreError: it is one.
+        StoreError: it is a link.
     """
     if path.is_symlink():
         raise StoreError(
@@ -350,10 +346,8 @@ def _refuse_link(path: Path, option: str) -> None:
 
 
 def _metrics(given: Any, log: Log, ranks: Ranks) -> Metrics:
-    if ranks.rank:  # every rank has the same numbers
-        return Metrics(None, run=log.run)
-    if given != "auto":
-        return Metrics(given, run=log.run)
+    if ranks.rank or given != "auto":  # every rank has the same numbers
+        return Metrics(None if ranks.rank else given, run=log.run)
     to_file = log.path is not None and (log.path.is_file() or not log.path.exists())
     path = path_beside(log.path) if log.path is not None and to_file else None
     if path is not None:
@@ -378,8 +372,3 @@ def _check_resume(
             f"nothing to do: {where} holds a run that completed at step {newest}; resume=True "
             "trains it further, an empty directory begins a new one"
         )
-
-
-def _describe(store: CheckpointStore) -> str:
-    describe = getattr(store, "describe", None)
-    return describe() if describe is not None else type(store).__name__

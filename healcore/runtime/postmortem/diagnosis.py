@@ -13,7 +13,7 @@ from healcore.core.evidence import Evidence
 from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause
 from healcore.runtime.events.models import Ending
-from healcore.runtime.incidents.incident import Batch
+from healcore.runtime.incidents.hooks import Batch
 from healcore.runtime.postmortem.advice import advice
 
 _WIDTH = 96

@@ -79,7 +79,7 @@ def compatible(engine: Engine, saved: Engines | None) -> tuple[dict[str, Mapping
     """The saved states that fit this policy, and what is wrong with the others.
 
     A policy may have been edited since the checkpoint was written. The checkpoint stays usable: the
-    detectors then start their warm-up again, and the second result says so.
+    detectors then start their warm-up again, and the second result is that message.
     """
     fit: dict[str, Mapping[str, Any]] = {}
     problem = ""

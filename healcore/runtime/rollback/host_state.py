@@ -1,7 +1,7 @@
-"""What every checkpoint holds besides the user's state: random generators and the data's position.
+"""What every checkpoint holds besides the user's state: random generators and loader positions.
 
-An item of its own, per rank, and optional: checkpoints from before healcore restore without it.
-All of it is plain values, so that reading it runs no code, whoever has written the directory.
+An item of its own, per rank, and optional: checkpoints of other programs restore without it. All of
+it is plain values, so that reading it runs no code, whichever program has written the directory.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _DATA = "data"
 
 
 class HostParts(NamedTuple):
-    """What was saved, read."""
+    """The content of a saved `HostState`."""
 
     python: Any
     numpy: Any
     framework: Any
     data: dict[str, Any]
-    """Where the loaders were."""
+    """Positions of the loaders."""
 
 
 class HostState:
     """Saved like any object with `state_dict`; read back by the Healer, piece by piece.
 
     Args:
-        position: tells where the loaders are.
+        position: the loaders' positions.
         generators: the framework's, if it has global ones.
-        trust: read what healcore pickled, until it wrote plain values.
+        trust: read the pickles of earlier versions, too.
     """
 
     per_rank = True
@@ -59,7 +59,7 @@ class HostState:
         self._trust = trust
 
     def state_dict(self) -> dict[str, Any]:
-        """Generators of Python, NumPy and the framework, and where the loaders are."""
+        """Generators of Python, NumPy and the framework, and positions of the loaders."""
         # Positions first: asking a loader for its own may draw random numbers.
         data = self._position()
         own = self._generators
@@ -72,10 +72,10 @@ class HostState:
         return {**coded, _DATA: data}
 
     def read(self, state: Mapping[str, Any] | None) -> HostParts | None:
-        """What a checkpoint holds of it, checked; nothing is set. None of an old checkpoint.
+        """The content of a checkpoint's item, checked; nothing is set. None if it has none.
 
         Raises:
-            Untrusted: it is pickled, and that is not trusted.
+            Untrusted: it is pickled, and `trust` is False.
             StoreError: healcore cannot have written it.
         """
         if state is None:
@@ -92,12 +92,12 @@ class HostState:
         except StoreError:
             raise
         except Exception as error:  # crafted or damaged: anything at all
-            told = f"{type(error).__name__}: {str(error)[:200]}"
-            raise StoreError(f"state['{ITEM}'] is not what healcore writes: {told}") from error
+            problem = f"{type(error).__name__}: {str(error)[:200]}"
+            raise StoreError(f"state['{ITEM}'] is not what healcore writes: {problem}") from error
         return parts
 
     def put_back(self, parts: HostParts) -> None:
-        """Sets the generators, after the data was moved by who knows what to leave out."""
+        """Sets the generators. After the loaders were moved, which draws from them."""
         random.setstate(parts.python)
         np.random.set_state(parts.numpy)  # noqa: NPY002
         if parts.framework is not None and self._generators is not None:
@@ -116,7 +116,7 @@ class HostState:
 
 
 def pickled_parts(entry: Mapping[str, Any]) -> Iterator[str]:
-    """What of it is pickled in a checkpoint, by its entry in `state.json`: names for people."""
+    """Names of the pickled parts in a checkpoint, by the item's entry in `state.json`."""
     for key, node in entry.get("tree", {}).get("dict", ()):
         if key in (*_GENERATORS, _DATA) and isinstance(node, dict) and "bytes" in node:
             yield f"state['{ITEM}']['{key}']"
@@ -132,17 +132,17 @@ def _holds_pickle(position: Mapping[str, Any]) -> bool:
 
 
 def _try_out(parts: HostParts) -> None:
-    """Sets generators that nobody uses: what these do not take would fail half-way later.
+    """Sets unused generators: what these refuse would fail half-way later.
 
-    NumPy looks at everything but the place in the Mersenne Twister's numbers, and reads there.
+    NumPy checks everything but the position in the Mersenne Twister's numbers, and reads there.
 
     Raises:
-        ValueError: a state is none.
+        ValueError: it is not a generator's state.
     """
     random.Random().setstate(parts.python)
     numpy = parts.numpy
     inner = numpy.get("state", {}) if isinstance(numpy, dict) else {"pos": numpy[2]}
     if not 0 <= int(inner.get("pos", 0)) <= 624:
-        raise ValueError("NumPy's generator has no such place")
+        raise ValueError("NumPy's generator has no such position")
     if not isinstance(numpy, dict):
         np.random.RandomState().set_state(numpy)

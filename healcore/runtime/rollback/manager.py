@@ -6,9 +6,9 @@ step on disk can be repeated, so that a start after a crash carries the same pla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from healcore.runtime.checkpoints.manager import CheckpointManager
@@ -17,7 +17,6 @@ from healcore.runtime.data.loader_registry import LoaderRegistry, RewindResult
 from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.ledger import Ledger
-from healcore.runtime.rollback import lineage
 from healcore.runtime.rollback.checkpoint_choice import (
     CheckpointChoice,
     choose,
@@ -26,7 +25,15 @@ from healcore.runtime.rollback.checkpoint_choice import (
 )
 from healcore.runtime.rollback.engine_states import after_rollback, compatible, cut_lr, for_rerun
 from healcore.runtime.rollback.host_state import ITEM, HostParts, HostState
-from healcore.runtime.rollback.journal import CompletedRollback, Journal, RollbackPlan
+from healcore.runtime.rollback.journal import (
+    CompletedRollback,
+    Journal,
+    RollbackPlan,
+    check_lineage,
+    directories,
+    update_from_disk,
+)
+from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import (
     CheckpointDamaged,
     NoGoodCheckpoint,
@@ -85,49 +92,26 @@ class AppliedPlan(NamedTuple):
     """What the checkpoint holds for `HostState`."""
 
 
+@dataclass(eq=False, kw_only=True)
 class RollbackManager:
-    """Rolls back, and resumes from a checkpoint after a start.
+    """Rolls back, and resumes from a checkpoint after a start."""
 
-    Args:
-        policy: the policy.
-        driver: the live state.
-        checkpoints: of the run.
-        journal: what has to survive the process.
-        ledger: healthy and unhealthy steps, earlier rollbacks.
-        loaders: of the run.
-        host: random states and loader positions that a checkpoint holds.
-        ranks: the processes of this run.
-        log_event: writes an event, see `Log.write`.
-    """
-
-    def __init__(
-        self,
-        *,
-        policy: HostPolicy,
-        driver: Driver,
-        checkpoints: CheckpointManager,
-        journal: Journal,
-        ledger: Ledger,
-        loaders: LoaderRegistry,
-        host: HostState,
-        ranks: Ranks,
-        log_event: Callable[..., object],
-    ) -> None:
-        self.policy = policy
-        self.driver = driver
-        self.checkpoints = checkpoints
-        self.journal = journal
-        self.ledger = ledger
-        self.loaders = loaders
-        self.host = host
-        self.ranks = ranks
-        self.log_event = log_event
-        self.started_from: int | None = None
-        """Step of the snapshot or checkpoint that this process started from."""
-        self.damage: list[CheckpointDamaged] = []
-        """Errors of the checkpoints that this process has found damaged."""
-        self.journal_outdated = False
-        """The journal could not be written; the next save tries again."""
+    policy: HostPolicy
+    driver: Driver
+    checkpoints: CheckpointManager
+    journal: Journal
+    ledger: Ledger
+    loaders: LoaderRegistry
+    host: HostState
+    """Random states and loader positions that a checkpoint holds."""
+    ranks: Ranks
+    log: RunLog
+    started_from: int | None = field(default=None, init=False)
+    """Step of the snapshot or checkpoint that this process started from."""
+    damage: list[CheckpointDamaged] = field(default_factory=list, init=False)
+    """Errors of the checkpoints that this process has found damaged."""
+    journal_outdated: bool = field(default=False, init=False)
+    """The journal could not be written; the next save tries again."""
 
     # -- the content of a checkpoint --------------------------------------------------------------
 
@@ -140,7 +124,11 @@ class RollbackManager:
             "engines": self.driver.healing(),
             "ledger": self.ledger.to_dict(),
         }
-        return {**self.driver.items(), ITEM: self.host}, healing
+        return self._items(), healing
+
+    def _items(self) -> dict[str, Any]:
+        """The live state, as a checkpoint holds it."""
+        return {**self.driver.items(), ITEM: self.host}
 
     # -- rollback -------------------------------------------------------------------------------
 
@@ -159,6 +147,9 @@ class RollbackManager:
         rerun = request.rerun is not None
         bad = () if rerun else request.bad
         more = 0 if rerun else self.policy.skip_batches + request.more
+        live = self.driver.healing()
+        if request.cut:
+            live = cut_lr(self.policy.engine, live, self.driver.learning_rate())
         newer = {*saved_after(saves, onset=request.onset), *_newer(saves, choice.order[0])}
         plan = RollbackPlan(
             number=self.journal.state.rollbacks + 1,
@@ -166,15 +157,15 @@ class RollbackManager:
             onset=request.onset,
             order=list(choice.order),
             quarantine=sorted(newer - {*choice.order}),
-            engines=self._live_engines(request),
+            engines=live,
             left_out=self.loaders.left_out(bad, more),
             forward=self.loaders.forward_positions(),
             rerun=None if request.rerun is None else [request.onset, request.rerun],
         )
         self.journal.state.pending, self.journal.state.ledger = plan, self.ledger.to_dict()
-        self.journal.state.quarantined += lineage.directories(saves, plan.quarantine)
+        self.journal.state.quarantined += directories(saves, plan.quarantine)
         self.write_journal(request.step)
-        self.log_event(
+        self.log.event(
             "rollback_begin",
             step=request.step,
             number=plan.number,
@@ -195,8 +186,7 @@ class RollbackManager:
         """
         try:
             choice = self._choice(self.saves(), onset)
-            like = {**self.driver.items(), ITEM: self.host}
-            return self.checkpoints.store.restore(choice.order[0], like).state
+            return self.checkpoints.store.restore(choice.order[0], self._items()).state
         except StoreError:
             return None
 
@@ -211,18 +201,11 @@ class RollbackManager:
             initial=[step for step in initial if step is not None],
         )
 
-    def _live_engines(self, request: RollbackRequest) -> dict[str, dict[str, Any]]:
-        """The engines' states, with the learning-rate cut that is requested."""
-        live = self.driver.healing()
-        if not request.cut:
-            return live
-        return cut_lr(self.policy.engine, live, self.driver.learning_rate())
-
     def _apply_plan(self, plan: RollbackPlan, *, now: int) -> AppliedPlan:
         """Quarantines, restores and loads. Repeating it has the same result."""
         self.checkpoints.quarantine(plan.quarantine, now=now)
         result = self._restore(plan.order, now)
-        lineage.check_lineage(self.journal, result)
+        check_lineage(self.journal, result)
         self.checkpoints.quarantine(_newer(self.saves(), result.step), now=now)
         self.checkpoints.retry_quarantine(result.step)
         merge = after_rollback if plan.rerun is None else for_rerun
@@ -275,7 +258,7 @@ class RollbackManager:
             StateMismatch: they are of another state.
         """
         result = self._restore(order, order[0])
-        lineage.check_lineage(self.journal, result)
+        check_lineage(self.journal, result)
         engines = self._saved_engines(result, result.step)
         healing = result.restored.healing or {}
         ledger = healing.get("ledger") if healing.get("schema") == HEALING_SCHEMA else None
@@ -319,14 +302,13 @@ class RollbackManager:
 
     def _restore(self, order: Sequence[int], now: int) -> RestoreResult:
         """The first checkpoint that is intact on every rank: each has its own copy in memory."""
-        like = {**self.driver.items(), ITEM: self.host}
-        store, on_damage = self.checkpoints.store, self._log_damage
+        store, like = self.checkpoints.store, self._items()
         if self.ranks.world == 1:
-            return restore_first_intact(store, order, like, on_damage)
+            return restore_first_intact(store, order, like, self._log_damage)
         for step in order:
             result = None
             with suppress(NoGoodCheckpoint):
-                result = restore_first_intact(store, [step], like, on_damage)
+                result = restore_first_intact(store, [step], like, self._log_damage)
             if all(self.ranks.gather(result is not None)):
                 assert result is not None
                 return result
@@ -338,7 +320,7 @@ class RollbackManager:
         healing = result.restored.healing or {}
         engines, problem = compatible(self.policy.engine, healing.get("engines"))
         if problem:
-            self.log_event("problem", step=now, problem=problem)
+            self.log.event("problem", step=now, problem=problem)
         return dict(engines)
 
     def _load_state(self, result: RestoreResult, engines: dict[str, Any]) -> HostParts | None:
@@ -361,14 +343,14 @@ class RollbackManager:
     def write_journal(self, now: int) -> None:
         """Writes the journal to disk, or reports that it could not."""
         try:
-            lineage.update_from_disk(self.journal, self.checkpoints.store.steps())
+            update_from_disk(self.journal, self.checkpoints.store.steps())
             self.journal.write()
         except (OSError, StoreError) as error:
             # Training continues; only a crash before the next try would miss what it holds.
             problem = f"the journal could not be written: {error}"
-            self.log_event("problem", step=now, problem=problem)
+            self.log.event("problem", step=now, problem=problem)
             if not self.journal_outdated:
-                self.checkpoints.warn(problem)
+                self.log.warning(problem)
             self.journal_outdated = True
         else:
             self.journal_outdated = False

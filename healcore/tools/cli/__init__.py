@@ -18,6 +18,7 @@ import typer
 
 import healcore
 from healcore.tools.cli import demo, events, policy, probe, replay, report, sweep
+from healcore.tools.terminal import echo
 
 __all__ = ["app", "main"]
 
@@ -41,7 +42,7 @@ app.command("watch")(events.watch)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"healcore {healcore.__version__}")
+        echo(f"healcore {healcore.__version__}")
         raise typer.Exit
 
 
@@ -91,7 +92,7 @@ def _prepared_output(*, discard: bool) -> Iterator[None]:
     """Makes standard output and error fit for anything that a command prints.
 
     Args:
-        discard: go on when nobody reads any more; a long stream ends there instead.
+        discard: go on when the reader has left; without it the command ends there.
 
     Raises:
         SystemExit: standard output could not be written; with the status of a command line that
@@ -120,7 +121,7 @@ def _prepared_output(*, discard: bool) -> Iterator[None]:
         if error.filename is None and isinstance(sys.stdout, io.TextIOWrapper):
             _discard_buffer()
             why = error.strerror or error
-            print(f"standard output cannot be written: {why}", file=sys.stderr)
+            echo(f"standard output cannot be written: {why}", err=True)
             raise SystemExit(3 if "probe" in sys.argv[1:2] else 2) from None
         raise
 

@@ -15,7 +15,7 @@ import typer
 
 from healcore.runtime.events import read
 from healcore.tools.cli.options import fail
-from healcore.tools.terminal import console, say, say_json
+from healcore.tools.terminal import console, echo, echo_json
 
 OK, DAMAGED, INTERRUPTED = 0, 1, 130
 
@@ -34,7 +34,7 @@ def schema_(
     from healcore.runtime.events import schema  # builds the models, which `show` does without
 
     found = schema.metrics_schema() if metrics else schema.json_schema()
-    say_json(json.dumps(found, indent=2))
+    echo_json(json.dumps(found, indent=2))
 
 
 @app.command()
@@ -55,10 +55,10 @@ def show(
             continue
         if event["run"] != run:
             run = event["run"]
-            say(f"run {run}")
-        say(_line(event))
+            echo(f"run {run}")
+        echo(_line(event))
     for problem in history.problems:
-        say(f"line {problem.line}: {problem.problem}", err=True)
+        echo(f"line {problem.line}: {problem.problem}", err=True)
     raise typer.Exit(DAMAGED if history.problems else OK)
 
 

@@ -1,15 +1,19 @@
-"""Options that several commands share, and how a command ends that cannot be carried out."""
+"""Options, progress bar and error exit that several commands share."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tomllib
-from collections.abc import Iterable
-from typing import Annotated, Any, NoReturn
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from healcore.tools.terminal import say
+from healcore.tools.terminal import console, echo
+
+if TYPE_CHECKING:  # imported where it is used, so that the other commands start fast
+    from rich.progress import Progress
 
 UNUSABLE = 2
 """The exit status of a command line that cannot be carried out."""
@@ -82,5 +86,29 @@ def columns_of(pairs: Iterable[str] | None) -> dict[str, str]:
 
 def fail(why: str, status: int = UNUSABLE) -> NoReturn:
     """Prints on standard error why the command cannot be carried out, and exits."""
-    say(why, err=True)
+    echo(why, err=True)
     raise typer.Exit(status)
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """A bar on standard error, where that is a terminal."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )  # fmt: skip
+
+    printer = console(stderr=True)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=printer,
+        transient=True,
+        disable=not printer.is_terminal,
+    ) as bar:
+        yield bar

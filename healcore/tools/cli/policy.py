@@ -28,7 +28,7 @@ from healcore.policy import (
     to_dict,
 )
 from healcore.tools.cli.options import UNUSABLE, Set, fail, overrides_of
-from healcore.tools.terminal import console, say, say_json
+from healcore.tools.terminal import console, echo, echo_json
 
 OK, WRONG = 0, 1
 
@@ -56,7 +56,7 @@ def list_(as_json: _Json = False) -> None:
             }
             for policy, kind in kinds
         ]
-        say_json(json.dumps(rows, indent=2))
+        echo_json(json.dumps(rows, indent=2))
         return
     printer = console()
     table = Table("preset", "mode", "clip", "what it does", box=None, pad_edge=False)
@@ -85,11 +85,11 @@ def show(
     """A policy as TOML: a preset or recipe with its comments, or with --full or --set every key."""
     loaded = _load(policy, set_)
     if as_json:
-        say_json(json.dumps(to_dict(loaded), indent=2))
+        echo_json(json.dumps(to_dict(loaded), indent=2))
     elif full or set_ or policy not in (*preset_names(), *recipe_names()):
-        say(dumps(loaded), nl=False)
+        echo(dumps(loaded), nl=False)
     else:
-        say(preset_text(policy), nl=False)
+        echo(preset_text(policy), nl=False)
 
 
 @app.command()
@@ -104,12 +104,12 @@ def check(
         try:
             policy = load(name)
         except PolicyError as error:
-            say(str(error), err=True)
+            echo(str(error), err=True)
             status = max(status, UNUSABLE if error.unreadable else WRONG)
         else:
             rules = len(policy.respond)
             watched = ", ".join(to_dict(policy)["detect"]) or "nothing"
-            say(
+            echo(
                 f"{name}: ok ({policy.mode}, clip {policy.clip.kind}, watches {watched}; "
                 f"{rules} rule{'s' if rules != 1 else ''}; {fingerprint(policy)})"
             )
@@ -121,14 +121,14 @@ def diff_(left: _Named, right: _Named, as_json: _Json = False) -> None:
     """The keys in which two policies differ, defaults included."""
     found = diff(_load(left), _load(right))
     if as_json:
-        say_json(json.dumps([difference._asdict() for difference in found], indent=2))
+        echo_json(json.dumps([difference._asdict() for difference in found], indent=2))
     elif found:
         table = Table("key", left, right, box=None, pad_edge=False)
         for key, a, b in found:
             table.add_row(key, _cell(a), _cell(b))
         console().print(table)
     else:
-        say("no difference")
+        echo("no difference")
     raise typer.Exit(WRONG if found else OK)
 
 

@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from healcore.tools.cli.options import Column, Join, columns_of, fail
 from healcore.tools.probe.inputs import CheckpointInputs, LossInputs, OptimizerInputs
-from healcore.tools.terminal import console, say_json
+from healcore.tools.terminal import console, echo_json
 
 if TYPE_CHECKING:  # imported where they are used, so that the other commands start fast
     from healcore.tools.probe.result import ProbeResult
@@ -261,7 +261,7 @@ def _finish(results: Sequence[ProbeResult], inputs: BaseModel, as_json: bool) ->
     from healcore.tools.probe.result import dumps, worst
 
     if as_json:
-        say_json(dumps(results, inputs))
+        echo_json(dumps(results, inputs))
     else:
         from healcore.tools.probe.text import show
 

@@ -7,10 +7,9 @@ line is wrong.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,13 +22,12 @@ from healcore.tools.cli.options import (
     columns_of,
     fail,
     overrides_of,
+    progress_bar,
 )
-from healcore.tools.terminal import console, say
+from healcore.tools.terminal import echo
 from healcore.tools.writing import OutputError
 
 if TYPE_CHECKING:  # imported where they are used, so that the other commands start fast
-    from rich.progress import Progress
-
     from healcore.tools.replay.outputs import Outputs
     from healcore.tools.replay.running import Named, Result
     from healcore.tools.traces import Trace, Unreadable
@@ -91,13 +89,13 @@ def replay(
     try:
         results, more = _run(opened, policies, backend, outputs, known)
     except BrokenPipeError:
-        # Whoever read --jsonl - has seen enough. Python would complain once more when it flushes.
+        # The reader of --jsonl - has left. Python would report it again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(OK) from None
     except (OSError, OutputError, MissingExtraError) as error:
         fail(str(error))
     for each in (*unreadable, *more):
-        say(f"{each.path}: {each.problem}", err=True)
+        echo(f"{each.path}: {each.problem}", err=True)
     if not results:
         fail("nothing was replayed")
     raise typer.Exit(SOME if unreadable or more else OK)
@@ -115,7 +113,7 @@ def _run(
     from healcore.tools.replay.running import Result, Wanted, replay_all, surveyed
 
     results: list[Result] = []
-    with outputs.lines() as file, _progress() as progress:
+    with outputs.lines() as file, progress_bar() as progress:
         reading = progress.add_task("reading", total=len(opened))
         readable, failed = surveyed(opened, lambda _: progress.advance(reading))
         rows = sum(trace.survey().rows for trace in readable) * len(policies)
@@ -158,26 +156,3 @@ def _check_backend(backend: str | None) -> None:
         raise ValueError(f"--backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend not in (None, "numpy"):
         require(backend, backend)
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Progress]:
-    """A bar on standard error, where that is a terminal."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    printer = console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(
-        *columns,
-        TimeRemainingColumn(),
-        console=printer,
-        transient=True,
-        disable=not printer.is_terminal,
-    ) as progress:
-        yield progress

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from healcore.tools.cli.options import UNUSABLE, fail
-from healcore.tools.terminal import clean, console, say
+from healcore.tools.terminal import clean, console, echo
 from healcore.tools.writing import OutputError, check_outputs, replacing
 
 if TYPE_CHECKING:  # imported where it is used, so that the other commands start fast
@@ -37,13 +37,13 @@ def report(
         typer.Option(
             metavar="FILE",
             help="Metrics of the run, or any log of it that replay reads. Left out: the "
-            "run.metrics.jsonl beside run.events.jsonl, if there is one.",
+            "run.metrics.jsonl next to run.events.jsonl, if there is one.",
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", metavar="OUT.html", help="Left out: run.report.html beside the events."
+            "--out", "-o", metavar="OUT.html", help="Left out: run.report.html next to the events."
         ),
     ] = None,
     png: Annotated[
@@ -79,18 +79,18 @@ def report(
             with _reading(found):
                 read = read_reports(found, metrics=metrics, policy=given)
         except ReportError as error:
-            say(str(error), err=True)
+            echo(str(error), err=True)
             failed = True
             continue
         first = first or found
-        # Its metrics and postmortems lie beside it.
+        # Its metrics and postmortems lie next to it.
         inputs += [found, *found.parent.glob("*.json"), *found.parent.glob("*.jsonl")]
         reports += read.reports
         failed |= bool(read.unreadable)
         for problem in read.problems[:_PRINTED]:
-            say(problem, err=True)
+            echo(problem, err=True)
         if len(read.problems) > _PRINTED:
-            say(f"and {len(read.problems) - _PRINTED} more: see the page", err=True)
+            echo(f"and {len(read.problems) - _PRINTED} more: see the page", err=True)
     if first is None:
         raise typer.Exit(UNUSABLE)
     page = out or first.with_name(f"{stem(first)}.report.html")
@@ -99,7 +99,7 @@ def report(
 
 
 def _reading(path: Path) -> contextlib.AbstractContextManager[object]:
-    """Says so at a terminal: a gigabyte of metrics takes its time."""
+    """Shows the file name at a terminal: a gigabyte of metrics takes a while."""
     from rich.text import Text
 
     printer = console(stderr=True)
@@ -117,12 +117,12 @@ def _write(
         check_outputs([page, *([png] if png else [])], inputs)
         with replacing(page) as draft:
             draft.write_text(render(reports), encoding="utf-8")
-        say(f"page: {page}")
+        echo(f"page: {page}")
         if png is not None:
             from healcore.tools.report.picture import draw
 
             with replacing(png) as draft:
                 draw(reports, draft)
-            say(f"picture: {png}")
+            echo(f"picture: {png}")
     except OutputError as error:
         fail(str(error))

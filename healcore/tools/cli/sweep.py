@@ -7,12 +7,10 @@ is wrong.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,8 +21,9 @@ from healcore.tools.cli.options import (
     columns_of,
     fail,
     overrides_of,
+    progress_bar,
 )
-from healcore.tools.terminal import console, say, say_json
+from healcore.tools.terminal import console, echo, echo_json
 from healcore.tools.writing import OutputError, check_outputs, replacing
 
 if TYPE_CHECKING:  # imported where they are used, so that the other commands start fast
@@ -33,7 +32,7 @@ if TYPE_CHECKING:  # imported where they are used, so that the other commands st
 OK, SOME = 0, 1
 
 _PIPE_WIDTH = 120
-"""Columns of the tables where nothing says how wide the output is."""
+"""Columns of the tables where the width of the output is not known."""
 
 
 def sweep(
@@ -41,7 +40,7 @@ def sweep(
         list[str],
         typer.Argument(
             metavar="TRACE...",
-            help="Logs of runs, as for replay: several recipes, and calm runs among them.",
+            help="Logs of runs, as for replay: several recipes, and healthy runs among them.",
         ),
     ],
     policy: Annotated[
@@ -113,7 +112,7 @@ def sweep(
         known = read_labels(labels) if labels else None
         opened, unreadable = open_traces(traces, columns=columns_of(column), join=join)
         for each in unreadable:
-            say(f"{each.path}: {each.problem}", err=True)
+            echo(f"{each.path}: {each.problem}", err=True)
         plan = Plan(
             variants=variants,
             objective=objective,
@@ -123,33 +122,33 @@ def sweep(
             seed=seed,
             backend=backend,
         )
-        with _progress() as (started, advance):
+        with progress_bar() as bar:
+            task = bar.add_task("sweeping", total=None)
             found = sweep(
                 opened,
                 base,
                 vary=vary or (),
                 labels=known,
                 plan=plan,
-                started=started,
-                advance=advance,
+                started=lambda total: bar.update(task, total=total),
+                advance=lambda done: bar.advance(task, done),
             )
         _write(_text(found, policy), output)
     except (PolicyError, LabelError, MissingExtraError, SweepError, TraceError) as error:
         fail(str(error))
     for each in found.failed:
-        say(each.problem, err=True)
+        echo(each.problem, err=True)
     _show(found, output, as_json=as_json)
     raise typer.Exit(SOME if unreadable or found.failed else OK)
 
 
 def _show(found: Sweep, output: Path, *, as_json: bool) -> None:
-
     from healcore.tools.sweep.as_json import to_json
     from healcore.tools.sweep.telling import shown
 
     if as_json:
-        told = to_json(found) | {"written": str(output)}
-        say_json(json.dumps(told, indent=2, allow_nan=False))
+        document = to_json(found) | {"written": str(output)}
+        echo_json(json.dumps(document, indent=2, allow_nan=False))
         return
     printer = console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
     printer.print(shown(found))
@@ -187,20 +186,3 @@ def _write(text: str, output: Path) -> None:
             draft.write_text(text, encoding="utf-8")
     except OutputError as error:
         fail(f"--output {error}")
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
-    """A bar on standard error, where that is a terminal."""
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-
-    printer = console(stderr=True)
-    columns: tuple[Any, ...] = (TextColumn("sweeping"), BarColumn(), TaskProgressColumn())
-    with Progress(
-        *columns, console=printer, transient=True, disable=not printer.is_terminal
-    ) as bar:
-        task = bar.add_task("sweeping", total=None)
-        yield (
-            lambda total: bar.update(task, total=total),
-            lambda done: bar.advance(task, done),
-        )

@@ -23,16 +23,17 @@ from healcore.tools.probe.contents.contents import Contents, ProbeError, dotted
 from healcore.tools.probe.contents.formats import archives, open_contents
 from healcore.tools.probe.inputs import CheckpointInputs
 from healcore.tools.probe.result import (
+    ERROR,
+    FAIL,
+    PASS,
+    SKIP,
+    WARN,
     Check,
     NothingToProbe,
     ProbeResult,
-    ProbeVerdict,
     several,
 )
 from healcore.tools.probe.zip_archive import check_records
-
-PASS, WARN, FAIL = ProbeVerdict.PASS, ProbeVerdict.WARN, ProbeVerdict.FAIL
-SKIP, ERROR = ProbeVerdict.SKIP, ProbeVerdict.ERROR
 
 
 def probe_checkpoint(path: Path, inputs: CheckpointInputs | None = None) -> ProbeResult:
@@ -254,7 +255,7 @@ def _digests(probed: list[ProbedCheckpoint], broken: list[tuple[Path, Wrong]]) -
         which = f"all {len(probed)} checkpoint{'s' * (len(probed) != 1)}"
         message = "every file is what was written"
         if any(each.pickled for each in probed):
-            # Whoever can write a pickle into a file can write its digest too.
+            # A pickle that somebody put into a file may have a digest that fits.
             message = "every digest holds, which shows damage, not malice"
         return Check("digests", PASS, f"{which}: {message}", 0, 0)
     # What a run has quarantined is known already.

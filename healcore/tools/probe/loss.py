@@ -11,11 +11,8 @@ from healcore.history.envelope import Envelope
 from healcore.tools.probe.inputs import LossInputs
 from healcore.tools.probe.loss_curve import CurveStatistics, Shape, logged, shape
 from healcore.tools.probe.loss_events import Events, Incidents
-from healcore.tools.probe.result import Check, NothingToProbe, ProbeResult, ProbeVerdict
+from healcore.tools.probe.result import FAIL, PASS, SKIP, WARN, Check, NothingToProbe, ProbeResult
 from healcore.tools.traces.trace import Survey, Trace
-
-PASS, WARN, FAIL = ProbeVerdict.PASS, ProbeVerdict.WARN, ProbeVerdict.FAIL
-SKIP = ProbeVerdict.SKIP
 
 _SMOOTHNESS_NEEDS = 30
 

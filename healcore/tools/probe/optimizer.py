@@ -13,15 +13,15 @@ from healcore.tools.probe.inputs import OptimizerInputs
 from healcore.tools.probe.moments import Deviation, Moments, deviations, measured, rounding
 from healcore.tools.probe.parameter_names import ParameterNames, layer
 from healcore.tools.probe.result import (
+    FAIL,
+    PASS,
+    SKIP,
+    WARN,
     Check,
     NothingToProbe,
     ProbeResult,
-    ProbeVerdict,
     several,
 )
-
-PASS, WARN, FAIL = ProbeVerdict.PASS, ProbeVerdict.WARN, ProbeVerdict.FAIL
-SKIP = ProbeVerdict.SKIP
 
 
 def probe_optimizer(path: Path, inputs: OptimizerInputs | None = None) -> ProbeResult:

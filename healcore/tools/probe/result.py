@@ -32,23 +32,11 @@ class ProbeVerdict(enum.Enum):
     @property
     def exit_code(self) -> int:
         """0 pass, 1 warn, 2 fail, 3 no verdict."""
-        return _EXIT[self]
+        return {"PASS": 0, "WARN": 1, "FAIL": 2}.get(self.name, 3)
 
 
-_EXIT = {
-    ProbeVerdict.PASS: 0,
-    ProbeVerdict.WARN: 1,
-    ProbeVerdict.FAIL: 2,
-    ProbeVerdict.SKIP: 3,
-    ProbeVerdict.ERROR: 3,
-}
-_MILDEST_FIRST = (
-    ProbeVerdict.PASS,
-    ProbeVerdict.SKIP,
-    ProbeVerdict.WARN,
-    ProbeVerdict.ERROR,
-    ProbeVerdict.FAIL,
-)
+PASS, WARN, FAIL, SKIP, ERROR = ProbeVerdict
+_MILDEST_FIRST = (PASS, SKIP, WARN, ERROR, FAIL)
 """A failure stays one whatever else is unknown; what could not be read may hide one."""
 
 
@@ -91,16 +79,13 @@ class NothingToProbe(ProbeError):
 
 def worst(verdicts: Iterable[ProbeVerdict]) -> ProbeVerdict:
     """The verdict of several together; that of none is SKIP."""
-    return max(verdicts, key=_MILDEST_FIRST.index, default=ProbeVerdict.SKIP)
+    return max(verdicts, key=_MILDEST_FIRST.index, default=SKIP)
 
 
 def unreadable(probe: str, subject: str, error: Exception) -> ProbeResult:
     """The result for something that could not be probed."""
-    verdict = ProbeVerdict.ERROR
-    if isinstance(error, NothingToProbe):
-        verdict = ProbeVerdict.SKIP
-    elif isinstance(error, Damaged):
-        verdict = ProbeVerdict.FAIL
+    skip, fail = isinstance(error, NothingToProbe), isinstance(error, Damaged)
+    verdict = SKIP if skip else FAIL if fail else ERROR
     return ProbeResult(probe, subject, (Check("readable", verdict, str(error)),))
 
 
@@ -130,30 +115,10 @@ def dumps(results: Sequence[ProbeResult], inputs: BaseModel) -> str:
     verdict = worst(result.verdict for result in results)
     document = {
         "schema": SCHEMA,
-        "verdict": verdict.value,
+        "verdict": verdict,
         "exit_code": verdict.exit_code,
         "inputs": inputs.model_dump(),
-        "results": [
-            {
-                "probe": result.probe,
-                "subject": result.subject,
-                "verdict": result.verdict,
-                "checks": [
-                    {
-                        "name": check.name,
-                        "verdict": check.verdict,
-                        "decides": check.decides,
-                        "message": check.message,
-                        "value": check.value,
-                        "bound": check.bound,
-                    }
-                    for check in result.checks
-                ],
-                "facts": result.facts,
-                "notes": result.notes,
-            }
-            for result in results
-        ],
+        "results": [{**result._asdict(), "verdict": result.verdict} for result in results],
     }
     text = json.dumps(_plain(document), indent=2, allow_nan=False, ensure_ascii=False)
     # Halves of surrogate pairs in a name cannot be written; \udc80 is JSON for one.

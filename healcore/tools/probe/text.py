@@ -11,16 +11,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from healcore.tools.probe.result import ProbeResult, ProbeVerdict
+from healcore.tools.probe.result import ERROR, FAIL, PASS, SKIP, WARN, ProbeResult, ProbeVerdict
 from healcore.tools.terminal import clean
 
-_COLOURS = {
-    ProbeVerdict.PASS: "bold green",
-    ProbeVerdict.WARN: "bold yellow",
-    ProbeVerdict.FAIL: "bold red",
-    ProbeVerdict.SKIP: "bold cyan",
-    ProbeVerdict.ERROR: "bold magenta",
-}
+_COLOURS = {PASS: "green", WARN: "yellow", FAIL: "red", SKIP: "cyan", ERROR: "magenta"}
 
 
 def show(results: Sequence[ProbeResult], console: Console) -> None:
@@ -31,7 +25,7 @@ def show(results: Sequence[ProbeResult], console: Console) -> None:
         counted = Counter(result.verdict for result in results)
         line = Text.assemble(
             *(
-                Text(f"{counted[each]} {each.value}  ", _COLOURS[each])
+                Text(f"{counted[each]} {each.value}  ", f"bold {_COLOURS[each]}")
                 for each in ProbeVerdict
                 if counted[each]
             )
@@ -96,4 +90,4 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 def _label(verdict: ProbeVerdict) -> Text:
-    return Text(f"{verdict.value:5}", _COLOURS[verdict])
+    return Text(f"{verdict.value:5}", f"bold {_COLOURS[verdict]}")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from healcore.core.verdict import Action, Cause, Decision
-from healcore.runtime.incidents.hooks import Hooks
-from healcore.runtime.incidents.incident import Facts, Incident
+from healcore.runtime.incidents.hooks import Hooks, IncidentContext, RunFacts
 from tests.healer.events.samples import EVIDENCE, READINGS
 
 ORDERED = Action.ROLLBACK | Action.CUT_LR
-INCIDENT = Incident(
+INCIDENT = IncidentContext(
     number=2,
     step=9,
     onset=7,
@@ -19,7 +18,7 @@ INCIDENT = Incident(
     readings=READINGS,
     evidence=EVIDENCE,
     batches=((0, 9),),
-    facts=Facts(run="a", rollbacks=1, last_good=5),
+    facts=RunFacts(run="a", rollbacks=1, last_good=5),
 )
 
 

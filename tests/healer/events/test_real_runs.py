@@ -11,10 +11,10 @@ import pytest
 from healcore.core.verdict import Action
 from healcore.runtime.events import read, schema
 from healcore.runtime.events.models import KINDS
-from healcore.runtime.loop.exits import LastStateNotSaved, RunStopped
+from healcore.runtime.loop.termination import LastStateNotSaved, RunStopped
 from healcore.runtime.postmortem.postmortem import Postmortem, path_for
 from tests.healer.loops import Faults, loop_of, rules, train
-from tests.healer.test_storage import flip_a_bit
+from tests.healer.run_directory import flip_a_bit
 from tests.runtime.store.disks import read_only
 
 EXPORTED = json.loads((Path(__file__).parents[3] / "docs" / "events.schema.json").read_text())

@@ -1,4 +1,4 @@
-"""Several epochs: within the cursor, in a loop outside, and samplers that are told the number."""
+"""Several epochs: within the cursor, in a loop outside, and samplers with `set_epoch`."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def by_epoch(handed):
     return [[batch for which, batch in handed if which.epoch == epoch] for epoch in epochs]
 
 
-def test_the_cursor_tells_the_sampler_its_epochs():
+def test_the_cursor_sets_the_epoch_of_the_sampler():
     assert by_epoch(take(Cursor(distributed(), epochs=3))) == by_hand([0, 1, 2])
 
 
-def test_a_loop_outside_tells_them_itself():
+def test_a_loop_outside_sets_it_itself():
     loader = distributed()
     cursor, handed = None, []
     for number in (7, 3, 9):
@@ -49,24 +49,24 @@ def test_a_loop_outside_tells_them_itself():
     assert by_epoch(handed) == by_hand([7, 3, 9])
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_a_rewind_into_an_earlier_epoch_tells_its_number(told):
+@pytest.mark.parametrize("by_cursor", [True, False])
+def test_a_rewind_into_an_earlier_epoch_sets_its_number(by_cursor):
     pytest.importorskip("torchdata")
     from torchdata.stateful_dataloader import StatefulDataLoader
     from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
     loader = distributed(StatefulDistributedSampler, StatefulDataLoader)
-    cursor = Cursor(loader, epochs=None if told else 1)
+    cursor = Cursor(loader, epochs=None if by_cursor else 1)
     handed, positions = [], []
     for number in range(7, 10):
-        if not told:
+        if not by_cursor:
             loader.sampler.set_epoch(number)
             if number > 7:
                 cursor.extend()
         for _ in range(BATCHES):
             positions.append(cursor.position())
             handed += take(cursor, 1)
-    assert by_epoch(handed) == by_hand([0, 1, 2] if told else [7, 8, 9])
+    assert by_epoch(handed) == by_hand([0, 1, 2] if by_cursor else [7, 8, 9])
 
     for place in (11, 6, 2):
         assert cursor.rewind(positions[place])
@@ -163,7 +163,7 @@ def test_epochs_without_batches_do_not_spin():
         cursor.next()
 
 
-def test_an_iterator_has_one_pass():
+def test_an_iterator_has_one_epoch():
     for epochs in (1, None):
         assert len(take(Cursor(iter([1, 2]), epochs=epochs))) == 2
     cursor = Cursor(iter([1, 2]))

@@ -76,7 +76,7 @@ def test_an_iter_that_raises_is_of_no_batch():
 
 
 class Numbers:
-    """A stateful loader that can be told to fail."""
+    """A stateful loader that fails on demand."""
 
     def __init__(self, count: int = 6) -> None:
         self.count, self.at = count, 0

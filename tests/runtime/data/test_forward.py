@@ -1,4 +1,4 @@
-"""Loaders that cannot go back: said in words, and a later process gets as far by reading."""
+"""Loaders that cannot be rewound: the reason, and how a later process gets as far by reading."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.runtime.data.loaders import (
 
 
 @over(FORWARD)
-def test_it_says_so_and_stays(kind):
+def test_a_rewind_is_refused_and_moves_nothing(kind):
     cursor = Cursor(kind.make(), epochs=kind.epochs)
     start = cursor.position()
     handed = take(cursor, 1)
@@ -33,7 +33,7 @@ def test_it_says_so_and_stays(kind):
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "reason"),
     [
         (plain, "StatefulDataLoader takes the same arguments"),
         (lambda: (at for at in range(3)), "generator only runs forward: pass a list"),
@@ -41,8 +41,8 @@ def test_it_says_so_and_stays(kind):
         (lambda: {0: "a"}, "neither dict nor its iterator has state_dict"),
     ],
 )
-def test_why_not_says_what_to_pass(make, said):
-    assert said in (Cursor(make()).why_not or "")
+def test_why_not_names_what_to_pass(make, reason):
+    assert reason in (Cursor(make()).why_not or "")
 
 
 @over(FORWARD)
@@ -64,8 +64,8 @@ def test_fast_forward(kind):
     earlier.leave_out([last])
 
     cursor = Cursor(kind.make(), epochs=kind.epochs)
-    said = cursor.fast_forward(earlier.position())
-    assert f"read {last.index} batches and dropped them" in said
+    done = cursor.fast_forward(earlier.position())
+    assert f"read {last.index} batches and dropped them" in done
     assert take(cursor) == []
     assert cursor.skipped() == [last]
 

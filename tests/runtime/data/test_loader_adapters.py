@@ -83,7 +83,7 @@ def test_every_checkpoint_can_hold_a_position(kind):
 
 @over([kind for kind in REWINDING if kind.epochs == 3])
 def test_between_two_epochs(kind):
-    """Behind the end that `next` has told of, where a loop outside stands."""
+    """After the StopIteration of `next`, where a loop outside is."""
     cursor = Cursor(kind.make(), epochs=1)
     first = take(cursor)
     between = cursor.position()

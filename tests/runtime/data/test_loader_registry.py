@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.healer.loops import Faults, loop_of, rules, train
-from tests.healer.reading import events
+from tests.healer.run_directory import events
 
 
 class Forward:
@@ -19,7 +19,7 @@ class Forward:
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_a_loader_that_cannot_be_rewound_goes_on_forward_and_that_is_said(framework, tmp_path):
+def test_a_loader_that_cannot_be_rewound_goes_on_forward_and_that_is_logged(framework, tmp_path):
     loop = loop_of(framework, Faults(always=[23]), rules())
     facts = train(loop, rules(), Forward(40), store=tmp_path)
     assert loop.faults.order == list(range(40)), "nothing twice, nothing left out"

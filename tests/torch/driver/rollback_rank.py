@@ -13,7 +13,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 
 from healcore.torch.driver import TorchDriver
-from tests.torch.driver.small_run import GOES_BACK, NAN, go_back, only
+from tests.torch.driver.small_run import NAN, ROLLS_BACK, roll_back, single_record
 
 
 def main(rank: int, rendezvous: str, folder: str) -> None:
@@ -23,7 +23,7 @@ def main(rank: int, rendezvous: str, folder: str) -> None:
     fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
     optimizer = AdamW(net.parameters(), lr=0.01)
     state = {"model": net, "optimizer": optimizer, "scheduler": ExponentialLR(optimizer, 0.9)}
-    driver = TorchDriver(state, GOES_BACK)
+    driver = TorchDriver(state, ROLLS_BACK)
     ranks = driver.ranks()
     assert (ranks.rank, ranks.world) == (rank, 2)
     assert ranks.gather(rank) == [0, 1]
@@ -54,12 +54,12 @@ def main(rank: int, rendezvous: str, folder: str) -> None:
     bad = usual.clone()
     bad[3] = NAN if rank == 0 else bad[3]
     step(bad)
-    record = only(driver)
+    record = single_record(driver)
     assert record.skip
     assert {each.name for each in record.evidence} == {"0.weight", "1.weight"}, record.evidence
     assert all(each.grad_norm != each.grad_norm for each in record.evidence)
 
-    go_back(driver, store.restore(1, driver.items()))
+    roll_back(driver, store.restore(1, driver.items()))
     again = step(usual)
     for a, b in zip(again, moved, strict=True):
         torch.testing.assert_close(a, 0.5 * b, rtol=1e-4, atol=1e-9)

@@ -21,7 +21,7 @@ NAN = float("nan")
 NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
 HOLD, RAMP = 3, 4
 
-_GOES_BACK = EngineConfig(
+_ROLLS_BACK = EngineConfig(
     detectors=(
         ("nonfinite", nonfinite.Config()),
         ("grad_spike", grad_spike.Config(warmup_steps=4)),
@@ -34,10 +34,10 @@ _GOES_BACK = EngineConfig(
     lr=LrConfig(factor=0.5, floor=0.1, hold_steps=HOLD, ramp_steps=RAMP),
 )
 
-GOES_BACK = Engine(_GOES_BACK)
+ROLLS_BACK = Engine(_ROLLS_BACK)
 """A NaN costs a rollback and half of the learning rate; a spike costs its step. Never clips."""
-OBSERVES = Engine(_GOES_BACK._replace(mode="observe"))
-CLIPS = Engine(_GOES_BACK._replace(clip=("fixed", FixedConfig(1e-3))))
+OBSERVES = Engine(_ROLLS_BACK._replace(mode="observe"))
+CLIPS = Engine(_ROLLS_BACK._replace(clip=("fixed", FixedConfig(1e-3))))
 
 
 class Run:
@@ -98,7 +98,7 @@ class Run:
         return self.backward(i, factor)
 
 
-def go_back(driver: TorchDriver, saved: Any, *, engine: Engine = GOES_BACK) -> None:
+def roll_back(driver: TorchDriver, saved: Any, *, engine: Engine = ROLLS_BACK) -> None:
     """What the Healer does of a rollback: state and detectors of then, budget and cut of now."""
     live = driver.healing()
     driver.replace(saved.state)
@@ -113,7 +113,7 @@ def go_back(driver: TorchDriver, saved: Any, *, engine: Engine = GOES_BACK) -> N
     driver.load_healing(merged)
 
 
-def only(driver: TorchDriver) -> StepRecord:
+def single_record(driver: TorchDriver) -> StepRecord:
     """The one record of the one step since the last call."""
     handle = driver.poll_step()
     assert handle is not None

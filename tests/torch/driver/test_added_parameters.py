@@ -13,16 +13,15 @@ from healcore.runtime.store import StateMismatch
 from healcore.torch.driver import TorchDriver
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, snapshot
-from tests.torch.driver.small_run import GOES_BACK, NAN, only
-
-host_and_device = pytest.mark.parametrize("where", ["host", "device"])
+from tests.torch.driver.small_run import NAN, ROLLS_BACK, single_record
+from tests.torch.optimizer_cases import host_and_device
 
 
 class Growing:
     """A body under training, and a head that joins it later."""
 
     def __init__(
-        self, policy: Any = GOES_BACK, where: str = "host", optimizer: Any = AdamW
+        self, policy: Any = ROLLS_BACK, where: str = "host", optimizer: Any = AdamW
     ) -> None:
         torch.manual_seed(0)
         self.body, self.head = nn.Linear(3, 2), nn.Linear(2, 1)
@@ -48,17 +47,17 @@ def test_added_parameters_are_judged_named_and_skipped(where: str):
     run = Growing(where=where)
     for _ in range(6):
         run.step()
-        only(run.driver)
+        single_record(run.driver)
     run.grow()
     run.step()
-    assert only(run.driver).cause == 0
+    assert single_record(run.driver).cause == 0
     before = snapshot(run.optimizer)
     run.optimizer.zero_grad()
     run.backward()
     assert run.head.weight.grad is not None
     run.head.weight.grad.fill_(NAN)
     run.optimizer.step()
-    record = only(run.driver)
+    record = single_record(run.driver)
     assert record.skip
     assert [each.name for each in record.evidence] == ["head.weight"]
     assert_same(snapshot(run.optimizer), before)

@@ -13,7 +13,8 @@ from torch.optim import LBFGS, SGD, AdamW
 from healcore.torch import attach
 from healcore.torch.driver import TorchDriver
 from tests.torch.bit_comparison import bits
-from tests.torch.driver.small_run import GOES_BACK, NAN, OBSERVES, go_back
+from tests.torch.driver.small_run import NAN, OBSERVES, ROLLS_BACK, roll_back
+from tests.torch.optimizer_cases import host_and_device
 from tests.torch.sync_counter import CountSyncs
 
 FUSED = partial(AdamW, lr=0.01, fused=True)
@@ -45,7 +46,7 @@ class NormRun:
     """A model with statistics, healed; batches of small numbers, or of whatever is asked for."""
 
     def __init__(
-        self, optimizer: Any, policy: Any = GOES_BACK, where: str = "host", **options: Any
+        self, optimizer: Any, policy: Any = ROLLS_BACK, where: str = "host", **options: Any
     ) -> None:
         self.model = network(**options)
         self.norm: Any = self.model[1]
@@ -144,7 +145,7 @@ def test_two_optimizers_restore_their_own_layers(where: str, optimizer: Any, ski
         "g": optimizer(generator.parameters()),
         "c": optimizer(critic.parameters()),
     }
-    driver = TorchDriver(state, GOES_BACK, attach={"engine": where})
+    driver = TorchDriver(state, ROLLS_BACK, attach={"engine": where})
     own = statistics(critic)
     for bad in (False, False, skip):
         made = generator(torch.randn(8, 3))
@@ -200,7 +201,7 @@ def test_a_compiled_model_is_restored_too(where: str, optimizer: Any):
     run.driver.close()
     compiled: Any = torch.compile(run.model, backend="aot_eager")
     state = {"model": compiled, "optimizer": run.optimizer}
-    driver = TorchDriver(state, GOES_BACK, attach={"engine": where})
+    driver = TorchDriver(state, ROLLS_BACK, attach={"engine": where})
     for i in range(4):
         before = statistics(run.model)
         run.optimizer.zero_grad()
@@ -216,7 +217,7 @@ def test_untrained_layers_are_only_kept_finite():
     model, average = network(), network()
     optimizer = FUSED(model.parameters())
     state = {"model": model, "average": average, "optimizer": optimizer}
-    driver = TorchDriver(state, GOES_BACK)
+    driver = TorchDriver(state, ROLLS_BACK)
     for i, factor in enumerate([1.0, 1.0, NAN]):
         optimizer.zero_grad()
         (model(torch.randn(8, 3)).mean() * factor).backward()
@@ -234,7 +235,7 @@ def test_untrained_layers_are_only_kept_finite():
 def test_frozen_affine_free_and_late_layers_belong_to_the_module_around_them():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 1))
     optimizer = SGD(model.parameters(), lr=0.01)
-    driver = TorchDriver({"model": model, "optimizer": optimizer}, GOES_BACK)
+    driver = TorchDriver({"model": model, "optimizer": optimizer}, ROLLS_BACK)
 
     def step(factor: float) -> bool:
         before = statistics(model)
@@ -263,7 +264,7 @@ def test_a_backward_after_the_step_does_not_raise(
     norm = nn.BatchNorm1d(4, affine=False)
     model = nn.Sequential(nn.Linear(3, 4), norm, nn.Linear(4, 1))
     state = {"model": model, "optimizer": optimizer(model.parameters())}
-    driver = TorchDriver(state, GOES_BACK, attach={"engine": where})
+    driver = TorchDriver(state, ROLLS_BACK, attach={"engine": where})
     inputs = torch.randn(8, 4, requires_grad=True)
     norm.train(train)
     later = norm(inputs).square().sum()
@@ -282,7 +283,7 @@ def test_a_rollback_and_a_load_are_not_undone_by_the_next_skip():
     saved = run.statistics
     for i in range(1, 4):
         run.step(i)
-    go_back(run.driver, store.restore(1, run.driver.items()))
+    roll_back(run.driver, store.restore(1, run.driver.items()))
     assert run.statistics == saved
     run.step(4, NAN)
     assert run.statistics == saved
@@ -293,7 +294,7 @@ def test_a_rollback_and_a_load_are_not_undone_by_the_next_skip():
     assert run.statistics == fresh
 
 
-@pytest.mark.parametrize("where", ["host", "device"])
+@host_and_device
 def test_nothing_waits_for_them(where: str):
     run = NormRun(FUSED, where=where)
     with CountSyncs() as syncs:
@@ -304,7 +305,7 @@ def test_nothing_waits_for_them(where: str):
 
 def test_models_without_such_layers_have_no_hook():
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.InstanceNorm1d(4))
-    driver = TorchDriver({"model": model, "optimizer": FUSED(model.parameters())}, GOES_BACK)
+    driver = TorchDriver({"model": model, "optimizer": FUSED(model.parameters())}, ROLLS_BACK)
     assert driver.healings["optimizer"].hooks.on_ended is None
     observed = NormRun(FUSED, OBSERVES)
     assert observed.driver.healings["optimizer"].hooks.on_ended is None
@@ -316,6 +317,6 @@ def test_close_removes_the_hook():
     assert heal.hooks.on_ended is not None
     run.driver.close()
     assert heal.hooks.on_ended is None
-    attach(run.optimizer, GOES_BACK)
+    attach(run.optimizer, ROLLS_BACK)
     run.step(0, NAN)
     assert mean(run.model).isnan().all(), "attach alone knows of no modules"

@@ -18,7 +18,7 @@ from healcore.runtime.store.ranks import Alone
 from healcore.torch import AttachError, SignalError, StateError, attach
 from healcore.torch.driver import RngState, TorchDriver
 from healcore.torch.store import MemoryStore, TieredStore
-from tests.torch.driver.small_run import CLIPS, GOES_BACK, NAN, Run, only
+from tests.torch.driver.small_run import CLIPS, NAN, ROLLS_BACK, Run, single_record
 
 adam = partial(AdamW, lr=0.01)
 
@@ -50,7 +50,7 @@ def model_and(**more: Any) -> dict[str, Any]:
         ({1: nn.Linear(2, 2)}, "maps names"),
         ({"model": nn.Linear(2, 2)}, r"no torch\.optim\.Optimizer \(model: Linear\)"),
         (model_and(again=lambda o: o), '"optimizer" and "again" are the same'),
-        (model_and(heal=lambda o: attach(o, GOES_BACK)), "a handle of attach.*leave it out"),
+        (model_and(heal=lambda o: attach(o, ROLLS_BACK)), "a handle of attach.*leave it out"),
         ({"optimizer": model_and()["optimizer"]}, "2 of the 2 parameters.*old moments with new"),
         (model_and(model=lambda o: nn.Linear(2, 2)), "are not in the state"),
         (
@@ -65,7 +65,7 @@ def model_and(**more: Any) -> dict[str, Any]:
 )
 def test_a_state_that_cannot_be_healed_is_rejected(state, message):
     with pytest.raises(AttachError, match=message):
-        TorchDriver(state, GOES_BACK)
+        TorchDriver(state, ROLLS_BACK)
 
 
 def test_an_opaque_object_may_hold_the_parameters():
@@ -74,26 +74,26 @@ def test_an_opaque_object_may_hold_the_parameters():
             pass
 
     state = {"optimizer": model_and()["optimizer"], "trainer": Trainer()}
-    TorchDriver(state, GOES_BACK)
+    TorchDriver(state, ROLLS_BACK)
     p = nn.Parameter(torch.ones(2))
-    TorchDriver({"weights": {"layers": [p]}, "optimizer": SGD([p])}, GOES_BACK)
+    TorchDriver({"weights": {"layers": [p]}, "optimizer": SGD([p])}, ROLLS_BACK)
 
 
 def test_a_scheduler_that_is_not_in_the_state_has_a_warning():
     state = model_and(scheduler=lambda o: ExponentialLR(o, 0.9))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        TorchDriver(state, GOES_BACK).close()
+        TorchDriver(state, ROLLS_BACK).close()
         del state["scheduler"]
         with pytest.raises(UserWarning, match='drives "optimizer" and none is in the state'):
-            TorchDriver(state, GOES_BACK)
+            TorchDriver(state, ROLLS_BACK)
 
 
 def test_nothing_stays_on_the_first_optimizer_when_the_second_cannot_be_healed():
     state = model_and()
     state["empty"] = SGD([{"params": []}])
     with pytest.raises(AttachError, match="has no parameters"):
-        TorchDriver(state, GOES_BACK)
+        TorchDriver(state, ROLLS_BACK)
     assert not state["optimizer"]._optimizer_step_pre_hooks
 
 
@@ -101,7 +101,7 @@ def test_an_existing_handle_is_used_and_stays():
     state = model_and()
     heal = attach(state["optimizer"], CLIPS)
     with pytest.raises(AttachError, match="under another policy"):
-        TorchDriver(state, GOES_BACK)
+        TorchDriver(state, ROLLS_BACK)
     driver = TorchDriver(state, CLIPS)
     assert driver.healings == {"optimizer": heal}
     with pytest.raises(AttachError, match="belongs to a Healer that is still open"):
@@ -127,18 +127,18 @@ def test_close_removes_everything():
 def test_options_reach_attach_and_the_scaler_is_found():
     scaler = torch.amp.GradScaler("cpu")
     state = model_and(scaler=lambda o: scaler)
-    driver = TorchDriver(state, GOES_BACK, attach={"engine": "device", "compile": False})
+    driver = TorchDriver(state, ROLLS_BACK, attach={"engine": "device", "compile": False})
     assert driver.healings["optimizer"].report().engine == "device"
     assert driver.healings["optimizer"]._measurer._dropped._scaler is scaler
     driver.close()
     with pytest.raises(AttachError, match="engine must be"):
-        TorchDriver(state, GOES_BACK, attach={"engine": "gpu"})
+        TorchDriver(state, ROLLS_BACK, attach={"engine": "gpu"})
 
 
 def test_losses_go_to_all_optimizers_or_to_one():
     a, b = nn.Linear(1, 1), nn.Linear(1, 1)
     state = {"a": a, "b": b, "one": SGD(a.parameters()), "two": SGD(b.parameters())}
-    driver = TorchDriver(state, GOES_BACK)
+    driver = TorchDriver(state, ROLLS_BACK)
 
     def losses() -> list[float]:
         for module in (a, b):
@@ -163,7 +163,7 @@ def test_losses_go_to_all_optimizers_or_to_one():
 
 def test_engine_states_are_loaded_completely_or_not_at_all():
     run = Run(adam)
-    driver = TorchDriver(run.state, GOES_BACK)
+    driver = TorchDriver(run.state, ROLLS_BACK)
     for i in range(3):
         run.step(i, NAN if i == 1 else 1.0)
     found = driver.healing()
@@ -182,21 +182,21 @@ def test_engine_states_are_loaded_completely_or_not_at_all():
     driver.load_healing(found)
     assert driver.healing() == found
     run.step(4)
-    assert only(driver).step == 4
+    assert single_record(driver).step == 4
 
 
 def test_expect_change_opens_the_grace_window():
     run = Run(adam)
-    driver = TorchDriver(run.state, GOES_BACK)
+    driver = TorchDriver(run.state, ROLLS_BACK)
     driver.expect_change()
     run.step(0)
     grace = driver.healing()["optimizer"]["state"]["grace"]
-    assert grace == GOES_BACK.config.grace_steps
+    assert grace == ROLLS_BACK.config.grace_steps
 
 
 def test_an_interrupted_step_leaves_no_cut_rate_in_a_checkpoint():
     run = Run(adam)
-    driver = TorchDriver(run.state, GOES_BACK)
+    driver = TorchDriver(run.state, ROLLS_BACK)
     run.step(0, NAN)
 
     def interrupt(*_: Any) -> None:

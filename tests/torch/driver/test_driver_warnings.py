@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
 )
 
 from healcore.torch.driver import TorchDriver
-from tests.torch.driver.small_run import CLIPS, GOES_BACK, Run
+from tests.torch.driver.small_run import CLIPS, ROLLS_BACK, Run
 
 sgd = partial(SGD, lr=0.01)
 
@@ -28,7 +28,7 @@ def steps(optimizer: Optimizer, *params: Any) -> None:
 
 def test_a_replaced_optimizer_has_one_warning():
     run = Run(sgd)
-    driver = TorchDriver(run.state, GOES_BACK)
+    driver = TorchDriver(run.state, ROLLS_BACK)
     run.step(0)
     assert driver.warnings == []
     run.optimizer = AdamW(run.model.parameters())
@@ -51,7 +51,7 @@ def test_a_replaced_optimizer_has_one_warning():
 
 def test_optimizers_of_other_models_have_no_warning():
     run, other = Run(sgd), nn.Linear(2, 2)
-    driver = TorchDriver(run.state, GOES_BACK)
+    driver = TorchDriver(run.state, ROLLS_BACK)
     steps(SGD(other.parameters()), *other.parameters())
     assert driver.warnings == []
 
@@ -66,7 +66,7 @@ def test_an_optimizer_stepped_by_one_of_the_state_has_no_warning():
             return self.inner.step(closure)
 
     run = Run(Wrapper)
-    driver = TorchDriver(run.state, GOES_BACK)
+    driver = TorchDriver(run.state, ROLLS_BACK)
     run.step(0)
     assert driver.warnings == []
     run.optimizer.inner.step()  # type: ignore[attr-defined]
@@ -75,7 +75,7 @@ def test_an_optimizer_stepped_by_one_of_the_state_has_no_warning():
 
 def test_a_new_optimizer_at_every_step_has_a_limited_number_of_warnings():
     run = Run(sgd)
-    driver = TorchDriver(run.state, GOES_BACK)
+    driver = TorchDriver(run.state, ROLLS_BACK)
     for i in range(50):
         run.optimizer = SGD(run.model.parameters())
         run.step(i)
@@ -85,11 +85,11 @@ def test_a_new_optimizer_at_every_step_has_a_limited_number_of_warnings():
 def test_the_hook_is_removed_with_the_driver():
     gc.collect()  # other tests have left theirs open
     before = len(hooks)
-    driver = TorchDriver(Run(sgd).state, GOES_BACK)
+    driver = TorchDriver(Run(sgd).state, ROLLS_BACK)
     assert len(hooks) == before + 1
     driver.close()
     assert len(hooks) == before
-    driver = TorchDriver(Run(sgd).state, GOES_BACK)
+    driver = TorchDriver(Run(sgd).state, ROLLS_BACK)
     del driver
     gc.collect()
     assert len(hooks) == before, "nor does one that nobody closed"
@@ -99,7 +99,7 @@ def test_a_rejected_state_leaves_no_hook():
     before = len(hooks)
     state = {**Run(sgd).state, "empty": SGD([{"params": []}])}
     with pytest.raises(Exception, match="has no parameters"):
-        TorchDriver(state, GOES_BACK)
+        TorchDriver(state, ROLLS_BACK)
     assert len(hooks) == before
 
 
@@ -115,7 +115,7 @@ def taken(driver: TorchDriver, run: Run, n: int) -> list[str]:
 
 def test_a_missing_loss_has_one_warning_after_a_while():
     run = Run(sgd)
-    driver = TorchDriver(run.state, GOES_BACK)
+    driver = TorchDriver(run.state, ROLLS_BACK)
     assert taken(driver, run, 19) == []
     (line,) = taken(driver, run, 1)
     assert line == (
@@ -127,14 +127,14 @@ def test_a_missing_loss_has_one_warning_after_a_while():
 
 def test_one_loss_is_enough():
     run = Run(sgd)
-    driver = TorchDriver(run.state, GOES_BACK)
+    driver = TorchDriver(run.state, ROLLS_BACK)
     driver.observe(1.0)
     assert taken(driver, run, 30) == []
 
 
 def test_a_closures_loss_counts_as_observed():
     run = Run(partial(torch.optim.LBFGS, max_iter=2))
-    driver = TorchDriver(run.state, GOES_BACK)
+    driver = TorchDriver(run.state, ROLLS_BACK)
     assert taken(driver, run, 30) == []
 
 

@@ -13,9 +13,10 @@ from torch.optim import SGD, AdamW
 from healcore.core.evidence import MOST
 from healcore.core.verdict import Cause
 from healcore.torch.driver import TorchDriver
-from tests.torch.driver.small_run import GOES_BACK, NAN, only
+from tests.torch.driver.small_run import NAN, ROLLS_BACK, single_record
+from tests.torch.optimizer_cases import host_and_device
 
-QUIET = 6
+WARMUP = 6
 """Steps until the spike detector is warm."""
 
 
@@ -34,18 +35,18 @@ def step(
         p.grad = torch.zeros_like(p)
         p.grad.view(-1)[0] = norms.get(name, usual)
     driver.healings["optimizer"].optimizer.step()
-    return only(driver)
+    return single_record(driver)
 
 
 def driver_of(module: nn.Module, where: str = "host", **more: Any) -> TorchDriver:
     state = {"model": module, "optimizer": AdamW(module.parameters(), fused=True), **more}
-    driver = TorchDriver(state, GOES_BACK, attach={"engine": where})
-    for i in range(QUIET):
+    driver = TorchDriver(state, ROLLS_BACK, attach={"engine": where})
+    for i in range(WARMUP):
         assert step(driver, {}, module, 1.0 + 0.01 * (i % 2)).evidence == ()
     return driver
 
 
-@pytest.mark.parametrize("where", ["host", "device"])
+@host_and_device
 def test_nonfinite_gradients_are_named_first_and_then_what_stood_out(where: str):
     net = Net()
     driver = driver_of(net, where)
@@ -68,7 +69,7 @@ def test_a_spike_is_compared_with_the_last_step_without_an_alarm():
 def test_an_overflowed_norm_is_named_without_a_norm_to_compare_with():
     net = Net()
     state = {"model": net, "optimizer": SGD(net.parameters())}
-    record = step(TorchDriver(state, GOES_BACK), {"head": 1e30, "layers.0.weight": 1e9}, net)
+    record = step(TorchDriver(state, ROLLS_BACK), {"head": 1e30, "layers.0.weight": 1e9}, net)
     assert [e.name for e in record.evidence] == ["head"]
 
 
@@ -94,7 +95,11 @@ def test_a_parameter_without_a_gradient_does_not_shift_the_names():
     for name, p in net.named_parameters():
         p.grad = None if name == "layers.0.weight" else torch.full_like(p, NAN)
     driver.healings["optimizer"].optimizer.step()
-    assert [e.name for e in only(driver).evidence] == ["head", "layers.1.weight", "layers.2.weight"]
+    assert [e.name for e in single_record(driver).evidence] == [
+        "head",
+        "layers.1.weight",
+        "layers.2.weight",
+    ]
 
 
 def test_parameters_of_several_modules_and_of_none_have_longer_names():
@@ -102,11 +107,11 @@ def test_parameters_of_several_modules_and_of_none_have_longer_names():
     alone = nn.Parameter(alone)
     optimizer = SGD([{"params": [body.weight]}, {"params": [head.weight, alone]}])
     state = {"body": torch.compile(body), "head": head, "extra": alone, "optimizer": optimizer}
-    driver = TorchDriver(state, GOES_BACK)
+    driver = TorchDriver(state, ROLLS_BACK)
     for p in (body.weight, head.weight, alone):
         p.grad = torch.full_like(p, NAN)
     optimizer.step()
-    assert [e.name for e in only(driver).evidence] == [
+    assert [e.name for e in single_record(driver).evidence] == [
         "body.weight",
         "head.weight",
         "optimizer.param_groups[1]['params'][1]",
@@ -123,7 +128,7 @@ def test_a_scalers_scale_is_divided_out():
         p.grad.view(-1)[0] = 1024.0 * (200.0 if name == "head" else 1.0)
     scaler.step(driver.healings["optimizer"].optimizer)
     scaler.update()
-    assert [(e.name, e.grad_norm) for e in only(driver).evidence] == [("head", 200.0)]
+    assert [(e.name, e.grad_norm) for e in single_record(driver).evidence] == [("head", 200.0)]
 
 
 @pytest.fixture
@@ -141,7 +146,7 @@ def test_sharded_parameters(one_rank):
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     fully_shard(net, mesh=one_rank)
     optimizer = AdamW(net.parameters())
-    driver = TorchDriver({"model": net, "optimizer": optimizer}, GOES_BACK)
+    driver = TorchDriver({"model": net, "optimizer": optimizer}, ROLLS_BACK)
     for i in range(3):
         x = torch.full((1, 2), NAN if i == 2 else 1.0)
         net(x).sum().backward()
@@ -149,5 +154,5 @@ def test_sharded_parameters(one_rank):
         optimizer.step()
         optimizer.zero_grad()
         assert driver.may_save()
-        record = only(driver)
+        record = single_record(driver)
     assert {e.name for e in record.evidence} >= {"0.weight", "1.weight"}

@@ -18,10 +18,10 @@ from healcore.torch.driver import TorchDriver
 from healcore.torch.driver.pending_step import MOST, PendingEntry
 from healcore.torch.measurement import StepNorms
 from tests.torch import policies
-from tests.torch.driver.small_run import CLIPS, GOES_BACK, NAN, OBSERVES, Run, only
+from tests.torch.driver.small_run import CLIPS, NAN, OBSERVES, ROLLS_BACK, Run, single_record
+from tests.torch.optimizer_cases import host_and_device
 from tests.torch.sync_counter import CountSyncs
 
-host_and_device = pytest.mark.parametrize("where", ["host", "device"])
 fused = partial(AdamW, lr=0.01, fused=True)
 
 
@@ -32,11 +32,11 @@ def driven(optimizer: Any, policy: Any, where: str = "host") -> tuple[Run, Torch
 
 @host_and_device
 def test_a_record_has_what_the_engine_ordered(where: str):
-    run, driver = driven(fused, GOES_BACK, where)
+    run, driver = driven(fused, ROLLS_BACK, where)
     assert driver.poll_step() is None
     driver.observe(7.0)
     run.step(0)
-    first = only(driver)
+    first = single_record(driver)
     assert driver.poll_step() is None
     assert (first.engine, first.step, first.loss) == ("optimizer", 1, 7.0)
     assert (first.onset, first.incident, first.incident_open) == (-1, 0, False)
@@ -48,7 +48,7 @@ def test_a_record_has_what_the_engine_ordered(where: str):
 
     driver.observe(NAN)
     run.step(1, NAN)
-    bad = only(driver)
+    bad = single_record(driver)
     assert bad.skip is True
     assert bad.cause is Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
     assert bad.action is Action.ROLLBACK | Action.CUT_LR
@@ -58,7 +58,7 @@ def test_a_record_has_what_the_engine_ordered(where: str):
 
     for i in (2, 3):
         run.step(i)
-        record = only(driver)
+        record = single_record(driver)
     assert (record.onset, record.incident, record.incident_open) == (1, 1, False)
 
 
@@ -69,7 +69,7 @@ def test_a_record_agrees_with_the_metrics(where: str, policy: str):
     for i in range(12):
         driver.observe(float(i % 3))
         run.step(i, 30.0 if i == 9 else 1.0)
-        record, heal = only(driver), driver.healings["optimizer"].metrics()
+        record, heal = single_record(driver), driver.healings["optimizer"].metrics()
         found = (
             record.loss,
             record.grad_norm,
@@ -86,7 +86,7 @@ def test_a_record_agrees_with_the_metrics(where: str, policy: str):
 
 @host_and_device
 def test_a_record_has_the_values_of_its_own_step(where: str):
-    run, driver = driven(fused, GOES_BACK, where)
+    run, driver = driven(fused, ROLLS_BACK, where)
     handles = []
     for i in range(4):
         driver.observe(float(i))
@@ -103,7 +103,7 @@ def test_a_record_has_the_values_of_its_own_step(where: str):
 def test_in_observe_mode_an_order_is_recorded_and_not_carried_out(where: str):
     run, driver = driven(fused, OBSERVES, where)
     run.step(0, NAN)
-    record = only(driver)
+    record = single_record(driver)
     assert record.skip
     assert record.action & Action.ROLLBACK
     assert any(p.isnan().any() for p in run.model.parameters())
@@ -112,12 +112,12 @@ def test_in_observe_mode_an_order_is_recorded_and_not_carried_out(where: str):
 @host_and_device
 def test_a_step_that_a_scaler_drops_was_not_judged(where: str):
     """Its record is neither of a step without an alarm nor that of the step before."""
-    run, driver = driven(fused, GOES_BACK, where)
+    run, driver = driven(fused, ROLLS_BACK, where)
     run.step(0, NAN)
-    judged = only(driver)
+    judged = single_record(driver)
     run.optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
     run.step(1, NAN)
-    record = only(driver)
+    record = single_record(driver)
     assert judged.action
     assert record.step == judged.step == 1
     assert (record.cause, record.action, record.skip) == (0, 0, False)
@@ -129,20 +129,20 @@ def test_a_step_that_a_scaler_drops_was_not_judged(where: str):
 @host_and_device
 def test_the_first_step_after_a_rollback_was_judged(where: str):
     """Its number is that of the last step before, which does not make them one."""
-    run, driver = driven(fused, GOES_BACK, where)
+    run, driver = driven(fused, ROLLS_BACK, where)
     run.step(0)
     engines = driver.healing()
     run.step(1)
     driver.load_healing(engines)
     assert driver.poll_step() is None, "of the branch that was given up"
     run.step(1, NAN)
-    record = only(driver)
+    record = single_record(driver)
     assert record.step == 2
     assert record.skip
 
 
 def test_an_accumulating_loop_takes_a_step_every_few_batches():
-    run, driver = driven(fused, GOES_BACK)
+    run, driver = driven(fused, ROLLS_BACK)
     for i in range(6):
         driver.observe(float(i))
         run.backward(i)
@@ -150,7 +150,7 @@ def test_an_accumulating_loop_takes_a_step_every_few_batches():
             assert not driver.may_save()
             run.optimizer.step()
             run.optimizer.zero_grad()
-            assert only(driver).loss == i - 1
+            assert single_record(driver).loss == i - 1
             assert driver.may_save()
         else:
             assert driver.poll_step() is None
@@ -160,7 +160,7 @@ def test_an_accumulating_loop_takes_a_step_every_few_batches():
 def test_two_steps_of_one_batch_have_two_records():
     a, b = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
     state = {"a": a, "b": b, "critic": SGD(a.parameters()), "actor": SGD(b.parameters())}
-    driver = TorchDriver(state, GOES_BACK)
+    driver = TorchDriver(state, ROLLS_BACK)
     for module, name, grad in ((a, "critic", NAN), (b, "actor", 1.0), (a, "critic", 1.0)):
         module.weight.grad = torch.full_like(module.weight, grad)
         state[name].step()
@@ -186,7 +186,7 @@ def test_nothing_waits_before_a_record_is_read(where: str):
 
 
 def test_a_step_without_an_alarm_reads_no_norm(monkeypatch: pytest.MonkeyPatch):
-    run, driver = driven(fused, GOES_BACK)
+    run, driver = driven(fused, ROLLS_BACK)
     read: list[StepNorms] = []
     monkeypatch.setattr(
         "healcore.torch.measurement.StepNorms.on_host",
@@ -194,12 +194,12 @@ def test_a_step_without_an_alarm_reads_no_norm(monkeypatch: pytest.MonkeyPatch):
     )
     for i in range(5):
         run.step(i)
-        assert only(driver).evidence == ()
+        assert single_record(driver).evidence == ()
     assert not read
 
 
 def test_a_compiled_step_is_recorded_like_any_other():
-    run, driver = driven(fused, GOES_BACK)
+    run, driver = driven(fused, ROLLS_BACK)
     step = torch.compile(run.optimizer.step, backend="eager")
     for i, factor in enumerate([1.0, NAN, 1.0]):
         run.optimizer.zero_grad()
@@ -207,7 +207,7 @@ def test_a_compiled_step_is_recorded_like_any_other():
         assert not driver.may_save()
         step()
         assert driver.may_save()
-        record = only(driver)
+        record = single_record(driver)
         assert (record.step, record.skip) == (i + 1, i == 1)
 
 
@@ -215,7 +215,7 @@ def test_a_compiled_step_is_recorded_like_any_other():
 
 
 def test_gradients_left_after_a_step_are_not_an_accumulation():
-    run, driver = driven(fused, GOES_BACK)
+    run, driver = driven(fused, ROLLS_BACK)
     assert driver.may_save()
     run.backward(0)
     assert not driver.may_save()
@@ -230,7 +230,7 @@ def test_gradients_left_after_a_step_are_not_an_accumulation():
 
 
 def test_a_closure_evaluated_again_is_not_an_accumulation():
-    run, driver = driven(partial(LBFGS, max_iter=4), GOES_BACK)
+    run, driver = driven(partial(LBFGS, max_iter=4), ROLLS_BACK)
 
     def closure() -> torch.Tensor:
         run.optimizer.zero_grad()
@@ -240,7 +240,7 @@ def test_a_closure_evaluated_again_is_not_an_accumulation():
         return loss
 
     run.optimizer.step(closure)  # type: ignore[arg-type]
-    first = only(driver)
+    first = single_record(driver)
     assert driver.may_save()
     driver.observe(9.0)
     run.backward(0)
@@ -249,7 +249,7 @@ def test_a_closure_evaluated_again_is_not_an_accumulation():
 
 
 def test_gradients_written_without_autograd_are_detected_by_their_loss():
-    run, driver = driven(fused, GOES_BACK)
+    run, driver = driven(fused, ROLLS_BACK)
     for p in run.model.parameters():
         p.grad = torch.ones_like(p)
     driver.observe(1.0)

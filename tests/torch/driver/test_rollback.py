@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import ExponentialLR
 from healcore.runtime.store import StateMismatch
 from healcore.torch.driver import TorchDriver
 from tests.torch.bit_comparison import assert_same, snapshot
-from tests.torch.driver.small_run import GOES_BACK, NAN, Run, go_back, only, parameters
+from tests.torch.driver.small_run import NAN, ROLLS_BACK, Run, parameters, roll_back, single_record
+from tests.torch.optimizer_cases import host_and_device
 
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": partial(AdamW, lr=0.01),
@@ -26,13 +27,13 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("where", ["host", "device"])
+@host_and_device
 @pytest.mark.parametrize("saved", [0, 2])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_same_steps_again_are_the_same_to_the_bit(optimizer: str, saved: int, where: str):
     """Also from the snapshot before the first step, whose optimizer has no moments yet."""
     run = Run(OPTIMIZERS[optimizer], partial(ExponentialLR, gamma=0.9))
-    driver = TorchDriver(run.state, GOES_BACK, attach={"engine": where})
+    driver = TorchDriver(run.state, ROLLS_BACK, attach={"engine": where})
     store = driver.store(None, ())
     seen = []
     for i in range(5):
@@ -43,19 +44,19 @@ def test_the_same_steps_again_are_the_same_to_the_bit(optimizer: str, saved: int
         run.step(i)
     end = snapshot(run.optimizer)
     for _ in range(2):
-        go_back(driver, store.restore(saved, driver.items()))
+        roll_back(driver, store.restore(saved, driver.items()))
         for i, before in enumerate(seen, saved):
             assert_same(snapshot(run.optimizer), before)
             run.step(i)
         assert_same(snapshot(run.optimizer), end)
 
 
-@pytest.mark.parametrize("where", ["host", "device"])
+@host_and_device
 @pytest.mark.parametrize("optimizer", ["momentum", "fused momentum", "fused nesterov", "dampening"])
 def test_the_first_step_is_skipped_after_a_rollback(optimizer: str, where: str):
     """Fused SGD makes its buffer at that step and leaves what lay in the memory."""
     run, twin = Run(OPTIMIZERS[optimizer]), Run(OPTIMIZERS[optimizer])
-    driver = TorchDriver(run.state, GOES_BACK, attach={"engine": where})
+    driver = TorchDriver(run.state, ROLLS_BACK, attach={"engine": where})
     store = driver.store(None, ())
     store.save(0, driver.items(), healing=driver.healing())
     live = driver.healing()
@@ -71,7 +72,7 @@ def test_the_first_step_is_skipped_after_a_rollback(optimizer: str, where: str):
 
 def test_gradients_and_losses_of_an_unfinished_step_are_dropped():
     run = Run(OPTIMIZERS["AdamW"])
-    driver = TorchDriver(run.state, GOES_BACK)
+    driver = TorchDriver(run.state, ROLLS_BACK)
     store = driver.store(None, ())
     store.save(0, driver.items(), healing=driver.healing())
     driver.observe(1e6)
@@ -81,12 +82,12 @@ def test_gradients_and_losses_of_an_unfinished_step_are_dropped():
     assert driver.may_save()
     driver.observe(2.0)
     run.step(0)
-    assert only(driver).loss == 2.0
+    assert single_record(driver).loss == 2.0
 
 
 def test_gradients_hidden_by_a_skip_are_not_restored():
     run = Run(OPTIMIZERS["AdamW"])
-    driver = TorchDriver(run.state, GOES_BACK)
+    driver = TorchDriver(run.state, ROLLS_BACK)
     store = driver.store(None, ())
     store.save(0, driver.items(), healing=driver.healing())
 
@@ -104,7 +105,7 @@ def test_gradients_hidden_by_a_skip_are_not_restored():
 
 def test_a_state_that_does_not_fit_changes_nothing():
     run, other = Run(OPTIMIZERS["AdamW"]), nn.Linear(3, 3)
-    driver = TorchDriver(run.state, GOES_BACK)
+    driver = TorchDriver(run.state, ROLLS_BACK)
     run.step(0)
     run.backward(1)
     before, weights = snapshot(run.optimizer), parameters(run.state)
@@ -119,7 +120,7 @@ def test_a_rate_that_is_a_tensor_stays_that_tensor():
     """A captured graph and a user's own reference go on reading it."""
     rate, beta = torch.tensor(0.1), torch.tensor(0.9)
     run = Run(lambda params: Adam(params, lr=rate, betas=(beta, torch.tensor(0.99))))
-    driver = TorchDriver(run.state, GOES_BACK)
+    driver = TorchDriver(run.state, ROLLS_BACK)
     store = driver.store(None, ())
     run.step(0)
     store.save(1, driver.items(), healing=driver.healing())
@@ -137,7 +138,7 @@ def test_the_scalers_state_is_restored_too(fused: bool):
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
     run = Run(partial(AdamW, lr=0.01, fused=fused), dtype=torch.float32)
     state = {**run.state, "scaler": scaler}
-    driver = TorchDriver(state, GOES_BACK)
+    driver = TorchDriver(state, ROLLS_BACK)
     store = driver.store(None, ())
 
     def step(i: int, factor: float = 1.0) -> None:
@@ -154,7 +155,7 @@ def test_the_scalers_state_is_restored_too(fused: bool):
         driver.poll_step()
         step(1)  # the second good one: the scale doubles
         assert scaler.get_scale() == 16.0
-        assert only(driver).step == 2
+        assert single_record(driver).step == 2
         step(2, NAN)  # and is halved again, which is not ours to judge
         assert scaler.get_scale() == 8.0
         handle = driver.poll_step()
@@ -163,5 +164,5 @@ def test_the_scalers_state_is_restored_too(fused: bool):
         found = parameters(state)
         assert weights is None or all(map(torch.equal, weights, found))
         weights = found
-        go_back(driver, store.restore(1, driver.items()))
+        roll_back(driver, store.restore(1, driver.items()))
         assert scaler.state_dict()["_growth_tracker"] == 1

@@ -1,7 +1,7 @@
 """Reads the arrays of one Orbax item, in a process of its own.
 
 `orbax.py` runs this file as a script. TensorStore and the libraries under it allocate what a
-file asks for, and some damage ends the process: here that costs nobody else anything. Of healcore
+file asks for, and some damage ends the process: here it ends only this one. Of healcore
 nothing is imported, so that the process starts in the time that TensorStore takes.
 
 Requests are lines of JSON on standard input: `{"open": NAME}` or `{"read": NAME}`. An answer is a
@@ -51,7 +51,7 @@ def pieces(opened: Any) -> Iterator[np.ndarray]:
         values = np.asarray(opened[box].read().result()).reshape(-1)
         for at in range(0, len(values), PIECE):
             piece = values[at : at + PIECE]
-            # ml_dtypes' floats: NumPy cannot tell their NaN.
+            # ml_dtypes' floats: NumPy does not know their NaN.
             yield piece if piece.dtype.kind in "fiubc" else piece.astype(np.float32)
 
 

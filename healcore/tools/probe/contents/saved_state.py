@@ -13,13 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from healcore.tools.probe.contents.contents import (
-    Array,
-    Contents,
-    PathBudget,
-    ProbeError,
-    shape_of,
-)
+from healcore.tools.probe.contents.contents import Array, Contents, PathBudget, ProbeError, shape_of
 from healcore.tools.probe.contents.safetensors import widened
 
 _QUOTED = r"""'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+\""""

@@ -15,6 +15,7 @@ from healcore.core.verdict import Cause
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.events import Log
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.ledger import Ledger
 from healcore.runtime.rollback.host_state import HostState
@@ -25,6 +26,7 @@ from healcore.runtime.rollback.manager import (
     RollbackRequest,
     RollbackResult,
 )
+from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import (
     CheckpointDamaged,
     Keep,
@@ -130,12 +132,25 @@ class Nothing:
         pass
 
 
+class EventList(Log):
+    """Appends events to a list instead of a file."""
+
+    def __init__(self, events: list[dict[str, Any]]) -> None:
+        super().__init__(None)
+        self._events = events
+
+    def write(self, kind: str, *, step: int | None, **fields: Any) -> bool:
+        self._events.append({"kind": kind, "step": step, **fields})
+        return True
+
+
 class Process:
     """One life of the run, as `opening` puts it together."""
 
     def __init__(self, store: Listed, path: Path) -> None:
         self.store, self.ledger, self.loaders = store, Ledger(), LoaderRegistry()
-        self.told: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
+        log = RunLog(EventList(self.events), console=False)
         self.journal = Journal(path)
         self.journal.read()
         self.checkpoints = CheckpointManager(
@@ -146,8 +161,7 @@ class Process:
             region=REGION,
             verifier=BackgroundVerifier(in_background=False),
             ranks=Alone(),
-            log_event=self.tell,
-            warn=lambda line: None,
+            log=log,
         )
         driver: Any = Nothing()
         self.rollbacks = RollbackManager(
@@ -159,12 +173,9 @@ class Process:
             loaders=self.loaders,
             host=HostState(self.loaders.position, None),
             ranks=Alone(),
-            log_event=self.tell,
+            log=log,
         )
         self.step = 0
-
-    def tell(self, kind: str, **fields: Any) -> None:
-        self.told.append({"kind": kind, **fields})
 
     def begin(self) -> None:
         """As `Loop.begins_at`."""

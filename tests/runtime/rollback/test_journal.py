@@ -3,121 +3,48 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from healcore import policy as policies
 from healcore.runtime.rollback.journal import Journal, JournalError
 from healcore.runtime.rollback.manager import RollbackManager
 from healcore.runtime.store import NoGoodCheckpoint, StoreError, checksummed_json
-from healcore.runtime.store import tiered as tiers
-from tests.healer.loops import RULES, Faults, loop_of, rules, same, train
-from tests.healer.reading import events
-from tests.healer.test_restarts import crash
+from tests.healer.crashes import crash
+from tests.healer.killed_runs import (
+    after_rollback,
+    is_poisoned,
+    killed,
+    never_known_good,
+    poisoned,
+    show_poison,
+    with_nothing_on_disk,
+)
+from tests.healer.loops import Faults, loop_of, rules, same, train
+from tests.healer.run_directory import events
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
 
-def unproven() -> Any:
-    """A policy under which no checkpoint of a short run becomes known-good."""
-    text = RULES.format(cut="", skip_batches=0, recoveries=3)
-    return policies.loads(text.replace("probation = 4", "probation = 1000"))
-
-
-def killed(scenario: Callable[..., None], *arguments: object) -> None:
-    """Runs a function of this file in a process of its own, until it kills itself."""
-    code = f"import sys; from tests.healer import test_lineage as t; t.{scenario.__name__}"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}(*sys.argv[1:])", *map(str, arguments)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "PYTHONPATH": "."},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == -9, done.stderr
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-# -- a kill before the first known-good -----------------------------------------------------------
-
-
-def big(loop: Any) -> bool:
-    if loop.framework == "torch":
-        return float(loop.model[0].bias.detach().max()) > 1e6
-    return float(loop.state["params"]["b1"].max()) > 1e6
-
-
-def poison(loop: Any) -> None:
-    """Finite, and no loss shows it yet."""
-    if loop.framework == "torch":
-        loop.model[0].bias.data += 1e8
-    else:
-        params = loop.state["params"]
-        loop.state = {**loop.state, "params": {**params, "b1": params["b1"] + 1e8}}
-
-
-def show(loop: Any, number: int) -> None:
-    """From batch 12 on a poisoned model has NaN for its loss."""
-    loop.faults.always = frozenset([number] if number >= 12 and big(loop) else [])
-
-
-def dies_poisoned(framework: str, folder: str) -> None:
-    """Poisoned at step 8, saved at step 10, killed at step 11."""
-    policy = unproven()
-    loop = loop_of(framework, policy=policy)
-
-    def before(healer: Any, number: int) -> None:
-        if number == 8:
-            loop.state = healer.state
-            poison(loop)
-            healer.update(loop.state) if framework == "jax" else None
-        if number == 11:
-            healer.store.wait()
-            die()
-
-    train(loop, policy, range(30), store=Path(folder), before=before)
-
-
 @BOTH
 def test_what_was_never_proven_is_not_gone_back_to(framework, tmp_path):
-    killed(dies_poisoned, framework, tmp_path)
-    policy = unproven()
+    killed(poisoned, framework, tmp_path)
+    policy = never_known_good()
     loop = loop_of(framework, policy=policy)
 
     def look(healer: Any, number: int) -> None:
         loop.state = healer.state
-        show(loop, number)
+        show_poison(loop, number)
 
     facts = train(loop, policy, range(30), store=tmp_path, before=look)
-    assert not big(loop)
+    assert not is_poisoned(loop)
     assert [event["checkpoint"] for event in events(tmp_path, "rollback")] == [0]
     assert facts["rollbacks"] == 1
 
 
 # -- a stale journal ----------------------------------------------------------------------------
-
-
-def dies_with_a_cut(folder: str) -> None:
-    """Killed after a rollback; what the checkpoints do not know is in the journal."""
-
-    def before(healer: Any, number: int) -> None:
-        if healer.rollbacks:
-            die()
-
-    loop = loop_of("torch", Faults(always=[13]))
-    train(loop, rules(), range(40), store=Path(folder), before=before)
 
 
 def first_look(folder: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
@@ -136,7 +63,7 @@ def first_look(folder: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def test_a_journal_without_its_checkpoints_is_no_new_run_s(tmp_path):
-    killed(dies_with_a_cut, tmp_path)
+    killed(after_rollback, tmp_path, 13)
     for each in tmp_path.glob("step-*"):
         shutil.rmtree(each)
     with pytest.raises(NoGoodCheckpoint, match=r"healcore\.json.*delete it"):
@@ -150,7 +77,7 @@ def stumble(healer: Any, number: int) -> None:
 
 def test_a_journal_beside_another_run_s_checkpoints_is_refused(tmp_path):
     one, other = tmp_path / "one", tmp_path / "other"
-    killed(dies_with_a_cut, one)
+    killed(after_rollback, one, 13)
     with pytest.raises(RuntimeError, match="power"):
         train(loop_of("torch"), rules(), range(10), store=other, before=stumble)
     for each in one.glob("step-*"):
@@ -178,7 +105,7 @@ def test_a_run_keeps_its_name_through_its_processes(tmp_path):
     def name() -> str:
         return json.loads((tmp_path / "healcore.json").read_text())["lineage"]
 
-    killed(dies_with_a_cut, tmp_path)
+    killed(after_rollback, tmp_path, 13)
     first = name()
     train(loop_of("torch"), rules(), range(40), store=tmp_path)
     assert name() == first
@@ -192,20 +119,8 @@ def test_a_run_keeps_its_name_through_its_processes(tmp_path):
 # -- a kill before anything was on disk -----------------------------------------------------------
 
 
-def dies_with_nothing_on_disk(folder: str) -> None:
-    """The disk takes no checkpoint; killed in a rollback to the snapshot in memory."""
-
-    def full(self: Any, *args: Any, **kwargs: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    tiers.TieredStore._to_disk = full  # type: ignore[method-assign]
-    tiers.TieredStore.restore = lambda *args, **kwargs: die()  # type: ignore[method-assign]
-    loop = loop_of("torch", Faults(always=[3]))
-    train(loop, rules(), range(40), store=Path(folder))
-
-
 def test_a_rollback_of_a_run_without_a_checkpoint_is_not_in_the_way(tmp_path, caplog):
-    killed(dies_with_nothing_on_disk, tmp_path)
+    killed(with_nothing_on_disk, tmp_path)
     assert json.loads((tmp_path / "healcore.json").read_text())["pending"] is not None
     with caplog.at_level("INFO", "healcore"):
         loop, seen = first_look(tmp_path)

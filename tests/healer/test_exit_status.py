@@ -1,4 +1,4 @@
-"""The same command, again and again, as a scheduler starts it: what it says and its exit status."""
+"""The same command, started again and again by a scheduler: its output and its exit status."""
 
 from __future__ import annotations
 
@@ -9,24 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.healer.reading import postmortems
+from tests.healer.run_directory import postmortems
 from tests.runtime.store.disks import small_disk
 
 ROOT = Path(__file__).parents[2]
-PLAIN = (
-    "import runpy, sys; sys.argv = sys.argv[1:]\nrunpy.run_module(sys.argv[0], run_name='__main__')"
-)
-TORCHRUN = (
-    "import importlib, sys\n"
-    "from torch.distributed.elastic.multiprocessing.errors import record\n"
-    "record(importlib.import_module(sys.argv[1]).main)(sys.argv[2])"
-)
-"""What torchrun does around a worker's main."""
+TORCHRUN = "tests.healer.torchrun_worker"
 
 
-def start(*arguments: object, code: str = PLAIN) -> subprocess.CompletedProcess[str]:
+def start(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
+        [sys.executable, "-m", *map(str, arguments)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -41,8 +33,8 @@ def test_after_a_completed_run_there_is_nothing_to_do(example, tmp_path):
     assert first.returncode == 0, first.stderr
     files = sorted(each for each in tmp_path.rglob("*") if each.is_file())
     contents = [each.read_bytes() for each in files]
-    for code in (PLAIN, TORCHRUN):
-        again = start(f"examples.{example}", tmp_path, code=code)
+    for worker in ([], [TORCHRUN]):
+        again = start(*worker, f"examples.{example}", tmp_path)
         assert again.returncode == 0, again.stderr
         assert "Traceback" not in again.stderr
         assert again.stdout == ""

@@ -17,7 +17,7 @@ from healcore.runtime.ledger import Ledger
 from healcore.runtime.rollback.checkpoint_choice import PastRollback
 from healcore.runtime.rollback.journal import Journal
 from healcore.runtime.store import NoGoodCheckpoint
-from tests.healer.histories import KEEP, PROBATION, REGION, Killed, Listed, Process
+from tests.runtime.rollback.simulated_run import KEEP, PROBATION, REGION, Killed, Listed, Process
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 """The journal is synced at every rollback and every start."""

@@ -1,6 +1,6 @@
 """Healed runs that are killed with SIGKILL, again and again, until they complete all the same.
 
-    python -m tests.healer.killed_often FRAMEWORK ROOT KILLS
+    python -m tests.healer.repeated_kills FRAMEWORK ROOT KILLS
 
 It imports the framework once and forks a child for every life. Runs that are never killed come
 first, one of each kind: what they did at every step is what the killed ones must do too. Prints one
@@ -23,8 +23,8 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.healer import killed_story as story
-from tests.healer.killed_life import (
+from tests.healer import killed_run_checks as story
+from tests.healer.killed_process import (
     BACK,
     BEGUN,
     GOOD,

@@ -1,4 +1,4 @@
-"""One of two ranks that train together: python -m tests.healer.ranks_life RANK ROOT SCENARIO...
+"""One of two ranks that train together: python -m tests.healer.two_ranks RANK ROOT SCENARIO...
 
 Prints a JSON line for each scenario: what this rank did. What is odd is odd on rank 1 only.
 """
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from healcore.core.verdict import Action
 from healcore.runtime.healer import Healer
-from healcore.runtime.loop.exits import RunStopped
+from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.store import Keep
 from healcore.runtime.store.memory import SnapshotStore
 from healcore.runtime.store.tiered import TieredStore

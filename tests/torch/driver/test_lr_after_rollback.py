@@ -1,7 +1,7 @@
 """The OPT trap: a restored optimizer or schedule overwrites the cut learning rate.
 
 Measured where it counts: on how far the parameters move at the very next step, against a twin that
-goes back to the same checkpoint without a cut.
+is rolled back to the same checkpoint without a cut.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch.optim import lr_scheduler as schedules
 
 from healcore.torch.driver import TorchDriver
 from tests.torch.driver.small_run import (
-    GOES_BACK,
     HOLD,
     NAN,
     OBSERVES,
     RAMP,
+    ROLLS_BACK,
     Run,
-    go_back,
-    only,
     ratios,
+    roll_back,
+    single_record,
 )
 
 SCHEDULERS: dict[str, Any] = {
@@ -51,9 +51,9 @@ SCALES = [0.5] * HOLD + [0.625, 0.75, 0.875, 1.0, 1.0]
 
 
 def both(
-    optimizer: str, scheduler: str, where: str = "host", policy: Any = GOES_BACK
+    optimizer: str, scheduler: str, where: str = "host", policy: Any = ROLLS_BACK
 ) -> tuple[Any, ...]:
-    """A run that went back because of a NaN, and one that did without."""
+    """A run that was rolled back after a NaN, and one that did without."""
     runs = []
     for factor in (NAN, 1.0):
         run = Run(OPTIMIZERS[optimizer], SCHEDULERS[scheduler])
@@ -64,7 +64,7 @@ def both(
                 store.save(i, driver.items(), healing=driver.healing())
             run.step(i, factor if i == CUT else 1.0)
         run.step(CUT + 1)  # the host learns of it one step later
-        go_back(driver, store.restore(SAVED, driver.items()), engine=policy)
+        roll_back(driver, store.restore(SAVED, driver.items()), engine=policy)
         runs.append((run, driver))
     return runs[0] + runs[1]
 
@@ -110,16 +110,16 @@ def test_lbfgs_reads_its_rate_before_it_is_judged_and_still_has_the_cut():
     moved = []
     for factor in (NAN, 1.0):
         run = Run(partial(LBFGS, lr=0.1, max_iter=1))
-        driver = TorchDriver(run.state, GOES_BACK)
+        driver = TorchDriver(run.state, ROLLS_BACK)
         store = driver.store(None, ())
         run.step(0)
         store.save(1, driver.items(), healing=driver.healing())
         run.step(1, factor)
         live = driver.healing()
         fresh = Run(partial(LBFGS, lr=0.1, max_iter=1))
-        again = TorchDriver(fresh.state, GOES_BACK)
+        again = TorchDriver(fresh.state, ROLLS_BACK)
         again.load_healing(live)
-        go_back(again, store.restore(1, again.items()))
+        roll_back(again, store.restore(1, again.items()))
         moved.append(fresh.step(1))
     found = ratios(*moved)
     torch.testing.assert_close(found, torch.full_like(found, 0.5))
@@ -129,12 +129,12 @@ def test_a_restart_continues_at_the_cut_rate():
     moved = []
     for cut in (True, False):
         run = Run(OPTIMIZERS["AdamW"], SCHEDULERS["one cycle"])
-        driver = TorchDriver(run.state, GOES_BACK)
+        driver = TorchDriver(run.state, ROLLS_BACK)
         store = driver.store(None, ())
         for i in range(4):
             run.step(i, NAN if cut and i == 3 else 1.0)
         fresh = Run(OPTIMIZERS["AdamW"], SCHEDULERS["one cycle"])
-        again = TorchDriver(fresh.state, GOES_BACK)
+        again = TorchDriver(fresh.state, ROLLS_BACK)
         store.save(4, driver.items(), healing=driver.healing())
         saved = store.restore(4, again.items())
         again.replace(saved.state)
@@ -144,14 +144,14 @@ def test_a_restart_continues_at_the_cut_rate():
             assert torch.equal(p, q)
         moved.append((fresh.step(5), run.step(5)))
         assert all(torch.equal(a, b) for a, b in zip(*moved[-1], strict=True))
-        assert only(again).lr_scale == (0.5 if cut else 1.0)
+        assert single_record(again).lr_scale == (0.5 if cut else 1.0)
 
 
 def test_each_optimizer_has_its_own_cut():
     """A GAN's two: only the one that met the NaN is slowed down."""
     generator, critic = nn.Linear(2, 1, bias=False), nn.Linear(3, 1, bias=False)
     optimizers = {"slow": SGD(generator.parameters(), lr=1.0), "fast": SGD(critic.parameters(), 4)}
-    driver = TorchDriver({"generator": generator, "critic": critic, **optimizers}, GOES_BACK)
+    driver = TorchDriver({"generator": generator, "critic": critic, **optimizers}, ROLLS_BACK)
     store = driver.store(None, ())
     store.save(0, driver.items(), healing=driver.healing())
 
@@ -171,5 +171,5 @@ def test_each_optimizer_has_its_own_cut():
         ("slow", 0.5),
         ("fast", 1.0),
     ]
-    go_back(driver, store.restore(0, driver.items()))
+    roll_back(driver, store.restore(0, driver.items()))
     assert step(1.0) == [pytest.approx(0.5), pytest.approx(4.0)]

@@ -16,10 +16,10 @@ from flax import nnx
 
 from healcore.jax import HealStateError, protect
 from healcore.runtime.healer import Healer
-from healcore.runtime.loop.exits import RunStopped
+from healcore.runtime.loop.termination import RunStopped
 from tests.healer.jax.runs import batch, in_place, linen, mse, plain
 from tests.healer.loops import rules
-from tests.healer.reading import events
+from tests.healer.run_directory import events
 
 RULES = rules()
 EVERY = 4

@@ -1,15 +1,19 @@
-"""Observing, hooks, lag: who has a say in what is done, and when."""
+"""Which actions are carried out, and when: observing policies, hooks, lag, repeated rollbacks."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
+from healcore import policy as policies
 from healcore.core.verdict import Action
 from healcore.runtime.healer import Healer
-from healcore.runtime.loop.exits import RunStopped
-from tests.healer.loops import Faults, loop_of, rules, same, train
-from tests.healer.reading import events
+from healcore.runtime.loop.termination import (
+    RunStopped,
+)
+from tests.healer.loops import SKIPS, Faults, loop_of, rules, same, train
+from tests.healer.run_directory import events
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
@@ -128,3 +132,78 @@ def test_used_where_it_cannot_be():
         Healer(rules(), state=loop.state, save_every=0)
     with pytest.raises((TypeError, ValueError), match=r"nothing of torch|no healing state"):
         Healer(rules(), state={}).__enter__()
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_run_writes_down_the_policy_with_its_values_replaced(framework, tmp_path):
+    replaced = {"rollback": {"probation": 3}, "max_skips": 2}
+    policy = policies.load(SKIPS, **replaced)
+    loop = loop_of(framework, policy=policy)
+    with Healer(SKIPS, state=loop.state, store=tmp_path, framework=framework, **replaced) as healer:
+        for number in healer.batches(range(4)):
+            loop.step(healer, number)
+    (start,) = events(tmp_path, "start")
+    assert policies.loads(start["policy_toml"]) == policy
+    assert start["fingerprint"] == policies.fingerprint(policy) != policies.fingerprint(SKIPS)
+
+
+def test_a_trial_that_finds_the_same_is_not_repeated_for_ever(tmp_path):
+    text = policies.dumps(rules()).replace("region = 30", "region = 0")
+    policy = policies.loads(text)
+    loop = loop_of("torch", Faults(always=[23]))
+    facts = train(loop, policy, range(40), store=tmp_path, rerun=True)
+    assert facts["rollbacks"] == 2
+    assert facts["step"] == 39
+
+
+def test_hooks_cannot_send_a_run_back_for_ever():
+    loop = loop_of("torch", Faults(always=range(10, 2000, 5)))
+
+    class Endless:
+        def __iter__(self):
+            yield from range(3000)
+
+    with pytest.raises(RunStopped, match="3 rollbacks were needed"):
+        train(loop, SKIPS, Endless(), on_incident=lambda incident: Action.ROLLBACK)
+    assert len(loop.faults.order) < 300
+
+
+def test_a_rollback_that_does_not_fit_stops_with_a_diagnosis(tmp_path):
+    loop = loop_of("torch", Faults(always=[23]))
+
+    def grow(healer, number):
+        if number == 22:
+            loop.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+
+    with pytest.raises(RunStopped, match="does not fit"):
+        train(loop, rules(), range(40), store=tmp_path, before=grow)
+    facts = train(loop_of("torch", Faults(always=[23])), rules(), range(40), store=tmp_path)
+    assert facts["step"] == 39, "the next start is not held up by the plan"
+
+
+def test_the_window_begins_with_the_trouble_that_was_ordered_for(tmp_path):
+    """An older incident that is still open does not drag innocent batches into the window."""
+    policy = policies.loads(
+        policies.dumps(rules())
+        .replace('to = ["nonfinite"]', 'to = ["nonfinite_loss"]')
+        .replace("quiet_steps = 2", "quiet_steps = 15")
+        + '\n[[respond]]\nto = ["grad_spike"]\ndo = ["skip", "alert"]\n[detect.grad_spike]\n'
+    )
+    loop = loop_of("torch", Faults(always=[60]))
+    batch = loop.faults.batch
+
+    def spiky(number):
+        inputs, targets = batch(number)
+        return inputs, targets * np.float32(1e4 if number == 50 else 1)
+
+    loop.faults.batch = spiky
+    train(loop, policy, range(80), store=tmp_path)
+    (rollback,) = events(tmp_path, "rollback")
+    assert rollback["onset"] == 50
+    assert rollback["batches"] == [[0, 60]]
+
+
+def test_a_hook_may_order_a_save(tmp_path):
+    loop = loop_of("torch", Faults(always=[23]))
+    train(loop, rules(), range(40), store=tmp_path, on_incident=lambda incident: Action.SAVE)
+    assert [e["step"] for e in events(tmp_path, "save") if e["why"] == "ordered"] == [25]

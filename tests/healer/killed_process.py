@@ -1,6 +1,6 @@
 """One life of a healed run that is going to be killed, and what it lets its killer see.
 
-Imported by killed_often.py, which forks; nothing here runs before that.
+Imported by repeated_kills.py, which forks; nothing here runs before that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from healcore.runtime.checkpoints.manager import CheckpointManager
-from healcore.runtime.loop import start
+from healcore.runtime.loop import lifecycle
 from healcore.runtime.loop.action_executor import ActionExecutor
 from healcore.runtime.loop.setup import AlreadyCompleted
 from healcore.runtime.store import commit
@@ -83,7 +83,7 @@ class Watched:
         self._watch(CheckpointManager, "save", SAVE)
         self._watch(commit, "commit", WRITE)
         self._watch(ActionExecutor, "_roll_back", BACK)
-        self._watch(start, "_finish_rollback", BACK)
+        self._watch(lifecycle, "_finish_rollback", BACK)
         for name in CALLS:
             self._count(name)
 

@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from healcore import policy as policies
-from healcore.runtime.loop.exits import RunStopped
+from healcore.runtime.healer import Healer
+from healcore.runtime.loop.termination import (
+    RunStopped,
+)
 from tests.healer.loops import RULES, Faults, loop_of, rules, train
-from tests.healer.reading import events, postmortems
+from tests.healer.run_directory import events, postmortems
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
@@ -108,3 +111,35 @@ def test_damage_in_memory_is_told_though_the_disk_has_repaired_it(tmp_path):
     assert facts["rollbacks"] == 1
     assert "memory" in events(tmp_path, "damaged")[0]["problem"]
     assert "Check the machine's RAM" in postmortems(tmp_path)[0]["diagnosis"]
+
+
+def test_a_mask_of_minus_infinity_is_meant_and_stays_so_after_a_restart(tmp_path):
+    def loop():
+        made = loop_of("torch")
+        made.model.register_buffer("mask", torch.full((3,), -torch.inf))
+        return made
+
+    def stumble(healer, number):
+        if number == 27:
+            raise RuntimeError("power")
+
+    with pytest.raises(RuntimeError, match="power"):
+        train(loop(), rules(), range(40), store=tmp_path, before=stumble)
+    assert "model.mask" in events(tmp_path, "problem")[0]["problem"]
+    assert events(tmp_path, "good")
+    assert train(loop(), rules(), range(40), store=tmp_path)["good"]
+    assert events(tmp_path, "resume")[0]["checkpoint"] == 25
+
+
+def test_a_model_with_a_mask_in_memory_only():
+    loop = loop_of("torch", Faults(always=[23]))
+    loop.model.register_buffer("mask", torch.full((3,), -torch.inf))
+    assert train(loop, rules(), range(40))["rollbacks"] == 1
+
+
+def test_nonfinite_ok_reaches_a_store_that_was_given(tmp_path):
+    from healcore.torch.store import DCPStore
+
+    store = DCPStore(tmp_path, nonfinite_ok=["model.a"])
+    with Healer(rules(), state=loop_of("torch").state, store=store, nonfinite_ok=["model.b"]):
+        assert store.nonfinite_ok == ("model.a", "model.b")

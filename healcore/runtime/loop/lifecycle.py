@@ -1,0 +1,332 @@
+"""The start of a run, and its end in every way that leaves the process time for it.
+
+The next start writes the postmortem of a process that was killed (`postmortem.of_killed`). Errors
+at the end are reported and not raised: they would hide the error that has ended the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from healcore.runtime.events import reading
+from healcore.runtime.events.models import RollbackOutcome
+from healcore.runtime.loop.loop import Loop
+from healcore.runtime.loop.termination import LastStateNotSaved, RunStopped, Terminated
+from healcore.runtime.postmortem import postmortem
+from healcore.runtime.rollback.journal import (
+    JournalState,
+    RollbackPlan,
+    lost_status,
+    no_usable_checkpoint,
+    refuse_if_lost,
+)
+from healcore.runtime.store import NoGoodCheckpoint, Saved, StoreError
+from healcore.runtime.store.memory import SnapshotStore
+from healcore.runtime.store.ranks import agreed
+
+_LAST = "the last state could not be saved"
+
+
+def begin(loop: Loop, *, resume: bool, died: Any | None) -> None:
+    """Resumes from the newest checkpoint, or takes the first snapshot.
+
+    Args:
+        loop: just constructed.
+        resume: there are checkpoints to resume from.
+        died: postmortem of the previous process, if it was killed.
+
+    Raises:
+        NoGoodCheckpoint: there are checkpoints, and none can be used.
+        StateMismatch: they are of another state.
+    """
+    loop.log.attach_console()
+    loop.rollbacks.find_damage()
+    if not resume:
+        _begin_lineage(loop)
+    state = loop.journal.state
+    loop.checkpoints.allow_nonfinite(state.nonfinite_ok or [])
+    _repeat_quarantine(loop)
+    if died is not None:
+        loop.log.warning("the previous run was killed; its postmortem was written")
+    if state.pending is not None:
+        _finish_rollback(loop, state.pending)
+    elif resume:
+        _resume(loop)
+    rerun = None if state.last_rollback is None else state.last_rollback.plan.rerun
+    if rerun and loop.step <= rerun[1]:
+        loop.reruns.start(*rerun)
+    loop.sync_lr_scale()
+    state.ending = None
+    loop.rollbacks.write_journal(loop.step)
+    loop.set_start(loop.step, resumed=resume)
+    loop.checkpoints.reload()
+    if not resume:
+        _allow_nonfinite(loop)
+        loop.save("first")
+    loop.termination.start()
+    mode = "observed" if loop.policy.observes else "healed"
+    store = describe(loop.checkpoints.store)
+    loop.log.info(f"{mode} by policy {loop.policy.name}, from step {loop.step}; {store}")
+
+
+def _begin_lineage(loop: Loop) -> None:
+    """Begins a new run in a directory without checkpoints.
+
+    Raises:
+        NoGoodCheckpoint: there had been checkpoints.
+    """
+    journal = loop.journal
+    refuse_if_lost(journal, loop.rollbacks.damage)
+    if journal.state != JournalState():
+        loop.warn(
+            f"{journal.path} is of a process that ended before a checkpoint was on disk: a new run "
+            "begins, and replaces the file"
+        )
+    journal.state = JournalState(
+        lineage=agreed(loop.ranks, loop.log.events.run), first_step=loop.step
+    )
+
+
+def _repeat_quarantine(loop: Loop) -> None:
+    """Quarantines again what the journal knows to be quarantined and has lost its status file."""
+    journal, done = loop.journal, set[int]()
+    while True:  # each quarantine may uncover an older checkpoint of the same step
+        found = agreed(loop.ranks, lost_status(loop.rollbacks.saves(), journal).quarantined)
+        steps = [step for step in found if step not in done]
+        if not steps:
+            return
+        done.update(steps)
+        loop.warn(
+            f"the status of checkpoint {', '.join(map(str, steps))} is damaged or missing; by "
+            f"{journal.path} it was quarantined, and it stays quarantined"
+        )
+        loop.checkpoints.quarantine(steps, now=loop.step)
+
+
+def _allow_nonfinite(loop: Loop) -> None:
+    """Allows NaN and Inf in the arrays that have some before the first step."""
+    names = loop.checkpoints.allow_nonfinite_in(loop.driver.items())
+    if names:
+        loop.journal.state.nonfinite_ok = names
+        loop.rollbacks.write_journal(loop.step)
+        shown = ", ".join(names[:5])
+        loop.warn(f"not finite from the start, so NaN and Inf are allowed in: {shown}")
+
+
+def _resume(loop: Loop) -> None:
+    saves, journal = loop.rollbacks.saves(), loop.journal
+    usable = [s.step for s in saves if s.finite and s.status != "quarantined"]
+    unknown = set(agreed(loop.ranks, lost_status(saves, journal).unknown))
+    try:
+        if not usable:
+            raise no_usable_checkpoint(journal, saves, loop.rollbacks.damage)
+        newest_first = sorted(usable, reverse=True)
+        # One with a damaged status may have been quarantined: it is the last choice.
+        order = sorted(newest_first, key=unknown.__contains__)
+        if journal.state.first_step is None:  # the journal was deleted
+            journal.state.first_step = min(usable)
+        step, generators = loop.rollbacks.resume(order)
+    except NoGoodCheckpoint as error:
+        raise no_usable_checkpoint(journal, saves, loop.rollbacks.damage) from error
+    loop.set_restored(step, generators)
+    # Otherwise the run would treat it as one of its own once it has passed its step.
+    loop.checkpoints.quarantine([at for at in unknown if at > step], now=step)
+    last = journal.state.last_rollback
+    if last is not None and not _is_logged(loop, last.plan.number):
+        _log_rollback(loop, last.plan, last.target)
+    loop.log.event("resume", step=step, checkpoint=step)
+    damaged = {error.step: error for error in loop.rollbacks.damage if error.step > step}
+    skipped = [saved for saved in saves if saved.step > step and saved.step not in damaged]
+    line = f"resumes from the checkpoint of step {step}"
+    if skipped:
+        line += f"; newer ones cannot be used: {', '.join(_reason(saved) for saved in skipped)}"
+    if not damaged:
+        loop.log.info(line)
+        return
+    which = "; ".join(f"{at} ({e.file} {e.difference})" for at, e in sorted(damaged.items()))
+    loop.log.warning(f"newer checkpoints are damaged: {which}. The run {line}")
+
+
+def _reason(saved: Saved) -> str:
+    return f"{saved.step} ({saved.status if saved.finite else 'not finite'})"
+
+
+def _finish_rollback(loop: Loop, plan: RollbackPlan) -> None:
+    """Finishes a rollback during which the previous process was killed."""
+    try:
+        loop.set_restored(*loop.rollbacks.finish_interrupted(plan))
+    except NoGoodCheckpoint as error:
+        damage = loop.rollbacks.damage
+        raise no_usable_checkpoint(loop.journal, loop.rollbacks.saves(), damage) from error
+    _log_rollback(loop, plan, loop.step)
+    loop.log.warning(f"finished an interrupted rollback: back at step {loop.step}")
+
+
+def _is_logged(loop: Loop, number: int) -> bool:
+    """Whether a rollback has its event: the process may have been killed just before."""
+    path = loop.log.events.path
+    if loop.journal.state.ending is not None or path is None:
+        return True
+    try:
+        if not path.is_file():
+            return True
+        events = reading.read(path).events
+    except OSError:
+        return True
+    return any(e["kind"] == "rollback" and e.get("number") == number for e in events)
+
+
+def _log_rollback(loop: Loop, plan: RollbackPlan, target: int) -> None:
+    """Writes the event that a killed process has not written."""
+    loop.log.event(
+        "rollback",
+        step=plan.step,
+        number=plan.number,
+        onset=plan.onset,
+        checkpoint=target,
+        outcome=RollbackOutcome.AFTER_CRASH if plan.rerun is None else RollbackOutcome.TRIAL,
+    )
+
+
+def describe(store: Any) -> str:
+    """A store, for logs."""
+    describe = getattr(store, "describe", None)
+    return describe() if describe is not None else f"checkpoints in {type(store).__name__}"
+
+
+# -- the end --------------------------------------------------------------------------------------
+
+
+def ending_of(error: BaseException | None, signal_number: int | None = None) -> str:
+    """How a run ended, by the error that left its block and a signal that it has received."""
+    if error is None:
+        return "completed"
+    if isinstance(error, RunStopped):
+        return "stopped"
+    # torch's loader raises when the signal has killed its workers too.
+    killed = signal_number == signal.SIGTERM and "DataLoader worker" in str(error)
+    if isinstance(error, Terminated) or killed:
+        return "signal"
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return "exception"
+
+
+def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
+    """Ends a run.
+
+    Args:
+        loop: of the run.
+        error: what was raised out of the block; None: nothing.
+
+    Returns:
+        What the block must raise although the loop has completed.
+    """
+    ending = ending_of(error, loop.termination.signal_number)
+    problems: list[str] = []
+
+    def attempt(what: str, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception as problem:
+            problems.append(f"{what}: {type(problem).__name__}: {problem}")
+
+    # A rank that ends alone, or a step before the others, must not wait for them.
+    together = ending == "completed" or loop.ranks.world == 1
+    if ending == "completed":
+        attempt("the last steps could not be read", loop.read_remaining)
+    if together and (ending == "completed" or (loop.between_steps and ending != "stopped")):
+        # Not after an exception within a step, which leaves the state half changed.
+        attempt(_LAST, loop.save_last)
+    attempt("checkpoints being written", loop.checkpoints.wait)
+    not_saved = None
+    if ending == "completed" and any(loop.ranks.gather(_last_state_lost(loop, problems))):
+        # The journal must not say "completed": the program started again resumes and saves it.
+        error = not_saved = LastStateNotSaved(_not_saved(loop, problems))
+        ending = "exception"
+    if together:
+        attempt("checkpoints on probation", lambda: loop.checkpoints.finish(loop.ledger, loop.step))
+        attempt("the last saves", loop.checkpoints.nonfinite_checkpoints)
+    attempt("the journal", lambda: loop.write_ending(ending))
+    if ending in ("interrupted", "signal"):
+        newest = loop.journal.state.newest_on_disk if loop.journal.path is not None else None
+        on_disk = "nothing is on disk" if newest is None else f"checkpoint {newest} is on disk"
+        ended = "interrupted" if ending == "interrupted" else "ended by a signal"
+        loop.log.info(f"{ended} after step {loop.step}: {on_disk}")
+    for problem in problems:
+        loop.warn(problem)
+    _write_end(loop, ending, error)
+    for end in (
+        loop.termination.stop,
+        loop.checkpoints.close,
+        loop.driver.close,
+        loop.release,
+        loop.log.detach_console,
+        loop.metrics.close,
+        loop.log.events.close,
+    ):
+        with contextlib.suppress(Exception):
+            end()
+    return not_saved
+
+
+def _last_state_lost(loop: Loop, problems: list[str]) -> bool:
+    """Whether the save of the last state has failed, at once or in the background."""
+    if isinstance(loop.checkpoints.store, SnapshotStore):
+        return False  # its checkpoints end with the process in any case
+    failed = any(problem.startswith(_LAST) for problem in problems)
+    return loop.step in loop.checkpoints.unsaved or failed
+
+
+def _not_saved(loop: Loop, problems: list[str]) -> str:
+    store: Any = loop.checkpoints.store
+    try:  # the checkpoints that survive the process
+        newest = max((save.step for save in getattr(store, "disk", store).steps()), default=None)
+        target = "starts from the beginning"
+        if newest is not None:
+            target = f"resumes from the checkpoint of step {newest}"
+    except (StoreError, OSError):
+        target = "resumes from the newest checkpoint"
+    why = loop.checkpoints.last_failure or next(iter(problems), "it failed on another rank")
+    return (
+        f"healcore: the loop has ended at step {loop.step}, and its last state is not saved "
+        f"({why}). Remove the cause and start the program again: it {target}"
+    )
+
+
+def _write_end(loop: Loop, ending: str, error: BaseException | None) -> None:
+    """Writes the postmortem and the last event."""
+    exception = trace = None
+    if ending == "exception" and error is not None:
+        exception = "".join(traceback.format_exception_only(error)).strip()
+        trace = "".join(traceback.format_exception(error))
+    case = loop.case(ending, _why(error), exception)
+    # Before the event: the next start looks for a missing postmortem only if there is no end event.
+    events = loop.log.events
+    if events.path is not None and not loop.ranks.rank:
+        found = postmortem.of(case, events, seconds=time.monotonic() - loop.began, trace=trace)
+        problem = postmortem.write(postmortem.path_for(events.path, events.run), found)
+        if problem:
+            loop.log.warning(problem)
+    loop.log.event(
+        "end",
+        step=loop.step,
+        ending=ending,
+        incidents=case.incidents,
+        rollbacks=loop.journal.state.rollbacks,
+        last_good=case.last_good,
+        untold_alarms=loop.monitor.unlogged_alarms or None,
+    )
+
+
+def _why(error: BaseException | None) -> str:
+    if isinstance(error, Terminated):
+        return f"signal {error.number}"
+    if isinstance(error, RunStopped):
+        return error.why
+    return ""

@@ -1,0 +1,183 @@
+"""When a run saves, and what follows from NaN or Inf that a save has found."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from healcore.core.verdict import Action, Cause, names
+from healcore.runtime.checkpoints.manager import CheckpointManager
+from healcore.runtime.driver import Driver
+from healcore.runtime.host_policy import HostPolicy
+from healcore.runtime.incidents.monitor import ActionRequest, IncidentMonitor
+from healcore.runtime.ledger import Ledger
+from healcore.runtime.rollback.manager import RollbackManager
+from healcore.runtime.run_log import RunLog
+from healcore.runtime.store.ranks import Ranks
+
+_ACTIONS = {"alert": Action.ALERT, "rollback": Action.ROLLBACK, "stop": Action.STOP}
+
+
+@dataclass(eq=False, kw_only=True)
+class SaveSchedule:
+    """When a run saves: regularly, at its start and at its end."""
+
+    driver: Driver
+    checkpoints: CheckpointManager
+    rollbacks: RollbackManager
+    ledger: Ledger
+    observes: bool
+    """The policy only observes."""
+    log: RunLog
+
+    def __post_init__(self) -> None:
+        self._steps = 0
+        """Steps since the last call of `due`; a dispatch may have several."""
+        self._overdue = 0
+        """Step at which a save became due that has not been taken yet; 0: none."""
+        self._saved = -1
+        """Step of the last checkpoint, or that the run started or resumed from."""
+
+    def count(self, steps: int) -> None:
+        """Counts steps; a negative number corrects an earlier count."""
+        self._steps += steps
+
+    def reset(self, step: int) -> None:
+        """The state is that of the checkpoint of `step`, or the initial one."""
+        self._saved, self._overdue, self._steps = step, 0, 0
+
+    def due(self, step: int) -> bool:
+        """Whether a save is due and possible; called once per dispatch."""
+        steps, self._steps = self._steps, 0
+        if self.checkpoints.due(step, steps):
+            self._overdue = self._overdue or step
+        return bool(self._overdue) and self.alarm_free(step) and self.driver.may_save()
+
+    def alarm_free(self, step: int) -> bool:
+        """Whether the last steps had no alarm, which may be the first of an incident.
+
+        A save is delayed by at most one interval: a run with an alarm now and then has an incident
+        open most of the time. A checkpoint from after an onset does no harm, since a rollback
+        quarantines it.
+        """
+        unhealthy = self.ledger.unhealthy
+        alarmed = bool(unhealthy) and unhealthy[-1] >= step - 2
+        late = step - self._overdue >= self.checkpoints.every
+        return not alarmed or late or self.observes
+
+    def save(self, step: int, why: str) -> None:
+        """Saves a checkpoint of this step."""
+        self._overdue, self._saved = 0, step
+        self.checkpoints.save(step, *self.rollbacks.contents(step), why)
+        if self.rollbacks.journal_outdated:
+            self.rollbacks.write_journal(step)
+
+    def save_last(self, step: int) -> None:
+        """Saves a checkpoint of the last step, if the last one is older."""
+        if step == self._saved and not self.checkpoints.in_memory_only(step):
+            return
+        if self.driver.may_save():
+            self.save(step, "last")
+            return
+        self.log.problem(
+            step, f"the run ends within an accumulation: the last checkpoint is {self._saved}"
+        )
+
+
+class _NonfiniteRollback(NamedTuple):
+    """A rollback for NaN or Inf in the state."""
+
+    onset: int
+    arrays: tuple[str, ...]
+
+
+@dataclass(eq=False, kw_only=True)
+class StateCheck:
+    """NaN or Inf that a save has found in the state: what the policy does about it.
+
+    Moments, or statistics that the forward pass writes, may be damaged while loss and gradients
+    look healthy. No detector sees that, and every checkpoint from then on is bad. The check runs
+    before the next save, however far the disk is behind, so that the result depends on the steps
+    alone.
+    """
+
+    policy: HostPolicy
+    driver: Driver
+    checkpoints: CheckpointManager
+    monitor: IncidentMonitor
+    ranks: Ranks
+    log: RunLog
+
+    def __post_init__(self) -> None:
+        self._known: set[int] = set()
+        self._rollbacks: list[_NonfiniteRollback] = []
+
+    def check(self, step: int) -> ActionRequest | None:
+        """What to do about the saves so far; None: nothing, or nothing new. Collective."""
+        found = self.checkpoints.nonfinite_checkpoints()
+        new = found.keys() - self._known
+        self._known |= found.keys()
+        policy = self.policy
+        if not new or (policy.observes and len(found) > len(new)):
+            return None  # an observing policy reports the first bad save only
+        request = self._request(found, step, _ACTIONS[policy.nonfinite_state])
+        serious = request.action & (Action.ROLLBACK | Action.STOP)
+        if serious and self._harmless(request):
+            self.log.problem(
+                step,
+                f"{', '.join(request.arrays[:3])} became NaN or Inf again after a rollback, "
+                "without any alarm and with finite weights: the run continues. If this is "
+                "expected, name them in nonfinite_ok; otherwise no checkpoint becomes known-good",
+            )
+            return None
+        self.log.event(
+            "order",
+            step=step,
+            cause=names(request.cause),
+            action=names(request.action),
+            why=f"checkpoint {min(found)} has NaN or Inf in {', '.join(request.arrays[:10])}",
+            observed=policy.observes,
+        )
+        return None if policy.observes or not serious else request
+
+    def on_rollback(self, request: ActionRequest | None) -> None:
+        """After a rollback, which quarantines newer checkpoints; `request`: it was `check`'s."""
+        self._known.clear()
+        if request is not None:
+            self._rollbacks.append(_NonfiniteRollback(request.onset, request.arrays))
+
+    def _request(
+        self, found: Mapping[int, tuple[str, ...]], step: int, action: Action
+    ) -> ActionRequest:
+        first = min(found)
+        since = self.checkpoints.catalog.newest_finite_before(first)
+        bad = self._unhealthy(since, first) or list(range(since, first))
+        return ActionRequest(
+            action=action,
+            depth=1,
+            onset=max(first - 1, 0),  # the state after that step is bad
+            since=since,
+            index=step - 1,
+            cause=Cause(0),
+            bad=self.monitor.batches_of(bad),
+            overridden=True,
+            loss=float("nan"),
+            arrays=found[first],
+        )
+
+    def _unhealthy(self, since: int, until: int) -> list[int]:
+        steps = self.monitor.ledger.unhealthy
+        return steps[bisect.bisect_left(steps, since) : bisect.bisect_left(steps, until)]
+
+    def _harmless(self, request: ActionRequest) -> bool:
+        """Whether a rollback has been tried, and only these arrays are not finite."""
+        region = self.policy.region
+        again = any(
+            abs(request.onset - past.onset) < region and {*request.arrays} <= {*past.arrays}
+            for past in self._rollbacks
+        )
+        healthy = not self._unhealthy(request.since, request.index + 1)
+        finite = all(self.ranks.gather(self.driver.finite()))
+        return again and healthy and finite

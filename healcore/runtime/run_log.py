@@ -1,0 +1,68 @@
+"""What a run reports: events in its file, and lines on the console."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+from healcore.runtime.events import Log
+
+_console = logging.getLogger("healcore")
+
+
+class RunLog:
+    """Events, and lines on the logger `healcore` at INFO and WARNING.
+
+    The lines are per incident and rollback, not per alarm. If the program's logging is set up to
+    show these levels, it shows the lines. Otherwise they go to standard error while the run lasts:
+    most programs set up no logging, and libraries that do (absl is one) show warnings only.
+
+    Args:
+        events: the file of events.
+        console: whether to log lines; only one of several ranks does.
+    """
+
+    def __init__(self, events: Log, *, console: bool) -> None:
+        self.events = events
+        self._enabled = console
+        self._handler: logging.Handler | None = None
+        self._before = (_console.level, _console.propagate)
+
+    def event(self, kind: str, *, step: int | None, **fields: Any) -> None:
+        """Writes an event, see `Log.write`."""
+        self.events.write(kind, step=step, **fields)
+
+    def problem(self, step: int | None, problem: str) -> None:
+        """Writes an event, and logs a warning."""
+        self.event("problem", step=step, problem=problem)
+        self.warning(problem)
+
+    def info(self, line: str) -> None:
+        """Logs at INFO."""
+        if self._enabled:
+            _console.info("%s", line)
+
+    def warning(self, line: str) -> None:
+        """Logs at WARNING."""
+        if self._enabled:
+            _console.warning("%s", line)
+
+    def attach_console(self) -> None:
+        """Adds a handler if nothing else would show the lines."""
+        shown = _console.hasHandlers() and _console.isEnabledFor(logging.INFO)
+        if self._enabled and not shown:
+            self._handler = logging.StreamHandler(sys.stderr)
+            self._handler.setFormatter(logging.Formatter("healcore: %(message)s"))
+            _console.addHandler(self._handler)
+            self._before = (_console.level, _console.propagate)
+            _console.setLevel(logging.INFO)
+            _console.propagate = False
+
+    def detach_console(self) -> None:
+        """Restores the logger."""
+        if self._handler is not None:
+            _console.removeHandler(self._handler)
+            level, _console.propagate = self._before
+            _console.setLevel(level)
+            self._handler = None

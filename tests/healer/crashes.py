@@ -1,0 +1,49 @@
+"""A process that is killed at a call, within one process: for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+class Crash(BaseException):
+    """Nobody catches it, and nothing is tidied up behind it: see `crashing`."""
+
+
+def quiet_end(run: Any, error: BaseException | None) -> None:
+    run.checkpoints.wait()
+    run.termination.stop()
+    run.driver.close()
+    run.release()
+    run.log.detach_console()
+    assert error is None or isinstance(error, Crash)
+
+
+def crash(
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    name: str,
+    when: Callable[..., bool],
+    run: Callable[[], Any],
+    *,
+    after: bool = False,
+) -> None:
+    """Runs something up to a call, and no further: as if the process were killed there."""
+    function = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        now = when(*args, **kwargs)
+        if now and not after:
+            raise Crash
+        result = function(*args, **kwargs)
+        if now:
+            raise Crash
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, call)
+        patch.setattr("healcore.runtime.healer.close", lambda run, error: quiet_end(run, error))
+        with pytest.raises(Crash):
+            run()

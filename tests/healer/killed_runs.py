@@ -1,0 +1,116 @@
+"""Healed runs that kill themselves: `python -m tests.healer.killed_runs SCENARIO ARGUMENTS...`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from healcore import policy as policies
+from healcore.runtime.store import tiered
+from tests.healer.loops import RULES, Faults, loop_of, rules, train
+
+
+def killed(scenario: Callable[..., None], *arguments: object) -> None:
+    """Runs a function of this file in a process of its own, until it kills itself."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.healer.killed_runs", scenario.__name__, *map(str, arguments)],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == -9, done.stderr
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def at_step(folder: str, step: str) -> None:
+    """Killed at a step, with every checkpoint on disk."""
+
+    def before(healer: Any, number: int) -> None:
+        if healer.step == int(step):
+            healer.store.wait()
+            die()
+
+    train(loop_of("torch"), rules(), range(40), store=Path(folder), before=before)
+
+
+def after_rollback(folder: str, bad: str) -> None:
+    """Goes back because of a bad batch, and is killed at its next step."""
+
+    def before(healer: Any, number: int) -> None:
+        if healer.rollbacks:
+            die()
+
+    loop = loop_of("torch", Faults(always=[int(bad)]))
+    train(loop, rules(), range(40), store=Path(folder), before=before)
+
+
+def with_nothing_on_disk(folder: str) -> None:
+    """The disk takes no checkpoint; killed in a rollback to the snapshot in memory."""
+
+    def full(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    tiered.TieredStore._to_disk = full  # type: ignore[method-assign]
+    tiered.TieredStore.restore = lambda *args, **kwargs: die()  # type: ignore[method-assign]
+    loop = loop_of("torch", Faults(always=[3]))
+    train(loop, rules(), range(40), store=Path(folder))
+
+
+# -- a poisoned model -----------------------------------------------------------------------------
+
+
+def poisoned(framework: str, folder: str) -> None:
+    """Poisoned at step 8, saved at step 10, killed at step 11."""
+    policy = never_known_good()
+    loop = loop_of(framework, policy=policy)
+
+    def before(healer: Any, number: int) -> None:
+        if number == 8:
+            loop.state = healer.state
+            poison(loop)
+            healer.update(loop.state) if framework == "jax" else None
+        if number == 11:
+            healer.store.wait()
+            die()
+
+    train(loop, policy, range(30), store=Path(folder), before=before)
+
+
+def never_known_good() -> Any:
+    """A policy under which no checkpoint of a short run becomes known-good."""
+    text = RULES.format(cut="", skip_batches=0, recoveries=3)
+    return policies.loads(text.replace("probation = 4", "probation = 1000"))
+
+
+def poison(loop: Any) -> None:
+    """Makes the weights large, and finite: no loss shows it yet."""
+    if loop.framework == "torch":
+        loop.model[0].bias.data += 1e8
+    else:
+        params = loop.state["params"]
+        loop.state = {**loop.state, "params": {**params, "b1": params["b1"] + 1e8}}
+
+
+def is_poisoned(loop: Any) -> bool:
+    if loop.framework == "torch":
+        return float(loop.model[0].bias.detach().max()) > 1e6
+    return float(loop.state["params"]["b1"].max()) > 1e6
+
+
+def show_poison(loop: Any, number: int) -> None:
+    """From batch 12 on the loss of a poisoned model is NaN."""
+    loop.faults.always = frozenset([number] if number >= 12 and is_poisoned(loop) else [])
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])
