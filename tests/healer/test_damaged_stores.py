@@ -14,7 +14,7 @@ from healcore.torch.store import DCPStore
 from tests.healer import killed_runs
 from tests.healer.loops import Faults, loop_of, rules, train
 from tests.healer.run_directory import events
-from tests.store.test_damage import flip
+from tests.runtime.store.disks import flip
 
 
 @pytest.fixture(scope="module")

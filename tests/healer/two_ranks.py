@@ -20,7 +20,7 @@ from healcore.core.verdict import Action
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.store import Keep
-from healcore.runtime.store.memory import MemoryStore
+from healcore.runtime.store.memory import SnapshotStore
 from healcore.runtime.store.tiered import TieredStore
 from healcore.torch.store import MemoryStore as TorchMemoryStore
 from tests.healer.loops import Faults, rules
@@ -51,7 +51,7 @@ def rots(healer: Healer, number: int) -> None:
     if number == BAD:
         store = healer.store
         memory = store.memory if isinstance(store, TieredStore) else store
-        assert isinstance(memory, MemoryStore)
+        assert isinstance(memory, SnapshotStore)
         for saved in memory.steps():
             if saved.step >= 15:
                 next(iter(memory._slot(saved.step).snapshot.blocks())).raw[0] ^= 1

@@ -19,12 +19,12 @@ from healcore.runtime.store.tiered import TieredStore
 __all__ = ["Keep", "MemoryStore", "OrbaxStore", "TieredStore"]
 
 
-class MemoryStore(memory.MemoryStore):
+class MemoryStore(memory.SnapshotStore):
     """Snapshots of a JAX state in host memory, pinned where the state is on an accelerator.
 
     Args:
         keep: how many snapshots of each kind stay. One more is being taken at times.
-        nonfinite_ok: patterns of array names (`params.*.mask`) where NaN and Inf are meant.
+        nonfinite_ok: patterns of array names (`params.*.mask`) where NaN and Inf are allowed.
     """
 
     def __init__(self, keep: Keep = memory.SMALL, *, nonfinite_ok: Collection[str] = ()) -> None:

@@ -20,14 +20,6 @@ Index = tuple[tuple[int, int], ...]
 """The place of a part in its array: (start, stop) per axis."""
 
 
-class Part(NamedTuple):
-    """One distinct part of an array on this process."""
-
-    index: Index
-    data: Any
-    """A jax.Array on one device, or a NumPy array."""
-
-
 class HostArray(NamedTuple):
     """One array in host memory."""
 
@@ -45,7 +37,7 @@ class HostArray(NamedTuple):
         """The parts, once they have arrived."""
         if self.pinned is None:
             return self.parts
-        return {part.index: np.asarray(part.data) for part in parts(self.pinned)}
+        return {index: np.asarray(data) for index, data in parts(self.pinned)}
 
     def array(self) -> Any:
         """The array in the snapshot's own memory, sharded as it was; NumPy where it was NumPy."""
@@ -69,7 +61,7 @@ class JaxSnapshot:
         """Host memory held."""
         size = self.arena.nbytes if self.arena else 0
         pinned = [each.pinned for each in self.entries.values() if each.pinned is not None]
-        return size + sum(part.data.nbytes for array in pinned for part in parts(array))
+        return size + sum(data.nbytes for array in pinned for _, data in parts(array))
 
     def settle(self) -> None:
         """Waits for copies off an accelerator."""
@@ -106,7 +98,7 @@ class JaxCopier(Copier):
         flat = flatten(state)
         sent = self._sent(flat)
         rest = {
-            name: [(part.index, np.asarray(part.data)) for part in parts(leaf)]
+            name: [(index, np.asarray(data)) for index, data in parts(leaf)]
             for name, leaf in flat.leaves.items()
             if name not in sent
         }
@@ -127,7 +119,7 @@ class JaxCopier(Copier):
         flat = flatten(state)
         entries = {}
         for name, leaf in flat.leaves.items():
-            known = {part.index: np.asarray(part.data) for part in parts(leaf)}
+            known = {index: np.asarray(data) for index, data in parts(leaf)}
             entries[name] = _entry(name, leaf, known, None)
         return JaxSnapshot(flat._replace(leaves={}), entries, None)
 
@@ -216,7 +208,7 @@ def _whole(entry: HostArray, fresh: dict[Index, np.ndarray]) -> np.ndarray:
         filled += data.size
     if filled != result.size:
         raise ValueError(
-            f"{entry.name} lies on several processes and is wanted in another sharding: "
+            f"{entry.name} is on several processes and would need another sharding: "
             "restore it into the sharding it was saved from"
         )
     return result
@@ -241,17 +233,17 @@ def _on_cpu(array: jax.Array) -> bool:
     return next(iter(array.devices())).platform == "cpu"
 
 
-def parts(array: Any) -> Iterator[Part]:
-    """The distinct parts that this process has: one of several replicas."""
+def parts(array: Any) -> Iterator[tuple[Index, Any]]:
+    """The distinct parts that this process has: one of several replicas. NumPy's are whole."""
     if not isinstance(array, jax.Array):
-        yield Part(_index(tuple(slice(None) for _ in array.shape), array.shape), array)
+        yield tuple((0, size) for size in array.shape), array
         return
     seen = set()
     for shard in array.addressable_shards:
         index = _index(shard.index, array.shape)
         if index not in seen:
             seen.add(index)
-            yield Part(index, shard.data)
+            yield index, shard.data
 
 
 def as_array(

@@ -34,7 +34,7 @@ class OrbaxStore(DirectoryStore):
 
     Args:
         root: directory of this run's checkpoints.
-        nonfinite_ok: patterns of array names (`params.*.mask`) where NaN and Inf are meant.
+        nonfinite_ok: patterns of array names (`params.*.mask`) where NaN and Inf are allowed.
         compress: let Orbax compress (its default). Trained weights shrink by some 8 %, and saving
             takes two to three times as long: turn it off where disks are large.
 

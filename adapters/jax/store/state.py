@@ -19,7 +19,7 @@ def flatten(state: Mapping[str, Any], *, shapes: bool = False) -> Flat:
 
     Args:
         state: name -> pytree, or object with `state_dict`.
-        shapes: jax.ShapeDtypeStruct may stand for an array.
+        shapes: jax.ShapeDtypeStruct may replace an array.
 
     Raises:
         UnsavableState: something in it cannot be saved.

@@ -21,12 +21,12 @@ from healcore.torch.store.state import apply
 __all__ = ["DCPStore", "Keep", "MemoryStore", "TieredStore", "apply"]
 
 
-class MemoryStore(memory.MemoryStore):
+class MemoryStore(memory.SnapshotStore):
     """Snapshots of a torch state in host memory, pinned where the state is on CUDA.
 
     Args:
         keep: how many snapshots of each kind stay. One more is being taken at times.
-        nonfinite_ok: patterns of array names (`model.*.mask`) where NaN and Inf are meant.
+        nonfinite_ok: patterns of array names (`model.*.mask`) where NaN and Inf are allowed.
         trust: also take objects that have no plain form. The rule is that of `DCPStore`, so that
             what memory takes can be written to disk behind it.
     """

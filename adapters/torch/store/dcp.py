@@ -50,7 +50,7 @@ class DCPStore(DirectoryStore):
 
     Args:
         root: directory of this run's checkpoints; the same for all ranks.
-        nonfinite_ok: patterns of array names (`model.*.mask`) where NaN and Inf are meant.
+        nonfinite_ok: patterns of array names (`model.*.mask`) where NaN and Inf are allowed.
         process_group: a gloo group for the store alone; by default a new one, if the program has
             several ranks. Every rank makes the store.
         trust: pickle objects that have no plain form, and read what was pickled, DCP's own index
@@ -104,14 +104,14 @@ class DCPStore(DirectoryStore):
     ) -> dict[str, Tensor]:
         nodes = structure.nodes_of(entries)
         reader = self._reader(found, entries, nodes)
-        spread = {
+        sharded = {
             name: (p.to_local(), p._spec)  # type: ignore[attr-defined,operator]
             for name, p in _moments_of_dtensors(entries, like).items()
         }
         for leaf in live.leaves.values():
-            if leaf.spread is not None:
-                spread[leaf.name] = (leaf.tensor, leaf.spread)
-        targets = {name: _target(node, spread) for name, node in nodes.items()}
+            if leaf.spec is not None:
+                sharded[leaf.name] = (leaf.tensor, leaf.spec)
+        targets = {name: _target(node, sharded) for name, node in nodes.items()}
         if any(self._ranks.gather(bool(targets))):
             load(
                 targets,
@@ -188,19 +188,19 @@ def _stored(node: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
     return "uint8", (np.dtype(node["dtype"]).itemsize * math.prod(shape),)
 
 
-def _target(node: Mapping[str, Any], spread: Mapping[str, tuple[Tensor, Any]]) -> Tensor:
+def _target(node: Mapping[str, Any], sharded: Mapping[str, tuple[Tensor, Any]]) -> Tensor:
     """Fresh memory for an array to be read into: a DTensor where the live state has one.
 
     Args:
         node: of the array.
-        spread: name -> local part and spec, of arrays that are DTensors in the live state.
+        sharded: name -> local part and spec, of arrays that are DTensors in the live state.
     """
     shape = node["shape"]
     if node["kind"] != "tensor":
         size = np.dtype(node["dtype"]).itemsize * int(np.prod(shape, dtype=np.int64))
         return torch.from_numpy(aligned(size))
     dtype = DTYPES[node["dtype"]]
-    part, spec = spread.get(node["name"], (None, None))
+    part, spec = sharded.get(node["name"], (None, None))
     if part is not None and spec is not None and list(spec.shape) == shape:
         from torch.distributed.tensor import DTensor
 

@@ -217,7 +217,7 @@ def _check_place(
     if known is None or Path(place.file).name != place.file:
         raise _refused(data, f"{name:.200} would be read from {place.file!r:.200}")
     if not place.plain or place.offset + place.length > known.bytes or nbytes > place.length:
-        raise _refused(data, f"{name:.200} does not lie in {place.file} as DCP writes it")
+        raise _refused(data, f"{name:.200} is not in {place.file} as DCP writes it")
 
 
 def _refused(data: Path, why: str) -> Untrusted:

@@ -10,10 +10,9 @@ from healcore.runtime.store.errors import StoreError
 
 
 class GlooRanks:
-    """Exchanges over a gloo group of its own.
+    """Exchanges over its own gloo group.
 
-    Of its own, because saving exchanges from a background thread: on the group that training uses,
-    the two would get in each other's way.
+    Saving exchanges from a background thread, and would interfere with the training in its group.
 
     Args:
         group: a group with a CPU backend that nothing else uses; by default a new one of all ranks,

@@ -27,12 +27,12 @@ class HostTensor(NamedTuple):
     """uint8 (n,): its bytes, in memory order."""
     local: Tensor
     """The same memory as the tensor that was copied: shape, strides, dtype."""
-    spread: Any
+    spec: Any
 
     @property
     def tensor(self) -> Tensor:
         """The tensor, a DTensor where it was one."""
-        return self.local if self.spread is None else _dtensor(self.local, self.spread)
+        return self.local if self.spec is None else _dtensor(self.local, self.spec)
 
     @property
     def block(self) -> Block:
@@ -125,8 +125,8 @@ class TorchCopier(Copier):
         arrays = {}
         for each, raw in zip(saved, copy([each.block for each in saved]), strict=True):
             fresh = view(raw, each.local)
-            if each.spread is not None:
-                fresh = _dtensor(fresh.to(device_in(live, each.name)), each.spread)
+            if each.spec is not None:
+                fresh = _dtensor(fresh.to(device_in(live, each.name)), each.spec)
             arrays[each.name] = fresh
         return arrays
 
@@ -174,7 +174,7 @@ def _places(leaves: list[Leaf], arena: Arena, recycled: TorchSnapshot | None) ->
     """Memory for the copies. If the state is laid out as before, its memory is too."""
     old = recycled.entries if recycled is not None and recycled.arena is arena else []
     if len(old) == len(leaves) and all(map(_same_layout, leaves, old)):
-        return [entry._replace(spread=leaf.spread) for leaf, entry in zip(leaves, old, strict=True)]
+        return [entry._replace(spec=leaf.spec) for leaf, entry in zip(leaves, old, strict=True)]
     return [_place(leaf, arena) for leaf in leaves]
 
 
@@ -189,7 +189,7 @@ def _place(leaf: Leaf, arena: Arena) -> HostTensor:
     """A slice of something larger becomes dense, a layout stays."""
     raw = arena.deal(leaf.tensor.nbytes)
     local = view(raw, torch.empty_like(leaf.tensor, device="meta"))
-    return HostTensor(leaf.name, leaf.dtype, raw, local, leaf.spread)
+    return HostTensor(leaf.name, leaf.dtype, raw, local, leaf.spec)
 
 
 def _fill(leaf: Leaf, entry: HostTensor) -> None:
@@ -206,11 +206,11 @@ def _fill(leaf: Leaf, entry: HostTensor) -> None:
 def _borrowed(leaf: Leaf) -> HostTensor:
     local = leaf.tensor.cpu()
     raw = local.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return HostTensor(leaf.name, leaf.dtype, raw, local, leaf.spread)
+    return HostTensor(leaf.name, leaf.dtype, raw, local, leaf.spec)
 
 
-def _dtensor(local: Tensor, spread: Any) -> Tensor:
+def _dtensor(local: Tensor, spec: Any) -> Tensor:
     # Not DTensor.from_local: that moves the part to the mesh's device.
     from torch.distributed.tensor import DTensor
 
-    return DTensor(local, spread, requires_grad=False)
+    return DTensor(local, spec, requires_grad=False)

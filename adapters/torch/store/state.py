@@ -35,7 +35,7 @@ class Leaf(NamedTuple):
     """A plain tensor on any device: a DTensor's local part, a NumPy array's bytes."""
     dtype: str
     """As in the finite check: "bfloat16"."""
-    spread: Any = None
+    spec: Any = None
     """The DTensorSpec, if it is the local part of a DTensor."""
 
 
@@ -130,8 +130,8 @@ class _Flattening:
         return pickled_text(path, value)
 
     def _tensor(self, path: tuple[Any, ...], value: Tensor) -> dict[str, Any]:
-        spread = getattr(value, "_spec", None) if hasattr(value, "to_local") else None
-        local = value.to_local() if spread is not None else value  # type: ignore[attr-defined]
+        spec = getattr(value, "_spec", None) if hasattr(value, "to_local") else None
+        local = value.to_local() if spec is not None else value  # type: ignore[attr-defined]
         if is_traceable_wrapper_subclass(local):
             raise UnsavableState(
                 f"{structure.place(path)} is a DTensor of {type(local).__name__}, whose parts have "
@@ -154,7 +154,7 @@ class _Flattening:
             "shape": list(value.shape),
         }
         self._known[key] = node
-        self.leaves[node["name"]] = Leaf(node["name"], local, node["dtype"], spread)
+        self.leaves[node["name"]] = Leaf(node["name"], local, node["dtype"], spec)
         return node
 
     def _numpy(self, path: tuple[Any, ...], value: np.ndarray, scalar: bool) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from healcore.runtime import forking
 from healcore.runtime.store import CheckpointDamaged, CheckpointStore, NotThere, StoreError
 from healcore.runtime.store.background import Background
-from healcore.runtime.store.memory import MemoryStore
+from healcore.runtime.store.memory import SnapshotStore
 
 
 class VerifyResult(NamedTuple):
@@ -114,7 +114,7 @@ class BackgroundVerifier:
 def _remove_damaged(tier: Any, step: int, *, only_tier: bool) -> None:
     """Keeps a damaged copy from being restored; one in memory is dropped for the one on disk."""
     try:
-        if isinstance(tier, MemoryStore) and not only_tier:
+        if isinstance(tier, SnapshotStore) and not only_tier:
             tier.drop(step)
         else:
             tier.mark(step, "quarantined")

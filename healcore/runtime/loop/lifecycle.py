@@ -26,7 +26,7 @@ from healcore.runtime.rollback.journal import (
     refuse_if_lost,
 )
 from healcore.runtime.store import NoGoodCheckpoint, Saved, StoreError
-from healcore.runtime.store.memory import MemoryStore
+from healcore.runtime.store.memory import SnapshotStore
 from healcore.runtime.store.ranks import agreed
 
 
@@ -276,7 +276,7 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
 
 def _last_state_lost(loop: Loop, saved: bool) -> bool:
     """Whether the save of the last state has failed, at once or in the background."""
-    if isinstance(loop.checkpoints.store, MemoryStore):
+    if isinstance(loop.checkpoints.store, SnapshotStore):
         return False  # its checkpoints end with the process in any case
     return loop.step in loop.checkpoints.unsaved or not saved
 

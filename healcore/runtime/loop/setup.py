@@ -33,7 +33,7 @@ from healcore.runtime.rollback.manager import RollbackManager
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import CheckpointStore, Keep, Saved, StoreError
 from healcore.runtime.store.claim import Claim, claim, open_to_others
-from healcore.runtime.store.memory import MemoryStore
+from healcore.runtime.store.memory import SnapshotStore
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_first
 from healcore.runtime.store.snapshot import fits
 
@@ -296,7 +296,7 @@ def _fitting(store: Any, driver: Driver, ranks: Ranks) -> CheckpointStore:
     Raises:
         StoreError: there is no other tier.
     """
-    memory: MemoryStore = getattr(store, "memory", store)
+    memory: SnapshotStore = getattr(store, "memory", store)
     copies, nbytes = memory.keep.most + 1 + (memory is not store), driver.state_bytes()
     # As if all ranks were on this machine: a slow rollback is better than an OOM kill.
     fit = all(ranks.gather(fits(copies, nbytes, ranks.world)))

@@ -58,7 +58,6 @@ class StoreInUse(StoreError):
         self.process = process
 
     def __str__(self) -> str:
-        """The other run, and what to do."""
         if self.process is None:
             who = f"a process that {LOCK} does not name"
         elif self.process == current_process():

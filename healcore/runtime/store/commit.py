@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import healcore
 from healcore.runtime.store import files, inspection, manifest
 from healcore.runtime.store.errors import SaveFailed
 from healcore.runtime.store.inspection import Digest
@@ -36,7 +37,7 @@ class Written(NamedTuple):
     are read again."""
     arrays: int
     nonfinite: tuple[str, ...]
-    """Names of arrays with NaN or Inf, meant or not."""
+    """Names of arrays with NaN or Inf, allowed or not."""
 
 
 class Item(NamedTuple):
@@ -60,7 +61,7 @@ def commit(
         write: writes state and data below the directory it is given, on every rank.
 
     Returns:
-        Names of the arrays with NaN or Inf, meant or not.
+        Names of the arrays with NaN or Inf, allowed or not.
 
     Raises:
         SaveFailed: on every rank, whichever failed.
@@ -170,15 +171,18 @@ def _complete(root: Path, folder: Path, item: Item, parts: Sequence[Written]) ->
     known = {path: found for part in parts for path, found in part.digests.items()}
     known.update(_synced(folder, [path for path in paths if path not in known]))
     earlier = manifest.complete(root).get(item.step, [])
-    record = manifest.new(
+    bad = united(part.nonfinite for part in parts)
+    record = manifest.Manifest(
         step=item.step,
         created=item.created,
         save=1 + max((each.manifest.save for each in earlier), default=0),
+        writer=f"healcore {healcore.__version__}",
         format=item.format,
         files={path: known[path] for path in paths},
         arrays=max(part.arrays for part in parts),
-        nonfinite=united(part.nonfinite for part in parts),
+        nonfinite=bad[: manifest.NAMES_KEPT],
         healing=item.healing is not None,
+        unnamed=max(0, len(bad) - manifest.NAMES_KEPT),
     )
     resized = manifest.missing_or_resized(folder, record)
     if resized is not None:

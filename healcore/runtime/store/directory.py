@@ -70,7 +70,7 @@ class DirectoryStore(ABC):
     Args:
         root: directory of this run's checkpoints and of nothing else; created if necessary.
         copier: the framework's.
-        nonfinite_ok: patterns of array names (`model.*.mask`) where NaN and Inf are meant.
+        nonfinite_ok: patterns of array names (`model.*.mask`) where NaN and Inf are allowed.
         ranks: the processes that save together, into a directory that all of them see. They call
             every method together, except `steps` and `problems`.
 
@@ -92,7 +92,7 @@ class DirectoryStore(ABC):
         # Absolute: the program may change its working directory.
         self.root = Path(root).absolute()
         self.nonfinite_ok = tuple(nonfinite_ok)
-        """Patterns of array names where NaN and Inf are meant. May be changed at any time."""
+        """Patterns of array names where NaN and Inf are allowed. May be changed at any time."""
         self._copier = copier
         self._spare: Any | None = None
         self._ranks: Ranks = ranks or Alone()
@@ -199,7 +199,7 @@ class DirectoryStore(ABC):
             raise NotFinite(step, saved.nonfinite)
 
         def action() -> None:
-            # Before it too: a crash may have left two saves of this step, and one is meant.
+            # Before it too: a crash may have left two saves of this step, and only one counts.
             commit.clear_superseded(self.root)
             manifest.write_status(found.folder, status)
             commit.clear_superseded(self.root)
@@ -239,7 +239,7 @@ class DirectoryStore(ABC):
         ]
 
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of the arrays in a state that hold NaN or Inf, meant or not; saves nothing.
+        """Names of the arrays in a state that hold NaN or Inf, allowed or not; saves nothing.
 
         Raises:
             UnsavableState: there is something in the state that cannot be saved.
@@ -267,7 +267,7 @@ class DirectoryStore(ABC):
         return self._behind.pending(self._written)
 
     def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Saves with NaN or Inf where it is not meant, and the arrays; since the last call.
+        """Saves with NaN or Inf where it is not allowed, and the arrays; since the last call.
 
         Of those that are written; it does not wait.
         """
@@ -330,7 +330,7 @@ class DirectoryStore(ABC):
                 )
             finally:
                 self._release(captured)
-            bad = inspection.unmeant(bad, self.nonfinite_ok)
+            bad = inspection.disallowed(bad, self.nonfinite_ok)
             if bad:
                 self._nonfinite.append((step, bad))
 

@@ -29,7 +29,6 @@ class CheckpointDamaged(StoreError):
         self.difference = difference
 
     def __str__(self) -> str:
-        """Where, what, and what to do."""
         return (
             f"the checkpoint of step {self.step} is damaged: {self.file} {self.difference} "
             f"(in {self.path}); nothing was restored, use an older one"
@@ -46,7 +45,6 @@ class NotThere(StoreError):
         self.where = where
 
     def __str__(self) -> str:
-        """The step, and those that are there."""
         newest = ", ".join(str(step) for step in self.there[-5:]) or "none"
         more = "..., " if len(self.there) > 5 else ""
         return f"no complete checkpoint of step {self.step} in {self.where}; there: {more}{newest}"
@@ -64,7 +62,6 @@ class LastGoodKept(StoreError):
         self.step = step
 
     def __str__(self) -> str:
-        """The rule and what to do instead."""
         return (
             f"step {self.step} is the last known-good checkpoint and stays: mark a newer one good "
             "first, or remove its directory by hand"
@@ -80,12 +77,11 @@ class NotFinite(StoreError):
         self.names = tuple(names)
 
     def __str__(self) -> str:
-        """Which arrays, and what to do where they are meant to be so."""
         shown = ", ".join(self.names[:5]) or "its arrays"
         more = f" and {len(self.names) - 5} more" if len(self.names) > 5 else ""
         return (
             f"step {self.step} holds NaN or Inf in {shown}{more} and "
-            "cannot be known-good; where that is meant (a mask of -inf), name the array in the "
+            "cannot be known-good; where that is intended (a mask of -inf), name the array in the "
             "store's `nonfinite_ok`"
         )
 
@@ -105,7 +101,6 @@ class SaveFailed(StoreError):
         self.hint = hint
 
     def __str__(self) -> str:
-        """When it failed, and the error."""
         what = f"{type(self.error).__name__}: {self.error}"
         hint = f"; {self.hint}" if self.hint else ""
         return f"step {self.step} was not saved, {self.doing}: {what}{hint}"
@@ -120,7 +115,6 @@ class StateMismatch(StoreError):
         self.differences = tuple(differences)
 
     def __str__(self) -> str:
-        """The first few differences."""
         shown = "; ".join(self.differences[:3])
         more = f"; and {len(self.differences) - 3} more" if len(self.differences) > 3 else ""
         which = "the saved state" if self.step is None else f"the checkpoint of step {self.step}"

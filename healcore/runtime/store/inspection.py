@@ -46,7 +46,7 @@ class Inspection(NamedTuple):
     digests: dict[str, str]
     """Key of a block -> xxh3, 128 bits, hexadecimal."""
     nonfinite: tuple[str, ...]
-    """All arrays with NaN or Inf, meant or not."""
+    """All arrays with NaN or Inf, allowed or not."""
 
 
 # -- files ------------------------------------------------------------------------------------
@@ -163,12 +163,12 @@ def checked_copies(
     return copies
 
 
-def unmeant(names: Iterable[str], nonfinite_ok: Collection[str]) -> tuple[str, ...]:
-    """Those of some arrays with NaN or Inf where that is not meant.
+def disallowed(names: Iterable[str], nonfinite_ok: Collection[str]) -> tuple[str, ...]:
+    """Those of some arrays with NaN or Inf where it is not allowed.
 
     Args:
         names: of the arrays.
-        nonfinite_ok: names, or patterns of names (`model.*.mask`), where it is meant.
+        nonfinite_ok: names, or patterns of names (`model.*.mask`), where it is allowed.
     """
     return tuple(
         name

@@ -15,11 +15,10 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-import healcore
 from healcore.runtime.store import checksummed_json, files
 from healcore.runtime.store.checksummed_json import ChecksumError
 from healcore.runtime.store.errors import StoreError
-from healcore.runtime.store.inspection import Digest, file_digest, mapped, unmeant
+from healcore.runtime.store.inspection import Digest, disallowed, file_digest, mapped
 from healcore.runtime.store.protocol import STATUSES, Saved, Status
 
 SCHEMA = 1
@@ -33,7 +32,7 @@ DATA = "data"
 HEALER = "healcore."
 """Prefix of the files that a Healer keeps in the root about its run; no store touches them."""
 _STEP = re.compile(r"step-(\d{10,})\.[0-9a-f]{8}")
-_NAMES_KEPT = 1000
+NAMES_KEPT = 1000
 _ONCE_KEPT = 20
 """How many names older manifests, those without `unnamed`, kept."""
 
@@ -57,10 +56,10 @@ class Manifest(NamedTuple):
     """Relative path -> size and digest, of every file but the manifest and the status."""
     arrays: int
     nonfinite: tuple[str, ...]
-    """Names of arrays with NaN or Inf, meant or not; the first 1000 are kept."""
+    """Names of arrays with NaN or Inf, allowed or not; the first 1000 are kept."""
     healing: bool
     unnamed: int = 0
-    """How many more there are. No pattern can declare those as meant."""
+    """How many more there are. No pattern can allow those."""
 
     @property
     def bytes(self) -> int:
@@ -80,24 +79,6 @@ class Wrong(NamedTuple):
 
     file: str
     difference: str
-
-
-def new(
-    *,
-    step: int,
-    created: float,
-    save: int,
-    format: str,
-    files: Mapping[str, Digest],
-    arrays: int,
-    nonfinite: tuple[str, ...],
-    healing: bool,
-) -> Manifest:
-    """A manifest by this version of healcore."""
-    writer = f"healcore {healcore.__version__}"
-    kept = nonfinite[:_NAMES_KEPT]
-    unnamed = len(nonfinite) - len(kept)
-    return Manifest(step, created, save, writer, format, files, arrays, kept, healing, unnamed)
 
 
 def write(folder: Path, manifest: Manifest) -> None:
@@ -160,15 +141,18 @@ def missing_or_resized(folder: Path, manifest: Manifest) -> Wrong | None:
 
 
 def first_difference(found: Found, names: Iterable[str]) -> Wrong | None:
-    """Recomputes digests; the first file that is not what was written.
+    """The first of some files of a checkpoint that is not what was written."""
+    resized = missing_or_resized(found.folder, found.manifest)
+    return resized or next(iter(differences(found, names)), None)
+
+
+def differences(found: Found, names: Iterable[str]) -> list[Wrong]:
+    """Recomputes digests; the files of a checkpoint that are not what was written.
 
     Args:
-        found: the checkpoint.
+        found: the checkpoint, whose files have their sizes.
         names: which of its files.
     """
-    resized = missing_or_resized(found.folder, found.manifest)
-    if resized is not None:
-        return resized
 
     def wrong(name: str) -> Wrong | None:
         try:
@@ -180,7 +164,7 @@ def first_difference(found: Found, names: Iterable[str]) -> Wrong | None:
         return None
 
     results = mapped(wrong, list(names), found.manifest.bytes)
-    return next((each for each in results if each is not None), None)
+    return [each for each in results if each is not None]
 
 
 def saved(folder: Path, manifest: Manifest, nonfinite_ok: Collection[str]) -> Saved:
@@ -189,9 +173,9 @@ def saved(folder: Path, manifest: Manifest, nonfinite_ok: Collection[str]) -> Sa
     Args:
         folder: its directory.
         manifest: its manifest.
-        nonfinite_ok: patterns of array names where NaN and Inf are meant.
+        nonfinite_ok: patterns of array names where NaN and Inf are allowed.
     """
-    bad = unmeant(manifest.nonfinite, nonfinite_ok)
+    bad = disallowed(manifest.nonfinite, nonfinite_ok)
     return Saved(
         step=manifest.step,
         status=read_status(folder),

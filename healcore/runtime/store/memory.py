@@ -65,8 +65,8 @@ class Slot:
         return None if self.healing is None else json.loads(self.healing)
 
     def saved(self, nonfinite_ok: Collection[str]) -> Saved:
-        """As `steps` lists it, with patterns of array names where NaN and Inf are meant."""
-        bad = inspection.unmeant(self.found.nonfinite if self.found else (), nonfinite_ok)
+        """As `steps` lists it, with patterns of array names where NaN and Inf are allowed."""
+        bad = inspection.disallowed(self.found.nonfinite if self.found else (), nonfinite_ok)
         return Saved(
             step=self.step,
             status=self.status,
@@ -79,7 +79,7 @@ class Slot:
         )
 
 
-class MemoryStore:
+class SnapshotStore:
     """Snapshots in host memory, never more than `keep` allows.
 
     The memory of one snapshot that nobody needs any more is kept for the next.
@@ -87,7 +87,7 @@ class MemoryStore:
     Args:
         copier: the framework's.
         keep: how many snapshots of each kind stay. During a save there is one more.
-        nonfinite_ok: patterns of array names where NaN and Inf are meant.
+        nonfinite_ok: patterns of array names where NaN and Inf are allowed.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class MemoryStore:
     ) -> None:
         self.keep = keep.checked()
         self.nonfinite_ok = tuple(nonfinite_ok)
-        """Patterns of array names where NaN and Inf are meant. May be changed at any time."""
+        """Patterns of array names where NaN and Inf are allowed. May be changed at any time."""
         self._copier = copier
         self._slots: dict[int, Slot] = {}
         self._superseded: Slot | None = None
@@ -178,7 +178,7 @@ class MemoryStore:
     # -- beyond it ------------------------------------------------------------------------------
 
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of the arrays in a state that hold NaN or Inf, meant or not; saves nothing.
+        """Names of the arrays in a state that hold NaN or Inf, allowed or not; saves nothing.
 
         Raises:
             UnsavableState: there is something in the state that cannot be saved.
@@ -191,12 +191,12 @@ class MemoryStore:
             self._reclaim(snapshot)  # the first save goes into it
 
     def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Saves with NaN or Inf where it is not meant, and the arrays; since the last call."""
+        """Saves with NaN or Inf where it is not allowed, and the arrays; since the last call."""
         self._behind.join()
         found, self._nonfinite = self._nonfinite, []
         return found
 
-    def queues(self) -> list[tuple[MemoryStore, Background]]:
+    def queues(self) -> list[tuple[SnapshotStore, Background]]:
         """Itself, and the queue in which checkpoints are verified: after the saves before it."""
         return [(self, self._behind)]
 

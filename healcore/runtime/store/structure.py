@@ -39,6 +39,15 @@ _MAPPINGS: dict[str, Callable[[list[tuple[Any, Any]]], dict[Any, Any]]] = {
     "Counter": lambda items: Counter(dict(items)),
 }
 
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "ints": lambda content: np.frombuffer(base64.b64decode(content), "<i8").tolist(),
+    "float": float,
+    "bytes": base64.b64decode,
+    "complex": lambda content: complex(float(content[0]), float(content[1])),
+    "range": lambda content: range(*content),
+    "bytearray": lambda content: bytearray(base64.b64decode(content)),
+}
+
 
 class Flat(NamedTuple):
     """A whole state."""
@@ -228,23 +237,11 @@ def decode(node: Node, fetch: Fetch, like: Any = None) -> Any:
         if tag == "list":
             return parts
         return type(like)(*parts) if fits and hasattr(like, "_fields") else tuple(parts)
-    if tag == "ints":
-        return np.frombuffer(base64.b64decode(content), "<i8").tolist()
-    if tag == "float":
-        return float(content)
-    if tag == "bytes":
-        return base64.b64decode(content)
-    if tag == "complex":
-        return complex(float(content[0]), float(content[1]))
     if tag == "deque":
         return deque((decode(part, fetch) for part in content["parts"]), content["maxlen"])
     if tag in ("set", "frozenset"):
         return (set if tag == "set" else frozenset)(decode(part, fetch) for part in content)
-    if tag == "range":
-        return range(*content)
-    if tag == "bytearray":
-        return bytearray(base64.b64decode(content))
-    return fetch(tag, content)
+    return _DECODERS[tag](content) if tag in _DECODERS else fetch(tag, content)
 
 
 def _decode_dict(node: dict[str, Any], fetch: Fetch, like: Any) -> dict[Any, Any]:

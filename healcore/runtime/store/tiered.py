@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from healcore.runtime.store import protocol, ranks, retention
 from healcore.runtime.store.background import Background
@@ -17,20 +17,12 @@ from healcore.runtime.store.errors import (
     SaveFailed,
     StoreError,
 )
-from healcore.runtime.store.memory import MemoryStore, Slot
+from healcore.runtime.store.memory import Slot, SnapshotStore
 from healcore.runtime.store.protocol import Restored, Saved, Status
 from healcore.runtime.store.ranks import RankFailed, Ranks
 
 T = TypeVar("T")
-
-
-class Location(NamedTuple):
-    """Where a checkpoint is."""
-
-    in_memory: bool
-    """Whether it is in this rank's memory."""
-    tiers: list[MemoryStore | DirectoryStore]
-    """Those that have it on every rank, memory first."""
+Tier = SnapshotStore | DirectoryStore
 
 
 class TieredStore:
@@ -47,7 +39,7 @@ class TieredStore:
         disk_every: one of how many saves goes to disk; the first does.
     """
 
-    def __init__(self, memory: MemoryStore, disk: DirectoryStore, *, disk_every: int = 1) -> None:
+    def __init__(self, memory: SnapshotStore, disk: DirectoryStore, *, disk_every: int = 1) -> None:
         if isinstance(disk_every, bool) or not isinstance(disk_every, int) or disk_every < 1:
             raise StoreError(f"disk_every is a whole number >= 1, not {disk_every!r}")
         self.memory = memory
@@ -110,14 +102,14 @@ class TieredStore:
 
     def mark(self, step: int, status: Status) -> None:
         """Marks it wherever it is. An older save of the step on disk keeps its status."""
-        found = self._locate(step)
+        in_memory, tiers = self._locate(step)
 
         def mark_in_memory() -> None:
-            if found.in_memory:
+            if in_memory:
                 self.memory.mark(step, status)
 
         ranks.together(self._ranks, mark_in_memory)
-        if self.disk in found.tiers:
+        if self.disk in tiers:
             self.disk.mark(step, status)
 
     def delete(self, step: int) -> None:
@@ -126,14 +118,14 @@ class TieredStore:
         The last known-good one on disk stays there, whatever is in memory: a crash loses that. An
         older save of the step on disk is listed again when the one in memory has gone.
         """
-        found = self._locate(step)
+        in_memory, tiers = self._locate(step)
         last = [retention.is_last_good(each, step) for each in (self.steps(), self._on_disk())]
         last, last_on_disk = map(any, zip(*self._ranks.gather(last), strict=True))
         if last:
             raise LastGoodKept(step)
-        if found.in_memory:
+        if in_memory:
             self.memory.drop(step)
-        if self.disk in found.tiers and not last_on_disk:
+        if self.disk in tiers and not last_on_disk:
             self.disk.drop(step)
 
     def wait(self) -> None:
@@ -163,11 +155,11 @@ class TieredStore:
         return found
 
     def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Saves with NaN or Inf where it is not meant, and the arrays; since the last call."""
+        """Saves with NaN or Inf where it is not allowed, and the arrays; since the last call."""
         self.disk.nonfinite_found()  # memory has reported those already
         return self.memory.nonfinite_found()
 
-    def queues(self) -> list[tuple[MemoryStore | DirectoryStore, Background]]:
+    def queues(self) -> list[tuple[Tier, Background]]:
         """Both tiers, each with the queue in which its checkpoints are verified.
 
         Memory does not wait for the disk: its content, and what is known-good, depends on the steps
@@ -178,7 +170,7 @@ class TieredStore:
 
     @property
     def nonfinite_ok(self) -> tuple[str, ...]:
-        """Patterns of array names where NaN and Inf are meant. May be changed, for both."""
+        """Patterns of array names where NaN and Inf are allowed. May be changed, for both."""
         return tuple(dict.fromkeys((*self.memory.nonfinite_ok, *self.disk.nonfinite_ok)))
 
     @nonfinite_ok.setter
@@ -186,7 +178,7 @@ class TieredStore:
         self.memory.nonfinite_ok = self.disk.nonfinite_ok = tuple(patterns)
 
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of the arrays in a state that hold NaN or Inf, meant or not; saves nothing.
+        """Names of the arrays in a state that hold NaN or Inf, allowed or not; saves nothing.
 
         Raises:
             UnsavableState: there is something in the state that cannot be saved.
@@ -256,10 +248,12 @@ class TieredStore:
             self._trouble.append(error)
             return []
 
-    def _locate(self, step: int) -> Location:
-        """The stores that have the save that counts for a step.
+    def _locate(self, step: int) -> tuple[bool, list[Tier]]:
+        """Where the save that counts for a step is.
 
-        The same on every rank: what one of them has lost (a damaged snapshot) is not used by any.
+        Returns:
+            Whether it is in this rank's memory; and the stores that have it on every rank, memory
+            first: what one rank has lost (a damaged snapshot) is not used by any.
         """
         self._behind.join()
         near = next((saved for saved in self.memory.steps() if saved.step == step), None)
@@ -267,7 +261,7 @@ class TieredStore:
         one = far is not None and (near is None or _same(near, far))
         seen = self._ranks.gather((near is not None, far is not None, one))
         near_there, far_there, all_one = map(all, zip(*seen, strict=True))
-        tiers: list[MemoryStore | DirectoryStore] = []
+        tiers: list[Tier] = []
         if near_there:
             tiers.append(self.memory)
         if far_there and (all_one or not near_there):
@@ -275,11 +269,9 @@ class TieredStore:
         if not tiers:
             there = [saved.step for saved in self.steps()]
             raise NotThere(step, there, f"memory and {self.disk.root}")
-        return Location(near is not None, tiers)
+        return near is not None, tiers
 
-    def _each(
-        self, step: int, action: Callable[[MemoryStore | DirectoryStore], T], *, first: bool
-    ) -> T:
+    def _each(self, step: int, action: Callable[[Tier], T], *, first: bool) -> T:
         """Runs an action on the copies of a step; damaged ones are taken out.
 
         Raises:
@@ -287,7 +279,7 @@ class TieredStore:
         """
         results: list[T] = []
         damage: list[CheckpointDamaged] = []
-        for tier in self._locate(step).tiers:
+        for tier in self._locate(step)[1]:
             try:
                 results.append(self._together(tier, action))
             except CheckpointDamaged as error:
@@ -302,15 +294,15 @@ class TieredStore:
 
     def _together(
         self,
-        tier: MemoryStore | DirectoryStore,
-        action: Callable[[MemoryStore | DirectoryStore], T],
+        tier: Tier,
+        action: Callable[[Tier], T],
     ) -> T:
         """Runs an action on a tier; an error in the memory of one rank is an error on all.
 
         Of several errors all ranks raise one that is no damage, if there is one: after damage the
         next tier is tried, by all ranks or by none.
         """
-        if not isinstance(tier, MemoryStore):
+        if not isinstance(tier, SnapshotStore):
             return action(tier)
         results: list[T] = []
         failure = None
@@ -327,9 +319,9 @@ class TieredStore:
             raise min(failures, key=lambda each: isinstance(each, CheckpointDamaged))
         return results[0]
 
-    def _take_out(self, tier: MemoryStore | DirectoryStore, step: int) -> None:
+    def _take_out(self, tier: Tier, step: int) -> None:
         try:
-            if isinstance(tier, MemoryStore):
+            if isinstance(tier, SnapshotStore):
                 tier.drop(step)
             else:
                 tier.mark(step, "quarantined")

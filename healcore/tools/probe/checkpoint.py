@@ -96,7 +96,7 @@ def _probe_other(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     if not contents.arrays:
         raise NothingToProbe(f"{path} is a {contents.format} without arrays: nothing to look at")
     found = check_finite(contents)
-    bad = inspection.unmeant(found.nonfinite, inputs.nonfinite_ok)
+    bad = inspection.disallowed(found.nonfinite, inputs.nonfinite_ok)
     checks = []
     if found.unreadable:
         checks.append(Check("readable", ERROR, "; ".join(found.unreadable[:3])))
@@ -208,7 +208,7 @@ def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
 
 def _probed(found: Found, counts: bool, inputs: CheckpointInputs) -> ProbedCheckpoint:
     saved = manifest.saved(found.folder, found.manifest, inputs.nonfinite_ok)
-    damage = _damage(found)
+    damage = manifest.differences(found, sorted(found.manifest.files))
     if damage and not found.folder.exists():
         return ProbedCheckpoint(saved, (), counts, gone=True)
     if inputs.deep and not damage:
@@ -221,22 +221,6 @@ def _probed(found: Found, counts: bool, inputs: CheckpointInputs) -> ProbedCheck
         damage += [Wrong("data", problem) for problem in read.unreadable]
     pickled = () if damage else _pickled_parts(found.folder)
     return ProbedCheckpoint(saved, tuple(damage), counts, pickled=pickled)
-
-
-def _damage(found: Found) -> list[Wrong]:
-    """Every file that is not what was written; its size was compared already."""
-
-    def wrong(name: str) -> Wrong | None:
-        try:
-            now = inspection.file_digest(found.folder / name)
-        except OSError as error:
-            return Wrong(name, f"cannot be read ({error.strerror})")
-        if now != found.manifest.files[name]:
-            return Wrong(name, "is not what was written: its digest differs")
-        return None
-
-    compared = inspection.mapped(wrong, sorted(found.manifest.files), found.manifest.bytes)
-    return [each for each in compared if each is not None]
 
 
 def _pickled_parts(folder: Path) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from healcore.runtime.loop.termination import LastStateNotSaved, RunStopped
 from healcore.runtime.postmortem.postmortem import Postmortem, path_for
 from tests.healer.loops import Faults, loop_of, rules, train
 from tests.healer.run_directory import flip_a_bit
-from tests.store.disks import read_only
+from tests.runtime.store.disks import read_only
 
 EXPORTED = json.loads((Path(__file__).parents[3] / "docs" / "events.schema.json").read_text())
 VALIDATOR = jsonschema.Draft202012Validator(EXPORTED)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from healcore.tools.cli import app
 from healcore.torch.store import DCPStore
-from tests.store.worlds import DISKS
+from tests.runtime.store.store_cases import DISKS
 from tests.tools.probe.curves import falling, write
 from tests.tools.probe.networks import saved, trained
 from tests.tools.probe.test_checkpoint import filled

@@ -14,7 +14,7 @@ from healcore.runtime.store.claim import claim
 from healcore.tools.probe.checkpoint import probe_checkpoint
 from healcore.tools.probe.inputs import CheckpointInputs
 from healcore.tools.probe.result import NothingToProbe, ProbeError, ProbeResult
-from tests.store.worlds import DISKS, TIERS, World, over
+from tests.runtime.store.store_cases import DISKS, TIERS, StoreCase, over
 
 
 def probe(path: Path, **inputs: object) -> ProbeResult:
@@ -25,11 +25,11 @@ def verdicts(result: ProbeResult) -> dict[str, str]:
     return {check.name: check.verdict.value for check in result.checks}
 
 
-def filled(world: World, root: Path, *statuses: str) -> list[Path]:
+def filled(case: StoreCase, root: Path, *statuses: str) -> list[Path]:
     """A store with one checkpoint per status; their directories."""
-    store = world.make(root)
+    store = case.make(root)
     for step, status in enumerate(statuses, 1):
-        store.save(step, world.state(step), healing={"step": step})
+        store.save(step, case.state(step), healing={"step": step})
         store.wait()
         if status != "candidate":
             store.mark(step, status)
@@ -55,8 +55,8 @@ def flip(path: Path, bit: int) -> None:
 
 
 @over(*DISKS, *TIERS)
-def test_known_good_and_intact_passes(world, tmp_path):
-    filled(world, tmp_path, "good", "good", "candidate")
+def test_known_good_and_intact_passes(case, tmp_path):
+    filled(case, tmp_path, "good", "good", "candidate")
     result = probe(tmp_path)
     assert result.verdict.value == "PASS", result.checks
     assert result.facts["newest_good"] == 2
@@ -70,8 +70,8 @@ def test_known_good_and_intact_passes(world, tmp_path):
 
 
 @over(*DISKS)
-def test_a_flipped_bit_is_found_and_named_wherever_it_is(world, tmp_path):
-    _, newer = filled(world, tmp_path, "good", "good")
+def test_a_flipped_bit_is_found_and_named_wherever_it_is(case, tmp_path):
+    _, newer = filled(case, tmp_path, "good", "good")
     files = [path for path in newer.rglob("*") if path.is_file() and path.name != "status.json"]
     rng = random.Random(20261120)
     for path in files:
@@ -91,8 +91,8 @@ def test_a_flipped_bit_is_found_and_named_wherever_it_is(world, tmp_path):
 
 @over(*DISKS)
 @pytest.mark.parametrize("how", ["missing", "truncated", "emptied"])
-def test_a_file_that_is_not_whole(world, tmp_path, how):
-    _, newer = filled(world, tmp_path, "good", "good")
+def test_a_file_that_is_not_whole(case, tmp_path, how):
+    _, newer = filled(case, tmp_path, "good", "good")
     path = max(newer.rglob("*"), key=lambda each: each.stat().st_size if each.is_file() else -1)
     if how == "missing":
         path.unlink()
@@ -105,17 +105,17 @@ def test_a_file_that_is_not_whole(world, tmp_path, how):
 
 
 @over(DISKS[0])
-def test_damage_that_is_put_aside_already_only_warns(world, tmp_path):
-    first, _ = filled(world, tmp_path, "quarantined", "good")
+def test_damage_that_is_put_aside_already_only_warns(case, tmp_path):
+    first, _ = filled(case, tmp_path, "quarantined", "good")
     flip(first / "state.json", 100)
     result = probe(tmp_path)
     assert verdicts(result) == {"digests": "WARN", "finite": "PASS", "known_good": "PASS"}
 
 
 @over(*DISKS)
-def test_nan_is_told_and_is_not_known_good(world, tmp_path):
-    store = world.make(tmp_path)
-    store.save(1, world.with_nan())
+def test_nan_is_told_and_is_not_known_good(case, tmp_path):
+    store = case.make(tmp_path)
+    store.save(1, case.with_nan())
     store.wait()
     result = probe(tmp_path)
     assert verdicts(result)["finite"] == "FAIL"
@@ -123,16 +123,16 @@ def test_nan_is_told_and_is_not_known_good(world, tmp_path):
     assert result.facts["known_good"] is False
     meant = probe(tmp_path, nonfinite_ok=("weights.*",))
     assert verdicts(meant) == {"digests": "PASS", "finite": "PASS", "known_good": "WARN"}
-    store.save(2, world.state(2))
+    store.save(2, case.state(2))
     store.wait()
     store.mark(2, "good")
     assert verdicts(probe(tmp_path))["finite"] == "WARN"  # there is one to go back to
 
 
 @over(DISKS[0])
-def test_nan_that_was_meant_when_it_was_marked(world, tmp_path):
-    store = world.make(tmp_path, nonfinite_ok=["weights.bfloat16"])
-    store.save(1, world.with_nan())
+def test_nan_that_was_meant_when_it_was_marked(case, tmp_path):
+    store = case.make(tmp_path, nonfinite_ok=["weights.bfloat16"])
+    store.save(1, case.with_nan())
     store.wait()
     store.mark(1, "good")
     result = probe(tmp_path)
@@ -142,15 +142,15 @@ def test_nan_that_was_meant_when_it_was_marked(world, tmp_path):
 
 
 @over(DISKS[0])
-def test_none_known_good_yet(world, tmp_path):
-    filled(world, tmp_path, "candidate", "candidate")
+def test_none_known_good_yet(case, tmp_path):
+    filled(case, tmp_path, "candidate", "candidate")
     assert probe(tmp_path).verdict.value == "WARN"
     assert probe(tmp_path, require_good=True).verdict.value == "FAIL"
 
 
 @over(*DISKS)
-def test_reading_changes_nothing_and_needs_no_lock(world, tmp_path):
-    filled(world, tmp_path, "good", "candidate")
+def test_reading_changes_nothing_and_needs_no_lock(case, tmp_path):
+    filled(case, tmp_path, "good", "candidate")
     (tmp_path / ".tmp-healcore-999999-00000000-00000000").mkdir()
     held = claim(tmp_path)
     before = picture(tmp_path)
@@ -162,8 +162,8 @@ def test_reading_changes_nothing_and_needs_no_lock(world, tmp_path):
 
 
 @over(DISKS[0])
-def test_a_directory_that_may_not_be_written(world, tmp_path):
-    filled(world, tmp_path / "store", "good")
+def test_a_directory_that_may_not_be_written(case, tmp_path):
+    filled(case, tmp_path / "store", "good")
     for path in (tmp_path / "store").rglob("*"):
         path.chmod(0o555 if path.is_dir() else 0o444)
     (tmp_path / "store").chmod(0o555)
@@ -175,8 +175,8 @@ def test_a_directory_that_may_not_be_written(world, tmp_path):
 
 
 @over(*DISKS)
-def test_deep_looks_at_the_numbers_again(world, tmp_path):
-    filled(world, tmp_path, "good")
+def test_deep_looks_at_the_numbers_again(case, tmp_path):
+    filled(case, tmp_path, "good")
     assert probe(tmp_path, deep=True).verdict.value == "PASS"
 
 

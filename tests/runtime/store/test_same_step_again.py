@@ -6,23 +6,23 @@ import pytest
 
 from healcore.runtime.rollback.checkpoint_choice import saved_after
 from healcore.runtime.store import CheckpointDamaged, Keep, LastGoodKept, prune
-from tests.store.worlds import ALL, DISKS, TIERS, World, over, same_states
+from tests.runtime.store.store_cases import ALL, DISKS, TIERS, StoreCase, over, same_states
 
 
 @pytest.fixture
-def store(world: World, tmp_path):
-    return world.make(tmp_path / "checkpoints")
+def store(case: StoreCase, tmp_path):
+    return case.make(tmp_path / "checkpoints")
 
 
-def save(world: World, store, step: int, seed: int) -> None:
-    store.save(step, world.state(seed), healing={"seed": seed})
+def save(case: StoreCase, store, step: int, seed: int) -> None:
+    store.save(step, case.state(seed), healing={"seed": seed})
     store.wait()
 
 
-def holds(world: World, store, step: int, seed: int) -> bool:
+def holds(case: StoreCase, store, step: int, seed: int) -> bool:
     """Whether the save that counts for a step is the one of that seed."""
-    restored = store.restore(step, world.state(0))
-    return restored.healing == {"seed": seed} and same_states(world.state(seed), restored.state)
+    restored = store.restore(step, case.state(0))
+    return restored.healing == {"seed": seed} and same_states(case.state(seed), restored.state)
 
 
 def statuses(store) -> list[tuple[int, str]]:
@@ -36,33 +36,33 @@ def roll_back(store, target: int) -> None:
 
 
 @over(*ALL)
-def test_a_rollback_and_the_same_steps_again(world, store):
+def test_a_rollback_and_the_same_steps_again(case, store):
     for step in (1, 2, 3):
-        save(world, store, step, seed=step)
+        save(case, store, step, seed=step)
     store.mark(1, "good")
     roll_back(store, 1)
     assert statuses(store) == [(1, "good"), (2, "quarantined"), (3, "quarantined")]
-    save(world, store, 2, seed=12)
+    save(case, store, 2, seed=12)
     assert statuses(store) == [(1, "good"), (2, "candidate"), (3, "quarantined")]
-    assert holds(world, store, 2, seed=12)
+    assert holds(case, store, 2, seed=12)
     store.mark(2, "good")
     assert statuses(store) == [(1, "good"), (2, "good"), (3, "quarantined")]
-    assert holds(world, store, 2, seed=12)
-    save(world, store, 3, seed=13)
+    assert holds(case, store, 2, seed=12)
+    save(case, store, 3, seed=13)
     roll_back(store, 2)
     assert statuses(store) == [(1, "good"), (2, "good"), (3, "quarantined")]
-    save(world, store, 3, seed=23)
+    save(case, store, 3, seed=23)
     assert statuses(store)[-1] == (3, "candidate")
-    assert holds(world, store, 3, seed=23)
+    assert holds(case, store, 3, seed=23)
     assert store.problems() == []
 
 
 @over(*ALL)
-def test_quarantining_twice_is_quarantining_once(world, store):
+def test_quarantining_twice_is_quarantining_once(case, store):
     """A crash may have come in between; and there are older saves of the same steps."""
     for seed in (0, 10):
         for step in (1, 2, 3):
-            save(world, store, step, seed=seed + step)
+            save(case, store, step, seed=seed + step)
         store.mark(1, "good")
         roll_back(store, 1)
     once = statuses(store)
@@ -71,84 +71,84 @@ def test_quarantining_twice_is_quarantining_once(world, store):
         store.mark(step, "quarantined")
     roll_back(store, 1)
     assert statuses(store) == once
-    assert holds(world, store, 1, seed=11)
+    assert holds(case, store, 1, seed=11)
 
 
 @over(*DISKS)
 @pytest.mark.parametrize("done", [0, 1, 2])
-def test_a_quarantine_that_a_crash_cut_short_is_finished(world, tmp_path, done):
-    store = world.make(tmp_path)
+def test_a_quarantine_that_a_crash_cut_short_is_finished(case, tmp_path, done):
+    store = case.make(tmp_path)
     for step in (1, 2, 3):
-        save(world, store, step, seed=step)
+        save(case, store, step, seed=step)
     store.mark(1, "good")
     for step in (2, 3)[:done]:
         store.mark(step, "quarantined")
-    again = world.make(tmp_path)
+    again = case.make(tmp_path)
     roll_back(again, 1)
     assert statuses(again) == [(1, "good"), (2, "quarantined"), (3, "quarantined")]
 
 
 @over(*ALL)
-def test_the_newer_save_of_a_step_counts(world, store):
+def test_the_newer_save_of_a_step_counts(case, store):
     for seed in (1, 2, 3):
-        save(world, store, 7, seed)
-        assert holds(world, store, 7, seed)
+        save(case, store, 7, seed)
+        assert holds(case, store, 7, seed)
     assert statuses(store) == [(7, "candidate")]
     assert store.problems() == []
 
 
 @over(*ALL)
-def test_the_last_known_good_one_is_not_lost_to_a_newer_save_of_its_step(world, store):
+def test_the_last_known_good_one_is_not_lost_to_a_newer_save_of_its_step(case, store):
     """It is behind the newer one until that is good too, and back when that proves bad."""
-    save(world, store, 7, seed=1)
+    save(case, store, 7, seed=1)
     store.mark(7, "good")
-    save(world, store, 7, seed=2)
+    save(case, store, 7, seed=2)
     assert statuses(store) == [(7, "candidate")]
     store.mark(7, "quarantined")
     assert statuses(store) == [(7, "good")]
-    assert holds(world, store, 7, seed=1)
-    save(world, store, 7, seed=3)
+    assert holds(case, store, 7, seed=1)
+    save(case, store, 7, seed=3)
     store.delete(7)
     assert statuses(store) == [(7, "good")]
     with pytest.raises(LastGoodKept):
         store.delete(7)
-    save(world, store, 7, seed=4)
+    save(case, store, 7, seed=4)
     store.mark(7, "good")
-    assert holds(world, store, 7, seed=4)
-    save(world, store, 8, seed=5)
+    assert holds(case, store, 7, seed=4)
+    save(case, store, 8, seed=5)
     store.mark(8, "good")
     store.delete(7)
     assert statuses(store) == [(8, "good")]
 
 
 @over(*DISKS)
-def test_what_went_wrong_stays_for_a_person_to_look_at_within_bounds(world, store):
-    save(world, store, 1, seed=0)
+def test_what_went_wrong_stays_for_a_person_to_look_at_within_bounds(case, store):
+    save(case, store, 1, seed=0)
     store.mark(1, "good")
     for seed in range(5):
         for step in (2, 3):
-            save(world, store, step, seed=10 * seed + step)
+            save(case, store, step, seed=10 * seed + step)
         roll_back(store, 1)
     folders = sorted(path.name.split(".")[0] for path in store.root.iterdir())
     # The known-good one, the two that count, and the two newest of those before.
     assert folders == [f"step-000000000{step}" for step in (1, 2, 2, 3, 3)]
-    save(world, store, 3, seed=100)
+    save(case, store, 3, seed=100)
     store.delete(3)
     assert statuses(store) == [(1, "good"), (2, "quarantined")]
 
 
 @over(*TIERS)
-def test_an_older_save_on_disk_is_another_one(world, tmp_path):
+def test_an_older_save_on_disk_is_another_one(case, tmp_path):
     """Only every second save goes to disk: memory and disk have different saves of one step."""
-    store = world.make(tmp_path, disk_every=2)
-    save(world, store, 1, seed=1)
-    save(world, store, 2, seed=2)
-    save(world, store, 3, seed=3)
+    store = case.make(tmp_path, disk_every=2)
+    save(case, store, 1, seed=1)
+    save(case, store, 2, seed=2)
+    save(case, store, 3, seed=3)
     store.mark(1, "good")
     roll_back(store, 1)
-    save(world, store, 3, seed=13)  # memory only
+    save(case, store, 3, seed=13)  # memory only
     assert statuses(store) == [(1, "good"), (2, "quarantined"), (3, "candidate")]
-    assert holds(world, store, 3, seed=13)
+    assert holds(case, store, 3, seed=13)
     store.mark(3, "good")
     assert statuses(store)[-1] == (3, "good")
     assert statuses(store.disk) == [(1, "good"), (3, "quarantined")]
@@ -158,21 +158,21 @@ def test_an_older_save_on_disk_is_another_one(world, tmp_path):
 
 
 @over(*TIERS)
-def test_damage_in_memory_does_not_lead_to_an_older_save_on_disk(world, tmp_path):
-    store = world.make(tmp_path, disk_every=2)
-    save(world, store, 1, seed=1)
-    save(world, store, 1, seed=2)  # memory only
+def test_damage_in_memory_does_not_lead_to_an_older_save_on_disk(case, tmp_path):
+    store = case.make(tmp_path, disk_every=2)
+    save(case, store, 1, seed=1)
+    save(case, store, 1, seed=2)  # memory only
     max(store.memory._slot(1).snapshot.blocks(), key=lambda each: len(each.raw)).raw[3] ^= 1
     with pytest.raises(CheckpointDamaged):
-        store.restore(1, world.state(0))
+        store.restore(1, case.state(0))
 
 
 @over(*TIERS)
-def test_the_last_known_good_one_on_disk_stays_however_many_memory_has(world, tmp_path):
-    store = world.make(tmp_path, keep=Keep(good=3, candidates=2), disk_every=10)
+def test_the_last_known_good_one_on_disk_stays_however_many_memory_has(case, tmp_path):
+    store = case.make(tmp_path, keep=Keep(good=3, candidates=2), disk_every=10)
     for step in range(5):
-        save(world, store, step, seed=step)
+        save(case, store, step, seed=step)
         store.mark(step, "good")
     assert prune(store, Keep(good=2)) == [2]  # 1 has left the ring already
-    again = world.make(tmp_path)  # the machine went down
+    again = case.make(tmp_path)  # the machine went down
     assert statuses(again) == [(0, "good")]

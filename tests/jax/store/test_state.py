@@ -1,4 +1,4 @@
-"""Train states, optimizer states, keys: there and back, with donation in between."""
+"""Train states, optimizer states, keys: saved and restored, with donation in between."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from flax.training.train_state import TrainState
 import healcore.jax
 from healcore.jax.store.host_copy import JaxCopier
 from healcore.runtime.store import StateMismatch, UnsavableState, memory
-from tests.store.worlds import JAX_MEMORY, JAX_TIERS, ORBAX, World, over, same
+from tests.runtime.store.store_cases import JAX_MEMORY, JAX_TIERS, ORBAX, StoreCase, over, same
 
-PINNED = World(
+PINNED = StoreCase(
     "jax-pinned",
     # As on an accelerator: arrays go to pinned host memory by themselves. Here it is a CPU's.
-    lambda root, **options: memory.MemoryStore(JaxCopier(pinned=True), **options),
+    lambda root, **options: memory.SnapshotStore(JaxCopier(pinned=True), **options),
     JAX_MEMORY.state,
     JAX_MEMORY.spoil,
 )
-WORLDS = (ORBAX, JAX_MEMORY, JAX_TIERS, PINNED)
+CASES = (ORBAX, JAX_MEMORY, JAX_TIERS, PINNED)
 
 
 def optimizer() -> Any:
@@ -60,10 +60,10 @@ step = jax.jit(_step, donate_argnums=(0, 1, 2))
 
 
 def test_a_run_replays_bit_for_bit_though_every_step_donates(tmp_path):
-    for world in WORLDS:
+    for case in CASES:
         params = {"w": jnp.linspace(-1, 1, 4096).reshape(64, 64)}
         state, key = TX.init(params), jax.random.key(0)
-        store = world.make(tmp_path / world.name)
+        store = case.make(tmp_path / case.name)
         for _ in range(3):
             params, state, key, _ = step(params, state, key)
         store.save(3, {"params": params, "opt": state, "key": key})
@@ -79,7 +79,7 @@ def test_a_run_replays_bit_for_bit_though_every_step_donates(tmp_path):
             for _ in range(4):
                 params, state, key, loss = step(params, state, key)
                 again.append(float(loss))
-            assert again == first, world.name
+            assert again == first, case.name
             like = {"params": params, "opt": state, "key": key}
             store.verify(3)
 
@@ -95,8 +95,8 @@ class Carry:
     step: int
 
 
-@over(*WORLDS)
-def test_any_pytree_keeps_its_type(world, tmp_path):
+@over(*CASES)
+def test_any_pytree_keeps_its_type(case, tmp_path):
     model = nn.Dense(3)
     params = model.init(jax.random.key(0), jnp.ones((1, 4)))
     tx = optax.adamw(1e-3)
@@ -106,7 +106,7 @@ def test_any_pytree_keeps_its_type(world, tmp_path):
         "nnx": nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0))),
         "bare": jnp.arange(3),
     }
-    store = world.make(tmp_path)
+    store = case.make(tmp_path)
     store.save(1, tree)
     store.wait()
     found = store.restore(1, tree).state
@@ -115,10 +115,10 @@ def test_any_pytree_keeps_its_type(world, tmp_path):
         assert same(jax.tree.leaves(value), jax.tree.leaves(found[name])), name
 
 
-@over(*WORLDS)
-def test_into_shapes_instead_of_arrays(world, tmp_path):
+@over(*CASES)
+def test_into_shapes_instead_of_arrays(case, tmp_path):
     """For a program that has not made its state yet."""
-    store = world.make(tmp_path)
+    store = case.make(tmp_path)
     params = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.zeros(3, jnp.bfloat16)}
     store.save(1, {"params": params})
     store.wait()
@@ -128,9 +128,9 @@ def test_into_shapes_instead_of_arrays(world, tmp_path):
         store.save(2, {"params": shapes})
 
 
-@over(*WORLDS)
-def test_jax_and_numpy_arrays_stand_for_each_other(world, tmp_path):
-    store = world.make(tmp_path)
+@over(*CASES)
+def test_jax_and_numpy_arrays_stand_for_each_other(case, tmp_path):
+    store = case.make(tmp_path)
     store.save(1, {"x": {"a": jnp.arange(3), "b": np.arange(3, dtype=np.int32)}})
     store.wait()
     found = store.restore(1, {"x": {"a": np.zeros(3, np.int32), "b": jnp.zeros(3, jnp.int32)}})
@@ -139,12 +139,12 @@ def test_jax_and_numpy_arrays_stand_for_each_other(world, tmp_path):
     assert found.state["x"]["a"].tolist() == found.state["x"]["b"].tolist() == [0, 1, 2]
 
 
-@over(*WORLDS)
-def test_names_that_file_systems_do_not_like(world, tmp_path):
+@over(*CASES)
+def test_names_that_file_systems_do_not_like(case, tmp_path):
     names = ["a/b", "a.b", "..", "", " ", "%2F", "ü", "a", "A", "x" * 100, "[0]", "a#2", "\n"]
     tree: dict[str, Any] = {name: jnp.full(2, i) for i, name in enumerate(names)}
     tree["a "] = {"b": jnp.full(2, 99)}
-    store = world.make(tmp_path)
+    store = case.make(tmp_path)
     store.save(1, {"tree": tree, "t/r": tree})
     store.wait()
     found = store.restore(1, {"tree": tree, "t/r": tree}).state
@@ -152,9 +152,9 @@ def test_names_that_file_systems_do_not_like(world, tmp_path):
     assert same(tree, found["t/r"])
 
 
-@over(*WORLDS)
-def test_keys_of_another_kind_do_not_fit(world, tmp_path):
-    store = world.make(tmp_path)
+@over(*CASES)
+def test_keys_of_another_kind_do_not_fit(case, tmp_path):
+    store = case.make(tmp_path)
     store.save(1, {"key": jax.random.key(1)})
     store.wait()
     with pytest.raises(StateMismatch, match="rbg"):
@@ -164,9 +164,9 @@ def test_keys_of_another_kind_do_not_fit(world, tmp_path):
     assert same(jax.random.key(1), store.restore(1, {"key": jax.random.key(7)}).state["key"])
 
 
-@over(*WORLDS)
-def test_what_cannot_be_saved_is_named(world, tmp_path):
-    store = world.make(tmp_path)
+@over(*CASES)
+def test_what_cannot_be_saved_is_named(case, tmp_path):
+    store = case.make(tmp_path)
     for bad in (lambda: 0, np.array(["text"]), np.array([object()])):
         with pytest.raises(UnsavableState, match=r"state\['x'\]\['f'\] is a"):
             store.save(1, {"x": {"f": bad}})

@@ -11,9 +11,9 @@ from torch.testing._internal.two_tensor import TwoTensor  # torch's own example 
 
 from healcore.runtime.store import UnsavableState
 from healcore.torch.store import apply
-from tests.store.worlds import DCP, TORCH_MEMORY, TORCH_TIERS, over
+from tests.runtime.store.store_cases import DCP, TORCH_MEMORY, TORCH_TIERS, over
 
-WORLDS = (DCP, TORCH_MEMORY, TORCH_TIERS)
+CASES = (DCP, TORCH_MEMORY, TORCH_TIERS)
 
 
 def two(seed: int = 0) -> Any:
@@ -26,18 +26,18 @@ def saved_and_restored(store: Any, state: dict[str, Any], into: dict[str, Any]) 
     apply(into, store.restore(1, into).state)
 
 
-@over(*WORLDS)
-def test_of_a_tree_in_place(world, tmp_path):
+@over(*CASES)
+def test_of_a_tree_in_place(case, tmp_path):
     saved, live = two(), two(seed=9)
-    saved_and_restored(world.make(tmp_path), {"x": {"y": saved}}, {"x": {"y": live}})
+    saved_and_restored(case.make(tmp_path), {"x": {"y": saved}}, {"x": {"y": live}})
     assert torch.equal(live.a, saved.a)
     assert torch.equal(live.b, saved.b)
 
 
-@over(*WORLDS)
-def test_of_tensors_within_tensors(world, tmp_path):
+@over(*CASES)
+def test_of_tensors_within_tensors(case, tmp_path):
     inner, outer = two(3), TwoTensor(two(1), two(2))
-    store = world.make(tmp_path)
+    store = case.make(tmp_path)
     state = {"x": {"y": outer, "z": inner}}
     store.save(1, state)
     store.wait()
@@ -47,8 +47,8 @@ def test_of_tensors_within_tensors(world, tmp_path):
     assert torch.equal(found["z"].a, inner.a)
 
 
-@over(*WORLDS)
-def test_of_an_optimizer(world, tmp_path):
+@over(*CASES)
+def test_of_an_optimizer(case, tmp_path):
     def built() -> torch.optim.Optimizer:
         p = nn.Parameter(torch.ones(2, 3))
         p.grad = torch.ones(2, 3)
@@ -59,7 +59,7 @@ def test_of_an_optimizer(world, tmp_path):
     saved, live = built(), built()
     (state,) = saved.state.values()
     state["exp_avg"] = two()
-    saved_and_restored(world.make(tmp_path), {"optimizer": saved}, {"optimizer": live})
+    saved_and_restored(case.make(tmp_path), {"optimizer": saved}, {"optimizer": live})
     (found,) = live.state.values()
     assert type(found["exp_avg"]) is TwoTensor
     assert torch.equal(found["exp_avg"].b, state["exp_avg"].b)
@@ -74,8 +74,8 @@ def test_of_a_class_that_nobody_can_find_again(tmp_path):
         store.save(1, {"x": {"y": Local(torch.ones(2), torch.ones(2))}})
 
 
-@over(*WORLDS)
-def test_moments_of_eight_bits(world, tmp_path):
+@over(*CASES)
+def test_moments_of_eight_bits(case, tmp_path):
     torchao: Any = pytest.importorskip("torchao.optim", reason="torchao is not installed")
 
     def built() -> tuple[nn.Linear, Any]:
@@ -95,7 +95,7 @@ def test_moments_of_eight_bits(world, tmp_path):
         step(*mine, i)
     state: dict[str, Any] = {"model": mine[0], "optimizer": mine[1]}
     into: dict[str, Any] = {"model": other[0], "optimizer": other[1]}
-    saved_and_restored(world.make(tmp_path), state, into)
+    saved_and_restored(case.make(tmp_path), state, into)
     for i in range(3, 5):
         step(*mine, i)
         step(*other, i)

@@ -1,16 +1,17 @@
-"""Two ranks with tiers, each with a memory of its own: what is wrong with one is known to both."""
+"""One of two ranks with a TieredStore each. Arguments: rank, directory."""
 
 from __future__ import annotations
 
-from tests.store.test_several import finish, start
-
-TIERS = """
-import faulthandler, sys
+import faulthandler
+import sys
 from pathlib import Path
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+
 from healcore.runtime.store import CheckpointDamaged, StateMismatch, restore_first_intact
 from healcore.torch.store import DCPStore, Keep, MemoryStore, TieredStore
 
@@ -20,19 +21,23 @@ dist.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=ra
 mesh = init_device_mesh("cpu", (2,))
 ODD = 1
 
+
 def fresh(scale):
     whole = torch.arange(24.0).reshape(6, 4) * scale
     sharded = distribute_tensor(whole, mesh, [Shard(0)])
     return {"model": {"sharded": sharded, "plain": whole.clone()}}
 
+
 def flip(step):
     if rank == ODD:
         next(iter(tiers.memory._slot(step).snapshot.blocks())).raw[3] ^= 1
+
 
 def check(state, scale):
     whole = torch.arange(24.0).reshape(6, 4) * scale
     assert torch.equal(state["model"]["sharded"].full_tensor(), whole), scale
     assert torch.equal(state["model"]["plain"], whole), scale
+
 
 def raised(kind, action):
     try:
@@ -40,6 +45,7 @@ def raised(kind, action):
     except kind as error:
         return error
     raise SystemExit(f"{kind.__name__} was not raised")
+
 
 tiers = TieredStore(MemoryStore(Keep(good=3, candidates=9)), DCPStore(root / "store"))
 for step in range(1, 8):
@@ -50,7 +56,7 @@ tiers.wait()
 flip(1)
 check(tiers.restore(1, fresh(0)).state, 1)
 assert 1 not in [saved.step for saved in tiers.memory.steps()]
-assert any("memory" in told for told in tiers.problems())
+assert any("memory" in each for each in tiers.problems())
 
 flip(2)
 assert tiers.verify(2).step == 2
@@ -76,12 +82,14 @@ check(tiers.restore(4, fresh(0)).state, 4)
 flip(5)
 if rank == 0:
     path = next((root / "store").glob("step-0000000005.*")) / "data" / "__0_0.distcp"
-    data = bytearray(path.read_bytes()); data[100] ^= 4; path.write_bytes(bytes(data))
+    data = bytearray(path.read_bytes())
+    data[100] ^= 4
+    path.write_bytes(bytes(data))
 dist.barrier()
 assert raised(CheckpointDamaged, lambda: tiers.restore(5, fresh(0))).step == 5
-landed = restore_first_intact(tiers, [5, 6], fresh(0))
-assert landed.step == 6
-check(landed.restored.state, 6)
+found = restore_first_intact(tiers, [5, 6], fresh(0))
+assert found.step == 6
+check(found.restored.state, 6)
 
 # A NaN of one rank, found before anything is saved.
 bad = fresh(8)
@@ -91,20 +99,19 @@ for store in (tiers, tiers.disk):
     assert store.nonfinite_in(bad) == ("model.plain",)
 
 # Another error than the stores' own.
-give = tiers.memory._copier.give
+copier: Any = tiers.memory._copier
+give = copier.give
 if rank == ODD:
-    def broken(*arguments): raise MemoryError("no room")
-    tiers.memory._copier.give = broken
+
+    def broken(*arguments):
+        raise MemoryError("no room")
+
+    copier.give = broken
 error = raised(Exception, lambda: tiers.restore(7, fresh(0)))
 assert "no room" in str(error), error
-tiers.memory._copier.give = give
+copier.give = give
 check(tiers.restore(7, fresh(0)).state, 7)
 
 dist.barrier()
 dist.destroy_process_group()
 print("fine")
-"""
-
-
-def test_they_go_to_disk_together(tmp_path):
-    finish(*(start(TIERS, rank, tmp_path) for rank in (0, 1)))

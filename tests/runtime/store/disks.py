@@ -1,4 +1,4 @@
-"""Real small and read-only disks, where the system lets us have them."""
+"""Faults of disks: small and read-only ones, where the system allows it, and flipped bits."""
 
 from __future__ import annotations
 
@@ -47,3 +47,12 @@ def _mount(*arguments: str) -> None:
     done = subprocess.run(["mount", *arguments], check=False, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"mounting is not allowed here: {done.stderr.strip()}")
+
+
+def flip(path: Path, bit: int) -> None:
+    """Flips one bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(bit // 8)
+        (byte,) = file.read(1)
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ 1 << bit % 8]))

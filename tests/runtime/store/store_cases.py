@@ -123,7 +123,7 @@ def spoil_values(state: dict[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class World:
+class StoreCase:
     """One kind of store."""
 
     name: str
@@ -154,22 +154,22 @@ def _jax_tiers(root: Path, keep: Keep = KEEP, disk_every: int = 1, **options: An
     return jax_stores.TieredStore(memory, disk, disk_every=disk_every)
 
 
-DCP = World("dcp", torch_stores.DCPStore, torch_state, torch_spoil)
-ORBAX = World("orbax", jax_stores.OrbaxStore, jax_state, jax_spoil)
-TORCH_MEMORY = World(
+DCP = StoreCase("dcp", torch_stores.DCPStore, torch_state, torch_spoil)
+ORBAX = StoreCase("orbax", jax_stores.OrbaxStore, jax_state, jax_spoil)
+TORCH_MEMORY = StoreCase(
     "torch-memory",
     lambda root, **options: torch_stores.MemoryStore(KEEP, **options),
     torch_state,
     torch_spoil,
 )
-JAX_MEMORY = World(
+JAX_MEMORY = StoreCase(
     "jax-memory",
     lambda root, **options: jax_stores.MemoryStore(KEEP, **options),
     jax_state,
     jax_spoil,
 )
-TORCH_TIERS = World("torch-tiers", _torch_tiers, torch_state, torch_spoil)
-JAX_TIERS = World("jax-tiers", _jax_tiers, jax_state, jax_spoil)
+TORCH_TIERS = StoreCase("torch-tiers", _torch_tiers, torch_state, torch_spoil)
+JAX_TIERS = StoreCase("jax-tiers", _jax_tiers, jax_state, jax_spoil)
 
 DISKS = (DCP, ORBAX)
 MEMORIES = (TORCH_MEMORY, JAX_MEMORY)
@@ -177,9 +177,9 @@ TIERS = (TORCH_TIERS, JAX_TIERS)
 ALL = (*DISKS, *MEMORIES, *TIERS)
 
 
-def over(*worlds: World) -> Any:
-    """Runs a test over some worlds."""
-    return pytest.mark.parametrize("world", worlds, ids=lambda world: world.name)
+def over(*cases: StoreCase) -> Any:
+    """Runs a test over some stores."""
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
 def same(a: Any, b: Any) -> bool:

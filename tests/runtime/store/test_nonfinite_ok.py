@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from healcore.runtime.store import NotFinite, checksummed_json, manifest
-from tests.store.worlds import ALL, DISKS, over
+from tests.runtime.store.store_cases import ALL, DISKS, over
 
 
 @over(*ALL)
-def test_it_can_be_said_later(world, tmp_path):
-    store = world.make(tmp_path)
-    store.save(1, world.with_nan())
+def test_it_can_be_said_later(case, tmp_path):
+    store = case.make(tmp_path)
+    store.save(1, case.with_nan())
     store.wait()
     saved = store.steps()[0]
     assert not saved.finite
@@ -28,35 +28,35 @@ def test_it_can_be_said_later(world, tmp_path):
     assert not store.steps()[0].finite
 
 
-@over(*(world for world in ALL if "memory" not in world.name))
-def test_it_can_be_said_after_a_restart(world, tmp_path):
-    first = world.make(tmp_path)
-    first.save(0, world.with_nan())
+@over(*(case for case in ALL if "memory" not in case.name))
+def test_it_can_be_said_after_a_restart(case, tmp_path):
+    first = case.make(tmp_path)
+    first.save(0, case.with_nan())
     first.wait()
-    store = world.make(tmp_path, nonfinite_ok=["*.bfloat16"])
+    store = case.make(tmp_path, nonfinite_ok=["*.bfloat16"])
     assert store.steps()[0].finite
     store.mark(0, "good")
     # What was meant once was found all the same, and is not meant any more.
-    assert not world.make(tmp_path).steps()[0].finite
+    assert not case.make(tmp_path).steps()[0].finite
 
 
 @over(*ALL)
-def test_what_a_state_holds_is_found_without_a_save(world, tmp_path):
-    store = world.make(tmp_path)
-    assert store.nonfinite_in(world.state(0)) == ()
-    assert store.nonfinite_in(world.with_nan()) == ("weights.bfloat16",)
+def test_what_a_state_holds_is_found_without_a_save(case, tmp_path):
+    store = case.make(tmp_path)
+    assert store.nonfinite_in(case.state(0)) == ()
+    assert store.nonfinite_in(case.with_nan()) == ("weights.bfloat16",)
     assert store.steps() == []
-    store.nonfinite_ok += store.nonfinite_in(world.with_nan())
-    store.save(1, world.with_nan())
-    store.save(2, world.state(0))
+    store.nonfinite_ok += store.nonfinite_in(case.with_nan())
+    store.save(1, case.with_nan())
+    store.save(2, case.state(0))
     store.wait()
     assert all(saved.finite for saved in store.steps())
 
 
 def test_a_name_is_its_own_pattern(tmp_path):
-    world = DISKS[0]
-    store = world.make(tmp_path, nonfinite_ok=["weights.a[0].b"])
-    state = {"weights": {"a[0].b": world.with_nan()["weights"]["bfloat16"]}}
+    case = DISKS[0]
+    store = case.make(tmp_path, nonfinite_ok=["weights.a[0].b"])
+    state = {"weights": {"a[0].b": case.with_nan()["weights"]["bfloat16"]}}
     store.save(1, state)
     store.wait()
     assert store.steps()[0].finite
@@ -65,9 +65,9 @@ def test_a_name_is_its_own_pattern(tmp_path):
 
 @pytest.mark.parametrize("many", [1000, 1001])
 def test_more_than_can_be_named_stay_what_they_are(tmp_path, many):
-    world = DISKS[0]
-    nan = world.with_nan()["weights"]["bfloat16"][3]
-    store = world.make(tmp_path)
+    case = DISKS[0]
+    nan = case.with_nan()["weights"]["bfloat16"][3]
+    store = case.make(tmp_path)
     store.save(1, {"weights": [nan.clone() for _ in range(many)]})
     store.wait()
     assert len(store.steps()[0].nonfinite) == 1000
@@ -79,9 +79,9 @@ def test_more_than_can_be_named_stay_what_they_are(tmp_path, many):
 
 @pytest.mark.parametrize(("many", "finite"), [(1, True), (19, True), (20, False)])
 def test_manifests_that_kept_twenty_names_count_as_they_did(tmp_path, many, finite):
-    world = DISKS[0]
-    store = world.make(tmp_path)
-    store.save(1, world.state(0))
+    case = DISKS[0]
+    store = case.make(tmp_path)
+    store.save(1, case.state(0))
     store.wait()
     path = next(tmp_path.glob("step-*")) / manifest.MANIFEST
     content = checksummed_json.read(path)

@@ -12,21 +12,13 @@ import pytest
 
 from healcore.runtime.store import SaveFailed, StoreError
 from healcore.runtime.store.files import place
-from tests.store import worlds
-from tests.store.disks import read_only, small_disk
-from tests.store.worlds import DISKS, TIERS, World, over, same_states
+from tests.runtime.store import store_cases
+from tests.runtime.store.disk_faults_program import large
+from tests.runtime.store.disks import read_only, small_disk
+from tests.runtime.store.programs import run, start
+from tests.runtime.store.store_cases import DISKS, TIERS, over, same_states
 
-ROOT = Path(__file__).parents[2]
-
-
-def large(world: World, megabytes: int):
-    """A state that does not compress."""
-    import numpy as np
-
-    state = world.state(9)
-    noise = np.random.default_rng(0).bytes(megabytes << 20)
-    state["values"]["noise"] = np.frombuffer(noise, np.uint8).copy()
-    return state
+PROGRAM = "tests.runtime.store.disk_faults_program"
 
 
 def temporaries(root: Path) -> list[str]:
@@ -34,71 +26,49 @@ def temporaries(root: Path) -> list[str]:
 
 
 @over(*DISKS, *TIERS)
-def test_disk_full(world, tmp_path):
+def test_disk_full(case, tmp_path):
     with small_disk(tmp_path / "disk", megabytes=4) as root:
-        store = world.make(root)
-        store.save(1, world.state(1))
+        store = case.make(root)
+        store.save(1, case.state(1))
         store.wait()
         store.mark(1, "good")
-        store.save(2, large(world, 8))  # does not raise: training goes on
+        store.save(2, large(case, 8))  # does not raise: training goes on
         with pytest.raises(SaveFailed, match="step 2 was not saved") as error:
             store.wait()
         assert error.value.step == 2
         assert "free some space" in str(error.value)
-        store.wait()  # told once
+        store.wait()  # raised once
         disk = getattr(store, "disk", store)
         assert [saved.step for saved in disk.steps()] == [1]
         assert temporaries(root) == []
         disk.verify(1)
-        store.save(3, world.state(3))
+        store.save(3, case.state(3))
         store.wait()
         assert [saved.step for saved in disk.steps()] == [1, 3]
-        assert same_states(world.state(3), disk.restore(3, world.state(1)).state)
-        assert same_states(world.state(1), disk.restore(1, world.state(1)).state)
+        assert same_states(case.state(3), disk.restore(3, case.state(1)).state)
+        assert same_states(case.state(1), disk.restore(1, case.state(1)).state)
 
 
 @over(*DISKS)
-def test_file_size_limit(world, tmp_path):
+def test_file_size_limit(case, tmp_path):
     """The same through a limit of the system, which needs no rights to set."""
-    code = f"""
-import resource, sys
-from pathlib import Path
-from tests.store import worlds
-from tests.store.test_disk_faults import large
-from healcore.runtime.store import SaveFailed
-world = worlds.{world.name.upper()}
-store = world.make(Path({str(tmp_path)!r}))
-store.save(1, world.state(1)); store.wait()
-_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
-store.save(2, large(world, 3))
-try:
-    store.wait()
-except SaveFailed as error:
-    print("failed", error.step, error.hint)
-resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-store.save(3, world.state(3)); store.wait()
-for step in (1, 3):
-    store.verify(step)
-print([saved.step for saved in store.steps()], store.problems())
-"""
-    done = run(code)
+    done = run(PROGRAM, "file_size_limit", case.name, tmp_path)
     hint = "the limit on file sizes is too small for it"
     assert done.stdout.splitlines() == [f"failed 2 {hint}", "[1, 3] []"], done.stderr
 
 
 @over(*DISKS)
-def test_read_only_directory(world, tmp_path):
+def test_read_only_directory(case, tmp_path):
     root = tmp_path / "checkpoints"
-    store = world.make(root)
-    store.save(1, world.state(1))
+    store = case.make(root)
+    store.save(1, case.state(1))
     store.wait()
     stale = root / f".tmp-healcore-{dead_pid()}-{place()}-00000000"
     stale.mkdir()
     with read_only(root):
-        store = world.make(root)
-        assert same_states(world.state(1), store.restore(1, world.state(2)).state)
-        store.save(2, world.state(2))
+        store = case.make(root)
+        assert same_states(case.state(1), store.restore(1, case.state(2)).state)
+        store.save(2, case.state(2))
         with pytest.raises(SaveFailed, match="point the store at a directory that can be written"):
             store.wait()
         for call in (lambda: store.mark(1, "good"), lambda: store.delete(1)):
@@ -106,42 +76,42 @@ def test_read_only_directory(world, tmp_path):
                 call()
         assert [(saved.step, saved.status) for saved in store.steps()] == [(1, "candidate")]
         with pytest.raises(StoreError, match="cannot be used for checkpoints"):
-            world.make(root / "new")
-    assert world.make(root).swept == [stale.name]
+            case.make(root / "new")
+    assert case.make(root).swept == [stale.name]
 
 
 @over(*DISKS)
-def test_a_root_that_is_no_directory(world, tmp_path):
+def test_a_root_that_is_no_directory(case, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="pass a directory that can be made and written"):
-        world.make(tmp_path / "file")
+        case.make(tmp_path / "file")
 
 
 @over(*DISKS)
-def test_a_failed_background_write_shows_at_wait_and_once(world, tmp_path):
+def test_a_failed_background_write_shows_at_wait_and_once(case, tmp_path):
     root = tmp_path / "checkpoints"
-    store = world.make(root)
+    store = case.make(root)
     shutil.rmtree(root)
-    store.save(1, world.state(1))
-    store.save(2, world.state(2))  # waits for the first and does not raise its error
+    store.save(1, case.state(1))
+    store.save(2, case.state(2))  # waits for the first and does not raise its error
     store._behind.join()
-    told = store.failures()
-    assert [failure.step for failure in told] == [1, 2]
-    assert "has somebody deleted it" in str(told[0])
+    failures = store.failures()
+    assert [failure.step for failure in failures] == [1, 2]
+    assert "has somebody deleted it" in str(failures[0])
     assert store.failures() == []
     store.wait()
     with pytest.raises(StoreError, match="cannot be read"):
         store.steps()
     root.mkdir()
-    store.save(3, world.state(3))
+    store.save(3, case.state(3))
     store.wait()
     assert [saved.step for saved in store.steps()] == [3]
 
 
 @over(*DISKS)
-def test_own_leavings_are_cleaned_and_nothing_else(world, tmp_path):
-    store = world.make(tmp_path)
-    store.save(1, world.state(1))
+def test_own_stale_files_are_removed_and_nothing_else(case, tmp_path):
+    store = case.make(tmp_path)
+    store.save(1, case.state(1))
     store.wait()
     folder = Path(store.steps()[0].path)
     with living_process() as alive:
@@ -169,84 +139,40 @@ def test_own_leavings_are_cleaned_and_nothing_else(world, tmp_path):
         link = tmp_path / f".tmp-healcore-{dead}-{here}-0000000f"
         link.symlink_to(outside, target_is_directory=True)
 
-        store = world.make(tmp_path)
+        store = case.make(tmp_path)
         assert len(store.swept) == len(ours) + 1
         assert not any(path.exists() for path in ours)
         assert not link.is_symlink()
         assert (outside / "precious").exists()
         assert all((path / "part").exists() for path in others)
-        assert any("deadbeef" in told for told in store.problems())
-        assert not any(str(alive) in told for told in store.problems())
+        assert any("deadbeef" in each for each in store.problems())
+        assert not any(str(alive) in each for each in store.problems())
         store.verify(1)
 
 
 def test_two_processes_can_save_into_one_directory(tmp_path):
-    code = f"""
-import sys
-from pathlib import Path
-from tests.store.worlds import DCP as world
-store = world.make(Path({str(tmp_path)!r}))
-for i in range(10):
-    store.save(2 * i + int(sys.argv[1]), world.state(i)); store.wait()
-"""
-    both = [start(code, str(i)) for i in (0, 1)]
+    both = [start(PROGRAM, "every_second_step", "dcp", tmp_path, i) for i in (0, 1)]
     assert [process.wait(120) for process in both] == [0, 0]
-    store = worlds.DCP.make(tmp_path)
+    store = store_cases.DCP.make(tmp_path)
     assert [saved.step for saved in store.steps()] == list(range(20))
     assert store.problems() == []
     for saved in store.steps():
         store.verify(saved.step)
 
 
-@over(worlds.DCP, worlds.JAX_TIERS)
-def test_a_program_that_ends_finishes_its_save(world, tmp_path):
-    name = next(name for name, value in vars(worlds).items() if value is world)
-    code = f"""
-import sys
-from pathlib import Path
-from tests.store.test_disk_faults import large
-from tests.store.worlds import {name} as world
-store = world.make(Path({str(tmp_path)!r}))
-store.save(1, large(world, 8))
-sys.exit(7)
-"""
-    done = run(code)
+@over(store_cases.DCP, store_cases.JAX_TIERS)
+def test_a_program_that_ends_finishes_its_save(case, tmp_path):
+    done = run(PROGRAM, "ends", case.name, tmp_path)
     assert (done.returncode, done.stderr) == (7, "")
-    store = world.make(tmp_path)
+    store = case.make(tmp_path)
     store.verify(1)
     assert store.problems() == []
 
 
-def test_a_program_that_ends_tells_of_a_save_that_failed(tmp_path):
-    code = f"""
-import shutil
-from pathlib import Path
-from tests.store.worlds import DCP as world
-store = world.make(Path({str(tmp_path / "gone")!r}))
-shutil.rmtree(store.root)
-store.save(1, world.state(1))
-"""
-    done = run(code)
+def test_a_program_that_ends_logs_a_save_that_failed(tmp_path):
+    done = run(PROGRAM, "ends_with_a_failure", "dcp", tmp_path / "gone")
     assert done.returncode == 0
     assert "step 1 was not saved" in done.stderr
-
-
-def start(code: str, *arguments: str) -> subprocess.Popen:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def run(code: str) -> subprocess.CompletedProcess:
-    process = start(code)
-    out, err = process.communicate(timeout=600)
-    return subprocess.CompletedProcess([], process.returncode, out, err)
 
 
 def dead_pid() -> int:

@@ -1,4 +1,4 @@
-"""One run at a time in a directory, told by real processes."""
+"""One run at a time in a directory, with real processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,32 +18,16 @@ from healcore.runtime.store import StoreError, checksummed_json, files
 from healcore.runtime.store.claim import LOCK, StoreInUse, claim
 from healcore.runtime.store.manifest import problems
 from healcore.torch.store import DCPStore
+from tests.runtime.store.programs import finish, start
 
-HOLDS = """
-import sys, time
-from healcore.runtime.store.claim import StoreInUse, claim
-while time.time() < float(sys.argv[2]): pass
-try:
-    held = claim(sys.argv[1])
-    print("held" if held.warning is None else held.warning, flush=True)
-except StoreInUse as error:
-    print(error.process.pid, flush=True)
-sys.stdin.read()
-"""
+PROGRAM = "tests.runtime.store.claim_program"
 
 
-def start(root: Path, at: float = 0.0) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", HOLDS, str(root), str(at)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "PYTHONPATH": "."},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def hold(root: Path, at: float = 0.0) -> subprocess.Popen[str]:
+    return start(PROGRAM, "hold", root, at)
 
 
-def said(process: subprocess.Popen[str]) -> str:
+def printed(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
 
@@ -57,15 +40,15 @@ def end(*processes: subprocess.Popen[str]) -> None:
 
 def left_behind(root: Path) -> None:
     """What a killed process leaves."""
-    process = start(root)
-    assert said(process) == "held"
+    process = hold(root)
+    assert printed(process) == "held"
     end(process)
     assert (root / LOCK).exists()
 
 
 def test_a_living_process_holds_it_and_a_killed_one_does_not(tmp_path):
-    holder = start(tmp_path)
-    assert said(holder) == "held"
+    holder = hold(tmp_path)
+    assert printed(holder) == "held"
     with pytest.raises(StoreInUse, match=f"process {holder.pid} on") as raised:
         claim(tmp_path)
     assert isinstance(raised.value, StoreError)
@@ -86,8 +69,8 @@ def test_of_several_that_start_at_once_one_wins(tmp_path, stale):
         root.mkdir()
         if stale:
             left_behind(root)
-        several = [start(root, at=time.time() + 2.0) for _ in range(5)]
-        answers = [said(each) for each in several]
+        several = [hold(root, at=time.time() + 2.0) for _ in range(5)]
+        answers = [printed(each) for each in several]
         winner = several[answers.index("held")]
         assert sorted(answers) == sorted(["held", *[str(winner.pid)] * 4])
         assert os.listdir(root) == [LOCK]
@@ -112,29 +95,10 @@ def test_within_one_process(tmp_path):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_child_neither_releases_nor_has_it(tmp_path):
-    code = """
-import os, sys
-from healcore.runtime.store.claim import LOCK, StoreInUse, claim
-held = claim(sys.argv[1])
-pid = os.fork()
-if not pid:
-    held.release()
-    try:
-        claim(sys.argv[1])
-    except StoreInUse as error:
-        os._exit(7 if error.process.pid == os.getppid() else 1)
-    os._exit(2)
-assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-assert os.listdir(sys.argv[1]) == [LOCK]
-held.release()
-assert os.listdir(sys.argv[1]) == []
-"""
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=True)
+    finish(start(PROGRAM, "fork", tmp_path))
 
 
-def test_what_cannot_be_seen_is_told(tmp_path):
+def test_a_run_that_cannot_be_seen_is_a_warning(tmp_path):
     there = current_process()._replace(host=socket.gethostname() + "-other", pid=17, boot="another")
     (tmp_path / LOCK).write_bytes(
         checksummed_json.dumps({"schema": 1, "token": "x", **there._asdict()})
@@ -156,7 +120,7 @@ def test_what_cannot_be_seen_is_told(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"token": 1}\n', b"\xff" * 100])
-def test_a_torn_one_is_nobodys(tmp_path, content):
+def test_a_torn_lock_file_is_free(tmp_path, content):
     (tmp_path / LOCK).write_bytes(content)
     held = claim(tmp_path)
     assert held.warning is None
@@ -182,8 +146,8 @@ def in_another_container(root: Path) -> None:
 
 
 def test_a_run_in_another_container_is_seen_by_its_lock(tmp_path):
-    holder = start(tmp_path)
-    assert said(holder) == "held"
+    holder = hold(tmp_path)
+    assert printed(holder) == "held"
     in_another_container(tmp_path)
     with pytest.raises(StoreInUse, match=f"process {2**22 + 1} on"):
         claim(tmp_path)
@@ -197,8 +161,8 @@ def test_its_saves_are_not_swept(tmp_path):
     """By a store that was made before a Healer could ask for the directory."""
     work = tmp_path / f".tmp-healcore-{2**22 + 1}-{files.place()}-0a1b2c3d"
     work.mkdir()
-    holder = start(tmp_path)
-    assert said(holder) == "held"
+    holder = hold(tmp_path)
+    assert printed(holder) == "held"
     assert DCPStore(tmp_path).swept == []
     assert work.exists()
     end(holder)
@@ -210,22 +174,7 @@ def test_its_saves_are_not_swept(tmp_path):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_child_that_outlives_the_run_does_not_keep_it(tmp_path):
     """A data loader's worker, which notices only after seconds that its parent was killed."""
-    code = """
-import os, signal, sys
-from healcore.runtime.store.claim import claim
-held = claim(sys.argv[1])
-reader, writer = os.pipe()
-if not os.fork():
-    os.write(writer, b"x")
-    signal.pause()
-os.read(reader, 1)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        start_new_session=True,
-    )
+    process = start(PROGRAM, "outlived", tmp_path, new_session=True)
     process.wait()
     try:
         assert (tmp_path / LOCK).exists()
@@ -262,8 +211,8 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     def refuse(handle: int, how: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    holder = start(tmp_path)
-    assert said(holder) == "held"
+    holder = hold(tmp_path)
+    assert printed(holder) == "held"
     monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.raises(StoreInUse, match=f"process {holder.pid} on"):
         claim(tmp_path)
@@ -276,7 +225,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_disk_that_takes_no_file_is_told(tmp_path):
+def test_a_disk_that_takes_no_file_is_a_warning(tmp_path):
     held = claim(tmp_path / "gone")
     assert held.warning is not None
     assert "a second run in this directory would not be noticed" in held.warning

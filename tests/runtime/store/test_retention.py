@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from healcore.runtime.rollback.checkpoint_choice import choose
 from healcore.runtime.store import Keep, Saved, StoreError, prune, superfluous
-from tests.store.worlds import ALL, over
+from tests.runtime.store.store_cases import ALL, over
 
 CODES = {"g": "good", "c": "candidate", "q": "quarantined", "n": "candidate"}
 
@@ -116,10 +116,10 @@ def test_too_few(keep):
 
 
 @over(*ALL)
-def test_prune(world, tmp_path):
-    store = world.make(tmp_path)
+def test_prune(case, tmp_path):
+    store = case.make(tmp_path)
     for step in range(4):
-        store.save(step, world.state(step))
+        store.save(step, case.state(step))
     store.wait()
     for step in (0, 1):
         store.mark(step, "good")

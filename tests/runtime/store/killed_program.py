@@ -1,6 +1,6 @@
 """A program that saves, marks, rolls back and deletes, killed at random moments, many times.
 
-    python killed.py ROUNDS ROOT STORE…
+    python killed_program.py ROUNDS ROOT STORE…
 
 It imports the frameworks once and forks a child for every round. A child starts as a run would
 after a crash: it opens the store, verifies everything that is listed, restores the newest
@@ -28,87 +28,87 @@ import torch
 
 from healcore.runtime.rollback.checkpoint_choice import saved_after
 from healcore.runtime.store import Keep, prune
-from tests.store import worlds
+from tests.runtime.store import store_cases
 
-STATES = {world.name: world for world in (*worlds.DISKS, *worlds.TIERS)}
+STATES = {case.name: case for case in (*store_cases.DISKS, *store_cases.TIERS)}
 KEEP = Keep(good=2, candidates=2, quarantined=1)
 LONGEST = {"dcp": 0.06, "torch-tiers": 0.06, "orbax": 0.2, "jax-tiers": 0.2}
 """Seconds of the longest life: a few saves."""
 READY, SAVED, BACK = "r", "s", "b"
 
 
-def state(world: worlds.World, step: int) -> dict[str, Any]:
+def state(case: store_cases.StoreCase, step: int) -> dict[str, Any]:
     """A small state that only depends on the step. Nothing is compiled for it."""
     random = np.random.default_rng(step)
     arrays = [random.standard_normal((20, size), dtype=np.float32) for size in (1, 30, 400)]
-    put = jax.device_put if world.state is worlds.jax_state else torch.from_numpy
+    put = jax.device_put if case.state is store_cases.jax_state else torch.from_numpy
     return {"weights": [put(each) for each in arrays], "step": {"is": step}}
 
 
-def child(world: worlds.World, root: Path, pipe: int) -> NoReturn:
-    """One life: check what is there, tell so, save until killed."""
-    store = world.make(root)
+def child(case: store_cases.StoreCase, root: Path, pipe: int) -> NoReturn:
+    """One life: check what is there, report it, save until killed."""
+    store = case.make(root)
     saves = store.steps()
     for saved in saves:
         store.verify(saved.step)
     good = [saved.step for saved in saves if saved.status == "good"]
     assert good, "there must always be a known-good one"
-    restored = store.restore(good[-1], state(world, 0))
-    assert worlds.same_states(state(world, good[-1]), restored.state)
+    restored = store.restore(good[-1], state(case, 0))
+    assert store_cases.same_states(state(case, good[-1]), restored.state)
     assert restored.healing == {"step": good[-1]}
     assert store.problems() == [], store.problems()
-    tell(pipe, READY, saves[-1].step)
+    report(pipe, READY, saves[-1].step)
     prune(store, KEEP)  # most lives are too short for it further down
     step = max(saved.step for saved in saves if saved.status != "quarantined")
     for turn in itertools.count(1):
         step += 1
-        store.save(step, state(world, step), healing={"step": step})
+        store.save(step, state(case, step), healing={"step": step})
         if step % 3 == 0:
             continue  # the next save waits for this one
         store.wait()
-        tell(pipe, SAVED, step)
+        report(pipe, SAVED, step)
         if step % 2 == 0:
             store.mark(step, "good")
             prune(store, KEEP)
         if turn % 4 == os.getpid() % 4:  # some lives are too short for more than one turn
-            step = roll_back(world, store, pipe)
+            step = roll_back(case, store, pipe)
     raise AssertionError
 
 
-def roll_back(world: worlds.World, store: Any, pipe: int) -> int:
+def roll_back(case: store_cases.StoreCase, store: Any, pipe: int) -> int:
     """Goes back to the newest known-good one, and quarantines what is later."""
     target = max(saved.step for saved in store.steps() if saved.status == "good")
-    store.restore(target, state(world, 0))
-    tell(pipe, BACK, target)
+    store.restore(target, state(case, 0))
+    report(pipe, BACK, target)
     for step in saved_after(store.steps(), onset=target):
         store.mark(step, "quarantined")
     return target
 
 
-def tell(pipe: int, what: str, step: int) -> None:
+def report(pipe: int, what: str, step: int) -> None:
     os.write(pipe, struct.pack("<cq", what.encode(), step))
 
 
 def kills(name: str, root: Path, rounds: int) -> dict[str, int]:
     """Kills one store's program again and again; what was counted."""
-    world, rng = STATES[name], random.Random(name)
-    counts = {"rounds": 0, "saves": 0, "rollbacks": 0, "leavings": 0, "last": 0}
+    case, rng = STATES[name], random.Random(name)
+    counts = {"rounds": 0, "saves": 0, "rollbacks": 0, "stale": 0, "last": 0}
     first = os.fork()
     if not first:
-        store = world.make(root)
-        store.save(0, state(world, 0), healing={"step": 0})
+        store = case.make(root)
+        store.save(0, state(case, 0), healing={"step": 0})
         store.wait()
         store.mark(0, "good")
         os._exit(0)
     assert os.waitpid(first, 0)[1] == 0
     # More of them where no kill has hit a save yet: how often one does depends on the machine.
-    while counts["rounds"] < rounds or not (counts["leavings"] or counts["rounds"] >= 20 * rounds):
+    while counts["rounds"] < rounds or not (counts["stale"] or counts["rounds"] >= 20 * rounds):
         reader, writer = os.pipe()
         pid = os.fork()
         if not pid:
             os.close(reader)
             try:
-                child(world, root, writer)
+                child(case, root, writer)
             finally:
                 os._exit(3)  # only an error ends a child
         os.close(writer)
@@ -122,17 +122,17 @@ def kills(name: str, root: Path, rounds: int) -> dict[str, int]:
         assert os.WIFSIGNALED(status), "a child found something that is not as it must be"
         started = struct.unpack("<cq", ready)[1]
         assert started >= counts["last"], f"step {counts['last']} was saved and is gone"
-        told = b""
+        reported = b""
         while data := os.read(reader, 1 << 16):
-            told += data
+            reported += data
         os.close(reader)
         counts["last"] = started
-        for what, step in struct.iter_unpack("<cq", told):
+        for what, step in struct.iter_unpack("<cq", reported):
             back = what.decode() == BACK
             counts["last"] = step if back else max(counts["last"], step)
             counts["rollbacks" if back else "saves"] += 1
         counts["rounds"] += 1
-        counts["leavings"] += any(each.startswith(".tmp-") for each in os.listdir(root))
+        counts["stale"] += any(each.startswith(".tmp-") for each in os.listdir(root))
     return counts
 
 

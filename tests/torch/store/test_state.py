@@ -1,4 +1,4 @@
-"""Models, optimizers, schedulers, random generators: there and back, without aliasing."""
+"""Models, optimizers, schedulers, random generators: saved and restored, without aliasing."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.optim import lr_scheduler
 
 from healcore.runtime.store import Keep, StateMismatch, UnsavableState
 from healcore.torch.store import apply
-from tests.store.worlds import DCP, TORCH_MEMORY, TORCH_TIERS, over, same
+from tests.runtime.store.store_cases import DCP, TORCH_MEMORY, TORCH_TIERS, over, same
 
-WORLDS = (DCP, TORCH_MEMORY, TORCH_TIERS)
+CASES = (DCP, TORCH_MEMORY, TORCH_TIERS)
 OPTIMIZERS = {
     "adamw": partial(torch.optim.AdamW, lr=1e-2),
     "fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
@@ -95,13 +95,13 @@ class _Generator:
         torch.set_rng_state(state["torch"])
 
 
-@over(*WORLDS)
+@over(*CASES)
 @pytest.mark.parametrize(
     ("optimizer", "scheduler"),
     [*((name, "cosine") for name in OPTIMIZERS), *(("adamw", name) for name in SCHEDULERS)],
 )
-def test_a_run_replays_bit_for_bit(world, tmp_path, optimizer, scheduler):
-    run, store = Run(optimizer, scheduler), world.make(tmp_path)
+def test_a_run_replays_bit_for_bit(case, tmp_path, optimizer, scheduler):
+    run, store = Run(optimizer, scheduler), case.make(tmp_path)
     for _ in range(3):
         run.step()
     store.save(3, run.state)
@@ -112,25 +112,25 @@ def test_a_run_replays_bit_for_bit(world, tmp_path, optimizer, scheduler):
     assert same(first[1], again[1])
 
 
-@over(*WORLDS)
-def test_a_new_process_goes_on_where_the_old_one_was(world, tmp_path):
-    run, store = Run(), world.make(tmp_path)
+@over(*CASES)
+def test_a_new_process_goes_on_where_the_old_one_was(case, tmp_path):
+    run, store = Run(), case.make(tmp_path)
     for _ in range(3):
         run.step()
     store.save(3, run.state)
     expected = [run.step() for _ in range(4)]
     store.wait()
     fresh = Run(seed=5)  # its optimizer has no moments yet
-    if world is DCP:
-        store = world.make(tmp_path)
+    if case is DCP:
+        store = case.make(tmp_path)
     apply(fresh.state, store.restore(3, fresh.state).state)
     assert [fresh.step() for _ in range(4)] == expected
 
 
-@over(*WORLDS)
-def test_the_store_stays_clean_over_several_rollbacks(world, tmp_path):
+@over(*CASES)
+def test_the_store_stays_clean_over_several_rollbacks(case, tmp_path):
     """load_state_dict keeps the tensors it is given: they must not be the store's."""
-    run, store = Run(), world.make(tmp_path)
+    run, store = Run(), case.make(tmp_path)
     run.step()
     store.save(1, run.state)
     seen = set()
@@ -141,11 +141,11 @@ def test_the_store_stays_clean_over_several_rollbacks(world, tmp_path):
     assert len(seen) == 1
 
 
-@over(*WORLDS)
-def test_trees_are_overwritten_in_place(world, tmp_path):
+@over(*CASES)
+def test_trees_are_overwritten_in_place(case, tmp_path):
     tensor, inner = torch.arange(4.0), [torch.ones(2), 1.5]
     live = {"ema": {"weight": tensor, "inner": inner, "count": 3}, "alone": torch.zeros(3)}
-    store = world.make(tmp_path)
+    store = case.make(tmp_path)
     store.save(1, live)
     tensor.zero_()
     inner[0].zero_()
@@ -179,11 +179,11 @@ def test_apply_touches_nothing_if_one_part_does_not_fit():
     assert same(before, run.everything())
 
 
-@over(*WORLDS)
-def test_tied_weights_are_saved_once(world, tmp_path):
+@over(*CASES)
+def test_tied_weights_are_saved_once(case, tmp_path):
     model: Any = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     model[1].weight = model[0].weight
-    store = world.make(tmp_path)
+    store = case.make(tmp_path)
     store.save(1, {"model": model})
     store.wait()
     assert store.steps()[0].bytes < 1.5 * 64 * 64 * 4
@@ -192,8 +192,8 @@ def test_tied_weights_are_saved_once(world, tmp_path):
     assert torch.equal(found["1.weight"], model[0].weight)
 
 
-@over(*WORLDS)
-def test_layouts_and_views(world, tmp_path):
+@over(*CASES)
+def test_layouts_and_views(case, tmp_path):
     base = torch.arange(24.0).reshape(2, 3, 2, 2)
     tree = {
         "channels last": base.to(memory_format=torch.channels_last),
@@ -204,26 +204,26 @@ def test_layouts_and_views(world, tmp_path):
         "parameter": nn.Parameter(torch.ones(2)),
         "payload": torch.tensor([0x7FC0DEAD], dtype=torch.int32).view(torch.float32),
     }
-    store = world.make(tmp_path)
+    store = case.make(tmp_path)
     store.save(1, {"tree": tree})
     store.wait()
     found = store.restore(1, {"tree": tree}).state["tree"]
     for name, tensor in tree.items():
         expected = tensor.detach().resolve_conj()
         assert same(expected, found[name]), name
-    if world is TORCH_MEMORY:
+    if case is TORCH_MEMORY:
         assert found["channels last"].stride() == tree["channels last"].stride()
 
 
-@over(*WORLDS)
-def test_odd_objects_in_a_state_dictionary(world, tmp_path):
+@over(*CASES)
+def test_odd_objects_in_a_state_dictionary(case, tmp_path):
     """Loaders and schedulers keep what they like."""
 
     class Loader:
         def state_dict(self):
             return OrderedDict(queue=deque([1, 2], maxlen=5), seen={3, 4}, dtype=torch.bfloat16)
 
-    store = world.make(tmp_path)
+    store = case.make(tmp_path)
     store.save(1, {"loader": Loader()})
     store.wait()
     found = store.restore(1, {"loader": Loader()}).state["loader"]
@@ -231,9 +231,9 @@ def test_odd_objects_in_a_state_dictionary(world, tmp_path):
     assert found["queue"].maxlen == 5
 
 
-@over(*WORLDS)
-def test_what_cannot_be_saved_is_named(world, tmp_path):
-    store = world.make(tmp_path)
+@over(*CASES)
+def test_what_cannot_be_saved_is_named(case, tmp_path):
+    store = case.make(tmp_path)
     with pytest.raises(UnsavableState, match=r"state\['x'\]\['f'\] is a function"):
         store.save(1, {"x": {"f": lambda: 0}})
     sparse = torch.eye(3).to_sparse()
@@ -261,7 +261,7 @@ def test_memory_holds_no_more_than_it_says(tmp_path):
     assert len(memory) == keep.most
 
 
-def test_a_snapshot_with_nan_is_not_kept_in_a_small_ring_and_told():
+def test_a_snapshot_with_nan_is_reported_and_not_kept_in_a_small_ring():
     from healcore.torch.store import MemoryStore
 
     store = MemoryStore()
@@ -269,8 +269,8 @@ def test_a_snapshot_with_nan_is_not_kept_in_a_small_ring_and_told():
     store.save(2, {"x": torch.tensor([1, float("inf")])})
     store.wait()
     assert [saved.step for saved in store.steps()] == [1]
-    (told,) = store.problems()
-    assert told == "the snapshot of step 2 has NaN or Inf in x and was not kept"
+    (problem,) = store.problems()
+    assert problem == "the snapshot of step 2 has NaN or Inf in x and was not kept"
     assert store.problems() == []
 
 

@@ -1,4 +1,4 @@
-"""What every store must do, whatever lies behind it: one battery over all of them."""
+"""What every store must do: one battery over all of them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from healcore.runtime.store import (
     StateMismatch,
     StoreError,
 )
-from tests.store.worlds import ALL, Cursor, World, over, same_states
+from tests.runtime.store.store_cases import ALL, Cursor, StoreCase, over, same_states
 
 HEALING = {"schema": 1, "state": {"heal_step": 120}, "lr": 0.5}
 
 
 @pytest.fixture
-def store(world: World, tmp_path):
-    return world.make(tmp_path / "checkpoints")
+def store(case: StoreCase, tmp_path):
+    return case.make(tmp_path / "checkpoints")
 
 
 @over(*ALL)
-def test_it_is_a_checkpoint_store(world, store):
+def test_it_is_a_checkpoint_store(case, store):
     assert isinstance(store, CheckpointStore)
     assert store.steps() == []
     assert store.problems() == []
@@ -33,36 +33,36 @@ def test_it_is_a_checkpoint_store(world, store):
 
 
 @over(*ALL)
-def test_round_trip_is_exact(world, store):
-    state = world.state(1)
+def test_round_trip_is_exact(case, store):
+    state = case.state(1)
     store.save(7, state, healing=HEALING)
     store.wait()
-    restored = store.restore(7, world.state(2))
-    assert same_states(world.state(1), restored.state)
+    restored = store.restore(7, case.state(2))
+    assert same_states(case.state(1), restored.state)
     assert restored.healing == HEALING
 
 
 @over(*ALL)
-def test_what_happens_to_the_state_afterwards_does_not_reach_the_save(world, store):
+def test_changing_the_state_does_not_change_the_save(case, store):
     healing = json.loads(json.dumps(HEALING))
-    state = world.state(1)
+    state = case.state(1)
     store.save(7, state, healing=healing)
-    world.spoil(state)
+    case.spoil(state)
     healing["state"]["heal_step"] = -1
     store.wait()
-    assert same_states(world.state(1), store.restore(7, world.state(1)).state)
-    assert store.restore(7, world.state(1)).healing == HEALING
+    assert same_states(case.state(1), store.restore(7, case.state(1)).state)
+    assert store.restore(7, case.state(1)).healing == HEALING
 
 
 @over(*ALL)
-def test_what_happens_to_a_restored_state_does_not_reach_the_store(world, store):
-    store.save(7, world.state(1))
+def test_changing_a_restored_state_does_not_change_the_store(case, store):
+    store.save(7, case.state(1))
     store.wait()
-    first = store.restore(7, world.state(1)).state
+    first = store.restore(7, case.state(1)).state
     first["weights"] = dict(first["weights"])
-    world.spoil({**first, "cursor": _Holder(first["cursor"])})
+    case.spoil({**first, "cursor": _Holder(first["cursor"])})
     store.verify(7)
-    assert same_states(world.state(1), store.restore(7, world.state(1)).state)
+    assert same_states(case.state(1), store.restore(7, case.state(1)).state)
 
 
 class _Holder:
@@ -73,22 +73,22 @@ class _Holder:
 
 
 @over(*ALL)
-def test_one_save_after_another_without_waiting(world, store):
+def test_one_save_after_another_without_waiting(case, store):
     for step in range(5):
-        state = world.state(step)
+        state = case.state(step)
         store.save(step, state)
-        world.spoil(state)
+        case.spoil(state)
     store.wait()
     assert [saved.step for saved in store.steps()] == [0, 1, 2, 3, 4]
     for step in range(5):
-        assert same_states(world.state(step), store.restore(step, world.state(0)).state)
+        assert same_states(case.state(step), store.restore(step, case.state(0)).state)
 
 
 @over(*ALL)
-def test_some_names_only(world, store):
-    store.save(7, world.state(1))
+def test_some_names_only(case, store):
+    store.save(7, case.state(1))
     store.wait()
-    restored = store.restore(7, {"values": world.state(2)["values"]})
+    restored = store.restore(7, {"values": case.state(2)["values"]})
     assert list(restored.state) == ["values"]
     assert restored.state["values"]["int"] == 2**70
 
@@ -100,12 +100,12 @@ class Newcomer(Cursor):
 
 
 @over(*ALL)
-def test_optional_names_that_a_checkpoint_lacks_are_left_out(world, store):
-    store.save(7, world.state(1))
-    store.save(8, {**world.state(1), "healcore": Newcomer(5)})
+def test_optional_names_that_a_checkpoint_lacks_are_left_out(case, store):
+    store.save(7, case.state(1))
+    store.save(8, {**case.state(1), "healcore": Newcomer(5)})
     store.wait()
-    like = {**world.state(2), "healcore": Newcomer()}
-    assert same_states(world.state(1), store.restore(7, like).state)
+    like = {**case.state(2), "healcore": Newcomer()}
+    assert same_states(case.state(1), store.restore(7, like).state)
     assert store.restore(8, like).state["healcore"]["at"] == 5
     assert store.restore(7, {"healcore": Newcomer()}).state == {}
     for same_but_needed in (Cursor(), {"optional": True}):
@@ -114,34 +114,34 @@ def test_optional_names_that_a_checkpoint_lacks_are_left_out(world, store):
 
 
 @over(*ALL)
-def test_without_healing_state(world, store):
+def test_without_healing_state(case, store):
     """Old checkpoints, and those of others, restore into a run that heals."""
-    store.save(7, world.state(1))
+    store.save(7, case.state(1))
     store.wait()
     assert not store.steps()[0].healing
-    assert store.restore(7, world.state(1)).healing is None
+    assert store.restore(7, case.state(1)).healing is None
 
 
 @over(*ALL)
-def test_another_state_is_told_from_this_one(world, store):
-    store.save(7, world.state(1))
+def test_another_state_does_not_fit(case, store):
+    store.save(7, case.state(1))
     store.wait()
-    like = world.state(1)
+    like = case.state(1)
     del like["weights"]["int64" if "int64" in like["weights"] else "int32"]
     like["weights"]["float32"] = like["weights"]["float32"][:3]
     like["weights"]["new"] = like["weights"]["half"]
     with pytest.raises(StateMismatch) as error:
         store.restore(7, like)
-    told = "; ".join(error.value.differences)
-    assert all(each in told for each in ("float32", "new", "int"))
+    differences = "; ".join(error.value.differences)
+    assert all(each in differences for each in ("float32", "new", "int"))
     with pytest.raises(StateMismatch, match="nothing of the kind"):
         store.restore(7, {"nothing of the kind": like["weights"]})
 
 
 @over(*ALL)
-def test_statuses(world, store):
+def test_statuses(case, store):
     for step in (1, 2, 3):
-        store.save(step, world.state(step))
+        store.save(step, case.state(step))
     store.wait()
     assert {saved.status for saved in store.steps()} == {"candidate"}
     store.mark(1, "good")
@@ -154,9 +154,9 @@ def test_statuses(world, store):
 
 
 @over(*ALL)
-def test_the_last_known_good_one_stays(world, store):
+def test_the_last_known_good_one_stays(case, store):
     for step in (1, 2, 3):
-        store.save(step, world.state(step))
+        store.save(step, case.state(step))
     store.wait()
     store.mark(1, "good")
     with pytest.raises(LastGoodKept, match="step 1 is the last known-good"):
@@ -166,12 +166,12 @@ def test_the_last_known_good_one_stays(world, store):
     store.delete(1)
     store.delete(3)
     assert [saved.step for saved in store.steps()] == [2]
-    assert same_states(world.state(2), store.restore(2, world.state(2)).state)
+    assert same_states(case.state(2), store.restore(2, case.state(2)).state)
 
 
 @over(*ALL)
-def test_not_finite_is_never_known_good(world, store):
-    store.save(7, world.with_nan())
+def test_not_finite_is_never_known_good(case, store):
+    store.save(7, case.with_nan())
     store.wait()
     (saved,) = store.steps()
     assert not saved.finite
@@ -182,21 +182,21 @@ def test_not_finite_is_never_known_good(world, store):
 
 
 @over(*ALL)
-def test_not_finite_where_that_is_meant(world, tmp_path):
-    store = world.make(tmp_path, nonfinite_ok=["weights.b*16"])
-    store.save(7, world.with_nan())
+def test_not_finite_where_that_is_meant(case, tmp_path):
+    store = case.make(tmp_path, nonfinite_ok=["weights.b*16"])
+    store.save(7, case.with_nan())
     store.wait()
     assert store.steps()[0].finite
     store.mark(7, "good")
 
 
 @over(*ALL)
-def test_a_step_that_is_not_there(world, store):
-    store.save(7, world.state(1))
+def test_a_step_that_is_not_there(case, store):
+    store.save(7, case.state(1))
     store.wait()
     for call in (
         lambda: store.verify(8),
-        lambda: store.restore(8, world.state(1)),
+        lambda: store.restore(8, case.state(1)),
         lambda: store.mark(8, "good"),
         lambda: store.delete(8),
     ):
@@ -205,8 +205,8 @@ def test_a_step_that_is_not_there(world, store):
 
 
 @over(*ALL)
-def test_a_fault_while_the_copy_is_taken_loses_nothing(world, store):
-    store.save(7, world.state(1))
+def test_a_fault_while_the_copy_is_taken_loses_nothing(case, store):
+    store.save(7, case.state(1))
     store.wait()
 
     class Broken:
@@ -215,30 +215,30 @@ def test_a_fault_while_the_copy_is_taken_loses_nothing(world, store):
 
     for step in range(8, 12):
         with pytest.raises(StoreError, match="no more of it"):
-            store.save(step, {**world.state(2), "broken": Broken()})
+            store.save(step, {**case.state(2), "broken": Broken()})
     store.wait()
     assert [saved.step for saved in store.steps()] == [7]
     store.verify(7)
-    assert same_states(world.state(1), store.restore(7, world.state(1)).state)
+    assert same_states(case.state(1), store.restore(7, case.state(1)).state)
 
 
 @over(*ALL)
 @pytest.mark.parametrize("step", [-1, 1.0, "7", None, True])
-def test_steps_are_whole_numbers(world, store, step):
+def test_steps_are_whole_numbers(case, store, step):
     with pytest.raises(StoreError, match="whole number >= 0"):
-        store.save(step, world.state(1))
+        store.save(step, case.state(1))
 
 
 @over(*ALL)
-def test_a_healing_state_that_is_no_json(world, store):
+def test_a_healing_state_that_is_no_json(case, store):
     for healing in ({"x": object()}, {"x": float("nan")}):
         with pytest.raises(StoreError, match="JSON-safe"):
-            store.save(7, world.state(1), healing=healing)
+            store.save(7, case.state(1), healing=healing)
     assert store.steps() == []
 
 
 @over(*ALL)
 @pytest.mark.parametrize("state", [{}, None, [1]])
-def test_nothing_to_save(world, store, state):
+def test_nothing_to_save(case, store, state):
     with pytest.raises(StoreError, match="maps names to what is saved"):
         store.save(7, state)

@@ -1,4 +1,4 @@
-"""Memory first, disk behind."""
+"""Memory first, then disk."""
 
 from __future__ import annotations
 
@@ -8,89 +8,89 @@ import numpy as np
 import pytest
 
 from healcore.runtime.store import CheckpointDamaged, Keep, StoreError
-from tests.store.test_damage import flip
-from tests.store.worlds import TIERS, over, same_states
+from tests.runtime.store.disks import flip
+from tests.runtime.store.store_cases import TIERS, over, same_states
 
 
 @over(*TIERS)
-def test_a_damaged_copy_in_memory_is_replaced_by_the_one_on_disk(world, tmp_path):
-    store = world.make(tmp_path)
-    store.save(7, world.state(1))
+def test_a_damaged_copy_in_memory_is_replaced_by_the_one_on_disk(case, tmp_path):
+    store = case.make(tmp_path)
+    store.save(7, case.state(1))
     store.wait()
     block = max(store.memory._slot(7).snapshot.blocks(), key=lambda block: len(block.raw))
     block.raw[3] ^= 1
-    assert same_states(world.state(1), store.restore(7, world.state(2)).state)
-    assert any("memory" in told and block.name in told for told in store.problems())
+    assert same_states(case.state(1), store.restore(7, case.state(2)).state)
+    assert any("memory" in each and block.name in each for each in store.problems())
     assert store.steps()[0].path is not None
     assert store.memory.steps() == []
 
 
 @over(*TIERS)
-def test_a_damaged_copy_on_disk_is_set_aside(world, tmp_path):
-    store = world.make(tmp_path)
-    store.save(7, world.state(1))
+def test_a_damaged_copy_on_disk_is_quarantined(case, tmp_path):
+    store = case.make(tmp_path)
+    store.save(7, case.state(1))
     store.wait()
     flip(Path(store.disk.steps()[0].path) / "state.json", 17)
     assert store.verify(7).status == "candidate"  # the copy in memory serves
     assert store.disk.steps()[0].status == "quarantined"
-    assert any("state.json" in told for told in store.problems())
+    assert any("state.json" in each for each in store.problems())
     store.memory.drop(7)
     with pytest.raises(CheckpointDamaged):
-        store.restore(7, world.state(1))
+        store.restore(7, case.state(1))
 
 
 @over(*TIERS)
-def test_after_a_restart_the_disk_serves(world, tmp_path):
-    store = world.make(tmp_path)
+def test_after_a_restart_the_disk_serves(case, tmp_path):
+    store = case.make(tmp_path)
     for step in (1, 2):
-        store.save(step, world.state(step), healing={"step": step})
+        store.save(step, case.state(step), healing={"step": step})
     store.wait()
     store.mark(1, "good")
-    again = world.make(tmp_path)
+    again = case.make(tmp_path)
     assert [(saved.step, saved.status) for saved in again.steps()] == [
         (1, "good"),
         (2, "candidate"),
     ]
-    assert same_states(world.state(1), again.restore(1, world.state(2)).state)
+    assert same_states(case.state(1), again.restore(1, case.state(2)).state)
 
 
 @over(*TIERS)
-def test_every_few_saves_one_goes_to_disk(world, tmp_path):
-    store = world.make(tmp_path, disk_every=3)
+def test_every_few_saves_one_goes_to_disk(case, tmp_path):
+    store = case.make(tmp_path, disk_every=3)
     for step in range(8):
-        store.save(step, world.state(step))
+        store.save(step, case.state(step))
     store.wait()
     assert [saved.step for saved in store.disk.steps()] == [0, 3, 6]
     assert [saved.step for saved in store.steps()] == list(range(8))
     assert [saved.path is None for saved in store.steps()].count(False) == 3
     with pytest.raises(StoreError, match=r"disk_every is a whole number >= 1"):
-        world.make(tmp_path, disk_every=0)
+        case.make(tmp_path, disk_every=0)
 
 
 @over(*TIERS)
-def test_memory_is_not_used_again_while_it_is_written_to_disk(world, tmp_path):
+def test_memory_is_not_used_again_while_it_is_written_to_disk(case, tmp_path):
     """The small ring lets go of a snapshot long before the disk has it."""
     keep = Keep(good=1, candidates=2, quarantined=0)
-    store = world.make(tmp_path, keep=keep, disk_every=6)
+    store = case.make(tmp_path, keep=keep, disk_every=6)
     for step in range(12):
-        state = world.state(step)
+        state = case.state(step)
         state["values"]["large"] = np.full(4 << 20, step, np.uint8)
         store.save(step, state)
-        world.spoil(state)
+        case.spoil(state)
     store.wait()
     assert [saved.step for saved in store.disk.steps()] == [0, 6]
     for step in (0, 6):
-        like = world.state(0)
+        like = case.state(0)
         like["values"]["large"] = np.empty(4 << 20, np.uint8)
         found = store.disk.restore(step, like).state
         assert set(np.unique(found["values"].pop("large"))) == {step}
-        assert same_states(world.state(step), found)
+        assert same_states(case.state(step), found)
     assert store.memory.nbytes <= (keep.most + 2) * (5 << 20)
 
 
 @over(*TIERS)
-def test_it_says_how_much_memory_it_takes(world, tmp_path):
-    store = world.make(tmp_path, keep=Keep(good=1, candidates=2, quarantined=0))
+def test_it_says_how_much_memory_it_takes(case, tmp_path):
+    store = case.make(tmp_path, keep=Keep(good=1, candidates=2, quarantined=0))
     text = store.describe(100_000_000)
     assert text.startswith("at most 4 copies of the state in host memory (4 × 100.0 MB = 400.0 MB)")
     assert text.endswith("and one more while it is written to disk")

@@ -13,16 +13,16 @@ import numpy as np
 import torch
 
 from healcore.runtime.store import Keep, inspection
-from tests.store.worlds import ALL, DISKS, MEMORIES, TIERS, World, jax_state, over
+from tests.runtime.store.store_cases import ALL, DISKS, MEMORIES, TIERS, StoreCase, jax_state, over
 
 ARRAYS, SIDE = 12, 500
 BYTES = ARRAYS * SIDE * SIDE * 4
 SMALL = Keep(good=1, candidates=2, quarantined=0)
 
 
-def large(world: World) -> dict[str, Any]:
+def large(case: StoreCase) -> dict[str, Any]:
     """Twelve megabytes."""
-    put = jax.device_put if world.state is jax_state else torch.from_numpy
+    put = jax.device_put if case.state is jax_state else torch.from_numpy
     return {"weights": [put(np.full((SIDE, SIDE), i, np.float32)) for i in range(ARRAYS)]}
 
 
@@ -41,13 +41,13 @@ def traced() -> Iterator[list[int]]:
 
 
 @over(*ALL)
-def test_a_save_takes_one_copy_and_the_next_one_uses_its_memory_again(world, tmp_path):
-    store, state = world.make(tmp_path), large(world)
+def test_a_save_takes_one_copy_and_the_next_one_uses_its_memory_again(case, tmp_path):
+    store, state = case.make(tmp_path), large(case)
     with traced() as first:
         store.save(0, state)
     store.wait()
     assert BYTES <= first[0] < 1.5 * BYTES
-    if world in DISKS:  # the others use memory again when their ring is full
+    if case in DISKS:  # the others use memory again when their ring is full
         with traced() as second:
             store.save(1, state)
         store.wait()
@@ -55,8 +55,8 @@ def test_a_save_takes_one_copy_and_the_next_one_uses_its_memory_again(world, tmp
 
 
 @over(*TIERS)
-def test_tiers_take_the_copy_in_memory_to_disk_and_make_no_second_one(world, tmp_path):
-    store, state = world.make(tmp_path, keep=SMALL), large(world)
+def test_tiers_take_the_copy_in_memory_to_disk_and_make_no_second_one(case, tmp_path):
+    store, state = case.make(tmp_path, keep=SMALL), large(case)
     for step in range(6):
         store.save(step, state)
         store.wait()
@@ -66,9 +66,9 @@ def test_tiers_take_the_copy_in_memory_to_disk_and_make_no_second_one(world, tmp
 
 
 @over(*DISKS)
-def test_the_disk_holds_nobody_up(world, tmp_path):
+def test_the_disk_holds_nobody_up(case, tmp_path):
     """`save` returns with not a byte written, and the state is free to be changed."""
-    store, gate = world.make(tmp_path), threading.Event()
+    store, gate = case.make(tmp_path), threading.Event()
     write = store._write
 
     def late(captured, folder):
@@ -76,9 +76,9 @@ def test_the_disk_holds_nobody_up(world, tmp_path):
         return write(captured, folder)
 
     store._write = late
-    state = world.state(1)
+    state = case.state(1)
     store.save(1, state)
-    world.spoil(state)
+    case.spoil(state)
     assert store._behind.busy
     assert store.steps() == []
     assert store.failures() == []
@@ -88,26 +88,26 @@ def test_the_disk_holds_nobody_up(world, tmp_path):
 
 
 @over(*MEMORIES)
-def test_digests_and_checks_hold_nobody_up(world, tmp_path, monkeypatch):
-    store, gate, inspect = world.make(tmp_path), threading.Event(), inspection.inspect
+def test_digests_and_checks_hold_nobody_up(case, tmp_path, monkeypatch):
+    store, gate, inspect = case.make(tmp_path), threading.Event(), inspection.inspect
 
     def late(*arguments):
         assert gate.wait(60)
         return inspect(*arguments)
 
     monkeypatch.setattr(inspection, "inspect", late)
-    state = world.state(1)
+    state = case.state(1)
     store.save(1, state)
-    world.spoil(state)
+    case.spoil(state)
     assert store._behind.busy
     gate.set()
     store.verify(1)
 
 
 @over(*TIERS)
-def test_neither_does_a_slow_disk_behind_memory(world, tmp_path):
+def test_neither_does_a_slow_disk_behind_memory(case, tmp_path):
     """Saves that stay in memory go on while one is being written."""
-    store, gate = world.make(tmp_path, disk_every=4), threading.Event()
+    store, gate = case.make(tmp_path, disk_every=4), threading.Event()
     write = store.disk._write
 
     def late(captured, folder):
@@ -116,7 +116,7 @@ def test_neither_does_a_slow_disk_behind_memory(world, tmp_path):
 
     store.disk._write = late
     for step in range(4):
-        store.save(step, world.state(step))
+        store.save(step, case.state(step))
     assert store._behind.busy
     assert [saved.step for saved in store.steps()] == [0, 1, 2, 3]
     assert store.disk.steps() == []
@@ -126,8 +126,8 @@ def test_neither_does_a_slow_disk_behind_memory(world, tmp_path):
 
 
 @over(*DISKS)
-def test_a_restore_reads_into_one_copy(world, tmp_path):
-    store, state = world.make(tmp_path), large(world)
+def test_a_restore_reads_into_one_copy(case, tmp_path):
+    store, state = case.make(tmp_path), large(case)
     store.save(0, state)
     store.wait()
     with traced() as peak:
@@ -136,8 +136,8 @@ def test_a_restore_reads_into_one_copy(world, tmp_path):
 
 
 @over(*MEMORIES)
-def test_a_restore_out_of_memory_is_one_copy(world, tmp_path):
-    store, state = world.make(tmp_path), large(world)
+def test_a_restore_out_of_memory_is_one_copy(case, tmp_path):
+    store, state = case.make(tmp_path), large(case)
     store.save(0, state)
     store.wait()
     with traced() as peak:
@@ -147,8 +147,8 @@ def test_a_restore_out_of_memory_is_one_copy(world, tmp_path):
 
 
 @over(*MEMORIES)
-def test_the_bound_is_printed_and_kept(world, tmp_path):
-    store, state = world.make(tmp_path), large(world)
+def test_the_bound_is_printed_and_kept(case, tmp_path):
+    store, state = case.make(tmp_path), large(case)
     most = store.keep.most + 1
     for step in range(2 * most):
         store.save(step, state)

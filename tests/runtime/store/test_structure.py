@@ -64,7 +64,7 @@ def test_any_value_comes_back(value):
 @pytest.mark.parametrize(
     "value", [{1, "a"}, frozenset({(1, 2)}), range(3, 9, 2), bytearray(b"\0x"), deque(), set()]
 )
-def test_what_the_standard_library_has_besides(value):
+def test_other_containers_of_the_standard_library(value):
     assert same(value, back(value))
 
 
@@ -82,7 +82,7 @@ def test_long_lists(value):
     assert same(value, back(value))
 
 
-def test_subclasses_are_told_apart_where_that_is_asked_for():
+def test_subclasses_are_no_base_class_if_exact():
     class Special(dict):
         pass
 

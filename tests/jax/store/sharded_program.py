@@ -1,0 +1,82 @@
+"""Arrays sharded over eight devices go through every store, with donation in between."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from healcore.jax.store import Keep, MemoryStore, OrbaxStore, TieredStore
+from healcore.jax.store.host_copy import JaxCopier
+from healcore.runtime.store import memory
+
+root, KEEP = Path(sys.argv[1]), Keep(quarantined=1)
+mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+
+
+def put(value, *spec):
+    return jax.device_put(value, NamedSharding(mesh, P(*spec)))
+
+
+def fresh():
+    return {
+        "both": put(jnp.arange(64.0).reshape(8, 8), "x", "y"),
+        "rows": put(jnp.arange(64, dtype=jnp.bfloat16).reshape(8, 8), "x"),
+        "columns": put(jnp.arange(64.0).reshape(8, 8), None, "y"),
+        "everywhere": put(jnp.arange(5.0)),
+        "scalar": put(jnp.float32(2.5)),
+        "one device": jax.device_put(jnp.arange(3), jax.devices()[5]),
+        "key": jax.random.wrap_key_data(put(jnp.arange(2, dtype=jnp.uint32))),
+    }
+
+
+spoil = jax.jit(lambda leaf: leaf * 0 + 7, donate_argnums=0)
+
+
+def data(leaf):
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+
+stores = {
+    "orbax": OrbaxStore(root / "orbax"),
+    "memory": MemoryStore(KEEP),
+    "pinned": memory.SnapshotStore(JaxCopier(pinned=True), KEEP),
+    "tiers": TieredStore(MemoryStore(KEEP), OrbaxStore(root / "tiers")),
+}
+for name, store in stores.items():
+    state = fresh()
+    store.save(1, {"x": state})
+    for key, leaf in state.items():
+        if key != "key":
+            jax.block_until_ready(spoil(leaf))
+    store.wait()
+    store.verify(1)
+    if name == "memory":
+        # Of replicas one is copied. (Every part is rounded up to 64 bytes.)
+        assert store.steps()[0].bytes < 1500, store.steps()
+    like = fresh()
+    for _ in range(2):
+        found = store.restore(1, {"x": like}).state["x"]
+        for key, leaf in fresh().items():
+            assert found[key].sharding == leaf.sharding, (name, key, found[key].sharding)
+            assert (data(found[key]) == data(leaf)).all(), (name, key)
+            if key != "key":  # donating what was restored reaches neither store nor replicas
+                jax.block_until_ready(spoil(found[key]))
+        store.verify(1)
+    # Into another sharding.
+    other = {"x": {**fresh(), "rows": put(jnp.zeros((8, 8), jnp.bfloat16), None, "x")}}
+    found = store.restore(1, other).state["x"]["rows"]
+    assert found.sharding == other["x"]["rows"].sharding
+    assert (np.asarray(found) == np.asarray(fresh()["rows"])).all()
+    bad = fresh()
+    bad["both"] = put(jnp.ones((8, 8)).at[7, 7].set(jnp.inf), "x", "y")
+    store.save(2, {"x": bad})
+    store.wait()
+    assert store.steps()[-1].nonfinite == ("x.both",), store.steps()
+print("fine")

@@ -1,0 +1,134 @@
+"""Forks a child while a save is under way. Arguments: `saves` or `locks`, directory.
+
+A child has none of our threads, and must wait for none of them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
+from healcore.runtime.events import Log
+from healcore.torch.store import DCPStore, MemoryStore, TieredStore
+
+gate, writing = threading.Event(), threading.Event()
+
+
+class Slow(DCPStore):
+    """Writes when the gate opens."""
+
+    def _write(self, captured: Any, folder: Path) -> Any:
+        writing.set()
+        assert gate.wait(60)
+        return super()._write(captured, folder)
+
+
+class Waits:
+    """A store that verifies when the gate opens."""
+
+    def verify(self, step: int) -> None:
+        writing.set()
+        assert gate.wait(60)
+
+    def mark(self, step: int, status: str) -> None:
+        pass
+
+
+def forked(action: Callable[[], None]) -> int | None:
+    """The exit code of a child that ends as those of multiprocessing do; None if it hangs."""
+    child = multiprocessing.get_context("fork").Process(target=action)
+    child.start()
+    child.join(20)
+    if child.exitcode is None:
+        child.kill()
+    return child.exitcode
+
+
+def saves(root: Path) -> None:
+    """A child while the parent saves."""
+    store = TieredStore(MemoryStore(), Slow(root / "store"))
+    store.save(1, {"w": torch.arange(9.0)})
+    assert writing.wait(60)
+    assert forked(lambda: None) == 0
+
+    def child() -> None:
+        # It can use what it inherits, and its end is not that of the save.
+        assert not store.busy
+        assert store.failures() == []
+        assert store.disk.steps() == []
+        store.wait()
+        # A start in the same directory does not sweep the parent's work.
+        assert DCPStore(root / "store").swept == []
+        store.memory.save(5, {"w": torch.zeros(3)})
+        assert 5 in [saved.step for saved in store.memory.steps()]
+
+    assert forked(child) == 0
+    assert any(name.startswith(".tmp-healcore") for name in os.listdir(root / "store"))
+
+    began = time.monotonic()
+    for _ in range(2):
+        examples: Any = list(range(8))
+        assert len(list(DataLoader(examples, num_workers=2))) == 8
+    # 20 s if they are killed.
+    assert time.monotonic() - began < 8, "the workers did not end by themselves"
+
+    assert store.busy
+    gate.set()
+    store.wait()
+    assert [saved.step for saved in store.steps()] == [1]
+    store.verify(1)
+
+
+def locks(root: Path) -> None:
+    """A child while other threads hold the locks of a log, a ring and a verifier."""
+    log, memory = Log(root / "x.events.jsonl"), MemoryStore()
+    memory.save(1, {"w": torch.zeros(3)})
+    memory.wait()
+    held = threading.Event()
+
+    def holds() -> None:
+        with log._lock, memory._lock:
+            held.set()
+            gate.wait(60)
+
+    threading.Thread(target=holds).start()
+    assert held.wait(60)
+
+    def child() -> None:
+        assert log.write("problem", step=None, text="from a child")
+        assert len(memory.steps()) == 1
+
+    assert forked(child) == 0
+
+    verifier: Any = BackgroundVerifier()
+    verifier.verify(Waits(), 1)
+    assert writing.wait(60)
+
+    def verifying_child() -> None:
+        assert verifier.results() == []
+        gate.set()
+        verifier.verify(Waits(), 2)
+        verifier.wait()
+        assert verifier.results() == [(2, None)]
+        verifier.verify(Waits(), 3)
+        verifier.discard()
+
+    assert forked(verifying_child) == 0
+    gate.set()
+    verifier.wait()
+    assert verifier.results() == [(1, None)]
+
+
+if __name__ == "__main__":
+    {"saves": saves, "locks": locks}[sys.argv[1]](Path(sys.argv[2]))
+    print("fine")

@@ -1,0 +1,45 @@
+"""Child programs of the tests: modules that run in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+
+def start(
+    module: str, *arguments: object, new_session: bool = False, **environment: str
+) -> subprocess.Popen[str]:
+    """Starts `python -m module`, with pipes to and from it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=new_session,
+    )
+
+
+def run(module: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Runs it to its end."""
+    process = start(module, *arguments)
+    try:
+        out, err = process.communicate(timeout=600)
+    except BaseException:
+        process.kill()
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def finish(*processes: subprocess.Popen[str]) -> None:
+    """Waits for programs that print "fine" at their end."""
+    ends = [process.communicate(timeout=600) for process in processes]
+    for process, (out, err) in zip(processes, ends, strict=True):
+        assert process.returncode == 0, err[-4000:]
+        assert out.splitlines()[-1] == "fine"
