@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from healcore.tools.probe.contents.contents import (
+from healcore.plugins.checkpoint_contents import (
     MOST_PARTS,
     PIECE,
     Array,
@@ -77,7 +77,7 @@ def open_file(path: Path) -> Contents:
         raise ProbeError(f"{path}: {error}") from None
 
 
-def open_dcp(folder: Path) -> Contents:
+def open_directory(folder: Path) -> Contents:
     """A directory of `torch.distributed.checkpoint`: one shard is in memory at a time.
 
     Raises:
@@ -123,7 +123,7 @@ def _load(source: Any, *, mmap: bool = False) -> Any:
 
     NumPy's numbers are in many checkpoints (a best metric). To make one executes nothing.
     """
-    constructor = np.float64(0).__reduce__()[0]
+    constructor: Any = np.float64(0).__reduce__()[0]
     kinds = {type(np.dtype(kind)) for kind in "?bBhHiIlLqQefdgFD"}
     with torch.serialization.safe_globals([constructor, np.dtype, *kinds]):
         return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from healcore.plugins.checkpoint_contents import Damaged, ProbeError
 from healcore.runtime.inert_pickle import BadPickle, Global, Made, read
-from healcore.tools.probe.contents.contents import Damaged, ProbeError
 
 _WIDTHS = {
     "ByteStorage": 1, "CharStorage": 1, "BoolStorage": 1, "UntypedStorage": 1, "ShortStorage": 2,

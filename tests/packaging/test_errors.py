@@ -31,8 +31,8 @@ CLASSES = exception_classes()
 RAISED = [each for each in CLASSES if each.__name__ not in INTERNAL | {"HealcoreError"}]
 
 
-# The commands print theirs, with an exit code.
-OF_COMMANDS = ("healcore.tools.", "healcore.demo.")
+# The commands print theirs, with an exit code; those of plugins reach a command or a test.
+OF_COMMANDS = ("healcore.tools.", "healcore.demo.", "healcore.plugins.")
 
 
 def test_the_walk_finds_them():
@@ -48,7 +48,9 @@ def test_it_is_a_healcore_error_and_what_python_has_for_it(error):
         assert not issubclass(error, Exception)
     else:
         builtin = {base.__name__ for base in error.__mro__ if base.__module__ == "builtins"}
-        assert builtin & {"ValueError", "TypeError", "RuntimeError", "OSError", "ImportError"}
+        assert builtin & {
+            "ValueError", "TypeError", "RuntimeError", "OSError", "ImportError", "LookupError",
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from healcore.tools.probe.contents.contents import Array, Contents
+from healcore.plugins.checkpoint_contents import Array, Contents
 
 Path = tuple[str, ...]
 

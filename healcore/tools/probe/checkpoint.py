@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from healcore.plugins.checkpoint_contents import Contents, ProbeError, dotted
 from healcore.runtime.rollback.host_state import ITEM, pickled_parts
 from healcore.runtime.store import StoreError, files, inspection, manifest, structure
 from healcore.runtime.store.claim import LOCK
 from healcore.runtime.store.manifest import Found, Wrong
 from healcore.runtime.store.protocol import Saved
-from healcore.tools.probe.contents.contents import Contents, ProbeError, dotted
 from healcore.tools.probe.contents.formats import archives, open_contents
 from healcore.tools.probe.inputs import CheckpointInputs
 from healcore.tools.probe.result import (

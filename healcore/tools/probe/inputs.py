@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from healcore.tools.probe.contents.contents import ProbeError
+from healcore.plugins.checkpoint_contents import ProbeError
 
 EVENT_SIGMAS, EVENT_POINTS = 5.0, 3
 
@@ -20,33 +20,49 @@ class LossInputs(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     signal: Literal["loss", "eval_loss", "grad_norm", "update_norm"] = Field(
-        "loss", description="loss, eval_loss, grad_norm or update_norm; loss if left out."
+        default="loss", description="loss, eval_loss, grad_norm or update_norm; loss if left out."
     )
     goal: Literal["down", "up"] = Field(
-        "down", description="down, or up for a reward or an accuracy; down if left out."
+        default="down", description="down, or up for a reward or an accuracy; down if left out."
     )
-    min_steps: int = Field(10, ge=4, description="Fewer finite values are too few to judge.")
+    min_steps: int = Field(
+        default=10, ge=4, description="Fewer finite values are too few to judge."
+    )
     # At least 3 values, whatever the part; their median is taken.
-    ends: float = Field(0.05, gt=0, le=0.5, description="Part of the curve that one end is.")
+    ends: float = Field(
+        default=0.05, gt=0, le=0.5, description="Part of the curve that one end is."
+    )
     # With goal `up`: below.
-    max_final_loss: float | None = Field(None, description="FAIL beyond; no bound if left out.")
+    max_final_loss: float | None = Field(
+        default=None, description="FAIL beyond; no bound if left out."
+    )
     # Only of losses above 0.
-    max_convergence_ratio: float = Field(1.0, gt=0, description="WARN if end / start is above.")
+    max_convergence_ratio: float = Field(
+        default=1.0, gt=0, description="WARN if end / start is above."
+    )
     # Values that alternate have -3.
     min_smoothness: float = Field(
-        -2.0, le=1, description="WARN below; noise around a level has -1."
+        default=-2.0, le=1, description="WARN below; noise around a level has -1."
     )
-    trend_sigmas: float = Field(3.0, gt=0, description="A rise or a fall counts from here on.")
-    warn_regret: float = Field(0.1, ge=0, description="WARN if so much of the way is lost again.")
-    fail_regret: float = Field(0.5, ge=0, description="FAIL if so much is.")
-    event_sigmas: float = Field(EVENT_SIGMAS, gt=0, description="Height of an instability event.")
+    trend_sigmas: float = Field(
+        default=3.0, gt=0, description="A rise or a fall counts from here on."
+    )
+    warn_regret: float = Field(
+        default=0.1, ge=0, description="WARN if so much of the way is lost again."
+    )
+    fail_regret: float = Field(default=0.5, ge=0, description="FAIL if so much is.")
+    event_sigmas: float = Field(
+        default=EVENT_SIGMAS, gt=0, description="Height of an instability event."
+    )
     # Fewer are a jump, which is shown and does not count.
-    event_points: int = Field(EVENT_POINTS, ge=1, description="Of 5 values so many are that high.")
-    max_events: int = Field(0, ge=0, description="WARN if there are more.")
+    event_points: int = Field(
+        default=EVENT_POINTS, ge=1, description="Of 5 values so many are that high."
+    )
+    max_events: int = Field(default=0, ge=0, description="WARN if there are more.")
     # A curve that ends in them fails, whatever this is.
-    max_nonfinite: int = Field(0, ge=0, description="WARN if more values are NaN or Inf.")
+    max_nonfinite: int = Field(default=0, ge=0, description="WARN if more values are NaN or Inf.")
     curve_points: int = Field(
-        512, ge=8, le=100_000, description="Of the curve in the JSON, extremes kept."
+        default=512, ge=8, le=100_000, description="Of the curve in the JSON, extremes kept."
     )
 
     @model_validator(mode="after")
@@ -69,31 +85,33 @@ class OptimizerInputs(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     step: int | None = Field(
-        None,
+        default=None,
         ge=0,
         description="Which checkpoint of a store; the newest known-good one if left out.",
     )
-    min_step: int = Field(50, ge=1, description="Before it moments cannot be judged.")
+    min_step: int = Field(default=50, ge=1, description="Before it moments cannot be judged.")
     global_step: int | None = Field(
-        None, ge=0, description="The step, where the state does not hold it."
+        default=None, ge=0, description="The step, where the state does not hold it."
     )
     # For the bias correction; optax keeps it in the code.
-    beta2: float = Field(0.999, ge=0, lt=1, description="Where the state does not hold it.")
+    beta2: float = Field(default=0.999, ge=0, lt=1, description="Where the state does not hold it.")
     fail_nonfinite: int = Field(
-        2, ge=1, description="FAIL if so many parameters have NaN; fewer warn."
+        default=2, ge=1, description="FAIL if so many parameters have NaN; fewer warn."
     )
     # Dead: every second moment is exactly 0.
     fail_dead: float = Field(
-        0.3, ge=0, le=1, description="FAIL if more of the layers are dead; fewer warn."
+        default=0.3, ge=0, le=1, description="FAIL if more of the layers are dead; fewer warn."
     )
     # Of log v-hat, in robust standard deviations.
-    outlier_sigmas: float = Field(5.0, gt=0, description="How far an outlier is from its like.")
-    # First and last layers of healthy nets reach about 30.
-    outlier_ratio: float = Field(50.0, ge=1, description="And at least by this factor.")
-    fail_outliers: float = Field(
-        0.3, ge=0, le=1, description="FAIL if more of the layers are; fewer warn."
+    outlier_sigmas: float = Field(
+        default=5.0, gt=0, description="How far an outlier is from its like."
     )
-    top: int = Field(3, ge=1, description="How many layers are named.")
+    # First and last layers of healthy nets reach about 30.
+    outlier_ratio: float = Field(default=50.0, ge=1, description="And at least by this factor.")
+    fail_outliers: float = Field(
+        default=0.3, ge=0, le=1, description="FAIL if more of the layers are; fewer warn."
+    )
+    top: int = Field(default=3, ge=1, description="How many layers are named.")
 
 
 class CheckpointInputs(BaseModel):
@@ -101,11 +119,13 @@ class CheckpointInputs(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    step: int | None = Field(None, ge=0, description="Only this one of a store.")
+    step: int | None = Field(default=None, ge=0, description="Only this one of a store.")
     # Of array names, as in `model.*.mask`.
     nonfinite_ok: tuple[str, ...] = Field(
-        (), description="Arrays where NaN and Inf are meant; may be repeated."
+        default=(), description="Arrays where NaN and Inf are meant; may be repeated."
     )
     # FAIL without one, SKIP where it cannot be known.
-    require_good: bool = Field(False, description="Without a known-good one it does not pass.")
-    deep: bool = Field(False, description="Look at every number, also where digests hold.")
+    require_good: bool = Field(
+        default=False, description="Without a known-good one it does not pass."
+    )
+    deep: bool = Field(default=False, description="Look at every number, also where digests hold.")

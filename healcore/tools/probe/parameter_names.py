@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from healcore.plugins.checkpoint_contents import dotted
 from healcore.tools.probe.adam_states import AdamState, Path, Tree
-from healcore.tools.probe.contents.contents import dotted
 
 _NUMBER = re.compile(r"\d+")
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")

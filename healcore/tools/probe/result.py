@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic import BaseModel
 
-from healcore.tools.probe.contents.contents import Damaged, ProbeError, first_line
+from healcore.plugins.checkpoint_contents import Damaged, ProbeError, first_line
 
 SCHEMA = 1
 """Of the JSON document."""

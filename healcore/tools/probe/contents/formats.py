@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from healcore.extras import require
+from healcore.plugins import registry
+from healcore.plugins.checkpoint_contents import Contents, Damaged, ProbeError
 from healcore.runtime.store import manifest
-from healcore.tools.probe.contents.contents import Contents, Damaged, ProbeError
+from healcore.tools.probe.contents.orbax import open_orbax
 from healcore.tools.probe.contents.safetensors import is_safetensors, read_safetensors
 from healcore.tools.probe.contents.saved_state import open_stored
 from healcore.tools.probe.result import NothingToProbe
@@ -48,7 +47,7 @@ def _file(path: Path) -> Contents:
         start = file.read(2)
     # A zip, or a pickle of protocol 2 and above: of torch before 1.6.
     if start == b"PK" or start[:1] == b"\x80":
-        return _torch("checkpoint_contents").open_file(path)
+        return registry.find("torch", "checkpoint_reader").open_file(path)
     raise ProbeError(
         _log(path)
         or f"{path} is neither a torch checkpoint nor a safetensors file: pass such a file, or the "
@@ -89,15 +88,14 @@ def _folder(path: Path) -> Contents:
         except manifest.BadManifest as error:
             raise ProbeError(f"{path}: {error}") from None
     if (path / ".metadata").is_file():
-        return _torch("checkpoint_contents").open_dcp(path)
+        return registry.find("torch", "checkpoint_reader").open_directory(path)
     if any(path.glob("*.distcp")):
         raise ProbeError(
             f"{path} has shards of torch.distributed.checkpoint and no .metadata, which lists what "
             "is in them: it was not written to its end, or not copied whole"
         )
     if (path / "_METADATA").is_file() or any(path.glob("*/_METADATA")):
-        require("jax", "tensorstore")
-        return importlib.import_module("healcore.tools.probe.contents.orbax").open_orbax(path)
+        return open_orbax(path)
     steps = sorted((int(each.name), each) for each in path.iterdir() if each.name.isdecimal())
     for _, newest in reversed(steps):
         if newest.is_dir() and any(newest.glob("*/_METADATA")):
@@ -162,8 +160,3 @@ def archives(path: Path) -> list[Path]:
             if each.suffix != ".distcp" and file.read(2) == b"PK":
                 found.append(each)
     return found
-
-
-def _torch(module: str) -> Any:
-    require("torch", "torch")
-    return importlib.import_module(f"healcore.torch.{module}")

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from healcore.extras import require
-from healcore.tools.probe.contents.contents import Array, Contents, PathBudget, ProbeError, shape_of
+from healcore.plugins.checkpoint_contents import Array, Contents, PathBudget, ProbeError, shape_of
 
 _ITEM = "state"
 """As `OrbaxStore` names it."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from healcore.tools.probe.contents.contents import (
+from healcore.plugins.checkpoint_contents import (
     PIECE,
     Array,
     Contents,

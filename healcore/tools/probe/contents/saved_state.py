@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import json
 import math
 import re
@@ -13,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from healcore.tools.probe.contents.contents import Array, Contents, PathBudget, ProbeError, shape_of
+from healcore.plugins import registry
+from healcore.plugins.checkpoint_contents import Array, Contents, PathBudget, ProbeError, shape_of
+from healcore.tools.probe.contents import orbax
 from healcore.tools.probe.contents.safetensors import widened
 
 _QUOTED = r"""'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+\""""
@@ -21,10 +22,6 @@ _KEY = re.compile(rf"\.(\w+)|\[({_QUOTED})\]|\[<flat index (\d+)>\]|\[([^\]]*)\]
 """One step of a path as JAX writes it: an attribute, a string, the number of a leaf, a number."""
 _NUMBER = re.compile(r"[a-z]{1,8}\d{0,3}")
 """A dtype of numbers. NumPy takes texts for structures of any size."""
-_READERS = {
-    "dcp": "healcore.torch.checkpoint_contents",
-    "orbax": "healcore.tools.probe.contents.orbax",
-}
 
 
 def open_stored(folder: Path, format: str) -> Contents:
@@ -37,14 +34,16 @@ def open_stored(folder: Path, format: str) -> Contents:
     Raises:
         ProbeError: it is damaged, or its format is not known.
     """
-    if format not in _READERS:
+    if format not in ("dcp", "orbax"):
         raise ProbeError(f"{folder} is of format {format!r}, which this version does not know")
     data = folder / "data"
     leaves = list(_leaves(folder))
     arrays: Mapping[str, Array] = {}
     if data.is_dir():
         names = [content["name"] for _, tag, content in leaves if tag == "array"]
-        arrays = importlib.import_module(_READERS[format]).stored_arrays(data, names)
+        dcp = format == "dcp"
+        reader = registry.find("torch", "checkpoint_reader") if dcp else orbax
+        arrays = reader.stored_arrays(data, names)
     found, values, notes = [], {}, []
     for path, tag, content in leaves:
         if tag == "array":

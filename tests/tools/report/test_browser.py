@@ -11,15 +11,15 @@ import numpy as np
 from healcore.history import Curves, Mode
 from healcore.tools.report.page import render
 from healcore.tools.report.runs import read_reports
-from tests.report.chromium import needs_browser, open_page, print_page
-from tests.report.test_page import empty, hostile
+from tests.tools.report.chromium import needs_browser, open_page, print_page
+from tests.tools.report.test_page import empty, hostile
 
 pytestmark = needs_browser
 
 MEASURE = """
 const out = [...document.querySelectorAll("body *")].filter((e) => !e.closest("svg") &&
   e.getBoundingClientRect().width && e.getBoundingClientRect().right > innerWidth + 1);
-const told = { inner: innerWidth, page: document.documentElement.scrollWidth,
+const found = { inner: innerWidth, page: document.documentElement.scrollWidth,
   plot: document.querySelector(".main-svg").getBoundingClientRect().width,
   out: out.map((e) => e.tagName + "." + e.className) };
 """
@@ -57,29 +57,29 @@ def test_a_page_that_asks_would_be_seen(tmp_path):
 
 
 def test_nothing_overflows_on_a_tablet(stopped, tmp_path):
-    script = MEASURE + "document.body.dataset.told = JSON.stringify(told);"
+    script = MEASURE + "document.body.dataset.found = JSON.stringify(found);"
     opened = open_page(
         page_of(read_reports(stopped).reports, tmp_path, script), tmp_path, width=768
     )
-    told = json.loads(opened.told("told").replace("&quot;", '"'))
-    assert told["out"] == []
-    assert told["page"] <= told["inner"]
+    found = json.loads(opened.data("found").replace("&quot;", '"'))
+    assert found["out"] == []
+    assert found["page"] <= found["inner"]
 
 
 def test_nothing_overflows_on_a_phone(stopped, tmp_path):
     # A window has at least 500 pixels; a frame in it may have fewer, and is laid out like a phone.
     long = hostile()._replace(title="x" * 300, policy_name="y" * 300)
     reports = [*read_reports(stopped).reports, long]
-    inner = page_of(reports, tmp_path, MEASURE + "parent.postMessage(JSON.stringify(told), '*');")
+    inner = page_of(reports, tmp_path, MEASURE + "parent.postMessage(JSON.stringify(found), '*');")
     outer = tmp_path / "outer.html"
-    listen = "addEventListener('message', (e) => { document.body.dataset.told = e.data; });"
+    listen = "addEventListener('message', (e) => { document.body.dataset.found = e.data; });"
     frame = f'<iframe src="{inner.name}" style="width:390px;height:844px;border:0"></iframe>'
     outer.write_text(f"<body><script>{listen}</script>{frame}</body>")
-    told = json.loads(open_page(outer, tmp_path).told("told").replace("&quot;", '"'))
-    assert told["inner"] == 390
-    assert told["out"] == []
-    assert told["page"] <= 390
-    assert 300 < told["plot"] <= 390
+    found = json.loads(open_page(outer, tmp_path).data("found").replace("&quot;", '"'))
+    assert found["inner"] == 390
+    assert found["out"] == []
+    assert found["page"] <= 390
+    assert 300 < found["plot"] <= 390
 
 
 def test_on_paper_everything_is_there(stopped, tmp_path):
@@ -92,8 +92,8 @@ def test_on_paper_everything_is_there(stopped, tmp_path):
 
 def test_a_row_zooms_and_the_axes_switch(healed, tmp_path):
     script = """
-    const plot = document.querySelector(".plot"), told = [];
-    const note = () => told.push(
+    const plot = document.querySelector(".plot"), found = [];
+    const note = () => found.push(
       [plot.layout.xaxis.range, plot.layout.yaxis.type, plot.layout.xaxis.title.text]);
     const press = (words) => [...document.querySelectorAll(".tools button")]
       .find((each) => each.textContent === words).click();
@@ -101,13 +101,13 @@ def test_a_row_zooms_and_the_axes_switch(healed, tmp_path):
     document.querySelectorAll("tr[data-incident]")[0].querySelector("button").click(); note();
     press("log loss"); note();
     press("whole run"); press("as recorded"); note();
-    document.body.dataset.told = JSON.stringify(told);
+    document.body.dataset.found = JSON.stringify(found);
     document.body.dataset.chosen = document.querySelectorAll("tr.chosen").length;
     """
     (report,) = read_reports(healed).reports
     opened = open_page(page_of([report], tmp_path, script), tmp_path)
     assert opened.console == []
-    whole, row, linear, recorded = json.loads(opened.told("told").replace("&quot;", '"'))
+    whole, row, linear, recorded = json.loads(opened.data("found").replace("&quot;", '"'))
     case = report.incidents[0]
     assert whole[0][0] <= 0
     assert whole[0][1] >= report.curves.step.max()
@@ -120,7 +120,7 @@ def test_a_row_zooms_and_the_axes_switch(healed, tmp_path):
 def test_hostile_texts_do_not_run(tmp_path):
     # Without the page's policy, which would forbid it, and which another test reads.
     opened = open_page(page_of([hostile()], tmp_path, "document.body.dataset.ran = 1"), tmp_path)
-    assert opened.told("ran") == "1"
+    assert opened.data("ran") == "1"
     assert opened.console == []
     assert "data-hacked" not in opened.dom
     assert opened.dom.count("<img") == 0
@@ -151,7 +151,7 @@ def test_odd_curves_draw(tmp_path):
     """
     opened = open_page(page_of([*reports, empty()], tmp_path, script), tmp_path)
     assert opened.console == []
-    assert opened.told("drawn") == str(len(odd))
+    assert opened.data("drawn") == str(len(odd))
 
 
 def test_a_gap_is_a_break_and_a_stop_has_its_mark(tmp_path):
@@ -163,7 +163,7 @@ def test_a_gap_is_a_break_and_a_stop_has_its_mark(tmp_path):
     const data = document.querySelector(".plot").data;
     const loss = data.find((each) => each.name === "loss");
     const at = loss.x.indexOf(200);
-    document.body.dataset.told = JSON.stringify([
+    document.body.dataset.found = JSON.stringify([
       loss.x.slice(at - 2, at + 1), loss.y[at - 1],
       data.filter((each) => each.name && each.name.startsWith("would have"))
         .map((each) => [each.name, each.x[0]]),
@@ -171,6 +171,6 @@ def test_a_gap_is_a_break_and_a_stop_has_its_mark(tmp_path):
     """
     opened = open_page(page_of([report], tmp_path, script), tmp_path)
     assert opened.console == []
-    around, value, marks = json.loads(opened.told("told").replace("&quot;", '"'))
+    around, value, marks = json.loads(opened.data("found").replace("&quot;", '"'))
     assert (around, value) == ([99, None, 200], None)
-    assert marks == [["would have gone back", 20], ["would have stopped", 40]]
+    assert marks == [["would have rolled back", 20], ["would have stopped", 40]]

@@ -14,19 +14,18 @@ from healcore.history.incident import counts_of
 from healcore.history.run import Mark, MarkKind
 from healcore.policy import dumps, fingerprint, load, preset_text
 from healcore.tools.cli import app
-from healcore.tools.report.marks import by_outcome, labels, levels, stop_of
-from healcore.tools.report.page import render
+from healcore.tools.report.descriptions import outcome, repeats
+from healcore.tools.report.markers import has_room, marker_rows
+from healcore.tools.report.page import plot_data, render
 from healcore.tools.report.picture import chosen, draw
-from healcore.tools.report.plotdata import plot_data
-from healcore.tools.report.report import RunReport
+from healcore.tools.report.run_report import RunReport
 from healcore.tools.report.runs import read_reports
-from healcore.tools.report.words import outcome, repeats
-from tests.report.runs import Loop, lines_of, train
-from tests.report.test_page import EVIL
+from tests.tools.report.small_runs import Loop, lines_of, train
+from tests.tools.report.test_page import EVIL
 
 
-def words_of(page: str) -> str:
-    """What a page says, without its markup and its script."""
+def text_of(page: str) -> str:
+    """The text of a page, without its markup and its script."""
     body = page[page.index("<header>") : page.index("<footer>")]
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", body))
 
@@ -74,16 +73,16 @@ MIXED = (
 def test_an_incident_with_a_rollback_and_a_stop_counts_as_both():
     report = replay(*MIXED, repeats=2, clips=7)
     assert (report.counts.rollbacks, report.counts.stops) == (2, 2)
-    assert repeats(report.counts, would=True) == "and 2 more had going back not helped"
-    assert by_outcome(report) == [
+    assert repeats(report.counts, would=True) == "and 2 more if rollbacks had not helped"
+    assert report.outcomes() == [
         "2 × would have stopped",
-        "2 × would have gone back (and 2 more had going back not helped)",
+        "2 × would have rolled back (and 2 more if rollbacks had not helped)",
         "1 × would have skipped",
     ]
     assert [each.outcome for each in MIXED] == ["rollback", "rollback", "stop", "skip"]
-    page = words_of(render([report, report]))
-    assert page.count("2, and 2 more had going back not helped") == 2  # overview
-    assert page.count("2 would go back, and 2 more had going back not helped") == 2
+    page = text_of(render([report, report]))
+    assert page.count("2, and 2 more if rollbacks had not helped") == 2  # overview
+    assert page.count("2 would roll back, and 2 more if rollbacks had not helped") == 2
     assert "would stop" not in page.split("Ends at")[0]
     assert "step 40" in page
 
@@ -91,7 +90,7 @@ def test_an_incident_with_a_rollback_and_a_stop_counts_as_both():
 def test_rollbacks_that_the_budget_denied_are_named():
     counts = replay(*MIXED, repeats=3, denied=1).counts
     assert (
-        repeats(counts, would=True) == "and 3 more had going back not helped, 1 beyond the budget"
+        repeats(counts, would=True) == "and 3 more if rollbacks had not helped, 1 beyond the budget"
     )
     assert repeats(counts._replace(denied=0), would=False) == "and 3 again in the same incident"
     assert repeats(counts._replace(repeats=0, denied=0), would=False) == ""
@@ -99,37 +98,42 @@ def test_rollbacks_that_the_budget_denied_are_named():
 
 def test_a_stop_is_marked_where_it_happens():
     report = replay(*MIXED)
-    assert [stop_of(report, place) for place in range(4)] == [None, (40.0, -1), None, None]
+    assert [report.stop_after_rollback(place) for place in range(4)] == [
+        None,
+        (40.0, -1),
+        None,
+        None,
+    ]
     exact = MIXED[1]._replace(stop_step=33.0, stop=33)
     report = replay(MIXED[0], exact)
-    assert stop_of(report, 1) == (33.0, 33)
+    assert report.stop_after_rollback(1) == (33.0, 33)
     assert [each["stop"] for each in plot_data(report)["incidents"]] == [None, [33.0, 33]]
 
 
 def test_a_number_does_not_stand_on_another():
     places = [10.0, 11.0, 12.0, 13.0, 14.0, 50.0]
-    rows = levels(places, 3, 2)
-    assert labels(places, rows, 3) == [True, False, False, True, True, True]
-    assert labels([], [], 3) == []
+    rows = marker_rows(places, 3, 2)
+    assert has_room(places, rows, 3) == [True, False, False, True, True, True]
+    assert has_room([], [], 3) == []
 
 
 def test_incidents_that_were_not_kept_count():
     report = replay(*MIXED)
     report = report._replace(counts=report.counts._replace(incidents=1400, rollbacks=900))
-    page = words_of(render([report, report]))
-    assert page.count("1400 incidents 900 would go back") == 2
+    page = text_of(render([report, report]))
+    assert page.count("1400 incidents 900 would roll back") == 2
 
 
 def test_a_band_ends_at_the_last_alarm():
     later = MIXED[0]._replace(last_step=25.0, last=25)
-    told = plot_data(replay(later))["incidents"][0]
-    assert (told["x"], told["i"]) == ([10.0, 25.0], [10, 25])
+    found = plot_data(replay(later))["incidents"][0]
+    assert (found["x"], found["i"]) == ([10.0, 25.0], [10, 25])
     assert "10–25" in render([replay(later)])
 
 
 def test_the_overview_has_the_most_first_and_what_is_left_out():
     quiet, loud = replay(title="/data/runs/quiet.csv"), replay(*MIXED, title="/data/runs/loud.csv")
-    page = words_of(render([quiet, loud], left_out=3))
+    page = text_of(render([quiet, loud], left_out=3))
     assert page.index("runs/loud.csv") < page.index("runs/quiet.csv")
     assert "/data/" not in page.split("Facts")[0].split("Ends at")[1].split("3 more")[0]
     assert "3 more, in which least happened, are left out" in page
@@ -144,7 +148,7 @@ def test_a_picture_of_many_has_those_in_which_something_happened():
 
 def test_names_that_would_be_alike_stay_whole(tmp_path):
     a, b = replay(title="/one/runs/a.csv"), replay(title="/two/runs/a.csv")
-    assert "/one/runs/a.csv" in words_of(render([a, b]))
+    assert "/one/runs/a.csv" in text_of(render([a, b]))
     draw([a, b, *[replay(*MIXED, title=EVIL)] * 5], tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
@@ -171,29 +175,29 @@ def observed(tmp_path_factory):
 def test_an_observed_run_is_counted_from_its_metrics(observed):
     (report,) = read_reports(observed).reports
     rows = lines_of(observed.with_name("run.metrics.jsonl"))
-    (told,) = report.incidents
-    assert told.skipped == report.counts.skips == sum(row["skip"] for row in rows) == 600
+    (incident,) = report.incidents
+    assert incident.skipped == report.counts.skips == sum(row["skip"] for row in rows) == 600
     assert report.counts.alarms == 600
-    assert (told.onset_step, told.end) == (300.0, (899.0, 899))
-    assert told.lr_path[:4] == (1.0, 0.5, 0.25, 0.125)
-    assert (told.lr_before, told.lr_after) == (1.0, told.lr_path[-1])
+    assert (incident.onset_step, incident.end) == (300.0, (899.0, 899))
+    assert incident.lr_path[:4] == (1.0, 0.5, 0.25, 0.125)
+    assert (incident.lr_before, incident.lr_after) == (1.0, incident.lr_path[-1])
     orders = [e for e in lines_of(observed) if e["kind"] == "order"]
     back = sum("ROLLBACK" in order["action"] and "incident" in order for order in orders)
     assert (report.counts.rollbacks, report.counts.repeats) == (1, back - 1)
-    assert told.stop_step == next(o["step"] for o in orders if "STOP" in o["action"])
+    assert incident.stop_step == next(o["step"] for o in orders if "STOP" in o["action"])
 
 
-def test_an_observed_run_is_told_as_what_would_have_been(observed, tmp_path):
+def test_an_observed_run_is_reported_as_what_would_have_been(observed, tmp_path):
     (report,) = read_reports(observed).reports
-    page = words_of(render([report]))
-    would = "gone back (2 times more had that not helped), stopped the run at step"
+    page = text_of(render([report]))
+    would = "rolled back (2 times more if that had not helped), stopped the run at step"
     assert f"would have skipped 600 steps, {would}" in page
     assert "600 steps would be skipped" in page
     assert "nan last loss" in page
     assert "last finite loss" in page
     assert "1 → 0.5 → 0.25 → 0.125 → 0.1" in page
     assert "stopped the run" not in page.replace("helped), stopped the run", "")
-    assert all("would have" in each for each in by_outcome(report))
+    assert all("would have" in each for each in report.outcomes())
     alone = tmp_path / "run.events.jsonl"
     alone.write_bytes(observed.read_bytes())
     (bare,) = read_reports(alone).reports
@@ -201,30 +205,30 @@ def test_an_observed_run_is_told_as_what_would_have_been(observed, tmp_path):
 
 
 def test_watching_an_observed_run(observed):
-    told = CliRunner().invoke(app, ["watch", str(observed), "--once"])
-    assert told.exit_code == 0
-    last = told.output.splitlines()[-3:]
+    found = CliRunner().invoke(app, ["watch", str(observed), "--once"])
+    assert found.exit_code == 0
+    last = found.output.splitlines()[-3:]
     assert "it only observes" in last[0]
     assert "learning rate would be × 0.1" in last[1]
-    would = "it would have skipped 100 or more steps, gone back 4 times, cut the learning rate"
+    would = "it would have skipped 100 or more steps, rolled back 4 times, cut the learning rate"
     assert would in last[2]
     assert "rollbacks" not in last[2]
 
 
 def test_watching_counts_all_processes(resumed):
-    told = CliRunner().invoke(app, ["watch", str(resumed), "--once"]).output.splitlines()[-1]
+    found = CliRunner().invoke(app, ["watch", str(resumed), "--once"]).output.splitlines()[-1]
     events = lines_of(resumed)
     back = sum(event["kind"] == "rollback" for event in events)
     cuts = [e for e in events if e["kind"] == "lr" and e["lr_scale"] < e["lr_scale_before"]]
     skips = sum(event.get("skip", False) for event in events if event["kind"] == "alarm")
     incidents = sum(event["kind"] == "incident" for event in events)
     assert back > 1
-    assert f"{incidents} incidents" in told
-    assert f"{skips} steps skipped · {back} rollbacks" in told
-    assert f"{len(cuts)} LR cuts" in told
+    assert f"{incidents} incidents" in found
+    assert f"{skips} steps skipped · {back} rollbacks" in found
+    assert f"{len(cuts)} LR cuts" in found
 
 
-def test_the_duration_says_whose_it_is(resumed):
+def test_the_duration_names_its_processes(resumed):
     (report,) = read_reports(resumed).reports
     assert re.fullmatch(
         r"[\d.]+ s in 2 processes together; of the last [\d.]+ s", report.facts["Duration"]

@@ -18,14 +18,14 @@ class OutputError(HealcoreError, ValueError):
 
 
 def check_outputs(outputs: Iterable[Name], inputs: Iterable[Name]) -> None:
-    """Before the work: that every output can be there, and destroys nothing that is read.
+    """Checks before the work that every output can be written, and overwrites no input.
 
     Args:
         outputs: files to write.
-        inputs: files that are read; of a directory, what is in it counts too.
+        inputs: files that are read; of a directory, all that is in it.
 
     Raises:
-        OutputError: an output has no folder, is one, is read, or is named twice.
+        OutputError: an output has no folder, is a folder, is an input, or is named twice.
     """
     read = [path for each in inputs for path in _files(Path(each))]
     taken: dict[str, Path] = {}
@@ -44,9 +44,9 @@ def check_outputs(outputs: Iterable[Name], inputs: Iterable[Name]) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Name) -> Iterator[Path]:
-    """A file to write beside `path`, that takes its place when the block is left without an error.
+    """A draft that replaces `path` when the block is left without an error.
 
-    What was there stays until then. A device or a pipe is written to directly.
+    The old file stays until then. A device or a pipe is written to directly.
 
     Raises:
         OutputError: it cannot be written; names the file.
@@ -59,8 +59,8 @@ def replacing(path: Name) -> Iterator[Path]:
         if direct:
             yield target
             return
-        # In a folder of our own with a name that nobody can foresee: a link in the place of the
-        # draft would send all of it into somebody's file.
+        # In a folder of our own with an unpredictable name: a link in the place of the draft would
+        # send its content into another file.
         with tempfile.TemporaryDirectory(
             prefix=".healcore-", dir=place.parent, ignore_cleanup_errors=True
         ) as own:
@@ -73,7 +73,7 @@ def replacing(path: Name) -> Iterator[Path]:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """A file, or all that lie in a directory and may be logs: not pages and pictures of before."""
+    """A file, or all in a directory that may be logs: not earlier pages and pictures."""
     if not path.is_dir():
         yield path
         return

@@ -1,15 +1,13 @@
-"""Sentences about a run, made of what its history knows."""
+"""Incidents, events and counts of a run described in text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from healcore.core.evidence import Evidence
 from healcore.history import Counts, Incident, Mode
 from healcore.history.process import RunState
-from healcore.history.run import AttemptOrigin, Mark, MarkKind, RunAttempt
+from healcore.history.run import Mark, MarkKind
 from healcore.runtime.events.models import EventRecord, RollbackOutcome
-from healcore.tools.report.report import RunReport
 
 STATES = {
     RunState.COMPLETED: "completed",
@@ -24,43 +22,27 @@ STATES = {
     RunState.UNKNOWN: "not known: still running, or killed",
 }
 
-_ORIGINS = {
-    AttemptOrigin.START: "the start",
-    AttemptOrigin.PROCESS: "another process",
-    AttemptOrigin.RESUME: "resumed",
-    AttemptOrigin.ROLLBACK: "rollback",
-    AttemptOrigin.TRIAL: "trial",
-    AttemptOrigin.METRICS: "in no event",
-}
-_GAPS = 5
-"""Gaps that are named one by one."""
 
-
-def words(flags: Sequence[str]) -> str:
-    """Names of causes or actions: "grad spike and loss spike"."""
+def flag_names(flags: Sequence[str]) -> str:
+    """Causes or actions: "grad spike and loss spike"."""
     return " and ".join(name.lower().replace("_", " ") for name in flags)
 
 
-def count(number: int, what: str) -> str:
+def counted(number: int, what: str) -> str:
     """A number of something, as in `1 step` and `2 steps`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def steps(first: float, last: float) -> str:
+def step_range(first: float, last: float) -> str:
     """Steps from one to another."""
     return f"{first:.0f}" if first == last else f"{first:.0f}–{last:.0f}"
-
-
-def evidence(tensor: Evidence) -> str:
-    """A tensor that stood out, and the norm of its gradient."""
-    return f"{tensor.name} ({tensor.grad_norm:.3g})"
 
 
 # -- incidents ------------------------------------------------------------------------------------
 
 
 def outcome(case: Incident) -> str:
-    """What an incident came to."""
+    """The outcome of an incident."""
     if case.mode is Mode.REPLAY:
         return _replayed(case)
     measures = [_measure(each) for each in case.measures]
@@ -76,7 +58,7 @@ def outcome(case: Incident) -> str:
 def _measure(event: EventRecord) -> str:
     match event.kind:
         case "rollback" if event.outcome == RollbackOutcome.TRIAL:
-            return f"taken again from step {event.checkpoint}, to see whether it happens again"
+            return f"replayed from step {event.checkpoint}, to see whether it happens again"
         case "rollback":
             return _rollback(event)
         case "hook":
@@ -91,7 +73,7 @@ def _rollback(event: EventRecord) -> str:
         f"from step {event.step or 0} back to the checkpoint of step {event.checkpoint}",
         "finished by the next process" if event.outcome == RollbackOutcome.AFTER_CRASH else "",
         "the snapshot that the run started from" if event.initial else "",
-        "once more: nothing older is there" if event.repeated else "",
+        "again: there is nothing older" if event.repeated else "",
     )
     return ", ".join(part for part in parts if part)
 
@@ -99,12 +81,12 @@ def _rollback(event: EventRecord) -> str:
 def _hook(event: EventRecord) -> str:
     if event.problem is not None:
         return f"a hook failed: {event.problem}"
-    then = words(event.action or ()) or "nothing"
-    return f"the hook {event.hook or ''} made {then} of {words(event.ordered or ())}"
+    then = flag_names(event.action or ()) or "nothing"
+    return f"the hook {event.hook or ''} changed {flag_names(event.ordered or ())} to {then}"
 
 
 def _skipped(case: Incident) -> str:
-    return f"{count(case.skipped, 'step')}{' or more' if case.capped else ''}"
+    return f"{counted(case.skipped, 'step')}{' or more' if case.capped else ''}"
 
 
 def _would(case: Incident) -> str:
@@ -112,8 +94,8 @@ def _would(case: Incident) -> str:
     parts = [f"skipped {_skipped(case)}"] if case.skipped else []
     if "ROLLBACK" in case.action:
         times = "once" if case.repeats == 1 else f"{case.repeats} times"
-        more = f" ({times} more had that not helped)" if case.repeats else ""
-        parts.append(f"gone back{more}")
+        more = f" ({times} more if that had not helped)" if case.repeats else ""
+        parts.append(f"rolled back{more}")
     if case.stop_step is not None:
         parts.append(f"stopped the run at step {case.stop_step:.0f}")
     return f"; it would have {', '.join(parts)}" if parts else ""
@@ -125,21 +107,21 @@ def _replayed(case: Incident) -> str:
     if case.denied:
         parts.append("a rollback was due and none was left: the run would stop")
     elif "ROLLBACK" in case.action:
-        parts.append(f"would go back{_had_it_not_helped(case)}")
+        parts.append(f"would roll back{_more_rollbacks(case)}")
     if "STOP" in case.action and not case.denied:
         parts.append("would stop")
     if case.skipped:
-        parts.append(f"{count(case.skipped, 'step')} skipped")
+        parts.append(f"{counted(case.skipped, 'step')} skipped")
     if case.clipped:
         parts.append(f"{case.clipped} clipped")
     return ", ".join(parts) or "alert only"
 
 
-def _had_it_not_helped(case: Incident) -> str:
+def _more_rollbacks(case: Incident) -> str:
     more = "once more" if case.repeats == 1 else f"{case.repeats} times more"
     if not case.repeat_denied:
-        return f" ({more} had that not helped)" if case.repeats else ""
-    return f" (had that not helped, {f'{more}, and then ' if case.repeats else ''}it would stop)"
+        return f" ({more} if that had not helped)" if case.repeats else ""
+    return f" (if that had not helped: {f'{more}, and then ' if case.repeats else ''}it would stop)"
 
 
 # -- the run --------------------------------------------------------------------------------------
@@ -154,9 +136,9 @@ def mark(mark: Mark) -> str:
         case MarkKind.RESUME:
             return f"resumed from the checkpoint of step {mark.step:g}"
         case MarkKind.ALARM:
-            return words(event.cause or ())
+            return flag_names(event.cause or ())
         case MarkKind.ORDER:
-            return f"{words(event.action or ())} ordered: {words(event.cause or ())}"
+            return f"{flag_names(event.action or ())} ordered: {flag_names(event.cause or ())}"
         case MarkKind.HOOK:
             return _hook(event)
         case MarkKind.STOP:
@@ -164,42 +146,9 @@ def mark(mark: Mark) -> str:
     return f"end: {event.ending or 'not known'}"
 
 
-def attempt(report: RunReport, one: RunAttempt) -> str:
-    """Where an attempt begins, and how many incidents it has."""
-    number = sum(case.attempt == one.number for case in report.incidents)
-    incidents = f"{number or 'no'} incident{'s' * (number > 1)}"
-    origin = _ORIGINS.get(one.origin) or one.source or one.number
-    return f"from step {one.first_step:.0f} ({origin}): {incidents}"
-
-
 def repeats(counts: Counts, *, would: bool) -> str:
     """Rollbacks beyond one for each incident; empty: there are none."""
-    why = "more had going back not helped" if would else "again in the same incident"
+    why = "more if rollbacks had not helped" if would else "again in the same incident"
     parts = [f"and {counts.repeats} {why}"] if counts.repeats else []
     parts += [f"{counts.denied} beyond the budget"] if counts.denied else []
     return ", ".join(parts)
-
-
-def ends(report: RunReport) -> str:
-    """How a run ended, or at which step a replayed one would have; empty: it would not."""
-    if report.state is not None:
-        return STATES[report.state]
-    stops = [mark.step for mark in report.marks if mark.kind is MarkKind.STOP]
-    return f"step {stops[0]:.0f}" if stops else ""
-
-
-def gaps(report: RunReport) -> list[str]:
-    """Where steps are missing in the curves."""
-    what = "no row" if report.mode is Mode.REPLAY else "no metrics"
-    lines = []
-    for gap in report.curves.gaps():
-        low, high = gap.low + gap.stride, gap.high - gap.stride
-        if gap.exact:
-            lines.append(f"{what} for steps {low:.0f}–{high:.0f}: the curves are broken there")
-        else:
-            lines.append(
-                f"{what} for some {gap.missing:.0f} steps between {gap.low:.0f} and {gap.high:.0f}"
-            )
-    lines = list(dict.fromkeys(lines))  # a stretch that was taken twice may be missing twice
-    more = len(lines) - _GAPS
-    return lines[:_GAPS] + ([f"{what} at {more} more places"] if more > 0 else [])

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from healcore.tools.cli import app
 from healcore.tools.report.page import render
 from healcore.tools.report.runs import ReportError, read_reports
-from tests.report.runs import lines_of
+from tests.tools.report.small_runs import lines_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def healcore(*arguments: object):
@@ -110,12 +110,12 @@ def test_metrics_that_cannot_be_read(copy, tmp_path):
 
 
 def test_metrics_of_another_run(copy, stopped):
-    told = read_reports(copy, metrics=stopped.with_name("run.metrics.jsonl"))
-    assert any("has no line of this run" in problem for problem in told.problems)
-    assert told.reports[0].curves.isolated
+    found = read_reports(copy, metrics=stopped.with_name("run.metrics.jsonl"))
+    assert any("has no line of this run" in problem for problem in found.problems)
+    assert found.reports[0].curves.isolated
 
 
-def test_damaged_lines_are_told_by_number_and_the_rest_is_used(copy):
+def test_damaged_lines_are_reported_by_number_and_the_rest_is_used(copy):
     lines = copy.read_bytes().splitlines(keepends=True)
     kinds = [event["kind"] for event in lines_of(copy)]
     at = kinds.index("incident")

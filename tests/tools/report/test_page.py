@@ -16,9 +16,9 @@ from healcore.history.incident import counts_of
 from healcore.history.process import RunState
 from healcore.history.run import AttemptOrigin, Mark, MarkKind, RunAttempt
 from healcore.runtime.events.models import EventRecord
-from healcore.tools.report import words
+from healcore.tools.report.descriptions import outcome
 from healcore.tools.report.page import render
-from healcore.tools.report.report import RunReport
+from healcore.tools.report.run_report import RunReport
 from healcore.tools.report.runs import read_reports
 
 EVIL = "</script><script>document.body.dataset.hacked=1</script><img src=x onerror=alert(1)>&'\""
@@ -140,7 +140,7 @@ def test_every_incident_has_its_row(healed):
     assert [int(row) for row in rows] == list(range(len(report.incidents)))
     for case in report.incidents:
         assert f"#{case.number}</button>" in page
-        assert escape(words.outcome(case)) in page
+        assert escape(outcome(case)) in page
     assert "epoch 0: 250–260 (left out)" in page
     assert "1 → 0.5" in page
     assert "[budget]" in page

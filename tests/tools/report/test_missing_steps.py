@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from healcore.history import Curves
-from healcore.tools.report import picture, words
-from healcore.tools.report.page import render
-from healcore.tools.report.plotdata import plot_data
+from healcore.tools.report import picture
+from healcore.tools.report.page import plot_data, render
 from healcore.tools.report.runs import read_reports
-from tests.report.runs import lines_of
-from tests.report.test_page import hostile
+from tests.tools.report.small_runs import lines_of
+from tests.tools.report.test_page import hostile
 
 
 def report_of(step, **more):
@@ -22,7 +21,7 @@ def report_of(step, **more):
 
 
 @pytest.mark.parametrize(
-    ("step", "told"),
+    ("step", "expected"),
     [
         (np.r_[0:307, 400:600], ["no metrics for steps 307–399: the curves are broken there"]),
         (np.r_[0:3070:10, 4000:6000:10], ["no metrics for steps 3070–3990"]),
@@ -34,17 +33,17 @@ def report_of(step, **more):
         ([], []),
     ],
 )
-def test_what_is_a_gap(step, told):
-    found = words.gaps(report_of(step))
-    assert len(found) == len(told)
-    assert all(one.startswith(other) for one, other in zip(found, told, strict=True))
+def test_what_is_a_gap(step, expected):
+    found = report_of(step).gaps()
+    assert len(found) == len(expected)
+    assert all(one.startswith(other) for one, other in zip(found, expected, strict=True))
 
 
 def test_thinned_curves_have_no_gap_where_rows_were_left_out():
     step = np.r_[0:40_000, 41_000:80_000]
     kept = np.sort(np.random.default_rng(0).choice(len(step), 3000, replace=False))
-    (told,) = words.gaps(report_of(step[kept], index=kept, rows=len(step)))
-    assert told.startswith("no metrics for some 1000 steps between 39")
+    (gap,) = report_of(step[kept], index=kept, rows=len(step)).gaps()
+    assert gap.startswith("no metrics for some 1000 steps between 39")
 
 
 def lines_drawn(report, monkeypatch, tmp_path):
@@ -83,14 +82,14 @@ def test_metrics_that_a_kill_took(healed, tmp_path, monkeypatch):
     assert all(broken)
 
 
-def test_the_log_of_another_run_is_told(healed, tmp_path):
+def test_the_log_of_another_run_is_noted(healed, tmp_path):
     (tmp_path / "log.csv").write_text(
         "step,loss\n" + "".join(f"{step},1.5\n" for step in range(9000, 9100))
     )
-    told = read_reports(healed, metrics=tmp_path / "log.csv")
-    assert any("the log of another run" in problem for problem in told.problems)
+    reports = read_reports(healed, metrics=tmp_path / "log.csv")
+    assert any("the log of another run" in problem for problem in reports.problems)
     other = [{**row, "run": "another"} for row in lines_of(healed.with_name("run.metrics.jsonl"))]
     path = tmp_path / "other.metrics.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in other))
-    told = read_reports(healed, metrics=path)
-    assert any("has no line of this run" in problem for problem in told.problems)
+    reports = read_reports(healed, metrics=path)
+    assert any("has no line of this run" in problem for problem in reports.problems)

@@ -1,9 +1,8 @@
-"""How a run stands, from its events and its metrics as they come."""
+"""The state of a live run, from its events and its metrics as they come."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
 
 from healcore import policy as policies
 from healcore.history import Run
@@ -13,36 +12,30 @@ from healcore.history.run import is_continuation
 from healcore.policy import Policy
 from healcore.runtime.events import log
 from healcore.runtime.events.models import EventRecord
+from healcore.tools.report.runs import commented_text
 
 _TIMED = 200
-"""Metrics lines over which the speed is taken."""
-
-
-class Budget(NamedTuple):
-    """What a policy grants."""
-
-    recoveries: int
-    lr_cuts: int
+"""Metrics lines over which the speed is measured."""
 
 
 class LiveRun:
     """The last run that has begun in an events file; the first process of several.
 
-    What is counted is of the whole run: a process that goes on from the checkpoints of the one
-    before goes on counting.
+    What is counted is of the whole run: a process that resumes from the checkpoints of the one
+    before continues its counts.
 
     Args:
-        policy: of the run, for its budget; None: the preset of that name, if it is just that.
+        policy: of the run, for its budget; None: the preset of that name, if it is exactly that.
 
     Attributes:
         run: what its events have.
         seen: lines so far.
         damaged: of those, the ones that are no event.
         killed: its process is gone, and has written no end.
-        step: where it is.
+        step: the current one.
         lr_scale: the multiplier of the learning rate in force.
         metrics: of the last line of the metrics.
-        budget: of the run's policy; None: it is not known.
+        policy: of the run; None: it is not known.
     """
 
     def __init__(self, policy: Policy | None = None) -> None:
@@ -57,13 +50,11 @@ class LiveRun:
         self.step: int | None = None
         self.lr_scale: float | None = None
         self.metrics: dict[str, float] = {}
-        self.budget = _budget(self._given)
+        self.policy = self._given
         self._timed: deque[tuple[float, int]] = deque(maxlen=_TIMED)
 
-    # -- events ---------------------------------------------------------------------------------
-
-    def take(self, line: bytes) -> EventRecord | None:
-        """Takes a line; the event in it, if it is of the run that is watched."""
+    def add_event(self, line: bytes) -> EventRecord | None:
+        """Adds a line of the events; the event in it, if it is of the run that is watched."""
         if not line.strip():
             return None
         self.seen += 1
@@ -80,15 +71,14 @@ class LiveRun:
         if event["run"] != self._id:  # another rank's
             return None
         found = self.run.add(event)
-        if found.kind == "start":
-            self.budget = _budget(self._given or _preset(found))
+        if found.kind == "start" and self._given is None:
+            text = commented_text(found.policy or "", found.fingerprint or "")
+            self.policy = policies.loads(text) if text else None
         self.step, self.lr_scale = self.run.step, self.run.lr_scale
         return found
 
-    # -- metrics --------------------------------------------------------------------------------
-
-    def take_metrics(self, line: bytes) -> None:
-        """Takes a line of the metrics; those of other runs are passed over."""
+    def add_metrics(self, line: bytes) -> None:
+        """Adds a line of the metrics; those of other runs are ignored."""
         found = parse_metrics(line)
         if isinstance(found, str) or found.get("run") != self._id:
             return
@@ -111,8 +101,6 @@ class LiveRun:
         (t0, step0), (t1, step1) = self._timed[0], self._timed[-1]
         return (step1 - step0) / (t1 - t0) if t1 > t0 else None
 
-    # -- what follows from it -------------------------------------------------------------------
-
     @property
     def ending(self) -> RunState | None:
         """How it has ended; None: it has not, as far as is known."""
@@ -122,24 +110,10 @@ class LiveRun:
 
     @property
     def failed(self) -> bool:
-        """Whether the run has ended, and not as it was meant to."""
+        """Whether the run has ended in any other way than completed."""
         return self.ending not in (None, RunState.COMPLETED)
 
-    def note_if_gone(self) -> bool:
+    def check_process(self) -> bool:
         """Whether its process has gone without an event; False where that cannot be seen."""
         self.killed = self.run.state is RunState.GONE
         return self.killed
-
-
-def _budget(policy: Policy | None) -> Budget | None:
-    if policy is None:
-        return None
-    return Budget(int(policy.budget.recoveries), int(policy.budget.lr_cuts))
-
-
-def _preset(start: EventRecord) -> Policy | None:
-    """The run's policy, if it is just the preset of its name."""
-    if start.policy not in policies.preset_names():
-        return None
-    preset = policies.load(start.policy)
-    return preset if policies.fingerprint(preset) == start.fingerprint else None

@@ -26,15 +26,15 @@ from healcore.runtime.events.json_lines import lines_of
 from healcore.tools.traces import TraceError, open_traces
 
 _LISTED = 20
-"""Problems of one kind that are listed one by one."""
+"""Problems of one sort that are listed one by one."""
 
 
 class MetricsError(HealcoreError, ValueError):
     """A metrics file that cannot be read."""
 
 
-class Drawn(NamedTuple):
-    """The curves, and what depends on them."""
+class RunCurves(NamedTuple):
+    """The curves of a run, and what depends on them."""
 
     curves: Curves
     incidents: tuple[Incident, ...]
@@ -43,10 +43,10 @@ class Drawn(NamedTuple):
     notes: tuple[str, ...]
     """What is missing or damaged."""
     counted: MetricCounts | None = None
-    """What the metrics have counted; None: they have not, or not of all optimizers."""
+    """What the metrics count; None: there are none, or not of all optimizers."""
 
 
-def curves_of(run: Run, metrics: Path | None) -> Drawn:
+def curves_of(run: Run, metrics: Path | None) -> RunCurves:
     """The curves of a run.
 
     Args:
@@ -69,7 +69,7 @@ def curves_of(run: Run, metrics: Path | None) -> Drawn:
         raise MetricsError(f"{metrics}: the metrics cannot be read: {why}") from error
 
 
-def listed(what: str, found: Iterable[str], count: int | None = None) -> list[str]:
+def first_lines(what: str, found: Iterable[str], count: int | None = None) -> list[str]:
     """The first few of many lines, and how many more there are.
 
     Args:
@@ -84,30 +84,30 @@ def listed(what: str, found: Iterable[str], count: int | None = None) -> list[st
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a file is a Healer's: by its first lines, one of which may be torn."""
+    """Whether a Healer has written a file: by its first lines, one of which may be torn."""
     with path.open("rb") as file:
         first = list(itertools.islice(lines_of(file), 5))
     return any(not isinstance(parse_metrics(line), str) for line in first)
 
 
-def _from_lines(run: Run, path: Path) -> Drawn:
+def _from_lines(run: Run, path: Path) -> RunCurves:
     ours = MetricsReader(path, run.attempt_ids)
     curves, incidents, counted = gather(ours.chunks(), run.incidents)
-    notes = listed(f"{path.name}: damaged", ours.problems, ours.damaged)
+    notes = first_lines(f"{path.name}: damaged", ours.problems, ours.damaged)
     if not curves.rows:
         what = f"{path.name} has no line of this run ({ours.others} are of others): the points are"
-        drawn = _from_alarms(run, f"{what} the steps with an alarm.")
-        return drawn._replace(notes=(*notes, *drawn.notes))
+        found_curves = _from_alarms(run, f"{what} the steps with an alarm.")
+        return found_curves._replace(notes=(*notes, *found_curves.notes))
     if ours.left_out:
         others = ", ".join(sorted(ours.left_out))
         notes.append(f"The curves are those of the optimizer {ours.engine}; not of {others}.")
     more = range(len(run.attempt_ids), len(ours.ids))
     attempts = (RunAttempt(number, 0.0, AttemptOrigin.METRICS) for number in more)
     counted = None if ours.left_out else counted
-    return Drawn(curves, incidents, (*run.attempts, *attempts), tuple(notes), counted)
+    return RunCurves(curves, incidents, (*run.attempts, *attempts), tuple(notes), counted)
 
 
-def _from_trace(run: Run, path: Path) -> Drawn:
+def _from_trace(run: Run, path: Path) -> RunCurves:
     """Any other log of the run: loss and norm, without the policy's numbers."""
     traces, unreadable = open_traces([str(path)])
     if unreadable:
@@ -117,7 +117,7 @@ def _from_trace(run: Run, path: Path) -> Drawn:
         raise TraceError(f"more than one run in it ({names}): export the one of these events")
     survey = traces[0].survey()
     problems = [str(problem) for problem in survey.problems]
-    notes = listed(f"{path.name}: damaged", problems, survey.problem_count)
+    notes = first_lines(f"{path.name}: damaged", problems, survey.problem_count)
 
     begins = np.array([case.onset_step for case in run.incidents])
     steps: set[float] = set()
@@ -139,10 +139,10 @@ def _from_trace(run: Run, path: Path) -> Drawn:
             f"{path.name} has none of the steps at which an incident begins: it may be the log of "
             "another run."
         )
-    return Drawn(curves, incidents, tuple(run.attempts), tuple(notes))
+    return RunCurves(curves, incidents, tuple(run.attempts), tuple(notes))
 
 
-def _from_alarms(run: Run, why: str) -> Drawn:
+def _from_alarms(run: Run, why: str) -> RunCurves:
     """What the alarms have of the curves: the last finite loss and norm, at single steps."""
     rows, bad = [], []
     for point in run.points:
@@ -152,4 +152,4 @@ def _from_alarms(run: Run, why: str) -> Drawn:
         bad.append(point.nonfinite)
     chunks = [stack(rows)._replace(nonfinite=np.array(bad))] if rows else []
     curves, incidents, _ = gather(chunks, run.incidents)
-    return Drawn(curves._replace(isolated=True), incidents, tuple(run.attempts), (why,))
+    return RunCurves(curves._replace(isolated=True), incidents, tuple(run.attempts), (why,))

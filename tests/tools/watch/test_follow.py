@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 from healcore.runtime.events import Log
 from healcore.runtime.events.models import EventRecord
 from healcore.tools.cli import app
-from healcore.tools.watch.state import LiveRun
-from healcore.tools.watch.tail import Tail
-from healcore.tools.watch.wording import line, plain
-from tests.report.runs import Loop, lines_of, train
+from healcore.tools.watch.follow import Tail
+from healcore.tools.watch.lines import event_line, one_line
+from healcore.tools.watch.live_run import LiveRun
+from tests.tools.report.small_runs import Loop, lines_of, train
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CODE = "from healcore.tools.cli import main; main()"
 
 
@@ -103,17 +103,17 @@ def test_a_file_that_cannot_be_read(tmp_path):
 def test_how_a_real_run_stood(healed):
     live = LiveRun()
     for each in healed.read_bytes().splitlines():
-        live.take(each)
+        live.add_event(each)
     end = lines_of(healed)[-1]
     assert live.ending == "completed"
     assert live.run.incident_count == end["incidents"]
     assert live.run.rollback_count == end["rollbacks"] == 2
     assert live.run.last_good == end["last_good"]
-    assert live.budget is not None
-    assert live.budget.recoveries == 3
+    assert live.policy is not None
+    assert live.policy.budget.recoveries == 3
     rows = healed.with_name("run.metrics.jsonl").read_bytes().splitlines()
     for each in rows:
-        live.take_metrics(each)
+        live.add_metrics(each)
     assert live.metrics["loss"] == json.loads(rows[-1])["loss"]
     assert live.speed is not None
     assert live.speed > 0
@@ -138,7 +138,7 @@ def test_once(healed, stopped, tmp_path):
     assert once(healed, "--policy", "nonsense").exit_code == 2
 
 
-def test_a_torn_line_and_another_rank_are_passed_over(healed, tmp_path):
+def test_a_torn_line_and_another_rank_are_ignored(healed, tmp_path):
     events = lines_of(healed)
     other = [{**event, "run": "other", "rank": 1, "step": 7777777} for event in events]
     lines = [json.dumps(each) for pair in zip(events, other, strict=True) for each in pair]
@@ -160,12 +160,12 @@ def test_a_run_whose_process_is_gone(healed, tmp_path):
     assert "ended: killed" in done.output
 
 
-def test_a_log_gives_the_terminal_no_orders():
+def test_a_log_gives_the_terminal_no_commands():
     problem = "a\x1b[2Jb\nc\x07 [red]d[/red]"
-    told = line(EventRecord(kind="problem", step=3, problem=problem))
-    assert told is not None
-    assert told.endswith(r"problem: a\x1b[2Jb c\x07 [red]d[/red]")
-    assert plain("\u202eabc") == r"\u202eabc"
+    shown = event_line(EventRecord(kind="problem", step=3, problem=problem))
+    assert shown is not None
+    assert shown.endswith(r"problem: a\x1b[2Jb c\x07 [red]d[/red]")
+    assert one_line("\u202eabc") == r"\u202eabc"
 
 
 # -- live --------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def test_a_live_run_to_its_end(loop, status, words, tmp_path):
     assert "\x1b" not in out
 
 
-def test_ctrl_c_ends_it_without_a_word(tmp_path):
+def test_ctrl_c_ends_it_silently(tmp_path):
     log = Log(tmp_path / "run.events.jsonl")
     log.write("start", step=None, policy="default", mode="heal", framework="torch")
     process = watch(log.path)

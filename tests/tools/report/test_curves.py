@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from healcore.history import Curves
+from healcore.tools.report.page import plot_data
 from healcore.tools.report.picture import draw
-from healcore.tools.report.plotdata import plot_data
 from healcore.tools.report.runs import read_reports
-from tests.report.test_page import EVIL, empty, hostile
+from tests.tools.report.test_page import EVIL, empty, hostile
 
 ROWS = 40_000
 SPIKE, NAN, BACK, TO = 21_234, 27_777, 30_000, 25_000

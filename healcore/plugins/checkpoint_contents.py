@@ -1,14 +1,15 @@
-"""The contents of a checkpoint, whatever wrote it: arrays that are read in pieces, and values.
+"""The contents of a checkpoint, whatever wrote it: what the probes ask of an adapter.
 
-Readers make `Contents`: those of safetensors, Orbax and healcore's own stores are in
-`healcore.tools.probe.contents`, those of torch's files in `healcore.torch`.
+The need is "checkpoint_reader": a `CheckpointReader` of the framework's own formats. Formats that
+need no framework (safetensors, Orbax) are read by `healcore.tools.probe.contents`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import pathlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -67,6 +68,35 @@ class Contents(NamedTuple):
     """Numbers, strings, booleans and None that lie in the tree besides the arrays."""
     notes: tuple[str, ...] = ()
     """What could not be looked at."""
+
+
+class CheckpointReader(Protocol):
+    """Opens the checkpoints of one framework. It executes nothing that is in them."""
+
+    def open_file(self, path: pathlib.Path) -> Contents:
+        """A single file.
+
+        Raises:
+            Damaged: its parts contradict each other.
+            ProbeError: it cannot be read without executing it, or not at all.
+        """
+        ...
+
+    def open_directory(self, folder: pathlib.Path) -> Contents:
+        """A directory of shards; raises as `open_file` does."""
+        ...
+
+    def stored_arrays(self, data: pathlib.Path, names: Iterable[str]) -> dict[str, Array]:
+        """Arrays of a checkpoint of healcore's store; those that are not there are left out.
+
+        Args:
+            data: the directory `data` of the checkpoint.
+            names: of the arrays, as its `state.json` has them.
+
+        Raises:
+            ProbeError: it is damaged.
+        """
+        ...
 
 
 class PathBudget:

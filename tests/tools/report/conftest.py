@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.runs import Loop, broken_and_resumed, train
+from tests.tools.report.small_runs import Loop, broken_and_resumed, train
 
 
 @pytest.fixture(scope="session")

@@ -10,10 +10,9 @@ import pytest
 from healcore.core.verdict import Action
 from healcore.policy import dumps, fingerprint, load, loads
 from healcore.runtime.events.models import EventRecord
-from healcore.tools.report.facts import policy_of
-from healcore.tools.report.runs import read_reports
-from healcore.tools.report.words import outcome
-from tests.report.runs import Loop, lines_of, train
+from healcore.tools.report.descriptions import outcome
+from healcore.tools.report.runs import policy_of, read_reports
+from tests.tools.report.small_runs import Loop, lines_of, train
 
 
 def of_kind(events, kind):
@@ -21,14 +20,14 @@ def of_kind(events, kind):
 
 
 @pytest.mark.parametrize("run", ["healed", "stopped", "resumed"])
-def test_every_incident_and_rollback_is_told(run, request):
+def test_every_incident_and_rollback_is_reported(run, request):
     events = request.getfixturevalue(run)
     (report,) = read_reports(events).reports
-    told = of_kind(events, "incident")
-    assert len(report.incidents) == len(told) > 2
-    assert [case.number for case in report.incidents] == [event["incident"] for event in told]
-    assert [case.onset_step for case in report.incidents] == [event["onset"] for event in told]
-    assert [case.cause for case in report.incidents] == [tuple(event["cause"]) for event in told]
+    begun = of_kind(events, "incident")
+    assert len(report.incidents) == len(begun) > 2
+    assert [case.number for case in report.incidents] == [event["incident"] for event in begun]
+    assert [case.onset_step for case in report.incidents] == [event["onset"] for event in begun]
+    assert [case.cause for case in report.incidents] == [tuple(event["cause"]) for event in begun]
     back = [case for case in report.incidents if "ROLLBACK" in case.action]
     rollbacks = of_kind(events, "rollback")
     assert [case.checkpoint for case in back] == [event["checkpoint"] for event in rollbacks]
@@ -75,7 +74,7 @@ def test_what_was_undone_is_known(run, request):
         assert step[attempt == part.number][0] == part.first_step
 
 
-def test_a_stopped_run_says_so(stopped):
+def test_a_stopped_run_is_reported_as_stopped(stopped):
     (report,) = read_reports(stopped).reports
     assert report.facts["Ending"] == "stopped by the policy"
     assert "budget of recoveries is exhausted" in report.diagnosis
@@ -117,9 +116,9 @@ def test_the_policy_is_the_preset_or_the_file(healed, tmp_path):
     assert fingerprint(loads(mine.policy_toml)) == mine.fingerprint
     older = [{name: value for name, value in e.items() if name != "policy_toml"} for e in events]
     path.write_text("".join(json.dumps(event) + "\n" for event in older))
-    told = read_reports(path, metrics=metrics)
-    assert told.reports[0].policy_toml == ""
-    assert any("--policy FILE" in problem for problem in told.problems)
+    found = read_reports(path, metrics=metrics)
+    assert found.reports[0].policy_toml == ""
+    assert any("--policy FILE" in problem for problem in found.problems)
 
 
 def test_a_preset_with_a_host_value_replaced_is_not_shown_as_the_preset():
@@ -162,9 +161,11 @@ def test_an_observing_policy_did_nothing(tmp_path):
     assert not report.curves.undone().any()
 
 
-def test_a_hook_is_told(tmp_path):
+def test_a_hook_is_reported(tmp_path):
     train(tmp_path, Loop(nan=range(60, 72)), batches=90, on_incident=lambda incident: Action(0))
     (report,) = read_reports(tmp_path).reports
-    assert any("made nothing of rollback and cut lr" in outcome(case) for case in report.incidents)
+    assert any(
+        "changed rollback and cut lr to nothing" in outcome(case) for case in report.incidents
+    )
     assert not any("ROLLBACK" in case.action for case in report.incidents)
     assert not report.curves.undone().any()

@@ -14,7 +14,7 @@ needs_browser = pytest.mark.skipif(
     not FOUND, reason="no chromium here (apt-get install chromium): pages are not opened"
 )
 
-# Nothing is looked up, so that a page that asks for something is told no, and says so.
+# Nothing is looked up: a page that asks for something gets an error, which it logs.
 _ARGUMENTS = (
     "--headless",
     "--no-sandbox",
@@ -49,7 +49,7 @@ class Opened:
         # The browser itself asks its maker for the time and for news, whatever the page.
         self.asked = sorted(url for url in asked if not re.match(_BROWSER_S_OWN, url))
 
-    def told(self, name: str) -> str:
+    def data(self, name: str) -> str:
         """The value of a data attribute of the body, which the page's script has set."""
         found = re.search(rf'<body[^>]*data-{name}="([^"]*)"', self.dom)
         assert found, f"the script has not set data-{name}"
