@@ -100,12 +100,12 @@ BatchPair = Annotated[list[Whole], Field(min_length=2, max_length=2)]
 BatchList = Annotated[list[BatchPair], Field(title="array of `[epoch, index]`")]
 
 
-class _Model(BaseModel):
+class _EventsModel(BaseModel):
     # Fields that a later version adds are ignored.
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
 
-class ReadingsRecord(_Model):
+class ReadingsRecord(_EventsModel):
     """`healcore.core.step_record.Readings`."""
 
     loss: Number
@@ -115,7 +115,7 @@ class ReadingsRecord(_Model):
     z_loss: Number
 
 
-class EvidenceRecord(_Model):
+class EvidenceRecord(_EventsModel):
     """`healcore.core.evidence.Evidence`."""
 
     name: Text
@@ -138,7 +138,7 @@ def _has(about: str) -> Any:
     return Field(description=about)
 
 
-class EventHead(_Model):
+class EventHead(_EventsModel):
     """What every event has."""
 
     schema_: WholeFromOne = Field(alias="schema", description="Version of the format: 2.")
@@ -152,7 +152,7 @@ class EventHead(_Model):
     step: MaybeWhole = _has("Index of the optimizer step, from 0.")
 
 
-class EventFields(_Model):
+class EventFields(_EventsModel):
     """What any event may have. `schema.KINDS` lists which ones a kind always has.
 
     A field means the same, and has the same type, in every kind of event.
@@ -274,7 +274,7 @@ def _all_text(value: Any) -> bool:
 # -- metrics --------------------------------------------------------------------------------------
 
 
-class MetricsModel(_Model):
+class MetricsModel(_EventsModel):
     """A line of the metrics file: one step of one engine."""
 
     schema_: WholeFromOne = Field(alias="schema", description="Version of the format: 1.")
