@@ -92,9 +92,9 @@ def step_or_keep(
         step: ``(updates, state, params) -> (updates, state)``, pure; the structure and shapes of
             the state must stay, and its dtypes, unless they widen.
         skip: bool, 0-d.
-        updates: first argument of `step`.
-        state: second argument of `step`, a pytree of arrays and PRNG keys.
-        params: third argument of `step`; may be None.
+        updates: gradients.
+        state: a pytree of arrays and PRNG keys.
+        params: may be None.
 
     Returns:
         ``(updates, state)``. The state is bit for bit the old one where `skip`; the updates are

@@ -63,13 +63,7 @@ def split_keywords(keywords: Mapping[str, Any]) -> tuple[GivenSignals, dict[str,
 def make_signals(
     engine: Engine, updates: Any, given: GivenSignals, axes: Axes
 ) -> tuple[Signals, chex.Array | None]:
-    """Makes one step's `Signals`, the same on every device.
-
-    Args:
-        engine: of the policy.
-        updates: the gradients; their norm is taken in float32.
-        given: what the caller reports.
-        axes: over which the devices have to decide alike.
+    """One step's `Signals`, the same on every device, from its gradients and the caller's report.
 
     Returns:
         Signals of float32 and bool 0-d arrays, None for what is absent; and the norm of each
@@ -143,15 +137,11 @@ class Axes(NamedTuple):
     def signals(
         self, own: Signals, leaf_norms: chex.Array | None, *, given_norm: bool
     ) -> tuple[Signals, chex.Array | None]:
-        """The signals of the whole step, the same on every device: one all-reduce.
+        """The signals and leaf norms of the whole step from those of this device: one all-reduce.
 
         Losses and rates are averaged, norms combined, and a flag is set if any device sets it. A
-        NaN or Inf on one device is on every device afterwards.
-
-        Args:
-            own: the signals of this device.
-            leaf_norms: float32 (n,), norms of this device's gradient leaves, or None.
-            given_norm: the caller has passed the global norm.
+        NaN or Inf on one device is on every device afterwards. `given_norm`: the caller has passed
+        the global norm.
         """
         if not self:
             return own, leaf_norms

@@ -56,7 +56,7 @@ def init(engine: Engine, leaves: int, kept: int = state_layout.STEPS) -> HealSta
     """The state before the first step.
 
     Args:
-        engine: a core Engine.
+        engine: of the policy.
         leaves: number of tensors with a gradient.
         kept: steps whose records the host can read, at least those of one dispatch.
     """
@@ -206,10 +206,7 @@ def _flat_decision(made: Decision) -> dict[str, chex.Array]:
 
 
 def find(opt_state: Any) -> HealState:
-    """The one HealState anywhere inside an optimizer state.
-
-    Args:
-        opt_state: what ``tx.init`` or ``tx.update`` returned, chained, wrapped or masked.
+    """The one HealState anywhere inside an optimizer state: chained, wrapped or masked.
 
     Raises:
         HealStateError: there is none, or there are several.
@@ -264,11 +261,7 @@ def warn_if_after_optimizer(root: Any, path: tuple[Any, ...]) -> None:
     has none, and the states of `optax.named_chain` are not in order).
 
     Not an error: updates may be clipped there on purpose, and a user's own tuple of states looks
-    like the state of a chain.
-
-    Args:
-        root: an optimizer state, or a train state with one in it.
-        path: to the HealState.
+    like the state of a chain. `path` leads from the root, any state, to the HealState.
     """
     index = max((i for i, key in enumerate(path) if isinstance(key, SequenceKey)), default=None)
     if index is None or not path[index].idx:
@@ -299,11 +292,8 @@ def on_mesh_of(params: Any, state: Any) -> Any:
     """A fresh state, with arrays that are on no mesh replicated over the mesh of the parameters.
 
     `jnp.zeros(())` is on no mesh, and a compiled step returns it on the mesh of the parameters:
-    another type for `jax.jit`, which would trace and compile the step a second time.
-
-    Args:
-        params: a tree of arrays, traced or not; without a mesh the state is returned as it is.
-        state: fresh from `init`. What is moved is copied: scalars and short vectors.
+    another type for `jax.jit`, which would trace and compile the step a second time. What is moved
+    is copied: scalars and short vectors.
     """
     shardings = (each.sharding for each in jax.tree.leaves(params) if _is_array(each))
     sharding = next((each for each in shardings if isinstance(each, NamedSharding)), None)

@@ -58,16 +58,9 @@ _ENGINE = len(Header._fields)
 class ArraySlot(NamedTuple):
     """The position of one array of the engine's state in its vector."""
 
-    name: str
-    """Its path, joined by underscores: `clip_mean`."""
     start: int
-    shape: tuple[int, ...]
-    dtype: Any
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
+    like: np.ndarray
+    """Gives shape and dtype."""
 
 
 class StateLayout:
@@ -82,8 +75,8 @@ class StateLayout:
         self.template = engine.init(groups=groups)
         high, low = _fingerprint_ints(engine.fingerprint)
         self.header = Header(*(np.int32(each) for each in (SCHEMA, high, low, 0, 0)))
-        self._names = [name for name, _ in _named(self.template, "")]
         leaves = dict(_named(self.template, ""))
+        self._names = list(leaves)
         floats = {name: leaf for name, leaf in leaves.items() if leaf.dtype == np.float32}
         ints = {name: leaf for name, leaf in leaves.items() if name not in floats}
         self._floats, self.floats = _slots(floats, _RECORD_FLOATS, 0)
@@ -102,9 +95,9 @@ class StateLayout:
         found = {}
         for slots, vector in ((self._floats, floats), (self._ints, ints)):
             for name, slot in slots.items():
-                part = _slice(vector, slot.start, slot.size)
-                part = part.reshape(part.shape[:-1] + slot.shape)
-                found[name] = part != 0 if slot.dtype == np.bool_ else part
+                part = _slice(vector, slot.start, slot.like.size)
+                part = part.reshape(part.shape[:-1] + slot.like.shape)
+                found[name] = part != 0 if slot.like.dtype == np.bool_ else part
         parts = iter(self._names)
         return tree.map_leaves(lambda _: found[next(parts)], self.template)
 
@@ -159,9 +152,8 @@ def _slots(
     """The slots of the arrays, and the length of their vector."""
     slots = {}
     for name in [*first, *(name for name in leaves if name not in first)]:
-        leaf = leaves[name]
-        slots[name] = ArraySlot(name, start, leaf.shape, leaf.dtype)
-        start += leaf.size
+        slots[name] = ArraySlot(start, leaves[name])
+        start += leaves[name].size
     return slots, start
 
 
@@ -199,7 +191,7 @@ def init_records(steps: int, record: Any) -> jax.Array:
 
 
 def write_record(records: Any, record: Any, step: Any, orders: Any, ordered: Any) -> jax.Array:
-    """The ring buffers with one more step.
+    """The ring buffers with the record of one more step.
 
     Args:
         records: int32 (steps + ORDERS, elements).
@@ -234,13 +226,8 @@ def records_between(
 ) -> tuple[list[np.ndarray], int]:
     """The records of the steps between two moments without a rollback, oldest first.
 
-    Args:
-        records: what the state held at the later one.
-        before: the earlier moment.
-        after: the later one.
-
-    Returns:
-        The records, and how many steps have none (steps with an order only if over ORDERS).
+    Also how many steps have no record (steps with an order only if over ORDERS). `records` is what
+    the state held at the later moment.
     """
     kept = records.shape[0] - ORDERS
     first = max(before.steps, after.steps - kept)

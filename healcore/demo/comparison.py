@@ -39,7 +39,7 @@ from healcore.history import Curves
 from healcore.policy import Policy
 from healcore.runtime import events
 from healcore.tools.report import page, picture
-from healcore.tools.report.report import RunReport
+from healcore.tools.report.run_report import RunReport
 from healcore.tools.report.runs import read_reports
 
 FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "optax", "flax", "chex")}

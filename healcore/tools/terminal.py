@@ -1,8 +1,8 @@
-"""Text on its way to a terminal. All that the commands print leaves here.
+"""Everything that the commands print goes through here, and is cleaned.
 
-Names, messages and policies come from files that anybody may have written, and a terminal obeys
+Names, messages and policies come from files that anybody may have written, and a terminal executes
 what is in them: an escape sequence sets the title of the window, hides a line, or writes into the
-clipboard; an override of the direction of writing shows words in another order.
+clipboard; an override of the direction of writing shows text in another order.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ if TYPE_CHECKING:  # imported where it is used, so that the other commands start
 
 
 def clean(text: str, keep: str = "\n\t") -> str:
-    r"""The text with everything spelled out that is no letter, mark or space.
+    r"""The text with every character escaped that is no letter, mark or space.
 
     Control characters (ESC, and those of C1 that do the same), overrides of the direction, and
-    other characters without a shape of their own become `\x1b` or `\u202e`, as TOML and Python
-    write them.
+    other invisible characters become `\x1b` or `\u202e`, as TOML and Python write them.
 
     Args:
         text: of any origin.
-        keep: characters that stay as they are; none in a name, which is in one line.
+        keep: characters that stay; none in a name, which is in one line.
     """
     if text.isascii() and text.isprintable():
         return text
-    return "".join(each if _harmless(each) or each in keep else _spelled(each) for each in text)
+    return "".join(each if _harmless(each) or each in keep else _escaped(each) for each in text)
 
 
 def clean_json(text: str) -> str:
-    """The same for a JSON document, which stays one with the same content."""
+    """The same for a JSON document, which keeps its content."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(
@@ -43,13 +42,7 @@ def clean_json(text: str) -> str:
 
 
 def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
-    """Prints a text.
-
-    Args:
-        text: of any origin; it is cleaned.
-        err: to standard error.
-        nl: with the end of a line.
-    """
+    """Prints a text of any origin, cleaned; `err`: to standard error."""
     typer.echo(clean(text), err=err, nl=nl)
 
 
@@ -70,7 +63,7 @@ def console(kind: type[Console] | None = None, **options: Any) -> Console:
     from rich.segment import Segment
 
     class Cleaned:
-        """What is printed, with its text cleaned."""
+        """A renderable with its text cleaned."""
 
         def __init__(self, printed: Any) -> None:
             self._printed = printed
@@ -80,7 +73,7 @@ def console(kind: type[Console] | None = None, **options: Any) -> Console:
                 yield Segment(text if control else clean(text), style, control)
 
     class Cleaning(RenderHook):
-        """Between the renderables and their rendering."""
+        """Wraps every renderable in `Cleaned`."""
 
         def process_renderables(self, renderables: list[Any]) -> list[Any]:
             return [each if isinstance(each, Control) else Cleaned(each) for each in renderables]
@@ -94,7 +87,7 @@ def _harmless(each: str) -> bool:
     return each.isprintable() or unicodedata.category(each) == "Zs"
 
 
-def _spelled(each: str) -> str:
+def _escaped(each: str) -> str:
     code = ord(each)
     if code < 0x80:  # a tab and the end of a line are \t and \n
         return each.encode("unicode_escape").decode()

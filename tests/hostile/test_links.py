@@ -14,7 +14,7 @@ import pytest
 from healcore.runtime.rollback.journal import NAME, JournalError
 from healcore.runtime.store import NotThere, StoreError, files
 from healcore.runtime.store.claim import LOCK
-from healcore.tools.writing import replacing
+from healcore.tools.output_files import replacing
 from healcore.torch.store import DCPStore
 from tests.healer.loops import loop_of, rules, train
 from tests.hostile.run_directories import cut_short

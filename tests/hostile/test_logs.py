@@ -15,10 +15,10 @@ ROWS = "step,loss\n" + "".join(f"{step},{1 / (step + 1)}\n" for step in range(50
 
 
 def refused(reader: Reader, *args: object, **bounds: float) -> str:
-    """Exit status 3, and what was said."""
-    told = reader.probe("loss", *args, **bounds)
-    assert told.status == 3, told
-    return told.messages()
+    """Exit status 3, and the messages."""
+    result = reader.probe("loss", *args, **bounds)
+    assert result.status == 3, result
+    return result.messages()
 
 
 LOGS = {
@@ -61,8 +61,8 @@ def test_zeros_in_a_gz(reader, tmp_path):
         file.write(ROWS.encode())
         for _ in range(500):
             file.write(bytes(1 << 20))
-    told = reader.probe("loss", path)
-    assert told.status in (0, 1)  # the rows in front of it are rows
+    result = reader.probe("loss", path)
+    assert result.status in (0, 1)  # the rows in front of it are rows
 
 
 def test_records_in_a_gz(reader, tmp_path):
@@ -114,8 +114,8 @@ def test_a_record_of_tensorboard_without_end(reader, tmp_path, length):
     rows = b"".join(framed(event(at, simple_value=1 / (at + 1))) for at in range(50))
     path = tmp_path / "events.out.tfevents.1"
     path.write_bytes(framed(start) + rows + framed(b"x", length))
-    told = reader.probe("loss", path)
-    assert told.status in (0, 1)
+    result = reader.probe("loss", path)
+    assert result.status in (0, 1)
     assert "torn or damaged" in reader.run("replay", path).text
 
 
@@ -145,6 +145,6 @@ def test_labels_that_are_none(reader, tmp_path, text):
     labels, log = tmp_path / "labels.json", tmp_path / "log.csv"
     labels.write_text(text)
     log.write_text(ROWS)
-    told = reader.run("replay", log, "--labels", labels)
-    assert told.status == 2
-    assert "list of labels" in told.text
+    result = reader.run("replay", log, "--labels", labels)
+    assert result.status == 2
+    assert "list of labels" in result.text

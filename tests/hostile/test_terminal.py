@@ -1,4 +1,4 @@
-"""What a terminal would obey never leaves a command."""
+"""What a terminal would execute never leaves a command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.hostile.test_logs import ROWS
 
 TOOLS = Path(__file__).parents[2] / "healcore" / "tools"
 NASTY = "a\x1b]52;c;aGk=\x07b\x1b[2Jc\x9b31md\u202ee\u2066f\x7fg\u200bh"
-OBEYED = "\x1b\x07\x9b\u202e\u2066\x7f\u200b\x90\x9d"
+EXECUTED = "\x1b\x07\x9b\u202e\u2066\x7f\u200b\x90\x9d"
 
 
 def test_cleaned():
@@ -24,7 +24,7 @@ def test_cleaned():
     assert clean("a\nb", keep="") == r"a\nb"
     text = json.dumps({NASTY + "\U000e0041": "ü\n"}, ensure_ascii=False, indent=2)
     assert json.loads(clean_json(text)) == json.loads(text)
-    assert not set(clean_json(text)) & set(OBEYED)
+    assert not set(clean_json(text)) & set(EXECUTED)
 
 
 def commands(folder: Path):
@@ -60,10 +60,10 @@ def commands(folder: Path):
 
 
 @pytest.mark.parametrize("number", range(14))
-def test_no_command_prints_what_a_terminal_obeys(reader, tmp_path, number):
-    told = reader.run(*list(commands(tmp_path))[number])
-    assert told.text
-    assert not set(told.text) & set(OBEYED), told.text
+def test_no_command_prints_what_a_terminal_executes(reader, tmp_path, number):
+    result = reader.run(*list(commands(tmp_path))[number])
+    assert result.text
+    assert not set(result.text) & set(EXECUTED), result.text
 
 
 def test_nothing_else_prints():

@@ -43,10 +43,10 @@ def compiled(make, *, split, check=False, **axes):
             updates, state = tx.update(grads[i], state, params, value=losses[i, 0])
             params = optax.apply_updates(params, updates)
             after.append(params)
-        told = {name: jnp.asarray(x, jnp.float32)[None] for name, x in metrics(state).items()}
-        told["skip"] = last_decision(state).skip[None]
-        told["norm"] = gradient_norms(state, params)[""][None]
-        return jnp.stack(after) if split else jnp.stack(after)[:, None], told
+        read = {name: jnp.asarray(x, jnp.float32)[None] for name, x in metrics(state).items()}
+        read["skip"] = last_decision(state).skip[None]
+        read["norm"] = gradient_norms(state, params)[""][None]
+        return jnp.stack(after) if split else jnp.stack(after)[:, None], read
 
     part = SPLIT if split else WHOLE
     of_steps = PartitionSpec(None, "data")
@@ -64,8 +64,8 @@ def compiled(make, *, split, check=False, **axes):
         grads, losses = (
             jnp.asarray(np.stack(each), jnp.float32) for each in zip(*batches, strict=True)
         )
-        after, told = step(PARAMS, grads, losses)
-        found = {name: np.asarray(value) for name, value in told.items()}
+        after, read = step(PARAMS, grads, losses)
+        found = {name: np.asarray(value) for name, value in read.items()}
         return {"first": np.asarray(after[0]), "second": np.asarray(after[1]), **found}
 
     return run

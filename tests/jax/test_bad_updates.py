@@ -57,7 +57,7 @@ def test_the_elements_of_a_large_tensor_are_held_one_by_one():
     assert not bool(state.heal_bad_update)
 
 
-def test_observing_changes_nothing_and_tells():
+def test_observing_changes_nothing_and_reports():
     tx = protect(optax.adam(0.1, eps=0.0), policies.OBSERVE)
     updates, state = tx.update(DEAD, tx.init(PARAMS), PARAMS)
     assert np.isnan(updates["dead"]).all()

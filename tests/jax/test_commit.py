@@ -1,11 +1,18 @@
+"""Keeping the old state on a skip: `commit`, and `step_or_keep` for every way of making a state."""
+
+from __future__ import annotations
+
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from healcore.jax import CommitError, commit
+from healcore.jax import CommitError, commit, heal_zclip, protect
+from healcore.jax.commit import step_or_keep
+from tests.jax import policies
 from tests.jax.bits import assert_same_bits
 
 STATE = {
@@ -51,7 +58,7 @@ def test_float0_and_unchanged_static_leaves_pass():
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "says"),
+    ("old", "new", "message"),
     [
         ({"a": jnp.ones(2)}, {"b": jnp.ones(2)}, "one structure"),
         ({"a": jnp.ones(2)}, {"a": jnp.ones(3)}, r"\['a'\] was float32\[2\].*float32\[3\]"),
@@ -63,8 +70,8 @@ def test_float0_and_unchanged_static_leaves_pass():
         ({"a": "relu"}, {"a": "gelu"}, r"\['a'\] is a str"),
     ],
 )
-def test_states_that_do_not_match_are_named(old, new, says):
-    with pytest.raises(CommitError, match=says):
+def test_states_that_do_not_match_are_named(old, new, message):
+    with pytest.raises(CommitError, match=message):
         jax.eval_shape(functools.partial(commit, old=old, new=new), jnp.bool_(True))
 
 
@@ -72,3 +79,255 @@ def test_states_that_do_not_match_are_named(old, new, says):
 def test_skip_must_be_one_bool(skip):
     with pytest.raises(CommitError, match="skip must be one bool"):
         commit(skip, {}, {})
+
+
+GRADS = jnp.asarray([1.0, -2.0])
+PARAMS = jnp.asarray([0.5, 0.25])
+
+
+def momentum(g, s, p):
+    new = 0.9 * s + g
+    return -0.1 * new + 0.0 * p, new
+
+
+def the_update_is_the_state(g, s, p):
+    new = 0.9 * s + g
+    return new, new
+
+
+def passed_through(g, s, p):
+    return g, s
+
+
+def partly_passed_through(g, s, p):
+    return g, {"kept": s["kept"], "moved": s["moved"] + g}
+
+
+def swapped(g, s, p):
+    return g, (s[1], s[0])
+
+
+def takes_a_gradient_or_parameter(g, s, p):
+    return g, (g, p)
+
+
+def one_value_twice(g, s, p):
+    new = s[0] + g
+    return new, (new, new)
+
+
+def constants(g, s, p):
+    return g, (jnp.zeros(2), jnp.asarray([7.0, 8.0]), 3)
+
+
+def counts(g, s, p):
+    return g / (s + 1), s + 1
+
+
+def chained_leaves(g, s, p):
+    first = s[0] + g
+    second = s[1] * first
+    return first * second, (first, second)
+
+
+def inside_jit(g, s, p):
+    new = jax.jit(lambda s, g: 0.5 * s + g)(s, g)
+    return jax.jit(jnp.tanh)(new), new
+
+
+def inside_cond(g, s, p):
+    new = jax.lax.cond(g[0] > 0, lambda s: s + 1, lambda s: s - 1, s)
+    return new * 2, new
+
+
+def inside_scan(g, s, p):
+    new, all_of_them = jax.lax.scan(lambda c, x: (c + x, c * x), s, jnp.stack([g, g]))
+    return all_of_them.sum(0), new
+
+
+def inside_while(g, s, p):
+    new = jax.lax.while_loop(lambda c: c[0] < 10, lambda c: c + jnp.abs(g), s)
+    return new, new
+
+
+def random_key(g, s, p):
+    key, sub = jax.random.split(s)
+    return g + jax.random.normal(sub, (2,)), key
+
+
+@jax.custom_jvp
+def _smooth(x):
+    return jnp.where(x > 0, x, 0.0)
+
+
+_smooth.defjvp(lambda x, t: (_smooth(x[0]), t[0]))
+
+
+def custom_rule(g, s, p):
+    new = _smooth(s + g)
+    return new, new
+
+
+def precision_changes_on_the_way(g, s, p):
+    new = (0.9 * s.astype(jnp.float32) + g).astype(jnp.bfloat16)
+    return new.astype(jnp.float32), new
+
+
+def a_wider_dtype(g, s, p):
+    new = s.astype(jnp.float32) * 0.9 + g
+    return new, new
+
+
+def two_equal_scalars(g, s, p):
+    return g, (s[0] + 1, s[1] + 1)
+
+
+VECTOR = jnp.asarray([3.0, -0.0])
+CASES = [
+    (momentum, VECTOR),
+    (the_update_is_the_state, VECTOR),
+    (passed_through, VECTOR),
+    (partly_passed_through, {"kept": VECTOR, "moved": VECTOR}),
+    (swapped, (VECTOR, 2 * VECTOR)),
+    (takes_a_gradient_or_parameter, (VECTOR, 2 * VECTOR)),
+    (one_value_twice, (VECTOR, 2 * VECTOR)),
+    (constants, (VECTOR, VECTOR, jnp.asarray(5))),
+    (counts, jnp.asarray(4, jnp.int32)),
+    (chained_leaves, (VECTOR, 2 * VECTOR)),
+    (inside_jit, VECTOR),
+    (inside_cond, VECTOR),
+    (inside_scan, VECTOR),
+    (inside_while, VECTOR),
+    (random_key, jax.random.key(1)),
+    (custom_rule, VECTOR),
+    (precision_changes_on_the_way, VECTOR.astype(jnp.bfloat16)),
+    (two_equal_scalars, (jnp.asarray(1), jnp.asarray(1))),
+    (lambda g, s, p: (g, s), ()),
+    (lambda g, s, p: (g, None), None),
+]
+IDS = [case[0].__name__ for case in CASES]
+
+
+@pytest.mark.parametrize(("step", "state"), CASES, ids=IDS)
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_skip_keeps_every_bit_and_a_step_is_the_step(step, state, transform):
+    run = transform(lambda skip, g, s, p: step_or_keep(step, skip, g, s, p))
+    plain = transform(step)
+
+    _, kept = run(jnp.bool_(True), GRADS, state, PARAMS)
+    assert_same_bits(kept, state)
+    _, kept = run(jnp.bool_(True), GRADS * jnp.nan, state, PARAMS)
+    assert_same_bits(kept, state)
+    assert_same_bits(
+        jax.tree.map(jnp.asarray, run(jnp.bool_(False), GRADS, state, PARAMS)),
+        jax.tree.map(jnp.asarray, plain(GRADS, state, PARAMS)),
+    )
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_leaf_may_get_a_wider_dtype_and_keeps_its_value(transform):
+    state = VECTOR.astype(jnp.bfloat16)
+    run = transform(lambda skip, s: step_or_keep(a_wider_dtype, skip, GRADS * jnp.nan, s, PARAMS))
+    assert_same_bits(run(jnp.bool_(True), state)[1], VECTOR)
+
+
+def test_values_from_an_outer_trace_are_seen():
+    @jax.jit
+    def run(skip, g, s, outer):
+        return step_or_keep(lambda g, s, p: (g * outer, s + outer), skip, g, s, None)
+
+    updates, state = run(jnp.bool_(False), GRADS, VECTOR, jnp.float32(3.0))
+    assert_same_bits((updates, state), (GRADS * 3, VECTOR + 3))
+
+
+def test_under_vmap_each_lane_has_its_own_skip():
+    skips = jnp.asarray([True, False])
+    state = jnp.stack([VECTOR, VECTOR])
+    run = jax.jit(jax.vmap(lambda k, s: step_or_keep(momentum, k, GRADS, s, PARAMS)[1]))
+    out = run(skips, state)
+    assert_same_bits(out[0], VECTOR)
+    assert_same_bits(out[1], momentum(GRADS, VECTOR, PARAMS)[1])
+
+
+def test_gradients_flow_through_a_step_that_is_taken():
+    def loss(g, skip):
+        return step_or_keep(momentum, skip, g, VECTOR, PARAMS)[1].sum()
+
+    assert jax.grad(loss)(GRADS, jnp.bool_(False)).tolist() == [1.0, 1.0]
+    assert jax.grad(loss)(GRADS, jnp.bool_(True)).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (lambda g, s, p: (g, (s, s)), "keeps its structure"),
+        (lambda g, s, p: (g, s.astype(jnp.bfloat16)), r"state was float32\[2\]"),
+        (lambda g, s, p: (g, s[:1]), r"became float32\[1\]"),
+    ],
+)
+def test_a_state_that_changes_its_type_is_an_error(step, message, transform):
+    with pytest.raises(CommitError, match=message):
+        transform(lambda k, s: step_or_keep(step, k, GRADS, s, PARAMS))(jnp.bool_(True), VECTOR)
+
+
+N = 1 << 20
+LARGE = {f"w{i}": jnp.zeros((N // 1024, 1024)) for i in range(3)} | {"b": jnp.zeros(1024)}
+BYTES = 4 * N
+
+
+def scratch(step, state):
+    """Temporary bytes of the compiled, donated step."""
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(LARGE, state, LARGE).compile()
+    memory = compiled.memory_analysis()
+    if memory is None:
+        pytest.skip("this backend does not report memory")
+    return memory.temp_size_in_bytes
+
+
+def of(tx):
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return scratch(step, jax.eval_shape(tx.init, LARGE))
+
+
+@pytest.mark.parametrize(
+    "inner", [optax.adamw(1e-3), optax.sgd(1e-3, momentum=0.9)], ids=["adamw", "sgd"]
+)
+@pytest.mark.parametrize("policy", ["ZCLIP", "SKIP", "CUT_LR", "ADAGC", "OBSERVE"])
+def test_protect_writes_parameters_and_moments_in_place(inner, policy):
+    assert of(protect(inner, getattr(policies, policy))) < BYTES // 10
+
+
+def test_heal_zclip_needs_no_copy_of_the_gradients():
+    assert of(optax.chain(heal_zclip(), optax.adamw(1e-3))) < BYTES // 10
+
+
+def test_selecting_the_results_would_copy_every_moment():
+    """The alternative that looks simpler; if XLA learns to do this in place, use it."""
+    tx = optax.adamw(1e-3)
+
+    def skip(grads):
+        return ~jnp.isfinite(optax.tree.norm(grads))
+
+    def plain(params, state, grads):
+        updates, new = tx.update(grads, state, params)
+        bad = skip(grads)
+        kept = jax.tree.map(lambda a, b: jnp.where(bad, a, b), state, new)
+        updates = jax.tree.map(lambda u: jnp.where(bad, -0.0, u), updates)
+        return optax.apply_updates(params, updates), kept
+
+    def here(params, state, grads):
+        bad = skip(grads)
+        # Not for the in-place update but for another copy: without it the norm and the second
+        # moment share one square of the gradients, and XLA writes that out.
+        grads = jax.tree.map(lambda g: jnp.where(bad, 0.0, g), grads)
+        updates, kept = step_or_keep(tx.update, bad, grads, state, params)
+        updates = jax.tree.map(lambda u: jnp.where(bad, -0.0, u), updates)
+        return optax.apply_updates(params, updates), kept
+
+    state = jax.eval_shape(tx.init, LARGE)
+    assert scratch(plain, state) > BYTES
+    assert scratch(here, state) < BYTES // 10

@@ -51,6 +51,6 @@ def test_a_multiplier_out_of_range_is_refused(scale):
         set_lr_scale(state, scale)
 
 
-def test_a_chain_without_the_multiplier_says_what_to_add():
+def test_a_chain_without_the_multiplier_names_what_to_add():
     with pytest.raises(HealStateError, match="scale_by_heal_lr"):
         set_lr_scale(optax.sgd(0.1).init(PARAMS), 0.5)

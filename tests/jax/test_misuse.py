@@ -22,7 +22,7 @@ PARAMS = {"w": jnp.ones(4)}
 
 
 @pytest.mark.parametrize(
-    ("inner", "says"),
+    ("inner", "message"),
     [
         (optax.adam, r"the function adam itself: write protect\(adam\(\.\.\.\)\)"),
         (optax.adam(1e-3).init, "has init and update"),
@@ -34,8 +34,8 @@ PARAMS = {"w": jnp.ones(4)}
         (nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param), "tx="),
     ],
 )
-def test_protect_takes_a_transformation(inner, says):
-    with pytest.raises(TypeError, match=says):
+def test_protect_takes_a_transformation(inner, message):
+    with pytest.raises(TypeError, match=message):
         protect(inner)
 
 
@@ -71,7 +71,7 @@ BEFORE = {
 
 
 @pytest.mark.parametrize("name", BEHIND)
-def test_healing_behind_the_optimizer_is_told(name):
+def test_healing_behind_the_optimizer_is_warned_of(name):
     state = BEHIND[name].init(PARAMS)
     for look in (last_decision, metrics, jax.jit(last_decision)):
         with pytest.warns(UserWarning, match=r"optax\.chain\(heal_zclip\(\), optax\.adamw"):

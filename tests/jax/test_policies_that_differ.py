@@ -1,4 +1,4 @@
-"""One policy per run: a state says which one it is of, and how to go on with another."""
+"""One policy per run: a state names its own, and the error names how to change it."""
 
 # optax types every tree as the union of all trees, so that no leaf has an attribute.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
@@ -149,7 +149,7 @@ def test_a_loss_that_is_given_is_in_the_metrics(recwarn):
     assert not [each for each in recwarn if "value=loss" in str(each.message)]
 
 
-def test_a_policy_without_a_detector_of_the_loss_says_nothing(recwarn):
+def test_a_policy_without_a_detector_of_the_loss_does_not_warn(recwarn):
     tx = optax.chain(heal("zclip"), optax.sgd(0.1))
     tx.update(PARAMS, tx.init(PARAMS), PARAMS)
     assert not [each for each in recwarn if "value=loss" in str(each.message)]

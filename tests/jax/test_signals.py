@@ -1,3 +1,15 @@
+"""Signals are checked while tracing, and are the same on every device of a mesh."""
+
+# optax types every state as the union of all, so that none has an attribute.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +32,7 @@ every_transformation = pytest.mark.parametrize("name", TRANSFORMATIONS)
 
 @every_transformation
 @pytest.mark.parametrize(
-    ("signal", "says"),
+    ("signal", "message"),
     [
         ({"value": np.ones(3, np.float32)}, r"value must be one number, got shape \(3,\).*mean"),
         ({"value": np.ones(1, np.float32)}, r"got shape \(1,\)"),
@@ -37,11 +49,11 @@ every_transformation = pytest.mark.parametrize("name", TRANSFORMATIONS)
         ({"externally_skipped": np.ones(2, bool)}, "externally_skipped must be one number"),
     ],
 )
-def test_a_bad_signal_is_named_while_tracing(name, signal, says):
+def test_a_bad_signal_is_named_while_tracing(name, signal, message):
     tx = TRANSFORMATIONS[name]()
     state = tx.init(PARAMS)
     before = jax.tree.map(np.asarray, state)
-    with pytest.raises(SignalError, match=says):
+    with pytest.raises(SignalError, match=message):
         jax.eval_shape(lambda g, s, p: tx.update(g, s, p, **signal), PARAMS, state, PARAMS)
     assert_same_bits(before, jax.tree.map(np.asarray, state))
 
@@ -151,7 +163,7 @@ def test_no_parameters_are_a_step_of_norm_zero(name, tree):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ({"z_threshold": 0}, "z_threshold must be above 0, got 0"),
         ({"z_threshold": float("nan")}, "z_threshold must be above 0, got nan"),
@@ -163,8 +175,8 @@ def test_no_parameters_are_a_step_of_norm_zero(name, tree):
         ({"on_skip": "none"}, "on_skip must be 'zero' or 'nan', got 'none'"),
     ],
 )
-def test_bad_thresholds_fail_at_construction(arguments, says):
-    with pytest.raises(ValueError, match=says):
+def test_bad_thresholds_fail_at_construction(arguments, message):
+    with pytest.raises(ValueError, match=message):
         heal_zclip(**arguments)
 
 
@@ -181,3 +193,53 @@ def test_a_spike_is_brought_down_and_a_level_is_left_alone():
     assert float(metrics(state)["heal/z"]) > 2.5
     updates, state = update({"w": jnp.ones(3)}, state)
     assert updates["w"].tolist() == [1.0] * 3
+
+
+def test_inside_shard_map_on_four_devices():
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.jax.four_devices"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1800,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines()[-1] == "fine"
+
+
+def test_signals_are_reduced_over_a_named_vmap():
+    tx = protect(optax.sgd(0.1), policies.UPDATES, axis_name="lane")
+
+    def step(state, grads, loss, skipped, change_expected, evaluated):
+        return tx.update(
+            grads, state, jnp.ones(2),
+            value=loss, externally_skipped=skipped,
+            change_expected=change_expected, eval_loss=evaluated,
+        )  # fmt: skip
+
+    run = jax.vmap(step, in_axes=(None, None, 0, 0, 0, 0), axis_name="lane")
+    yes, no = jnp.asarray([False, True, False]), jnp.zeros(3, bool)
+    losses = jnp.asarray([1.0, 2.0, 6.0])
+    state, grads = tx.init(jnp.ones(2)), jnp.ones(2)
+    _, new = run(state, grads, losses, no, yes, losses)
+    found = metrics(jax.tree.map(lambda x: x[0], new))
+    assert float(found["heal/loss"]) == 3.0
+    np.testing.assert_allclose(new.heal_update_norm, np.full(3, 0.1 * 2**0.5), rtol=1e-6)
+    _, skipped = run(state, grads, losses, yes, no, losses)
+    assert last_decision(skipped).skip.all()
+
+
+@pytest.mark.parametrize("name", ["axis_name", "shard_axis_name"])
+def test_an_axis_is_named_by_a_string(name):
+    makes: list[Any] = [heal_zclip, lambda **o: protect(optax.sgd(0.1), policies.ZCLIP, **o)]
+    for make in makes:
+        for wrong in (0, True, ("data", 1)):
+            with pytest.raises(TypeError, match=f'{name}="data"'):
+                make(**{name: wrong})
+        make(**{name: ("data", "model")})
+
+
+def test_an_axis_has_one_meaning():
+    with pytest.raises(TypeError, match="'data' is in axis_name and in shard_axis_name"):
+        heal_zclip(axis_name=("data", "model"), shard_axis_name="data")

@@ -190,14 +190,14 @@ def test_each_tensor_has_its_own_factor_under_adagc():
     update = jax.jit(tx.update)
     params = {"a": jnp.ones(4), "b": jnp.ones((2, 2), jnp.bfloat16), "n": None}
     state = tx.init(params)
-    calm = {"a": jnp.full(4, 0.1), "b": jnp.full((2, 2), 0.1, jnp.bfloat16), "n": None}
+    usual = {"a": jnp.full(4, 0.1), "b": jnp.full((2, 2), 0.1, jnp.bfloat16), "n": None}
     for _ in range(policies.WARMUP + 3):
-        _, state = update(calm, state, params, value=jnp.float32(1.0))
-    spike = {**calm, "a": calm["a"] * 100}
+        _, state = update(usual, state, params, value=jnp.float32(1.0))
+    spike = {**usual, "a": usual["a"] * 100}
     updates, state = update(spike, state, params, value=jnp.float32(1.0))
     factors = last_decision(state).group_scale
     assert factors.shape == (2,)
     assert float(factors[0]) < 0.02
     assert float(factors[1]) == 1.0
     np.testing.assert_allclose(updates["a"], -0.104, rtol=0.02)
-    assert_same_bits(updates["b"], -calm["b"])
+    assert_same_bits(updates["b"], -usual["b"])

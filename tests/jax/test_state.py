@@ -180,15 +180,17 @@ def test_another_policy_or_model_is_refused():
 
 def test_an_announcement_opens_the_grace_window():
     tx = heal(policies.SKIP)
-    calm, _ = drive(tx, tx.init(PARAMS), [1.0, 1.1, 0.9, 1.0, 1.0, 1.1])
-    _, (judged,) = drive(tx, calm, [1e4])
+    before, _ = drive(tx, tx.init(PARAMS), [1.0, 1.1, 0.9, 1.0, 1.0, 1.1])
+    _, (judged,) = drive(tx, before, [1e4])
     assert judged.skip
-    told = expect_change(calm)
-    assert _avals(told) == _avals(calm)
-    _, (graced,) = drive(tx, told, [1e4])
+    expecting = expect_change(before)
+    assert _avals(expecting) == _avals(before)
+    _, (graced,) = drive(tx, expecting, [1e4])
     assert not graced.skip
     _, by_keyword = jax.jit(tx.update)(
-        jax.tree.map(lambda p: jnp.full_like(p, 1e4), PARAMS), calm, change_expected=jnp.bool_(True)
+        jax.tree.map(lambda p: jnp.full_like(p, 1e4), PARAMS),
+        before,
+        change_expected=jnp.bool_(True),
     )
     assert not bool(last_decision(by_keyword).skip)
 

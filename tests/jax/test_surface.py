@@ -1,4 +1,4 @@
-"""The public names, and what importing does and says."""
+"""The public names, and what importing loads and prints."""
 
 import doctest
 import inspect

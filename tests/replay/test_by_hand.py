@@ -15,7 +15,7 @@ from healcore.core.verdict import Action, Cause
 from healcore.policy import load, loads
 from healcore.tools.replay import replay
 from healcore.tools.replay.report import facts
-from healcore.tools.report.words import outcome
+from healcore.tools.report.descriptions import outcome
 from tests.healer.loops import rules
 from tests.replay import logs
 from tests.replay.test_backends import OVERFIT
@@ -238,13 +238,13 @@ def test_the_first_rollback_of_an_incident_is_what_would_have_happened(tmp_path)
     first, second = result.incidents
     assert (first.lr_before, first.lr_after) == (1.0, 0.5)
     assert "STOP" not in second.action
-    assert "would go back (once more had that not helped)" in outcome(first)
-    assert "would go back (had that not helped, it would stop)" in outcome(second)
+    assert "would roll back (once more if that had not helped)" in outcome(first)
+    assert "would roll back (if that had not helped: it would stop)" in outcome(second)
     told = facts(summary, "numpy")
-    assert told["rollbacks"] == "2, and 2 more had going back not helped, 1 beyond the budget"
-    assert told["cuts of the learning rate"] == "2, and 2 more had going back not helped"
+    assert told["rollbacks"] == "2, and 2 more if rollbacks had not helped, 1 beyond the budget"
+    assert told["cuts of the learning rate"] == "2, and 2 more if rollbacks had not helped"
     assert told["smallest learning-rate multiplier"] == (
-        f"{summary.lowest_lr_first:g}, or {summary.lowest_lr:g} had going back not helped"
+        f"{summary.lowest_lr_first:g}, or {summary.lowest_lr:g} if rollbacks had not helped"
     )
 
 
@@ -305,7 +305,7 @@ def test_incidents_have_their_rows_and_steps(tmp_path):
     assert incident.step == 1000 + 10 * incident.index
     assert "LOSS_SPIKE" in incident.cause
     assert (incident.lr_before, incident.lr_after) == (1.0, 0.5)
-    assert "would go back" in outcome(incident)
+    assert "would roll back" in outcome(incident)
     assert incident.skipped > 0
 
 

@@ -73,11 +73,10 @@ class JaxDriver:
             return
         before, self._accessor.state = self._accessor.state, state
         try:
-            states = self._states()
+            counters = _counter_arrays(self._states())
             # A sync, in the first step after a rollback only.
-            if self._restore_point is not None and self._restore_point.has_advanced(
-                _counters(states)
-            ):
+            point = self._restore_point
+            if point is not None and point.has_advanced([state_layout.step(i) for i in counters]):
                 self._restore_point = None
         except HealStateError:
             self._accessor.state = before
@@ -98,12 +97,10 @@ class JaxDriver:
             self._stride = self._step.steps_read or self._stride
         # A sync at the first dispatch only. If a dispatch has another number of steps than the one
         # before (the last of an epoch), the number is corrected when it is read.
-        self._last_counters, self._step = (
-            counters,
-            Dispatch(
-                self._engines, before, self._readback, self._usual, self._stride, self._note_missing
-            ),
+        self._step = Dispatch(
+            self._engines, before, self._readback, self._usual, self._stride, self._note_missing
         )
+        self._last_counters = counters
         self._stride = self._step.count
         return self._step
 
@@ -182,14 +179,11 @@ class JaxDriver:
 
     def state_bytes(self) -> int:
         """Size of this process's part of the state."""
-        arrays = [
-            each for each in jax.tree.leaves(self._accessor.read()) if hasattr(each, "nbytes")
-        ]
         return sum(
-            sum(shard.data.nbytes for shard in each.addressable_shards if not shard.replica_id)
-            if isinstance(each, jax.Array)
-            else each.nbytes
-            for each in arrays
+            sum(shard.data.nbytes for shard in leaf.addressable_shards if not shard.replica_id)
+            if isinstance(leaf, jax.Array)
+            else getattr(leaf, "nbytes", 0)
+            for leaf in jax.tree.leaves(self._accessor.read())
         )
 
     def store(
@@ -243,10 +237,8 @@ class JaxDriver:
     def _remember_step(self) -> None:
         """Remembers the step of the present state, for the next `poll_step`."""
         states = self._states()
-        self._last_counters, self._readback = (
-            _counter_arrays(states),
-            PendingReadback(self._engines, states),
-        )
+        self._readback = PendingReadback(self._engines, states)
+        self._last_counters = _counter_arrays(states)
 
 
 class RestorePoint(NamedTuple):
@@ -260,10 +252,7 @@ class RestorePoint(NamedTuple):
     """Steps of the last update before; a scan over steps has several. None: not known yet."""
 
     def has_advanced(self, steps: Sequence[Any]) -> bool:
-        """Whether an update has judged a step since. A sync.
-
-        Args:
-            steps: the engines' counters after the update.
+        """Whether an update, which led to these counters, has judged a step since. A sync.
 
         Raises:
             HealStateError: the update did not start from the restored state.
@@ -315,8 +304,3 @@ def _not_finite(tree: Any) -> set[str]:
 def _counter_arrays(states: list[HealState]) -> list[Any]:
     """The arrays with the engines' counters. Each step makes new ones: compare identity."""
     return [value(each.heal_ints) for each in states]
-
-
-def _counters(states: list[HealState]) -> list[Any]:
-    """Numbers of steps that the engines have judged."""
-    return [state_layout.step(each) for each in _counter_arrays(states)]

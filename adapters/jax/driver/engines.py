@@ -42,12 +42,7 @@ class EngineEntry(NamedTuple):
 
 
 def find(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
-    """The engines of a state.
-
-    Args:
-        tree: the state.
-        trained: a tree with the parameters in it.
-        engine: the policy's.
+    """The engines of a state; `trained` is a tree with the parameters in it.
 
     Raises:
         HealStateError: there is none, or one is of another policy or of several runs at once.
@@ -155,13 +150,8 @@ def _tensor_names(tree: Any, engine: Path, count: int) -> tuple[str, ...]:
     part with as many floating tensors as the engine gets gradients; of several the one called
     `params` or `model`, or the one nearest to the optimizer.
 
-    Args:
-        tree: a train state.
-        engine: path to the engine's HealState in it.
-        count: number of tensors.
-
-    Returns:
-        As JAX writes paths, `['params']['Dense_0']['kernel']`. Numbers where that would be a guess.
+    Paths as JAX writes them, `['params']['Dense_0']['kernel']`; numbers where a name would be a
+    guess. `engine` is the path to its HealState in the train state, `count` its number of tensors.
     """
     parts: dict[Path, list[Path]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(without_heal_state(tree)):

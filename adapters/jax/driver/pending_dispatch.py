@@ -84,8 +84,8 @@ class Dispatch:
         before: PendingReadback,
         after: PendingReadback,
         usual: dict[str, np.ndarray],
-        count: int | None = None,
-        on_missing: Callable[[int, int], object] = lambda steps, missing: None,
+        count: int | None,
+        on_missing: Callable[[int, int], object],
     ) -> None:
         self._engines = engines
         self._before = before

@@ -94,17 +94,17 @@ def watch(
     """Follows a run in the terminal: how it stands, and incidents as they happen."""
     from healcore.policy import PolicyError, load
     from healcore.tools.report.runs import ReportError
-    from healcore.tools.watch import watching
+    from healcore.tools.watch.follow import WatchError, follow, print_once
 
     printer = console(highlight=False)
     try:
         given = None if policy is None else load(policy)
         path = _events_file(events)
         if once:
-            status = watching.once(path, given, printer)
+            status = print_once(path, given, printer)
         else:
-            status = watching.follow(path, given, printer, forever=forever)
-    except (PolicyError, ReportError, watching.WatchError) as error:
+            status = follow(path, given, printer, forever=forever)
+    except (PolicyError, ReportError, WatchError) as error:
         fail(str(error))
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None

@@ -24,8 +24,8 @@ from healcore.tools.cli.options import (
     overrides_of,
     progress_bar,
 )
+from healcore.tools.output_files import OutputError
 from healcore.tools.terminal import echo
-from healcore.tools.writing import OutputError
 
 if TYPE_CHECKING:  # imported where they are used, so that the other commands start fast
     from healcore.tools.replay.outputs import Outputs

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from healcore.tools.cli.options import UNUSABLE, fail
+from healcore.tools.output_files import OutputError, check_outputs, replacing
 from healcore.tools.terminal import clean, console, echo
-from healcore.tools.writing import OutputError, check_outputs, replacing
 
 if TYPE_CHECKING:  # imported where it is used, so that the other commands start fast
     from healcore.policy import Policy
-    from healcore.tools.report.report import RunReport
+    from healcore.tools.report.run_report import RunReport
 
 OK, SOME = 0, 1
 

@@ -23,8 +23,8 @@ from healcore.tools.cli.options import (
     overrides_of,
     progress_bar,
 )
+from healcore.tools.output_files import OutputError, check_outputs, replacing
 from healcore.tools.terminal import console, echo, echo_json
-from healcore.tools.writing import OutputError, check_outputs, replacing
 
 if TYPE_CHECKING:  # imported where they are used, so that the other commands start fast
     from healcore.tools.sweep import Sweep

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.text import Text
 
 from healcore.extras import require
+from healcore.tools.output_files import check_outputs, replacing
 from healcore.tools.replay import remarks, table
 from healcore.tools.replay.running import Result
 from healcore.tools.terminal import console
 from healcore.tools.traces import Trace
-from healcore.tools.writing import check_outputs, replacing
 
 MOST_TOLD = 20
 """Problems of traces that are printed one by one."""

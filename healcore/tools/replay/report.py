@@ -11,12 +11,12 @@ from healcore.policy import PolicySource, dumps, load
 from healcore.tools.replay.decided import Judged
 from healcore.tools.replay.replaying import Replay
 from healcore.tools.replay.summary import Summary
-from healcore.tools.report.report import RunReport
+from healcore.tools.report.run_report import RunReport
 from healcore.tools.traces import Rows, Trace
 
 _CURVES = ("loss", "grad_norm")
 _MOST_HELD = 50_000
-_UNHELPED = "had going back not helped"
+_UNHELPED = "if rollbacks had not helped"
 
 
 class ReplayReport:

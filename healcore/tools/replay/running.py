@@ -15,7 +15,7 @@ from healcore.tools.replay.replaying import replay
 from healcore.tools.replay.report import ReplayReport, survey_notes
 from healcore.tools.replay.scoring import Evidence, Label, Labels, Score, answer_of
 from healcore.tools.replay.summary import Summary
-from healcore.tools.report.report import RunReport
+from healcore.tools.report.run_report import RunReport
 from healcore.tools.traces import Rows, Trace, TraceError, Unreadable
 
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 from collections.abc import Sequence
 from importlib import resources
+from typing import Any
+
+import numpy as np
 
 import healcore
 from healcore.extras import require
-from healcore.tools.report import plotdata
-from healcore.tools.report.overview import overview, title_of, weight
-from healcore.tools.report.report import RunReport
-from healcore.tools.report.section import section
+from healcore.history import Incident
+from healcore.tools.report.descriptions import flag_names, mark, outcome, step_range
+from healcore.tools.report.markers import LABELLED, LANE, MARKERS, has_room, is_wide, marker_rows
+from healcore.tools.report.run_report import RunReport, by_severity
+from healcore.tools.report.sections import overview, page_title, section
 
 _SCRIPT = ("data", "lines", "marks", "figure", "run", "page")
 
@@ -35,23 +40,20 @@ def render(reports: Sequence[RunReport], *, left_out: int = 0) -> str:
         raise ValueError("a report needs at least one run")
     require("report", "plotly", "jinja2")
     from jinja2 import Environment, PackageLoader, StrictUndefined
-    from markupsafe import Markup
     from plotly.offline import get_plotlyjs
 
-    reports = sorted(reports, key=weight)
-    library, own = get_plotlyjs(), _script()
+    reports = by_severity(reports)
+    scripts = [get_plotlyjs(), _script()]
     # A browser hashes the element's text as it is; only this would end the element early.
-    assert "</script" not in library + own
+    assert not any("</script" in script for script in scripts)
     policy = "; ".join(
         (
             "default-src 'none'",
-            f"script-src '{_digest(library)}' '{_digest(own)}'",
+            f"script-src {' '.join(map(_digest, scripts))}",
             "style-src 'unsafe-inline'",  # plotly sets styles on what it draws
             "img-src data: blob:",  # its button that saves the plot as a picture
         )
     )
-    runs = [plotdata.plot_data(report) for report in reports]
-    data = plotdata.embedded({"signs": plotdata.signs(), "runs": runs})
     environment = Environment(
         loader=PackageLoader("healcore.tools.report"),
         autoescape=True,
@@ -60,17 +62,18 @@ def render(reports: Sequence[RunReport], *, left_out: int = 0) -> str:
         keep_trailing_newline=True,
         undefined=StrictUndefined,
     )
-    # Ours, or safe within its element; every other text is escaped by the template.
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    # Style and scripts are ours; every other text is escaped by the template.
     return environment.get_template("page.html").render(
-        title=title_of(reports),
+        title=page_title(reports),
         policy=policy,
-        style=Markup(_part("page.css")),
+        style=_part("page.css"),
         overview=overview(reports) if len(reports) > 1 else None,
         left_out=left_out,
         sections=[section(report) for report in reports],
         version=healcore.__version__,
-        data=Markup(data),
-        scripts=[Markup(library), Markup(own)],
+        data={"signs": _markers(), "runs": [plot_data(report) for report in reports]},
+        scripts=scripts,
     )
 
 
@@ -87,4 +90,89 @@ def _part(name: str) -> str:
 
 def _digest(script: str) -> str:
     digest = hashlib.sha256(script.encode("utf-8")).digest()
-    return f"sha256-{base64.b64encode(digest).decode()}"
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+# -- what the script draws -------------------------------------------------------------------------
+
+
+def plot_data(report: RunReport) -> dict[str, Any]:
+    """Everything that the plot of a run shows, for JSON."""
+    curves = report.curves
+    step = curves.step
+    places = [case.onset_step for case in report.incidents]
+    room = max(float(np.ptp(step)) if len(step) else 1.0, 1.0) * 0.035
+    rows = marker_rows(places, room, LANE)
+    free = has_room(places, rows, room)
+    bad = curves.nonfinite
+    return {
+        "step": _numbers(step),
+        "index": None if curves.index is None else curves.index.tolist(),
+        "undone": curves.undone().astype(int).tolist(),
+        "attempt": None if curves.attempt is None else curves.attempt.tolist(),
+        "loss": _curve(curves.loss),
+        "norm": _curve(curves.grad_norm),
+        "threshold": _curve(curves.threshold),
+        "lr": _curve(curves.lr_scale),
+        "bad": [] if bad is None else np.flatnonzero(bad).tolist(),
+        "gaps": [{"row": gap.row, "low": gap.low, "high": gap.high} for gap in curves.gaps()],
+        "isolated": curves.isolated,
+        "would": report.would,
+        "logLoss": is_wide(curves.loss),
+        "logNorm": is_wide(curves.grad_norm),
+        "labelled": len(report.incidents) <= LABELLED,
+        "incidents": [
+            {
+                **_incident(case, rows[place], report.stop_after_rollback(place)),
+                "label": free[place],
+            }
+            for place, case in enumerate(report.incidents)
+        ],
+        "marks": [
+            {"x": each.step, "kind": each.kind, "text": _label(mark(each))} for each in report.marks
+        ],
+    }
+
+
+def _markers() -> dict[str, dict[str, str]]:
+    return {
+        each.outcome: {"done": each.done, "would": each.would, "symbol": each.plotly}
+        for each in MARKERS.values()
+    }
+
+
+def _incident(case: Incident, row: int, stop: tuple[float, int] | None) -> dict[str, Any]:
+    step, index = case.end
+    return {
+        "n": case.number,
+        "kind": case.outcome,
+        "x": [case.onset_step, step],
+        "i": None if case.onset < 0 or index < 0 else [case.onset, index],
+        "stop": None if stop is None else [stop[0], None if stop[1] < 0 else stop[1]],
+        "to": case.checkpoint,
+        "row": row,
+        "text": f"<b>#{case.number}</b> step {step_range(case.onset_step, step)}: "
+        f"{_label(flag_names(case.cause))}<br>{_label(outcome(case))}",
+    }
+
+
+def _label(text: str) -> str:
+    """Plotly's labels know a few tags of HTML."""
+    return html.escape(text if len(text) <= 300 else f"{text[:297]}...", quote=False)
+
+
+def _numbers(values: np.ndarray) -> list[float | int | None]:
+    return [_number(x) for x in values.tolist()]
+
+
+def _number(x: float) -> float | int | None:
+    """Six digits, whole numbers whole, and null for what is not finite: JSON has no other."""
+    if not np.isfinite(x):
+        return None
+    return int(x) if x == int(x) and abs(x) < 2**53 else float(f"{x:.6g}")
+
+
+def _curve(values: np.ndarray | None) -> list[float | int | None] | None:
+    if values is None or not np.any(np.isfinite(values)):
+        return None
+    return _numbers(values)

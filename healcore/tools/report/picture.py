@@ -11,10 +11,8 @@ import numpy as np
 
 from healcore.extras import require
 from healcore.history import Curves, IncidentOutcome, Mode
-from healcore.tools.report import words
-from healcore.tools.report.marks import SIGNS, by_outcome, is_wide, labels, levels, stop_of
-from healcore.tools.report.overview import short_names, weight
-from healcore.tools.report.report import RunReport
+from healcore.tools.report.markers import LABELLED, LANE, MARKERS, has_room, is_wide, marker_rows
+from healcore.tools.report.run_report import RunReport, by_severity, short_names
 
 REPORTS = 12
 """Runs that a picture holds; a page holds any number."""
@@ -28,8 +26,6 @@ _MODES = {
     Mode.OBSERVE: "observed, nothing was done",
     Mode.REPLAY: "replay, nothing was done",
 }
-_LANE = 4
-_LABELLED = 60
 _LOSS, _NORM, _THRESHOLD, _RATE = "#0072B2", "#007A5A", "#B3520C", "#6A4FB3"
 _UNDONE, _GRID, _QUIET = "#9FB4C3", "#E6E9ED", "#5B6570"
 _KEPT = {"lw": 1.0, "solid_joinstyle": "round"}
@@ -53,7 +49,7 @@ _NOTHING = Backdrop({})
 
 def chosen(reports: Sequence[RunReport]) -> list[RunReport]:
     """The runs that a picture of all of them shows, the one in which most happened first."""
-    shown = sorted(reports, key=weight)
+    shown = by_severity(reports)
     if len(shown) > _FEW:
         shown = [report for report in shown if report.incidents] or shown
     return shown[:REPORTS]
@@ -134,7 +130,7 @@ def _report(block: Any, report: RunReport, name: str, behind: Backdrop) -> None:
     axes[-1].set_xlabel("step", fontsize=9)
     if not len(curves.step):
         axes[0].text(0.5, 0.5, "no row to draw", transform=axes[0].transAxes, ha="center")
-    _words(block, report, name)
+    _titles(block, report, name)
     found: dict[str, Any] = {}
     for axis in (lane, *axes[:2]):
         handles, labels = axis.get_legend_handles_labels()
@@ -164,12 +160,12 @@ def _spans(axes: Sequence[Any], behind: Backdrop) -> None:
             axis.axvspan(first - 0.5, last + 0.5, color=_QUIET, alpha=0.13, lw=0)
         place = {"xycoords": axes[0].get_xaxis_transform(), "va": "center", "ha": "center"}
         paper = {"fc": "white", "ec": "none", "alpha": 0.8, "pad": 1.0}
-        middle = ((first + last) / 2, 0.17)  # mostly between what went well and what did not
+        middle = ((first + last) / 2, 0.17)  # mostly between the curves of good and bad runs
         axes[0].annotate(what, middle, fontsize=8, color=_QUIET, bbox=paper, **place)
 
 
 def _logarithmic(axis: Any, values: np.ndarray) -> None:
-    """With numbers in full, and between the decades where there are few."""
+    """With full numbers, and ticks between the decades if there are few."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axis.set_yscale("log")
@@ -200,7 +196,7 @@ def _curve(
 
 
 def _line(axis: Any, curves: Curves, values: np.ndarray, where: np.ndarray, **style: Any) -> None:
-    """What is not logged is passed over; what is not finite is a gap."""
+    """What is not logged is skipped; what is not finite is a gap."""
     bad = np.zeros(len(values), bool) if curves.nonfinite is None else curves.nonfinite
     rows = np.flatnonzero(where & (np.isfinite(values) | bad))
     if curves.isolated:
@@ -224,12 +220,12 @@ def _bad(axis: Any, curves: Curves) -> None:
 
 
 def _rows(report: RunReport) -> list[int]:
-    """Of the marks in their lane."""
-    return levels([case.onset_step for case in report.incidents], _room(report), _LANE)
+    """Of the markers in their lane."""
+    return marker_rows([case.onset_step for case in report.incidents], _room(report), LANE)
 
 
 def _room(report: RunReport) -> float:
-    """Steps that a mark with its number takes."""
+    """Steps that a marker with its number takes."""
     step = report.curves.step
     return 0.03 * max(float(np.ptp(step)) if len(step) else 1.0, 1.0)
 
@@ -238,38 +234,40 @@ def _incidents(lane: Any, axes: Sequence[Any], report: RunReport, rows: Sequence
     lane.set_ylim(-0.8, max(rows, default=0) + 0.8)
     lane.axis("off")
     cases = report.incidents
-    free = labels([case.onset_step for case in cases], rows, _room(report))
-    drawn: set[tuple[float, float]] = set()  # bands that lie on one another would darken
+    free = has_room([case.onset_step for case in cases], rows, _room(report))
+    drawn: set[tuple[float, float]] = set()  # bands on top of each other would darken
     used: set[IncidentOutcome] = set()
     for place, (case, row) in enumerate(zip(cases, rows, strict=True)):
-        sign, at = SIGNS[case.outcome], (case.onset_step, case.end[0])
+        marker, at = MARKERS[case.outcome], (case.onset_step, case.end[0])
         for axis in axes if at not in drawn else ():
-            axis.axvspan(*at, color=sign.colour, alpha=0.13, lw=0)
-            axis.axvline(at[0], color=sign.colour, lw=1.0, alpha=0.8)
+            axis.axvspan(*at, color=marker.colour, alpha=0.13, lw=0)
+            axis.axvline(at[0], color=marker.colour, lw=1.0, alpha=0.8)
         drawn.add(at)
-        stop = stop_of(report, place)
-        marks = [(sign, at[0], float(row))]
-        if stop is not None:  # a little lower, so that neither hides the other
-            marks.append((SIGNS[IncidentOutcome.STOP], stop[0], row - 0.45))
+        stop = report.stop_after_rollback(place)
+        marks = [(marker, at[0], float(row))]
+        if stop is not None:  # a little lower, so that both are seen
+            marks.append((MARKERS[IncidentOutcome.STOP], stop[0], row - 0.45))
         for mark, step, y in marks:
-            label = None if mark.outcome in used else mark.text(report.would)
+            label = None if mark.outcome in used else mark.label(report.would)
             used.add(mark.outcome)
             lane.plot(step, y, mark.matplotlib, color=mark.colour, ms=6, label=label, ls="none")
-        if len(cases) <= _LABELLED and free[place]:
+        if len(cases) <= LABELLED and free[place]:
             place = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
-            lane.annotate(f"#{case.number}", (at[0], row), color=sign.colour, fontsize=7.5, **place)
+            lane.annotate(
+                f"#{case.number}", (at[0], row), color=marker.colour, fontsize=7.5, **place
+            )
         if case.checkpoint is not None:
-            lane.plot([case.checkpoint, at[0]], [row, row], ":", color=sign.colour, lw=1)
+            lane.plot([case.checkpoint, at[0]], [row, row], ":", color=marker.colour, lw=1)
 
 
 def _ending(report: RunReport) -> str:
-    ends = words.ends(report)
+    ends = report.ending()
     return f"would stop at {ends}" if report.mode is Mode.REPLAY and ends else ends
 
 
-def _words(block: Any, report: RunReport, name: str) -> None:
-    parts = [_MODES[report.mode], _ending(report), *by_outcome(report), report.fingerprint]
-    parts += words.gaps(report)[:2]
+def _titles(block: Any, report: RunReport, name: str) -> None:
+    parts = [_MODES[report.mode], _ending(report), *report.outcomes(), report.fingerprint]
+    parts += report.gaps()[:2]
     # Dollars in a name are not mathematics.
     title = f"{_short(name)} · {_short(report.policy_name)}".replace("$", r"\$")
     block.suptitle(title, x=0.01, ha="left", fontsize=11, weight="bold")
@@ -283,6 +281,6 @@ def _words(block: Any, report: RunReport, name: str) -> None:
 
 
 def _short(name: str) -> str:
-    """Both ends of a name that would run into the legend beside it."""
+    """Both ends of a name that would run into the legend next to it."""
     half = _NAME // 2
     return name if len(name) <= _NAME else f"{name[:half]}…{name[-half:]}"

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from healcore import policy as policies
 from healcore.core.errors import HealcoreError
 from healcore.history import Mode, Run, runs_of
 from healcore.history.incident import counts_of
 from healcore.history.metrics import parse_metrics
+from healcore.history.process import RunState
 from healcore.policy import Policy
 from healcore.runtime.events import History, read
 from healcore.runtime.events.json_lines import first_line
 from healcore.runtime.events.metrics import path_next_to, stem
-from healcore.tools.report import facts
-from healcore.tools.report.report import RunReport
-from healcore.tools.report.sources import MetricsError, curves_of, listed
+from healcore.runtime.events.models import EventRecord
+from healcore.runtime.postmortem import postmortem
+from healcore.tools.report.curves import MetricsError, curves_of, first_lines
+from healcore.tools.report.descriptions import STATES
+from healcore.tools.report.run_report import RunReport
 
 
 class ReportError(HealcoreError, ValueError):
@@ -44,7 +49,7 @@ def read_reports(
 
     Args:
         events: the file, or a directory with one.
-        metrics: of the same run; None: the file beside it, `run.metrics.jsonl` of
+        metrics: of the same run; None: the file next to it, `run.metrics.jsonl` of
             `run.events.jsonl`, if there is one. Any trace that `healcore replay` reads will do.
         policy: of the run; None: the preset of that name, if the run had just that.
 
@@ -58,7 +63,7 @@ def read_reports(
     if metrics is None and not source.is_file():
         source = None
     damage = [f"line {each.line}: {each.problem}" for each in history.problems]
-    notes = listed(f"{path.name}: damaged", damage)
+    notes = first_lines(f"{path.name}: damaged", damage)
     unreadable = ""
     reports = []
     for run in found:
@@ -118,17 +123,14 @@ def _read(path: Path) -> History:
 
 def _report(path: Path, run: Run, metrics: Path | None, policy: Policy | None) -> RunReport:
     malformed = [
-        f"event {each.seq} ({each.kind}): {', '.join(each.fields)} not as agreed"
+        f"event {each.seq} ({each.kind}): {', '.join(each.fields)} not as specified"
         for each in run.malformed
     ]
-    notes = listed("fields left out, not in their shape", malformed)
-    postmortem, trouble = facts.postmortem_of(path, run.processes[-1].id)
-    notes += [trouble] if trouble else []
+    found, trouble = _postmortem_of(path, run.processes[-1].id)
+    diagnosis = (found or {}).get("diagnosis")
     drawn = curves_of(run, metrics)
-    ran = facts.policy_of(run.start, policy)
-    notes += [*drawn.notes, *([ran.note] if ran.note else [])]
-    notes += _missing(run, counted=drawn.counted is not None)
     counted = drawn.counted
+    ran = policy_of(run.start, policy)
     return RunReport(
         title="/".join(path.absolute().parts[-2:]),  # run.events.jsonl alone names no run
         mode=Mode.OBSERVE if run.observes else Mode.HEAL,
@@ -143,18 +145,17 @@ def _report(path: Path, run: Run, metrics: Path | None, policy: Policy | None) -
             skips=max(run.skips, counted.skips if counted else 0),
             clips=counted.clips if counted else None,
         ),
-        facts=facts.facts_of(run, postmortem),
-        state=facts.state_of(run, postmortem),
-        notes=tuple(notes),
+        facts=_facts_of(run, found),
+        state=_state_of(run, found),
+        notes=(
+            *first_lines("fields left out, not in their shape", malformed),
+            *filter(None, (trouble, *drawn.notes, ran.note)),
+            *_missing(run, counted=counted is not None),
+        ),
         attempts=drawn.attempts,
         marks=tuple(run.marks),
-        diagnosis=_diagnosis(run, postmortem),
+        diagnosis=diagnosis if isinstance(diagnosis, str) else run.processes[-1].diagnosis,
     )
-
-
-def _diagnosis(run: Run, postmortem: dict[str, Any] | None) -> str:
-    written = (postmortem or {}).get("diagnosis")
-    return written if isinstance(written, str) else run.processes[-1].diagnosis
 
 
 def _missing(run: Run, *, counted: bool) -> list[str]:
@@ -164,6 +165,129 @@ def _missing(run: Run, *, counted: bool) -> list[str]:
         notes.append(f"{run.lost} events could not be written by the run (a disk that failed).")
     if run.unreported_alarms:
         where = "the metrics have them" if counted else "they count in no column here"
-        notes.append(f"{run.unreported_alarms} alarms got no event of their own: {where}.")
+        notes.append(f"{run.unreported_alarms} alarms have no event of their own: {where}.")
     problems = [f"step {event.step}: {event.problem}" for event in run.problems]
-    return notes + listed("reported by the run", problems)
+    return notes + first_lines("reported by the run", problems)
+
+
+# -- facts -----------------------------------------------------------------------------------------
+
+
+class RunPolicy(NamedTuple):
+    """The policy of a run, as far as it is known."""
+
+    name: str
+    toml: str
+    fingerprint: str
+    note: str = ""
+    """Why there is no text, or why it may be another policy's."""
+
+
+def policy_of(start: EventRecord | None, given: Policy | None) -> RunPolicy:
+    """The policy: the given one, else the one in the events.
+
+    A preset is shown with its comments if the run had exactly that. The fingerprint alone does not
+    cover the keys of the host.
+
+    Args:
+        start: of the run's last process.
+        given: by the user.
+    """
+    start = start or EventRecord()
+    name, ran, written = start.policy or "", start.fingerprint or "", start.policy_toml or ""
+    if given is None:
+        text = commented_text(name, ran)
+        if text and written in ("", policies.dumps(policies.loads(text))):
+            return RunPolicy(name, text, ran)
+        if written:
+            return RunPolicy(name, written, ran)
+        note = "The text of the policy is not in the events: pass its file with --policy FILE."
+        return RunPolicy(name or "not known", "", ran, note)
+    fingerprint = policies.fingerprint(given)
+    note = ""
+    if ran and fingerprint != ran:
+        note = (
+            f"The policy given with --policy ({given.name}, {fingerprint}) is not the one that the "
+            f"run had ({name}, {ran}): it has been edited since, or is another."
+        )
+    return RunPolicy(name or given.name, policies.dumps(given), ran or fingerprint, note)
+
+
+def commented_text(name: str, fingerprint: str) -> str:
+    """The text of a preset or recipe with its comments; empty: the policy is none.
+
+    Args:
+        name: of the policy.
+        fingerprint: of the policy: it may be an edited one of that name.
+    """
+    if name not in (*policies.preset_names(), *policies.recipe_names()):
+        return ""
+    same = policies.fingerprint(policies.load(name)) == fingerprint
+    return policies.preset_text(name) if same else ""
+
+
+def _state_of(run: Run, found: dict[str, Any] | None) -> RunState:
+    """By the events, else by the postmortem: the process after a killed one writes that."""
+    if run.end is not None or found is None:
+        return run.state
+    ending = found.get("ending")
+    return RunState(ending) if ending in set(RunState) else RunState.ENDED
+
+
+def _facts_of(run: Run, found: dict[str, Any] | None) -> dict[str, str]:
+    """Label -> text, in the order in which they are shown."""
+    start, recorded = run.start or EventRecord(), found or {}
+    first = next((each.start for each in run.processes if each.start), None)
+    ends = [each.end for each in run.processes if each.end]
+    versions = start.environment or {}
+    framework = (start.framework, versions.get(start.framework or ""))
+    known = {
+        "Ending": STATES[_state_of(run, found)],
+        "Run": ", ".join(each.id for each in run.processes),
+        "Framework": " ".join(part for part in framework if part),
+        "Mode": start.mode,
+        "Started": _time_of(first),
+        "Last event": _time_of(run.processes[-1].last if run.processes else None),
+        "Duration": _duration(run),
+        "Step at the end": ends[-1].step if ends else recorded.get("step"),
+        "Last known-good": recorded.get("last_good") if run.last_good is None else run.last_good,
+        "Saved every": None if start.save_every is None else f"{start.save_every} steps",
+        "Read after": None if start.lag is None else f"{start.lag} steps",
+        "Checkpoints": start.store,
+        "Host": start.host,
+        "Processes": None if start.world == 1 else start.world,
+        "healcore": versions.get("healcore"),
+        "Python": versions.get("python"),
+    }
+    return {label: str(value) for label, value in known.items() if value not in (None, "")}
+
+
+def _postmortem_of(path: Path, run: str) -> tuple[dict[str, Any] | None, str]:
+    """The postmortem next to an events file, and what is wrong with it."""
+    place = postmortem.path_for(path, run)
+    try:
+        found = postmortem.read(place)
+    except FileNotFoundError:
+        return None, ""
+    except (OSError, ValueError, RecursionError) as error:
+        return None, f"{place.name} cannot be read: {type(error).__name__}"
+    return (found, "") if isinstance(found, dict) else (None, f"{place.name} is no postmortem")
+
+
+def _time_of(event: EventRecord | None) -> str | None:
+    if event is None or event.time is None:
+        return None
+    return f"{event.time[:10]} {event.time[11:19]} UTC"
+
+
+def _duration(run: Run) -> str | None:
+    """Of all processes together, each by its own monotonic clock."""
+
+    def text(seconds: float) -> str:
+        in_range = 60 <= seconds < 1e9
+        return str(timedelta(seconds=round(seconds))) if in_range else f"{seconds:.1f} s"
+
+    each = [one.seconds for one in run.processes if one.seconds is not None]
+    if len(each) > 1:
+        return f"{text(sum(each))} in {len(each)} processes together; of the last {text(each[-1])}"
+    return text(each[0]) if each else None

@@ -10,7 +10,7 @@ from typing import NamedTuple, TextIO
 import numpy as np
 
 from healcore.tools.traces.file_rows import CellParser, Column, FileRows
-from healcore.tools.traces.names import STEP, TIERS, normalized
+from healcore.tools.traces.names import STEP, is_step, normalized
 from healcore.tools.traces.text import BROKEN, number_in_text, open_text, skip_line, why_broken
 from healcore.tools.traces.trace import CHUNK, Findings, TraceError
 
@@ -102,9 +102,8 @@ def runs_of(names: list[str]) -> dict[str, dict[str, int]] | None:
 
 
 def _may_be_common(name: str) -> bool:
-    known = {fit for tier in TIERS[STEP] for fit in tier}
     plain = normalized(name)
-    return plain in known or plain in _OF_ALL_RUNS or plain.endswith("epoch")
+    return is_step(name) or plain in _OF_ALL_RUNS or plain.endswith("epoch")
 
 
 def _is_number(cell: str) -> bool:

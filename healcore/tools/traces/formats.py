@@ -132,16 +132,16 @@ def _first_records(text: str) -> list[Fields]:
 
 
 def steps(
-    records: Iterator[tuple[int, Fields]], kind: RecordFormat, path: str, findings: Findings
+    records: Iterator[tuple[int, Fields]], form: RecordFormat, path: str, findings: Findings
 ) -> Iterator[tuple[int, Fields]]:
     """The records that are steps, with their numbers; the others are counted."""
     others = 0
     for line, record in records:
-        fields = kind.fields(record)
+        fields = form.fields(record)
         if fields is None:
             others += 1
         else:
             yield line, fields
     if others:
         plural = "s are" if others > 1 else " is"
-        findings.note(path, None, f"{others:,} record{plural} not a step ({kind.name}): ignored")
+        findings.note(path, None, f"{others:,} record{plural} not a step ({form.name}): ignored")

@@ -9,37 +9,18 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from healcore.tools.traces import tensorboard_file
+from healcore.tools.traces import formats, record_files, tensorboard_file
 from healcore.tools.traces.csv_file import TableReader, read_header, runs_of
 from healcore.tools.traces.file_rows import LogReader
-from healcore.tools.traces.formats import (
-    DOCUMENT,
-    KNOWN,
-    METRICS,
-    PLAIN,
-    PREFERRED,
-    RECORD_FORMATS,
-    TABLE,
-    TENSORBOARD,
-    Fields,
-    format_of,
-    steps,
-)
+from healcore.tools.traces.formats import DOCUMENT, METRICS, TABLE, TENSORBOARD, format_of
 from healcore.tools.traces.lineage import survey
 from healcore.tools.traces.merged_rows import MergedRows, merge_rows
 from healcore.tools.traces.names import check_columns, quoted, resolve
-from healcore.tools.traces.record_files import (
-    PROBED,
-    RecordReader,
-    Records,
-    json_document,
-    json_lines,
-)
+from healcore.tools.traces.record_files import RecordReader, Records, json_document, json_lines
 from healcore.tools.traces.text import head
 from healcore.tools.traces.trace import (
     JUDGED,
     Findings,
-    Rows,
     Trace,
     TraceError,
     TraceFinding,
@@ -48,7 +29,7 @@ from healcore.tools.traces.trace import (
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
 _STATE = "trainer_state.json"
-_ONE_RUN_EACH = frozenset({TABLE, DOCUMENT.name, PLAIN.name})
+_ONE_RUN_EACH = frozenset({TABLE, DOCUMENT.name, formats.PLAIN.name})
 """Formats of which several files in a directory are several runs."""
 
 
@@ -122,10 +103,12 @@ def _trace(name: str, readers: Sequence[LogReader], opening: Findings) -> Trace:
             where = error.filename or readers[0].path
             raise TraceError(f"{where} cannot be read: {error.strerror or error}") from error
 
-    def rows() -> Iterator[Rows]:
-        return (part.rows for part in begin(Findings()))
-
-    return Trace(name, [each.path for each in readers], rows, lambda: survey(begin, opening))
+    return Trace(
+        name,
+        [each.path for each in readers],
+        lambda: (part.rows for part in begin(Findings())),
+        lambda: survey(begin, opening),
+    )
 
 
 class _Log(NamedTuple):
@@ -252,7 +235,7 @@ class _Opener:
                 self.failed.append(Unreadable(file, _reason(error)))
             except TraceError:
                 unknown.append(name)  # weights, configurations: a run's directory is full of them
-        read = next((each for each in PREFERRED if each in by_format), None)
+        read = next((each for each in formats.PREFERRED if each in by_format), None)
         if read is None:
             states = [
                 (int(found[1]), os.path.join(path, name, _STATE))
@@ -290,9 +273,9 @@ class _Opener:
             records: Records = lambda findings: tensorboard_file.scalars(path, findings)  # noqa: E731
             note = ""
         else:
-            form = RECORD_FORMATS[kind]
+            form = formats.RECORD_FORMATS[kind]
             read, note = json_document if form is DOCUMENT else json_lines, form.note
-            records = lambda findings: steps(read(path, findings), form, path, findings)  # noqa: E731
+            records = lambda findings: formats.steps(read(path, findings), form, path, findings)  # noqa: E731
         engines = _engines(path) if kind == METRICS.name else []
         if len(engines) > 1:
             return [self._log(path, _of_engine(records, each), run=each) for each in engines]
@@ -314,7 +297,9 @@ class _Opener:
         header = read_header(path)
         runs = runs_of(header.names)
         if len(header.names) == 1 and not self.columns and header.names[0].lower() != "loss":
-            raise TraceError(f"its first line is '{header.names[0][:60]}'. It is not {KNOWN}")
+            raise TraceError(
+                f"its first line is '{header.names[0][:60]}'. It is not {formats.KNOWN}"
+            )
         if runs is None:
             picks, notes = resolve(header.names, self.columns, self.extras)
             places = {name: header.names.index(column) for name, column in picks.items()}
@@ -341,14 +326,14 @@ class _Opener:
 
 def _engines(path: str) -> list[str]:
     """The optimizers that our metrics file has lines of, among its first records."""
-    records = itertools.islice(json_lines(path, Findings()), PROBED)
+    records = itertools.islice(json_lines(path, Findings()), record_files.PROBED)
     return list(dict.fromkeys(str(each["engine"]) for _, each in records if "engine" in each))
 
 
 def _of_engine(records: Records, engine: str) -> Records:
     """The lines of one optimizer: it is a run of its own."""
 
-    def own(findings: Findings) -> Iterator[tuple[int, Fields]]:
+    def own(findings: Findings) -> Iterator[tuple[int, formats.Fields]]:
         return (each for each in records(findings) if each[1].get("engine") == engine)
 
     return own

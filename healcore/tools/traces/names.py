@@ -13,72 +13,61 @@ from healcore.tools.traces.trace import SIGNALS, TraceError
 
 STEP = "step"
 
-TIERS: dict[str, tuple[tuple[str, ...], ...]] = {
+_NAMES = {
     STEP: (
-        ("step",),
-        ("global_step", "train_global_step", "trainer_global_step"),
-        (
-            *("iteration", "iter", "iteration_num", "iterations", "steps", "num_updates", "update"),
-            *("optimizer_step", "train_step", "training_step", "train_iter", "time_batch"),
-        ),
+        "step",
+        "global_step train_global_step trainer_global_step",
+        "iteration iter iteration_num iterations steps num_updates update optimizer_step "
+        "train_step training_step train_iter time_batch",
     ),
     "loss": (
-        ("loss",),
-        (
-            *("train_loss", "training_loss", "loss_train", "loss_training"),
-            *("lm_loss", "train_lm_loss", "lm_loss_training"),  # Megatron, GPT-NeoX
-            *("reduced_train_loss", "train_reduced_train_loss"),  # NeMo
-            "loss_metrics_global_avg_loss",  # torchtitan
-            "train_ce_loss",  # OLMo
-            "loss_train_total",  # Composer, LLM Foundry
-            "learning_loss",  # MaxText
-            "train_samples_train_loss",  # DeepSpeed
-            "train_inner_loss",  # fairseq
-            *("train_total_loss", "total_loss", "train_loss_total"),
-            *("ce_loss", "cross_entropy_loss", "train_cross_entropy_loss", "nll_loss"),
-            *("avg_loss", "train_avg_loss", "mean_loss", "batch_loss"),
-        ),
-        ("train_loss_step", "loss_step"),  # Lightning writes them next to the epoch's mean
+        "loss",
+        "train_loss training_loss loss_train loss_training "
+        "lm_loss train_lm_loss lm_loss_training "  # Megatron, GPT-NeoX
+        "reduced_train_loss train_reduced_train_loss "  # NeMo
+        "loss_metrics_global_avg_loss "  # torchtitan
+        "train_ce_loss "  # OLMo
+        "loss_train_total "  # Composer, LLM Foundry
+        "learning_loss "  # MaxText
+        "train_samples_train_loss "  # DeepSpeed
+        "train_inner_loss "  # fairseq
+        "train_total_loss total_loss train_loss_total ce_loss cross_entropy_loss "
+        "train_cross_entropy_loss nll_loss avg_loss train_avg_loss mean_loss batch_loss",
+        "train_loss_step loss_step",  # Lightning writes them next to the epoch's mean
     ),
     "grad_norm": (
         # Before clipping, where the log has both.
-        ("raw_grad_norm", "learning_raw_grad_norm", "grad_norm_before_clip", "unclipped_grad_norm"),
-        ("grad_norm",),
-        (
-            *("train_grad_norm", "training_grad_norm", "global_grad_norm", "total_grad_norm"),
-            *("gradient_norm", "train_gradient_norm", "global_gradient_norm", "gradnorm"),
-            *("grad_global_norm", "gradient_global_norm", "train_global_grad_norm"),
-            *("grad_norm_total", "grad_norm_global", "grad_l2_norm", "l2_grad_norm"),
-            "optim_total_grad_norm",  # OLMo
-            *("norm_grad", "grad_total_norm", "train_grad_total_norm"),
-            "train_grad_norm_total",
-            "learning_grad_norm",  # MaxText
-            "l2_norm_grad_global",  # Composer
-            *("gnorm", "train_gnorm"),  # fairseq
-            "grad_2_0_norm_total",  # Lightning's grad_norm()
-            "optim_grad_norm",
-        ),
+        "raw_grad_norm learning_raw_grad_norm grad_norm_before_clip unclipped_grad_norm",
+        "grad_norm",
+        "train_grad_norm training_grad_norm global_grad_norm total_grad_norm gradient_norm "
+        "train_gradient_norm global_gradient_norm gradnorm grad_global_norm gradient_global_norm "
+        "train_global_grad_norm grad_norm_total grad_norm_global grad_l2_norm l2_grad_norm "
+        "optim_total_grad_norm "  # OLMo
+        "norm_grad grad_total_norm train_grad_total_norm train_grad_norm_total "
+        "learning_grad_norm "  # MaxText
+        "l2_norm_grad_global "  # Composer
+        "gnorm train_gnorm "  # fairseq
+        "grad_2_0_norm_total "  # Lightning's grad_norm()
+        "optim_grad_norm",
     ),
     "update_norm": (
-        ("update_norm",),
-        ("updates_norm", "train_update_norm", "global_update_norm", "optim_update_norm"),
+        "update_norm",
+        "updates_norm train_update_norm global_update_norm optim_update_norm",
     ),
     "eval_loss": (
-        ("eval_loss",),
-        (
-            *("val_loss", "valid_loss", "validation_loss", "evaluation_loss", "dev_loss"),
-            *("lm_loss_validation", "loss_eval", "loss_val", "loss_validation"),
-            *("eval_avg_loss", "evaluation_avg_loss", "eval_ce_loss", "val_avg_loss"),
-            "validation_metrics_global_avg_loss",
-        ),
-        ("val_loss_epoch", "val_loss_step"),
+        "eval_loss",
+        "val_loss valid_loss validation_loss evaluation_loss dev_loss lm_loss_validation loss_eval "
+        "loss_val loss_validation eval_avg_loss evaluation_avg_loss eval_ce_loss val_avg_loss "
+        "validation_metrics_global_avg_loss",
+        "val_loss_epoch val_loss_step",
     ),
     "lr": (
-        ("lr", "learning_rate"),
-        ("train_lr", "train_learning_rate", "optim_lr", "optim_learning_rate"),
-        ("learning_current_learning_rate", "lr_group_0", "optim_lr_group_0", "lr_group0"),
+        "lr learning_rate",
+        "train_lr train_learning_rate optim_lr optim_learning_rate",
+        "learning_current_learning_rate lr_group_0 optim_lr_group_0 lr_group0",
     ),
 }
+"""Signal -> tiers of names."""
 
 _UNAMBIGUOUS = (STEP, "loss", "grad_norm")
 
@@ -91,10 +80,15 @@ def normalized(name: str) -> str:
 
 _TIER = {
     (signal, name): tier
-    for signal, tiers in TIERS.items()
+    for signal, tiers in _NAMES.items()
     for tier, names in enumerate(tiers)
-    for name in names
+    for name in names.split()
 }
+
+
+def is_step(name: str) -> bool:
+    """Whether a column has the name of a step."""
+    return (STEP, normalized(name)) in _TIER
 
 
 def resolve(

@@ -104,7 +104,7 @@ def calls() -> Iterator[tuple[str, str, set[str]]]:
                 continue
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             kind = getattr(node.args[0], "value", None)
-            if name in ("log_event", "_log_event", "write") and isinstance(kind, str):
+            if name in ("event", "write") and isinstance(kind, str):
                 fields = {word.arg for word in node.keywords if word.arg}
                 yield f"{path.name}:{node.lineno}", kind, fields
 

@@ -59,7 +59,7 @@ def test_other_encodings_and_gzip(tmp_path, encoding):
     assert load(open_one(path)).values["loss"].tolist() == [2.5, 2.25]
 
 
-def test_bad_lines_are_told_by_number_and_keep_their_index(tmp_path):
+def test_bad_lines_are_reported_by_number_and_keep_their_index(tmp_path):
     text = (
         "step,loss\n1,2\n2,abc\n\n3,\nx,3\n5\n6,1,2\n7,1\n,4\nnan,4\n8,1_0\n"  # line 12 is the last
     )

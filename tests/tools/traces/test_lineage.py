@@ -70,7 +70,7 @@ def test_unreadable_rows_of_a_file_count_in_the_next(tmp_path):
     assert load(trace).index.tolist() == [0, 3, 4]
 
 
-def test_a_repeated_step_is_told_and_the_later_row_stays(tmp_path):
+def test_a_repeated_step_is_reported_and_the_later_row_stays(tmp_path):
     trace = open_one(write(tmp_path / "run.csv", csv([1, 2, 2, 2, 3, 3])))
     survey = trace.survey()
     assert (survey.rows, survey.repeated, survey.note_count) == (6, 3, 1)
@@ -150,7 +150,7 @@ def test_a_directory_of_directories_is_all_of_them(tmp_path):
     assert [os.path.relpath(trace.name, tmp_path) for trace in traces] == ["a/c", "b"]
 
 
-def test_fresh_starts_of_one_run_are_told(tmp_path):
+def test_fresh_starts_of_one_run_are_reported(tmp_path):
     paths = [write(tmp_path / "run-2.csv", csv([1, 2, 3])), write(tmp_path / "x.csv", csv([1, 2]))]
     (trace,), _ = open_traces([str(path) for path in paths], join=True)
     notes = [note.text for note in trace.survey().notes]

@@ -97,7 +97,7 @@ def test_a_file_that_goes_away_is_an_error_in_words(tmp_path):
         trace.survey()
 
 
-def test_a_file_of_a_directory_that_may_not_be_read_is_told(tmp_path):
+def test_a_file_of_a_directory_that_may_not_be_read_is_reported(tmp_path):
     if os.geteuid() == 0:
         pytest.skip("root may read everything")
     write(tmp_path / "a.csv", "step,loss\n1,2\n").chmod(0)

@@ -59,7 +59,7 @@ def test_names_of_trainers(trainer):
     assert found == {signal: names[place] for signal, place in places.items()}
 
 
-def test_an_earlier_tier_wins_and_is_told():
+def test_an_earlier_tier_wins_and_is_reported():
     found, notes = resolve(["step", "loss", "train_loss"], {})
     assert found["loss"] == "loss"
     assert notes == ["loss is read from 'loss', not from 'train_loss'"]

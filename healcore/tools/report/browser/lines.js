@@ -1,6 +1,6 @@
 // The curves as plotly's traces.
 
-// Points of one curve as a line: what is not logged is passed over, what is not finite is a gap,
+// Points of one curve as a line: what is not logged is skipped, what is not finite is a gap,
 // and where a rollback has undone steps, they are a line of their own.
 function line(run, values, undone, recorded) {
   const x = [], y = [];
@@ -36,15 +36,15 @@ function curve(run, name, label, panel, key, state, more) {
   const mode = run.isolated ? "markers" : "lines";
   const base = { type: "scatter", mode, xaxis: "x", yaxis: panel };
   // With its own step: where the curve has no value there, the nearest one is shown.
-  const words = (what) => what + " %{y:.5~g} at %{x:,d}<extra></extra>";
+  const hover = (what) => what + " %{y:.5~g} at %{x:,d}<extra></extra>";
   const kept = {
-    ...base, ...line(run, values, 0, recorded), name: label, legendgroup: name, hovertemplate: words(label),
+    ...base, ...line(run, values, 0, recorded), name: label, legendgroup: name, hovertemplate: hover(label),
     line: { color: colour(key), width: 1.6, ...more }, marker: { color: colour(key), size: 5 },
   };
   const traces = [kept];
   if (name !== "threshold" && run.undone.includes(1)) {
     traces.unshift({
-      ...base, ...line(run, values, 1, recorded), name: "undone", hovertemplate: words(label + ", undone,"),
+      ...base, ...line(run, values, 1, recorded), name: "undone", hovertemplate: hover(label + ", undone,"),
       legendgroup: "undone", showlegend: name === "loss" || !run.loss, opacity: 0.75,
       line: { color: colour("undone"), width: 1.2, ...more },
       marker: { color: colour("undone"), size: 5, symbol: "circle-open" },

@@ -4,7 +4,7 @@ const SHAPES = 600; // lines and bands that a browser draws without waiting for 
 
 const span = (incident, recorded) => (recorded ? incident.i : incident.x);
 
-const words = (sign, run) => (run.would ? sign.would : sign.words);
+const outcome = (sign, run) => (run.would ? sign.would : sign.done);
 
 // Where a run that had gone back was stopped in the same incident.
 function stopTraces(run, state) {
@@ -14,11 +14,11 @@ function stopTraces(run, state) {
   if (!of.length) return [];
   const alone = !run.incidents.some((incident) => incident.kind === "stop");
   return [{
-    type: "scatter", mode: "markers", yaxis: "y5", name: words(all.signs.stop, run), legendgroup: "stop",
+    type: "scatter", mode: "markers", yaxis: "y5", name: outcome(all.signs.stop, run), legendgroup: "stop",
     showlegend: alone, x: of.map((incident) => incident.stop[place]), y: of.map((incident) => incident.row - 0.45),
     customdata: of.map((incident) => incident.number),
     marker: { symbol: all.signs.stop.symbol, size: 10, color: colour("stop"), line: { width: 0 } },
-    hovertext: of.map((incident) => words(all.signs.stop, run) + ", #" + incident.n),
+    hovertext: of.map((incident) => outcome(all.signs.stop, run) + ", #" + incident.n),
     hovertemplate: "%{hovertext}<extra></extra>",
   }];
 }
@@ -40,7 +40,7 @@ function incidentTraces(run, state) {
     traces.push({
       type: "scatter", mode: run.labelled ? "markers+text" : "markers", yaxis: "y5",
       x: of.map((incident) => span(incident, state.recorded)[0]), y: of.map((incident) => incident.row),
-      customdata: of.map((incident) => incident.place), name: words(sign, run), legendgroup: kind,
+      customdata: of.map((incident) => incident.place), name: outcome(sign, run), legendgroup: kind,
       text: of.map((incident) => (run.labelled && incident.label ? "#" + incident.n : "")), textposition: "middle right",
       textfont: { size: 11, color: ink }, marker: { symbol: sign.symbol, size: 10, color: ink, line: { width: 0 } },
       hovertext: of.map((incident) => incident.text), hovertemplate: "%{hovertext}<extra></extra>",
@@ -50,7 +50,7 @@ function incidentTraces(run, state) {
 }
 
 // A line at each onset and a band to the last alarm, through all panels. An incident of a later
-// kind in `all.signs` is less grave, and goes without where there are too many for a browser.
+// kind in `all.signs` is less severe, and goes without where there are too many for a browser.
 function bands(run, state, top) {
   const shapes = [], drawn = new Set(); // those that lie on one another would darken
   for (const kind of Object.keys(all.signs)) {

@@ -55,9 +55,9 @@ function attach(run, number) {
   }
 
   const bar = section.querySelector(".tools");
-  function button(words, title, press, pressed) {
+  function button(label, title, press, pressed) {
     const made = document.createElement("button");
-    made.type = "button"; made.textContent = words; made.title = title;
+    made.type = "button"; made.textContent = label; made.title = title;
     const note = () => { if (pressed) made.setAttribute("aria-pressed", String(pressed())); };
     made.addEventListener("click", () => { press(); note(); });
     note();

@@ -1,0 +1,91 @@
+"""Files that a command writes: never over what it reads, and whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from healcore.core.errors import HealcoreError
+
+Name = str | os.PathLike[str]
+
+
+class OutputError(HealcoreError, ValueError):
+    """An output that cannot be written; the message says why, and what to write instead."""
+
+
+def check_outputs(outputs: Iterable[Name], inputs: Iterable[Name]) -> None:
+    """Checks before the work that every output can be written, and overwrites no input.
+
+    Args:
+        outputs: files to write.
+        inputs: files that are read; of a directory, all that is in it.
+
+    Raises:
+        OutputError: an output has no folder, is a folder, is an input, or is named twice.
+    """
+    read = [path for each in inputs for path in _files(Path(each))]
+    taken: dict[str, Path] = {}
+    for path in map(Path, outputs):
+        if not path.absolute().parent.is_dir():
+            raise OutputError(f"{path} cannot be written: there is no folder {path.parent}")
+        if path.is_dir():
+            raise OutputError(f"{path} cannot be written: it is a folder; name a file in it")
+        place = os.path.realpath(path)
+        if place in taken:
+            raise OutputError(f"{path} is to be written twice: give each output a name of its own")
+        taken[place] = path
+        if _is_one_of(path, read):
+            raise OutputError(f"{path} is one of the files that are read: write to another")
+
+
+@contextlib.contextmanager
+def replacing(path: Name) -> Iterator[Path]:
+    """A draft that replaces `path` when the block is left without an error.
+
+    The old file stays until then. A device or a pipe is written to directly.
+
+    Raises:
+        OutputError: it cannot be written; names the file.
+    """
+    target = Path(path)
+    direct = target.exists() and not target.is_file()
+    # Through a link the file itself is replaced, not the link.
+    place = Path(os.path.realpath(target))
+    try:
+        if direct:
+            yield target
+            return
+        # In a folder of our own with an unpredictable name: a link in the place of the draft would
+        # send its content into another file.
+        with tempfile.TemporaryDirectory(
+            prefix=".healcore-", dir=place.parent, ignore_cleanup_errors=True
+        ) as own:
+            draft = Path(own, place.name)  # matplotlib asks the suffix
+            yield draft
+            draft.replace(place)
+    except OSError as error:
+        why = error.strerror or error
+        raise OutputError(f"{target} cannot be written: {why}; name another file") from error
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """A file, or all in a directory that may be logs: not earlier pages and pictures."""
+    if not path.is_dir():
+        yield path
+        return
+    for folder, _, names in os.walk(path):
+        yield from (Path(folder, name) for name in names if not name.endswith((".html", ".png")))
+
+
+def _is_one_of(path: Path, others: Iterable[Path]) -> bool:
+    if not path.exists():
+        return False
+    for other in others:
+        with contextlib.suppress(OSError):
+            if path.samefile(other) and path.is_file():
+                return True
+    return False

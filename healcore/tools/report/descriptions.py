@@ -1,0 +1,154 @@
+"""Incidents, events and counts of a run described in text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from healcore.history import Counts, Incident, Mode
+from healcore.history.process import RunState
+from healcore.history.run import Mark, MarkKind
+from healcore.runtime.events.models import EventRecord, RollbackOutcome
+
+STATES = {
+    RunState.COMPLETED: "completed",
+    RunState.STOPPED: "stopped by the policy",
+    RunState.EXCEPTION: "ended by an exception",
+    RunState.SIGNAL: "ended by a signal",
+    RunState.INTERRUPTED: "interrupted from the keyboard",
+    RunState.KILLED: "killed",
+    RunState.ENDED: "ended",
+    RunState.GONE: "killed: it wrote no end, and its process is gone",
+    RunState.RUNNING: "still running",
+    RunState.UNKNOWN: "not known: still running, or killed",
+}
+
+
+def flag_names(flags: Sequence[str]) -> str:
+    """Causes or actions: "grad spike and loss spike"."""
+    return " and ".join(name.lower().replace("_", " ") for name in flags)
+
+
+def counted(number: int, what: str) -> str:
+    """A number of something, as in `1 step` and `2 steps`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def step_range(first: float, last: float) -> str:
+    """Steps from one to another."""
+    return f"{first:.0f}" if first == last else f"{first:.0f}–{last:.0f}"
+
+
+# -- incidents ------------------------------------------------------------------------------------
+
+
+def outcome(case: Incident) -> str:
+    """The outcome of an incident."""
+    if case.mode is Mode.REPLAY:
+        return _replayed(case)
+    measures = [_measure(each) for each in case.measures]
+    if case.mode is Mode.OBSERVE:
+        return "; ".join([f"observed only: nothing was done{_would(case)}", *measures])
+    if measures:
+        return "; ".join(measures)
+    return (
+        f"skipped {_skipped(case)}, then training went on" if case.skipped else "training went on"
+    )
+
+
+def _measure(event: EventRecord) -> str:
+    match event.kind:
+        case "rollback" if event.outcome == RollbackOutcome.TRIAL:
+            return f"replayed from step {event.checkpoint}, to see whether it happens again"
+        case "rollback":
+            return _rollback(event)
+        case "hook":
+            return _hook(event)
+        case "verdict":
+            return f"the re-run showed it to be {event.outcome or '?'}"
+    return f"stopped the run: {event.why or ''}"
+
+
+def _rollback(event: EventRecord) -> str:
+    parts = (
+        f"from step {event.step or 0} back to the checkpoint of step {event.checkpoint}",
+        "finished by the next process" if event.outcome == RollbackOutcome.AFTER_CRASH else "",
+        "the snapshot that the run started from" if event.initial else "",
+        "again: there is nothing older" if event.repeated else "",
+    )
+    return ", ".join(part for part in parts if part)
+
+
+def _hook(event: EventRecord) -> str:
+    if event.problem is not None:
+        return f"a hook failed: {event.problem}"
+    then = flag_names(event.action or ()) or "nothing"
+    return f"the hook {event.hook or ''} changed {flag_names(event.ordered or ())} to {then}"
+
+
+def _skipped(case: Incident) -> str:
+    return f"{counted(case.skipped, 'step')}{' or more' if case.capped else ''}"
+
+
+def _would(case: Incident) -> str:
+    """What a policy that acts would have done."""
+    parts = [f"skipped {_skipped(case)}"] if case.skipped else []
+    if "ROLLBACK" in case.action:
+        times = "once" if case.repeats == 1 else f"{case.repeats} times"
+        more = f" ({times} more if that had not helped)" if case.repeats else ""
+        parts.append(f"rolled back{more}")
+    if case.stop_step is not None:
+        parts.append(f"stopped the run at step {case.stop_step:.0f}")
+    return f"; it would have {', '.join(parts)}" if parts else ""
+
+
+def _replayed(case: Incident) -> str:
+    """What would have been done to recorded rows."""
+    parts: list[str] = []
+    if case.denied:
+        parts.append("a rollback was due and none was left: the run would stop")
+    elif "ROLLBACK" in case.action:
+        parts.append(f"would roll back{_more_rollbacks(case)}")
+    if "STOP" in case.action and not case.denied:
+        parts.append("would stop")
+    if case.skipped:
+        parts.append(f"{counted(case.skipped, 'step')} skipped")
+    if case.clipped:
+        parts.append(f"{case.clipped} clipped")
+    return ", ".join(parts) or "alert only"
+
+
+def _more_rollbacks(case: Incident) -> str:
+    more = "once more" if case.repeats == 1 else f"{case.repeats} times more"
+    if not case.repeat_denied:
+        return f" ({more} if that had not helped)" if case.repeats else ""
+    return f" (if that had not helped: {f'{more}, and then ' if case.repeats else ''}it would stop)"
+
+
+# -- the run --------------------------------------------------------------------------------------
+
+
+def mark(mark: Mark) -> str:
+    """What happened at a place on the axis."""
+    event = mark.event
+    if event is None:
+        return "a live run would have ended here"
+    match mark.kind:
+        case MarkKind.RESUME:
+            return f"resumed from the checkpoint of step {mark.step:g}"
+        case MarkKind.ALARM:
+            return flag_names(event.cause or ())
+        case MarkKind.ORDER:
+            return f"{flag_names(event.action or ())} ordered: {flag_names(event.cause or ())}"
+        case MarkKind.HOOK:
+            return _hook(event)
+        case MarkKind.STOP:
+            return f"stopped: {event.why or ''}"
+    return f"end: {event.ending or 'not known'}"
+
+
+def repeats(counts: Counts, *, would: bool) -> str:
+    """Rollbacks beyond one for each incident; empty: there are none."""
+    why = "more if rollbacks had not helped" if would else "again in the same incident"
+    parts = [f"and {counts.repeats} {why}"] if counts.repeats else []
+    parts += [f"{counts.denied} beyond the budget"] if counts.denied else []
+    return ", ".join(parts)

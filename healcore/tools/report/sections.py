@@ -1,0 +1,259 @@
+"""What a page shows as text: the overview, and of each run its facts and table of incidents.
+
+Everything is a plain dictionary for the templates, which escape every text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from healcore.history import Incident, IncidentOutcome, Mode
+from healcore.history.process import RunState
+from healcore.tools.report.descriptions import STATES, flag_names, outcome, repeats, step_range
+from healcore.tools.report.markers import MARKERS
+from healcore.tools.report.run_report import RunReport, short_names
+from healcore.tools.report.runs import commented_text
+
+_INCIDENTS = 1000
+"""Incidents that get a row; more would make a page that no browser opens."""
+_ATTEMPTS = 50
+"""Attempts that are named one by one."""
+_RATES = 6
+"""Multipliers of one incident that are named."""
+_BATCHES = 6
+"""Ranges of batches that are named."""
+_NOTHING = "–"
+
+_HANDLING = (
+    "Drag to zoom, double-click for everything, click a mark or a row of the table to find the "
+    "other."
+)
+_CAPTIONS = {
+    Mode.HEAL: "Faint: steps that a rollback or a restart has undone. A dotted line leads from a "
+    "rollback to its checkpoint.",
+    Mode.OBSERVE: "The policy only observed: nothing was done to this run. Marks are what it would "
+    "have ordered; faint are steps that a restart has undone.",
+    Mode.REPLAY: "A replay: nothing was done to this run. Marks are what the policy would have "
+    "ordered; faint are steps that the run itself repeated.",
+}
+_BADGES = {RunState.COMPLETED: "good", RunState.RUNNING: "open", RunState.UNKNOWN: "open"}
+"""Class of a state's badge; the others are bad."""
+
+_COLUMNS = {
+    "Incident": "number",
+    "Steps": "steps",
+    "Cause": "",
+    "Ordered": "",
+    "Outcome": "outcome",
+    "Skipped": "short",
+    "LR ×": "short",
+    "Checkpoint": "checkpoint",
+    "Batches": "",
+    "Evidence": "evidence",
+}
+"""Name -> class, which sets its width."""
+_WOULD = {"Ordered": "Would order", "Skipped": "Would skip"}
+
+
+def page_title(reports: Sequence[RunReport]) -> str:
+    """The title of a page."""
+    if len(reports) == 1:
+        return short_names(reports)[0]
+    return f"{len(reports)} {'replays' if reports[0].mode is Mode.REPLAY else 'runs'}"
+
+
+def overview(reports: Sequence[RunReport]) -> dict[str, Any]:
+    """The table with a row for each run, in the order of the page."""
+    ends = "Ends at" if all(each.mode is Mode.REPLAY for each in reports) else "Ending"
+    rows = []
+    for report, name in zip(reports, short_names(reports), strict=True):
+        counts = report.counts
+        rollbacks = str(counts.rollbacks), repeats(counts, would=report.would)
+        rows.append(
+            (
+                name,
+                report.policy_name,
+                report.row_count,
+                str(counts.incidents),
+                ", ".join(filter(None, rollbacks)),
+                f"{counts.skips:,}",
+                _NOTHING if counts.clips is None else f"{counts.clips:,}",
+                report.ending() or _NOTHING,
+            )
+        )
+    return {
+        "heads": ("Run", "Policy", "Rows", "Incidents", "Rollbacks", "Skips", "Clips", ends),
+        "rows": rows,
+        "titles": [report.title for report in reports],
+    }
+
+
+def section(report: RunReport) -> dict[str, Any]:
+    """The section of a run; its plot is drawn by the page's script."""
+    return {
+        "title": report.title,
+        "policy_name": report.policy_name,
+        "fingerprint": report.fingerprint,
+        "badges": _badges(report),
+        "tiles": [*_count_tiles(report), *_loss_tiles(report)],
+        "notes": [*report.notes, *report.gaps()],
+        "diagnosis": list(_paragraphs(report.diagnosis)),
+        "completed": report.state is RunState.COMPLETED,
+        "drawn": bool(len(report.curves.step)),
+        "caption": f"{_CAPTIONS[report.mode]} {_HANDLING}",
+        "table": _incident_table(report.incidents, would=report.would),
+        "policy": commented_text(report.policy_name, report.fingerprint) or report.policy_toml,
+        "facts": _facts(report),
+    }
+
+
+def _badges(report: RunReport) -> list[tuple[str, str]]:
+    """Class and text."""
+    if report.mode is Mode.REPLAY or report.state is None:
+        return [("open", "replay: nothing was done to this run")]
+    ending = (_BADGES.get(report.state, "bad"), STATES[report.state])
+    observed = ("open", "observed: nothing was done")
+    return [ending, observed] if report.mode is Mode.OBSERVE else [ending]
+
+
+def _count_tiles(report: RunReport) -> list[tuple[str, str]]:
+    """Value and name."""
+    counts = report.counts
+    would = "would be " if report.would else ""
+    rollbacks = "would roll back" if report.would else "rollbacks"
+    again = repeats(counts, would=report.would)
+    tiles = [
+        (str(counts.incidents), "incident" if counts.incidents == 1 else "incidents"),
+        (str(counts.rollbacks), ", ".join(filter(None, (rollbacks, again)))),
+        (f"{counts.skips:,}", f"steps {would}skipped"),
+    ]
+    if counts.clips is not None:
+        tiles.append((f"{counts.clips:,}", f"steps {would}clipped"))
+    if counts.alarms is not None:
+        tiles.append((f"{counts.alarms:,}", "steps with an alarm"))
+    return [*tiles, (report.row_count, "rows")]
+
+
+def _loss_tiles(report: RunReport) -> list[tuple[str, str]]:
+    """The last one, which need not be finite, and the smallest."""
+    curves = report.curves
+    kept = ~curves.undone()
+    loss = curves.loss[np.isfinite(curves.loss) & kept]
+    if not len(loss):
+        return []
+    if curves.isolated:
+        last = [(f"{loss[-1]:.4g}", "last loss known")]
+    else:
+        bad = np.zeros(len(kept), bool) if curves.nonfinite is None else curves.nonfinite
+        known = curves.loss[kept & (np.isfinite(curves.loss) | bad)]
+        last = [(f"{known[-1]:.4g}", "last loss")]
+        if not np.isfinite(known[-1]):
+            last.append((f"{loss[-1]:.4g}", "last finite loss"))
+    return [*last, (f"{loss.min():.4g}", "lowest loss")]
+
+
+def _paragraphs(diagnosis: str) -> Iterator[tuple[str, bool]]:
+    """The diagnosis's paragraphs, and whether each is an item of a list.
+
+    It is wrapped for a terminal: a line that begins with a space continues the one before.
+    """
+    text, item = "", False
+    for line in diagnosis.splitlines():
+        bullet = line.lstrip().startswith("- ")
+        if text and line.startswith(" ") and not bullet:
+            text += f" {line.strip()}"
+            continue
+        if text:
+            yield text, item
+        text, item = line.strip().removeprefix("- "), bullet
+    if text:
+        yield text, item
+
+
+def _facts(report: RunReport) -> dict[str, str]:
+    facts = dict(report.facts)
+    if len(report.attempts) > 1:
+        named = [report.attempt_text(each) for each in report.attempts[:_ATTEMPTS]]
+        more = len(report.attempts) - _ATTEMPTS
+        facts["Attempts"] = "; ".join(named) + (f"; and {more} more" if more > 0 else "")
+    return facts
+
+
+# -- the table of incidents ------------------------------------------------------------------------
+
+
+def _incident_table(incidents: Sequence[Incident], *, would: bool) -> dict[str, Any]:
+    """A row is linked to the plot by its place. Columns with nothing in them are left out."""
+    rows = [_cells(case) for case in incidents[:_INCIDENTS]]
+    shown = [i for i in range(len(_COLUMNS) - 1) if any(row[i] != (_NOTHING,) for row in rows)]
+    first, *others = _COLUMNS.items()
+    columns = [(_WOULD.get(name, name) if would else name, kind) for name, kind in others]
+    return {
+        "columns": [first, *(columns[i] for i in shown)],
+        "rows": [
+            {
+                "number": case.number,
+                "outcome": case.outcome,
+                "text": _outcome_label(case, would),
+                "cells": [row[i] for i in shown],
+            }
+            for case, row in zip(incidents, rows, strict=False)
+        ],
+        "more": max(len(incidents) - _INCIDENTS, 0),
+    }
+
+
+def _outcome_label(case: Incident, would: bool) -> str:
+    text = MARKERS[case.outcome].label(would)
+    if case.outcome is IncidentOutcome.ROLLBACK and "STOP" in case.action:
+        text += f", then {'stopped' if would else MARKERS[IncidentOutcome.STOP].done}"
+    return text
+
+
+def _cells(case: Incident) -> list[tuple[str, ...]]:
+    """In the order of the columns, without the first; each cell has its lines."""
+    cells = (
+        step_range(case.onset_step, case.end[0]),
+        flag_names(case.cause),
+        ", ".join(flag_names([name]) for name in case.action),
+        outcome(case),
+        str(case.skipped),
+        _rate(case),
+        "" if case.checkpoint is None else str(case.checkpoint),
+        _batches(case),
+    )
+    evidence = tuple(f"{each.name} ({each.grad_norm:.3g})" for each in case.evidence)
+    return [*((cell or _NOTHING,) for cell in cells), evidence or (_NOTHING,)]
+
+
+def _rate(case: Incident) -> str:
+    if case.lr_after == case.lr_before:
+        return ""
+    path = [f"{rate:.4g}" for rate in case.lr_path]
+    if len(path) > _RATES:
+        path[_RATES - 2 : -1] = ["…"]
+    return " → ".join(path)
+
+
+def _batches(case: Incident) -> str:
+    ranges = list(_ranges(case.batches))
+    text = "; ".join(
+        f"epoch {epoch}: {step_range(first, last)}" for epoch, first, last in ranges[:_BATCHES]
+    )
+    more = len(ranges) - _BATCHES
+    text += f"; and {more} more ranges" if more > 0 else ""
+    return f"{text} (left out)" if text and case.left_out else text
+
+
+def _ranges(batches: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """(epoch, first, last) of batches that follow one another."""
+    found: list[tuple[int, int, int]] = []
+    for epoch, index in sorted(set(batches)):
+        if found and (epoch, index) == (found[-1][0], found[-1][2] + 1):
+            found[-1] = (epoch, found[-1][1], index)
+        else:
+            found.append((epoch, index, index))
+    return found

@@ -1,0 +1,285 @@
+"""Following a run as its files grow, for a terminal and for a pipe."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from healcore.core.errors import HealcoreError
+from healcore.policy import Policy
+from healcore.runtime.events.metrics import path_next_to
+from healcore.runtime.events.models import EventRecord
+from healcore.tools.watch.lines import GRAVE, event_line, one_line, state_lines
+from healcore.tools.watch.live_run import LiveRun
+
+COMPLETED, FAILED = 0, 1
+"""Exit statuses."""
+
+_LOOK_EVERY = 0.5
+"""Seconds; the Healer writes its metrics as often."""
+_GONE_EVERY = 3.0
+"""Seconds without a new line between checks whether the process is still there."""
+_HISTORY = 20
+"""Lines of the past that are shown at the start."""
+_METRICS_END = 1 << 16
+"""Bytes of the metrics that are read at the start."""
+_FOREIGN = 20
+"""Lines without one event among them after which a file is taken to be something else."""
+_BLOCK = 1 << 20
+_LONGEST = 1 << 24
+"""Bytes of a line after which it is given up: no event has as many."""
+
+
+class WatchError(HealcoreError, ValueError):
+    """A file that cannot be watched."""
+
+
+class NewLines(NamedTuple):
+    """What was added to a file since the last look."""
+
+    lines: list[bytes]
+    """Whole lines, without their ends."""
+    replaced: bool
+    """The file is another one, or was emptied: the lines are from its beginning."""
+    more: bool
+    """There is more to read already."""
+
+
+class Tail:
+    """Reads a file that grows. It need not be there yet, and may be rotated or emptied.
+
+    A line without its end is held back until the rest has come.
+
+    Args:
+        path: the file.
+        last: only so many bytes at its end matter; None: all of it.
+
+    Attributes:
+        there: whether it was, at the last look.
+        trouble: why it could not be read at the last look, if it is there.
+    """
+
+    def __init__(self, path: Path, *, last: int | None = None) -> None:
+        self.path = path
+        self.there = False
+        self.trouble = ""
+        self._last = last
+        self._identity: tuple[int, int] | None = None
+        self._place = 0
+        self._rest = b""
+
+    def look(self) -> NewLines:
+        """What is new. Errors are not raised: see `there` and `trouble`."""
+        self.trouble = ""
+        try:
+            with self.path.open("rb") as file:
+                self.there = True
+                return self._read(file, os.fstat(file.fileno()))
+        except FileNotFoundError:
+            self.there = False
+        except OSError as error:
+            self.trouble = f"{self.path}: {error.strerror or error}"
+        return NewLines([], False, False)
+
+    def _read(self, file: BinaryIO, stat: os.stat_result) -> NewLines:
+        identity = (stat.st_dev, stat.st_ino)
+        known = self._identity is not None
+        replaced = identity != self._identity or stat.st_size < self._place
+        if replaced:
+            self._identity, self._rest, self._place = identity, b"", 0
+            if self._last is not None and stat.st_size > self._last:
+                self._place = stat.st_size - self._last
+                file.seek(self._place)
+                self._place += len(file.readline())  # the rest of a line
+        file.seek(self._place)
+        block = file.read(_BLOCK)
+        self._place += len(block)
+        *lines, self._rest = (self._rest + block).split(b"\n")
+        if len(self._rest) > _LONGEST:
+            lines, self._rest = [*lines, self._rest[:80]], b""
+        return NewLines(lines, replaced and known, len(block) == _BLOCK)
+
+
+class RunWatcher:
+    """One events file, and the metrics next to it.
+
+    Args:
+        path: the events file; it need not be there yet.
+        policy: of the run, for its budget.
+        console: rich's, which prints the lines.
+    """
+
+    def __init__(self, path: Path, policy: Policy | None, console: Any) -> None:
+        self.path = path
+        self.live = LiveRun(policy)
+        self._console = console
+        self._events = Tail(path)
+        self._metrics = Tail(path_next_to(path), last=_METRICS_END)
+        self._quiet_since = time.monotonic()
+
+    @property
+    def there(self) -> bool:
+        """Whether the file is there."""
+        return self._events.there
+
+    def print(self, line: str, *, grave: bool = False) -> None:
+        """Prints one line."""
+        from rich.text import Text
+
+        # Text, not str: brackets in a log are no markup. One line stays one, however narrow a pipe.
+        text = Text(one_line(line), style="bold red" if grave else "")
+        self._console.print(text, soft_wrap=True)
+        if not self._console.is_terminal:
+            self._console.file.flush()
+
+    def print_state(self) -> None:
+        """Prints the state of the run."""
+        for line in state_lines(self.live):
+            self.print(line)
+
+    def catch_up(self) -> None:
+        """Reads everything that is there already, and prints only the last lines of it.
+
+        Raises:
+            WatchError: it is no events file.
+        """
+        lines: deque[tuple[str, bool]] = deque(maxlen=_HISTORY)
+        count = 0
+        for line in self._new_lines():
+            lines.append(line)
+            count += 1
+        if count > len(lines):
+            self.print(f"({count - len(lines)} earlier lines: healcore events show)")
+        for line, grave in lines:
+            self.print(line, grave=grave)
+
+    def look(self) -> None:
+        """Prints what has come since.
+
+        Raises:
+            WatchError: it is no events file.
+        """
+        for line, grave in self._new_lines():
+            self.print(line, grave=grave)
+
+    def ended(self) -> bool:
+        """Whether the run has ended, or its process is gone."""
+        if self.live.ending is not None:
+            return True
+        now = time.monotonic()
+        if now - self._quiet_since < _GONE_EVERY:
+            return False
+        self._quiet_since = now
+        if not self.live.check_process():
+            return False
+        self.look()  # it may have written its end just before it went
+        if self.live.check_process():
+            self.print("the process is gone, and has written no end: it was killed", grave=True)
+        return True
+
+    def _new_lines(self) -> Iterator[tuple[str, bool]]:
+        """Lines of new events, and whether each is grave."""
+        for event in self._new_events():
+            line = event_line(event)
+            if line is not None:
+                yield line, event.kind in GRAVE
+        more = True
+        while more:
+            lines, _, more = self._metrics.look()
+            for line in lines:
+                self._quiet_since = time.monotonic()
+                self.live.add_metrics(line)
+
+    def _new_events(self) -> Iterator[EventRecord]:
+        more = True
+        while more:
+            lines, replaced, more = self._events.look()
+            if replaced:
+                self.print(f"{self.path.name} was emptied or replaced: from its start", grave=True)
+            if lines:
+                self._quiet_since = time.monotonic()
+            for line in lines:
+                event = self.live.add_event(line)
+                if event is not None:
+                    yield event
+            if self._events.trouble:
+                raise WatchError(self._events.trouble)
+            seen, damaged = self.live.seen, self.live.damaged
+            if damaged == seen >= _FOREIGN:
+                raise WatchError(
+                    f"{self.path} is no events file: none of its first {seen} lines is an event. "
+                    'Name the file that Healer(events="run.events.jsonl") writes'
+                )
+
+
+def print_once(path: Path, policy: Policy | None, console: Any) -> int:
+    """Prints the state of a run; returns the exit status.
+
+    Raises:
+        WatchError: there is no such file, or no event in it.
+    """
+    watcher = RunWatcher(path, policy, console)
+    watcher.catch_up()
+    if not watcher.there:
+        raise WatchError(f"{path} is not there")
+    live = watcher.live
+    if live.seen == live.damaged:
+        raise WatchError(f"{path} has no event in it ({live.seen} lines)")
+    live.check_process()
+    watcher.print_state()
+    return FAILED if live.failed else COMPLETED
+
+
+def follow(path: Path, policy: Policy | None, console: Any, *, forever: bool = False) -> int:
+    """Follows a run to its end; returns the exit status.
+
+    Args:
+        path: the events file.
+        policy: of the run, for its budget.
+        console: rich's. No terminal: lines, and the state of the run at its end.
+        forever: continues after the end, since the run may be started again.
+
+    Raises:
+        WatchError: it is no events file, or cannot be read.
+    """
+    watcher = RunWatcher(path, policy, console)
+    with _panel_below(console, watcher) as refresh:
+        if not path.exists():
+            watcher.print(f"waiting for {path}")
+        watcher.catch_up()
+        while forever or not watcher.ended():
+            refresh()
+            time.sleep(_LOOK_EVERY)
+            watcher.look()
+        refresh()
+    if not console.is_terminal:  # there the panel stays
+        watcher.print_state()
+    return FAILED if watcher.live.failed else COMPLETED
+
+
+@contextmanager
+def _panel_below(console: Any, watcher: RunWatcher) -> Iterator[Callable[[], None]]:
+    """The panel under the lines, where there is a terminal."""
+    if not console.is_terminal:
+        yield lambda: None
+        return
+    from rich.live import Live
+
+    with Live(_panel(watcher), console=console, auto_refresh=False) as live:
+        yield lambda: live.update(_panel(watcher), refresh=True)
+
+
+def _panel(watcher: RunWatcher) -> Any:
+    from rich.panel import Panel
+    from rich.text import Text
+
+    live = watcher.live
+    colour = "red" if live.failed else "green" if live.ending else "cyan"
+    lines = state_lines(live) if watcher.there else [f"waiting for {watcher.path}"]
+    text = Text("\n".join(lines))
+    return Panel(text, title=Text(one_line(str(watcher.path))), border_style=colour)

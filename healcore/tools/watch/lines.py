@@ -1,0 +1,153 @@
+"""What is printed of a live run: a line for each event, and three lines for its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from healcore.runtime.events.models import EventRecord, RollbackOutcome
+from healcore.tools.report.descriptions import counted, flag_names
+from healcore.tools.terminal import clean
+from healcore.tools.watch.live_run import LiveRun
+
+GRAVE = frozenset({"rollback", "stop", "problem", "save_failed", "damaged"})
+"""Kinds of events that are highlighted."""
+
+
+def one_line(text: str) -> str:
+    """In one line, without what a terminal would take for a command."""
+    return clean(" ".join(text.split()), keep="")
+
+
+# -- events ----------------------------------------------------------------------------------------
+
+
+def event_line(event: EventRecord) -> str | None:
+    """The line of an event, or None: it is not shown."""
+    text = _TEXTS.get(event.kind)
+    if text is None:
+        return None
+    step = "-" if event.step is None else event.step
+    return one_line(f"{(event.time or '')[11:19]:8} {step:>8}  {text(event)}")
+
+
+def _start(event: EventRecord) -> str:
+    observed = " (it observes, and changes nothing)" if event.mode == "observe" else ""
+    framework = event.framework or ""
+    return f"run {event.run} begins: {framework}, policy {_or(event.policy)}{observed}"
+
+
+def _order(event: EventRecord) -> str:
+    would = "would order" if event.observed else "ordered"
+    return f"{would}: {', '.join(flag_names([each]) for each in event.action or ())}"
+
+
+def _rollback(event: EventRecord) -> str:
+    target = _or(event.checkpoint)
+    if event.outcome == RollbackOutcome.TRIAL:
+        return f"replayed from step {target}, to see whether it happens again"
+    rate = "" if event.lr_scale is None else f", learning rate × {event.lr_scale:.3g}"
+    left = f", {len(event.batches)} batches left out" if event.batches else ""
+    return f"back to the checkpoint of step {target}{rate}{left}"
+
+
+def _lr(event: EventRecord) -> str:
+    before, after = event.lr_scale_before, event.lr_scale
+    if not before or not after:
+        return "learning rate"
+    would = "would be " if event.observed else ""
+    return f"learning rate {would}× {after:.3g}, was {before:.3g}"
+
+
+def _hook(event: EventRecord) -> str:
+    if event.problem is not None:
+        return f"a hook failed: {event.problem}"
+    return f"hook {event.hook or ''}: {flag_names(event.action or ()) or 'nothing'} instead"
+
+
+def _or(value: object) -> object:
+    return "?" if value is None else value
+
+
+_TEXTS: dict[str, Callable[[EventRecord], str]] = {
+    "start": _start,
+    "resume": lambda event: f"resumes from the checkpoint of step {_or(event.checkpoint)}",
+    "incident": lambda event: (
+        f"incident {_or(event.incident)}: {flag_names(event.cause or ()) or 'cause not known'}"
+    ),
+    "order": _order,
+    "rollback": _rollback,
+    "lr": _lr,
+    "verdict": lambda event: f"the re-run showed it to be {_or(event.outcome)}",
+    "hook": _hook,
+    "stop": lambda event: f"stopped: {event.why or ''}",
+    "problem": lambda event: f"problem: {event.problem or ''}",
+    "save_failed": lambda event: f"a checkpoint was not written: {event.problem or ''}",
+    "damaged": lambda event: f"a checkpoint is damaged: {event.problem or ''}",
+    "end": lambda event: f"end: {event.ending or 'not known'}",
+}
+
+
+# -- the state -------------------------------------------------------------------------------------
+
+
+def state_lines(live: LiveRun) -> list[str]:
+    """The state of the run in three lines; without what is not known."""
+    run, ending = live.run, live.ending
+    start = run.start or EventRecord()
+    state = "running" if ending is None else f"ended: {ending}"
+    head = [
+        "completed" if ending == "completed" else state,
+        f"step {live.step:,}" if live.step is not None else "",
+        f"{live.speed:.3g} steps/s" if live.speed and ending is None else "",
+        "" if start.policy is None else f"policy {start.policy}",
+        "it only observes: nothing is done" if run.observes else "",
+        start.framework or "",
+    ]
+    good = "none yet" if run.last_good is None else f"step {run.last_good:,}"
+    counts = [_incidents(live), *_actions(live), f"last known-good: {good}"]
+    rows = [" · ".join(filter(None, row)) for row in (head, _numbers(live), counts)]
+    return [one_line(row) for row in rows if row]
+
+
+def _numbers(live: LiveRun) -> list[str]:
+    found = live.metrics
+    limit = f" (limit {found['threshold']:.4g})" if "threshold" in found else ""
+    would = "would be " if live.run.observes else ""
+    return [
+        f"loss {found['loss']:.5g}" if "loss" in found else "",
+        f"gradient norm {found['grad_norm']:.4g}{limit}" if "grad_norm" in found else "",
+        "" if live.lr_scale is None else f"learning rate {would}× {live.lr_scale:.3g}",
+    ]
+
+
+def _incidents(live: LiveRun) -> str:
+    count, onset = live.run.incident_count, live.run.last_seen.onset
+    if not count:
+        return "no incident"
+    return counted(count, "incident") + ("" if onset is None else f", the last at step {onset:,}")
+
+
+def _actions(live: LiveRun) -> list[str]:
+    """What was done, or would have been. A budget is refunded later, of which there is no event."""
+    run = live.run
+    skipped = f"{run.skips}{' or more' if run.capped else ''} steps"
+    if run.observes:
+        parts = [
+            f"skipped {skipped}" if run.skips else "",
+            f"rolled back {_times(run.rollback_count)}" if run.rollback_count else "",
+            f"cut the learning rate {_times(run.cuts)}" if run.cuts else "",
+            "stopped" if run.stops else "",
+        ]
+        return [f"it would have {', '.join(filter(None, parts))}"] if any(parts) else []
+    budget = live.policy.budget if live.policy else None
+    recoveries = f" (budget {int(budget.recoveries)})" if budget else ""
+    cuts = f" (budget {int(budget.lr_cuts)})" if budget else ""
+    return [
+        f"{skipped} skipped" if run.skips else "",
+        counted(run.rollback_count, "rollback") + recoveries,
+        counted(run.cuts, "LR cut") + cuts,
+    ]
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"

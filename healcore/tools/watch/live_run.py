@@ -1,0 +1,119 @@
+"""The state of a live run, from its events and its metrics as they come."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from healcore import policy as policies
+from healcore.history import Run
+from healcore.history.metrics import curve_values, parse_metrics
+from healcore.history.process import RunState
+from healcore.history.run import is_continuation
+from healcore.policy import Policy
+from healcore.runtime.events import log
+from healcore.runtime.events.models import EventRecord
+from healcore.tools.report.runs import commented_text
+
+_TIMED = 200
+"""Metrics lines over which the speed is measured."""
+
+
+class LiveRun:
+    """The last run that has begun in an events file; the first process of several.
+
+    What is counted is of the whole run: a process that resumes from the checkpoints of the one
+    before continues its counts.
+
+    Args:
+        policy: of the run, for its budget; None: the preset of that name, if it is exactly that.
+
+    Attributes:
+        run: what its events have.
+        seen: lines so far.
+        damaged: of those, the ones that are no event.
+        killed: its process is gone, and has written no end.
+        step: the current one.
+        lr_scale: the multiplier of the learning rate in force.
+        metrics: of the last line of the metrics.
+        policy: of the run; None: it is not known.
+    """
+
+    def __init__(self, policy: Policy | None = None) -> None:
+        self._given = policy
+        self.seen = self.damaged = 0
+        self.run = Run()
+        self._begin_process(None)
+
+    def _begin_process(self, run: str | None) -> None:
+        self._id = run
+        self.killed = False
+        self.step: int | None = None
+        self.lr_scale: float | None = None
+        self.metrics: dict[str, float] = {}
+        self.policy = self._given
+        self._timed: deque[tuple[float, int]] = deque(maxlen=_TIMED)
+
+    def add_event(self, line: bytes) -> EventRecord | None:
+        """Adds a line of the events; the event in it, if it is of the run that is watched."""
+        if not line.strip():
+            return None
+        self.seen += 1
+        event = log.parse(line)
+        if isinstance(event, str):
+            self.damaged += 1
+            return None
+        if event["kind"] == "start" and not event.get("rank"):
+            if not is_continuation([event]):
+                self.run = Run()
+            self._begin_process(event["run"])
+        if self._id is None:  # the file's beginning was rotated away
+            self._id = event["run"]
+        if event["run"] != self._id:  # another rank's
+            return None
+        found = self.run.add(event)
+        if found.kind == "start" and self._given is None:
+            text = commented_text(found.policy or "", found.fingerprint or "")
+            self.policy = policies.loads(text) if text else None
+        self.step, self.lr_scale = self.run.step, self.run.lr_scale
+        return found
+
+    def add_metrics(self, line: bytes) -> None:
+        """Adds a line of the metrics; those of other runs are ignored."""
+        found = parse_metrics(line)
+        if isinstance(found, str) or found.get("run") != self._id:
+            return
+        step = found["step"]
+        self.metrics = curve_values(found)
+        if self.ending is None:
+            self.step = step
+        self.lr_scale = self.metrics.get("lr_scale", self.lr_scale)
+        time = found.get("time")
+        if type(time) is float:
+            if self._timed and step < self._timed[-1][1]:
+                self._timed.clear()
+            self._timed.append((time, step))
+
+    @property
+    def speed(self) -> float | None:
+        """Steps per second, lately; None: not known."""
+        if len(self._timed) < 2:
+            return None
+        (t0, step0), (t1, step1) = self._timed[0], self._timed[-1]
+        return (step1 - step0) / (t1 - t0) if t1 > t0 else None
+
+    @property
+    def ending(self) -> RunState | None:
+        """How it has ended; None: it has not, as far as is known."""
+        if self.killed:
+            return RunState.KILLED
+        return None if self.run.end is None else self.run.state
+
+    @property
+    def failed(self) -> bool:
+        """Whether the run has ended in any other way than completed."""
+        return self.ending not in (None, RunState.COMPLETED)
+
+    def check_process(self) -> bool:
+        """Whether its process has gone without an event; False where that cannot be seen."""
+        self.killed = self.run.state is RunState.GONE
+        return self.killed

@@ -1,0 +1,12 @@
+"""Runs of a few steps are faster than any disk: those here wait for it as long as it takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from healcore.runtime.checkpoints import manager
+
+
+@pytest.fixture(autouse=True)
+def unlimited(monkeypatch):
+    monkeypatch.setattr(manager, "MAX_WAIT", float("inf"))

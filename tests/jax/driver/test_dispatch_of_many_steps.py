@@ -1,0 +1,120 @@
+"""A compiled loop takes many steps in one dispatch: each is counted, reported and healed."""
+
+# optax types every tree as the union of all trees.
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportOptionalMemberAccess=false
+
+from __future__ import annotations
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from healcore import Healer, RunStopped
+from healcore.core.verdict import Action
+from healcore.jax import protect
+from healcore.jax.driver import JaxDriver
+from tests.jax.driver.runs import POLICY
+
+PARAMS = {"w": jnp.full(4, 0.5)}
+
+
+@functools.cache
+def program(policy, records):
+    tx = protect(optax.sgd(0.01), policy, records=records)
+
+    def one(state, x):
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((x @ p["w"] - 1.0) ** 2))(
+            state["params"]
+        )
+        updates, opt = tx.update(grads, state["opt"], state["params"], value=loss)
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, None
+
+    return tx, jax.jit(lambda state, xs: jax.lax.scan(one, state, xs)[0], donate_argnums=0)
+
+
+def start(policy=POLICY, records=32):
+    tx, many = program(policy, records)
+    params = jax.tree.map(jnp.array, PARAMS)
+    return {"params": params, "opt": tx.init(params)}, many
+
+
+def data(steps, bad=()):
+    xs = np.random.default_rng(0).standard_normal((steps, 8, 4)).astype(np.float32)
+    xs[list(bad)] = np.nan
+    return xs
+
+
+def chunks(xs, k):
+    return [xs[i : i + k] for i in range(0, len(xs), k)]
+
+
+def run(xs, k, tmp_path, policy=POLICY, records=32, epochs=1, **options):
+    state, many = start(policy, records)
+    metrics = tmp_path / f"{k}.metrics.jsonl"
+    healer = Healer(policy, state=state, metrics=metrics, **options)
+    with healer:
+        for batch in healer.batches(chunks(xs, k), epochs=epochs):
+            healer.update(many(healer.state, batch))
+    return healer, [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("k", [1, 10])
+def test_a_run_that_is_all_nan_stops_with_a_diagnosis(k, tmp_path):
+    with pytest.raises(RunStopped):
+        run(data(100, bad=range(100)), k, tmp_path, "default", epochs=None, save_every=20)
+
+
+@pytest.mark.parametrize("k", [1, 7, 10])
+def test_steps_are_counted_and_have_a_line_each(k, tmp_path):
+    """52 steps: the last dispatch is a shorter one, unless k is 1."""
+    healer, lines = run(data(52), k, tmp_path, save_every=20)
+    assert healer.step == 52
+    assert [line["step"] for line in lines] == list(range(52))
+    assert len({line["loss"] for line in lines}) == 52
+    kept = [saved.step for saved in healer.store.steps()]
+    assert kept[0] == 0
+    assert all(step % k == 0 for step in kept[:-1])
+
+
+def test_the_log_of_each_step_is_the_same_however_many_are_in_a_dispatch(tmp_path):
+    logs = []
+    for k in (1, 10):
+        _, lines = run(data(60), k, tmp_path)
+        logs.append([{k: v for k, v in e.items() if k not in ("time", "run")} for e in lines])
+    assert logs[0] == logs[1]
+
+
+@pytest.mark.parametrize("records", [4, 32])
+def test_an_order_within_a_dispatch_is_carried_out(records, tmp_path):
+    healer, lines = run(data(60, bad=[43]), 10, tmp_path, records=records, save_every=10)
+    assert healer.rollbacks == 1
+    bad = [line["step"] for line in lines if "NONFINITE_GRAD" in line["cause"]]
+    assert bad[0] == 43
+
+
+def test_an_order_is_reported_though_the_records_of_its_dispatch_are_more_than_the_state_keeps():
+    state, many = start(records=4)
+    driver = JaxDriver(state, POLICY)
+    driver.update(many(state, data(20, bad=[3])))
+    handle = driver.poll_step()
+    assert handle.count == 20
+    steps = handle.steps()
+    assert [bool(record.action & Action.ROLLBACK) for (record,) in steps].index(True) == 3
+    assert [record.judged for (record,) in steps].count(True) == 5
+    (note,) = driver.warnings
+    assert "records=20" in note
+    driver.update(many(driver.state, data(20)))
+    assert all(not record.action for (record,) in driver.poll_step().steps())
+    assert len(driver.warnings) == 1
+
+
+def test_the_number_of_records_is_a_whole_number():
+    for records in (0, -1, 2.0, True):
+        with pytest.raises(ValueError, match="records is a whole number"):
+            protect(optax.sgd(0.1), POLICY, records=records)

@@ -1,0 +1,116 @@
+"""A loop that goes on with its own state after a rollback gets an error, and no other loop does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from healcore.jax import HealStateError
+from healcore.jax.driver import JaxDriver
+from tests.jax.driver.runs import POLICY, RUNS, advance, batch, every_third, plain
+
+
+def went_back(run: Any, *, to: int = 2, steps: int = 5) -> tuple[JaxDriver, Any]:
+    """The driver after a rollback, and a copy of the state that it came from."""
+    driver = JaxDriver(run.state, POLICY)
+    store = driver.store(None, ())
+    advance(driver, run, [batch(i) for i in range(to)])
+    store.save(to, driver.items(), healing=driver.healing())
+    advance(driver, run, [batch(i) for i in range(to, steps)])
+    mine = jax.tree.map(jnp.copy, driver.state)
+    restored = store.restore(to, driver.items())
+    driver.replace(restored.state)
+    driver.load_healing(restored.healing or {})
+    return driver, mine
+
+
+@pytest.mark.parametrize("kind", ["plain", "linen"])
+@pytest.mark.parametrize("to", [0, 2, 4])
+def test_the_state_of_before_is_refused_in_the_next_step(kind, to):
+    run = RUNS[kind]()
+    driver, mine = went_back(run, to=to)
+    right = driver.state
+    with pytest.raises(HealStateError, match=r"after a rollback .* from healer\.state"):
+        driver.update(run.step(mine, batch(9)))
+    assert driver.state is right
+    assert driver.poll_step() is None
+    # The loop may mend that.
+    (handle,) = advance(driver, run, [batch(9)])
+    assert handle.read()[0].step == to + 1
+
+
+def test_accumulated_too():
+    run = plain(wrap=every_third)
+    driver, mine = went_back(run, to=3, steps=10)
+    with pytest.raises(HealStateError, match="after a rollback"):
+        driver.update(run.step(mine, batch(9)))
+    records = [handle.read()[0] for handle in advance(driver, run, [batch(i) for i in range(4)])]
+    assert [each.step for each in records] == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_resumed_run_is_not_begun_anew(fresh):
+    first = plain()
+    driver = JaxDriver(first.state, POLICY)
+    advance(driver, first, [batch(i) for i in range(3)])
+    items, healing = jax.tree.map(jnp.copy, driver.items()), driver.healing()
+    run = plain()
+    other = JaxDriver(run.state, POLICY)
+    mine = jax.tree.map(jnp.copy, other.state)
+    other.replace(items)
+    other.load_healing(healing)
+    new = run.step(mine if fresh else other.state, batch(3))
+    if fresh:
+        with pytest.raises(HealStateError, match=r"from healer\.state"):
+            other.update(new)
+    else:
+        other.update(new)
+        handle = other.poll_step()
+        assert handle is not None
+        assert handle.read()[0].step == 4
+
+
+def test_updates_of_several_steps_are_none_of_this():
+    """A scan over steps takes one `update` for all of them."""
+    run = plain()
+    driver = JaxDriver(run.state, POLICY)
+    store = driver.store(None, ())
+
+    def three(state: Any, first: int) -> Any:
+        for i in range(first, first + 3):
+            state = run.step(state, batch(i))
+        return state
+
+    seen = []
+    for _ in range(2):
+        driver.update(three(driver.state, 0))
+        driver.poll_step()
+        if not seen:
+            store.save(1, driver.items(), healing=driver.healing())
+        seen.append(jax.tree.map(jnp.copy, driver.state))
+    driver.update(three(driver.state, 6))
+    driver.poll_step()
+    mine = jax.tree.map(jnp.copy, driver.state)
+    restored = store.restore(1, driver.items())
+    driver.replace(restored.state)
+    driver.load_healing(restored.healing or {})
+    with pytest.raises(HealStateError, match="after a rollback"):
+        driver.update(three(mine, 3))
+    driver.update(three(driver.state, 3))
+    handle = driver.poll_step()
+    assert handle is not None
+    assert handle.read()[0].step == 6
+
+
+def test_only_the_first_step_after_it_is_looked_at():
+    """Whoever starts the optimizer again later, on purpose, may do so."""
+    run = plain()
+    driver, _ = went_back(run)
+    advance(driver, run, [batch(2)])
+    begun = plain().state["opt_state"]
+    driver.update({**driver.state, "opt_state": begun})
+    (handle,) = advance(driver, run, [batch(3)])
+    assert handle.read()[0].step == 1

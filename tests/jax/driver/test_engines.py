@@ -1,0 +1,147 @@
+"""Healing states out of a live state and into it, and states without one."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from healcore.core.engine import Engine, StateError
+from healcore.jax import (
+    HealStateError,
+    heal,
+    heal_zclip,
+    protect,
+    scale_by_heal_lr,
+    with_heal_state,
+    without_heal_state,
+)
+from healcore.jax.driver import JaxDriver
+from healcore.runtime.healer import Healer
+from tests.jax import policies
+from tests.jax.bits import assert_same_bits, bits
+from tests.jax.driver.runs import POLICY, RUNS, advance, batch, plain
+
+PARAMS = {"w": jnp.ones(3), "b": jnp.zeros(2)}
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_healing_state_is_json_and_comes_back(kind):
+    run = RUNS[kind]()
+    driver = JaxDriver(run.state, POLICY)
+    advance(driver, run, [batch(0), batch(1, bad=True)])
+    (name,) = driver.healing()
+    then = json.loads(json.dumps(driver.healing()))
+    advance(driver, run, [batch(2), batch(3)])
+    compiled = run.compiled()
+    assert driver.healing() != then
+    driver.load_healing(then)
+    assert driver.healing() == then
+    assert then[name]["state"]["step"] == 2
+    driver.load_healing({})
+    assert driver.healing() == then
+    advance(driver, run, [batch(2)])
+    assert run.compiled() == compiled
+
+
+@pytest.mark.parametrize("name", ["protect", "heal"])
+def test_the_states_of_many_runs_at_once_are_refused_at_the_start(name):
+    tx = {"protect": protect(optax.sgd(0.1), policies.SKIP), "heal": heal(policies.SKIP)}[name]
+    states = jax.vmap(lambda p: {"params": p, "opt_state": tx.init(p)})({"w": jnp.ones((4, 3))})
+    with pytest.raises(HealStateError, match=r"opt_state.* of 4 runs at once.* one run"):
+        Healer(policies.SKIP, state=states).__enter__()
+
+
+def test_a_healing_state_of_another_kind_touches_nothing():
+    tx = protect(optax.sgd(0.1), policies.ADAGC)
+    driver = JaxDriver({"params": PARAMS, "opt_state": tx.init(PARAMS)}, policies.ADAGC)
+    before = bits(driver.state)
+    other = tx.init({"w": jnp.ones(3)})
+    smaller = JaxDriver((other,), policies.ADAGC).healing()["0"]
+    with pytest.raises(StateError, match="other tensors"):
+        driver.load_healing({"opt_state": smaller})
+    with pytest.raises(StateError, match="no engine named 'optimizer' in this run, there is opt_s"):
+        driver.load_healing({"optimizer": smaller})
+    foreign = Engine(POLICY)
+    with pytest.raises(StateError, match="is of a policy with clip"):
+        driver.load_healing({"opt_state": foreign.to_dict(foreign.init())})
+    assert bits(driver.state) == before
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_an_announcement_does_not_hide_the_step_before_it(kind):
+    run = RUNS[kind]()
+    driver = JaxDriver(run.state, POLICY)
+    driver.update(run.step(driver.state, batch(0)))
+    driver.expect_change()
+    (name,) = driver.healing()
+    assert driver.healing()[name]["state"]["change_expected"] is True
+    assert driver.poll_step() is not None
+    compiled = run.compiled()
+    advance(driver, run, [batch(1)])
+    assert driver.healing()[name]["state"]["change_expected"] is False
+    assert run.compiled() == compiled
+
+
+def test_engines_of_one_optimizer_have_their_places_as_names():
+    tx = optax.multi_transform(
+        {"x": protect(optax.sgd(1.0), POLICY), "y": protect(optax.sgd(1.0), POLICY)},
+        {"w": "x", "b": "y"},
+    )
+    driver = JaxDriver({"params": PARAMS, "opt_state": tx.init(PARAMS)}, POLICY)
+    names = list(driver.healing())
+    assert len(names) == 2
+    assert all(name.startswith("['opt_state'].inner_states['") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("healed", "plain_one"),
+    [
+        (protect(optax.adamw(0.1), POLICY), optax.adamw(0.1)),
+        (
+            optax.chain(heal_zclip(), optax.adamw(0.1)),
+            optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)),
+        ),
+        (
+            optax.chain(heal(POLICY), optax.sgd(0.1, momentum=0.9), scale_by_heal_lr()),
+            optax.chain(optax.identity(), optax.sgd(0.1, momentum=0.9), optax.identity()),
+        ),
+        (optax.MultiSteps(protect(optax.adam(0.1)), 2), optax.MultiSteps(optax.adam(0.1), 2)),
+    ],
+)
+def test_without_its_healing_part_a_state_is_that_of_plain_optax(healed, plain_one):
+    before = plain_one.init(PARAMS)
+    like = healed.init(PARAMS)
+    assert_same_bits(without_heal_state(like), before)
+    old = jax.tree.map(lambda leaf: leaf + 1, before)
+    state = with_heal_state(old, like)
+    assert jax.tree.structure(state) == jax.tree.structure(like)
+    assert_same_bits(without_heal_state(state), old)
+    healed.update(PARAMS, state, PARAMS)
+    with pytest.raises(HealStateError, match="structure of without_heal_state"):
+        with_heal_state(optax.sgd(0.1).init({"q": PARAMS}), like)
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_a_checkpoint_of_a_run_that_nobody_healed_restores(where, tmp_path):
+    run = plain(epoch=4)
+    driver = JaxDriver(run.state, POLICY)
+    store = driver.store(tmp_path if where == "disk" else None, ())
+    advance(driver, run, [batch(0)])
+    tx = optax.adamw(1e-2)
+    params = jax.tree.map(lambda leaf: leaf + 1, driver.state["params"])
+    store.save(9, {"params": params, "opt_state": tx.init(params), "epoch": np.int32(7)})
+    store.wait()
+    restored = store.restore(9, driver.items())
+    assert restored.healing is None
+    healing = driver.healing()
+    driver.replace(restored.state)
+    assert_same_bits(driver.state["params"], params)
+    assert driver.state["epoch"] == 7
+    assert int(optax.tree.get(driver.state, "count")) == 0
+    assert driver.healing() == healing
+    advance(driver, run, [batch(1)])

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tools.report.small_runs import Loop, broken_and_resumed, train
+
+
+@pytest.fixture(scope="session")
+def healed(tmp_path_factory) -> Path:
+    """Two rollbacks, some skips, completed."""
+    folder = tmp_path_factory.mktemp("healed")
+    return train(folder, Loop(nan=[*range(250, 262), 400], large=range(500, 506)))
+
+
+@pytest.fixture(scope="session")
+def stopped(tmp_path_factory) -> Path:
+    """The data is NaN from batch 300 on: the policy gives up."""
+    return train(tmp_path_factory.mktemp("stopped"), Loop(nan=range(300, 600)))
+
+
+@pytest.fixture(scope="session")
+def resumed(tmp_path_factory) -> Path:
+    """An exception, and a second process."""
+    return broken_and_resumed(tmp_path_factory.mktemp("resumed"))

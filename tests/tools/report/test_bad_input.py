@@ -1,0 +1,198 @@
+"""Files as they are found after a crash, a full disk, a mistake: a message, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from healcore.tools.cli import app
+from healcore.tools.report.page import render
+from healcore.tools.report.runs import ReportError, read_reports
+from tests.tools.report.small_runs import lines_of
+
+ROOT = Path(__file__).parents[3]
+
+
+def healcore(*arguments: object):
+    done = CliRunner().invoke(app, [str(each) for each in arguments])
+    assert not isinstance(done.exception, Exception) or isinstance(done.exception, SystemExit)
+    return done
+
+
+@pytest.fixture
+def copy(healed, tmp_path):
+    """Of a run's files, to be damaged."""
+    for name in ("run.events.jsonl", "run.metrics.jsonl"):
+        (tmp_path / name).write_bytes(healed.with_name(name).read_bytes())
+    return tmp_path / "run.events.jsonl"
+
+
+def test_a_report_is_written_beside_its_run(copy):
+    done = healcore("report", copy, "--png", copy.with_name("run.png"))
+    assert (done.exit_code, done.stderr) == (0, "")
+    page = copy.with_name("run.report.html")
+    assert done.stdout.splitlines() == [f"page: {page}", f"picture: {copy.with_name('run.png')}"]
+    assert page.read_text().startswith("<!DOCTYPE html>")
+    assert copy.with_name("run.png").read_bytes().startswith(b"\x89PNG")
+    # The directory stands for the run in it.
+    assert healcore("report", copy.parent, "--out", copy.with_name("a.html")).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is empty"),
+        (b"\n\n", "is empty"),
+        (b"step,loss\n1,2.0\n", "line 1: not JSON"),
+        (b'{"schema":1,"kind":"step","step":1,"loss":2}\n', "is a metrics file"),
+        (b"\x00\xff\xfe" * 100, "no event"),
+        (b"[" * 100_000, "no event"),
+        (b'{"a": 1}\n', "schema is not a whole number"),
+    ],
+)
+def test_nothing_to_tell(content, words, tmp_path):
+    events = tmp_path / "run.events.jsonl"
+    events.write_bytes(content)
+    done = healcore("report", events)
+    assert done.exit_code == 2
+    assert words in done.stderr
+    assert str(events) in done.stderr
+    assert not (tmp_path / "run.report.html").exists()
+
+
+def test_not_there(copy, tmp_path):
+    assert "cannot be read" in healcore("report", tmp_path / "no.jsonl").stderr
+    (tmp_path / "empty").mkdir()
+    assert "no events file" in healcore("report", tmp_path / "empty").stderr
+    (tmp_path / "other.events.jsonl").touch()
+    done = healcore("report", tmp_path)
+    assert done.exit_code == 2
+    assert "more than one events file (other.events.jsonl, run.events.jsonl)" in done.stderr
+
+
+def test_one_of_two_runs_is_not_there(copy, tmp_path):
+    done = healcore("report", copy, tmp_path / "no.jsonl", "--out", tmp_path / "both.html")
+    assert done.exit_code == 1
+    assert "no.jsonl cannot be read" in done.stderr
+    assert (tmp_path / "both.html").exists()
+
+
+def test_outputs_that_cannot_be_written(copy, tmp_path):
+    assert healcore("report", copy, "--out", tmp_path / "no" / "a.html").exit_code == 2
+    before = copy.read_bytes()
+    done = healcore("report", copy, "--out", copy)
+    assert done.exit_code == 2
+    assert "write to another" in done.stderr
+    assert copy.read_bytes() == before
+
+
+def test_a_wrong_policy(copy):
+    done = healcore("report", copy, "--policy", "nonsense")
+    assert done.exit_code == 2
+    assert "nonsense" in done.stderr
+
+
+def test_metrics_that_cannot_be_read(copy, tmp_path):
+    done = healcore("report", copy, "--metrics", tmp_path / "no.jsonl")
+    assert done.exit_code == 1
+    assert "no.jsonl: the metrics cannot be read: No such file" in done.stderr
+    assert "the metrics cannot be read" in copy.with_name("run.report.html").read_text()
+    (tmp_path / "words.csv").write_text("a,b\n1,2\n")
+    done = healcore("report", copy, "--metrics", tmp_path / "words.csv")
+    assert done.exit_code == 1
+    assert "words.csv" in done.stderr
+
+
+def test_metrics_of_another_run(copy, stopped):
+    found = read_reports(copy, metrics=stopped.with_name("run.metrics.jsonl"))
+    assert any("has no line of this run" in problem for problem in found.problems)
+    assert found.reports[0].curves.isolated
+
+
+def test_damaged_lines_are_reported_by_number_and_the_rest_is_used(copy):
+    lines = copy.read_bytes().splitlines(keepends=True)
+    kinds = [event["kind"] for event in lines_of(copy)]
+    at = kinds.index("incident")
+    lines[at] = lines[at][:40] + b"\n"
+    copy.write_bytes(b"".join(lines) + b'{"schema":1,"se')
+    metrics = copy.with_name("run.metrics.jsonl")
+    rows = metrics.read_bytes().splitlines(keepends=True)
+    rows[7] = b"\xff\xfe nonsense\n"
+    metrics.write_bytes(b"".join(rows))
+    done = healcore("report", copy)
+    assert done.exit_code == 0
+    assert f"run.events.jsonl: damaged: line {at + 1}: not JSON" in done.stderr
+    assert f"run.events.jsonl: damaged: line {len(lines) + 1}: torn" in done.stderr
+    assert "run.metrics.jsonl: damaged: line 8: not JSON" in done.stderr
+    (report,) = read_reports(copy).reports
+    assert report.curves.rows == len(rows) - 1
+    # Its alarms still tell of the incident.
+    assert [case.number for case in report.incidents] == list(range(1, len(report.incidents) + 1))
+    assert "damaged: line 8" in copy.with_name("run.report.html").read_text()
+
+
+def test_a_run_that_was_killed(copy):
+    lines = copy.read_text().splitlines(keepends=True)
+    copy.write_text("".join(line for line in lines if '"kind":"end"' not in line))
+    (report,) = read_reports(copy).reports
+    # The process that wrote it is this one, and it is still there.
+    assert report.facts["Ending"] == "still running"
+    gone = [json.loads(line) for line in lines]
+    gone = [{**event, "boot": "another"} for event in gone if event["kind"] != "end"]
+    copy.write_text("".join(json.dumps(event) + "\n" for event in gone))
+    (report,) = read_reports(copy).reports
+    assert report.facts["Ending"].startswith("killed")
+
+
+def test_a_postmortem_that_is_none(copy):
+    run = lines_of(copy)[0]["run"]
+    copy.with_name(f"run.postmortem.{run}.json").write_text("[")
+    assert any("postmortem" in problem for problem in read_reports(copy).problems)
+
+
+@pytest.mark.parametrize("missing", ["plotly", "matplotlib"])
+def test_a_missing_package_names_the_extra(missing, copy):
+    code = f"""
+import sys
+sys.modules[{missing!r}] = None  # neither found nor imported
+from healcore.tools.cli import app
+app(["report", {str(copy)!r}, "--png", {str(copy.with_name("a.png"))!r}])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "pip install 'healcore[report]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+ODD = [None, True, -1, 1 << 60, 1.5, "nan", "x", [], {}, [[1]], [None], {"a": 1}, "</script>"]
+
+
+def test_any_value_in_any_field_is_a_page_or_a_message(copy):
+    """Events of a file that somebody has edited, or another program has written."""
+    events = lines_of(copy)
+    metrics = lines_of(copy.with_name("run.metrics.jsonl"))[:200]
+    source = random.Random(0)
+    for _ in range(40):
+        spoilt = [dict(event) for event in events]
+        for event in spoilt:
+            for name in [*event, "outcome", "batches", "evidence", "cause", "lr_scale"]:
+                if source.random() < 0.1:
+                    event[name] = source.choice(ODD)
+        copy.write_text("".join(json.dumps(event) + "\n" for event in spoilt))
+        rows = [{name: source.choice([v, v, *ODD]) for name, v in row.items()} for row in metrics]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        copy.with_name("run.metrics.jsonl").write_text(lines)
+        try:
+            reports = read_reports(copy).reports
+        except ReportError:
+            continue
+        page = render(reports)
+        assert "data-incident" in page or "No incident." in page

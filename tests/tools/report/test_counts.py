@@ -1,0 +1,235 @@
+"""Counts are the same everywhere, also of what a policy would only have done."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from markupsafe import escape
+from typer.testing import CliRunner
+
+from healcore.history import Curves, Incident, Mode
+from healcore.history.incident import counts_of
+from healcore.history.run import Mark, MarkKind
+from healcore.policy import dumps, fingerprint, load, preset_text
+from healcore.tools.cli import app
+from healcore.tools.report.descriptions import outcome, repeats
+from healcore.tools.report.markers import has_room, marker_rows
+from healcore.tools.report.page import plot_data, render
+from healcore.tools.report.picture import chosen, draw
+from healcore.tools.report.run_report import RunReport
+from healcore.tools.report.runs import read_reports
+from tests.tools.report.small_runs import Loop, lines_of, train
+from tests.tools.report.test_page import EVIL
+
+
+def text_of(page: str) -> str:
+    """The text of a page, without its markup and its script."""
+    body = page[page.index("<header>") : page.index("<footer>")]
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", body))
+
+
+def case(number: int, at: float, *action: str, skipped: int = 0) -> Incident:
+    return Incident(
+        number=number,
+        attempt=0,
+        onset_step=at,
+        step=at,
+        cause=("LOSS_SPIKE",),
+        action=action,
+        mode=Mode.REPLAY,
+        skipped=skipped,
+        onset=int(at),
+        index=int(at),
+    )
+
+
+def replay(*cases: Incident, title: str = "runs/a.csv", **counted: int) -> RunReport:
+    policy = load("pretraining")
+    step = np.arange(100.0)
+    return RunReport(
+        title=title,
+        mode=Mode.REPLAY,
+        policy_name="pretraining",
+        policy_toml=dumps(policy),
+        fingerprint=fingerprint(policy),
+        curves=Curves(step, np.exp(-step / 50), index=np.arange(100)),
+        incidents=cases,
+        counts=counts_of(cases, **counted),
+        facts={},
+        marks=(Mark(40.0, MarkKind.STOP),),
+    )
+
+
+MIXED = (
+    case(1, 10, "ROLLBACK", "CUT_LR"),
+    case(2, 30, "ROLLBACK", "STOP"),
+    case(3, 60, "STOP"),
+    case(4, 80, skipped=3),
+)
+
+
+def test_an_incident_with_a_rollback_and_a_stop_counts_as_both():
+    report = replay(*MIXED, repeats=2, clips=7)
+    assert (report.counts.rollbacks, report.counts.stops) == (2, 2)
+    assert repeats(report.counts, would=True) == "and 2 more if rollbacks had not helped"
+    assert report.outcomes() == [
+        "2 × would have stopped",
+        "2 × would have rolled back (and 2 more if rollbacks had not helped)",
+        "1 × would have skipped",
+    ]
+    assert [each.outcome for each in MIXED] == ["rollback", "rollback", "stop", "skip"]
+    page = text_of(render([report, report]))
+    assert page.count("2, and 2 more if rollbacks had not helped") == 2  # overview
+    assert page.count("2 would roll back, and 2 more if rollbacks had not helped") == 2
+    assert "would stop" not in page.split("Ends at")[0]
+    assert "step 40" in page
+
+
+def test_rollbacks_that_the_budget_denied_are_named():
+    counts = replay(*MIXED, repeats=3, denied=1).counts
+    assert (
+        repeats(counts, would=True) == "and 3 more if rollbacks had not helped, 1 beyond the budget"
+    )
+    assert repeats(counts._replace(denied=0), would=False) == "and 3 again in the same incident"
+    assert repeats(counts._replace(repeats=0, denied=0), would=False) == ""
+
+
+def test_a_stop_is_marked_where_it_happens():
+    report = replay(*MIXED)
+    assert [report.stop_after_rollback(place) for place in range(4)] == [
+        None,
+        (40.0, -1),
+        None,
+        None,
+    ]
+    exact = MIXED[1]._replace(stop_step=33.0, stop=33)
+    report = replay(MIXED[0], exact)
+    assert report.stop_after_rollback(1) == (33.0, 33)
+    assert [each["stop"] for each in plot_data(report)["incidents"]] == [None, [33.0, 33]]
+
+
+def test_a_number_does_not_stand_on_another():
+    places = [10.0, 11.0, 12.0, 13.0, 14.0, 50.0]
+    rows = marker_rows(places, 3, 2)
+    assert has_room(places, rows, 3) == [True, False, False, True, True, True]
+    assert has_room([], [], 3) == []
+
+
+def test_incidents_that_were_not_kept_count():
+    report = replay(*MIXED)
+    report = report._replace(counts=report.counts._replace(incidents=1400, rollbacks=900))
+    page = text_of(render([report, report]))
+    assert page.count("1400 incidents 900 would roll back") == 2
+
+
+def test_a_band_ends_at_the_last_alarm():
+    later = MIXED[0]._replace(last_step=25.0, last=25)
+    found = plot_data(replay(later))["incidents"][0]
+    assert (found["x"], found["i"]) == ([10.0, 25.0], [10, 25])
+    assert "10–25" in render([replay(later)])
+
+
+def test_the_overview_has_the_most_first_and_what_is_left_out():
+    quiet, loud = replay(title="/data/runs/quiet.csv"), replay(*MIXED, title="/data/runs/loud.csv")
+    page = text_of(render([quiet, loud], left_out=3))
+    assert page.index("runs/loud.csv") < page.index("runs/quiet.csv")
+    assert "/data/" not in page.split("Facts")[0].split("Ends at")[1].split("3 more")[0]
+    assert "3 more, in which least happened, are left out" in page
+
+
+def test_a_picture_of_many_has_those_in_which_something_happened():
+    quiet, loud = replay(title="quiet"), replay(*MIXED, title="loud")
+    assert [report.title for report in chosen([quiet, loud])] == ["loud", "quiet"]
+    assert [report.title for report in chosen([quiet] * 9 + [loud])] == ["loud"]
+    assert len(chosen([quiet] * 20)) == len(chosen([loud] * 20)) == 12
+
+
+def test_names_that_would_be_alike_stay_whole(tmp_path):
+    a, b = replay(title="/one/runs/a.csv"), replay(title="/two/runs/a.csv")
+    assert "/one/runs/a.csv" in text_of(render([a, b]))
+    draw([a, b, *[replay(*MIXED, title=EVIL)] * 5], tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_a_preset_has_its_comments_in_a_replay():
+    page = render([replay(*MIXED)])
+    comment = next(
+        line for line in preset_text("pretraining").splitlines() if line.startswith("# ")
+    )
+    assert escape(comment) in page
+    edited = replay(*MIXED)._replace(fingerprint="0" * 16)
+    assert escape(comment) not in render([edited])
+
+
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory):
+    """NaN from batch 300 on, and a policy that observes: 600 alarms, 100 of them with an event."""
+    folder = tmp_path_factory.mktemp("observed")
+    policy = folder / "policy.toml"
+    policy.write_text(dumps(load("pretraining")).replace('mode = "heal"', 'mode = "observe"'))
+    return train(folder, Loop(nan=range(300, 900)), policy=policy, batches=900)
+
+
+def test_an_observed_run_is_counted_from_its_metrics(observed):
+    (report,) = read_reports(observed).reports
+    rows = lines_of(observed.with_name("run.metrics.jsonl"))
+    (incident,) = report.incidents
+    assert incident.skipped == report.counts.skips == sum(row["skip"] for row in rows) == 600
+    assert report.counts.alarms == 600
+    assert (incident.onset_step, incident.end) == (300.0, (899.0, 899))
+    assert incident.lr_path[:4] == (1.0, 0.5, 0.25, 0.125)
+    assert (incident.lr_before, incident.lr_after) == (1.0, incident.lr_path[-1])
+    orders = [e for e in lines_of(observed) if e["kind"] == "order"]
+    back = sum("ROLLBACK" in order["action"] and "incident" in order for order in orders)
+    assert (report.counts.rollbacks, report.counts.repeats) == (1, back - 1)
+    assert incident.stop_step == next(o["step"] for o in orders if "STOP" in o["action"])
+
+
+def test_an_observed_run_is_reported_as_what_would_have_been(observed, tmp_path):
+    (report,) = read_reports(observed).reports
+    page = text_of(render([report]))
+    would = "rolled back (2 times more if that had not helped), stopped the run at step"
+    assert f"would have skipped 600 steps, {would}" in page
+    assert "600 steps would be skipped" in page
+    assert "nan last loss" in page
+    assert "last finite loss" in page
+    assert "1 → 0.5 → 0.25 → 0.125 → 0.1" in page
+    assert "stopped the run" not in page.replace("helped), stopped the run", "")
+    assert all("would have" in each for each in report.outcomes())
+    alone = tmp_path / "run.events.jsonl"
+    alone.write_bytes(observed.read_bytes())
+    (bare,) = read_reports(alone).reports
+    assert "skipped 100 steps or more" in outcome(bare.incidents[0])
+
+
+def test_watching_an_observed_run(observed):
+    found = CliRunner().invoke(app, ["watch", str(observed), "--once"])
+    assert found.exit_code == 0
+    last = found.output.splitlines()[-3:]
+    assert "it only observes" in last[0]
+    assert "learning rate would be × 0.1" in last[1]
+    would = "it would have skipped 100 or more steps, rolled back 4 times, cut the learning rate"
+    assert would in last[2]
+    assert "rollbacks" not in last[2]
+
+
+def test_watching_counts_all_processes(resumed):
+    found = CliRunner().invoke(app, ["watch", str(resumed), "--once"]).output.splitlines()[-1]
+    events = lines_of(resumed)
+    back = sum(event["kind"] == "rollback" for event in events)
+    cuts = [e for e in events if e["kind"] == "lr" and e["lr_scale"] < e["lr_scale_before"]]
+    skips = sum(event.get("skip", False) for event in events if event["kind"] == "alarm")
+    incidents = sum(event["kind"] == "incident" for event in events)
+    assert back > 1
+    assert f"{incidents} incidents" in found
+    assert f"{skips} steps skipped · {back} rollbacks" in found
+    assert f"{len(cuts)} LR cuts" in found
+
+
+def test_the_duration_names_its_processes(resumed):
+    (report,) = read_reports(resumed).reports
+    assert re.fullmatch(
+        r"[\d.]+ s in 2 processes together; of the last [\d.]+ s", report.facts["Duration"]
+    )

@@ -1,0 +1,110 @@
+"""Long runs are thinned: nothing that matters is lost, and memory stays what it is."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from healcore.history import Curves
+from healcore.tools.report.page import plot_data
+from healcore.tools.report.picture import draw
+from healcore.tools.report.runs import read_reports
+from tests.tools.report.test_page import EVIL, empty, hostile
+
+ROWS = 40_000
+SPIKE, NAN, BACK, TO = 21_234, 27_777, 30_000, 25_000
+
+
+@pytest.fixture
+def long(tmp_path) -> Path:
+    """40,000 rows with a spike, a NaN, and a rollback of 5,000 steps."""
+    events = [
+        {"kind": "start", "step": None, "host": "h", "pid": 1, "environment": {}, "policy": "p"},
+        {"kind": "incident", "step": BACK - 1, "incident": 1, "onset": BACK - 1, "cause": []},
+        {"kind": "rollback", "step": BACK, "onset": BACK - 1, "checkpoint": TO},
+    ]
+    common = {"schema": 1, "run": "r", "time": "2026-11-20T07:24:41.536532Z", "mono": 1.0}
+    text = "".join(json.dumps({**common, "seq": i, **e}) + "\n" for i, e in enumerate(events))
+    (tmp_path / "run.events.jsonl").write_text(text)
+    random = np.random.default_rng(0)
+    loss = 2 + random.normal(0, 0.1, ROWS)
+    loss[SPIKE] = 9.0
+    steps = [*range(BACK), *range(TO, ROWS - BACK + TO)]
+    with (tmp_path / "run.metrics.jsonl").open("w") as file:
+        for row, step in enumerate(steps):
+            value = '"nan"' if row == NAN else f"{loss[row]:.6f}"
+            file.write(
+                f'{{"schema":1,"kind":"step","run":"r","step":{step},"loss":{value},'
+                '"grad_norm":1.0,"threshold":0.0,"lr_scale":1.0,"cause":[],"action":[]}\n'
+            )
+    return tmp_path / "run.events.jsonl"
+
+
+def test_what_matters_stays(long):
+    tracemalloc.start()
+    (report,) = read_reports(long).reports
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 14e6  # the file has 5 MB as text, and some 40 MB as objects
+    series = report.curves
+    assert series.rows == ROWS
+    assert 1000 < len(series.step) <= 9000
+    assert series.index is not None
+    assert series.attempt is not None
+    assert series.nonfinite is not None
+    assert series.loss[series.index == SPIKE] == [9.0]
+    assert series.nonfinite[series.index == NAN].all()
+    assert series.nonfinite.sum() == 1
+    assert series.threshold is None  # 0 stands for none in force
+    assert (series.index[0], series.index[-1]) == (0, ROWS - 1)
+    # The place where it went back is sharp.
+    assert series.index[series.attempt == 1][0] == BACK
+    assert series.step[series.undone()].min() >= TO
+    assert (report.incidents[0].onset, report.incidents[0].index) == (BACK - 1, BACK - 1)
+
+
+def test_steps_beyond_float32_keep_their_place(tmp_path, long):
+    """The axis is that of the rows, not a rounding of it."""
+    metrics = long.with_name("run.metrics.jsonl")
+    rows = [json.loads(row) for row in metrics.read_text().splitlines()[:100]]
+    text = "".join(json.dumps({**row, "step": row["step"] + (1 << 25) + 1}) + "\n" for row in rows)
+    metrics.write_text(text)
+    (report,) = read_reports(long).reports
+    assert report.curves.step.tolist() == [(1 << 25) + 1 + i for i in range(100)]
+
+
+def test_a_picture_of_anything(healed, stopped, tmp_path):
+    step = np.arange(100.0)
+    nan, ones = np.full(100, np.nan), np.ones(100)
+    odd = [
+        Curves(step, np.sin(step)),
+        Curves(step, nan, nonfinite=np.ones(100, bool), grad_norm=nan),
+        Curves(step, np.where(step == 5, np.inf, 1e30), grad_norm=ones, threshold=ones),
+        Curves(step[:1], ones[:1], lr_scale=ones[:1]),
+    ]
+    reports = [hostile()._replace(curves=series, title=f"$x^{{2$ {EVIL}") for series in odd]
+    draw(
+        [*read_reports(healed).reports, *read_reports(stopped).reports, *reports, empty()],
+        tmp_path / "a.png",
+    )
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    draw(reports * 4, tmp_path / "b.png")
+    with pytest.raises(ValueError, match="at least one"):
+        draw([], tmp_path / "c.png")
+
+
+def test_the_axis_is_chosen_by_the_data():
+    step = np.arange(100.0)
+    for loss, wide in (
+        (np.linspace(1, 10, 100), False),
+        (np.geomspace(1e-3, 10, 100), True),
+        (np.linspace(-1, 1000, 100), False),  # no logarithm
+        (np.where(step == 50, 900.0, 2.0), True),
+        (np.full(100, np.nan), False),
+    ):
+        report = hostile()._replace(curves=Curves(step, loss))
+        assert plot_data(report)["logLoss"] is wide

@@ -1,0 +1,171 @@
+"""The report of a run is that of its events and metrics: real runs, read back."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from healcore.core.verdict import Action
+from healcore.policy import dumps, fingerprint, load, loads
+from healcore.runtime.events.models import EventRecord
+from healcore.tools.report.descriptions import outcome
+from healcore.tools.report.runs import policy_of, read_reports
+from tests.tools.report.small_runs import Loop, lines_of, train
+
+
+def of_kind(events, kind):
+    return [event for event in lines_of(events) if event["kind"] == kind]
+
+
+@pytest.mark.parametrize("run", ["healed", "stopped", "resumed"])
+def test_every_incident_and_rollback_is_reported(run, request):
+    events = request.getfixturevalue(run)
+    (report,) = read_reports(events).reports
+    begun = of_kind(events, "incident")
+    assert len(report.incidents) == len(begun) > 2
+    assert [case.number for case in report.incidents] == [event["incident"] for event in begun]
+    assert [case.onset_step for case in report.incidents] == [event["onset"] for event in begun]
+    assert [case.cause for case in report.incidents] == [tuple(event["cause"]) for event in begun]
+    back = [case for case in report.incidents if "ROLLBACK" in case.action]
+    rollbacks = of_kind(events, "rollback")
+    assert [case.checkpoint for case in back] == [event["checkpoint"] for event in rollbacks]
+    assert [case.lr_after for case in back] == [event["lr_scale"] for event in rollbacks]
+    assert [[list(b) for b in case.batches] for case in back] == [e["batches"] for e in rollbacks]
+    assert all(case.left_out for case in back)
+    skips = sum(event["skip"] for event in of_kind(events, "alarm") if event["incident"])
+    assert sum(case.skipped for case in report.incidents) == skips > 10
+    assert report.notes == ()
+
+
+@pytest.mark.parametrize("run", ["healed", "stopped", "resumed"])
+def test_curves_are_the_metrics_row_by_row(run, request):
+    events = request.getfixturevalue(run)
+    (report,) = read_reports(events).reports
+    rows = lines_of(events.with_name("run.metrics.jsonl"))
+    series = report.curves
+    assert series.rows == len(rows) == len(series.step)
+    np.testing.assert_array_equal(series.step, [row["step"] for row in rows])
+    for curve, name in ((series.loss, "loss"), (series.grad_norm, "grad_norm")):
+        np.testing.assert_array_equal(
+            curve, np.array([float(row[name]) for row in rows], np.float32)
+        )
+    np.testing.assert_array_equal(series.nonfinite, [row["loss"] == "nan" for row in rows])
+    for case in report.incidents:
+        assert rows[case.onset]["step"] == case.onset_step
+        assert rows[case.index]["step"] == case.step
+        assert rows[case.index]["cause"]
+
+
+@pytest.mark.parametrize("run", ["healed", "stopped", "resumed"])
+def test_what_was_undone_is_known(run, request):
+    events = request.getfixturevalue(run)
+    (report,) = read_reports(events).reports
+    step = report.curves.step
+    # By definition: a row is undone if a later one has its step or an earlier one.
+    expected = [bool(np.any(step[row + 1 :] <= step[row])) for row in range(len(step))]
+    assert report.curves.undone().tolist() == expected
+    assert any(expected)
+    attempt = report.curves.attempt
+    assert attempt is not None
+    assert len(report.attempts) == len(np.unique(attempt))
+    for part in report.attempts:
+        assert step[attempt == part.number][0] == part.first_step
+
+
+def test_a_stopped_run_is_reported_as_stopped(stopped):
+    (report,) = read_reports(stopped).reports
+    assert report.facts["Ending"] == "stopped by the policy"
+    assert "budget of recoveries is exhausted" in report.diagnosis
+    assert "STOP" in report.incidents[-1].action
+    assert "budget of recoveries is exhausted" in outcome(report.incidents[-1])
+    assert report.facts["Framework"].startswith("torch ")
+
+
+def test_a_resumed_run_is_one_report(resumed):
+    (report,) = read_reports(resumed).reports
+    assert len(report.facts["Run"].split(", ")) == 2
+    assert [each.origin for each in report.attempts] == ["start", "rollback", "resume", "rollback"]
+    assert [mark.kind for mark in report.marks if mark.kind in ("end", "resume")] == [
+        "end",
+        "resume",
+        "end",
+    ]
+
+
+def test_two_runs_in_one_file_are_two_reports(tmp_path):
+    train(tmp_path, Loop(), batches=40)
+    train(tmp_path, Loop(nan=[30]), batches=50)
+    first, second = read_reports(tmp_path).reports
+    assert (first.curves.rows, second.curves.rows) == (40, 50)
+    assert (len(first.incidents), len(second.incidents)) == (0, 1)
+    assert first.title != second.title
+
+
+def test_the_policy_is_the_preset_or_the_file(healed, tmp_path):
+    (report,) = read_reports(healed).reports
+    assert report.policy_toml.startswith("schema = 1")
+    assert "[budget]" in report.policy_toml
+    other = read_reports(healed, policy=load("conservative"))
+    assert "is not the one that the run had" in other.problems[0]
+    path, metrics = tmp_path / "a.events.jsonl", healed.with_name("run.metrics.jsonl")
+    events = [{**event, "policy": "mine"} for event in lines_of(healed)]
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    (mine,) = read_reports(path, metrics=metrics).reports
+    assert fingerprint(loads(mine.policy_toml)) == mine.fingerprint
+    older = [{name: value for name, value in e.items() if name != "policy_toml"} for e in events]
+    path.write_text("".join(json.dumps(event) + "\n" for event in older))
+    found = read_reports(path, metrics=metrics)
+    assert found.reports[0].policy_toml == ""
+    assert any("--policy FILE" in problem for problem in found.problems)
+
+
+def test_a_preset_with_a_host_value_replaced_is_not_shown_as_the_preset():
+    policy = load("default", rollback={"probation": 7})
+    start = EventRecord(kind="start", policy="default", fingerprint=fingerprint(policy))
+    shown = policy_of(start.model_copy(update={"policy_toml": dumps(policy)}), None)
+    assert loads(shown.toml) == policy
+    preset = load("default")
+    assert "# " in policy_of(start.model_copy(update={"policy_toml": dumps(preset)}), None).toml
+    assert "# " in policy_of(start, None).toml
+
+
+def test_without_metrics_the_alarms_are_points(stopped, tmp_path):
+    alone = tmp_path / "run.events.jsonl"
+    alone.write_bytes(stopped.read_bytes())
+    (report,) = read_reports(alone).reports
+    assert report.curves.isolated
+    assert report.curves.rows == len(of_kind(stopped, "alarm"))
+    assert any("no metrics file" in note for note in report.notes)
+    assert len(report.incidents) == len(of_kind(stopped, "incident"))
+
+
+def test_any_other_log_will_do_for_the_curves(healed, tmp_path):
+    rows = lines_of(healed.with_name("run.metrics.jsonl"))
+    text = "".join(f"{row['step']},{row['loss']},{row['grad_norm']}\n" for row in rows)
+    (tmp_path / "log.csv").write_text("step,loss,grad_norm\n" + text)
+    (mine,) = read_reports(healed).reports
+    (report,) = read_reports(healed, metrics=tmp_path / "log.csv").reports
+    np.testing.assert_array_equal(report.curves.loss, mine.curves.loss)
+    np.testing.assert_array_equal(report.curves.undone(), mine.curves.undone())
+    assert [case.index for case in report.incidents] == [case.index for case in mine.incidents]
+    assert report.curves.threshold is None
+
+
+def test_an_observing_policy_did_nothing(tmp_path):
+    train(tmp_path, Loop(nan=range(100, 112)), policy="observe", batches=140)
+    (report,) = read_reports(tmp_path).reports
+    assert report.incidents
+    assert all("observed only" in outcome(case) for case in report.incidents)
+    assert not report.curves.undone().any()
+
+
+def test_a_hook_is_reported(tmp_path):
+    train(tmp_path, Loop(nan=range(60, 72)), batches=90, on_incident=lambda incident: Action(0))
+    (report,) = read_reports(tmp_path).reports
+    assert any(
+        "changed rollback and cut lr to nothing" in outcome(case) for case in report.incidents
+    )
+    assert not any("ROLLBACK" in case.action for case in report.incidents)
+    assert not report.curves.undone().any()

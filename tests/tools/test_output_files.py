@@ -1,0 +1,60 @@
+"""Files that commands write: never over an input, and whole or not at all."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from healcore.tools.output_files import OutputError, check_outputs, replacing
+
+
+def test_an_output_may_not_be_an_input(tmp_path):
+    log = tmp_path / "runs" / "log.csv"
+    log.parent.mkdir()
+    log.write_text("step,loss\n")
+    link = tmp_path / "link"
+    link.symlink_to(log)
+    for output in (log, link):
+        for given in (log, log.parent):
+            with pytest.raises(OutputError, match="is one of the files that are read"):
+                check_outputs([output], [given])
+    check_outputs([tmp_path / "runs" / "new.html"], [log.parent, tmp_path / "not there"])
+
+
+def test_outputs_need_names_of_their_own_and_a_folder(tmp_path):
+    with pytest.raises(OutputError, match="twice"):
+        check_outputs([tmp_path / "x", tmp_path / "." / "x"], [])
+    with pytest.raises(OutputError, match="there is no folder"):
+        check_outputs([tmp_path / "no" / "x"], [])
+    with pytest.raises(OutputError, match="it is a folder"):
+        check_outputs([tmp_path], [])
+
+
+def test_what_was_there_stays_until_all_is_written(tmp_path):
+    path = tmp_path / "out.jsonl"
+    path.write_text("old")
+
+    def interrupted() -> None:
+        with replacing(path) as draft:
+            draft.write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert path.read_text() == "old"
+    with replacing(path) as draft:
+        draft.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    assert os.listdir(tmp_path) == ["out.jsonl"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
+def test_the_error_names_the_file():
+    def write() -> None:
+        with replacing("/dev/full") as draft:
+            draft.write_text("x")
+
+    with pytest.raises(OutputError, match="/dev/full cannot be written"):
+        write()
