@@ -34,7 +34,7 @@ def layer(name: str) -> str:
     return ".".join(parts[:-1]) or name
 
 
-class _Model(NamedTuple):
+class _ModelParameters(NamedTuple):
     """The parameters of what may be the model."""
 
     parameters: list[tuple[str, Shape]]
@@ -154,7 +154,7 @@ def _places(shapes: Sequence[Shape | None], there: Sequence[Shape]) -> list[int]
     return places
 
 
-def _models(tree: Tree, optimizers: Mapping[Path, None]) -> list[_Model]:
+def _models(tree: Tree, optimizers: Mapping[Path, None]) -> list[_ModelParameters]:
     """What may be the model: the arrays below each first key outside the optimizers, and all."""
     roots: dict[str, list[tuple[str, Shape]]] = {}
     everything: list[tuple[str, Shape]] = []
@@ -169,5 +169,5 @@ def _models(tree: Tree, optimizers: Mapping[Path, None]) -> list[_Model]:
         roots.setdefault(path[0], []).append((dotted(path[1:]) or path[0], array.shape))
         ordered[path[0]] = ordered.get(path[0], True) and array.in_order
         everything.append((dotted(path), array.shape))
-    models = [_Model(parameters, ordered[root]) for root, parameters in roots.items()]
-    return [*models, _Model(everything, all(ordered.values()))]
+    models = [_ModelParameters(parameters, ordered[root]) for root, parameters in roots.items()]
+    return [*models, _ModelParameters(everything, all(ordered.values()))]
