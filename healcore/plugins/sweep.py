@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from healcore.core.detectors import CAUSES, DETECTORS
-from healcore.core.engine import EngineConfig, incident, rules, skipping
+from healcore.core.engine import EngineConfig, incident, rules, skip_limit
 from healcore.core.signals import Signals, observe
 from healcore.core.verdict import Action, Cause, Reading
 from healcore.plugins.rows import SignalLayout
@@ -197,7 +197,7 @@ def step(
         if rule.action & Action.CUT_LR:
             cuts = cuts | firing.fired
 
-    skips, skip = skipping.update(config.max_skips, state.skips, wished, seen, xp=xp)
+    skips, skip = skip_limit.update(config.max_skips, state.skips, wished, seen, xp=xp)
     trouble = _trouble(config)
     alarm = _heard(readings, trouble, False, never) | _heard(readings, trouble, True, never)
     before = state.incident
