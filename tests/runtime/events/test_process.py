@@ -28,3 +28,16 @@ def test_a_zombie_is_gone():
     while not pid_gone(child.pid):
         pass
     assert child.wait() == 0
+
+
+def test_no_signal_is_sent_where_it_would_be_ctrl_c(monkeypatch):
+    """On Windows `os.kill(pid, 0)` interrupts the process."""
+
+    class Windows:
+        name = "nt"
+
+        def kill(self, pid: int, number: int) -> None:
+            raise AssertionError("a signal was sent")
+
+    monkeypatch.setattr("healcore.runtime.events.process.os", Windows())
+    assert pid_gone(os.getpid()) is None
