@@ -37,7 +37,7 @@ class Generators(Protocol):
     """A framework's random generators."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Their present states."""
+        """Their present states, for `load_state_dict`."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -77,7 +77,7 @@ class Driver(Protocol):
         Accumulators are gradients that no step has used yet, and those of optax.MultiSteps.
 
         Raises:
-            StateMismatch: it does not fit; nothing was changed.
+            StateMismatch: the state does not fit; nothing was changed.
         """
         ...
 
@@ -158,22 +158,18 @@ class Driver(Protocol):
         ...
 
     def close(self) -> None:
-        """Removes the hooks that it has installed."""
+        """Removes the hooks that the driver has installed."""
         ...
 
 
 class UnknownState(HealcoreError, TypeError):
-    """A state that no driver supports; the message says what to pass."""
+    """A state that no driver supports; the message has what to pass instead."""
 
 
 def framework_of(state: Any) -> str:
-    """The framework of a state to protect.
+    """The framework of a state: torch for a mapping with a module or optimizer, otherwise JAX.
 
-    Args:
-        state: a mapping with a torch module or optimizer among its values, or a JAX pytree.
-
-    Raises:
-        UnknownState: it is neither.
+    Raises UnknownState if it is not torch's and JAX has not been imported.
     """
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
     if torch is not None and isinstance(state, Mapping):
@@ -194,14 +190,8 @@ def driver_for(
 ) -> Driver:
     """The driver of a state. A framework that the program does not use is not imported.
 
-    Args:
-        state: the user's.
-        engine: the policy's.
-        framework: "torch", "jax", or None to detect it from the state.
-        attach: options of `healcore.torch.attach`, for torch.
-
-    Raises:
-        UnknownState: no driver supports this state.
+    `framework` None detects it from the state. `attach` are options of `healcore.torch.attach`.
+    Raises UnknownState if no driver supports the state.
     """
     name = framework_of(state) if framework is None else framework
     if name not in FRAMEWORKS:

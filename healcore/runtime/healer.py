@@ -193,8 +193,7 @@ class Healer(Generic[State]):
             Whether the run was rolled back: `step` has changed then, and in JAX `state`.
 
         Raises:
-            RunStopped: the policy ends the run.
-            Terminated: SIGTERM.
+            RunStopped, Terminated: as in `batches`.
         """
         return self._live.after_step()
 
@@ -271,7 +270,6 @@ class Healer(Generic[State]):
         return self._loop
 
     def _driver_method(self, name: str, instead: str) -> Callable[..., None]:
-        """A method that only one framework's driver has."""
         method = getattr(self._live.driver, name, None)
         if method is None:
             raise HealerError(f"{name} is for the other framework: {instead}")

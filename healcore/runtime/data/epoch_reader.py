@@ -32,7 +32,6 @@ class EmptyLoader(DataError):
         self.loader = loader
 
     def __str__(self) -> str:
-        """Which epoch, and the usual reasons."""
         if self.epoch == 0:
             hint = "is the dataset empty, or smaller than one batch with drop_last=True?"
         else:
@@ -65,12 +64,12 @@ class EpochReader:
 
     @functools.cached_property
     def adapter(self) -> LoaderAdapter:
-        """Found when needed: that may begin an epoch."""
+        """Found when needed, because that may begin an epoch."""
         return adapter_for(self._loader)
 
     @property
     def next_id(self) -> BatchId:
-        """The next batch."""
+        """The id of the next batch."""
         return BatchId(self.epoch, self.index)
 
     def begin(self) -> Iterator[Any]:
@@ -86,11 +85,10 @@ class EpochReader:
         return self._batches
 
     def read(self) -> Any:
-        """The next batch. One that raises is counted too: torch loaders go on behind it.
+        """The next batch. One that raises is counted too: torch loaders continue after it.
 
-        Raises:
-            StopIteration: the epoch has ended; a further `read` is of the next one.
-            EmptyLoader: it had no batch at all.
+        Raises StopIteration at the end of the epoch, after which `read` is of the next one, and
+        EmptyLoader if it had no batch.
         """
         which, batches = self.next_id, self.begin()
         try:
@@ -106,11 +104,7 @@ class EpochReader:
         return batch
 
     def position(self) -> Position:
-        """The position, with the state to come back with.
-
-        Raises:
-            Exception: whatever the loader raises.
-        """
+        """The position with the state to return to; may raise anything that the loader raises."""
         if self.adapter.why_not is not None:
             state = None
         elif self._between:
@@ -125,8 +119,7 @@ class EpochReader:
     def restore(self, target: Position) -> None:
         """Moves the loader to a position.
 
-        Raises:
-            Exception: whatever the loader raises; its position is then unknown.
+        May raise anything that the loader raises; its position is then unknown.
         """
         self._sampler_epochs.restore(target.epoch, target.sampler_epoch)
         self._batches, self._between = None, True
@@ -150,13 +143,13 @@ class EpochReader:
             self._batches, self._between = None, False
 
     def disable_rewind(self, error: Exception) -> None:
-        """A state could not be taken: from now on the loader only goes forward."""
+        """Only goes forward from now on, because a state could not be taken."""
         why = f"the state of {self.name} cannot be taken: {type(error).__name__}: {error}"
         self.adapter = LoaderAdapter(self._loader, why_not=why)
         self._first_states.clear()
 
     def _save_first_state(self) -> None:
-        """An epoch begun a second time, after a rewind, must have the order of the first time.
+        """Keeps the order for an epoch that is begun again after a rewind.
 
         What the loader shuffles by (a count of its epochs, say) need not be in its iterator's
         state, and has changed since.
@@ -187,8 +180,8 @@ class _SamplerEpochs:
     """Calls `set_epoch` on samplers, and remembers the numbers: cursor epoch -> number.
 
     DistributedSampler and others give the same order in every epoch until `set_epoch` is called
-    with the next number, and a rewind to an earlier epoch has to call it with that one's. A loop
-    with `for epoch in ...` outside usually calls it itself; its number is read, not overwritten.
+    with the next number; a rewind has to call it with the earlier one. A loop with `for epoch in
+    ...` outside usually calls it itself; its number is read, not overwritten.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -198,12 +191,7 @@ class _SamplerEpochs:
         self._numbers: dict[int, int] = {}
 
     def begin(self, epoch: int, *, by_user: bool) -> None:
-        """An epoch begins.
-
-        Args:
-            epoch: the cursor's count.
-            by_user: the user's loop asked for this epoch, and has set its number if anybody has.
-        """
+        """`by_user`: the user's loop asked for this epoch, and may have set its number."""
         if not self._samplers:
             return
         if epoch in self._numbers:
@@ -222,7 +210,6 @@ class _SamplerEpochs:
         return self._numbers.get(epoch, None if before is None else before + 1)
 
     def restore(self, epoch: int, number: int | None) -> None:
-        """The cursor moves to an epoch that has this number."""
         if self._samplers and number is not None:
             self._numbers[epoch] = number
             self._set(number)
