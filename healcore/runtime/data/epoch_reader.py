@@ -143,7 +143,7 @@ class EpochReader:
             self._batches, self._between = None, False
 
     def disable_rewind(self, error: Exception) -> None:
-        """Only goes forward from now on, because a state could not be taken."""
+        """Lets the loader only go forward from now on, because its state could not be taken."""
         why = f"the state of {self.name} cannot be taken: {type(error).__name__}: {error}"
         self.adapter = LoaderAdapter(self._loader, why_not=why)
         self._first_states.clear()
@@ -191,7 +191,7 @@ class _SamplerEpochs:
         self._numbers: dict[int, int] = {}
 
     def begin(self, epoch: int, *, by_user: bool) -> None:
-        """`by_user`: the user's loop asked for this epoch, and may have set its number."""
+        """`by_user`: the loop outside asked for this epoch, and its number for it is kept."""
         if not self._samplers:
             return
         if epoch in self._numbers:

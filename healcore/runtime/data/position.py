@@ -112,7 +112,7 @@ def decode(value: Any, *, trust: bool = False) -> tuple[Position, frozenset[Batc
 
 
 def checked_ids(ids: Iterable[Any]) -> frozenset[BatchId]:
-    """Batch ids, also from JSON's pairs; DataError for other than two whole numbers >= 0."""
+    """Batch ids, also from JSON's pairs; DataError unless each is two whole numbers >= 0."""
     checked = set()
     for given in ids:
         pair = tuple(given) if isinstance(given, (tuple, list)) else ()

@@ -249,13 +249,9 @@ _NAMED = frozenset({"cause", "action", "ordered"})
 
 
 def record(event: Mapping[str, Any]) -> tuple[EventRecord, list[str]]:
-    """A checked event.
+    """Checks an event from `log.parse`.
 
-    Args:
-        event: from `log.parse`.
-
-    Returns:
-        The event, and the names of known fields whose values had the wrong type.
+    Returns it without values of the wrong type, and the names of the known fields that had them.
     """
     try:
         return EventRecord.model_validate(event), []
