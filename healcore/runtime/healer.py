@@ -143,6 +143,7 @@ class Healer(Generic[State]):
             StoreNotEmpty: `resume` is False, and the store holds checkpoints.
             NoGoodCheckpoint: there are checkpoints, and none is intact.
             StateMismatch: they are of another state.
+            StoreError: the store cannot be used.
         """
         if self._run is not None:
             raise HealerError("a Healer is for one `with` block: create another one")
@@ -212,7 +213,7 @@ class Healer(Generic[State]):
         method(eval_loss, optimizer)
 
     def update(self, state: State | None = None) -> None:
-        """JAX: passes the state after the step. With nnx objects, which change in place: None."""
+        """JAX: passes the state after the step; None for nnx objects, which change in place."""
         self._driver_method("update", "in torch the state changes in place")(state)
 
     @property

@@ -25,14 +25,14 @@ class HostPolicy(NamedTuple):
     skip_batches: int
     """Batches to leave out besides those of the bad window."""
     region: int
-    """Onsets fewer steps apart than this are the same trouble."""
+    """Incidents that begin fewer steps apart than this count as the same trouble."""
     recoveries: int
     """Rollbacks that are allowed within `refund_after` steps of the run."""
     refund_after: int
     confirm: bool
     """Going back needs evidence that the model is worse."""
     nonfinite_state: str = "rollback"
-    """What follows when a save finds NaN or Inf in the state: alert, rollback or stop."""
+    """What follows if a save finds NaN or Inf in the state: alert, rollback or stop."""
 
     @classmethod
     def of(cls, policy: PolicyLike, overrides: Mapping[str, Any] = {}) -> HostPolicy:

@@ -18,7 +18,7 @@ _MAX_INCIDENTS = 1000
 
 
 class PastRollback(NamedTuple):
-    """A rollback for the incident with the first alarm at `onset`, to a checkpoint's step."""
+    """A rollback of the incident that began at step `onset` to the checkpoint of step `target`."""
 
     onset: int
     target: int
@@ -26,7 +26,7 @@ class PastRollback(NamedTuple):
 
 @dataclass
 class IncidentRecord:
-    """One incident, from the step of its first alarm (`onset`) to its latest (`last`)."""
+    """One incident, from the step of its first alarm (`onset`) to that of its latest (`last`)."""
 
     number: int
     """From 1, over the whole run; a rollback does not reset it."""
@@ -46,7 +46,7 @@ class IncidentRecord:
 
 @dataclass
 class Ledger:
-    """Filled by `record`, step by step, in order."""
+    """The host's memory of a run; `record` adds the steps in order."""
 
     next_step: int = 0
     unhealthy: list[int] = field(default_factory=list)

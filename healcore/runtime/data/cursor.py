@@ -13,7 +13,7 @@ Batch = TypeVar("Batch", covariant=True)
 
 
 class UnusableLoader(DataError, TypeError):
-    """It is no loader, or cannot do what is asked."""
+    """An object that is no loader, or a loader that cannot do what is asked."""
 
 
 class Indexed(Protocol[Batch]):

@@ -87,8 +87,8 @@ class EpochReader:
     def read(self) -> Any:
         """The next batch. One that raises is counted too: torch loaders continue after it.
 
-        Raises StopIteration at the end of the epoch, after which `read` is of the next one, and
-        EmptyLoader if it had no batch.
+        Raises StopIteration at the end of the epoch, EmptyLoader if it had no batch. The next call
+        reads from the next epoch.
         """
         which, batches = self.next_id, self.begin()
         try:
@@ -117,10 +117,7 @@ class EpochReader:
         return Position(self.adapter.kind, self.epoch, self.index, state, number)
 
     def restore(self, target: Position) -> None:
-        """Moves the loader to a position.
-
-        May raise anything that the loader raises; its position is then unknown.
-        """
+        """Moves the loader to a position, which is unknown afterwards if the loader raises."""
         self._sampler_epochs.restore(target.epoch, target.sampler_epoch)
         self._batches, self._between = None, True
         if target.state is not None:
@@ -191,7 +188,7 @@ class _SamplerEpochs:
         self._numbers: dict[int, int] = {}
 
     def begin(self, epoch: int, *, by_user: bool) -> None:
-        """`by_user`: the loop outside asked for this epoch, and its number for it is kept."""
+        """Sets the epoch's number; reads it if the user's loop asked for the epoch (`by_user`)."""
         if not self._samplers:
             return
         if epoch in self._numbers:

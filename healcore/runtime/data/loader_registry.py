@@ -103,15 +103,15 @@ class LoaderRegistry:
         return entry.cursor.next()
 
     def stepped(self, number: int, last: BatchId | None) -> None:
-        """A step was taken with batches of this loader, so rollbacks rewind it.
+        """Makes this loader the one that rollbacks rewind, because a step used its batches.
 
-        They do not rewind others, such as those of an evaluation inside the loop.
+        Others, such as those of an evaluation inside the loop, are not rewound.
         """
         if number in self._entries:
             self.current, self._last = number, last
 
     def close(self, number: int) -> None:
-        """The loop over this loader has ended."""
+        """Ends the loop over this loader."""
         if number in self._entries:
             self._entries[number].in_loop = False
 
@@ -165,7 +165,7 @@ class LoaderRegistry:
         """Rewinds the current loader and leaves out the bad window and `more` batches after it.
 
         A loader that cannot be rewound continues forward, which also passes the bad window.
-        `position` is as saved; None: the checkpoint has none.
+        `position` is None if the checkpoint has none.
         """
         if self.current is None:
             return RewindResult(False, "the loop takes its batches from elsewhere", ())

@@ -72,7 +72,7 @@ def state_to_text(state: Any, *, trust: bool = False) -> str:
 
 
 def state_from_text(text: str, *, trust: bool = False) -> Any:
-    """A new copy of the state."""
+    """Makes a new copy of the state."""
     return plain.loads(text, _STATE_PATH, trust=trust)
 
 
@@ -82,10 +82,7 @@ def is_pickled(value: Any) -> bool:
 
 
 def decode(value: Any, *, trust: bool = False) -> tuple[Position, frozenset[BatchId]]:
-    """Decodes a position and the batches left out; every call returns a new state.
-
-    Raises DataError if it is no position, one of another version, or has a pickle without `trust`.
-    """
+    """Decodes a position (a new state each time) and the batches left out, or raises DataError."""
     if not isinstance(value, Mapping) or value.get("version") not in (_VERSION, _PICKLED_VERSION):
         raise DataError(
             f"a position is what Cursor.position() of version {_VERSION} gave, not {value!r:.80}"

@@ -22,8 +22,7 @@ from healcore.runtime.events.json_lines import MAX_LINE, LineAppender
 from healcore.runtime.events.process import current_process, environment
 
 SCHEMA = 2
-"""Version of the format: a changed or removed field needs a new one, an added field or kind
-none."""
+"""Version of the format. Changed or removed fields need a new one, added fields or kinds do not."""
 
 Event = dict[str, Any]
 
@@ -43,8 +42,8 @@ class Log:
 
     No method raises. Events that could not be written are counted in `lost` and reported in the
     field `lost` of the next one that can be, and the first time by the logger `healcore`. The file
-    continues where an earlier process ended; without a `path` nothing is written. `run` identifies
-    this process and no other (None: a new id), `follow_links` is as in `LineAppender`.
+    continues where an earlier process ended; without a `path` nothing is written. `run` is the id
+    of this process and no other (None: a new id), `follow_links` is as in `LineAppender`.
 
     Attributes:
         seq: number of the next event.
@@ -219,10 +218,7 @@ def last(path: str | os.PathLike[str]) -> Event | None:
 
 
 def parse(line: bytes) -> Event | str:
-    """The event in a line, or the reason why there is none.
-
-    Events of schema 1 come with the names of schema 2.
-    """
+    """The event in a line, or why there is none. Events of schema 1 get the names of schema 2."""
     if len(line) > MAX_LINE:
         return f"longer than {MAX_LINE >> 20} MB, which no event is"
     try:

@@ -249,10 +249,7 @@ _NAMED = frozenset({"cause", "action", "ordered"})
 
 
 def record(event: Mapping[str, Any]) -> tuple[EventRecord, list[str]]:
-    """Checks an event from `log.parse`.
-
-    Returns it without values of the wrong type, and the names of the known fields that had them.
-    """
+    """An event from `log.parse` without values of the wrong type, and the names of their fields."""
     try:
         return EventRecord.model_validate(event), []
     except ValidationError as error:

@@ -37,10 +37,11 @@ HIGH_LOSS = Cause.LOSS_SPIKE | Cause.DIVERGENCE
 _NONFINITE = Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
 _BATCHES = 4
 _APART = 16  # steps from one remembered batch to the next
-# Damage: the remembered batches have risen by at least this share of the step's own rise, and the
-# step by at least this share of theirs (what is worse on them alone is forgotten, not damaged) ...
+# Damage: the mean rise of the remembered batches is at least this share of the step's own rise, and
+# at most the inverse (if they alone rise, the model has forgotten them).
 _SHARE = 0.5
-# ... and each of them by this share of the step's: if only some rise, one domain is forgotten.
+# Damage: each of them has risen by this share of the step's rise (if only some have, the model has
+# forgotten one domain).
 _EACH = 0.25
 _FAR = 32.0  # noise units above the level from which no loss recovers
 _WAIT = 16  # steps after the first alarm; an oscillation at the edge of stability takes fewer
@@ -81,7 +82,7 @@ class AssessmentResult(NamedTuple):
 
 
 class TrainedBatch(NamedTuple):
-    """A batch, and the step and the loss at which it was trained on."""
+    """A batch that step `index` was trained on, and its loss then."""
 
     index: int
     batch: Any
@@ -175,10 +176,7 @@ class Assessor:
         return self._high_loss if self._high_loss is not None and self._high_loss.due else None
 
     def review(self, period: HighLossPeriod, earlier: Mapping[str, Any]) -> AssessmentResult:
-        """Whether the steps with high loss have made the model worse, on the present data too.
-
-        `earlier` is the state of a checkpoint from before them.
-        """
+        """Whether the model is worse than the state `earlier`, on the present data too."""
         before, latest = period.before, period.latest
         batches = [each.batch for each in (*before, *latest)]
         now, then = self._losses(batches), self._losses(batches, earlier)

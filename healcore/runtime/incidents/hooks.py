@@ -71,7 +71,7 @@ class HookResult(NamedTuple):
     """What the hooks returned for one incident."""
 
     action: Action | None
-    """None: as ordered."""
+    """To take instead of those ordered; None: as ordered."""
     hook: str
     """Name of the hook that returned `action`; "": none did."""
     problems: tuple[str, ...] = ()
@@ -100,10 +100,7 @@ class Hooks:
         return len(self._hooks)
 
     def run(self, incident: IncidentContext) -> HookResult:
-        """Calls every hook; one that raises changes nothing.
-
-        KeyboardInterrupt and SystemExit are not caught.
-        """
+        """Calls every hook; an `Exception` in one changes nothing."""
         action, name, problems = None, "", []
         for hook in self._hooks:
             try:

@@ -149,7 +149,7 @@ class ActionExecutor:
         return ActionResult(target=self._roll_back(request, step))
 
     def _needs_evidence(self, request: ActionRequest) -> bool:
-        """Whether to assess first: neither for a hook's request, nor for a rule that stops."""
+        """Whether to assess first; not for a hook's request, nor for a rule that stops."""
         policy = self.policy
         if not policy.confirm or request.overridden:
             return False

@@ -31,11 +31,7 @@ from healcore.runtime.store.ranks import agreed
 
 
 def begin(loop: Loop, *, resume: bool, died: Any | None) -> None:
-    """Resumes from the newest checkpoint, or takes the first snapshot.
-
-    `died` is the postmortem of the previous process if it was killed. Raises NoGoodCheckpoint if
-    there are checkpoints and none can be used, StateMismatch if they are of another state.
-    """
+    """Resumes, or takes the first snapshot. `died`: the postmortem of a killed predecessor."""
     loop.log.attach_console()
     loop.rollbacks.find_damage()
     if not resume:
@@ -182,7 +178,7 @@ def _log_rollback(loop: Loop, plan: RollbackPlan, target: int) -> None:
 
 
 def describe(store: Any) -> str:
-    """A store, for logs."""
+    """Describes a store for logs."""
     describe = getattr(store, "describe", None)
     return describe() if describe is not None else f"checkpoints in {type(store).__name__}"
 
@@ -206,10 +202,7 @@ def ending_of(error: BaseException | None, signal_number: int | None = None) -> 
 
 
 def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
-    """Ends a run after `error` left its block (None: no error).
-
-    Returns what the block must raise although the loop has completed.
-    """
+    """Ends a run; returns what the block must raise although the loop has completed."""
     ending = ending_of(error, loop.termination.signal_number)
     problems: list[str] = []
 
@@ -234,7 +227,7 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
     attempt("checkpoints being written", loop.checkpoints.wait)
     not_saved = None
     if completed and any(loop.ranks.gather(_last_state_lost(loop, saved))):
-        # The journal must not say "completed": the program started again resumes and saves it.
+        # The journal must not have "completed": the program started again resumes and saves it.
         error = not_saved = LastStateNotSaved(_not_saved(loop, problems))
         ending = Ending.EXCEPTION
     if together:

@@ -114,7 +114,7 @@ class StateCheck:
         self._rollbacks: list[_NonfiniteRollback] = []
 
     def check(self, step: int) -> ActionRequest | None:
-        """What to do about the saves so far; None: nothing, or nothing new. Collective."""
+        """The request for new NaN or Inf in the saves so far; None: none. All ranks call it."""
         found = self.checkpoints.nonfinite_checkpoints()
         new = found.keys() - self._known
         self._known |= found.keys()

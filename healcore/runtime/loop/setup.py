@@ -92,10 +92,7 @@ class Options(NamedTuple):
 
 
 def open_run(options: Options) -> Loop:
-    """Attaches, opens the store, and resumes from a checkpoint or takes the first snapshot.
-
-    Raises AlreadyCompleted, StoreNotEmpty, StoreError and its subclasses, as `Healer.__enter__`.
-    """
+    """Attaches, opens the store, resumes or saves a first snapshot. Errors: `Healer.__enter__`."""
     if any(loop.finalizer is not None and loop.finalizer.alive for loop in _loops):
         gc.collect()  # runs the finalizers of unreferenced Healers, which may hold the store
     driver = options.driver or driver_for(

@@ -61,7 +61,7 @@ class AlreadyCompleted(HealcoreError, SystemExit):
 
 
 class LastStateNotSaved(HealcoreError, SystemExit):
-    """The loop has ended, and no checkpoint holds its last state (because of a full disk, say).
+    """The loop has ended, and no checkpoint holds its last state, for example on a full disk.
 
     Uncaught, Python prints the reason and the process ends with status 1. Started again, the
     program resumes from the newest checkpoint.

@@ -90,13 +90,11 @@ _REPEATED = {
 
 
 class RollbackRecord(NamedTuple):
-    """One rollback that was carried out."""
+    """One rollback, from step `step` to the checkpoint of step `target`."""
 
     step: int
-    """The step it went back from."""
     onset: int
     target: int
-    """Step of the checkpoint that was restored."""
     lr_before: float | None = None
     """Learning rate, multiplier included; None: unknown."""
     lr_after: float | None = None
@@ -112,7 +110,7 @@ class RunEnd(NamedTuple):
     step: int
     """Optimizer steps done."""
     why: str = ""
-    """The reason, such as "SIGTERM"."""
+    """The reason of a stop, or the signal."""
     cause: Cause = Cause(0)
     """Of the last incident; 0: there was none."""
     onset: int | None = None
@@ -130,19 +128,19 @@ class RunEnd(NamedTuple):
     verdict: str = ""
     """Of a re-run of the step: `transient`, `reproducible`, or "" without one."""
     damaged: tuple[int, ...] = ()
-    """Steps of checkpoints that were found damaged on disk."""
+    """Steps of checkpoints found damaged on disk."""
     damaged_in_memory: tuple[int, ...] = ()
-    """The same in host memory."""
+    """Steps of checkpoints found damaged in host memory."""
     not_finite: tuple[tuple[int, tuple[str, ...]], ...] = ()
     """Steps of checkpoints with unwanted NaN or Inf, and in which arrays."""
     unsaved: int = 0
     """Checkpoints that could not be written."""
     unsaved_why: str = ""
-    """Reason of the last failure."""
+    """Why the last of them could not."""
     observes: bool = False
     last_good: int | None = None
     path: str | None = None
-    """The directory of that checkpoint."""
+    """Directory of the checkpoint `last_good`."""
     exception: str | None = None
 
 

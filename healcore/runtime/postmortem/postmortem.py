@@ -37,19 +37,16 @@ class Postmortem(NamedTuple):
     """Optimizer steps done; of a killed run that of its last event."""
     diagnosis: str
     cause: tuple[str, ...] = ()
-    """Of the last incident."""
     incidents: int = 0
     rollbacks: tuple[RollbackRecord, ...] = ()
     lr_scale: float = 1.0
     last_good: int | None = None
-    """Step of the newest known-good checkpoint."""
     last_good_path: str | None = None
     exception: str | None = None
     """What was raised, with its traceback."""
     ended: str = ""
     """Wall time, ISO 8601, UTC; of a killed run that of its last event."""
     seconds: float | None = None
-    """Duration, by a monotonic clock."""
     lost_events: int = 0
     process: Process | None = None
     environment: dict[str, str] = {}  # noqa: RUF012 -- never changed
@@ -100,10 +97,7 @@ def path_for(events: str | os.PathLike[str], run: str) -> Path:
 
 
 def write(path: str | os.PathLike[str], postmortem: Postmortem) -> str | None:
-    """Writes the file completely or not at all; returns what went wrong, None: nothing.
-
-    Never raises: it is called while a run is ending.
-    """
+    """Writes the file whole or not at all. Returns errors and never raises: the run is ending."""
     path = Path(path)
     try:
         text = json.dumps({"schema": SCHEMA, **json_lines.to_json(postmortem)}, indent=2)
