@@ -143,10 +143,7 @@ class Driver(Protocol):
     def store(
         self, where: Any, nonfinite_ok: tuple[str, ...], *, trust: bool = False
     ) -> CheckpointStore:
-        """The default store: memory, backed by the directory `where` (None: memory only).
-
-        `trust` as in `Healer`.
-        """
+        """The default store: memory, and the directory `where` if given; `trust` as in `Healer`."""
         ...
 
     def ranks(self) -> Ranks:
@@ -167,10 +164,7 @@ class UnknownState(HealcoreError, TypeError):
 
 
 def framework_of(state: Any) -> str:
-    """The framework of a state: torch for a mapping with a module or optimizer, otherwise JAX.
-
-    Raises UnknownState if it is not torch's and JAX has not been imported.
-    """
+    """The name of the framework; raises UnknownState if there is nothing of torch or JAX."""
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
     if torch is not None and isinstance(state, Mapping):
         kinds = (torch.optim.Optimizer, torch.nn.Module)
@@ -188,10 +182,10 @@ def framework_of(state: Any) -> str:
 def driver_for(
     state: Any, engine: Engine, framework: str | None, attach: Mapping[str, Any]
 ) -> Driver:
-    """The driver of a state. A framework that the program does not use is not imported.
+    """The driver of a state; `framework` None: detected. Imports only a framework that is used.
 
-    `framework` None detects it from the state. `attach` are options of `healcore.torch.attach`.
-    Raises UnknownState if no driver supports the state.
+    `attach` are options of `healcore.torch.attach`. Raises UnknownState if no driver supports the
+    state.
     """
     name = framework_of(state) if framework is None else framework
     if name not in FRAMEWORKS:

@@ -36,11 +36,7 @@ class HostPolicy(NamedTuple):
 
     @classmethod
     def of(cls, policy: PolicyLike, overrides: Mapping[str, Any] = {}) -> HostPolicy:
-        """The host's part of a policy.
-
-        An Engine or EngineConfig takes no overrides; keys that only a policy file has get their
-        defaults. Raises `healcore.policy.PolicyError` if the policy does not exist or is not valid.
-        """
+        """The host's part of a policy; an Engine gets defaults for keys only policy files have."""
         found = resolve(policy, overrides)
         if isinstance(found, Engine):
             name, text, engine, host = "(engine)", None, found, Rollback()

@@ -27,8 +27,7 @@ HOW = "the Healer (or the Cursor)"
 def dumps(value: Any, path: tuple[Any, ...], *, trust: bool = False) -> str:
     """A value as text, which is a copy too; `path` is its place in the state, for the error.
 
-    A part without a plain form is pickled if `trust`. Otherwise, or if that fails, UnsavableState
-    is raised.
+    A part without a plain form is pickled if `trust`. If it cannot be, UnsavableState is raised.
     """
 
     def special(path: tuple[Any, ...], value: Any) -> structure.Node:
@@ -43,11 +42,7 @@ def dumps(value: Any, path: tuple[Any, ...], *, trust: bool = False) -> str:
 
 
 def loads(text: str, path: tuple[Any, ...], *, trust: bool = False) -> Any:
-    """The value of a text from `dumps`; `path` is its place in the state, for the error.
-
-    Raises Untrusted if a part is pickled and `trust` is False, and StoreError if `dumps` cannot
-    have written the text.
-    """
+    """Reads a text from `dumps`; raises StoreError, or Untrusted for a pickle without `trust`."""
 
     def fetch(tag: str, content: Any) -> Any:
         if tag == "pickle":

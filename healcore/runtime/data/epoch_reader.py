@@ -85,10 +85,9 @@ class EpochReader:
         return self._batches
 
     def read(self) -> Any:
-        """The next batch. One that raises is counted too: torch loaders continue after it.
+        """The next batch, or StopIteration between epochs; EmptyLoader if the epoch had none.
 
-        Raises StopIteration at the end of the epoch, EmptyLoader if it had no batch. The next call
-        reads from the next epoch.
+        A batch that raises is counted too: torch loaders continue after it.
         """
         which, batches = self.next_id, self.begin()
         try:

@@ -1,7 +1,4 @@
-"""How the state of a loader is taken and put back: one adapter for each kind of loader.
-
-Classes of torch and torchdata are recognized by name only.
-"""
+"""Adapters that take and restore a loader's state; classes of torch are recognized by name."""
 
 from __future__ import annotations
 

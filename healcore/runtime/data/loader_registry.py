@@ -29,8 +29,6 @@ class RewindResult(NamedTuple):
 
 
 class _Entry:
-    """A loader and its cursor."""
-
     def __init__(self, loader: Any, cursor: Cursor) -> None:
         self.loader = loader
         self.cursor = cursor
@@ -63,11 +61,10 @@ class LoaderRegistry:
         self._noticed: set[str | None] = set()
 
     def begin(self, loader: Any, epochs: int | None) -> int:
-        """A loop begins to iterate over a loader, for `epochs` more epochs. Returns its number.
+        """Begins to iterate over a loader for `epochs` more epochs; returns the loader's number.
 
         After a restart the loader is where the run was, without the epochs that were finished.
-        After a `break` it begins the next epoch, as any loader does. Raises UnusableLoader, as
-        `Cursor`.
+        After a `break` it begins the next epoch, as any loader does.
         """
         number = next((n for n, each in self._entries.items() if each.loader is loader), None)
         if number is None:

@@ -50,8 +50,7 @@ def encode(
 ) -> dict[str, Any]:
     """A position as a copy of dictionaries, lists, numbers and strings, for a checkpoint.
 
-    Ids of `left_out` that are still ahead are saved too. `trust`: pickle what has no plain form;
-    without it UnsavableState is raised.
+    Ids of `left_out` that are still ahead are saved too. `trust` as in `plain.dumps`.
     """
     state = position.state
     ahead = sorted(each for each in left_out if each >= (position.epoch, position.index))

@@ -94,8 +94,7 @@ class LineAppender:
     def append(self, lines: bytes, *, durable: bool = False) -> None:
         """Adds whole lines in one call, so that with O_APPEND no other line comes in between.
 
-        `durable`: wait for the disk. Raises OSError if not all of it could be written; the next
-        call opens the file again.
+        Raises OSError if not all could be written; the next call opens the file again.
         """
         try:
             handle, torn = self._open_current()

@@ -163,10 +163,7 @@ class History(NamedTuple):
     problems: list[LineProblem]
 
     def runs(self) -> dict[str, list[Event]]:
-        """Run id -> its events by sequence number; runs in the order of their first events.
-
-        By number and not by time: clocks jump.
-        """
+        """Run id -> its events by number (clocks jump); runs in the order of their first events."""
         found: dict[str, list[Event]] = {}
         for event in self.events:
             found.setdefault(event["run"], []).append(event)
@@ -177,9 +174,8 @@ def read(path: str | os.PathLike[str]) -> History:
     """Reads a file, also while it is being written; raises OSError if it cannot be read.
 
     Lines that are damaged (torn by a kill, a full disk, a power cut) are left out and listed; a
-    last line without its end is one of them. They never cost another writer's lines.
-
-    Takes memory for one line, and some 30 bytes for each byte of the file.
+    last line without its end is one of them. They never cost another writer's lines. The events
+    take some 30 bytes of memory for each byte of the file.
     """
     events: list[Event] = []
     problems: list[LineProblem] = []

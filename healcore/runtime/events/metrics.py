@@ -51,10 +51,8 @@ class Metrics:
 
     `thinned` keeps the file small, 15 MB more each time the run gets twice as long: after 50,000
     lines only every second step is written, after 100,000 every fourth, and so on; of the steps
-    with an alarm the same. A line that stands for several steps has `"every"`.
-
-    `run` is the run's id, `follow_links` is as in `LineAppender`. `lost` counts lines that could
-    not be written.
+    with an alarm the same. A line that stands for several steps has `"every"`. `follow_links` is as
+    in `LineAppender`.
     """
 
     def __init__(

@@ -64,7 +64,6 @@ class IncidentMonitor:
     ranks: Ranks
     log: RunLog
     facts: Callable[[], RunFacts]
-    """The state of the run, for hooks."""
 
     def __post_init__(self) -> None:
         self.unreported_alarms = 0

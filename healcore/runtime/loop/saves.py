@@ -86,8 +86,6 @@ class SaveSchedule:
 
 
 class _NonfiniteRollback(NamedTuple):
-    """A rollback for NaN or Inf in the state."""
-
     onset: int
     arrays: tuple[str, ...]
 

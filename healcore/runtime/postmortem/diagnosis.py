@@ -339,11 +339,7 @@ def advice(
     left_out: bool = False,
     lr_lowered: bool = False,
 ) -> list[str]:
-    """Sentences for a person.
-
-    `cause` has the flags of the incident. `verdict` is that of a re-run, or "". `left_out` and
-    `lr_lowered` mean any of the `rollbacks`.
-    """
+    """Sentences for a person; `left_out` and `lr_lowered`: any of the `rollbacks` did that."""
     hints = []
     if verdict == RerunVerdict.TRANSIENT:
         hints.append(_TRANSIENT)

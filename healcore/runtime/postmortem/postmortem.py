@@ -172,10 +172,7 @@ def last_process(events: Sequence[Event]) -> Run | None:
 
 
 def end_of_killed(run: Run, events: Iterable[Event], *, why: str = "") -> RunEnd:
-    """The facts about a process that was killed; `why` is for the headline.
-
-    `events` are all of the file: an earlier process may have had the last known-good checkpoint.
-    """
+    """The facts about a killed process; `events` may have an earlier one's last known-good."""
     good, seen = KnownGood(), run.last_seen
     for event in events:
         good.add(record(event)[0])
