@@ -160,7 +160,7 @@ class Driver(Protocol):
 
 
 class UnknownState(HealcoreError, TypeError):
-    """A state that no driver supports; the message has what to pass instead."""
+    """A state that no driver supports; the message explains what to pass instead."""
 
 
 def framework_of(state: Any) -> str:

@@ -61,8 +61,8 @@ def read(
     the pickle has none. Every `Made` is appended once to `objects`.
 
     Raises:
-        BadPickle: the pickle is damaged, or has a part that honest data do not need: keys that are
-            neither simple values nor objects, the state of a value that is no object.
+        BadPickle: the pickle is damaged, or has a part that ordinary data do not need: keys that
+            are neither simple values nor objects, the state of a value that is no object.
     """
     try:
         return _read(data, at, persistent, [] if objects is None else objects)
@@ -78,7 +78,7 @@ _U32 = struct.Struct("<I")
 _NUMBERS = {0x4D: struct.Struct("<H"), 0x4A: struct.Struct("<i"), 0x47: struct.Struct(">d")}
 """BININT2, BININT and BINFLOAT."""
 _SIMPLE = frozenset((float, bool, type(None), Global, Made))
-"""Types that are hashed and compared fast; a deeply nested tuple may take for ever."""
+"""Types that are hashed and compared fast. A deeply nested tuple may take for ever."""
 _LONGEST_KEY = 1 << 16
 """Characters of a key or a name: one of a megabyte could be compared for every byte."""
 _LENGTH = {0x58: 4, 0x8C: 1, 0x8D: 8, 0x42: 4, 0x43: 1, 0x8E: 8, 0x96: 8, 0x55: 1, 0x54: 4}

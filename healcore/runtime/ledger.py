@@ -14,7 +14,7 @@ from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Cause, names
 
 _MAX_INCIDENTS = 1000
-"""More than these are dropped, the oldest first."""
+"""Incidents kept; the oldest are dropped."""
 
 
 class PastRollback(NamedTuple):
@@ -46,7 +46,7 @@ class IncidentRecord:
 
 @dataclass
 class Ledger:
-    """The host's memory of a run; `record` adds the steps in order."""
+    """The host's record of a run; `record` adds the steps in order."""
 
     next_step: int = 0
     unhealthy: list[int] = field(default_factory=list)

@@ -85,7 +85,7 @@ class EpochReader:
         return self._batches
 
     def read(self) -> Any:
-        """The next batch, or StopIteration between epochs; EmptyLoader if the epoch had none.
+        """Reads the next batch; raises StopIteration after an epoch, EmptyLoader if it had none.
 
         A batch that raises is counted too: torch loaders continue after it.
         """

@@ -169,7 +169,7 @@ def first_line(path: Path) -> bytes | None:
 
 
 def lines_reversed(path: Path) -> Iterator[bytes]:
-    """The lines of a file from the last, a block at a time, without those over `MAX_LINE`."""
+    """The lines of a file from last to first, read in blocks, without those over `MAX_LINE`."""
     with path.open("rb") as file:
         place, rest, size = file.seek(0, os.SEEK_END), b"", _BLOCK
         too_long = False  # in a line that is not held

@@ -42,8 +42,8 @@ class Log:
 
     No method raises. Events that could not be written are counted in `lost` and reported in the
     field `lost` of the next one that can be, and the first time by the logger `healcore`. The file
-    continues where an earlier process ended; without a `path` nothing is written. `run` is the id
-    of this process and no other (None: a new id), `follow_links` is as in `LineAppender`.
+    continues where an earlier process ended; without a `path` nothing is written. `run` is an id of
+    this process alone (None: a new one), `follow_links` is as in `LineAppender`.
 
     Attributes:
         seq: number of the next event.

@@ -71,7 +71,7 @@ class HookResult(NamedTuple):
     """What the hooks returned for one incident."""
 
     action: Action | None
-    """To take instead of those ordered; None: as ordered."""
+    """The actions to take instead; None: as ordered."""
     hook: str
     """Name of the hook that returned `action`; "": none did."""
     problems: tuple[str, ...] = ()

@@ -160,7 +160,7 @@ class ActionExecutor:
         return bool(request.action & (Action.ROLLBACK | Action.STOP)) and not stops
 
     def _assess(self, request: ActionRequest, step: int) -> AssessmentResult:
-        """Assesses damage, which on one rank counts for all; writes an event."""
+        """Assesses whether the model is damaged on any rank, and writes an event."""
         result = self.assessor.assess(request)
         verdicts = self.ranks.gather(result.verdict.value)
         if DamageVerdict.DAMAGE.value in verdicts:

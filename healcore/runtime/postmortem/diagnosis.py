@@ -136,7 +136,7 @@ class RunEnd(NamedTuple):
     unsaved: int = 0
     """Checkpoints that could not be written."""
     unsaved_why: str = ""
-    """Why the last of them could not."""
+    """Why the last of them could not be written."""
     observes: bool = False
     last_good: int | None = None
     path: str | None = None

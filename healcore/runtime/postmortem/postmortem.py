@@ -51,7 +51,7 @@ class Postmortem(NamedTuple):
     process: Process | None = None
     environment: dict[str, str] = {}  # noqa: RUF012 -- never changed
     certain: bool = True
-    """False: it ran on another host, and is taken for gone because a new process began."""
+    """False: it ran on another host, and is assumed to be gone as a new process began."""
 
 
 def of(
@@ -117,8 +117,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 def of_killed(events: str | os.PathLike[str]) -> Postmortem | None:
     """Writes the postmortem of the last run in an events file if that was killed.
 
-    For the next start, before that writes its own `start`. Never raises. Returns None if there is
-    no such run, it has written its end, or is still running.
+    Called by the next process before it writes its own `start`. Never raises. Returns None if there
+    was no run, or it has written its end or is still running.
     """
     try:
         found = _killed(Path(events))
