@@ -37,7 +37,7 @@ class Generators(Protocol):
     """A framework's random generators."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Their present states."""
+        """Their present states, for `load_state_dict`."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -77,7 +77,7 @@ class Driver(Protocol):
         Accumulators are gradients that no step has used yet, and those of optax.MultiSteps.
 
         Raises:
-            StateMismatch: it does not fit; nothing was changed.
+            StateMismatch: the state does not fit; nothing was changed.
         """
         ...
 
@@ -143,10 +143,7 @@ class Driver(Protocol):
     def store(
         self, where: Any, nonfinite_ok: tuple[str, ...], *, trust: bool = False
     ) -> CheckpointStore:
-        """The default store: memory, backed by the directory `where` (None: memory only).
-
-        `trust` as in `Healer`.
-        """
+        """The default store: memory, and the directory `where` if given; `trust` as in `Healer`."""
         ...
 
     def ranks(self) -> Ranks:
@@ -158,23 +155,16 @@ class Driver(Protocol):
         ...
 
     def close(self) -> None:
-        """Removes the hooks that it has installed."""
+        """Removes the hooks that the driver has installed."""
         ...
 
 
 class UnknownState(HealcoreError, TypeError):
-    """A state that no driver supports; the message says what to pass."""
+    """A state that no driver supports; the message explains what to pass instead."""
 
 
 def framework_of(state: Any) -> str:
-    """The framework of a state to protect.
-
-    Args:
-        state: a mapping with a torch module or optimizer among its values, or a JAX pytree.
-
-    Raises:
-        UnknownState: it is neither.
-    """
+    """The name of the framework; raises UnknownState if there is nothing of torch or JAX."""
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
     if torch is not None and isinstance(state, Mapping):
         kinds = (torch.optim.Optimizer, torch.nn.Module)
@@ -192,16 +182,10 @@ def framework_of(state: Any) -> str:
 def driver_for(
     state: Any, engine: Engine, framework: str | None, attach: Mapping[str, Any]
 ) -> Driver:
-    """The driver of a state. A framework that the program does not use is not imported.
+    """The driver of a state; `framework` None: detected. Imports only a framework that is used.
 
-    Args:
-        state: the user's.
-        engine: the policy's.
-        framework: "torch", "jax", or None to detect it from the state.
-        attach: options of `healcore.torch.attach`, for torch.
-
-    Raises:
-        UnknownState: no driver supports this state.
+    `attach` are options of `healcore.torch.attach`. Raises UnknownState if no driver supports the
+    state.
     """
     name = framework_of(state) if framework is None else framework
     if name not in FRAMEWORKS:

@@ -143,6 +143,7 @@ class Healer(Generic[State]):
             StoreNotEmpty: `resume` is False, and the store holds checkpoints.
             NoGoodCheckpoint: there are checkpoints, and none is intact.
             StateMismatch: they are of another state.
+            StoreError: the store cannot be used.
         """
         if self._run is not None:
             raise HealerError("a Healer is for one `with` block: create another one")
@@ -193,8 +194,7 @@ class Healer(Generic[State]):
             Whether the run was rolled back: `step` has changed then, and in JAX `state`.
 
         Raises:
-            RunStopped: the policy ends the run.
-            Terminated: SIGTERM.
+            RunStopped, Terminated: as in `batches`.
         """
         return self._live.after_step()
 
@@ -213,7 +213,7 @@ class Healer(Generic[State]):
         method(eval_loss, optimizer)
 
     def update(self, state: State | None = None) -> None:
-        """JAX: passes the state after the step. With nnx objects, which change in place: None."""
+        """JAX: passes the state after the step; None for nnx objects, which change in place."""
         self._driver_method("update", "in torch the state changes in place")(state)
 
     @property
@@ -271,7 +271,6 @@ class Healer(Generic[State]):
         return self._loop
 
     def _driver_method(self, name: str, instead: str) -> Callable[..., None]:
-        """A method that only one framework's driver has."""
         method = getattr(self._live.driver, name, None)
         if method is None:
             raise HealerError(f"{name} is for the other framework: {instead}")

@@ -1,4 +1,4 @@
-"""What of a policy the host carries out, and the engine that belongs to it."""
+"""The part of a policy that the host carries out, and the engine that belongs to it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from healcore.policy.recovery import Rollback
 
 
 class HostPolicy(NamedTuple):
-    """A policy, as the Healer needs it."""
+    """A policy as the Healer needs it."""
 
     name: str
     fingerprint: str | None
-    """`Engine.fingerprint`."""
     text: str | None
     """The policy as TOML, every key spelt out; None for an engine, which has no such text."""
     engine: Engine
@@ -26,27 +25,18 @@ class HostPolicy(NamedTuple):
     skip_batches: int
     """Batches to leave out besides those of the bad window."""
     region: int
-    """Onsets fewer steps apart than this are the same trouble."""
+    """Incidents that begin fewer steps apart than this count as the same trouble."""
     recoveries: int
+    """Rollbacks that are allowed within `refund_after` steps of the run."""
     refund_after: int
-    """Rollbacks that are allowed, within so many steps of the run."""
     confirm: bool
     """Going back needs evidence that the model is worse."""
     nonfinite_state: str = "rollback"
-    """What follows when a save finds NaN or Inf in the state: alert, rollback or stop."""
+    """What follows if a save finds NaN or Inf in the state: alert, rollback or stop."""
 
     @classmethod
     def of(cls, policy: PolicyLike, overrides: Mapping[str, Any] = {}) -> HostPolicy:
-        """The host's part of a policy.
-
-        Args:
-            policy: see `healcore.policy.PolicyLike`; of an Engine or EngineConfig the keys that
-                only a policy file has are the default ones.
-            overrides: `healcore.policy.Overrides`; none for an Engine or EngineConfig.
-
-        Raises:
-            healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
-        """
+        """The host's part of a policy; an Engine gets defaults for keys only policy files have."""
         found = resolve(policy, overrides)
         if isinstance(found, Engine):
             name, text, engine, host = "(engine)", None, found, Rollback()
@@ -75,5 +65,5 @@ class HostPolicy(NamedTuple):
 
     @property
     def observes(self) -> bool:
-        """Whether nothing is to be changed."""
+        """Whether the policy only observes and changes nothing."""
         return self.engine.mode == "observe"

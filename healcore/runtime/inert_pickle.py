@@ -1,6 +1,6 @@
 """Reads a pickle as data: nothing in it is imported, called, made or changed.
 
-A `Global` stands for a class or a function that the pickle names, a `Made` for an object that it
+A `Global` stands for a class or function that the pickle names, a `Made` for an object that it
 makes. The caller decides what they mean, by comparing names.
 """
 
@@ -16,13 +16,12 @@ class BadPickle(ValueError):
 
 
 class Global(NamedTuple):
-    """The name of a class or a function, which is not looked up."""
+    """The name of a class or function, which is not looked up."""
 
     module: str
     name: str
 
     def __str__(self) -> str:
-        """As in an import: `collections.OrderedDict`."""
         return f"{self.module}.{self.name}"
 
 
@@ -51,26 +50,19 @@ def read(
     persistent: Callable[[Any], Any] | None = None,
     objects: list[Made] | None = None,
 ) -> tuple[Any, int]:
-    """Reads one pickle of protocol 2 to 5.
+    """Reads one pickle of protocol 2 to 5, which begins at offset `at` of bytes or a mapped file.
 
-    Time is proportional to the length of the pickle, and memory at most about 300 times its
-    length. One object may occur at many places of the result, as in the pickle: a walk through the
-    result has to count its steps.
+    Returns the value and the offset after the pickle. The value has lists, dictionaries, tuples,
+    sets, numbers, strings, bytes, None, `Global` and `Made`. An object may occur in it many times,
+    as in the pickle, so a walk through it has to count its steps. Time is proportional to the
+    length of the pickle, and memory is at most about 300 times its length.
 
-    Args:
-        data: bytes, or a map of a file.
-        at: offset of the pickle in them.
-        persistent: takes the id of an object outside of the pickle, and returns its replacement.
-            None: there are none.
-        objects: every `Made` is appended, once each.
-
-    Returns:
-        The value, and the offset after the pickle. Lists, dictionaries, tuples, sets, numbers,
-        strings, bytes, None, `Global` and `Made`.
+    `persistent` takes the id of an object outside of the pickle and returns its replacement; None:
+    the pickle has none. Every `Made` is appended once to `objects`.
 
     Raises:
-        BadPickle: it is damaged, or has a part that honest data do not need: keys that are neither
-            simple values nor objects, the state of a value that is no object.
+        BadPickle: the pickle is damaged, or has a part that ordinary data do not need: keys that
+            are neither simple values nor objects, the state of a value that is no object.
     """
     try:
         return _read(data, at, persistent, [] if objects is None else objects)
@@ -255,7 +247,7 @@ def _made(what: Any, args: Any) -> Made:
 
 
 def _key(key: Any) -> Any:
-    """Checks that a key or an element is hashed fast."""
+    """Checks that a key or an element is hashed fast, and returns it."""
     kind = type(key)
     if kind is str or kind is bytes:
         simple = len(key) <= _LONGEST_KEY
@@ -300,7 +292,7 @@ _DICTIONARIES = (Global("collections", "OrderedDict"), Global("collections", "de
 
 
 def as_dict(value: Any) -> Mapping[Any, Any] | None:
-    """A dictionary, an `OrderedDict` or a `defaultdict` as a dictionary; otherwise None."""
+    """A dictionary, an `OrderedDict` or a `defaultdict` as a dictionary; None for other values."""
     if type(value) is dict:
         return value
     if type(value) is Made and value.what in _DICTIONARIES:
@@ -310,7 +302,7 @@ def as_dict(value: Any) -> Mapping[Any, Any] | None:
 
 
 def state(value: Any, what: Global) -> Mapping[Any, Any] | None:
-    """The attributes of an object of one class; otherwise None."""
+    """The attributes of an object of the class `what`; None for other values."""
     if type(value) is Made and value.what == what and type(value.state) is dict:
         return value.state
     return None

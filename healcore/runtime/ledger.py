@@ -18,24 +18,20 @@ _MAX_INCIDENTS = 1000
 
 
 class PastRollback(NamedTuple):
-    """A rollback that was carried out."""
+    """A rollback of the incident that began at step `onset` to the checkpoint of step `target`."""
 
     onset: int
-    """Step of the first alarm of the incident that it answered."""
     target: int
-    """Step of the checkpoint that was restored."""
 
 
 @dataclass
 class IncidentRecord:
-    """One incident, from its first alarm to its last."""
+    """One incident, from the step of its first alarm (`onset`) to that of its latest (`last`)."""
 
     number: int
     """From 1, over the whole run; a rollback does not reset it."""
     onset: int
-    """Step of the first alarm."""
     last: int
-    """Step of the latest alarm."""
     cause: int
     """`Cause` flags of all its alarms."""
     first: dict[str, int] = field(default_factory=dict)
@@ -50,10 +46,9 @@ class IncidentRecord:
 
 @dataclass
 class Ledger:
-    """Filled by `record`, step by step, in order."""
+    """The host's record of a run; `record` adds the steps in order."""
 
     next_step: int = 0
-    """Index of the next step to be recorded."""
     unhealthy: list[int] = field(default_factory=list)
     """Steps that were skipped, or had an alarm within an incident; ascending."""
     incidents: list[IncidentRecord] = field(default_factory=list)
@@ -61,7 +56,6 @@ class Ledger:
     incident_count: int = 0
     """Incidents so far, including those dropped from `incidents`."""
     open: bool = False
-    """Whether an incident is going on."""
 
     def record(self, index: int, records: Sequence[StepRecord]) -> IncidentRecord | None:
         """Adds one step, by its records. Returns its incident; None: the step is healthy."""
@@ -123,7 +117,7 @@ class Ledger:
     # -- saving ---------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-safe."""
+        """The ledger as JSON-safe values."""
         return {**asdict(self), "past_rollbacks": [list(each) for each in self.past_rollbacks]}
 
     @classmethod

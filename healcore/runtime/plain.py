@@ -25,15 +25,9 @@ HOW = "the Healer (or the Cursor)"
 
 
 def dumps(value: Any, path: tuple[Any, ...], *, trust: bool = False) -> str:
-    """A value as text, which is a copy too.
+    """A value as text, which is a copy too; `path` is its place in the state, for the error.
 
-    Args:
-        value: nested dictionaries, lists, tuples, numbers, strings, bytes and arrays.
-        path: its place in the state, for the error.
-        trust: pickle what has no plain form.
-
-    Raises:
-        UnsavableState: a part has no plain form, or cannot be pickled.
+    A part without a plain form is pickled if `trust`. If it cannot be, UnsavableState is raised.
     """
 
     def special(path: tuple[Any, ...], value: Any) -> structure.Node:
@@ -48,17 +42,7 @@ def dumps(value: Any, path: tuple[Any, ...], *, trust: bool = False) -> str:
 
 
 def loads(text: str, path: tuple[Any, ...], *, trust: bool = False) -> Any:
-    """The value of a text from `dumps`.
-
-    Args:
-        text: the text.
-        path: its place in the state, for the error.
-        trust: read pickles too.
-
-    Raises:
-        Untrusted: a part is pickled.
-        StoreError: `dumps` cannot have written this.
-    """
+    """Reads a text from `dumps`; raises StoreError, or Untrusted for a pickle without `trust`."""
 
     def fetch(tag: str, content: Any) -> Any:
         if tag == "pickle":
@@ -83,11 +67,7 @@ def loads(text: str, path: tuple[Any, ...], *, trust: bool = False) -> Any:
 
 
 def pickled_text(path: tuple[Any, ...], value: Any) -> str:
-    """A pickle in base64.
-
-    Raises:
-        UnsavableState: it cannot be pickled.
-    """
+    """A pickle in base64; raises UnsavableState if the value cannot be pickled."""
     try:
         return base64.b64encode(pickle.dumps(value)).decode()
     except Exception as error:
@@ -109,7 +89,7 @@ def _array_node(value: Any) -> structure.Node | None:
 
 
 def _dtype_name(dtype: np.dtype) -> str | None:
-    """A name for `np.dtype`; None for objects and fields."""
+    """A name from which `np.dtype` makes this dtype; None for objects and fields."""
     if dtype.hasobject or dtype.names is not None:
         return None
     for name in (dtype.str, dtype.name):  # ml_dtypes has names only
@@ -128,7 +108,7 @@ def _array(content: dict[str, Any], *, number: bool) -> Any:
 
 
 def _framework_node(value: Any) -> structure.Node | None:
-    """The node of a framework's value; nothing is imported for any other value."""
+    """The node of a torch or JAX value, or None. Imports nothing for other values."""
     for kind in type(value).__mro__:
         package = kind.__module__.partition(".")[0]
         if package in _FRAMEWORKS:

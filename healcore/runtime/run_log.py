@@ -12,15 +12,11 @@ _console = logging.getLogger("healcore")
 
 
 class RunLog:
-    """Events, and lines on the logger `healcore` at INFO and WARNING.
+    """Events, and lines on the logger `healcore` at INFO and WARNING, which one rank logs.
 
     The lines are per incident and rollback, not per alarm. If the program's logging is set up to
     show these levels, it shows the lines. Otherwise they go to standard error while the run lasts:
     most programs set up no logging, and libraries that do (absl is one) show warnings only.
-
-    Args:
-        events: the file of events.
-        console: whether to log lines; only one of several ranks does.
     """
 
     def __init__(self, events: Log, *, console: bool) -> None:
@@ -60,7 +56,7 @@ class RunLog:
             _console.propagate = False
 
     def detach_console(self) -> None:
-        """Restores the logger."""
+        """Undoes `attach_console`."""
         if self._handler is not None:
             _console.removeHandler(self._handler)
             level, _console.propagate = self._before

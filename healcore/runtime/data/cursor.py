@@ -1,4 +1,4 @@
-"""The data cursor: hands out batches with lasting ids, and rewinds where the loader can."""
+"""The data cursor: yields batches with lasting ids, and rewinds where the loader can."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Batch = TypeVar("Batch", covariant=True)
 
 
 class UnusableLoader(DataError, TypeError):
-    """It is no loader, or not one that can do what is asked."""
+    """An object that is no loader, or a loader that cannot do what is asked."""
 
 
 class Indexed(Protocol[Batch]):
-    """What is iterated over by index, as a torch Dataset is."""
+    """Batches by index, as in a torch Dataset."""
 
     def __getitem__(self, index: int, /) -> Batch:
         """The batch at an index; IndexError after the last one."""
@@ -30,7 +30,7 @@ Loader = Iterable[Batch] | Indexed[Batch]
 class Cursor:
     """Goes through a loader, epoch after epoch.
 
-    Nothing is read ahead: when a batch has been handed out, the loader is right after it.
+    Nothing is read ahead: the loader is always right after the batch that was returned last.
 
     Beginning an epoch may draw random numbers (torch loaders do), and `position`, `rewind` and
     `next` may begin one. So take the position first and the random state after it, and restore them
@@ -38,12 +38,12 @@ class Cursor:
 
     Args:
         loader: anything that can be iterated over.
-        epochs: how many; None for no end. A loader that is an iterator has one.
+        epochs: how many; None: no end. A loader that is an iterator has one.
         trust: also pickle the state of a loader that has no plain form, and read pickles back.
             Reading a pickle runs whatever code its writer put there.
 
     Raises:
-        UnusableLoader: it cannot be iterated over, or not that often.
+        UnusableLoader: the loader cannot be iterated over, or not that often.
         DataError: `epochs` is not a whole number >= 1.
     """
 
@@ -62,17 +62,16 @@ class Cursor:
         self.extend(epochs)
 
     def extend(self, epochs: int | None = 1) -> None:
-        """Allows further epochs, for loops that have `for epoch in ...` outside.
+        """Allows further epochs, for programs that call `next` within their own `for epoch` loop.
 
         After a rewind into an earlier epoch `next` finishes that one first. After a resume in a
-        later one it ends at once until the loop outside has come as far.
+        later one it ends at once until the outer loop has come as far.
 
         Args:
-            epochs: how many; None for no end.
+            epochs: how many; None: no end.
 
         Raises:
-            UnusableLoader: the loader is an iterator, which has one epoch only.
-            DataError: not a whole number >= 1.
+            UnusableLoader, DataError: as for a new cursor.
         """
         if epochs is not None and (type(epochs) is not int or epochs < 1):
             raise DataError(f"epochs is a whole number >= 1, or None for no end, not {epochs!r}")
@@ -100,8 +99,8 @@ class Cursor:
     def next(self) -> tuple[Any, BatchId]:
         """The next batch that is not left out, and its id.
 
-        Exceptions of the loader pass through, with the batch's id as a note; that batch counts as
-        read, and calling again goes on after it if the loader does. For a batch that is left out
+        Exceptions of the loader pass through, with the batch's id as a note. That batch counts as
+        read, and the next call continues after it if the loader does. For a batch that is left out
         nothing is raised.
 
         Raises:
@@ -127,11 +126,11 @@ class Cursor:
         raise StopIteration
 
     def abandon(self) -> None:
-        """Drops the rest of the epoch, after a loop that broke off."""
+        """Drops the rest of the epoch, after a loop that was left by `break`."""
         self._reader.abandon()
 
     def position(self) -> dict[str, Any]:
-        """The position right after the batch handed out last, for `rewind` and `fast_forward`.
+        """The position right after the last batch, for `rewind` and `fast_forward`.
 
         A copy, of Python values that any checkpoint can hold. If the loader's state cannot be
         taken, the cursor cannot rewind from then on.
@@ -148,10 +147,10 @@ class Cursor:
         Batches keep their ids, and those left out since stay left out.
 
         Args:
-            position: from `position`, of this process or an earlier one. It can be used again.
+            position: from `position`, of this process or an earlier one; it can be used again.
 
         Returns:
-            False if that cannot be done; `why_not` has the reason, and the cursor has not moved.
+            False if that cannot be done: `why_not` has the reason, and the cursor has not moved.
 
         Raises:
             DataError: the loader failed on the position and could not return to where it was.
@@ -184,11 +183,10 @@ class Cursor:
         return True
 
     def fast_forward(self, position: Mapping[str, Any]) -> str:
-        """Moves forward to a position by reading and dropping batches, for loaders without a state.
+        """Moves forward by reading and dropping batches, for loaders without a state.
 
         Args:
-            position: from `position`, of this process or an earlier one. Earlier epochs are not
-                read again.
+            position: as in `rewind`. Earlier epochs are not read again.
 
         Returns:
             What was done, as a sentence.
@@ -221,11 +219,9 @@ class Cursor:
     def leave_out(self, ids: Iterable[BatchId]) -> None:
         """Leaves batches out when the cursor comes to them; `skipped` lists those.
 
-        Ids after the end of an epoch belong to no batch: a range over the end of an epoch does not
-        go on in the next one.
-
         Args:
-            ids: batch ids, or pairs.
+            ids: batch ids, or pairs. Those after the end of an epoch belong to no batch: a range
+                over the end of an epoch does not continue in the next one.
 
         Raises:
             DataError: one of them is no batch id.

@@ -32,7 +32,6 @@ class EmptyLoader(DataError):
         self.loader = loader
 
     def __str__(self) -> str:
-        """Which epoch, and the usual reasons."""
         if self.epoch == 0:
             hint = "is the dataset empty, or smaller than one batch with drop_last=True?"
         else:
@@ -65,12 +64,12 @@ class EpochReader:
 
     @functools.cached_property
     def adapter(self) -> LoaderAdapter:
-        """Found when needed: that may begin an epoch."""
+        """Found when needed, because that may begin an epoch."""
         return adapter_for(self._loader)
 
     @property
     def next_id(self) -> BatchId:
-        """The next batch."""
+        """The id of the next batch."""
         return BatchId(self.epoch, self.index)
 
     def begin(self) -> Iterator[Any]:
@@ -86,11 +85,9 @@ class EpochReader:
         return self._batches
 
     def read(self) -> Any:
-        """The next batch. One that raises is counted too: torch loaders go on behind it.
+        """Reads the next batch; raises StopIteration after an epoch, EmptyLoader if it had none.
 
-        Raises:
-            StopIteration: the epoch has ended; a further `read` is of the next one.
-            EmptyLoader: it had no batch at all.
+        A batch that raises is counted too: torch loaders continue after it.
         """
         which, batches = self.next_id, self.begin()
         try:
@@ -106,11 +103,7 @@ class EpochReader:
         return batch
 
     def position(self) -> Position:
-        """The position, with the state to come back with.
-
-        Raises:
-            Exception: whatever the loader raises.
-        """
+        """The position with the state to return to; may raise anything that the loader raises."""
         if self.adapter.why_not is not None:
             state = None
         elif self._between:
@@ -123,11 +116,7 @@ class EpochReader:
         return Position(self.adapter.kind, self.epoch, self.index, state, number)
 
     def restore(self, target: Position) -> None:
-        """Moves the loader to a position.
-
-        Raises:
-            Exception: whatever the loader raises; its position is then unknown.
-        """
+        """Moves the loader to a position, which is unknown afterwards if the loader raises."""
         self._sampler_epochs.restore(target.epoch, target.sampler_epoch)
         self._batches, self._between = None, True
         if target.state is not None:
@@ -150,13 +139,13 @@ class EpochReader:
             self._batches, self._between = None, False
 
     def disable_rewind(self, error: Exception) -> None:
-        """A state could not be taken: from now on the loader only goes forward."""
+        """Lets the loader only go forward from now on, because its state could not be taken."""
         why = f"the state of {self.name} cannot be taken: {type(error).__name__}: {error}"
         self.adapter = LoaderAdapter(self._loader, why_not=why)
         self._first_states.clear()
 
     def _save_first_state(self) -> None:
-        """An epoch begun a second time, after a rewind, must have the order of the first time.
+        """Keeps the order for an epoch that is begun again after a rewind.
 
         What the loader shuffles by (a count of its epochs, say) need not be in its iterator's
         state, and has changed since.
@@ -187,8 +176,8 @@ class _SamplerEpochs:
     """Calls `set_epoch` on samplers, and remembers the numbers: cursor epoch -> number.
 
     DistributedSampler and others give the same order in every epoch until `set_epoch` is called
-    with the next number, and a rewind to an earlier epoch has to call it with that one's. A loop
-    with `for epoch in ...` outside usually calls it itself; its number is read, not overwritten.
+    with the next number; a rewind has to call it with the earlier one. A loop with `for epoch in
+    ...` outside usually calls it itself; its number is read, not overwritten.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -198,12 +187,7 @@ class _SamplerEpochs:
         self._numbers: dict[int, int] = {}
 
     def begin(self, epoch: int, *, by_user: bool) -> None:
-        """An epoch begins.
-
-        Args:
-            epoch: the cursor's count.
-            by_user: the user's loop asked for this epoch, and has set its number if anybody has.
-        """
+        """Sets the epoch's number; reads it if the user's loop asked for the epoch (`by_user`)."""
         if not self._samplers:
             return
         if epoch in self._numbers:
@@ -222,7 +206,6 @@ class _SamplerEpochs:
         return self._numbers.get(epoch, None if before is None else before + 1)
 
     def restore(self, epoch: int, number: int | None) -> None:
-        """The cursor moves to an epoch that has this number."""
         if self._samplers and number is not None:
             self._numbers[epoch] = number
             self._set(number)

@@ -1,7 +1,4 @@
-"""How the state of a loader is taken and put back: one adapter for each kind of loader.
-
-Classes of torch and torchdata are recognized by name only.
-"""
+"""Adapters that take and restore a loader's state; classes of torch are recognized by name."""
 
 from __future__ import annotations
 
@@ -18,9 +15,7 @@ _UNRECORDED_IN_NODES = (*_UNRECORDED, "StatefulDistributedSampler")
 
 
 class LoaderAdapter:
-    """A loader, and how its state is taken and put back.
-
-    This class is for loaders without a state, which only go forward.
+    """How a loader's state is taken and put back; this class is for loaders without a state.
 
     Attributes:
         kind: saved in positions: a state is given back only to the kind it came from.
@@ -44,11 +39,11 @@ class LoaderAdapter:
         return iter(self._loader) if first is None else first
 
     def state(self) -> Any:
-        """The state of the epoch begun last, right after the batch that it gave last."""
+        """The state of the current epoch, right after its last batch."""
         return None
 
     def state_between(self) -> Any:
-        """The state after that epoch, which leads into the next. None: `start` is enough."""
+        """The state after an epoch, which leads into the next; None: `start` is enough."""
         return None
 
     def resume(self, state: Any) -> Iterator[Any]:
@@ -61,9 +56,9 @@ class _StatefulLoader(LoaderAdapter):
 
     A loaded state holds for the next `iter`; one from the end of an epoch leads into the next one.
 
-    The samplers' generators are saved too. A generator given to a StatefulDataLoader shuffles and
-    also draws the workers' seeds; the loader's state records where the shuffling began, not what
-    has been drawn since, and after a `load_state_dict` alone the next epoch has another order.
+    The samplers' generators are saved too. A StatefulDataLoader draws the order and the workers'
+    seeds from one generator, and its state records only where the shuffling began: after
+    `load_state_dict` alone the next epoch has another order.
     """
 
     kind = "loader"
@@ -172,13 +167,13 @@ def adapter_for(loader: Any) -> LoaderAdapter:
 
 
 def samplers_of(loader: Any) -> tuple[Any, Any, Any]:
-    """A torch loader's sampler, batch sampler and the latter's sampler; None where it has none."""
+    """A torch loader's sampler, batch sampler and the latter's sampler; None where missing."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     return getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
 
 
 def class_name(thing: Any) -> str:
-    """Its class, with the module."""
+    """The class of an object, with the module."""
     return f"{type(thing).__module__}.{type(thing).__qualname__}".removeprefix("builtins.")
 
 

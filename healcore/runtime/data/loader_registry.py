@@ -1,8 +1,8 @@
 """The loaders of a run: one cursor each, positions saved and restored together.
 
 A loop calls `batches` once, or once per epoch, or with one loader after another. Cursors are kept
-by loader and numbered in the order of their first use, so that a program that is started again
-finds each of its loaders where it was.
+by loader and numbered in the order of their first use: a program that is started again finds each
+of its loaders where it was.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from healcore.runtime.data.position import BatchId
 _MAX_LOADERS = 8
 """Loaders whose position is kept; a loop may make a new one for every epoch."""
 _COUNT = "count"
-"""Next to the positions: how many loaders there have been."""
+"""Key next to the positions: how many loaders there have been."""
 
 
 class RewindResult(NamedTuple):
@@ -24,30 +24,24 @@ class RewindResult(NamedTuple):
 
     rewound: bool
     why_not: str | None
-    """The reason, where it was not rewound."""
     left_out: tuple[BatchId, ...]
     """All ids of this loader that rollbacks have left out so far."""
 
 
 class _Entry:
-    """One loader and its cursor."""
-
     def __init__(self, loader: Any, cursor: Cursor) -> None:
         self.loader = loader
         self.cursor = cursor
         self.start = cursor.position()
-        """For a checkpoint from before its first use."""
+        """For a checkpoint from before the first use."""
         self.in_loop = False
-        """A loop is iterating over it, or has broken off."""
+        """A loop is iterating over it, or was left by `break`."""
         self.exhausted = False
         """It had been used up before the restart."""
 
 
 class LoaderRegistry:
-    """All loaders of a run.
-
-    Args:
-        trust: as in `Cursor`.
+    """All loaders of a run; `trust` as in `Cursor`.
 
     Attributes:
         notices: what a person should know about the data; the Healer logs and clears them.
@@ -67,20 +61,10 @@ class LoaderRegistry:
         self._noticed: set[str | None] = set()
 
     def begin(self, loader: Any, epochs: int | None) -> int:
-        """A loop begins to iterate over a loader, for `epochs` more epochs.
+        """Begins to iterate over a loader for `epochs` more epochs; returns the loader's number.
 
-        After a restart the loader is where the run was: epochs that it had finished are not handed
-        out again. After a `break` it begins the next epoch, as any loader does.
-
-        Args:
-            loader: whose batches.
-            epochs: how many; None for no end.
-
-        Returns:
-            Its number, for `next`.
-
-        Raises:
-            UnusableLoader: it cannot be iterated over, or not that often.
+        After a restart the loader is where the run was, without the epochs that were finished.
+        After a `break` it begins the next epoch, as any loader does.
         """
         number = next((n for n, each in self._entries.items() if each.loader is loader), None)
         if number is None:
@@ -109,26 +93,22 @@ class LoaderRegistry:
         return number
 
     def next(self, number: int) -> tuple[Any, BatchId]:
-        """The next batch of a loader.
-
-        Raises:
-            StopIteration: its epochs are over.
-        """
+        """The next batch of a loader; StopIteration after its last epoch."""
         entry = self._entries[number]
         if entry.exhausted:
             raise StopIteration
         return entry.cursor.next()
 
     def stepped(self, number: int, last: BatchId | None) -> None:
-        """A step was taken with batches of this loader, which makes it the one to be rewound.
+        """Makes this loader the one that rollbacks rewind, because a step used its batches.
 
-        Rollbacks do not rewind others, such as those of an evaluation inside the loop.
+        Others, such as those of an evaluation inside the loop, are not rewound.
         """
         if number in self._entries:
             self.current, self._last = number, last
 
     def close(self, number: int) -> None:
-        """The loop over this loader has ended."""
+        """Ends the loop over this loader."""
         if number in self._entries:
             self._entries[number].in_loop = False
 
@@ -142,7 +122,7 @@ class LoaderRegistry:
         return self._entries[number].cursor.skipped()
 
     def position(self) -> dict[str, Any]:
-        """Where every loader is: to be saved with the step that its last batch was for."""
+        """The positions of all loaders, to be saved with the step of their last batch."""
         positions = {
             str(number): each.cursor.position()
             for number, each in self._entries.items()
@@ -161,9 +141,7 @@ class LoaderRegistry:
     def left_out(self, bad: Iterable[BatchId] = (), more: int = 0) -> dict[str, list[list[int]]]:
         """All ids left out by rollbacks so far, by number of the loader. JSON-safe.
 
-        Args:
-            bad: ids of another bad window in the current loader.
-            more: how many batches after it to leave out too.
+        `bad` adds another bad window in the current loader, and `more` that many batches after it.
         """
         found = {number: set(ids) for number, ids in self._left_out.items()}
         if self.current is not None:
@@ -173,12 +151,7 @@ class LoaderRegistry:
     def resume(
         self, position: Mapping[str, Any], left_out: Mapping[str, Iterable[Iterable[int]]] = {}
     ) -> None:
-        """Takes positions of an earlier process, which hold from the loaders' `begin` on.
-
-        Args:
-            position: as saved.
-            left_out: from `left_out`.
-        """
+        """Takes positions of an earlier process, which hold from the loaders' `begin` on."""
         self._resume = dict(position)
         self._resume_count = int(self._resume.pop(_COUNT, 0))
         self._left_out = {int(n): {BatchId(*each) for each in ids} for n, ids in left_out.items()}
@@ -186,14 +159,10 @@ class LoaderRegistry:
     def rewind(
         self, position: dict[str, Any] | None, bad: Iterable[BatchId], more: int
     ) -> RewindResult:
-        """Rewinds the current loader to a checkpoint and leaves the bad window out.
+        """Rewinds the current loader and leaves out the bad window and `more` batches after it.
 
-        A loader that cannot be rewound goes on forward, which also passes the bad window.
-
-        Args:
-            position: as saved; None: the checkpoint has none.
-            bad: ids of the bad window.
-            more: how many batches after it to leave out too.
+        A loader that cannot be rewound continues forward, which also passes the bad window.
+        `position` is None if the checkpoint has none.
         """
         if self.current is None:
             return RewindResult(False, "the loop takes its batches from elsewhere", ())

@@ -21,20 +21,19 @@ _STATE_PATH = ("the loader's state",)
 
 
 class DataError(HealcoreError, RuntimeError):
-    """What the data cursor refuses or fails at. Exceptions of the loader pass through unchanged."""
+    """The data cursor refuses or fails. Exceptions of the loader pass through unchanged."""
 
 
 class BatchId(NamedTuple):
-    """Identifies a batch for the whole run; a rewind does not change it."""
+    """Identifies a batch for the whole run (both numbers from 0); a rewind does not change it."""
 
     epoch: int
-    """From 0."""
     index: int
-    """Among the batches of its epoch, from 0; batches left out count."""
+    """Among the batches of its epoch; batches left out count."""
 
 
 class Position(NamedTuple):
-    """A decoded position. The next batch is `epoch`, `index`."""
+    """A decoded position; `epoch` and `index` are of the next batch."""
 
     kind: str
     """`LoaderAdapter.kind` of the adapter that the state is from."""
@@ -43,21 +42,15 @@ class Position(NamedTuple):
     state: Any
     """Of the adapter; None: the epoch has not begun, or the adapter has no state."""
     sampler_epoch: int | None
-    """The number that `set_epoch` was called with for this epoch, where known."""
+    """The number that `set_epoch` was called with for this epoch; None: unknown."""
 
 
 def encode(
     position: Position, left_out: Iterable[BatchId], *, trust: bool = False
 ) -> dict[str, Any]:
-    """Encodes a position for a checkpoint: a copy, of dictionaries, lists, numbers and strings.
+    """A position as a copy of dictionaries, lists, numbers and strings, for a checkpoint.
 
-    Args:
-        position: the position.
-        left_out: batches not to hand out; those still ahead are saved too.
-        trust: pickle what has no plain form.
-
-    Raises:
-        UnsavableState: the loader's state has no plain form.
+    Ids of `left_out` that are still ahead are saved too. `trust` as in `plain.dumps`.
     """
     state = position.state
     ahead = sorted(each for each in left_out if each >= (position.epoch, position.index))
@@ -78,25 +71,17 @@ def state_to_text(state: Any, *, trust: bool = False) -> str:
 
 
 def state_from_text(text: str, *, trust: bool = False) -> Any:
-    """A new copy of the state."""
+    """Makes a new copy of the state."""
     return plain.loads(text, _STATE_PATH, trust=trust)
 
 
 def is_pickled(value: Any) -> bool:
-    """Whether an encoded position is of the old version, with a pickle as the loader's state."""
+    """Whether an encoded position is of version 1, with a pickle as the loader's state."""
     return isinstance(value, Mapping) and isinstance(value.get("state"), (bytes, bytearray))
 
 
 def decode(value: Any, *, trust: bool = False) -> tuple[Position, frozenset[BatchId]]:
-    """Decodes a position and the batches left out; every call returns a new state.
-
-    Args:
-        value: from `encode`.
-        trust: read what was pickled.
-
-    Raises:
-        DataError: it is no position, one of another version, or one with a pickle in it.
-    """
+    """Decodes a position (a new state each time) and the batches left out, or raises DataError."""
     if not isinstance(value, Mapping) or value.get("version") not in (_VERSION, _PICKLED_VERSION):
         raise DataError(
             f"a position is what Cursor.position() of version {_VERSION} gave, not {value!r:.80}"
@@ -123,11 +108,7 @@ def decode(value: Any, *, trust: bool = False) -> tuple[Position, frozenset[Batc
 
 
 def checked_ids(ids: Iterable[Any]) -> frozenset[BatchId]:
-    """Batch ids, also from the pairs that JSON has for them.
-
-    Raises:
-        DataError: one is not two whole numbers >= 0.
-    """
+    """Batch ids, also from JSON's pairs; DataError unless each is two whole numbers >= 0."""
     checked = set()
     for given in ids:
         pair = tuple(given) if isinstance(given, (tuple, list)) else ()

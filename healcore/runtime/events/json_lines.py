@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MAX_LINE = 1 << 24
-"""Bytes. No event has as many; a longer line is damage, and is not held in memory."""
+"""Bytes. No event has as many: a longer line is damage, and is not held in memory."""
 
 _BLOCK = 1 << 16
 _MAX_TEXT = 10_000
@@ -82,10 +82,8 @@ def to_json(value: Any) -> Any:
 class LineAppender:
     """Appends to one file, which is opened at the first line and again when it was rotated away.
 
-    Args:
-        path: the file. Its directory is created.
-        follow_links: for a path that the user named. One of healcore's own choice is not written
-            through a link: whoever created the link would choose what is written to.
+    Its directory is created. `follow_links` is for a path that the user named. A path that healcore
+    chose is not written through a link: whoever created the link would choose what is written to.
     """
 
     def __init__(self, path: Path, *, follow_links: bool = True) -> None:
@@ -94,14 +92,9 @@ class LineAppender:
         self._handle: int | None = None
 
     def append(self, lines: bytes, *, durable: bool = False) -> None:
-        """Adds whole lines, in one call, so that with O_APPEND no other line comes in between.
+        """Adds whole lines in one call, so that with O_APPEND no other line comes in between.
 
-        Args:
-            lines: ending with a line feed.
-            durable: wait for the disk.
-
-        Raises:
-            OSError: not all of it could be written; the next call opens the file again.
+        Raises OSError if not all could be written; the next call opens the file again.
         """
         try:
             handle, torn = self._open_current()
@@ -170,21 +163,13 @@ def lines_of(file: BinaryIO) -> Iterator[bytes]:
 
 
 def first_line(path: Path) -> bytes | None:
-    """The first line of a file that is not blank, as in `lines_of`; None if there is none.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """The first line that is not blank, or None; may raise OSError."""
     with path.open("rb") as file:
         return next((line for line in lines_of(file) if line.strip()), None)
 
 
 def lines_reversed(path: Path) -> Iterator[bytes]:
-    """The lines of a file, last first, read a block at a time; those over `MAX_LINE` are left out.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """The lines of a file from last to first, read in blocks, without those over `MAX_LINE`."""
     with path.open("rb") as file:
         place, rest, size = file.seek(0, os.SEEK_END), b"", _BLOCK
         too_long = False  # in a line that is not held

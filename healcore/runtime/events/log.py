@@ -1,4 +1,4 @@
-"""The events file: writing it, and reading what is whole while lines may be damaged.
+"""Writes the events file, and reads what is whole in it while other lines may be damaged.
 
 A disk that fails costs events, never the training.
 """
@@ -22,8 +22,7 @@ from healcore.runtime.events.json_lines import MAX_LINE, LineAppender
 from healcore.runtime.events.process import current_process, environment
 
 SCHEMA = 2
-"""Version of the format. A new one comes when a field changes its meaning or goes, and not when
-kinds and fields are added."""
+"""Version of the format. Changed or removed fields need a new one, added fields or kinds do not."""
 
 Event = dict[str, Any]
 
@@ -42,16 +41,11 @@ class Log:
     """Appends events to a file; several processes may do so at once.
 
     No method raises. Events that could not be written are counted in `lost` and reported in the
-    field `lost` of the next one that can be, and the first time by the logger `healcore`.
-
-    Args:
-        path: the file; it continues where an earlier process ended. Its directory is created.
-            None: nothing is written.
-        run: id of the run, of this process and no other. None: a new one.
-        follow_links: as in `LineAppender`.
+    field `lost` of the next one that can be, and the first time by the logger `healcore`. The file
+    continues where an earlier process ended; without a `path` nothing is written. `run` is an id of
+    this process alone (None: a new one), `follow_links` is as in `LineAppender`.
 
     Attributes:
-        run: the id.
         seq: number of the next event.
         lost: events that could not be written, so far.
         error: why the last one could not; None if it could.
@@ -82,16 +76,11 @@ class Log:
                 self.seq = 0 if event is None else event["seq"] + 1
 
     def write(self, kind: str, *, step: int | None, **fields: Any) -> bool:
-        """Appends one event.
+        """Appends one event; returns whether it is in the file.
 
-        Args:
-            kind: one of `schema.KINDS`. A `start` gets the process and its environment added.
-            step: index of the optimizer step, from 0; None where there is none.
-            **fields: as in docs/events.md; those that are None are left out. Any value: what JSON
-                does not have becomes text.
-
-        Returns:
-            Whether it is in the file.
+        `kind` is one of `schema.KINDS`; `start` also gets the process and its environment. `step`
+        is the index of the optimizer step, from 0; None: there is none. Fields that are None are
+        left out, and values that JSON does not have become text.
         """
         if self._out is None:
             return False
@@ -148,7 +137,7 @@ class Log:
 
 
 def new_run() -> str:
-    """A run id: when it began, and random."""
+    """A run id: its start and a random part."""
     return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
 
 
@@ -161,25 +150,20 @@ def now() -> str:
 
 
 class LineProblem(NamedTuple):
-    """A damaged line, or one that should not be there."""
+    """A damaged line, or one that should not be there; `line` counts from 1."""
 
     line: int
-    """From 1."""
     problem: str
 
 
 class History(NamedTuple):
-    """What a file holds."""
+    """The events of a file, in its order, and its bad lines."""
 
     events: list[Event]
-    """In the order of the file."""
     problems: list[LineProblem]
 
     def runs(self) -> dict[str, list[Event]]:
-        """Run id -> its events by sequence number; runs in the order of their first events.
-
-        By number and not by time: clocks jump.
-        """
+        """Run id -> its events by number (clocks jump); runs in the order of their first events."""
         found: dict[str, list[Event]] = {}
         for event in self.events:
             found.setdefault(event["run"], []).append(event)
@@ -187,15 +171,11 @@ class History(NamedTuple):
 
 
 def read(path: str | os.PathLike[str]) -> History:
-    """Reads a file, also while it is being written.
+    """Reads a file, also while it is being written; raises OSError if it cannot be read.
 
     Lines that are damaged (torn by a kill, a full disk, a power cut) are left out and listed; a
-    last line without its end is one of them. They never cost another writer's lines.
-
-    Takes memory for the events, some 30 bytes for each byte of the file, and for one line.
-
-    Raises:
-        OSError: the file cannot be read.
+    last line without its end is one of them. They never cost another writer's lines. The events
+    take some 30 bytes of memory for each byte of the file.
     """
     events: list[Event] = []
     problems: list[LineProblem] = []
@@ -228,20 +208,13 @@ def read(path: str | os.PathLike[str]) -> History:
 
 
 def last(path: str | os.PathLike[str]) -> Event | None:
-    """The last whole event of a file; None if there is none. Reads from the end, a block at a time.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """The last whole event of a file, read from its end; None: there is none. May raise OSError."""
     parsed = map(parse, json_lines.lines_reversed(Path(path)))
     return next((event for event in parsed if not isinstance(event, str)), None)
 
 
 def parse(line: bytes) -> Event | str:
-    """The event in a line, or the reason why there is none.
-
-    Events of schema 1 come with the names of schema 2.
-    """
+    """The event in a line, or why there is none. Events of schema 1 get the names of schema 2."""
     if len(line) > MAX_LINE:
         return f"longer than {MAX_LINE >> 20} MB, which no event is"
     try:

@@ -44,21 +44,15 @@ def path_next_to(events: Path) -> Path:
 
 
 class Metrics:
-    """Appends a line per step and engine. No method raises.
+    """Appends a line per step and engine. No method raises; without a `path` nothing is written.
 
     After a rollback or a restart the file continues with a smaller `step`: the lines from there on
     replace those of the undone steps. A killed process loses half a second.
 
-    Args:
-        path: the file; None: nothing is written.
-        run: id of the run, as in its events.
-        thinned: keep the file small, 15 MB more each time the run gets twice as long: after 50,000
-            lines only every second step is written, after 100,000 every fourth, and so on; of the
-            steps with an alarm the same. A line that stands for several steps has `"every"`.
-        follow_links: as in `LineAppender`.
-
-    Attributes:
-        lost: lines that could not be written.
+    `thinned` keeps the file small, 15 MB more each time the run gets twice as long: after 50,000
+    lines only every second step is written, after 100,000 every fourth, and so on; of the steps
+    with an alarm the same. A line that stands for several steps has `"every"`. `follow_links` is as
+    in `LineAppender`.
     """
 
     def __init__(
@@ -82,13 +76,7 @@ class Metrics:
         fork_safety.watch(self)
 
     def write(self, step: int, record: StepRecord, *, several: bool) -> None:
-        """One step of one engine.
-
-        Args:
-            step: its index in the run, from 0.
-            record: of the engine.
-            several: the run has other engines too, so the line names this one.
-        """
+        """Adds a step of one engine, with the engine's name if the run has `several`."""
         if self._out is None or not record.judged:
             return
         alarmed = record.cause != 0
@@ -104,7 +92,7 @@ class Metrics:
             self.flush()
 
     def went_back(self) -> None:
-        """After a rollback: a step count that comes again is then no skipped step."""
+        """Forgets the engines' step counts, which can come again after a rollback."""
         self._judged.clear()
 
     def flush(self) -> None:
@@ -162,9 +150,9 @@ class Metrics:
         return json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n"
 
     def _signals(self, record: StepRecord) -> dict[str, Any]:
-        """Loss and norm of the step. The engine keeps the last finite ones, and that one was not.
+        """Loss and norm of the step; "nan" where the engine kept an earlier, finite one.
 
-        It starts with zeros: a signal that has always been 0 is one that is not given.
+        The engine starts with zeros: a signal that has always been 0 is one that is not given.
         """
         logged = self._logged.setdefault(record.engine, set())
         found: dict[str, Any] = {}

@@ -249,14 +249,7 @@ _NAMED = frozenset({"cause", "action", "ordered"})
 
 
 def record(event: Mapping[str, Any]) -> tuple[EventRecord, list[str]]:
-    """A checked event.
-
-    Args:
-        event: from `log.parse`.
-
-    Returns:
-        The event, and the names of known fields whose values had the wrong type.
-    """
+    """An event from `log.parse` without values of the wrong type, and the names of their fields."""
     try:
         return EventRecord.model_validate(event), []
     except ValidationError as error:

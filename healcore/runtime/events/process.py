@@ -34,13 +34,12 @@ class Process(NamedTuple):
     host: str
     pid: int
     boot: str | None
-    """The kernel's id of this boot; None where there is none (not Linux)."""
+    """The kernel's id of this boot; None on systems without one (not Linux)."""
     born: int | None
-    """Clock ticks from the boot to its start: numbers are reused, and in a container every run may
-    have the same one."""
+    """Clock ticks from the boot to its start; in a container every run may have the same `pid`."""
 
     def gone(self) -> bool | None:
-        """Whether it has ended. None: that cannot be seen from here, such as on another host."""
+        """Whether it has ended; None: not visible from here, such as on another host."""
         me = current_process()
         if self.host != me.host:
             return None
@@ -60,7 +59,7 @@ def current_process() -> Process:
 
 
 def pid_gone(pid: int) -> bool | None:
-    """Whether no process of this machine has the number, or only a zombie. None: not known."""
+    """Whether no process of this machine has the number, or only a zombie; None: not known."""
     if os.name != "posix":  # on Windows `os.kill(pid, 0)` is Ctrl-C
         return None
     try:
@@ -75,7 +74,7 @@ def pid_gone(pid: int) -> bool | None:
 
 @functools.cache
 def machine() -> str:
-    """Host name and machine id: which machine or container this is, whatever its boot."""
+    """Host name and machine id, which identify a machine or container across boots."""
     try:
         machine_id = Path("/etc/machine-id").read_text().strip()
     except OSError:
@@ -102,7 +101,7 @@ def _stat(pid: int) -> tuple[str | None, int | None]:
 
 
 def environment() -> dict[str, str]:
-    """Name -> version: healcore, Python, the system, and the frameworks that are installed."""
+    """Versions of healcore, Python, the system, and the installed frameworks, by name."""
     return {
         "healcore": healcore.__version__,
         "python": platform.python_version(),

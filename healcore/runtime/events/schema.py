@@ -11,16 +11,16 @@ from healcore.runtime.events import log, metrics
 from healcore.runtime.events.models import EventHead, EventModel, MetricsModel
 
 ENVELOPE = tuple(field.alias or name for name, field in EventHead.model_fields.items())
-"""Every event has these."""
+"""Fields that every event has."""
 
 
 class EventKind(NamedTuple):
     """One kind of event."""
 
     when: str
-    """When it is written; what `step` is, where it is not the step that the run is at."""
+    """When it is written; what `step` is, if not the step that the run is at."""
     needs: tuple[str, ...] = ()
-    """Fields that it always has, besides those of every event. Any other may be added."""
+    """Fields that it always has, besides `ENVELOPE`. Any other may be added."""
 
 
 KINDS: dict[str, EventKind] = {

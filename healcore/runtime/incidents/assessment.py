@@ -1,21 +1,19 @@
 """Is the model damaged, or are the data different? Assessed before a run goes back or stops.
 
-An alarm means that a step differs from those before it. A rollback heals a damaged model and costs
-a healthy one its progress, so it needs evidence of damage:
+A rollback heals a damaged model and costs a healthy one its progress, so it needs evidence of
+damage (docs/detectors.md has the reasons):
 
 * *Instability*: loss and gradient norm have grown from update to update (the engine's detector of
-  that name). That alone is evidence.
-* *Non-finite weights.* Steps that are not finite are skipped and change nothing. While the weights
+  that name).
+* *Non-finite weights*. Steps that are not finite are skipped and change nothing: while the weights
   are finite there is no reason to go back.
-* *Batches from before the trouble*, evaluated with the present weights, where the user has passed a
-  `loss_fn`. A damaged model is worse on each of them, on average as much as on the step in alarm,
-  within a factor of two. Different data leave these losses unchanged. They are evaluated at the
-  first alarm, before different data can make the model forget, and again if the model may recover
-  by itself.
-* *The weights from before the trouble*, where it was attributed to different data and the loss is
-  not back (`HighLossPeriod`). If they are better than the present ones on each batch from before it
-  and on each of the latest ones, the steps between have only done damage. On a new task they are
-  worse.
+* *Batches from before the trouble*, if the user has passed a `loss_fn`. With the present weights a
+  damaged model is worse on each, on average as much as on the step in alarm, within a factor of
+  two; different data leave these losses unchanged. They are evaluated at the first alarm, before
+  different data can make the model forget, and again if it may recover by itself.
+* *The weights from before the trouble*, while a loss attributed to different data stays high
+  (`HighLossPeriod`). Damage: they are better than the present ones on each batch from before it and
+  on each of the latest ones. On a new task they are worse.
 """
 
 from __future__ import annotations
@@ -39,10 +37,11 @@ HIGH_LOSS = Cause.LOSS_SPIKE | Cause.DIVERGENCE
 _NONFINITE = Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
 _BATCHES = 4
 _APART = 16  # steps from one remembered batch to the next
-# Damage: the remembered batches have risen by at least this share of the step's own rise, and the
-# step by at least this share of theirs (what is worse on them alone is forgotten, not damaged) ...
+# Damage: the mean rise of the remembered batches is at least this share of the step's own rise, and
+# at most the inverse (if they alone rise, the model has forgotten them).
 _SHARE = 0.5
-# ... and each of them by this share of the step's: if only some rise, one domain is forgotten.
+# Damage: each of them has risen by this share of the step's rise (if only some have, the model has
+# forgotten one domain).
 _EACH = 0.25
 _FAR = 32.0  # noise units above the level from which no loss recovers
 _WAIT = 16  # steps after the first alarm; an oscillation at the edge of stability takes fewer
@@ -83,26 +82,20 @@ class AssessmentResult(NamedTuple):
 
 
 class TrainedBatch(NamedTuple):
-    """A batch and its loss."""
+    """A batch that step `index` was trained on, and its loss then."""
 
     index: int
-    """Of the step that was trained on it."""
     batch: Any
     loss: float
-    """When it was trained on."""
 
 
 class HighLossPeriod:
-    """The steps from an alarm on that was attributed to different data, and when to review them.
+    """The steps since an alarm that was attributed to different data, and when to review them.
 
     A bad part of the data looks like a new task at first: the loss is high at once, and the model
-    begins to fit it. Only the data that follow show the difference (`Assessor.review`). Nobody
-    knows when they come, so the period is reviewed several times until the loss is back. Keeps
-    references to a few batches.
-
-    Args:
-        onset: step of the incident's first alarm.
-        before: batches of healthy steps before it, at least one.
+    begins to fit it. Only later data show the difference (`Assessor.review`), and nobody knows when
+    they come. So the period is reviewed several times until the loss is back. `before` has at least
+    one healthy batch from before the alarm.
     """
 
     def __init__(self, onset: int, before: Sequence[TrainedBatch]) -> None:
@@ -140,11 +133,8 @@ class HighLossPeriod:
 class Assessor:
     """Remembers a few healthy batches and assesses whether the model is damaged.
 
-    Args:
-        driver: of the run.
-        loss_fn: the loss of one batch, see `Healer`; None: batches cannot be evaluated. A function
-            that raises is not called again: it must not end the run that it protects.
-        warn: writes a warning to the console log.
+    Without a `loss_fn` (see `Healer`) batches cannot be evaluated. One that raises is not called
+    again: it must not end the run that it protects.
     """
 
     def __init__(
@@ -164,7 +154,7 @@ class Assessor:
         self._nonfinite_at = -_ROW
 
     def observe(self, index: int, batch: Any, records: list[StepRecord]) -> None:
-        """Takes a step and its batch. Keeps references to a few batches."""
+        """Takes a step and its batch, and keeps references to a few batches."""
         loss = records[0].loss
         if not any(each.incident_open or each.cause for each in records):
             self._at_first_alarm = None
@@ -180,18 +170,13 @@ class Assessor:
             self._high_loss.add(index, batch, loss)
 
     def high_loss_to_review(self) -> HighLossPeriod | None:
-        """The high losses that were attributed to different data, if a review is due now."""
+        """The period of high loss to review now, if any."""
         if self._high_loss is not None and self._high_loss.over:
             self._high_loss = None
         return self._high_loss if self._high_loss is not None and self._high_loss.due else None
 
     def review(self, period: HighLossPeriod, earlier: Mapping[str, Any]) -> AssessmentResult:
-        """Whether the steps with high loss have made the model worse, on the present data too.
-
-        Args:
-            period: of `high_loss_to_review`.
-            earlier: the state of a checkpoint from before it.
-        """
+        """Whether the model is worse than the state `earlier`, on the present data too."""
         before, latest = period.before, period.latest
         batches = [each.batch for each in (*before, *latest)]
         now, then = self._losses(batches), self._losses(batches, earlier)
@@ -208,17 +193,17 @@ class Assessor:
         return AssessmentResult(verdict, "earlier_weights", rise, remembered)
 
     def on_rollback(self, target: int) -> None:
-        """Steps from `target` on are repeated."""
+        """Forgets the steps from `target` on, which are repeated."""
         kept = [each for each in self._batches if each.index < target]
         self._batches = deque(kept, maxlen=_BATCHES)
         self._at_first_alarm = self._high_loss = None
 
     def clear_batches(self) -> None:
-        """The data are different from now on: older batches are no reference any more."""
+        """Forgets the batches: the data are different from now on."""
         self._batches.clear()
 
     def assess(self, request: ActionRequest) -> AssessmentResult:
-        """Whether the model is damaged; for a request of a rollback or a stop."""
+        """Whether the model is damaged, for a request of a rollback or a stop."""
         if request.cause & Cause.INSTABILITY:
             return AssessmentResult(DamageVerdict.DAMAGE, "instability")
         if not self._driver.finite():
@@ -233,7 +218,7 @@ class Assessor:
     def _losses(
         self, batches: Iterable[Any], state: Mapping[str, Any] | None = None
     ) -> list[float]:
-        """Loss of each batch, with the present weights or a state's; empty: cannot be evaluated."""
+        """Losses with the present weights or those of `state`; empty: cannot be evaluated."""
         if self._loss_fn is None:
             return []
         try:
@@ -253,12 +238,10 @@ class Assessor:
     ) -> AssessmentResult:
         """Whether the remembered batches have risen as much as a step's batch.
 
-        Args:
-            loss: of the step, when it was taken.
-            batch: of the first alarm's step. It is evaluated with the same weights as the
-                remembered ones: when a model breaks, its loss changes by orders of magnitude within
-                the steps whose records have not arrived on the host.
-            z: that step's loss above its level, in units of the loss's noise; None: not given.
+        `loss` is that of the step when it was taken. The first alarm also gives its `batch`,
+        evaluated with the same weights as the remembered ones (when a model breaks, its loss
+        changes by orders of magnitude within the steps whose records have not arrived), and `z`:
+        the loss above its level, in units of its noise.
         """
         rises = self._rises()
         if not rises:

@@ -1,7 +1,6 @@
 """Reads the records of each step a fixed number of steps later, without waiting for the device.
 
-The number is fixed, and does not depend on when records arrive: every rank has to act at the same
-step.
+The number does not depend on when records arrive: every rank has to act at the same step.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ class QueuedDispatch(NamedTuple):
     """A dispatch whose records have not been read yet, and its data."""
 
     index: int
-    """Of its first step, from 0."""
+    """Index of its first step, from 0."""
     pending: PendingDispatch
     batches: tuple[BatchId, ...]
-    """Ids of its batches; several with gradient accumulation, or for several steps."""
+    """Several with gradient accumulation, or for several steps."""
     batch: Any = None
     """The last of these batches itself, if the assessment needs it."""
 
@@ -38,14 +37,9 @@ class StepResult(NamedTuple):
 
 
 class DelayedReader:
-    """A queue of `lag` dispatches."""
+    """A queue of `lag` dispatches, 0 to 100; raises ValueError for another `lag`."""
 
     def __init__(self, lag: int) -> None:
-        """Starts empty.
-
-        Raises:
-            ValueError: `lag` is not a whole number from 0 to 100.
-        """
         if isinstance(lag, bool) or not isinstance(lag, int) or not 0 <= lag <= 100:
             raise ValueError(
                 f"lag is a whole number from 0 to 100, the steps after which a decision is read, "
@@ -62,11 +56,7 @@ class DelayedReader:
         self._queue.append(dispatch)
 
     def due(self, *, all: bool = False) -> Iterator[StepResult]:
-        """The steps to be read now, oldest first.
-
-        Args:
-            all: read everything that is queued.
-        """
+        """The steps to be read now, oldest first; `all`: everything that is queued."""
         while True:
             while self._read_steps:
                 yield self._read_steps.popleft()

@@ -71,24 +71,19 @@ class HookResult(NamedTuple):
     """What the hooks returned for one incident."""
 
     action: Action | None
-    """The actions to take instead of those ordered; None: as ordered."""
+    """The actions to take instead; None: as ordered."""
     hook: str
-    """Name of the hook that returned them; "": none did."""
+    """Name of the hook that returned `action`; "": none did."""
     problems: tuple[str, ...] = ()
-    """One message for each hook that raised or returned something else, for an event each."""
+    """One message for each hook that raised or returned something else."""
 
 
 class Hooks:
     """The user's hooks, in their order.
 
     Each sees in `incident.decision.action` what the hooks before it have returned. The last one to
-    return actions decides.
-
-    Args:
-        on_incident: one function, or several.
-
-    Raises:
-        TypeError: one of them cannot be called, or is a coroutine function.
+    return actions decides. Raises TypeError for a hook that cannot be called, or is a coroutine
+    function.
     """
 
     def __init__(self, on_incident: Hook | Iterable[Hook] = ()) -> None:
@@ -105,10 +100,7 @@ class Hooks:
         return len(self._hooks)
 
     def run(self, incident: IncidentContext) -> HookResult:
-        """Calls every hook.
-
-        A hook that raises changes nothing. KeyboardInterrupt and SystemExit are not caught.
-        """
+        """Calls every hook; an `Exception` in one changes nothing."""
         action, name, problems = None, "", []
         for hook in self._hooks:
             try:

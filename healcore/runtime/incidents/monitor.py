@@ -1,4 +1,4 @@
-"""From the records of one step to events, and to what the host has to do about it."""
+"""Turns the records of one step into events, and into what the host has to do."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class ActionRequest(NamedTuple):
     since: int
     """Step of the first alarm with a cause of this request: the incident may have begun before."""
     index: int
-    """Of the step that brought the request."""
+    """The step that brought the request."""
     cause: Cause
     bad: tuple[BatchId, ...]
-    """Ids of the batches of the steps since then."""
+    """Batches of the steps since then."""
     overridden: bool
     """Not ordered by the engine: a hook changed it, or earlier weights were better."""
     loss: float
-    """Of the step that brought the request; the last finite one."""
+    """The last finite one, at the step that brought the request."""
     arrays: tuple[str, ...] = ()
     """If a save brought the request and not a step: the arrays with NaN or Inf."""
 
@@ -64,7 +64,6 @@ class IncidentMonitor:
     ranks: Ranks
     log: RunLog
     facts: Callable[[], RunFacts]
-    """The state of the run, for hooks."""
 
     def __post_init__(self) -> None:
         self.unreported_alarms = 0
@@ -77,7 +76,7 @@ class IncidentMonitor:
         self._last_incident = 0
 
     def process(self, step: StepResult) -> ActionRequest | None:
-        """Takes one step. Returns a request only if the host has to carry something out."""
+        """Takes one step; returns a request if the host has to carry something out."""
         self._batches[step.index] = step.batches
         self._batches.pop(step.index - max(self.policy.region, _MIN_REMEMBERED), None)
         incident = self.ledger.record(step.index, step.records)
@@ -93,7 +92,7 @@ class IncidentMonitor:
         return request
 
     def request_rollback(self, onset: int, last: int) -> ActionRequest:
-        """To go back to before `onset`, and skip the data up to step `last`, for high losses."""
+        """Requests a rollback for high losses, which skips the data of steps `onset` to `last`."""
         bad = self._batches_between(onset, last)
         return ActionRequest(
             Action.ROLLBACK, 1, onset, onset, last, Cause.LOSS_SPIKE, bad, True, math.nan
@@ -107,18 +106,18 @@ class IncidentMonitor:
         return tuple(each for step in later[: last + 1] for each in step.batches)
 
     def batches_of(self, steps: Iterable[int]) -> tuple[BatchId, ...]:
-        """Ids of the batches of some steps, if they are still remembered."""
+        """Batches of some steps, if they are still remembered."""
         return tuple(each for step in steps for each in self._batches.get(step, ()))
 
     def _batches_between(self, first: int, last: int) -> tuple[BatchId, ...]:
         return self.batches_of(step for step in sorted(self._batches) if first <= step <= last)
 
     def on_rollback(self, target: int) -> None:
-        """Steps from `target` on are repeated."""
+        """Forgets the steps from `target` on, which are repeated."""
         self._batches = {index: ids for index, ids in self._batches.items() if index < target}
 
     def set_lr_scale(self, lr_scale: dict[str, float]) -> None:
-        """Sets the learning-rate multiplier of each engine without an event about the change."""
+        """Sets the engines' learning-rate multipliers without an event."""
         self._lr_scale, self._lr_scale_before = dict(lr_scale), dict(lr_scale)
 
     @property
@@ -128,7 +127,7 @@ class IncidentMonitor:
 
     @property
     def lr_scale_before(self) -> float:
-        """The multiplier before the last step that was processed."""
+        """`lr_scale` before the last step that was processed."""
         return min(self._lr_scale_before.values(), default=1.0)
 
     # -- within ---------------------------------------------------------------------------------
@@ -252,7 +251,6 @@ class IncidentMonitor:
 
 
 def _merged(one: ActionRequest | None, other: ActionRequest | None) -> ActionRequest | None:
-    """The requests of two engines as one."""
     if one is None or other is None:
         return one or other
     return one._replace(

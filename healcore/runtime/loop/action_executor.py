@@ -33,21 +33,19 @@ class RerunWindow(NamedTuple):
 
     onset: int
     last: int
-    """The step that brought the order."""
+    """The step that brought the request."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Reruns:
     """Runs a bad window again with nothing changed: is the fault transient or reproducible?
 
-    At most one re-run at a time, and one in a region.
+    At most one re-run at a time, and one in a region (`HostPolicy.region`).
     """
 
     enabled: bool
     region: int
-    """Onsets fewer steps apart than this belong to the same trouble."""
     loaders: LoaderRegistry
-    """The data, which have to be rewound for a re-run."""
     ledger: Ledger
     journal: Journal
     """Knows the re-runs of earlier processes too."""
@@ -59,22 +57,22 @@ class Reruns:
         """Of the last re-run: `transient` or `reproducible`; "": there was none."""
 
     def should_rerun(self, request: ActionRequest) -> bool:
-        """Whether to answer a request with a re-run. A second one in a region shows nothing new."""
+        """Whether to answer a request with a re-run; a second one in a region shows nothing new."""
         past = (each.onset for each in self.ledger.past_rollbacks)
         onsets = [*self.journal.state.rerun_onsets, *past]
         near = any(abs(request.onset - onset) <= self.region for onset in onsets)
         return self.enabled and not near and not request.overridden and self.loaders.can_rewind
 
     def start(self, onset: int, last: int) -> None:
-        """To be called after the rollback to before the window."""
+        """Observes the window from now on, after the rollback to before it."""
         self._window = RerunWindow(onset, last)
 
     def cancel(self) -> None:
-        """To be called when an ordinary rollback has replaced the re-run."""
+        """Ends the re-run without a verdict, because an ordinary rollback has replaced it."""
         self._window = None
 
     def observe(self, index: int, request: ActionRequest | None) -> None:
-        """Takes every step, and reports the verdict at the end of the window."""
+        """Takes every step, and logs the verdict at the end of the window."""
         window = self._window
         if window is None:
             return
@@ -93,7 +91,7 @@ class ActionResult(NamedTuple):
     target: int | None = None
     """Step of the checkpoint that was restored; None: there was no rollback."""
     save: bool = False
-    """A checkpoint is to be saved."""
+    """A checkpoint has to be saved."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -110,17 +108,13 @@ class ActionExecutor:
     reruns: Reruns
     log: RunLog
     run_end: Callable[[str], RunEnd]
-    """What is known of a run that is stopped for a reason, for the diagnosis."""
+    """Takes the reason of a stop; returns the facts for the diagnosis."""
     assessor: Assessor
     completed: list[RollbackRecord] = field(default_factory=list, init=False)
     """Rollbacks of this process."""
 
     def execute(self, request: ActionRequest, step: int) -> ActionResult:
-        """Carries out a request after `step` steps.
-
-        Raises:
-            RunStopped: a stop was ordered, or no rollback is left.
-        """
+        """Carries out a request after `step` steps; raises RunStopped if it ends the run."""
         save = bool(request.action & Action.SAVE)
         if self._needs_evidence(request):
             result = self._assess(request, step)
@@ -142,7 +136,7 @@ class ActionExecutor:
         return ActionResult(save=save)
 
     def review_high_loss(self, step: int) -> ActionResult:
-        """Goes back to before high losses that were taken for different data, if they did harm."""
+        """Goes back to before high losses attributed to different data, if they did harm."""
         period = self.assessor.high_loss_to_review()
         earlier = None if period is None else self.rollbacks.state_before(period.onset)
         if period is None or earlier is None:
@@ -155,7 +149,7 @@ class ActionExecutor:
         return ActionResult(target=self._roll_back(request, step))
 
     def _needs_evidence(self, request: ActionRequest) -> bool:
-        """Whether to assess first: neither for a hook's request, nor for a rule that stops."""
+        """Whether to assess first; not for a hook's request, nor for a rule that stops."""
         policy = self.policy
         if not policy.confirm or request.overridden:
             return False
@@ -166,7 +160,7 @@ class ActionExecutor:
         return bool(request.action & (Action.ROLLBACK | Action.STOP)) and not stops
 
     def _assess(self, request: ActionRequest, step: int) -> AssessmentResult:
-        """Whether the model is damaged on any rank; writes an event."""
+        """Assesses whether the model is damaged on any rank, and writes an event."""
         result = self.assessor.assess(request)
         verdicts = self.ranks.gather(result.verdict.value)
         if DamageVerdict.DAMAGE.value in verdicts:
@@ -187,7 +181,7 @@ class ActionExecutor:
         )
 
     def _decline(self, request: ActionRequest, result: AssessmentResult) -> None:
-        """The run continues, clipped; the attempt is refunded."""
+        """Continues without the action; the engine gets its attempt back."""
         if request.action & Action.ROLLBACK:  # a stop has used no attempt
             self.driver.decline()
         if result.verdict is DamageVerdict.DATA:
@@ -269,11 +263,11 @@ class ActionExecutor:
     def _skipped_batches(
         self, request: ActionRequest, bad: tuple[BatchId, ...]
     ) -> tuple[tuple[BatchId, ...], int]:
-        """Which batches are skipped: the bad window, and how many after it.
+        """The batches to skip: the bad window, and how many after it.
 
-        If the learning rate was too high, the data are not at fault and are trained on again the
-        first time. If the trouble returns at the same step although the window was skipped, it is
-        wider than its alarms, and the window doubles each time.
+        If the learning rate was too high, the data are not at fault, and the first rollback skips
+        none. If the trouble returns at the same step although the window was skipped, it is wider
+        than its alarms, and the window doubles each time.
         """
         again = self._near(request, self.policy.engine.config.incident.quiet_steps)
         if request.cause & Cause.INSTABILITY and request.action & Action.CUT_LR and not again:
@@ -281,7 +275,6 @@ class ActionExecutor:
         return bad, len(bad) * (2**again - 1) if self.policy.confirm else 0
 
     def _lr_scale(self) -> float:
-        """The learning-rate multiplier now, the smallest of all engines."""
         engines = self.driver.healing().values()
         return min((each["state"]["lr"]["scale"] for each in engines), default=1.0)
 

@@ -31,17 +31,7 @@ from healcore.runtime.store.ranks import agreed
 
 
 def begin(loop: Loop, *, resume: bool, died: Any | None) -> None:
-    """Resumes from the newest checkpoint, or takes the first snapshot.
-
-    Args:
-        loop: just constructed.
-        resume: there are checkpoints to resume from.
-        died: postmortem of the previous process, if it was killed.
-
-    Raises:
-        NoGoodCheckpoint: there are checkpoints, and none can be used.
-        StateMismatch: they are of another state.
-    """
+    """Resumes, or takes the first snapshot. `died`: the postmortem of a killed predecessor."""
     loop.log.attach_console()
     loop.rollbacks.find_damage()
     if not resume:
@@ -73,11 +63,7 @@ def begin(loop: Loop, *, resume: bool, died: Any | None) -> None:
 
 
 def _begin_lineage(loop: Loop) -> None:
-    """Begins a new run in a directory without checkpoints.
-
-    Raises:
-        NoGoodCheckpoint: there had been checkpoints.
-    """
+    """Begins a new run; raises NoGoodCheckpoint if the directory has lost its checkpoints."""
     journal = loop.journal
     refuse_if_lost(journal, loop.rollbacks.damage)
     if journal.state != JournalState():
@@ -91,7 +77,7 @@ def _begin_lineage(loop: Loop) -> None:
 
 
 def _repeat_quarantine(loop: Loop) -> None:
-    """Quarantines again what the journal knows to be quarantined and has lost its status file."""
+    """Quarantines checkpoints again that have lost their status file; the journal lists them."""
     journal, done = loop.journal, set[int]()
     while True:  # each quarantine may uncover an older checkpoint of the same step
         found = agreed(loop.ranks, lost_status(loop.rollbacks.saves(), journal).quarantined)
@@ -166,7 +152,7 @@ def _finish_rollback(loop: Loop, plan: RollbackPlan) -> None:
 
 
 def _is_logged(loop: Loop, number: int) -> bool:
-    """Whether a rollback has its event: the process may have been killed just before."""
+    """Whether a rollback has its event; the process may have been killed just before."""
     path = loop.log.events.path
     if loop.journal.state.ending is not None or path is None:
         return True
@@ -192,7 +178,7 @@ def _log_rollback(loop: Loop, plan: RollbackPlan, target: int) -> None:
 
 
 def describe(store: Any) -> str:
-    """A store, for logs."""
+    """Describes a store for logs."""
     describe = getattr(store, "describe", None)
     return describe() if describe is not None else f"checkpoints in {type(store).__name__}"
 
@@ -216,11 +202,7 @@ def ending_of(error: BaseException | None, signal_number: int | None = None) -> 
 
 
 def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
-    """Ends a run after an error in its block, or none.
-
-    Returns:
-        What the block must raise although the loop has completed.
-    """
+    """Ends a run; returns what the block must raise although the loop has completed."""
     ending = ending_of(error, loop.termination.signal_number)
     problems: list[str] = []
 
@@ -245,7 +227,7 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
     attempt("checkpoints being written", loop.checkpoints.wait)
     not_saved = None
     if completed and any(loop.ranks.gather(_last_state_lost(loop, saved))):
-        # The journal must not say "completed": the program started again resumes and saves it.
+        # The journal must not have "completed": the program started again resumes and saves it.
         error = not_saved = LastStateNotSaved(_not_saved(loop, problems))
         ending = Ending.EXCEPTION
     if together:

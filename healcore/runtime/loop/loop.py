@@ -86,7 +86,6 @@ class Loop:
         )
         self._assessor = Assessor(driver, self.loss_fn, self.warn)
         self._batch: Any = None
-        """The last batch that was yielded."""
         # Ranks see different losses, and would come to different results.
         self._assesses_batches = self.loss_fn is not None and policy.confirm and ranks.world == 1
         self._reviews_high_loss = self._assesses_batches and policy.goes_back_for(HIGH_LOSS)
@@ -129,7 +128,7 @@ class Loop:
     # -- the start, see `lifecycle` -------------------------------------------------------------
 
     def set_restored(self, step: int, generators: HostParts | None) -> None:
-        """To be called when an earlier process's checkpoint has been restored."""
+        """Sets the step and the random state after an earlier process's checkpoint was restored."""
         self.step, self._generators = step, generators
         self._restore_generators()
 
@@ -201,7 +200,6 @@ class Loop:
 
     @property
     def _batches_since_step(self) -> int:
-        """Batches of the loader in use since the last step."""
         return len(self._ids.get(self._current, ()))
 
     def _next(self, number: int) -> tuple[Any, BatchId]:
@@ -249,7 +247,7 @@ class Loop:
             yield step, self.monitor.process(step)
 
     def _continue_from(self, target: int, request: ActionRequest | None = None) -> None:
-        """After a rollback to `target`; `request`: if it was the state check's."""
+        """Continues after a rollback to `target`; `request` is that of the state check, if any."""
         self.step = target
         self._saves.reset(target)
         self._state_check.on_rollback(request)
@@ -297,7 +295,7 @@ class Loop:
     # -- the end, see `lifecycle` ---------------------------------------------------------------
 
     def read_remaining(self) -> None:
-        """Reads the last steps at the end of a run. Their requests are only reported."""
+        """Reads the last steps at the end of a run; what they request is only reported."""
         pending = self.driver.poll_step()
         if pending is not None:
             self._push(pending)
@@ -318,13 +316,7 @@ class Loop:
         self.rollbacks.write_journal(self.step)
 
     def run_end(self, ending: Ending, why: str = "", exception: str | None = None) -> RunEnd:
-        """What is known of the run, for a diagnosis.
-
-        Args:
-            ending: how the process ends.
-            why: the reason of a stop, or the signal.
-            exception: what was raised, as text.
-        """
+        """The facts for a diagnosis; `why` is the reason of a stop, or the signal."""
         ledger, checkpoints, alarm = self.ledger, self.checkpoints, self.monitor.first_alarm
         last = ledger.incidents[-1] if ledger.incidents else None
         newest_good = [each.path for each in self._listed() if each.step == checkpoints.good]
@@ -355,7 +347,6 @@ class Loop:
         )
 
     def _listed(self) -> list[Saved]:
-        """The checkpoints; none if they cannot be listed."""
         try:
             return self.checkpoints.listed()
         except StoreError:
@@ -375,7 +366,6 @@ class Loop:
         self.log.problem(self.step, problem)
 
     def _warn_no_step(self) -> None:
-        """`healer.update` was forgotten, or the optimizer is not in the state."""
         self.warn(
             f"{self._batches_since_step} batches and no step: in JAX call healer.update(state) "
             "after each step, in torch pass the optimizer that steps in the state"

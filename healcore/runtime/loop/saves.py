@@ -29,7 +29,6 @@ class SaveSchedule:
     rollbacks: RollbackManager
     ledger: Ledger
     observes: bool
-    """The policy only observes."""
     log: RunLog
 
     def __post_init__(self) -> None:
@@ -45,7 +44,7 @@ class SaveSchedule:
         self._steps += steps
 
     def reset(self, step: int) -> None:
-        """The state is that of the checkpoint of `step`, or the initial one."""
+        """Restarts the count: the state is that of the checkpoint of `step`, or the initial one."""
         self._saved, self._overdue, self._steps = step, 0, 0
 
     def due(self, step: int) -> bool:
@@ -59,8 +58,8 @@ class SaveSchedule:
         """Whether the last steps had no alarm, which may be the first of an incident.
 
         A save is delayed by at most one interval: a run with an alarm now and then has an incident
-        open most of the time. A checkpoint from after an onset does no harm, since a rollback
-        quarantines it.
+        open most of the time. A checkpoint from after an onset does no harm: a rollback quarantines
+        it.
         """
         unhealthy = self.ledger.unhealthy
         alarmed = bool(unhealthy) and unhealthy[-1] >= step - 2
@@ -87,15 +86,13 @@ class SaveSchedule:
 
 
 class _NonfiniteRollback(NamedTuple):
-    """A rollback for NaN or Inf in the state."""
-
     onset: int
     arrays: tuple[str, ...]
 
 
 @dataclass(eq=False, kw_only=True)
 class StateCheck:
-    """NaN or Inf that a save has found in the state: what the policy does about it.
+    """NaN or Inf that a save has found in the state, and what the policy does about it.
 
     Moments, or statistics that the forward pass writes, may be damaged while loss and gradients
     look healthy. No detector sees that, and every checkpoint from then on is bad. The check runs
@@ -115,7 +112,7 @@ class StateCheck:
         self._rollbacks: list[_NonfiniteRollback] = []
 
     def check(self, step: int) -> ActionRequest | None:
-        """What to do about the saves so far; None: nothing, or nothing new. Collective."""
+        """The request for new NaN or Inf in the saves so far; None: none. All ranks call it."""
         found = self.checkpoints.nonfinite_checkpoints()
         new = found.keys() - self._known
         self._known |= found.keys()
@@ -143,7 +140,7 @@ class StateCheck:
         return None if policy.observes or not serious else request
 
     def on_rollback(self, request: ActionRequest | None) -> None:
-        """After a rollback, which quarantines newer checkpoints; `request`: it was `check`'s."""
+        """Starts over after a rollback; `request` is that of `check`, if it was the cause."""
         self._known.clear()
         if request is not None:
             self._rollbacks.append(_NonfiniteRollback(request.onset, request.arrays))

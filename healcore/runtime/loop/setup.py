@@ -70,11 +70,7 @@ class Options(NamedTuple):
     trust: bool
 
     def checked(self) -> Options:
-        """Checks the values and returns itself.
-
-        Raises:
-            ValueError: a number or a choice is out of range.
-        """
+        """Returns itself; raises ValueError if a number or a choice is out of range."""
         DelayedReader(self.lag)
         if self.keep is not None:
             self.keep.checked()
@@ -96,13 +92,7 @@ class Options(NamedTuple):
 
 
 def open_run(options: Options) -> Loop:
-    """Attaches, opens the store, and resumes from a checkpoint or takes the first snapshot.
-
-    Raises:
-        AlreadyCompleted: the run in the store had completed.
-        StoreNotEmpty: `resume` is False, and the store holds checkpoints.
-        StoreError: the store cannot be used, or nothing in it is intact.
-    """
+    """Attaches, opens the store, resumes or saves a first snapshot. Errors: `Healer.__enter__`."""
     if any(loop.finalizer is not None and loop.finalizer.alive for loop in _loops):
         gc.collect()  # runs the finalizers of unreferenced Healers, which may hold the store
     driver = options.driver or driver_for(
@@ -125,10 +115,7 @@ def open_run(options: Options) -> Loop:
 
 
 def _clean_up(driver: Driver, termination: TerminationWatch, log: RunLog) -> None:
-    """Removes hooks and handlers of a Healer that was deleted within its block.
-
-    The claim has a finalizer of its own.
-    """
+    """Cleans up for a Healer deleted within its block; the claim has its own finalizer."""
     for end in (termination.stop, driver.close, log.detach_console):
         with contextlib.suppress(Exception):
             end()
@@ -137,11 +124,8 @@ def _clean_up(driver: Driver, termination: TerminationWatch, log: RunLog) -> Non
 def _claim(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
     """Claims the store's directory for this run, before anything in it is swept or deleted.
 
-    Returns:
-        The claim, and a warning for the log. None and None without a directory.
-
-    Raises:
-        StoreInUse: another run is using it.
+    Returns the claim and a warning for the log; both None without a directory. Raises StoreInUse if
+    another run is using it.
     """
     if isinstance(given, str | os.PathLike):
         folder = Path(given)
@@ -291,11 +275,7 @@ def _store(options: Options, driver: Driver, ranks: Ranks) -> CheckpointStore:
 
 
 def _fitting(store: Any, driver: Driver, ranks: Ranks) -> CheckpointStore:
-    """The default store, without its tier in memory if the snapshots do not fit.
-
-    Raises:
-        StoreError: there is no other tier.
-    """
+    """The default store, only its disk if the snapshots do not fit; StoreError if it has none."""
     memory: SnapshotStore = getattr(store, "memory", store)
     copies, nbytes = memory.keep.most + 1 + (memory is not store), driver.state_bytes()
     # As if all ranks were on this machine: a slow rollback is better than an OOM kill.
@@ -314,7 +294,6 @@ def _fitting(store: Any, driver: Driver, ranks: Ranks) -> CheckpointStore:
 
 
 def _folder(store: CheckpointStore) -> Path | None:
-    """The directory of a store; None: it has none."""
     root = getattr(getattr(store, "disk", store), "root", None)
     return None if root is None else Path(root)
 
@@ -334,11 +313,7 @@ def _events(events: Any, folder: Path | None, ranks: Ranks) -> Log:
 
 
 def _refuse_link(path: Path, option: str) -> None:
-    """Refuses a link at a path that healcore has chosen, not the user.
-
-    Raises:
-        StoreError: it is a link.
-    """
+    """Raises StoreError for a link at a path that healcore has chosen, not the user."""
     if path.is_symlink():
         raise StoreError(
             f"{path} is a link, and healcore writes through none that you have not named: remove "

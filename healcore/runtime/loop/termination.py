@@ -5,8 +5,8 @@ None of the exceptions is an `Exception`: `except Exception` in a training loop 
 At SIGTERM and Ctrl-C the current step is finished first, and the run is saved. One handler serves
 all Healers of a process. It calls the previous handler, and removes itself at the first signal: a
 second SIGTERM has its usual effect. A second Ctrl-C ends the process at once, like a kill: its
-usual effect, KeyboardInterrupt, would still wait for checkpoints being written. Outside of the main
-thread, where Python has no signals, nothing is installed.
+usual effect, KeyboardInterrupt, would still wait for checkpoints being written. Only the main
+thread installs handlers, because Python has signals nowhere else.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RunStopped(HealcoreError, SystemExit):
 
     Attributes:
         diagnosis: what was seen, what was tried, what a person should check.
-        why: the reason, in a few words.
+        why: the reason, in short.
         last_good: step of the newest known-good checkpoint; None: there is none.
     """
 
@@ -41,7 +41,6 @@ class RunStopped(HealcoreError, SystemExit):
         self.last_good = last_good
 
     def __str__(self) -> str:
-        """The diagnosis."""
         return self.diagnosis
 
 
@@ -49,7 +48,8 @@ class AlreadyCompleted(HealcoreError, SystemExit):
     """The run in this directory had completed: nothing is left to do.
 
     Uncaught, the process ends with status 0: a scheduler that restarts a program until it succeeds
-    takes the run for done. The line is logged when it is raised.
+    takes the run for done. `line` names what the directory holds and how to continue training; it
+    is logged when the exception is raised.
     """
 
     def __init__(self, line: str) -> None:
@@ -57,12 +57,11 @@ class AlreadyCompleted(HealcoreError, SystemExit):
         self.line = line
 
     def __str__(self) -> str:
-        """What the directory holds, and how to continue training."""
         return self.line
 
 
 class LastStateNotSaved(HealcoreError, SystemExit):
-    """The loop has ended, and no checkpoint holds its last state (because of a full disk, say).
+    """The loop has ended, and no checkpoint holds its last state, for example on a full disk.
 
     Uncaught, Python prints the reason and the process ends with status 1. Started again, the
     program resumes from the newest checkpoint.
@@ -94,7 +93,7 @@ class TerminationWatch:
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
-        """Of the signal that asks the run to end; None: there was none."""
+        """The signal that asks the run to end; None: there was none."""
         self._waiting_for_data = False
 
     def start(self) -> None:
@@ -108,11 +107,7 @@ class TerminationWatch:
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """A context between two steps, in which a signal ends the run at once.
-
-        Raises:
-            Terminated, Interrupted: a signal has come, before or within.
-        """
+        """A context in which a signal, also an earlier one, ends the run at once."""
         self._waiting_for_data = True
         try:
             if self.signal_number is not None:
@@ -122,7 +117,7 @@ class TerminationWatch:
             self._waiting_for_data = False
 
     def on_signal(self, number: int) -> bool:
-        """Takes a signal; whether the run can end at once."""
+        """Takes a signal; returns whether the run can end at once."""
         self.signal_number = number
         return self._waiting_for_data
 

@@ -1,1 +1,1 @@
-"""Why a run ended, for a person: the case, the diagnosis, the file."""
+"""Why a run ended, for a person: the facts, the diagnosis, the file."""

@@ -1,6 +1,6 @@
 """Why a run ended: what was seen, what was tried, what a person should look at.
 
-Pure: a `RunEnd` in, text out. The same `RunEnd` gives the same text on every rank.
+The text depends on the `RunEnd` alone, so every rank has the same.
 """
 
 from __future__ import annotations
@@ -86,53 +86,51 @@ _REPEATED = {
     ): "Going back did not help, on the same data and at the same learning rate: leave "
     "the data of those steps out, or lower the learning rate.",
 }
-"""After several rollbacks, which left batches out or not, and lowered the learning rate or not."""
+"""After several rollbacks, by whether any left batches out and any lowered the learning rate."""
 
 
 class RollbackRecord(NamedTuple):
-    """One rollback that was carried out."""
+    """One rollback, from step `step` to the checkpoint of step `target`."""
 
     step: int
-    """The step it went back from."""
     onset: int
     target: int
-    """Step of the checkpoint that was restored."""
     lr_before: float | None = None
-    """Learning rate, multiplier included; None where it is not known."""
+    """Learning rate, multiplier included; None: unknown."""
     lr_after: float | None = None
     left_out: int = 0
-    """Batches that were left out."""
+    """Number of batches left out."""
 
 
 class RunEnd(NamedTuple):
-    """What is known of a run at its end."""
+    """The facts about a run at its end."""
 
     ending: str
     """One of `Ending`."""
     step: int
     """Optimizer steps done."""
     why: str = ""
-    """The reason, such as "SIGTERM"."""
+    """The reason of a stop, or the signal."""
     cause: Cause = Cause(0)
     """Of the last incident; 0: there was none."""
     onset: int | None = None
     open: bool | None = None
-    """Whether the last incident was still open; None: not known."""
+    """Whether the last incident was still open; None: unknown."""
     incidents: int = 0
     readings: Readings | None = None
     evidence: tuple[Evidence, ...] = ()
     batches: tuple[Batch, ...] = ()
-    """Data of the last incident's first steps."""
+    """Of the last incident's first steps."""
     skips: int = 0
-    """Steps that were skipped, over the whole run."""
+    """Of the whole run."""
     rollbacks: tuple[RollbackRecord, ...] = ()
     lr_scale: float = 1.0
     verdict: str = ""
     """Of a re-run of the step: `transient`, `reproducible`, or "" without one."""
     damaged: tuple[int, ...] = ()
-    """Steps of checkpoints that were found damaged on disk."""
+    """Steps of checkpoints found damaged on disk."""
     damaged_in_memory: tuple[int, ...] = ()
-    """... and in host memory."""
+    """Steps of checkpoints found damaged in host memory."""
     not_finite: tuple[tuple[int, tuple[str, ...]], ...] = ()
     """Steps of checkpoints with unwanted NaN or Inf, and in which arrays."""
     unsaved: int = 0
@@ -142,9 +140,8 @@ class RunEnd(NamedTuple):
     observes: bool = False
     last_good: int | None = None
     path: str | None = None
-    """The directory of that checkpoint."""
+    """Directory of the checkpoint `last_good`."""
     exception: str | None = None
-    """What was raised, as text."""
 
 
 def explain(end: RunEnd) -> str:
@@ -342,15 +339,7 @@ def advice(
     left_out: bool = False,
     lr_lowered: bool = False,
 ) -> list[str]:
-    """Sentences for a person.
-
-    Args:
-        cause: flags of the incident; 0: no advice.
-        verdict: `transient` or `reproducible`, of a re-run; "" without one.
-        rollbacks: how many were carried out.
-        left_out: one of them left batches out.
-        lr_lowered: one of them lowered the learning rate.
-    """
+    """Sentences for a person; `left_out` and `lr_lowered`: any of the `rollbacks` did that."""
     hints = []
     if verdict == RerunVerdict.TRANSIENT:
         hints.append(_TRANSIENT)

@@ -28,50 +28,36 @@ _logger = logging.getLogger(__name__)
 
 
 class Postmortem(NamedTuple):
-    """How a run ended. Field by field in docs/events.md."""
+    """How a run ended; docs/events.md describes the fields."""
 
     run: str
-    """Id of the run, as in its events."""
     ending: str
     """One of `Ending`."""
     step: int
     """Optimizer steps done; of a killed run that of its last event."""
     diagnosis: str
-    """For a person."""
     cause: tuple[str, ...] = ()
-    """Of the last incident."""
     incidents: int = 0
     rollbacks: tuple[RollbackRecord, ...] = ()
     lr_scale: float = 1.0
-    """The learning-rate multiplier at the end."""
     last_good: int | None = None
-    """Step of the newest known-good checkpoint."""
     last_good_path: str | None = None
     exception: str | None = None
     """What was raised, with its traceback."""
     ended: str = ""
     """Wall time, ISO 8601, UTC; of a killed run that of its last event."""
     seconds: float | None = None
-    """How long it ran, by a monotonic clock."""
     lost_events: int = 0
-    """Events that could not be written."""
     process: Process | None = None
     environment: dict[str, str] = {}  # noqa: RUF012 -- never changed
     certain: bool = True
-    """False: the process ran on another host, and is assumed to be gone because a new one began."""
+    """False: it ran on another host, and is assumed to be gone as a new process began."""
 
 
 def of(
     end: RunEnd, events: Log, *, seconds: float | None = None, trace: str | None = None
 ) -> Postmortem:
-    """The postmortem of this process.
-
-    Args:
-        end: what is known.
-        events: of the run.
-        seconds: how long it ran.
-        trace: the exception with its traceback; without one `end.exception`.
-    """
+    """The postmortem of this process; `trace` is the exception with its traceback, if any."""
     return _postmortem(
         end,
         run=events.run,
@@ -111,11 +97,7 @@ def path_for(events: str | os.PathLike[str], run: str) -> Path:
 
 
 def write(path: str | os.PathLike[str], postmortem: Postmortem) -> str | None:
-    """Writes the file, completely or not at all. Never raises: it is called while a run is ending.
-
-    Returns:
-        What went wrong; None if it is on disk.
-    """
+    """Writes the file whole or not at all. Returns errors and never raises: the run is ending."""
     path = Path(path)
     try:
         text = json.dumps({"schema": SCHEMA, **json_lines.to_json(postmortem)}, indent=2)
@@ -128,25 +110,15 @@ def write(path: str | os.PathLike[str], postmortem: Postmortem) -> str | None:
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content of a postmortem file.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is not JSON.
-    """
+    """The content of a postmortem file; raises OSError, or ValueError if it is not JSON."""
     return json.loads(Path(path).read_text())
 
 
 def of_killed(events: str | os.PathLike[str]) -> Postmortem | None:
-    """Finds out whether the last run in an events file was killed, and writes its postmortem.
+    """Writes the postmortem of the last run in an events file if that was killed.
 
-    For the next start, before that writes its own `start`. Never raises.
-
-    Args:
-        events: the file. The postmortem goes to `path_for`.
-
-    Returns:
-        The postmortem; None if there is no such run, it has written its end, or is still running.
+    Called by the next process before it writes its own `start`. Never raises. Returns None if there
+    was no run, or it has written its end or is still running.
     """
     try:
         found = _killed(Path(events))
@@ -188,7 +160,7 @@ def _killed(path: Path) -> Postmortem | None:
 
 
 def last_process(events: Sequence[Event]) -> Run | None:
-    """The process that began last in a file, from its `start` on; None: there is no `start`."""
+    """The last process of a file, from its `start` on; None: there is no `start`."""
     start = next((event for event in reversed(events) if event["kind"] == "start"), None)
     if start is None:
         return None
@@ -200,13 +172,7 @@ def last_process(events: Sequence[Event]) -> Run | None:
 
 
 def end_of_killed(run: Run, events: Iterable[Event], *, why: str = "") -> RunEnd:
-    """What is known of a process that was killed.
-
-    Args:
-        run: its events.
-        events: of the file: an earlier process may have had the last known-good checkpoint.
-        why: for the headline.
-    """
+    """The facts about a killed process; `events` may have an earlier one's last known-good."""
     good, seen = KnownGood(), run.last_seen
     for event in events:
         good.add(record(event)[0])
