@@ -1,4 +1,6 @@
-"""TensorBoard event files, by TensorBoard's own reader (`pip install 'healcore[tensorboard]'`)."""
+"""Reads TensorBoard event files with TensorBoard's own reader (`pip install
+'healcore[tensorboard]'`).
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,7 @@ _FRAME = 16
 
 
 def check_readable(path: str) -> None:
-    """Refuses a compressed file, and any if the package is not there.
-
-    Raises:
-        TraceError: what to install, or what to do with the file.
-    """
+    """Raises TraceError for a compressed file, or if tensorboard is not installed."""
     try:
         extras.require("tensorboard", "tensorboard")
     except extras.MissingExtraError:
@@ -35,8 +33,8 @@ def check_readable(path: str) -> None:
 def scalars(path: str, findings: Findings) -> Iterator[tuple[int, dict[str, Any]]]:
     """Every scalar as a record of its own: {"step": step, tag: value}.
 
-    The reader stops silently at a record that is torn or whose checksum is wrong. How far it came
-    is counted here, so that the rest can be reported.
+    The reader stops silently at a torn record or a wrong checksum. The bytes read are counted here,
+    so that the rest can be reported.
     """
     from google.protobuf.message import DecodeError
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
@@ -68,7 +66,7 @@ def scalars(path: str, findings: Findings) -> Iterator[tuple[int, dict[str, Any]
 def _whole_records(path: str, records: Iterator[bytes]) -> Iterator[bytes]:
     """The records up to the first that has no end in the file.
 
-    The reader would ask for as many bytes as a record declares, up to 2**64.
+    The reader would allocate as many bytes as a record declares, up to 2**64.
     """
     with (
         open(path, "rb") as file,
@@ -84,7 +82,7 @@ def _whole_records(path: str, records: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _scalar(value: Any) -> float | None:
-    """A summary's number: an old scalar, or a tensor of one number."""
+    """The number of an old scalar, or of a tensor with one number."""
     kind = value.WhichOneof("value")
     if kind == "simple_value":
         return value.simple_value
