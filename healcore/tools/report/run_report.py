@@ -1,4 +1,4 @@
-"""Everything that a page or a picture shows of one run, or of one replay of one."""
+"""The data of a report: one run, or one replay of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ORIGINS = {
     AttemptOrigin.METRICS: "in no event",
 }
 _GAPS = 5
-"""Gaps that are named one by one."""
+"""Most gaps that are named one by one."""
 
 
 class RunReport(NamedTuple):
@@ -40,9 +40,9 @@ class RunReport(NamedTuple):
     facts: dict[str, str]
     """Label -> text."""
     state: RunState | None = None
-    """How the run has ended; None: of a replay."""
+    """How the run has ended; None for a replay."""
     notes: tuple[str, ...] = ()
-    """What a reader should know of the sources: damaged lines, what is missing."""
+    """Damaged lines and missing parts of the sources."""
     attempts: tuple[RunAttempt, ...] = ()
     marks: tuple[Mark, ...] = ()
     diagnosis: str = ""
@@ -50,7 +50,7 @@ class RunReport(NamedTuple):
 
     @property
     def would(self) -> bool:
-        """Whether nothing was done: it lists what a policy would have done."""
+        """Whether the policy only observed: the report has what it would have done."""
         return self.mode is not Mode.HEAL
 
     @property
@@ -90,7 +90,7 @@ class RunReport(NamedTuple):
         return lines[:_GAPS] + ([f"{what} at {more} more places"] if more > 0 else [])
 
     def outcomes(self) -> list[str]:
-        """How many incidents had which outcome; one with a rollback and a stop is in both."""
+        """How many incidents had which outcome; one with a rollback and a stop counts in both."""
         counts = self.counts
         found = {one: sum(case.outcome is one for case in self.incidents) for one in MARKERS}
         found |= {IncidentOutcome.STOP: counts.stops, IncidentOutcome.ROLLBACK: counts.rollbacks}
@@ -105,8 +105,7 @@ class RunReport(NamedTuple):
     def stop_after_rollback(self, place: int) -> tuple[float, int] | None:
         """Step and index (-1: not known) at which an incident with a rollback was stopped.
 
-        Args:
-            place: of the incident.
+        `place` is the place of the incident in `incidents`.
         """
         case = self.incidents[place]
         if case.outcome is not IncidentOutcome.ROLLBACK or "STOP" not in case.action:
@@ -129,7 +128,7 @@ def by_severity(reports: Sequence[RunReport]) -> list[RunReport]:
 
 
 def short_names(reports: Sequence[RunReport]) -> list[str]:
-    """The end of each title's path, or all of it where two would be equal."""
+    """The end of each title's path, or all of it if two would be equal."""
     ends = ["/".join(each.title.split("/")[-2:]) for each in reports]
     whole = {end: {r.title for r, e in zip(reports, ends, strict=True) if e == end} for end in ends}
     return [

@@ -151,7 +151,7 @@ class TableReader:
                 yield chunk
 
     def _next_lines(self, file: TextIO, line: int, findings: Findings) -> Iterator[str]:
-        """`CHUNK` lines, fewer if they are long. One without an end is reported and becomes blank."""
+        """`CHUNK` lines, fewer if they are long. One without an end is reported and made blank."""
         room = _CHUNK_CHARACTERS
         for number in range(line + 1, line + CHUNK + 1):
             text = file.readline(LONGEST)

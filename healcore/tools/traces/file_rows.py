@@ -20,7 +20,7 @@ class FileRows(NamedTuple):
     line: np.ndarray
     """int64 (n,): line numbers from 1; 0 if the format has no lines."""
     row: np.ndarray | None
-    """int64 (n,): the file's own row numbers from 0 (CSV); None: rows are counted after the merge."""
+    """int64 (n,): the file's own row numbers from 0 (CSV); None: rows are counted once merged."""
     end: int
     """With `row`: rows of the file up to here, including those left out; else rows of the chunk."""
     step: np.ndarray | None

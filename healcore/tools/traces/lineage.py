@@ -153,7 +153,7 @@ def _with_ancestors(begin: MergedPass, attempts: Sequence[Attempt]) -> tuple[lis
             limits = np.minimum.accumulate(first[number + 1 :])
         if not len(limits):
             continue
-        # A row that is written late (see `merged_rows`) counts at the step that the run had reached.
+        # A row that is written late (see `merged_rows`) counts at the step the run had reached.
         reached = np.maximum(top, np.maximum.accumulate(rows.step))
         top = reached[-1]
         before = np.searchsorted(reached, limits)

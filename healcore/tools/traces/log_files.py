@@ -357,9 +357,7 @@ def _check_usable(reader: LogReader) -> None:
 
 
 def _folders(path: str) -> list[str]:
-    """The directories in a directory, in the order of their names, without the Trainer's
-    checkpoints.
-    """
+    """The directories in a directory, without the Trainer's checkpoints, in natural order."""
     names = sorted(os.listdir(path), key=_natural)
     found = (
         os.path.join(path, name)

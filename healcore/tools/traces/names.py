@@ -87,6 +87,7 @@ _TIER = {
 
 
 def is_step(name: str) -> bool:
+    """Whether a column has the name of a step."""
     return (STEP, normalized(name)) in _TIER
 
 

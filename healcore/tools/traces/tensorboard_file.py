@@ -1,6 +1,4 @@
-"""Reads TensorBoard event files with TensorBoard's own reader (`pip install
-'healcore[tensorboard]'`).
-"""
+"""Reads TensorBoard event files with TensorBoard's own reader (extra `tensorboard`)."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Rows(NamedTuple):
     """float64 (n,) as recorded; the row's index if the file has no step. Increases within an
     attempt, except for rows that were written late (an evaluation's) or twice."""
     values: Mapping[str, np.ndarray]
-    """float32 (n,) for each signal of the trace; NaN and Inf as recorded, NaN if the row lacks it."""
+    """float32 (n,) for each signal of the trace; NaN and Inf as recorded, NaN if not given."""
     given: Mapping[str, np.ndarray]
     """bool (n,), the same keys: this row logs the signal. An empty cell is not logged; the texts
     nan and inf are values."""
@@ -77,7 +77,7 @@ class TraceFinding(NamedTuple):
 
 
 class Findings:
-    """Problems (damage) and notes (no damage) of one pass over a trace, after those of `earlier`."""
+    """Problems (damage) and notes (no damage) of one pass over a trace, added to `earlier`."""
 
     def __init__(self, earlier: Findings | None = None) -> None:
         self.problems: list[TraceFinding] = list(earlier.problems) if earlier else []
@@ -198,7 +198,7 @@ def load(trace: Trace) -> LoadedTrace:
 def join_columns(
     parts: Sequence[Mapping[str, np.ndarray]], lengths: Sequence[int], absent: np.generic
 ) -> dict[str, np.ndarray]:
-    """Joins columns by name; `absent` fills in for a part, of `lengths` rows, without the column."""
+    """Joins columns by name; `absent` fills in for a part (of `lengths` rows) that lacks one."""
     names = sorted(set().union(*parts))
     return {
         name: np.concatenate(
