@@ -109,11 +109,7 @@ class PathBudget:
         self._left = (1 << 20) + 256 * nbytes
 
     def take(self, path: Path) -> Path:
-        """Counts one path, and returns it.
-
-        Raises:
-            ProbeError: the budget is exhausted, or the path has more than 256 parts.
-        """
+        """Counts one path, and returns it; ProbeError if it or the sum of all is too long."""
         self._left -= sum(map(len, path)) + 8 * len(path) + 8
         if self._left < 0 or len(path) > MOST_PARTS:
             raise ProbeError(

@@ -1,7 +1,6 @@
-"""What each framework's adapter provides; the only place that imports an adapter by its name.
+"""Finds what an adapter provides; the only module that imports an adapter by its name.
 
-It is in the lowest layer, so that the runtime can use it too. It imports a framework only on
-demand.
+It is in the lowest layer for the runtime's use, and imports a framework only on demand.
 """
 
 from __future__ import annotations

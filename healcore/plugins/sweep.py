@@ -4,11 +4,10 @@ An adapter provides a `SweepScan` class, called with a config from `trimmed` and
 
 A recorded curve shows which steps are skipped and where a rollback is ordered. Clipping, the size
 of a learning-rate cut and the budget change nothing in it. So `step` runs only the detectors that
-some rule acts on, those rules and the incident (a due cut orders a rollback too), with the
-functions of the core in the order of `healcore.core.engine.judge`. Each rule reads only its own
-detectors: values that do not depend on the varied numbers (the window of the non-finite rule) stay
-single values for all variants. tests/tools/sweep compares every order and skip with the whole
-engine's.
+some rule acts on, those rules and the incident (a due cut orders a rollback too), with the core's
+functions in the order of `healcore.core.engine.judge`. Each rule reads only its own detectors, so
+values that do not depend on the varied numbers stay single values for all variants.
+tests/tools/sweep compares every order and skip with the whole engine's.
 """
 
 from __future__ import annotations
@@ -57,10 +56,7 @@ class RowGroups(NamedTuple):
 
 
 class PackedSeries(NamedTuple):
-    """Series of one layout, one after another, so that one call of a compiled program runs many.
-
-    Each begins a new group of `WORD` rows.
-    """
+    """Series of one layout, packed for one call of a program; each begins a new group."""
 
     layout: SignalLayout
     rows: PackedRows
@@ -166,8 +162,8 @@ def step(
 ) -> tuple[VariantState, VariantDecision]:
     """Judges one step of a config from `trimmed`, in which numbers may be arrays.
 
-    `signals` has a loss or a gradient norm at least. `resumed` is a bool array: the run continues
-    from a checkpoint here, and an open incident is closed.
+    `signals` has a loss or a gradient norm. `resumed` is a bool array: the run continues from a
+    checkpoint here, which closes an open incident.
     """
     seen = observe(signals, resumed != resumed, xp=xp)
     memories, readings = [], {}

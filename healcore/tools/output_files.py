@@ -20,10 +20,8 @@ class OutputError(HealcoreError, ValueError):
 def check_outputs(outputs: Iterable[Name], inputs: Iterable[Name]) -> None:
     """Checks before the work that every output can be written and overwrites no input.
 
-    All files in a directory of `inputs` count as inputs.
-
-    Raises:
-        OutputError: an output has no folder, is a folder, is an input, or is named twice.
+    All files in a directory of `inputs` are inputs. Raises OutputError for an output without a
+    folder, that is a folder, an input, or named twice.
     """
     read = [path for each in inputs for path in _files(Path(each))]
     taken: dict[str, Path] = {}
@@ -42,12 +40,9 @@ def check_outputs(outputs: Iterable[Name], inputs: Iterable[Name]) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Name) -> Iterator[Path]:
-    """A draft that replaces `path` when the block is left without an error.
+    """A draft that replaces `path` if the block ends without an error; OutputError names the path.
 
     The old file stays until then. A device or a pipe is written to directly.
-
-    Raises:
-        OutputError: the file, which the message names, cannot be written.
     """
     target = Path(path)
     direct = target.exists() and not target.is_file()

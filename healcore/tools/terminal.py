@@ -48,17 +48,12 @@ def echo_json(text: str) -> None:
 
 
 def console(kind: type[Console] | None = None, **options: Any) -> Console:
-    """Rich's console, with text cleaned after layout, so that rich's own colours stay.
-
-    `kind` is a subclass of rich's `Console`, which takes `options`.
-    """
+    """Rich's console or a `kind` of it, with text cleaned after layout: rich's own colours stay."""
     from rich.console import Console, ConsoleOptions, RenderHook, RenderResult
     from rich.control import Control
     from rich.segment import Segment
 
     class Cleaned:
-        """A renderable with its text cleaned."""
-
         def __init__(self, printed: Any) -> None:
             self._printed = printed
 
@@ -67,8 +62,6 @@ def console(kind: type[Console] | None = None, **options: Any) -> Console:
                 yield Segment(text if control else clean(text), style, control)
 
     class Cleaning(RenderHook):
-        """Wraps every renderable in `Cleaned`."""
-
         def process_renderables(self, renderables: list[Any]) -> list[Any]:
             return [each if isinstance(each, Control) else Cleaned(each) for each in renderables]
 

@@ -35,10 +35,10 @@ ALWAYS = ("loss", "grad_norm")
 
 
 def choose_backend(loops: Iterable[tuple[int, int]], policies: int = 1) -> str:
-    """The default backend for `policies` policies.
+    """The default backend for `policies` policies, each of which compiles its own loops.
 
-    Each of `loops` has the rows of all traces that one compiled loop would judge, and the number of
-    its combinations of signals; each policy compiles its own.
+    Each of `loops` has the rows of all traces that one loop would judge, and the number of its
+    combinations of signals.
     """
     saved = sum(rows - A_LOOP - A_COMBINATION * combinations for rows, combinations in loops)
     worth = saved * policies >= JAX_STARTS and importlib.util.find_spec("jax") is not None
@@ -48,9 +48,7 @@ def choose_backend(loops: Iterable[tuple[int, int]], policies: int = 1) -> str:
 def row_runner(engine: Engine, layout: SignalLayout, backend: str) -> RowRunner:
     """A runner of `BACKENDS`, cached by policy and layout so that each is compiled once.
 
-    Raises:
-        healcore.extras.MissingExtraError: the backend's framework is not installed.
-        ValueError: there is no such backend.
+    Raises MissingExtraError if the framework is not installed, ValueError for another backend.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
@@ -110,8 +108,8 @@ def rows_of(
 ) -> tuple[SignalRows, np.ndarray]:
     """Turns rows of a trace into an engine's input; `layout` is of the whole trace.
 
-    `values` are float32 (n,) and `given` bool (n,), logged in this row, by signal. Returns the
-    judged rows, and their places among all rows, int (m,).
+    `values` are float32 (n,) and `given` bool (n,) by signal. Returns the judged rows, and their
+    places among all rows, int (m,).
     """
     names = [name for name in layout.signals if name in given]
     length = len(next(iter(given.values()), ()))

@@ -49,10 +49,7 @@ class ReplayResult(NamedTuple):
 def surveyed(
     traces: Sequence[Trace], done: Callable[[str], None]
 ) -> tuple[list[Trace], list[Unreadable]]:
-    """Makes the first pass over every trace; returns the readable traces, and the others.
-
-    `done` is called with each trace's name after its pass.
-    """
+    """Makes the first pass over every trace; `done` is called with each name after its pass."""
     readable, unreadable = [], []
     for trace in traces:
         try:
@@ -73,13 +70,10 @@ def replay_all(
     wanted: ReplayOptions,
     advance: Callable[[str, int], None],
 ) -> Iterator[ReplayResult | Unreadable]:
-    """Replays every policy on every surveyed trace, trace by trace, policies in the given order.
+    """Replays every policy on every surveyed trace; yields results, or why there is none.
 
     `backend` is as for `replay`; None chooses by the rows that share a compiled loop. `advance` is
     called with the name of a trace and how many of its rows are done.
-
-    Yields:
-        For each trace and policy a result, or the reason why there is none.
     """
     backend = backend or _backend(traces, len(policies))
     for trace in traces:

@@ -16,7 +16,6 @@ class Decided(NamedTuple):
     """One row, with the decision of the policy (in observe mode too)."""
 
     index: int
-    """Of the row, from 0."""
     step: float
     """As recorded; NaN if it could not be read."""
     attempt: int
@@ -35,17 +34,17 @@ class Decided(NamedTuple):
 
 
 class JudgedRows(NamedTuple):
-    """Consecutive judged rows of one attempt. Arrays are (n,)."""
+    """Consecutive judged rows of one attempt.
+
+    Arrays, also those of `record`, are (n,); `index` is int64, `step` float64.
+    """
 
     index: np.ndarray
-    """int64."""
     step: np.ndarray
-    """float64."""
     attempt: int
     given: dict[str, np.ndarray]
     """bool by signal: logged in this row."""
     record: StepRecord
-    """Of arrays."""
     due: np.ndarray
     """bool: a rollback was due, whether or not the budget still allowed it."""
     again: np.ndarray

@@ -49,9 +49,7 @@ class Outputs(NamedTuple):
     def check(self, inputs: Sequence[str]) -> None:
         """Checks before the work that every output can be written; `inputs` are never overwritten.
 
-        Raises:
-            OutputError: there is no such folder, or a file is read, or named twice.
-            healcore.extras.MissingExtraError: a drawing library is not installed.
+        Raises OutputError, or MissingExtraError if a drawing library is not installed.
         """
         if self.report:
             require("report", "plotly", "jinja2")
@@ -113,10 +111,9 @@ def show(console: Console, results: Sequence[ReplayResult], traces: Sequence[Tra
 
 
 def draw(outputs: Outputs, results: Sequence[ReplayResult]) -> list[str]:
-    """Writes the page and the picture; returns a line to print for each.
+    """Writes the page and the picture, or raises OutputError; returns a line to print for each.
 
-    If there are too many replays, those with the most rollbacks and incidents are shown. Raises
-    OutputError if a file cannot be written.
+    If there are too many replays, those with the most rollbacks and incidents are shown.
     """
     written = []
     ranked = sorted(results, key=lambda each: (-each.summary.rollbacks, -each.summary.incidents))

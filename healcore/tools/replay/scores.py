@@ -166,11 +166,7 @@ class Labels:
 
 
 def read_labels(path: Path) -> Labels:
-    """Reads a JSON list of `{"file", "points", "spikes", "ambiguous"}`.
-
-    Raises:
-        LabelError: it cannot be read, or is not such a list.
-    """
+    """Reads a JSON list of `{"file", "points", "spikes", "ambiguous"}`, or raises LabelError."""
     try:
         return Labels([_label(each) for each in json.loads(path.read_text(encoding="utf-8"))])
     except OSError as error:

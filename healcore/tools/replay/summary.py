@@ -42,7 +42,6 @@ class Summary(NamedTuple):
     alarms: int
     """Rows with a cause."""
     causes: dict[str, int]
-    """Rows with each cause."""
     actions: dict[str, int]
     """Rows with each order; ROLLBACK wherever one was due."""
     skips: int
@@ -51,8 +50,7 @@ class Summary(NamedTuple):
     rollbacks: int
     """Rows at which one was due, repeats and denied ones included."""
     repeats: int
-    """Those after the first of their incident, which a live run has only if going back did not
-    help."""
+    """Those after the first of their incident. They occur live only if the first did not help."""
     spent: int
     """Those that the budget denied, at most one per incident."""
     first_incident: float | None
@@ -62,15 +60,12 @@ class Summary(NamedTuple):
     repeat_cuts: int
     """Cuts of the learning rate after the first rollback of their incident."""
     lowest_lr: float
-    """Smallest learning-rate multiplier."""
     lowest_lr_first: float
-    """The same without repeat cuts."""
+    """The smallest multiplier without repeat cuts."""
     stopped_at: int | None
-    """Index of the row at which a live run would have ended: a rule stops it, or the budget denies
-    the first rollback of an incident."""
+    """Row index of a live run's end: a rule stops it, or an incident's first rollback is denied."""
     stopped_step: float | None
     resting: tuple[str, ...]
-    """See `Replay.resting`."""
     problems: int
     """Lines of the trace that could not be read."""
 
@@ -126,7 +121,6 @@ def in_order(counts: Counter[str], kind: type[Cause] | type[Action]) -> dict[str
 
 
 def _count(flags: np.ndarray, kind: type[Cause] | type[Action]) -> Counter[str]:
-    """Rows with each flag, by name."""
     if not flags.any():
         return Counter()
     return Counter({str(each.name): int(np.count_nonzero(flags & int(each))) for each in kind})
@@ -151,7 +145,6 @@ class _OpenIncident:
         self.lr_before = self.lr_after = lr_before
 
     def add(self, judged: JudgedRows, row: int, action: int, spent: bool) -> None:
-        """Adds one alarm."""
         self.last, self.last_step = int(judged.index[row]), float(judged.step[row])
         self.cause |= Cause(int(judged.record.cause[row]))
         ordered = Action.ROLLBACK | Action.STOP

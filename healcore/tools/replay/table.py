@@ -154,10 +154,7 @@ def _sums(results: Sequence[ReplayResult], *, labelled: bool) -> list[str | Text
 def _fitting(
     heads: Sequence[str], rows: Sequence[Sequence[str | Text]], width: int
 ) -> tuple[list[int], int]:
-    """The columns that fit, and the width left for the names.
-
-    Numbers are never cut: in a narrow terminal whole columns are dropped.
-    """
+    """The columns that fit, whole since no number is cut, and the width left for the names."""
     shown = list(range(len(heads)))
     leaving = [heads.index(name) for name in LEAVES_OUT]
     while True:
@@ -184,7 +181,6 @@ def _count(count: int, style: str = "") -> Text:
 
 
 def _rollbacks(all_: Sequence[Summary]) -> Text:
-    """First rollbacks of incidents, their repeats, and how many of all are denied."""
     due, repeats, spent = (
         sum(getattr(each, name) for each in all_) for name in ("rollbacks", "repeats", "spent")
     )
@@ -303,7 +299,6 @@ def _policies(policies: set[str]) -> str:
 
 
 def _by_attempt(summary: Summary) -> str:
-    """The counts of each attempt of a resumed run."""
     parts = [
         f"{each.incidents} / {each.rollbacks - each.repeats} from step {each.first_step:.15g} on"
         for each in summary.attempts[:_MOST_ATTEMPTS]

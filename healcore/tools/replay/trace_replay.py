@@ -254,7 +254,7 @@ class Lineage:
     def run(self, index: np.ndarray, rows: SignalRows, first: int) -> tuple[StepRecord, np.ndarray]:
         """Judges `rows`, the rows `index` (n,) of the trace; `first` is the chunk's first index.
 
-        Returns a record of NumPy arrays (n,), and bool (n,): a rollback was due.
+        Returns a record of arrays (n,), and bool (n,): a rollback was due.
         """
         # Rows that are not judged change nothing: the state after row w is that after the last
         # judged row up to w, in this chunk or, until proven otherwise, in a later one.
@@ -287,11 +287,7 @@ class ReplayError(HealcoreError, ValueError):
 def inactive_parts(
     engine: Engine, layout: SignalLayout, *, trace: str, policy: str
 ) -> dict[str, tuple[str, ...]]:
-    """The parts of the policy that are inactive, by the signal that the trace does not log.
-
-    `trace` and `policy` are names for messages. Raises ReplayError if no row can be judged or no
-    part of the policy is left.
-    """
+    """The inactive parts of the policy, by missing signal; ReplayError if nothing can be judged."""
     logged = set(layout.signals)
     if not logged:
         raise ReplayError(

@@ -26,7 +26,6 @@ from healcore.runtime.events.json_lines import lines_of
 from healcore.tools.traces import TraceError, open_traces
 
 _LISTED = 20
-"""Most problems of one sort that are listed one by one."""
 
 
 class MetricsError(HealcoreError, ValueError):
@@ -41,15 +40,12 @@ class RunCurves(NamedTuple):
     """With the rows in which they are."""
     attempts: tuple[RunAttempt, ...]
     notes: tuple[str, ...]
-    """Missing or damaged parts."""
     counted: MetricCounts | None = None
     """Counts of the metrics; None: there are none, or not of all optimizers."""
 
 
 def curves_of(run: Run, metrics: Path | None) -> RunCurves:
-    """The curves of a run, from its alarms if `metrics` is None; MetricsError for an unreadable
-    file.
-    """
+    """The curves of a run, without `metrics` from its alarms; MetricsError if it is unreadable."""
     if metrics is None:
         return _from_alarms(
             run,
@@ -64,10 +60,7 @@ def curves_of(run: Run, metrics: Path | None) -> RunCurves:
 
 
 def first_lines(what: str, found: Iterable[str], count: int | None = None) -> list[str]:
-    """The first few lines, each after `what`, and the number of further ones.
-
-    `count` is the number of all lines, if `found` does not have all.
-    """
+    """The first of many lines after `what`, and how many more there are (`count` is of all)."""
     every = list(found)
     more = (len(every) if count is None else count) - len(every[:_LISTED])
     lines = [f"{what}: {line}" for line in every[:_LISTED]]

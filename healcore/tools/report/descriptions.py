@@ -90,7 +90,6 @@ def _skipped(case: Incident) -> str:
 
 
 def _would(case: Incident) -> str:
-    """What an active policy would have done."""
     parts = [f"skipped {_skipped(case)}"] if case.skipped else []
     if "ROLLBACK" in case.action:
         times = "once" if case.repeats == 1 else f"{case.repeats} times"

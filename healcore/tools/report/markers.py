@@ -16,14 +16,13 @@ LABELLED = 60
 
 
 class Marker(NamedTuple):
-    """The mark of incidents with one outcome."""
+    """The mark of incidents with one outcome; `plotly` and `matplotlib` are symbols there."""
 
     outcome: IncidentOutcome
     done: str
     would: str
     """The same if the policy only observed."""
     plotly: str
-    """Symbol there."""
     matplotlib: str
     colour: str
     """On white, distinguishable by the colour-blind too. The page's colours are in its CSS."""
@@ -47,10 +46,7 @@ MARKERS = {
 
 
 def is_wide(values: np.ndarray | None) -> bool:
-    """Whether a curve gets a logarithmic axis: positive, and over 30 times its smallest value.
-
-    A smaller range is easier to read on a linear axis.
-    """
+    """Whether a curve gets a logarithmic axis: positive, and over 30 times its smallest value."""
     if values is None:
         return False
     finite = values[np.isfinite(values)]
@@ -58,10 +54,7 @@ def is_wide(values: np.ndarray | None) -> bool:
 
 
 def marker_rows(places: Sequence[float], span: float, rows: int) -> list[int]:
-    """Row of each marker in a lane of `rows`, so that close ones are not on one row.
-
-    `span` is the width of a marker with its number. The last row takes those that do not fit.
-    """
+    """Row of each marker in a lane, so that close ones differ; the last row takes the rest."""
     ends = [-np.inf] * rows
     found = [0] * len(places)
     for i in np.argsort(np.asarray(places, float), kind="stable"):

@@ -23,14 +23,11 @@ _SCRIPT = ("data", "lines", "marks", "figure", "run", "page")
 
 
 def render(reports: Sequence[RunReport], *, left_out: int = 0) -> str:
-    """A report as self-contained HTML: it asks the network for nothing, and may not.
+    """A report as self-contained HTML, which may not access the network.
 
     Scripts are allowed by their digest only, so that a text out of a log could not run as one even
-    without escaping. `left_out` is the number of further runs, with fewer incidents.
-
-    Raises:
-        MissingExtraError: plotly, which draws the curves, or jinja2 is not installed.
-        ValueError: there is no run.
+    without escaping. `left_out` is the number of further runs, with fewer incidents. Raises
+    MissingExtraError without plotly or jinja2, ValueError without a run.
     """
     if not reports:
         raise ValueError("a report needs at least one run")

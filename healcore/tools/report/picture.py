@@ -20,7 +20,6 @@ REPORTS = 12
 _FEW = 4
 """Runs up to which those without an incident are drawn too."""
 _NAME = 50
-"""Most letters of a name in a title."""
 _MODES = {
     Mode.HEAL: "",
     Mode.OBSERVE: "observed, nothing was done",
@@ -61,18 +60,11 @@ def draw(
     *,
     behind: Mapping[str, Backdrop] = MappingProxyType({}),
 ) -> None:
-    """Draws the runs, one below the other.
+    """Draws the runs one below the other into a PNG; `behind` has their backdrops by title.
 
-    Args:
-        reports: of the runs. The most severe come first; of many, those without an incident are
-            left out; at most `REPORTS` are drawn.
-        path: the PNG to write.
-        behind: what a run is compared with, by its title.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-        ValueError: there is no run.
-        OSError: the file cannot be written.
+    The most severe come first; of many, those without an incident are left out; at most `REPORTS`
+    are drawn. Raises MissingExtraError without matplotlib, ValueError without a run, OSError if the
+    file cannot be written.
     """
     if not reports:
         raise ValueError("a picture needs at least one run")
@@ -220,7 +212,6 @@ def _bad(axis: Any, curves: Curves) -> None:
 
 
 def _rows(report: RunReport) -> list[int]:
-    """Rows of the markers in their lane."""
     return marker_rows([case.onset_step for case in report.incidents], _room(report), LANE)
 
 

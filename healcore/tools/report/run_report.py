@@ -22,7 +22,6 @@ _ORIGINS = {
     AttemptOrigin.METRICS: "in no event",
 }
 _GAPS = 5
-"""Most gaps that are named one by one."""
 
 
 class RunReport(NamedTuple):
@@ -38,7 +37,6 @@ class RunReport(NamedTuple):
     incidents: tuple[Incident, ...]
     counts: Counts
     facts: dict[str, str]
-    """Label -> text."""
     state: RunState | None = None
     """How the run has ended; None for a replay."""
     notes: tuple[str, ...] = ()
@@ -103,10 +101,7 @@ class RunReport(NamedTuple):
         ]
 
     def stop_after_rollback(self, place: int) -> tuple[float, int] | None:
-        """Step and index (-1: not known) at which an incident with a rollback was stopped.
-
-        `place` is the place of the incident in `incidents`.
-        """
+        """Step and index (-1: not known) of the stop after a rollback in the incident at `place`."""
         case = self.incidents[place]
         if case.outcome is not IncidentOutcome.ROLLBACK or "STOP" not in case.action:
             return None

@@ -45,16 +45,11 @@ def read_reports(
     metrics: str | os.PathLike[str] | None = None,
     policy: Policy | None = None,
 ) -> Reports:
-    """The reports of the runs in an events file.
+    """The reports of the runs in an events file, or in a directory with one.
 
-    Args:
-        events: the file, or a directory with one.
-        metrics: of the same run; None: the file next to it, `run.metrics.jsonl` of
-            `run.events.jsonl`, if there is one. Any trace that `healcore replay` reads will do.
-        policy: of the run; None: the preset of that name, if the run used exactly that.
-
-    Raises:
-        ReportError: there is no event in the file, or it cannot be read.
+    `metrics` may be any trace that `healcore replay` reads; None takes `run.metrics.jsonl` next to
+    `run.events.jsonl`, if there is one. `policy` None is the preset of that name, if the run used
+    exactly that. Raises ReportError if the file has no event or cannot be read.
     """
     path = find_events(Path(events))
     history = _read(path)
@@ -155,7 +150,6 @@ def _report(path: Path, run: Run, metrics: Path | None, policy: Policy | None) -
 
 
 def _missing(run: Run, *, counted: bool) -> list[str]:
-    """Events that the run itself could not write, or not in full."""
     notes = []
     if run.lost:
         notes.append(f"{run.lost} events could not be written by the run (a disk that failed).")
@@ -182,8 +176,8 @@ class RunPolicy(NamedTuple):
 def policy_of(start: EventRecord | None, given: Policy | None) -> RunPolicy:
     """The given policy, else the one in `start`, the start event of the run's last process.
 
-    A preset's text keeps its comments if the run used exactly that preset: the fingerprint alone
-    does not cover the keys of the host.
+    A preset is shown with its comments if the run used exactly that: the fingerprint alone does not
+    cover the keys of the host.
     """
     start = start or EventRecord()
     name, ran, written = start.policy or "", start.fingerprint or "", start.policy_toml or ""
@@ -222,7 +216,6 @@ def _state_of(run: Run, found: dict[str, Any] | None) -> RunState:
 
 
 def _facts_of(run: Run, found: dict[str, Any] | None) -> dict[str, str]:
-    """Label -> text, in the order of display."""
     start, recorded = run.start or EventRecord(), found or {}
     first = next((each.start for each in run.processes if each.start), None)
     ends = [each.end for each in run.processes if each.end]

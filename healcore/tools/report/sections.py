@@ -17,11 +17,9 @@ from healcore.tools.report.runs import commented_text
 _INCIDENTS = 1000
 """Most incidents with a row; browsers fail to open pages with many more."""
 _ATTEMPTS = 50
-"""Most attempts that are named one by one."""
 _RATES = 6
-"""Most multipliers of one incident that are named."""
 _BATCHES = 6
-"""Most ranges of batches that are named."""
+"""Most attempts, multipliers of one incident, and ranges of batches that are named."""
 _NOTHING = "–"
 
 _HANDLING = (
@@ -108,7 +106,6 @@ def section(report: RunReport) -> dict[str, Any]:
 
 
 def _badges(report: RunReport) -> list[tuple[str, str]]:
-    """CSS class and text."""
     if report.mode is Mode.REPLAY or report.state is None:
         return [("open", "replay: nothing was done to this run")]
     ending = (_BADGES.get(report.state, "bad"), STATES[report.state])
@@ -117,7 +114,6 @@ def _badges(report: RunReport) -> list[tuple[str, str]]:
 
 
 def _count_tiles(report: RunReport) -> list[tuple[str, str]]:
-    """Value and name."""
     counts = report.counts
     would = "would be " if report.would else ""
     rollbacks = "would roll back" if report.would else "rollbacks"
@@ -155,7 +151,7 @@ def _loss_tiles(report: RunReport) -> list[tuple[str, str]]:
 def _paragraphs(diagnosis: str) -> Iterator[tuple[str, bool]]:
     """The diagnosis's paragraphs, and whether each is an item of a list.
 
-    It is wrapped for a terminal: a line that begins with a space continues the one before.
+    A line that begins with a space continues the one before, which was wrapped for a terminal.
     """
     text, item = "", False
     for line in diagnosis.splitlines():

@@ -36,26 +36,22 @@ class Validation(NamedTuple):
 
     base: Standing
     chosen: Standing
-    """The middle of the plateau."""
     best: Standing
     """The setting with the best training score, to show the effect of over-fitting."""
     worse: int
     """Splits in which the choice did worse on the held-out runs than the base policy."""
     splits: int
     events: tuple[int, ...]
-    """Events held out, of each split."""
     ever: int
     """Events that were held out in some split."""
 
 
 class SweepChoice(NamedTuple):
-    """The decision, and the numbers behind it."""
+    """The decision; `scores` (variants,) and `rates` are of all variants on all runs."""
 
     choice: Choice
     scores: np.ndarray
-    """float64 (variants,): on all runs."""
     rates: Rates
-    """Of all variants on all runs."""
     validation: Validation | None
     """None if nothing could be held out."""
     take: int
@@ -74,8 +70,7 @@ def choose_policy(
 ) -> SweepChoice:
     """Chooses on all runs, and validates the choice on the splits.
 
-    `tallies` has one entry per series, `units` is (variants, axes) as in `choose`. `wanted` is
-    False if the user asked to hold out nothing.
+    `tallies` has one entry per series; `wanted` is False if the user asked to hold out nothing.
     """
 
     def scored(part: Sequence[Any]) -> np.ndarray:
@@ -168,10 +163,9 @@ class Choice(NamedTuple):
 
 
 def choose(units: np.ndarray, scores: np.ndarray) -> Choice:
-    """Picks a setting.
+    """Picks a setting by its scores (variants,), larger is better.
 
-    `units` is (variants, axes) in the unit cube, the base policy first; `scores` (variants,),
-    larger is better.
+    `units` is (variants, axes) in the unit cube, the base policy first.
     """
     smooth = _smoothed(units, scores)
     top = smooth.max()
@@ -221,12 +215,11 @@ class Splits(NamedTuple):
     """What is kept together: "family", "run", or "" if nothing is held out."""
     families: int
     alone: str = ""
-    """A run of the only family with events, if there are several families: its runs are held out
-    one by one."""
+    """A run of the only one of several families with events: its runs are held out one by one."""
 
 
 def family(name: str) -> str:
-    """The name of a trace with every part that has a digit replaced by `#`.
+    """The name of a trace, with `#` for each part that has a digit.
 
     `runs/seed_3.csv` and `runs/seed_12.csv` are one family; the folders of two recipes are two.
     """
@@ -237,9 +230,9 @@ def split(runs: Sequence[str], has_events: Sequence[bool], share: float, seed: i
     """Draws the splits; `share` of the families is held out, 0 for none.
 
     Families with and without events are drawn separately, at least one of each if there are two, so
-    that both sides have events to find and runs to leave alone. If only one family has events, its
-    runs are drawn one by one, since otherwise one side would have no events. Attempts of one run
-    (equal names in `runs`) are never on both sides.
+    that both sides have events to find and runs without. If only one family has events, its runs
+    are drawn one by one, so that both sides get some. Attempts of one run (equal names in `runs`)
+    are never on both sides.
     """
     families = [family(run) for run in runs]
     count = len(set(families))

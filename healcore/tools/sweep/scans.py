@@ -73,11 +73,10 @@ class NumpySweepScan:
 
 
 def scan_of(config: EngineConfig, places: tuple[Place, ...], backend: str) -> SweepScan:
-    """A scan of the variants of `config`, the whole config of the base policy.
+    """A scan of the variants of the base policy's whole config.
 
-    Raises:
-        SweepError: there is no such backend, or JAX has no CPU here.
-        healcore.extras.MissingExtraError: JAX is not installed.
+    Raises SweepError for an unknown backend, or if JAX has no CPU here; MissingExtraError if JAX is
+    not installed.
     """
     if backend not in BACKENDS:
         raise SweepError(f"the backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
@@ -103,10 +102,9 @@ def run(
     backend: str,
     advance: Callable[[int], None],
 ) -> list[OrderCounts]:
-    """Counts the orders of every variant on every series.
+    """Counts the orders of every variant on every series; `grounds` has each series' events.
 
-    `grounds` has each series' events. `backend` is the scan's. `advance` is called with the
-    policy-steps just done.
+    `advance` is called with the policy-steps just done.
     """
     count = len(variants.values)
     batches = pack(series)
@@ -141,13 +139,11 @@ def run(
 
 
 def _threads() -> int:
-    """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _side_by_side(parts: Sequence[OrderCounts]) -> OrderCounts:
-    """One series' counts of all blocks."""
     arrays = (np.concatenate(columns) for columns in zip(*(p[2:] for p in parts), strict=True))
     return OrderCounts(parts[0].events, parts[0].rows, *arrays)

@@ -1,7 +1,6 @@
 """Scores orders against events: found or missed, latency, false orders, cost in steps.
 
-The rules are those of `healcore.tools.replay.scores`, for thousands of variants at once; a test
-compares the two.
+The rules are those of `healcore.tools.replay.scores`, vectorized; a test compares the two.
 """
 
 from __future__ import annotations
@@ -29,12 +28,11 @@ class SeriesEvents(NamedTuple):
     """The events of one series."""
 
     spikes: np.ndarray
-    """int64 (events, 4): onset and end, then start and stop (excluded) of the orders that belong to
+    """int64 (events, 4): onset, end; start and stop (excluded) of the rows whose orders count for
     it."""
     neutral: np.ndarray
     """bool (rows,): an order at this row of the series is not a false one."""
     rows: int
-    """Own rows."""
 
 
 class OrderCounts(NamedTuple):
@@ -45,13 +43,12 @@ class OrderCounts(NamedTuple):
     in_time: np.ndarray
     """Events found within `Costs.within` rows of their onset."""
     found: np.ndarray
-    """Events found at all."""
     delay: np.ndarray
     """int32 (variants, events): rows from onset to order; -1 for an event that was not found."""
     false: np.ndarray
     lost: np.ndarray
-    """Steps lost: the cost of each incident's first recovery, every skipped step, and of each event
-    the rows until the order, or all of them without one."""
+    """Steps lost: the cost of each incident's first recovery, skipped steps, and each event's rows
+    until the order (all of them without one)."""
 
 
 def series_events(series: Series, label: Label) -> SeriesEvents:
@@ -119,18 +116,15 @@ _TIE = 1e-6  # weight of the second criterion: less than one event in any sweep
 
 
 class Rates(NamedTuple):
-    """Rates of one setting (floats) or of all (arrays) on some traces."""
+    """Rates of one setting (floats) or of all (arrays): `false` and `lost` per 10,000 rows."""
 
     events: int
     rows: int
     recall: np.ndarray
-    """Events found within N steps, of all; NaN if there was none to find."""
+    """Events found within N steps, of all; like `found` NaN if there is no event."""
     found: np.ndarray
-    """Events found at all; NaN if there was none."""
     false: np.ndarray
-    """False recoveries per 10,000 rows."""
     lost: np.ndarray
-    """Steps lost per 10,000 rows."""
 
 
 def rates(tallies: Sequence[OrderCounts]) -> Rates:
@@ -164,10 +158,7 @@ def rates_of(rates: Rates, tallies: Sequence[OrderCounts], variant: int) -> dict
 
 
 def score(rates: Rates, objective: str, price: float) -> np.ndarray:
-    """The number to rank by, larger is better.
-
-    `price` is that of one false recovery per 10,000 rows, in recall, for "balance".
-    """
+    """The number to rank by, larger is better; `price` is of a false recovery, for "balance"."""
     # Without an event, recall is 0 for every setting.
     recall = rates.recall if rates.events else np.zeros_like(rates.false)
     if objective == "recall":

@@ -23,14 +23,12 @@ class Plan(NamedTuple):
     variants: int = 2000
     """Settings to try at most."""
     objective: str = "balance"
-    """One of `scores.OBJECTIVES`."""
     price: float = 0.1
     """Recall that one false recovery per 10,000 steps is worth, for "balance"."""
     costs: scores.Costs = scores.Costs()
     holdout: float = 0.3
     """Share of the families to hold out; 0 for none."""
     seed: int = 0
-    """Of the splits."""
     backend: str | None = None
     """numpy or jax; None chooses by the amount of work."""
 
@@ -46,7 +44,6 @@ class Sweep(NamedTuple):
     variants: space.Variants
     series: tuple[Series, ...]
     tallies: tuple[scores.OrderCounts, ...]
-    """Counts of every variant, one per series."""
     splits: choice.Splits
     verdict: choice.SweepChoice
     policy: Policy
@@ -59,7 +56,6 @@ class Sweep(NamedTuple):
     left_out: tuple[Unreadable, ...]
     """Traces, or attempts of them, that are too short or have nothing to judge, and why."""
     failed: tuple[Unreadable, ...]
-    """Traces that could not be read."""
 
     @property
     def runs(self) -> int:

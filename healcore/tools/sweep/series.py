@@ -62,11 +62,7 @@ class RecoveryOrders(NamedTuple):
 
 
 def series_of(trace: Trace, engine: Engine) -> list[Series]:
-    """Reads a whole trace; returns one series for each attempt that has rows to judge.
-
-    Raises:
-        healcore.tools.traces.TraceError: it cannot be read.
-    """
+    """Reads a whole trace, or raises TraceError; one series per attempt that has rows to judge."""
     survey = trace.survey()
     layout = layout_of(engine, survey.combinations)
     if not layout.combinations:
@@ -116,10 +112,7 @@ def unpack(
     skipped: np.ndarray,
     recovered: np.ndarray,
 ) -> list[RecoveryOrders]:
-    """The orders over each packed series, from the three arrays that `SweepScan.run` returns.
-
-    `series` are all that `pack` was given.
-    """
+    """The orders over each packed series, from the three arrays that `SweepScan.run` returns."""
     found = []
     ends = (*packed.first[1:], len(words))
     for which, start, end in zip(packed.which, packed.first, ends, strict=True):

@@ -60,9 +60,8 @@ class Variants(NamedTuple):
 
     axes: tuple[Axis, ...]
     values: np.ndarray
-    """float64 (n, axes)."""
     units: np.ndarray
-    """float64 (n, axes): the same as points of the unit cube."""
+    """float64 (n, axes), like `values`: the settings as points of the unit cube."""
     dropped: int
     """Settings drawn that are no valid policy."""
 
@@ -75,10 +74,9 @@ class Variants(NamedTuple):
 
 
 def parse(policy: Policy, text: str) -> Axis:
-    """Parses one `--vary`: KEY=LOW..HIGH, with `:log` or `:linear` after it, or KEY=A,B,C.
+    """Parses a `--vary`: KEY=LOW..HIGH, with `:log` or `:linear` after it, or KEY=A,B,C.
 
-    Raises:
-        SweepError: not of that form, or a value that the policy cannot have.
+    Raises SweepError for another form, or a value that the policy cannot have.
     """
     key, equals, ranged = (part.strip() for part in text.partition("="))
     if not equals or not key:
@@ -109,8 +107,7 @@ def parse(policy: Policy, text: str) -> Axis:
 def default_axes(policy: Policy) -> tuple[Axis, ...]:
     """The thresholds behind the rollback rules, from 0.6 to 1.6 times their value.
 
-    Raises:
-        SweepError: no rule goes back, or none of the detectors behind it has a number.
+    Raises SweepError if no rule goes back, or none of the detectors behind it has a number.
     """
     axes = []
     for key in thresholds(policy):
@@ -138,7 +135,7 @@ def draw(policy: Policy, axes: Sequence[Axis], count: int) -> Variants:
     """Up to `count` distinct settings, the base policy's first.
 
     Takes all combinations if every axis is a list and they fit; else points of the additive
-    recurrence with the golden ratio's generalisation to the number of axes (Roberts, 2018). They
+    recurrence with the golden ratio's generalisation to the number of axes (Roberts, 2018), which
     fill the cube more evenly than random points and are deterministic.
     """
     base = to_dict(policy)
@@ -232,11 +229,7 @@ def parts(key: str) -> Place:
 
 
 def value_at(data: Any, key: str) -> Any:
-    """The value of a key in a document of `healcore.policy.to_dict`.
-
-    Raises:
-        SweepError: the policy has no such key; the message names its keys.
-    """
+    """The value of a key in a document of `healcore.policy.to_dict`; SweepError for no such key."""
     for part in parts(key):
         known = list(data) if isinstance(data, Mapping) else []
         try:
@@ -258,9 +251,8 @@ def with_value(data: dict[str, Any], key: str, value: Any) -> None:
 def place_of(policy: Policy, key: str) -> Place:
     """Where the key's number is in the core's config.
 
-    Raises:
-        SweepError: no such key, not a number, static in the core, or without influence on what a
-            recorded curve can show.
+    Raises SweepError if there is no such key, it is not a number, is static in the core, or has no
+    influence on what a recorded curve can show.
     """
     value = value_at(to_dict(policy), key)
     way = parts(key)

@@ -23,7 +23,7 @@ _MOST_RUNS = 4096
 """Of one export, since each takes a pass over the file."""
 _OF_ALL_RUNS = ("wall_time", "relative_time_process", "relative_time_wall", "created", "timestamp")
 _CHUNK_CHARACTERS = 1 << 25
-"""Characters in memory at a time, at about ten bytes each."""
+"""At about ten bytes each in memory."""
 _TALLEST = 16
 """Most lines of one row. A quote that is never closed would take in the rest of the file."""
 
@@ -108,10 +108,9 @@ def _is_number(cell: str) -> bool:
 
 
 class TableReader:
-    """One table, or one run of a table of several.
+    """One table, or one run of a table of several; `columns` is signal (or "step") -> place.
 
-    `columns` is signal (or "step") -> place of its column. `sparse` leaves out rows without a
-    signal, which are other runs' rows.
+    `sparse` leaves out rows without a signal, which are other runs' rows.
     """
 
     def __init__(

@@ -66,11 +66,9 @@ class LogReader(Protocol):
 class CellParser:
     """Parses cells into numbers, and reports those that are not numbers.
 
-    Args:
-        path: the file.
-        labels: signal (or "step") -> name of its column in messages.
-        fast: parses a whole column of plain numbers; raises ValueError or OverflowError otherwise.
-        parse: parses one cell; None: nothing was logged; raises ValueError.
+    `labels` are the columns' names in messages. `fast` parses a whole column of plain numbers, or
+    raises ValueError or OverflowError. `parse` parses one cell (None: nothing was logged), or
+    raises ValueError.
     """
 
     def __init__(
@@ -98,8 +96,8 @@ class CellParser:
     ) -> FileRows:
         """The rows that have a step, if the file has steps.
 
-        `cells` has a column for each signal and the step; `logs` is bool (n,): rows that are read.
-        For `line`, `row` and `end` see `FileRows`. `sparse` leaves out rows without a signal.
+        `logs` is bool (n,): rows that are read. `sparse` leaves out rows without a signal. For
+        `line`, `row` and `end` see `FileRows`.
         """
         columns = {
             name: self._column(name, column, logs, line, findings) for name, column in cells.items()

@@ -24,7 +24,6 @@ class RecordFormat(NamedTuple):
     fields: Callable[[Fields], Fields | None]
     """A record's numbers; None: it is not a step."""
     note: str = ""
-    """A note for the user about every such file."""
 
 
 def _flat(record: Fields) -> Fields:
@@ -87,11 +86,7 @@ KNOWN = (
 
 
 def format_of(start: bytes) -> str:
-    """The format, one of `PREFERRED`, by the first megabyte of a file's content.
-
-    Raises:
-        TraceError: it is empty, or none of them.
-    """
+    """The format, of `PREFERRED`, by a file's first megabyte; TraceError if it has none."""
     if not start.strip():
         raise TraceError("it is empty")
     if b"brain.Event:" in start[:64]:
@@ -112,7 +107,6 @@ def format_of(start: bytes) -> str:
 
 
 def _first_records(text: str) -> list[Fields]:
-    """The JSON objects among the first lines."""
     found = []
     for line in text.splitlines()[:200]:
         if line.lstrip().startswith("{"):

@@ -26,8 +26,7 @@ MergedPass = Callable[[Findings], Iterator[MergedRows]]
 def lineage(trace: Trace) -> Iterator[Rows]:
     """The run as it finally went: `trace.rows()` without stale tails and repeated steps.
 
-    Of rows that log the same step and signals the last one stays. Chunks may be short. Raises
-    TraceError as `Trace.rows`.
+    Of rows with the same step and signals the last one stays. Raises as `Trace.rows`.
     """
     first = np.array([attempt.first_step for attempt in trace.survey().attempts])
     last: Rows | None = None
@@ -70,10 +69,7 @@ def _replaces(rows: Rows, earlier: Rows) -> bool:
 
 
 def survey(begin: MergedPass, opening: Findings) -> Survey:
-    """Reads everything once, and a second time if the run was resumed.
-
-    `opening` has the findings of opening the files. Raises TraceError as `Trace.rows`.
-    """
+    """Reads everything once, and a second time if the run was resumed; raises as `Trace.rows`."""
     findings = Findings(opening)
     count = repeated = 0
     combinations: set[frozenset[str]] = set()
@@ -139,10 +135,8 @@ def _with_ancestors(begin: MergedPass, attempts: Sequence[Attempt]) -> tuple[lis
     """Sets the last row that each attempt continues from, and counts the stale rows.
 
     A row of attempt a with step t is part of attempt k > a exactly if t is below the first step of
-    every attempt b with a < b <= k.
-
-    The steps to look for are known only after the first pass, so this is a second one. Keeping
-    every step of the first would take 16 bytes a row, too much for a hundred million rows.
+    every attempt b with a < b <= k. Those steps are known only after the first pass. Keeping every
+    step of it would take 16 bytes a row, too much for a hundred million rows.
     """
     first = np.array([attempt.first_step for attempt in attempts])
     found = list(attempts)

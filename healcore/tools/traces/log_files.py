@@ -111,8 +111,6 @@ def _trace(name: str, readers: Sequence[LogReader], opening: Findings) -> Trace:
 
 
 class _Log(NamedTuple):
-    """One run of one file, ready to be read."""
-
     run: str | None
     """The run of an export of several, or the optimizer of several."""
     reader: LogReader
@@ -152,10 +150,7 @@ class _Opener:
         return traces
 
     def directory(self, path: str) -> list[Trace]:
-        """The runs of a directory; if it has no usable file, those of its directories.
-
-        A directory that links reach again is read once.
-        """
+        """The runs of a directory (read once), or of its directories if it has no usable file."""
         place = os.stat(path)
         if (place.st_dev, place.st_ino) in self._seen:
             raise NoLog("it has been read already, under another name")
@@ -211,12 +206,11 @@ class _Opener:
         return readers
 
     def _members(self, path: str, findings: Findings) -> list[str]:
-        """The files of a directory that are read, of one format, in the order of their names.
+        """The files of a directory that are read: of one format, in natural order of their names.
 
-        Numbers in names are sorted by value: log-2 before log-10; TensorBoard's names contain the
-        time. Files that are not read get a note. The Trainer writes a log, complete up to there,
-        into every checkpoint: the newest is read if there is none next to them. Raises TraceError
-        if no file is of a known format.
+        log-2 comes before log-10; TensorBoard's names contain the time. Files that are not read get
+        a note. The Trainer writes a log, complete up to there, into every checkpoint: the newest is
+        read if there is none next to them. Raises TraceError if no file is of a known format.
         """
         by_format: dict[str, list[str]] = {}
         unknown: list[str] = []
@@ -254,9 +248,7 @@ class _Opener:
     def _logs(self, path: str) -> list[_Log]:
         """The logs of one file; more than one for an export of several runs.
 
-        Raises:
-            TraceError: it is empty, of no known format, or has neither a loss nor a gradient norm.
-            OSError: it cannot be read.
+        Raises TraceError, or OSError if it cannot be read.
         """
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise TraceError("it is a pipe or a device, and a log is read twice: save it to a file")
@@ -326,7 +318,6 @@ def _engines(path: str) -> list[str]:
 
 
 def _of_engine(records: Records, engine: str) -> Records:
-    """The lines of one optimizer, which are a run of their own."""
 
     def own(findings: Findings) -> Iterator[tuple[int, formats.Fields]]:
         return (each for each in records(findings) if each[1].get("engine") == engine)

@@ -44,8 +44,7 @@ class MergedRows(NamedTuple):
 def merge_rows(readers: Sequence[LogReader], findings: Findings) -> Iterator[MergedRows]:
     """Reads the files in the order in which they were written; `findings` collects all remarks.
 
-    Raises:
-        TraceError: more than `_MOST_ATTEMPTS` restarts.
+    Raises TraceError after `_MOST_ATTEMPTS` restarts.
     """
     merger = _Merger(findings)
     for reader in readers:
@@ -64,7 +63,6 @@ def merge_rows(readers: Sequence[LogReader], findings: Findings) -> Iterator[Mer
 
 
 def _joined(first: FileRows | None, second: FileRows) -> FileRows:
-    """Two chunks of one file, one after the other."""
     if first is None or not len(first.line):
         return second
 
@@ -125,7 +123,6 @@ class _Merger:
         return chunk._replace(row=row, step=step)
 
     def merge(self, chunk: FileRows) -> Iterator[MergedRows]:
-        """Merges the rows of one step, and cuts where an attempt begins."""
         step = chunk.step
         if step is None or not len(step):
             return

@@ -97,10 +97,8 @@ def resolve(
     """Finds which `names` (columns, tags or keys of a file) are the step and the signals.
 
     `columns` is the user's choice: signal (or "step") -> name. `extras` are read unchanged. Returns
-    signal (or "step") -> name, and remarks about names that were not used.
-
-    Raises:
-        TraceError: a name of `columns` is absent, two names fit equally well, or nothing fits.
+    signal (or "step") -> name, and remarks about names that were not used. Raises TraceError if a
+    name of `columns` is absent, two names fit equally well, or nothing fits.
     """
     found: dict[str, str] = {}
     notes: list[str] = []

@@ -33,7 +33,7 @@ _WIDE = 256
 _LONGEST = 1 << 24
 """Characters of the longest record that is read, which limits the memory."""
 _LONG = 1 << 12
-"""Characters of a record from which on it is shortened."""
+"""Characters of a record above which it is shortened."""
 _SMALL = frozenset((float, int, bool, type(None)))
 _KEPT = 400
 """Characters that are kept of a text; a number written as text has fewer."""
@@ -97,10 +97,10 @@ def _shortened(record: Fields, *, nested: bool = False) -> Fields:
 def json_document(path: str, findings: Findings) -> Iterator[tuple[int, Fields]]:
     """Every record of one large JSON document, and its line. Damage ends the reading.
 
-    `trainer_state.json` of Hugging Face's Trainer is an object with the records in "log_history"; a
-    plain list of records is read as well. json parses the records one by one out of a window, so
-    that the document is never in memory. ijson does the same, but stops at the first damage, and
-    would be a dependency of every installation for one format.
+    The records are a list, or "log_history" in an object (`trainer_state.json` of Hugging Face's
+    Trainer). json parses them one by one out of a window, so that the document is never in memory.
+    ijson does the same, but stops at the first damage, and would be a dependency of every
+    installation for one format.
     """
     with open_text(path) as file:
         window = _Window(file)
@@ -112,8 +112,6 @@ def json_document(path: str, findings: Findings) -> Iterator[tuple[int, Fields]]
 
 
 class _Window:
-    """A piece of the text, and the line number of a place in it."""
-
     def __init__(self, file: TextIO) -> None:
         self._file = file
         self.text = ""
@@ -187,12 +185,9 @@ def _document_records(
 class RecordReader:
     """One file of records; the constructor reads the first ones to choose the keys.
 
-    `records` are those that are steps, see `formats.steps`. `columns` is signal -> key, as the user
-    gave it. With `tags` every record is one number, mostly of a tag that is not read, and no note
-    counts those.
-
-    Raises:
-        TraceError: no record has a loss or a gradient norm, or two keys may be it.
+    `records` are those that are steps, see `formats.steps`. With `tags` every record is one number,
+    mostly of a tag that is not read, and no note counts those. Raises TraceError if no record has a
+    loss or a gradient norm, or two keys may be it.
     """
 
     def __init__(
@@ -263,7 +258,6 @@ class RecordReader:
         picks: Mapping[str, str],
         findings: Findings,
     ) -> FileRows:
-        """The records that log a signal, as rows."""
         cells = {name: [fields.get(key) for fields in chunk] for name, key in picks.items()}
         logs = np.zeros(len(chunk), bool)
         for name, column in cells.items():

@@ -31,8 +31,8 @@ def check_readable(path: str) -> None:
 def scalars(path: str, findings: Findings) -> Iterator[tuple[int, dict[str, Any]]]:
     """Every scalar as a record of its own: {"step": step, tag: value}.
 
-    The reader stops silently at a torn record or a wrong checksum. The bytes read are counted here,
-    so that the rest can be reported.
+    The bytes read are counted, since the reader stops silently at a torn record or a wrong
+    checksum.
     """
     from google.protobuf.message import DecodeError
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
@@ -64,7 +64,7 @@ def scalars(path: str, findings: Findings) -> Iterator[tuple[int, dict[str, Any]
 def _whole_records(path: str, records: Iterator[bytes]) -> Iterator[bytes]:
     """The records up to the first that has no end in the file.
 
-    The reader would allocate as many bytes as a record declares, up to 2**64.
+    For that one the reader would allocate as many bytes as it declares, up to 2**64.
     """
     with (
         open(path, "rb") as file,
@@ -80,7 +80,6 @@ def _whole_records(path: str, records: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _scalar(value: Any) -> float | None:
-    """The number of an old scalar, or of a tensor with one number."""
     kind = value.WhichOneof("value")
     if kind == "simple_value":
         return value.simple_value

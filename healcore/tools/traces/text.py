@@ -29,7 +29,6 @@ _NOT_LOGGED = frozenset({"", "none", "null", "na", "n/a", "<na>"})
 
 
 def _open_bytes(path: str) -> BinaryIO:
-    """The file's content, decompressed."""
     file = open(path, "rb")  # noqa: SIM115 - handed to the caller
     if file.peek(2)[:2] == _GZIP:
         return cast(BinaryIO, io.BufferedReader(_Unpacked(file), 1 << 16))
@@ -37,10 +36,9 @@ def _open_bytes(path: str) -> BinaryIO:
 
 
 class _Unpacked(io.RawIOBase):
-    """The content of a .gz file, up to a limit.
+    """The content of a .gz file, up to 200 times its size, which no log of some size exceeds.
 
-    deflate packs zeros a thousandfold, so that a megabyte could take a day to read. No log of some
-    size shrinks to less than a 200th.
+    deflate packs zeros a thousandfold, so that a megabyte could take a day to read.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -67,9 +65,7 @@ class _Unpacked(io.RawIOBase):
 def head(path: str) -> bytes:
     """The first megabyte of the content; less if the compressed data break before.
 
-    Raises:
-        OSError: it cannot be opened.
-        TraceError: not even its first bytes can be decompressed.
+    Raises OSError, or TraceError if not even the first bytes can be decompressed.
     """
     start = b""
     with _open_bytes(path) as file:

@@ -39,8 +39,7 @@ class Rows(NamedTuple):
     values: Mapping[str, np.ndarray]
     """float32 (n,) for each signal of the trace; NaN and Inf as recorded, NaN if not given."""
     given: Mapping[str, np.ndarray]
-    """bool (n,), the same keys: this row logs the signal. An empty cell is not logged; the texts
-    nan and inf are values."""
+    """bool (n,), same keys: logged in this row. An empty cell is not; the texts nan and inf are."""
     attempt: int
     """From 0; increases where the recorded run was resumed from an earlier step."""
 
@@ -68,7 +67,7 @@ class TraceFinding(NamedTuple):
 
     source: str
     line: int | None
-    """Line number from 1, or None if the format has no lines."""
+    """From 1; None if the format has no lines."""
     text: str
 
     def __str__(self) -> str:
@@ -129,13 +128,10 @@ class Unreadable(NamedTuple):
 
 
 class Trace:
-    """The log of one run. It can be iterated over repeatedly, with only one chunk in memory.
+    """The log of one run. It can be read repeatedly, with only one chunk in memory.
 
-    Args:
-        name: the path as the user gave it, with `#run` for one run of an export of several.
-        sources: the files, in the order in which they were written.
-        rows: begins a pass over them.
-        survey: makes the first pass.
+    `name` is the path as the user gave it, with `#run` for one run of an export of several.
+    `sources` are the files, in the order in which they were written.
     """
 
     def __init__(
@@ -157,8 +153,7 @@ class Trace:
     def rows(self) -> Iterator[Rows]:
         """All rows in the order of the files, including stale tails.
 
-        Raises:
-            TraceError: the file has gone, or its steps go back again and again.
+        Raises TraceError if the file has gone, or its steps go back again and again.
         """
         return self._rows()
 

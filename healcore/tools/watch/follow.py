@@ -100,10 +100,7 @@ class Tail:
 
 
 class RunWatcher:
-    """Prints the new lines of an events file, which need not exist yet, and of its metrics.
-
-    `policy` is the run's, for its budget.
-    """
+    """Prints the new lines of an events file, which need not exist yet, and of its metrics."""
 
     def __init__(self, path: Path, policy: Policy | None, console: Any) -> None:
         self.path = path
@@ -134,10 +131,9 @@ class RunWatcher:
             self.print(line)
 
     def catch_up(self) -> None:
-        """Reads the file as it is, and prints only its last lines.
+        """Reads the file as it is, and prints its last lines.
 
-        Raises:
-            WatchError: it is no events file.
+        Raises WatchError if it is no events file.
         """
         lines: deque[tuple[str, bool]] = deque(maxlen=_HISTORY)
         count = 0
@@ -205,11 +201,7 @@ class RunWatcher:
 
 
 def print_once(path: Path, policy: Policy | None, console: Any) -> int:
-    """Prints the state of a run; returns the exit status.
-
-    Raises:
-        WatchError: there is no such file, or no event in it.
-    """
+    """Prints the state of a run, and returns the exit status; WatchError if there is no event."""
     watcher = RunWatcher(path, policy, console)
     watcher.catch_up()
     if not watcher.there:
@@ -223,12 +215,10 @@ def print_once(path: Path, policy: Policy | None, console: Any) -> int:
 
 
 def follow(path: Path, policy: Policy | None, console: Any, *, forever: bool = False) -> int:
-    """Follows a run to its end; returns the exit status.
+    """Follows a run to its end, or forever; returns the exit status.
 
-    `forever` continues after the end, since the run may be started again.
-
-    Raises:
-        WatchError: it is no events file, or cannot be read.
+    `forever` is for a run that may be started again. Raises WatchError if it is no events file, or
+    cannot be read.
     """
     watcher = RunWatcher(path, policy, console)
     with _panel_below(console, watcher) as refresh:
@@ -247,7 +237,6 @@ def follow(path: Path, policy: Policy | None, console: Any, *, forever: bool = F
 
 @contextmanager
 def _panel_below(console: Any, watcher: RunWatcher) -> Iterator[Callable[[], None]]:
-    """The panel under the lines, if there is a terminal."""
     if not console.is_terminal:
         yield lambda: None
         return

@@ -21,20 +21,9 @@ _TIMED = 200
 class LiveRun:
     """The last run that has begun in an events file; the first process of several.
 
-    A process that resumes from the checkpoints of the one before continues its counts.
-
-    Args:
-        policy: of the run, for its budget; None: the preset of that name, if it is exactly that.
-
-    Attributes:
-        run: its history from the events.
-        seen: lines so far.
-        damaged: lines that are not an event.
-        killed: its process is gone, and has written no end.
-        step: the current one.
-        lr_scale: the multiplier of the learning rate in force.
-        metrics: of the last line of the metrics.
-        policy: of the run; None: it is not known.
+    A process that resumes from the checkpoints of the one before continues its counts. The policy
+    is None if it is not given and not exactly a preset. `damaged` counts the lines of `seen` that
+    are not an event; `killed`: the process is gone, and has written no end.
     """
 
     def __init__(self, policy: Policy | None = None) -> None:
