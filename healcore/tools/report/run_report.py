@@ -101,7 +101,7 @@ class RunReport(NamedTuple):
         ]
 
     def stop_after_rollback(self, place: int) -> tuple[float, int] | None:
-        """Step and index (-1: not known) of the stop after a rollback in the incident at `place`."""
+        """Step and index (-1: not known) of the stop after the rollback in incident `place`."""
         case = self.incidents[place]
         if case.outcome is not IncidentOutcome.ROLLBACK or "STOP" not in case.action:
             return None
