@@ -76,6 +76,6 @@ def _harmless(each: str) -> bool:
 
 def _escaped(each: str) -> str:
     code = ord(each)
-    if code < 0x80:  # a tab and the end of a line are \t and \n
+    if code < 0x80:  # includes \t and \n
         return each.encode("unicode_escape").decode()
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

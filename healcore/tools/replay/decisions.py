@@ -1,4 +1,4 @@
-"""Decisions about single rows, and which of them a live run would have seen."""
+"""Decisions about single rows, and which of them a live run would have reached."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
 """Scores a replay's orders against labelled events: recall, latency, false alarms.
 
-A policy is scored by the most severe order that its rules can give.
-
-An order at row i belongs to an event if onset - 5 <= i <= end + 40. Orders in an ambiguous zone
-(same margins), in the first 64 rows, or within 40 rows after a loss that is not finite are ignored.
-False orders up to 40 rows apart are one false alarm. Traces of fewer than 200 points are too short
-to be scored.
+A policy is scored by the most severe order that its rules can give. An order at row i belongs to an
+event if onset - 5 <= i <= end + 40. Orders in an ambiguous zone (same margins), in the first 64
+rows, or within 40 rows after a loss that is not finite are ignored. False orders up to 40 rows
+apart are one false alarm. Traces of fewer than 200 points are too short to be scored.
 """
 
 from __future__ import annotations
@@ -104,7 +102,7 @@ class ScoreCollector:
         self.rows = int(rows.index[-1]) + 1
         self._orders.append(judged.index[_answers(judged, self._answer)])
         if "loss" in rows.values:
-            # A row without a loss is a hole in the curve, like a NaN in it.
+            # A row without a loss is a gap in the curve, as a NaN is.
             self._bad.append(rows.index[~np.isfinite(rows.values["loss"])])
 
     def score(self, label: Label) -> Score | None:

@@ -226,7 +226,7 @@ class Lineage:
     def __init__(self, runner: RowRunner, attempts: Sequence[Attempt]) -> None:
         self._runner = runner
         self._attempts = {each.number: each for each in attempts}
-        # States after these rows are needed again, by attempts that resume there.
+        # Attempts resume after these rows, so the states there are kept.
         self._wanted = sorted(
             {each.resumes_after for each in attempts if each.resumes_after is not None}
         )
@@ -257,7 +257,7 @@ class Lineage:
         Returns a record of arrays (n,), and bool (n,): a rollback was due.
         """
         # Rows that are not judged change nothing: the state after row w is that after the last
-        # judged row up to w, in this chunk or, until proven otherwise, in a later one.
+        # judged row up to w. A later chunk may have one, and overwrites the state kept here.
         wanted = self._wanted[bisect_left(self._wanted, first) :]
         places = np.searchsorted(index, np.array(wanted, np.int64), side="right")
         done, parts = 0, [empty_columns(0)]

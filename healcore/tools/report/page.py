@@ -37,7 +37,7 @@ def render(reports: Sequence[RunReport], *, left_out: int = 0) -> str:
 
     reports = by_severity(reports)
     scripts = [get_plotlyjs(), _script()]
-    # The digest is of the element's whole text, which only this would end early.
+    # A browser hashes the text up to the element's end, which must be the end of the script.
     assert not any("</script" in script for script in scripts)
     policy = "; ".join(
         (

@@ -69,7 +69,7 @@ def draw(
     if not reports:
         raise ValueError("a picture needs at least one run")
     require("report", "matplotlib")
-    # Opens no window with any backend of the user.
+    # Agg opens no window; pyplot would use the backend that the user has configured.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -132,7 +132,7 @@ def _report(block: Any, report: RunReport, name: str, behind: Backdrop) -> None:
 
 
 def _others(axis: Any, behind: Backdrop, curve: str) -> list[np.ndarray]:
-    """Draws the other runs; a cross marks the last finite value if a run goes on after it."""
+    """Draws the other runs; a cross marks the last finite value if a run continues after it."""
     found = []
     for (name, series), colour in zip(behind.runs.items(), _OTHERS, strict=False):
         values = series.loss if curve == "loss" else series.grad_norm
@@ -236,7 +236,7 @@ def _incidents(lane: Any, axes: Sequence[Any], report: RunReport, rows: Sequence
         drawn.add(at)
         stop = report.stop_after_rollback(place)
         marks = [(marker, at[0], float(row))]
-        if stop is not None:  # a little lower, so that both are seen
+        if stop is not None:  # a little lower, so that both are visible
             marks.append((MARKERS[IncidentOutcome.STOP], stop[0], row - 0.45))
         for mark, step, y in marks:
             label = None if mark.outcome in used else mark.label(report.would)
@@ -259,7 +259,7 @@ def _ending(report: RunReport) -> str:
 def _titles(block: Any, report: RunReport, name: str) -> None:
     parts = [_MODES[report.mode], _ending(report), *report.outcomes(), report.fingerprint]
     parts += report.gaps()[:2]
-    # Dollars in a name are not mathematics.
+    # matplotlib typesets text between dollars as a formula.
     title = f"{_short(name)} · {_short(report.policy_name)}".replace("$", r"\$")
     block.suptitle(title, x=0.01, ha="left", fontsize=11, weight="bold")
     block.supxlabel(

@@ -83,7 +83,7 @@ class RunReport(NamedTuple):
                 else f"{what} for some {gap.missing:.0f} steps between {gap.low:.0f} and "
                 f"{gap.high:.0f}"
             )
-        lines = list(dict.fromkeys(lines))  # steps that were taken twice may be missing twice
+        lines = list(dict.fromkeys(lines))  # repeated steps may be missing twice
         more = len(lines) - _GAPS
         return lines[:_GAPS] + ([f"{what} at {more} more places"] if more > 0 else [])
 

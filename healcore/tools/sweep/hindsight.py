@@ -55,9 +55,8 @@ def events_in(loss: np.ndarray, index: np.ndarray, name: str) -> Label:
 def _found(x: np.ndarray, clean: np.ndarray) -> tuple[list[tuple[int, int]], ...]:
     """Spikes and bumps over a history of clean rows."""
     history = x[clean]
-    level = np.median(
-        sliding_window_view(history, _BEFORE), axis=1
-    )  # of the rows before _BEFORE + i
+    # level[i] is of the clean rows before row _BEFORE + i.
+    level = np.median(sliding_window_view(history, _BEFORE), axis=1)
     # One-sided: a steeply falling loss stays below its level, which is not noise.
     steps = np.abs(np.diff(history))[_BEFORE - 1 :]
     off = np.maximum(steps, history[_BEFORE:] - level[:-1])

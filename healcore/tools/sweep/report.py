@@ -110,7 +110,7 @@ def _settings(found: Sweep) -> Table:
 
 def _scores(found: Sweep) -> Table:
     table = Table("on all runs", box=None, pad_edge=False)
-    # A score that is only the negative of another column would be read twice.
+    # A score that is the negative of another column would be redundant.
     scored = found.plan.objective not in LOWER
     names = (f"within {found.plan.costs.within}", "found", "latency (rows)")
     for name in (*(("score",) if scored else ()), *names):

@@ -28,7 +28,7 @@ class SeriesEvents(NamedTuple):
     """The events of one series."""
 
     spikes: np.ndarray
-    """int64 (events, 4): onset, end; start and stop (excluded) of the rows whose orders count for
+    """int64 (events, 4): onset, end, and the range (end excluded) of rows whose orders count for
     it."""
     neutral: np.ndarray
     """bool (rows,): an order at this row of the series is not a false one."""

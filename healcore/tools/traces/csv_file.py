@@ -222,7 +222,7 @@ class TableReader:
         """The cells of a row (None: it cannot be read), and how many lines it has."""
         record = [pending.popleft()]
         cells = _cells(record, self._header.delimiter)
-        # A quoted cell may go on in the next lines.
+        # A quoted cell may continue in the next lines.
         while cells is None and len(record) < _TALLEST:
             try:
                 more = pending.popleft() if pending else file.readline(LONGEST)
@@ -284,7 +284,7 @@ def _one_per_line(lines: list[str], delimiter: str, width: int) -> list[list[str
     except csv.Error:
         return None
     whole = len(rows) == len(lines) and set(map(len, rows)) == {width}
-    # A quote in the last line may be one that goes on in the next chunk.
+    # A quoted cell of the last line may continue in the next chunk.
     return rows if whole and '"' not in lines[-1] else None
 
 
@@ -296,7 +296,7 @@ def _all_numbers(lines: list[str], delimiter: str, width: int) -> np.ndarray | N
     NumPy can name the line of a bad cell, so the csv module reads what NumPy refuses.
     """
     if not lines[0].strip():
-        return None  # NumPy warns where there is nothing but blank lines
+        return None  # NumPy warns if all lines are blank
     try:
         numbers = np.loadtxt(lines, delimiter=delimiter, comments=None, ndmin=2, quotechar='"')
     except ValueError:

@@ -54,7 +54,7 @@ def merge_rows(readers: Sequence[LogReader], findings: Findings) -> Iterator[Mer
             chunk = _joined(held, merger.numbered(chunk))
             if not len(chunk.line):
                 continue
-            # The last rows wait for the next chunk, which may have more of their steps.
+            # The last rows wait for the next chunk, which may have more rows of their steps.
             wait = _waiting(chunk)
             held = select_rows(chunk, slice(wait, None))
             yield from merger.merge(select_rows(chunk, slice(0, wait)))
@@ -88,7 +88,7 @@ def _waiting(chunk: FileRows) -> int:
     ends = np.flatnonzero(step[1 : -_WINDOW + 1] != step[:-_WINDOW])
     if len(ends):
         return int(ends[-1]) + 1
-    return 0 if len(step) <= CHUNK else len(step)  # a step of more rows is cut
+    return 0 if len(step) <= CHUNK else len(step)  # a step of more rows does not wait
 
 
 class _Merger:
@@ -102,7 +102,7 @@ class _Merger:
         self.attempt = 0
         self.top = -np.inf  # largest step of this attempt
         self.clock: dict[str, float] = {}
-        self.fresh = True  # no row of this file has been seen
+        self.fresh = True  # no row of this file has been merged
         self.quiet = False  # a repeated step of this file has been reported
 
     def begin(self, path: str) -> None:

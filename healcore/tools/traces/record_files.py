@@ -218,7 +218,7 @@ class RecordReader:
                 try:
                     return set(keys), resolve(list(keys), columns, self._extras)
                 except TraceError:
-                    continue  # the loss may be logged for the first time further on
+                    continue  # a later record may be the first with a loss
         if not seen:
             first = f": {findings.problems[0]}" if findings.problems else ""
             raise TraceError(f"it has no record that could be read{first}")

@@ -56,7 +56,7 @@ class LiveRun:
             self._begin_process(event["run"])
         if self._id is None:  # the file's beginning was rotated away
             self._id = event["run"]
-        if event["run"] != self._id:  # another rank's
+        if event["run"] != self._id:  # of another rank
             return None
         found = self.run.add(event)
         if found.kind == "start" and self._given is None:
