@@ -42,6 +42,7 @@ class Summary(NamedTuple):
     alarms: int
     """Rows with a cause."""
     causes: dict[str, int]
+    """Rows with each cause."""
     actions: dict[str, int]
     """Rows with each order; ROLLBACK wherever one was due."""
     skips: int
@@ -60,12 +61,14 @@ class Summary(NamedTuple):
     repeat_cuts: int
     """Cuts of the learning rate after the first rollback of their incident."""
     lowest_lr: float
+    """The smallest learning-rate multiplier."""
     lowest_lr_first: float
-    """The smallest multiplier without repeat cuts."""
+    """The same without repeat cuts."""
     stopped_at: int | None
     """Row index of a live run's end: a rule stops it, or an incident's first rollback is denied."""
     stopped_step: float | None
     resting: tuple[str, ...]
+    """See `Replay.resting`."""
     problems: int
     """Lines of the trace that could not be read."""
 

@@ -54,7 +54,7 @@ class FileRows(NamedTuple):
 
 
 class LogReader(Protocol):
-    """One file of a known format. It can be iterated over repeatedly."""
+    """One file of a known format; it can be read repeatedly."""
 
     path: str
 

@@ -36,9 +36,10 @@ def _open_bytes(path: str) -> BinaryIO:
 
 
 class _Unpacked(io.RawIOBase):
-    """The content of a .gz file, up to 200 times its size, which no log of some size exceeds.
+    """The content of a .gz file, up to 8 MiB plus 200 times its size.
 
-    deflate packs zeros a thousandfold, so that a megabyte could take a day to read.
+    deflate packs zeros a thousandfold, so that a megabyte could take a day to read. No log of some
+    size shrinks to less than a 200th.
     """
 
     def __init__(self, file: BinaryIO) -> None:
