@@ -60,7 +60,10 @@ def curves_of(run: Run, metrics: Path | None) -> RunCurves:
 
 
 def first_lines(what: str, found: Iterable[str], count: int | None = None) -> list[str]:
-    """The first of many lines after `what`, and how many more there are (`count` is of all)."""
+    """The first few lines, each after `what`, and how many more there are.
+
+    `count` is the number of all lines, if `found` does not have all.
+    """
     every = list(found)
     more = (len(every) if count is None else count) - len(every[:_LISTED])
     lines = [f"{what}: {line}" for line in every[:_LISTED]]

@@ -21,14 +21,14 @@ class Marker(NamedTuple):
     outcome: IncidentOutcome
     done: str
     would: str
-    """The same if the policy only observed."""
+    """The same if nothing was done (observed, replayed)."""
     plotly: str
     matplotlib: str
     colour: str
     """On white, distinguishable by the colour-blind too. The page's colours are in its CSS."""
 
     def label(self, would: bool) -> str:
-        """The outcome; `would`: of a policy that only observed."""
+        """The outcome; `would`: of a run in which nothing was done."""
         return self.would if would else self.done
 
 
@@ -54,7 +54,10 @@ def is_wide(values: np.ndarray | None) -> bool:
 
 
 def marker_rows(places: Sequence[float], span: float, rows: int) -> list[int]:
-    """Row of each marker in a lane, so that close ones differ; the last row takes the rest."""
+    """Row in a lane for each marker, `span` wide with its number.
+
+    Markers that would overlap get different rows; those without a free row get the last.
+    """
     ends = [-np.inf] * rows
     found = [0] * len(places)
     for i in np.argsort(np.asarray(places, float), kind="stable"):

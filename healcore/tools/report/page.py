@@ -37,7 +37,7 @@ def render(reports: Sequence[RunReport], *, left_out: int = 0) -> str:
 
     reports = by_severity(reports)
     scripts = [get_plotlyjs(), _script()]
-    # A browser hashes the text up to the element's end, which must be the end of the script.
+    # A browser hashes the element's text up to the first "</script", so no script may have one.
     assert not any("</script" in script for script in scripts)
     policy = "; ".join(
         (

@@ -48,7 +48,7 @@ class RunReport(NamedTuple):
 
     @property
     def would(self) -> bool:
-        """Whether the policy only observed: the report has what it would have done."""
+        """Whether nothing was done (observed, replayed): the report has what would have been."""
         return self.mode is not Mode.HEAL
 
     @property
