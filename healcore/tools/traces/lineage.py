@@ -135,8 +135,8 @@ def _with_ancestors(begin: MergedPass, attempts: Sequence[Attempt]) -> tuple[lis
     """Sets the last row that each attempt continues from, and counts the stale rows.
 
     A row of attempt a with step t is part of attempt k > a exactly if t is below the first step of
-    every attempt b with a < b <= k. Those steps are known only after the first pass. Keeping every
-    step of it would take 16 bytes a row, too much for a hundred million rows.
+    every attempt b with a < b <= k. Those first steps are known only after the first pass. Keeping
+    every step of it would take 16 bytes a row, too much for a hundred million rows.
     """
     first = np.array([attempt.first_step for attempt in attempts])
     found = list(attempts)

@@ -150,7 +150,10 @@ class _Opener:
         return traces
 
     def directory(self, path: str) -> list[Trace]:
-        """The runs of a directory (read once), or of its directories if it has no usable file."""
+        """The runs of a directory, or of its directories if it has no usable file.
+
+        A directory that links reach again is read once.
+        """
         place = os.stat(path)
         if (place.st_dev, place.st_ino) in self._seen:
             raise NoLog("it has been read already, under another name")

@@ -1,4 +1,4 @@
-"""Merges the files of a run into rows: one row per step, one number per attempt.
+"""Merges the files of a run into rows, one per step, and numbers the attempts.
 
 Steps increase within an attempt. A file that begins at or before the last step, or a step that goes
 back within a file, begins a new attempt: the run was resumed, and the rows logged beyond that step

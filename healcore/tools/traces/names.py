@@ -36,7 +36,7 @@ _NAMES = {
         "train_loss_step loss_step",  # Lightning writes them next to the epoch's mean
     ),
     "grad_norm": (
-        # Preferred, since it is the norm before clipping.
+        # Before clipping, so preferred.
         "raw_grad_norm learning_raw_grad_norm grad_norm_before_clip unclipped_grad_norm",
         "grad_norm",
         "train_grad_norm training_grad_norm global_grad_norm total_grad_norm gradient_norm "
