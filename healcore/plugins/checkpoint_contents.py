@@ -1,7 +1,6 @@
-"""The contents of a checkpoint, whatever wrote it: what the probes ask of an adapter.
+"""The adapter need "checkpoint_reader": opens checkpoints of a framework's formats for the probes.
 
-The need is "checkpoint_reader": a `CheckpointReader` of the framework's own formats. Formats that
-need no framework (safetensors, Orbax) are read by `healcore.tools.probe.contents`.
+`healcore.tools.probe.contents` reads the formats that need no framework (safetensors, Orbax).
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ Path = tuple[str, ...]
 """Where a value lies in the saved tree: ("optimizer", "state", "0", "exp_avg_sq")."""
 
 PIECE = 1 << 20
-"""Elements that are in memory at a time, where the format allows to read less than an array."""
+"""Elements in memory at a time, if the format allows reading less than an array."""
 
 MOST_PARTS = 256
-"""Of a path. No program nests as deeply."""
+"""Most parts of a path; no program nests as deeply."""
 
 
 class ProbeError(HealcoreError, ValueError):
@@ -30,7 +29,7 @@ class ProbeError(HealcoreError, ValueError):
 
 
 class Damaged(ProbeError):
-    """It can be read, and is not what any writer writes."""
+    """A readable file with contents that no writer produces."""
 
 
 class Array(NamedTuple):
@@ -41,10 +40,10 @@ class Array(NamedTuple):
     """As NumPy, ml_dtypes and torch name it: "bfloat16"."""
     shape: tuple[int, ...]
     read: Callable[[], Iterator[np.ndarray]]
-    """Its elements, each once and in any order, in pieces: 1-d, of a dtype that NumPy can compare
-    and add (float32 for the smaller floats)."""
+    """Reads every element once, in any order, in 1-d pieces of a dtype that NumPy can compare and
+    add (float32 for the smaller floats)."""
     storage: Hashable | None = None
-    """Two arrays with the same one are one array saved under two names."""
+    """Arrays with equal values are one array saved under several names."""
     in_order: bool = True
     """Whether the arrays come in the order that the program has them in."""
 
@@ -59,22 +58,22 @@ class Array(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """A whole checkpoint, opened; its arrays are not read yet."""
+    """A whole opened checkpoint; its arrays are not read yet."""
 
     format: str
     """For people: "torch file", "Orbax checkpoint"."""
     arrays: Sequence[Array]
     values: Mapping[Path, Any]
-    """Numbers, strings, booleans and None that lie in the tree besides the arrays."""
+    """Numbers, strings, booleans and None in the tree, besides the arrays."""
     notes: tuple[str, ...] = ()
-    """What could not be looked at."""
+    """What could not be read."""
 
 
 class CheckpointReader(Protocol):
     """Opens the checkpoints of one framework. It executes nothing that is in them."""
 
     def open_file(self, path: pathlib.Path) -> Contents:
-        """A single file.
+        """Opens a single file.
 
         Raises:
             Damaged: its parts contradict each other.
@@ -83,15 +82,15 @@ class CheckpointReader(Protocol):
         ...
 
     def open_directory(self, folder: pathlib.Path) -> Contents:
-        """A directory of shards; raises as `open_file` does."""
+        """Opens a directory of shards; raises as `open_file` does."""
         ...
 
     def stored_arrays(self, data: pathlib.Path, names: Iterable[str]) -> dict[str, Array]:
-        """Arrays of a checkpoint of healcore's store; those that are not there are left out.
+        """The named arrays of a checkpoint of healcore's store, without those that are missing.
 
         Args:
             data: the directory `data` of the checkpoint.
-            names: of the arrays, as its `state.json` has them.
+            names: of the arrays, as in the checkpoint's `state.json`.
 
         Raises:
             ProbeError: it is damaged.
@@ -102,22 +101,15 @@ class CheckpointReader(Protocol):
 class PathBudget:
     """Limits the paths of a checkpoint, so that a small file cannot name a large tree.
 
-    A pickle can have one list at two places of another, and that at two of a third: of n bytes
-    there are 2**n leaves. Here they may take a megabyte, and 256 bytes for each byte of the file.
-
-    Args:
-        nbytes: of what the names were read from.
+    A pickle can hold one list twice in another, and that one twice in a third: n bytes give 2**n
+    leaves. The paths may take 1 MiB plus 256 bytes for each of the `nbytes` bytes of the file.
     """
 
     def __init__(self, nbytes: int) -> None:
         self._left = (1 << 20) + 256 * nbytes
 
     def take(self, path: Path) -> Path:
-        """Counts one path, and returns it.
-
-        Raises:
-            ProbeError: the budget is exhausted, or the path has more than 256 parts.
-        """
+        """Counts one path, and returns it; ProbeError if it or the sum of all is too long."""
         self._left -= sum(map(len, path)) + 8 * len(path) + 8
         if self._left < 0 or len(path) > MOST_PARTS:
             raise ProbeError(
@@ -133,11 +125,7 @@ def dotted(path: Sequence[str]) -> str:
 
 
 def shape_of(numbers: Any) -> tuple[int, ...]:
-    """A shape that a file names.
-
-    Raises:
-        ValueError: it is none, or larger than any memory.
-    """
+    """A shape from a file; ValueError if it is not one, or larger than any memory."""
     if not isinstance(numbers, (list, tuple)) or len(numbers) > 64:
         raise ValueError("a shape in it is none")
     if any(type(size) is not int or not 0 <= size < 1 << 60 for size in numbers):

@@ -1,7 +1,6 @@
-"""What each framework's adapter provides. The only place that imports an adapter by its name.
+"""Finds what an adapter provides; the only module that imports an adapter by its name.
 
-It is on the lowest floor, so that the runtime can use it too; it imports a framework only when
-something of it is needed.
+It is in the lowest layer for the runtime's use, and imports a framework only on demand.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from healcore.core.errors import HealcoreError
 FRAMEWORKS = ("torch", "jax")
 
 _providers: dict[tuple[str, str], Callable[[], Any]] = {}
-"""(framework, need) -> imports and returns what meets the need."""
+"""(framework, need) -> a function that imports and returns the implementation."""
 
 
 class NotProvided(HealcoreError, LookupError):
-    """No such framework, or its adapter lacks what was asked for; the message lists the choices."""
+    """No such framework, or its adapter lacks the need; the message lists the choices."""
 
 
 def register(framework: str, need: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    """Decorates a function that imports and returns what an adapter provides.
+    """Registers the decorated function, which imports and returns an adapter's implementation.
 
     Args:
         framework: of `FRAMEWORKS`.
-        need: the name under which healcore looks it up, for example "driver".
+        need: the name that healcore looks up, for example "driver".
     """
 
     def add(provider: Callable[[], Any]) -> Callable[[], Any]:
@@ -38,14 +37,10 @@ def register(framework: str, need: str) -> Callable[[Callable[[], Any]], Callabl
 
 
 def find(framework: str, need: str) -> Any:
-    """What an adapter provides; imports the adapter, and with it the framework.
-
-    Args:
-        framework: of `FRAMEWORKS`.
-        need: see `register`.
+    """An adapter's implementation of `need`; imports the adapter, and with it the framework.
 
     Raises:
-        healcore.extras.MissingExtraError: the framework is not installed; says what to install.
+        healcore.extras.MissingExtraError: the framework is not installed.
         NotProvided: there is no such framework, or its adapter does not provide this.
     """
     if framework not in FRAMEWORKS:

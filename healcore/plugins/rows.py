@@ -1,6 +1,6 @@
-"""Recorded rows through the engine, in every backend: what `healcore replay` asks of an adapter.
+"""The adapter need "row_runner": runs recorded rows through the engine, for `healcore replay`.
 
-The need is "row_runner": a `RowRunner` class, called with an engine and a `SignalLayout`.
+An adapter provides a `RowRunner` class, called with an engine and a `SignalLayout`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from healcore.core.signals import Signals
 from healcore.core.step_record import StepRecord
 
 MOST_ROWS = 4096
-"""Rows of one call of `RowRunner.run` at most."""
+"""Most rows of one call of `RowRunner.run`."""
 
 DecisionColumns = tuple[Any, ...]
 """The numbers of a `StepRecord`, and whether a rollback was due (whether or not the budget still
@@ -67,24 +67,17 @@ class RowRunner(Protocol):
 def judge_row(
     engine: Engine, state: EngineState, signals: Signals, *, xp: Any
 ) -> tuple[EngineState, DecisionColumns]:
-    """The state after one row, and what was decided about it.
-
-    Args:
-        engine: the policy.
-        state: before the row.
-        signals: what the row logged.
-        xp: the array namespace.
-    """
+    """The engine's state after one row, and the decision about the row."""
     new, _ = engine.step(state, signals, xp=xp)
     after = new.incident
-    # The incident counts alarms since its last order of a rollback, from 0, whether or not the
-    # budget still allowed it. At a step in alarm (quiet is 0) that is 0 only for a new order.
+    # `recovered` counts alarms since the incident's last order of a rollback, from 0, whether or
+    # not the budget still allowed it. At a step in alarm (quiet is 0) it is 0 only for a new order.
     due = after.open & (after.quiet == 0) & (after.recovered == 0)
     return new, (*step_record.numbers(new), due)
 
 
 def empty_columns(rows: int) -> DecisionColumns:
-    """Columns of so many rows, to be written over: NumPy arrays (rows,)."""
+    """Columns to be overwritten: NumPy arrays (rows,)."""
     ints = {"incident_open": bool, "skip": bool}
     kinds = [ints.get(name, np.int32) for name in step_record.FIELDS[: step_record.INTS]]
     kinds += [np.float32] * (len(step_record.FIELDS) - step_record.INTS)

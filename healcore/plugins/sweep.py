@@ -1,15 +1,13 @@
-"""Many variants of a policy over recorded series: what `healcore sweep` asks of an adapter.
+"""The adapter need "sweep_scan": many variants of a policy over recorded series (`healcore sweep`).
 
-The need is "sweep_scan": a `SweepScan` class, called with a config from `trimmed` and the places
-that vary.
+An adapter provides a `SweepScan` class, called with a config from `trimmed` and the varied places.
 
-A recorded curve shows which steps are skipped and where a rollback is ordered. What a policy clips,
-how far it cuts the learning rate and what its budget grants change nothing in it. So `step` runs
-only the detectors that some rule acts on, those rules and the incident (a cut that is due takes a
-rollback along): the same functions of the core in the same order as `healcore.core.engine.judge`.
-Each rule reads only the detectors that it listens to: what does not depend on the varied numbers
-(the window of the non-finite rule, say) stays one value for all variants.
-tests/tools/sweep holds every order and every skip equal to those of the whole engine.
+A recorded curve shows which steps are skipped and where a rollback is ordered. Clipping, the size
+of a learning-rate cut and the budget change nothing in it. So `step` runs only the detectors that
+some rule acts on, those rules and the incident (a due cut orders a rollback too), with the core's
+functions in the order of `healcore.core.engine.judge`. Each rule reads only its own detectors, so
+values that do not depend on the varied numbers stay single values for all variants.
+tests/tools/sweep compares every order and skip with the whole engine's.
 """
 
 from __future__ import annotations
@@ -26,26 +24,26 @@ from healcore.core.verdict import Action, Cause, Reading
 from healcore.plugins.rows import SignalLayout
 
 WORD = 32
-"""Rows of a group: one word of bits holds its orders."""
+"""Rows of a group: the orders of a group are the bits of one word."""
 
 Place = tuple[str | int, ...]
-"""The way from an `EngineConfig` to one number: names of fields and detectors, indices of rules."""
+"""The path from an `EngineConfig` to a number: names of fields and detectors, indices of rules."""
 
 _NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
 _ACTS = int(Action.ROLLBACK | Action.CUT_LR | Action.STOP)
 
 
 class PackedRows(NamedTuple):
-    """All rows of some series; those beyond the last group's are not judged."""
+    """All rows of some series; those after the last group's are not judged."""
 
     signals: np.ndarray
     """float32 (rows, signals of the layout)."""
     kind: np.ndarray
     """int32 (rows,): which of the layout's combinations the row has."""
     resumed: np.ndarray
-    """bool (rows,): the first row after the checkpoint that a resumed attempt went on from."""
+    """bool (rows,): the first row after the checkpoint that a resumed attempt continues from."""
     own: np.ndarray
-    """bool (rows,): counts; false for rows of earlier attempts, which only lead to the state."""
+    """bool (rows,): counts; false for rows of earlier attempts, which only update the state."""
 
 
 class RowGroups(NamedTuple):
@@ -58,10 +56,7 @@ class RowGroups(NamedTuple):
 
 
 class PackedSeries(NamedTuple):
-    """Series of one layout, one after another, so that one call of a compiled program runs many.
-
-    Each begins a new group of `WORD` rows.
-    """
+    """Series of one layout, packed for one call of a program; each begins a new group."""
 
     layout: SignalLayout
     rows: PackedRows
@@ -92,7 +87,7 @@ class SweepScan(Protocol):
 
 
 class VariantState(NamedTuple):
-    """The engine's memory, as far as it matters here."""
+    """The part of the engine's state that decides orders and skips."""
 
     step: Any
     """int32: steps judged."""
@@ -104,18 +99,18 @@ class VariantState(NamedTuple):
 
 
 class VariantDecision(NamedTuple):
-    """One step. Bools."""
+    """The decision about one step. Bools."""
 
     order: Any
-    """A recovery is due, whether or not the budget still grants it."""
+    """A rollback is due, whether or not the budget still grants it."""
     first: Any
-    """It is the first of its incident. A recorded curve does not heal: on it the order is repeated
-    every `incident.patience` alarms, where a live run has gone back once."""
+    """It is the first of its incident. A recorded curve does not heal, so the order repeats every
+    `incident.patience` alarms, where a live run has gone back once."""
     skip: Any
 
 
 def configure(config: EngineConfig, places: tuple[Place, ...], numbers: tuple[Any, ...]) -> Any:
-    """The config with its numbers at `places` replaced, by Python numbers or arrays."""
+    """The config with Python numbers or arrays at `places`."""
     for place, number in zip(places, numbers, strict=True):
         config = _put(config, place, number)
     return config
@@ -139,7 +134,7 @@ def _put(tree: Any, place: Place, number: Any) -> Any:
 
 
 def trimmed(config: EngineConfig) -> EngineConfig:
-    """The policy without what changes neither an order nor a skip."""
+    """The policy without the parts that change neither an order nor a skip."""
     trouble = _trouble(config)
     return config._replace(
         clip=None,
@@ -151,7 +146,7 @@ def trimmed(config: EngineConfig) -> EngineConfig:
 
 
 def init(config: EngineConfig) -> VariantState:
-    """Before the first step, as NumPy arrays."""
+    """The state before the first step, as NumPy arrays."""
     none = np.zeros((), np.int32)
     return VariantState(
         step=none,
@@ -165,14 +160,10 @@ def init(config: EngineConfig) -> VariantState:
 def step(
     config: EngineConfig, state: VariantState, signals: Signals, resumed: Any, *, xp: Any
 ) -> tuple[VariantState, VariantDecision]:
-    """Judges one step.
+    """Judges one step of a config from `trimmed`, in which numbers may be arrays.
 
-    Args:
-        config: from `trimmed`; its numbers may be arrays.
-        state: from `init` or the previous step.
-        signals: what the step logged: a loss or a gradient norm at least.
-        resumed: bool array, the run goes on from a checkpoint here: an open incident is closed.
-        xp: the array namespace.
+    `signals` has a loss or a gradient norm. `resumed` is a bool array: the run continues from a
+    checkpoint here, which closes an open incident.
     """
     seen = observe(signals, resumed != resumed, xp=xp)
     memories, readings = [], {}
@@ -206,7 +197,7 @@ def step(
         config.incident, config.rollback, before, state.step, alarm, recovery, cuts, xp=xp
     )
     first = wanted.recover & ((before.recovered < 0) | (alarm & ~before.open))
-    # What nothing here reads stays as it was, and costs nothing in a compiled loop.
+    # Fields that nothing here reads stay unchanged, and cost nothing in a compiled loop.
     after = after._replace(
         number=before.number,
         onset=before.onset,
@@ -218,7 +209,7 @@ def step(
 
 
 def _heard(readings: Mapping[str, Reading], causes: int, sustained: bool, never: Any) -> Any:
-    """Whether one of `causes` is among this step's alarms, or among what is sustained."""
+    """Whether one of `causes` is among this step's alarms, or among its sustained causes."""
     heard = never
     for name, reading in readings.items():
         if int(CAUSES[name]) & causes:

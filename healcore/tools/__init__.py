@@ -1,1 +1,1 @@
-"""The top floor: what people run."""
+"""The command line tools, and the libraries behind them."""

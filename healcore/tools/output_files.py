@@ -1,4 +1,4 @@
-"""Files that a command writes: never over what it reads, and whole or not at all."""
+"""Writes a command's output files: never over an input, and completely or not at all."""
 
 from __future__ import annotations
 
@@ -14,18 +14,14 @@ Name = str | os.PathLike[str]
 
 
 class OutputError(HealcoreError, ValueError):
-    """An output that cannot be written; the message says why, and what to write instead."""
+    """An output that cannot be written; the message has the reason and the remedy."""
 
 
 def check_outputs(outputs: Iterable[Name], inputs: Iterable[Name]) -> None:
-    """Checks before the work that every output can be written, and overwrites no input.
+    """Checks before the work that every output can be written and overwrites no input.
 
-    Args:
-        outputs: files to write.
-        inputs: files that are read; of a directory, all that is in it.
-
-    Raises:
-        OutputError: an output has no folder, is a folder, is an input, or is named twice.
+    All files in a directory of `inputs` are inputs. Raises OutputError for an output without a
+    folder, that is a folder, an input, or named twice.
     """
     read = [path for each in inputs for path in _files(Path(each))]
     taken: dict[str, Path] = {}
@@ -44,12 +40,9 @@ def check_outputs(outputs: Iterable[Name], inputs: Iterable[Name]) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Name) -> Iterator[Path]:
-    """A draft that replaces `path` when the block is left without an error.
+    """A draft that replaces `path` if the block ends without an error; OutputError names the path.
 
     The old file stays until then. A device or a pipe is written to directly.
-
-    Raises:
-        OutputError: it cannot be written; names the file.
     """
     target = Path(path)
     direct = target.exists() and not target.is_file()
@@ -59,12 +52,12 @@ def replacing(path: Name) -> Iterator[Path]:
         if direct:
             yield target
             return
-        # In a folder of our own with an unpredictable name: a link in the place of the draft would
-        # send its content into another file.
+        # The folder has an unpredictable name: a link planted at the draft's path would send its
+        # content into another file.
         with tempfile.TemporaryDirectory(
             prefix=".healcore-", dir=place.parent, ignore_cleanup_errors=True
         ) as own:
-            draft = Path(own, place.name)  # matplotlib asks the suffix
+            draft = Path(own, place.name)  # matplotlib takes the format from the suffix
             yield draft
             draft.replace(place)
     except OSError as error:
@@ -73,7 +66,7 @@ def replacing(path: Name) -> Iterator[Path]:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """A file, or all in a directory that may be logs: not earlier pages and pictures."""
+    """A file, or those of a directory that may be logs, which pages and pictures are not."""
     if not path.is_dir():
         yield path
         return

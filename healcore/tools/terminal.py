@@ -1,8 +1,8 @@
-"""Everything that the commands print goes through here, and is cleaned.
+"""Cleans and prints all output of the commands.
 
-Names, messages and policies come from files that anybody may have written, and a terminal executes
-what is in them: an escape sequence sets the title of the window, hides a line, or writes into the
-clipboard; an override of the direction of writing shows text in another order.
+Names, messages and policies come from files that anybody may have written. A terminal executes
+escape sequences in them, which set the window's title, hide a line, or write into the clipboard; an
+override of the writing direction shows text in another order.
 """
 
 from __future__ import annotations
@@ -18,14 +18,10 @@ if TYPE_CHECKING:  # imported where it is used, so that the other commands start
 
 
 def clean(text: str, keep: str = "\n\t") -> str:
-    r"""The text with every character escaped that is no letter, mark or space.
+    r"""Escapes every character that is not printable, a space, or one of `keep`.
 
-    Control characters (ESC, and those of C1 that do the same), overrides of the direction, and
-    other invisible characters become `\x1b` or `\u202e`, as TOML and Python write them.
-
-    Args:
-        text: of any origin.
-        keep: characters that stay; none in a name, which is in one line.
+    Control characters (ESC, C1), direction overrides and invisible characters become `\x1b` or
+    `\u202e`, as in TOML and Python. `keep` is "" for a name, which has one line.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -33,7 +29,7 @@ def clean(text: str, keep: str = "\n\t") -> str:
 
 
 def clean_json(text: str) -> str:
-    """The same for a JSON document, which keeps its content."""
+    """The same for a JSON document, whose content stays equal."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(
@@ -47,24 +43,17 @@ def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
 
 
 def echo_json(text: str) -> None:
-    """Prints a JSON document."""
+    """Prints a JSON document, cleaned."""
     typer.echo(clean_json(text))
 
 
 def console(kind: type[Console] | None = None, **options: Any) -> Console:
-    """Rich's console, whose text is cleaned after it is laid out; its own colours stay.
-
-    Args:
-        kind: a class of consoles; rich's own if None.
-        **options: its arguments.
-    """
+    """Rich's console or a `kind` of it, with text cleaned after layout: rich's own colours stay."""
     from rich.console import Console, ConsoleOptions, RenderHook, RenderResult
     from rich.control import Control
     from rich.segment import Segment
 
     class Cleaned:
-        """A renderable with its text cleaned."""
-
         def __init__(self, printed: Any) -> None:
             self._printed = printed
 
@@ -73,8 +62,6 @@ def console(kind: type[Console] | None = None, **options: Any) -> Console:
                 yield Segment(text if control else clean(text), style, control)
 
     class Cleaning(RenderHook):
-        """Wraps every renderable in `Cleaned`."""
-
         def process_renderables(self, renderables: list[Any]) -> list[Any]:
             return [each if isinstance(each, Control) else Cleaned(each) for each in renderables]
 
@@ -89,6 +76,6 @@ def _harmless(each: str) -> bool:
 
 def _escaped(each: str) -> str:
     code = ord(each)
-    if code < 0x80:  # a tab and the end of a line are \t and \n
+    if code < 0x80:  # includes \t and \n
         return each.encode("unicode_escape").decode()
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

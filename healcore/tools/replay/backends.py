@@ -1,4 +1,4 @@
-"""The rows of a trace as an engine takes them, and the backends that run it with the same bits."""
+"""Turns rows of a trace into an engine's input, and runs it on NumPy, JAX or torch, bit for bit."""
 
 from __future__ import annotations
 
@@ -25,22 +25,20 @@ from healcore.plugins.rows import (
 BACKENDS = ("numpy", "jax", "torch")
 
 JAX_STARTS, A_LOOP, A_COMBINATION = 4_000, 5_000, 4_500
-"""What JAX takes before it judges, in rows that NumPy would have judged meanwhile: to be imported,
-and to compile the loop of one policy, with a branch for each combination of signals. In CPU time,
-one combination took 7,000 to 13,000 rows, of policies quick and slow alike (what is quick to judge
-is quick to compile), and three took 21,000."""
+"""JAX's start-up costs, in rows that NumPy judges in the same time: the import, and compiling one
+policy's loop, with a branch per combination of signals. Measured in CPU time: one combination took
+7,000 to 13,000 rows, for fast and slow policies alike (a policy that judges fast compiles fast);
+three took 21,000."""
 
 ALWAYS = ("loss", "grad_norm")
-"""Given wherever they were logged: what is not finite is never applied, whatever a policy reads."""
+"""Given wherever logged: no update with a non-finite value is applied, whatever a policy reads."""
 
 
 def choose_backend(loops: Iterable[tuple[int, int]], policies: int = 1) -> str:
-    """The backend where the user names none.
+    """The default backend for `policies` policies, each of which compiles its own loops.
 
-    Args:
-        loops: for each compiled loop of one policy, the rows of all traces that it would judge, and
-            how many combinations of signals they have.
-        policies: each has its own loops.
+    Each of `loops` has the rows of all traces that one loop would judge, and the number of its
+    combinations of signals.
     """
     saved = sum(rows - A_LOOP - A_COMBINATION * combinations for rows, combinations in loops)
     worth = saved * policies >= JAX_STARTS and importlib.util.find_spec("jax") is not None
@@ -48,16 +46,9 @@ def choose_backend(loops: Iterable[tuple[int, int]], policies: int = 1) -> str:
 
 
 def row_runner(engine: Engine, layout: SignalLayout, backend: str) -> RowRunner:
-    """A runner; the same one again for the same policy and layout, so that it is compiled once.
+    """A runner of `BACKENDS`, cached by policy and layout so that each is compiled once.
 
-    Args:
-        engine: the policy.
-        layout: which signals, in which combinations.
-        backend: of `BACKENDS`.
-
-    Raises:
-        healcore.extras.MissingExtraError: the backend's framework is not installed.
-        ValueError: there is no such backend.
+    Raises MissingExtraError if the framework is not installed, ValueError for another backend.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
@@ -73,7 +64,7 @@ def _runner(config: EngineConfig, layout: SignalLayout, backend: str) -> RowRunn
 
 
 class NumpyRowRunner:
-    """NumPy scalars, row by row: nothing to compile."""
+    """Runs NumPy scalars row by row, without compilation."""
 
     def __init__(self, engine: Engine, layout: SignalLayout) -> None:
         self._engine = engine
@@ -102,12 +93,7 @@ class NumpyRowRunner:
 
 
 def layout_of(engine: Engine, combinations: Iterable[frozenset[str]]) -> SignalLayout:
-    """What an engine is given of a trace.
-
-    Args:
-        engine: the policy.
-        combinations: sets of signals that rows of the trace log together.
-    """
+    """The signals that an engine is given, from the sets that rows of the trace log together."""
     combinations = list(combinations)
     logged = frozenset().union(*combinations)
     found = {_given(engine, each, logged) for each in combinations}
@@ -120,20 +106,14 @@ def rows_of(
     values: Mapping[str, np.ndarray],
     given: Mapping[str, np.ndarray],
 ) -> tuple[SignalRows, np.ndarray]:
-    """Rows of a trace as an engine takes them.
+    """Turns rows of a trace into an engine's input; `layout` is of the whole trace.
 
-    Args:
-        layout: from `layout_of` of the whole trace.
-        engine: the policy.
-        values: float32 (n,) by signal.
-        given: bool (n,) by signal: logged in this row.
-
-    Returns:
-        The rows that are judged, and their places among all of them, int (m,).
+    `values` are float32 (n,) and `given` bool (n,) by signal. Returns the judged rows, and their
+    places among all rows, int (m,).
     """
     names = [name for name in layout.signals if name in given]
     length = len(next(iter(given.values()), ()))
-    # One bit for each signal; few combinations occur, so few are looked up.
+    # One bit for each signal, so that only the few combinations that occur are looked up.
     bits = np.zeros(length, np.int64)
     for place, name in enumerate(names):
         bits |= given[name].astype(np.int64) << place
@@ -153,9 +133,9 @@ def rows_of(
 def _given(engine: Engine, here: frozenset[str], logged: frozenset[str]) -> tuple[str, ...]:
     """The signals that a row is judged by; none without a loss or a gradient norm.
 
-    `update_norm` and `eval_loss` only where the policy reads them, as the adapters do. `eval_loss`
-    is there at every row of a trace that has evaluations, NaN where there was none: to the engine,
-    a run either has evaluations or has not.
+    `update_norm` and `eval_loss` are given only if the policy reads them, as in the adapters. If a
+    trace has evaluations, every row has `eval_loss`, NaN where there was none: the engine sees a
+    run with evaluations or one without.
     """
     if not here & set(ALWAYS):
         return ()

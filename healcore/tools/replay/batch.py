@@ -1,4 +1,4 @@
-"""Many traces under several policies: the work behind the command."""
+"""Replays several policies over many traces: the work behind the command."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from healcore.tools.traces import Rows, Trace, TraceError, Unreadable
 
 
 class NamedPolicy(NamedTuple):
-    """A policy, and what the user called it."""
+    """A policy, and the name that the user gave it."""
 
     name: str
     policy: Policy
 
 
 class ReplayOptions(NamedTuple):
-    """What is wanted besides the summaries."""
+    """What to collect besides the summaries."""
 
     jsonl: TextIO | None = None
     labels: Labels | None = None
@@ -38,9 +38,9 @@ class ReplayResult(NamedTuple):
     summary: Summary
     backend: str
     missing: Mapping[str, tuple[str, ...]]
-    """Inactive parts of the policy, by the signal that the trace does not log."""
+    """See `Replay.missing`."""
     answer: str
-    """What of the policy is scored: rollbacks, stops, skips or alarms."""
+    """The kind of order that is scored: rollbacks, stops, skips or alarms."""
     label: Label | None
     score: Score | None
     report: RunReport | None
@@ -49,15 +49,7 @@ class ReplayResult(NamedTuple):
 def surveyed(
     traces: Sequence[Trace], done: Callable[[str], None]
 ) -> tuple[list[Trace], list[Unreadable]]:
-    """The first pass over every trace.
-
-    Args:
-        traces: to be read.
-        done: called with each name when its pass is done.
-
-    Returns:
-        The traces that can be read, and the others.
-    """
+    """Makes the first pass over every trace; `done` is called with each name after its pass."""
     readable, unreadable = [], []
     for trace in traces:
         try:
@@ -78,17 +70,10 @@ def replay_all(
     wanted: ReplayOptions,
     advance: Callable[[str, int], None],
 ) -> Iterator[ReplayResult | Unreadable]:
-    """Replays every policy on every trace, trace by trace.
+    """Replays every policy on every surveyed trace; yields results, or why there is none.
 
-    Args:
-        traces: that were surveyed.
-        policies: in the order in which results come.
-        backend: see `replay`; None chooses by the rows that a compiled loop would be used for.
-        wanted: what to collect, and the file to write single rows to.
-        advance: called with the name of a trace and how many of its rows are done.
-
-    Yields:
-        A result, or why there is none, for each trace and policy.
+    `backend` is as for `replay`; None chooses by the rows that share a compiled loop. `advance` is
+    called with the name of a trace and how many of its rows are done.
     """
     backend = backend or _backend(traces, len(policies))
     for trace in traces:
@@ -97,7 +82,7 @@ def replay_all(
                 yield _one(trace, named, backend, wanted, advance)
             except ReplayError as error:
                 yield Unreadable(trace.name, error.problem)
-            except TraceError as error:  # it went away, or changed, since the survey
+            except TraceError as error:  # the file was removed or changed after the survey
                 yield Unreadable(trace.name, str(error))
 
 

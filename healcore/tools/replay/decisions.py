@@ -1,4 +1,4 @@
-"""What was decided about single rows, and which of them a live run would have seen."""
+"""Decisions about single rows, and which of them a live run would have reached."""
 
 from __future__ import annotations
 
@@ -13,40 +13,38 @@ from healcore.core.verdict import Action, Cause
 
 
 class Decided(NamedTuple):
-    """One row, as the policy orders it (in observe mode too)."""
+    """One row, with the decision of the policy (in observe mode too)."""
 
     index: int
-    """Of the row, from 0."""
     step: float
     """As recorded; NaN if it could not be read."""
     attempt: int
     cause: Cause
     action: Action
-    """ROLLBACK is there wherever a rollback was due."""
+    """Contains ROLLBACK wherever a rollback was due."""
     skip: bool
     grad_scale: float
     lr_scale: float
     z: dict[str, float]
-    """How far out, by signal, of those that the row has and the policy scores."""
+    """z score of each signal that the row has and the policy scores."""
     threshold: float | None
-    """Gradient norm above which the row would be clipped; None: the policy has no such limit
-    here."""
+    """Gradient norm above which the row would be clipped; None: no such limit applies here."""
     spent: bool
-    """A rollback was due and the budget did not allow it any more: a live run ends here."""
+    """A rollback was due and the budget denied it: a live run ends here."""
 
 
 class JudgedRows(NamedTuple):
-    """Consecutive judged rows of one attempt. Arrays are (n,)."""
+    """Consecutive judged rows of one attempt.
+
+    Arrays, also those of `record`, are (n,); `index` is int64, `step` float64.
+    """
 
     index: np.ndarray
-    """int64."""
     step: np.ndarray
-    """float64."""
     attempt: int
     given: dict[str, np.ndarray]
     """bool by signal: logged in this row."""
     record: StepRecord
-    """Of arrays."""
     due: np.ndarray
     """bool: a rollback was due, whether or not the budget still allowed it."""
     again: np.ndarray
@@ -66,7 +64,7 @@ class JudgedRows(NamedTuple):
 
     @property
     def clipped(self) -> np.ndarray:
-        """Bool."""
+        """bool: the gradient was scaled down, and the step not skipped."""
         return (self.record.grad_scale < 1) & ~self.record.skip
 
     @property
@@ -112,7 +110,7 @@ def shortest(number: np.float32) -> float:
 
 
 def _scored(judged: JudgedRows, engine: Engine) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """(scores, rows that have one) by signal; elsewhere the telemetry is that of an older row."""
+    """(scores, rows that have one) by signal; in other rows the record has an older row's score."""
     scored = {}
     if engine.config.clip is not None and not engine.per_tensor and "grad_norm" in judged.given:
         scored["grad_norm"] = (judged.record.z, judged.given["grad_norm"])
@@ -129,11 +127,7 @@ class RepeatMarker:
         self._denied = (-1, -1)
 
     def mark(self, judged: JudgedRows) -> JudgedRows:
-        """The rows with `again` and `ends`, and no more than one denied rollback in an incident.
-
-        Args:
-            judged: rows that follow those of the last call.
-        """
+        """Sets `again` and `ends` of the next rows; keeps one denied rollback per incident."""
         record = judged.record
         again = np.zeros(len(judged.index), bool)
         if judged.attempt == self._asked[0]:
@@ -143,7 +137,7 @@ class RepeatMarker:
             if incident != self._asked:
                 self._asked = incident
                 again[row + 1 :] = record.incident[row + 1 :] == incident[1]
-        # Asking in vain, the engine orders STOP; a rule of the policy orders it without asking.
+        # The engine orders STOP when it denies a due rollback; a rule may order STOP itself.
         ends = (record.action & int(Action.STOP) != 0) & ~(again & judged.due)
         due = judged.due.copy()
         for row in np.flatnonzero(judged.spent):

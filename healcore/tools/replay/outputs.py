@@ -20,17 +20,17 @@ from healcore.tools.terminal import console
 from healcore.tools.traces import Trace
 
 MOST_PRINTED = 20
-"""Problems of traces that are printed one by one."""
+"""Most problems of traces that are printed one by one."""
 
 MOST_ON_A_PAGE = 60
-"""Replays on one page: a browser takes long over more. A picture holds fewer still."""
+"""Most replays on one page, since a browser takes long over more. A picture holds fewer."""
 
 _PIPE_WIDTH = 160
-"""Columns of the table where the width of the output is not known."""
+"""Width of the table in columns where the width of the output is not known."""
 
 
 class _NothingWrittenError(Exception):
-    """Nothing was replayed: what an earlier replay wrote there stays."""
+    """Nothing was replayed, so the file of an earlier replay stays."""
 
 
 class Outputs(NamedTuple):
@@ -47,14 +47,9 @@ class Outputs(NamedTuple):
         return bool(self.report or self.png)
 
     def check(self, inputs: Sequence[str]) -> None:
-        """Before the work.
+        """Checks before the work that every output can be written; `inputs` are never overwritten.
 
-        Args:
-            inputs: paths that nothing may be written over.
-
-        Raises:
-            OutputError: there is no such folder, or a file is read, or named twice.
-            healcore.extras.MissingExtraError: what draws is not installed.
+        Raises OutputError, or MissingExtraError if a drawing library is not installed.
         """
         if self.report:
             require("report", "plotly", "jinja2")
@@ -65,7 +60,7 @@ class Outputs(NamedTuple):
 
     @contextlib.contextmanager
     def lines(self) -> Iterator[Any]:
-        """The open file for lines of JSON, or None. The file is there when all of it is."""
+        """The open file for lines of JSON, or None. It replaces an old file only when complete."""
         if self.jsonl is None or self.jsonl == "-":
             yield None if self.jsonl is None else sys.stdout
             return
@@ -77,20 +72,20 @@ class Outputs(NamedTuple):
                 raise _NothingWrittenError
 
     def console(self) -> Console:
-        """Where the table goes."""
+        """The console that the table goes to."""
         known = sys.stdout.isatty() or os.environ.get("COLUMNS")
         return console(_Piped, stderr=self.jsonl == "-", width=None if known else _PIPE_WIDTH)
 
 
 class _Piped(Console):
-    """A reader that has seen enough (`| head`) is no failure; to rich it is, with exit status 1."""
+    """Makes a reader that closes early (`| head`) no error, where rich would exit with status 1."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 def show(console: Console, results: Sequence[ReplayResult], traces: Sequence[Trace]) -> None:
-    """The tables, what they mean, and what a reader should know of the traces."""
+    """Prints the tables, their legend, and the findings in the traces."""
     scored = any(result.score is not None for result in results)
     console.print(table.summary_table(results, width=console.width))
     if scored:
@@ -116,13 +111,9 @@ def show(console: Console, results: Sequence[ReplayResult], traces: Sequence[Tra
 
 
 def draw(outputs: Outputs, results: Sequence[ReplayResult]) -> list[str]:
-    """The page and the picture, with the replays in which most happened if there are many.
+    """Writes the page and the picture, or raises OutputError; returns a line to print for each.
 
-    Returns:
-        A line to print for each.
-
-    Raises:
-        OutputError: a file cannot be written.
+    If there are too many replays, those with the most rollbacks and incidents are shown.
     """
     written = []
     ranked = sorted(results, key=lambda each: (-each.summary.rollbacks, -each.summary.incidents))

@@ -1,4 +1,4 @@
-"""The report of a replay, for the page and the picture: bounded, however long the trace."""
+"""Builds the report of a replay for the page and the picture, of limited size for any trace."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _UNHELPED = "if rollbacks had not helped"
 
 
 class ReplayReport:
-    """Collects what is shown of a replay; its `add` goes to `replay(on_chunk=...)`."""
+    """Collects a replay's curves chunk by chunk; pass `add` to `replay(on_chunk=...)`."""
 
     def __init__(self) -> None:
         self._envelope = Envelope()
-        # What is not a float32 curve, for the rows that the envelope may still keep.
+        # The columns that are not float32 curves, for the rows that the envelope may still keep.
         self._index = np.zeros(0, np.int64)
         self._step = np.zeros(0)
         self._attempt = np.zeros(0, np.int64)
         self._nonfinite = np.zeros(0, bool)
 
     def add(self, rows: Rows, judged: JudgedRows) -> None:
-        """Takes one chunk."""
+        """Adds one chunk."""
         places = np.searchsorted(rows.index, judged.index)
         curves = {name: rows.values[name] for name in _CURVES if name in rows.values}
         logged = [rows.given[name] & ~np.isfinite(rows.values[name]) for name in curves]
@@ -53,13 +53,7 @@ class ReplayReport:
     def finish(
         self, result: Replay, policy: PolicySource, notes: tuple[str, ...] = ()
     ) -> RunReport:
-        """The report of a replay that has come to its end.
-
-        Args:
-            result: the replay that was collected from.
-            policy: as it was named to `replay`.
-            notes: what else a reader should know.
-        """
+        """The report of the finished replay `result` of `policy`, with `notes` for the reader."""
         index, curves = self._envelope.kept()
         self._thin(index)
         summary = result.summary
@@ -135,7 +129,7 @@ def _and_repeats(firsts: int, repeats: int) -> str:
 
 
 def survey_notes(trace: Trace) -> tuple[str, ...]:
-    """What reading a trace found, damage first."""
+    """The findings of reading a trace as text, damage first."""
     survey = trace.survey()
     lines = [str(each) for each in (*survey.problems, *survey.notes)]
     more = survey.problem_count + survey.note_count - len(lines)

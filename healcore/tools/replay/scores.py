@@ -1,11 +1,9 @@
-"""Orders of replays against labelled events: recall, latency, false alarms.
+"""Scores a replay's orders against labelled events: recall, latency, false alarms.
 
-A policy is scored by its severest answer: one that never goes back finds nothing by rollbacks.
-
-The rule: an order at row i belongs to the event if onset - 5 <= i <= end + 40. Orders within an
-ambiguous zone (same margins), among the first 64 rows, or within 40 rows after a loss that is not
-finite count neither way. False orders up to 40 rows apart are one false alarm. Traces of fewer than
-200 points are left out: nothing can be learnt from so few.
+A policy is scored by the most severe order that its rules can give. An order at row i belongs to an
+event if onset - 5 <= i <= end + 40. Orders in an ambiguous zone (same margins), in the first 64
+rows, or within 40 rows after a loss that is not finite are ignored. False orders up to 40 rows
+apart are one false alarm. Traces of fewer than 200 points are too short to be scored.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ ROLLBACKS, STOPS, SKIPS, ALARMS = "rollbacks", "stops", "skips", "alarms"
 
 
 class LabelError(HealcoreError, ValueError):
-    """A file of labels that cannot be used; the message says why."""
+    """A file of labels that cannot be used; the message has the reason."""
 
 
 class Zone(NamedTuple):
@@ -46,7 +44,7 @@ class Zone(NamedTuple):
 
 
 class Label(NamedTuple):
-    """What is known of one trace."""
+    """The labels of one trace."""
 
     file: str
     points: int
@@ -55,7 +53,7 @@ class Label(NamedTuple):
 
 
 class Score(NamedTuple):
-    """How the orders met the events; scores add up."""
+    """Orders compared with the events; scores can be summed with `plus`."""
 
     traces: int = 0
     rows: int = 0
@@ -80,7 +78,7 @@ class Score(NamedTuple):
         return 1e4 * self.false / self.rows if self.rows else 0.0
 
     def plus(self, other: Score) -> Score:
-        """Both together."""
+        """The sum of both."""
         return Score(
             self.traces + other.traces,
             self.rows + other.rows,
@@ -91,29 +89,24 @@ class Score(NamedTuple):
 
 
 class ScoreCollector:
-    """Collects, chunk by chunk, what the score of one replay needs."""
+    """Collects the orders of one replay, chunk by chunk; `answer` is from `answer_of`."""
 
     def __init__(self, answer: str = ROLLBACKS) -> None:
-        """Starts before the first row.
-
-        Args:
-            answer: what of the policy is scored, from `answer_of`.
-        """
         self._answer = answer
         self._orders: list[np.ndarray] = []
         self._bad: list[np.ndarray] = []
         self.rows = 0
 
     def add(self, rows: Rows, judged: JudgedRows) -> None:
-        """Takes one chunk."""
+        """Adds one chunk."""
         self.rows = int(rows.index[-1]) + 1
         self._orders.append(judged.index[_answers(judged, self._answer)])
         if "loss" in rows.values:
-            # A row without a loss is a hole in the curve, like a NaN in it.
+            # A row without a loss is a gap in the curve, as a NaN is.
             self._bad.append(rows.index[~np.isfinite(rows.values["loss"])])
 
     def score(self, label: Label) -> Score | None:
-        """The score of a replay that has come to its end; None if the trace is too short."""
+        """The score after the whole replay; None if the trace is too short."""
         if label.points < FEWEST:
             return None
         orders = np.concatenate(self._orders) if self._orders else np.zeros(0, np.int64)
@@ -136,7 +129,7 @@ class ScoreCollector:
 
 
 def answer_of(config: EngineConfig) -> str:
-    """The severest that the policy's rules can order: rollbacks, stops, skips, or alarms."""
+    """The most severe that the policy's rules can order: rollbacks, stops, skips, or alarms."""
     for answer, action in ((ROLLBACKS, Action.ROLLBACK), (STOPS, Action.STOP)):
         if any(rule.action & int(action) for rule in config.rules):
             return answer
@@ -144,7 +137,7 @@ def answer_of(config: EngineConfig) -> str:
 
 
 def _answers(judged: JudgedRows, answer: str) -> np.ndarray:
-    """Bool (n,): rows with such an order."""
+    """The rows with such an order, bool (n,)."""
     if answer == SKIPS:
         return judged.record.skip
     if answer == ALARMS:
@@ -161,8 +154,8 @@ class Labels:
             self._by_name.setdefault(PurePath(label.file).name, []).append(label)
 
     def of(self, trace: str) -> Label | None:
-        """The label of a trace: that whose file is the end of its path."""
-        parts = Path(trace).absolute().parts  # a user inside the folder names less of it
+        """The label whose file is the end of the trace's path."""
+        parts = Path(trace).absolute().parts  # the user may have named a part of the path only
         for label in self._by_name.get(parts[-1], ()):
             wanted = PurePath(label.file).parts
             if parts[-len(wanted) :] == wanted:
@@ -171,11 +164,7 @@ class Labels:
 
 
 def read_labels(path: Path) -> Labels:
-    """Reads labels: a JSON list of `{"file", "points", "spikes", "ambiguous"}`.
-
-    Raises:
-        LabelError: it cannot be read, or is not such a list.
-    """
+    """Reads a JSON list of `{"file", "points", "spikes", "ambiguous"}`, or raises LabelError."""
     try:
         return Labels([_label(each) for each in json.loads(path.read_text(encoding="utf-8"))])
     except OSError as error:

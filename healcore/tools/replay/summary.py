@@ -1,4 +1,4 @@
-"""What a replay of one trace under one policy comes to: counts, incidents, and lines of JSON."""
+"""Sums up the replay of one trace under one policy: counts, incidents, and lines of JSON."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ from healcore.tools.replay.decisions import Decided, JudgedRows, shortest
 
 
 class AttemptSummary(NamedTuple):
-    """One attempt of a run that was resumed.
-
-    What happened in it counts, also where a later attempt replaced its end.
-    """
+    """One attempt of a resumed run; rows that a later attempt replaced count too."""
 
     number: int
     source: str
@@ -28,11 +25,10 @@ class AttemptSummary(NamedTuple):
     incidents: int
     rollbacks: int
     repeats: int
-    """As in `Summary`."""
 
 
 class Summary(NamedTuple):
-    """One trace under one policy."""
+    """One trace under one policy. `first_*`, `last_*` and `stopped_step` are steps."""
 
     trace: str
     policy: str
@@ -53,29 +49,26 @@ class Summary(NamedTuple):
     clips: int
     incidents: int
     rollbacks: int
-    """Rows at which one was due: all of them, repeats and denied ones included."""
+    """Rows at which one was due, repeats and denied ones included."""
     repeats: int
-    """Those after the first of their incident: what would follow had going back not helped."""
+    """Those after the first of their incident. They occur live only if the first did not help."""
     spent: int
-    """Those that the budget denied; of an incident, only the first such one."""
+    """Those that the budget denied, at most one per incident."""
     first_incident: float | None
     last_incident: float | None
-    """Steps at which they begin."""
     first_rollback: float | None
     last_rollback: float | None
-    """Steps."""
     repeat_cuts: int
     """Cuts of the learning rate after the first rollback of their incident."""
     lowest_lr: float
-    """Smallest learning-rate multiplier."""
+    """The smallest learning-rate multiplier."""
     lowest_lr_first: float
-    """Smallest one that a cut which is no repeat came to."""
+    """The same without repeat cuts."""
     stopped_at: int | None
-    """Index of the row at which a live run would have ended: a rule stops it, or the budget does
-    not grant the first rollback of an incident."""
+    """Row index of a live run's end: a rule stops it, or an incident's first rollback is denied."""
     stopped_step: float | None
     resting: tuple[str, ...]
-    """What of the policy could not be replayed, as text."""
+    """See `Replay.resting`."""
     problems: int
     """Lines of the trace that could not be read."""
 
@@ -95,11 +88,7 @@ class SummaryCounter:
         self.stopped_step: float | None = None
 
     def add(self, judged: JudgedRows) -> tuple[int, int]:
-        """Counts one chunk of at least one row.
-
-        Returns:
-            The rollbacks that were due in it, and the repeats among them.
-        """
+        """Counts a chunk of at least one row; returns the numbers of its rollbacks and repeats."""
         record, action = judged.record, judged.action
         self.causes += _count(record.cause, Cause)
         self.actions += _count(action, Action)
@@ -135,7 +124,6 @@ def in_order(counts: Counter[str], kind: type[Cause] | type[Action]) -> dict[str
 
 
 def _count(flags: np.ndarray, kind: type[Cause] | type[Action]) -> Counter[str]:
-    """Rows with each flag, by name."""
     if not flags.any():
         return Counter()
     return Counter({str(each.name): int(np.count_nonzero(flags & int(each))) for each in kind})
@@ -146,8 +134,6 @@ MOST_KEPT = 1000
 
 
 class _OpenIncident:
-    """The incident in progress."""
-
     def __init__(self, judged: JudgedRows, row: int, lr_before: float) -> None:
         self.attempt = judged.attempt
         self.onset, self.onset_step = int(judged.index[row]), float(judged.step[row])
@@ -162,11 +148,10 @@ class _OpenIncident:
         self.lr_before = self.lr_after = lr_before
 
     def add(self, judged: JudgedRows, row: int, action: int, spent: bool) -> None:
-        """One more alarm."""
         self.last, self.last_step = int(judged.index[row]), float(judged.step[row])
         self.cause |= Cause(int(judged.record.cause[row]))
         ordered = Action.ROLLBACK | Action.STOP
-        if not self.action & ordered:  # the first such order is where the incident is placed
+        if not self.action & ordered:  # the incident is placed at the first such order
             self.index, self.step = int(judged.index[row]), float(judged.step[row])
         again = bool(judged.again[row])
         if not judged.ends[row]:
@@ -176,7 +161,7 @@ class _OpenIncident:
         self.action |= Action(action)
         self.skipped += bool(judged.record.skip[row])
         self.clipped += bool(judged.clipped[row])
-        if again:  # what follows had going back not helped, and there it does not
+        if again:  # happens live only if going back did not help; a recorded curve never heals
             self.repeats += bool(action & Action.ROLLBACK) and not spent
             self.repeat_denied |= spent
         else:
@@ -185,7 +170,7 @@ class _OpenIncident:
 
 
 class ReplayIncidents:
-    """Follows the incidents chunk by chunk."""
+    """Builds the incidents chunk by chunk."""
 
     def __init__(self) -> None:
         self.kept: list[Incident] = []
@@ -198,17 +183,13 @@ class ReplayIncidents:
         self._lr = 1.0
 
     def begin_attempt(self, *, goes_on: bool) -> None:
-        """An attempt begins, which ends what was open.
-
-        Args:
-            goes_on: the engine's count and its LR multiplier go on; false: it is a new engine.
-        """
+        """Ends the open incident; `goes_on`: the engine's incident count and LR multiplier stay."""
         self._close()
         if not goes_on:
             self._number, self._lr = 0, 1.0
 
     def add(self, judged: JudgedRows) -> None:
-        """Reads one chunk."""
+        """Adds one chunk."""
         record, action, spent = judged.record, judged.action, judged.spent
         previous = np.concatenate(([self._number], record.incident[:-1]))
         opened = record.incident != previous
@@ -224,7 +205,7 @@ class ReplayIncidents:
         self._lr = shortest(record.lr_scale[-1])
 
     def close(self) -> None:
-        """The trace has ended."""
+        """Ends the open incident at the trace's end."""
         self._close()
 
     def _close(self) -> None:
@@ -298,12 +279,12 @@ def summary_line(summary: Summary) -> str:
 
 @functools.lru_cache(maxsize=4096, typed=True)  # typed: Cause(4) == Action(4)
 def _names(flags: Cause | Action) -> list[str]:
-    """As `names`; there are few different ones, and finding them takes longer than the rest."""
+    """Cached `names`: few combinations occur, and naming them is the slowest part of a line."""
     return names(flags)
 
 
 def _number(number: float) -> float | int | str:
-    """A whole number as one; what JSON has no number for as text, as in the events."""
+    """Whole numbers as int; what JSON cannot express (NaN, Inf) as text, as in the events."""
     if not math.isfinite(number):
         return str(number)
     return int(number) if number.is_integer() else number

@@ -18,7 +18,7 @@ from healcore.tools.replay.scores import IN_TIME, ROLLBACKS, Score
 from healcore.tools.replay.summary import Summary
 
 LEAVES_OUT = ("clips", "last", "first", "skips", "lowest LR", "rows")
-"""Columns that a narrow terminal does not show, the first to go first."""
+"""Columns that a narrow terminal does not show, in the order in which they are dropped."""
 
 _SHORTEST_NAME = 16
 
@@ -26,12 +26,7 @@ _MANY = 5
 
 
 def summary_table(results: Sequence[ReplayResult], *, width: int) -> Table:
-    """One row for each trace and policy, and the sums if there are several.
-
-    Args:
-        results: in the order to show them.
-        width: of the terminal.
-    """
+    """One row for each trace and policy, and the sums if there are several."""
     policies = list(dict.fromkeys(result.summary.policy for result in results))
     several = len(policies) > 1
     labelled = any(result.label for result in results)
@@ -84,7 +79,7 @@ def summary_table(results: Sequence[ReplayResult], *, width: int) -> Table:
 
 
 def score_table(results: Sequence[ReplayResult]) -> Table:
-    """The scores by folder and policy; only traces that are long enough count."""
+    """The scores by folder and policy, without traces that are too short."""
     table = _blank("Orders against the labels")
     for name in ("folder", "policy", "by"):
         table.add_column(name, no_wrap=True)
@@ -159,10 +154,7 @@ def _sums(results: Sequence[ReplayResult], *, labelled: bool) -> list[str | Text
 def _fitting(
     heads: Sequence[str], rows: Sequence[Sequence[str | Text]], width: int
 ) -> tuple[list[int], int]:
-    """The columns that there is room for, and the room that is left for the names.
-
-    Numbers are never cut: in a narrow terminal whole columns go.
-    """
+    """The columns that fit, whole since no number is cut, and the width left for the names."""
     shown = list(range(len(heads)))
     leaving = [heads.index(name) for name in LEAVES_OUT]
     while True:
@@ -189,7 +181,6 @@ def _count(count: int, style: str = "") -> Text:
 
 
 def _rollbacks(all_: Sequence[Summary]) -> Text:
-    """The first ones of incidents, those that would follow, and how many of all are denied."""
     due, repeats, spent = (
         sum(getattr(each, name) for each in all_) for name in ("rollbacks", "repeats", "spent")
     )
@@ -231,7 +222,7 @@ def _common(traces: Sequence[str]) -> str:
 
 
 def _middle(name: str, room: int) -> str:
-    """A name cut in its middle: runs differ at either end."""
+    """A name cut in its middle, since names of runs differ at either end."""
     if len(name) <= room:
         return name
     head = (room - 1) // 3
@@ -247,7 +238,7 @@ _MOST_ATTEMPTS = 8
 
 
 def legend(results: Sequence[ReplayResult]) -> str:
-    """What the columns mean that have something in them; and the backend."""
+    """Explains the columns that are not empty, and names the backend."""
     all_ = [result.summary for result in results]
     lines = []
     if any(each.incidents for each in all_):
@@ -267,7 +258,7 @@ def legend(results: Sequence[ReplayResult]) -> str:
 
 
 def notes(results: Sequence[ReplayResult]) -> list[str]:
-    """What is inactive, what happened in each attempt, and the rows without a judgement."""
+    """Inactive parts, counts of each attempt, and rows that were not judged."""
     lines = _inactive(results)
     lines += [_by_attempt(each.summary) for each in results if len(each.summary.attempts) > 1]
     unjudged = sum({each.summary.trace: each.summary.unjudged for each in results}.values())
@@ -278,7 +269,7 @@ def notes(results: Sequence[ReplayResult]) -> list[str]:
 
 
 def _inactive(results: Sequence[ReplayResult]) -> list[str]:
-    """A line for each signal that is missing somewhere, however many policies read it."""
+    """One line for each missing signal, for all policies and traces together."""
     traces = {each.summary.trace for each in results}
     without: dict[str, set[str]] = defaultdict(set)
     inactive: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
@@ -286,7 +277,7 @@ def _inactive(results: Sequence[ReplayResult]) -> list[str]:
         for signal, parts in each.missing.items():
             without[signal].add(each.summary.trace)
             for part in parts:
-                # Of clipping, the kind does not matter: it is the norm that is not there.
+                # The kind of clipping does not matter: all kinds miss the norm.
                 inactive[signal][part.partition(" ")[0]].add(each.summary.policy)
     several = len({each.summary.policy for each in results}) > 1
     lines = []
@@ -308,7 +299,6 @@ def _policies(policies: set[str]) -> str:
 
 
 def _by_attempt(summary: Summary) -> str:
-    """What happened in each attempt of a run that was resumed."""
     parts = [
         f"{each.incidents} / {each.rollbacks - each.repeats} from step {each.first_step:.15g} on"
         for each in summary.attempts[:_MOST_ATTEMPTS]

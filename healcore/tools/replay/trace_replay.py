@@ -1,8 +1,8 @@
-"""One trace under one policy: what the policy would have done to a run that already happened.
+"""Runs one policy over one recorded trace.
 
-Offline there is nothing to restore: where a rollback would have been ordered the replay reports it
-and goes on along the recorded curve. Only where the recorded run itself went back (a resume, a
-rollback) does the engine go back with it.
+Nothing can be restored offline: where a rollback is due, the replay reports it and continues along
+the recorded curve. The engine goes back only where the recorded run itself did (a resume, a
+rollback).
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ def replay(
     Args:
         trace: from `healcore.tools.traces.open_traces`.
         policy: a preset's name, the path of a TOML file, a `Policy`, an `Engine` or its config.
-        backend: numpy, jax or torch, which give the same; None takes NumPy for a short trace and
+        backend: numpy, jax or torch, with equal results; None takes NumPy for a short trace and
             JAX, where it is installed, for a long one.
-        on_chunk: is shown each chunk as it is judged.
+        on_chunk: called with each chunk as it is judged.
         name: what to call the policy; its own name if None.
 
     Returns:
-        An iterable over the rows whose decision is not neutral. Nothing is read before it is
-        iterated over, but for the trace's survey.
+        An iterable over the rows whose decision is not neutral. Before the iteration only the
+        trace's survey is read.
 
     Raises:
         ReplayError: the policy has nothing to judge in this trace.
-        healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
+        healcore.policy.PolicyError: there is no such policy, or it is not valid.
         healcore.tools.traces.TraceError: the trace cannot be read.
         healcore.extras.MissingExtraError: the backend's framework is not installed.
     """
@@ -77,7 +77,7 @@ def replay(
 
 
 class Replay:
-    """A replay, to be iterated over once; then `summary` and `incidents` are there."""
+    """One replay. Iterate over it once, then read `summary` and `incidents`."""
 
     def __init__(
         self,
@@ -87,7 +87,6 @@ class Replay:
         on_chunk: OnChunk | None,
         name: str | None,
     ) -> None:
-        """See `replay`."""
         host = HostPolicy.of(policy)
         self.trace = trace
         self.policy = name or host.name
@@ -100,7 +99,7 @@ class Replay:
         )
         """Inactive parts of the policy, by the signal that the trace does not log."""
         self.resting = tuple(sentence(*each) for each in self.missing.items())
-        """What of the policy is inactive on this trace, as text."""
+        """The same as sentences."""
         self.backend = backend or backends.choose_backend(
             [(self._survey.rows, len(self._layout.combinations))]
         )
@@ -118,28 +117,20 @@ class Replay:
             yield from decided(judged, self.engine)
 
     def finish(self) -> Summary:
-        """Runs to the end without naming single rows; returns the summary."""
+        """Runs to the end without building single rows, and returns the summary."""
         for _ in self._chunks():
             pass
         return self.summary
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
-        """The first `incidents.MOST_KEPT` incidents, in order.
-
-        Raises:
-            RuntimeError: the replay has not come to its end.
-        """
+        """The first `MOST_KEPT` incidents, in order. RuntimeError before the replay's end."""
         self._needs_end()
         return tuple(self._cases.kept)
 
     @property
     def summary(self) -> Summary:
-        """What it came to.
-
-        Raises:
-            RuntimeError: the replay has not come to its end.
-        """
+        """The counts of the whole replay. RuntimeError before its end."""
         self._needs_end()
         survey, counter = self._survey, self._counter
         rows = sum(self._rows.values())
@@ -230,18 +221,12 @@ class Replay:
 
 
 class Lineage:
-    """Runs chunk after chunk, attempt after attempt."""
+    """Carries the engine's state from chunk to chunk and from attempt to attempt."""
 
     def __init__(self, runner: RowRunner, attempts: Sequence[Attempt]) -> None:
-        """Starts before the first row.
-
-        Args:
-            runner: the policy on a backend.
-            attempts: those of the trace, in order.
-        """
         self._runner = runner
         self._attempts = {each.number: each for each in attempts}
-        # States after these rows are needed again, by attempts that resume there.
+        # Attempts resume after these rows, so the states there are kept.
         self._wanted = sorted(
             {each.resumes_after for each in attempts if each.resumes_after is not None}
         )
@@ -250,15 +235,11 @@ class Lineage:
         self._source = ""
 
     def enter(self, number: int) -> bool:
-        """Goes to the state in which an attempt begins.
+        """Sets the state in which attempt `number` begins; returns whether it continues the run.
 
-        An attempt that resumes takes the detectors as they were then, and budgets and the LR
-        multiplier as they are now, like a live run that goes back. One that starts afresh in the
-        same file goes back to the very beginning in the same way; one in a file of its own is
-        another run.
-
-        Returns:
-            Whether the run goes on (budgets, incidents, LR); false: everything is new.
+        A resumed attempt has the detectors of its checkpoint, and the current budgets and LR
+        multiplier, like a live run that goes back. One that starts again in the same file goes back
+        to the first state in the same way. One in a file of its own is another run.
         """
         attempt = self._attempts[number]
         live, self._state = self._state, self._runner.start()
@@ -271,18 +252,12 @@ class Lineage:
         return True
 
     def run(self, index: np.ndarray, rows: SignalRows, first: int) -> tuple[StepRecord, np.ndarray]:
-        """Judges the rows of a chunk.
+        """Judges `rows`, the rows `index` (n,) of the trace; `first` is the chunk's first index.
 
-        Args:
-            index: (n,) of the judged rows in the trace.
-            rows: the judged rows.
-            first: index of the first row, judged or not.
-
-        Returns:
-            A record of NumPy arrays (n,), and where a rollback was due, bool (n,).
+        Returns a record of arrays (n,), and bool (n,): a rollback was due.
         """
         # Rows that are not judged change nothing: the state after row w is that after the last
-        # judged row up to w, in this chunk or, until proven otherwise, in a later one.
+        # judged row up to w. A later chunk may have one, and overwrites the state kept here.
         wanted = self._wanted[bisect_left(self._wanted, first) :]
         places = np.searchsorted(index, np.array(wanted, np.int64), side="right")
         done, parts = 0, [empty_columns(0)]
@@ -302,7 +277,7 @@ def _parts(start: int, stop: int) -> Iterator[slice]:
 
 
 class ReplayError(HealcoreError, ValueError):
-    """A trace that a policy cannot be replayed on; the message says why and what to do."""
+    """A trace that a policy cannot be replayed on; the message has the reason and the remedy."""
 
     def __init__(self, trace: str, problem: str) -> None:
         super().__init__(f"{trace}: {problem}")
@@ -312,20 +287,7 @@ class ReplayError(HealcoreError, ValueError):
 def inactive_parts(
     engine: Engine, layout: SignalLayout, *, trace: str, policy: str
 ) -> dict[str, tuple[str, ...]]:
-    """What of the policy is inactive because the trace does not log what it reads.
-
-    Args:
-        engine: the policy.
-        layout: what it is given of the trace.
-        trace: its name, for messages.
-        policy: its name, for messages.
-
-    Returns:
-        The inactive parts, by the signal that is missing.
-
-    Raises:
-        ReplayError: no row can be judged, or nothing of the policy is left.
-    """
+    """The inactive parts of the policy, by missing signal; ReplayError if nothing can be judged."""
     logged = set(layout.signals)
     if not logged:
         raise ReplayError(
@@ -360,7 +322,7 @@ def inactive_parts(
 
 
 def sentence(signal: str, parts: Sequence[str]) -> str:
-    """What is inactive without one signal, as text."""
+    """The parts that are inactive without one signal, as text."""
     verb = "is" if len(parts) == 1 else "are"
     if signal == "group_norms":
         return (

@@ -1,1 +1,1 @@
-"""Reports: a run, or a replay of one, as a page and as a picture."""
+"""Reports of a run, or of a replay of one, as a page and as a picture."""

@@ -1,4 +1,4 @@
-"""Where a run's curves come from: its metrics file, another log of it, or its alarms."""
+"""Takes a run's curves from its metrics file, another log of it, or its alarms."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from healcore.runtime.events.json_lines import lines_of
 from healcore.tools.traces import TraceError, open_traces
 
 _LISTED = 20
-"""Problems of one sort that are listed one by one."""
 
 
 class MetricsError(HealcoreError, ValueError):
@@ -34,28 +33,19 @@ class MetricsError(HealcoreError, ValueError):
 
 
 class RunCurves(NamedTuple):
-    """The curves of a run, and what depends on them."""
+    """The curves of a run, and the data that depend on them."""
 
     curves: Curves
     incidents: tuple[Incident, ...]
     """With the rows in which they are."""
     attempts: tuple[RunAttempt, ...]
     notes: tuple[str, ...]
-    """What is missing or damaged."""
     counted: MetricCounts | None = None
-    """What the metrics count; None: there are none, or not of all optimizers."""
+    """Counts of the metrics; None: there are none, or not of all optimizers."""
 
 
 def curves_of(run: Run, metrics: Path | None) -> RunCurves:
-    """The curves of a run.
-
-    Args:
-        run: its incidents and attempts.
-        metrics: the file; None: there is none.
-
-    Raises:
-        MetricsError: the file cannot be read.
-    """
+    """The curves of a run, without `metrics` from its alarms; MetricsError if it is unreadable."""
     if metrics is None:
         return _from_alarms(
             run,
@@ -70,12 +60,9 @@ def curves_of(run: Run, metrics: Path | None) -> RunCurves:
 
 
 def first_lines(what: str, found: Iterable[str], count: int | None = None) -> list[str]:
-    """The first few of many lines, and how many more there are.
+    """The first few lines, each after `what`, and how many more there are.
 
-    Args:
-        what: written before each.
-        found: the lines.
-        count: how many there are in all, if `found` has not all of them.
+    `count` is the number of all lines, if `found` does not have all.
     """
     every = list(found)
     more = (len(every) if count is None else count) - len(every[:_LISTED])
@@ -143,7 +130,7 @@ def _from_trace(run: Run, path: Path) -> RunCurves:
 
 
 def _from_alarms(run: Run, why: str) -> RunCurves:
-    """What the alarms have of the curves: the last finite loss and norm, at single steps."""
+    """The values of the alarms: the last finite loss and norm, at single steps."""
     rows, bad = [], []
     for point in run.points:
         lr_scale = float("nan") if point.lr_scale is None else point.lr_scale

@@ -1,4 +1,4 @@
-"""Incidents, events and counts of a run described in text."""
+"""Texts for incidents, events and counts of a run."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def flag_names(flags: Sequence[str]) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """A number of something, as in `1 step` and `2 steps`."""
+    """As in `1 step` and `2 steps`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def step_range(first: float, last: float) -> str:
-    """Steps from one to another."""
+    """One step, or the first and the last."""
     return f"{first:.0f}" if first == last else f"{first:.0f}–{last:.0f}"
 
 
@@ -90,7 +90,6 @@ def _skipped(case: Incident) -> str:
 
 
 def _would(case: Incident) -> str:
-    """What a policy that acts would have done."""
     parts = [f"skipped {_skipped(case)}"] if case.skipped else []
     if "ROLLBACK" in case.action:
         times = "once" if case.repeats == 1 else f"{case.repeats} times"
@@ -102,7 +101,6 @@ def _would(case: Incident) -> str:
 
 
 def _replayed(case: Incident) -> str:
-    """What would have been done to recorded rows."""
     parts: list[str] = []
     if case.denied:
         parts.append("a rollback was due and none was left: the run would stop")

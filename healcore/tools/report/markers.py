@@ -1,4 +1,4 @@
-"""How incidents are marked, the same on the page and in the picture. Never by colour alone."""
+"""Marks of incidents, the same on the page and in the picture, and never by colour alone."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ LABELLED = 60
 
 
 class Marker(NamedTuple):
-    """How the incidents with one outcome are marked."""
+    """The mark of incidents with one outcome; `plotly` and `matplotlib` are symbols there."""
 
     outcome: IncidentOutcome
     done: str
     would: str
-    """The same of what was not done."""
+    """The same if nothing was done (observed, replayed)."""
     plotly: str
-    """Symbol there."""
     matplotlib: str
     colour: str
     """On white, distinguishable by the colour-blind too. The page's colours are in its CSS."""
 
     def label(self, would: bool) -> str:
-        """The outcome; `would`: of what was not done."""
+        """The outcome; `would`: of a run in which nothing was done."""
         return self.would if would else self.done
 
 
@@ -47,10 +46,7 @@ MARKERS = {
 
 
 def is_wide(values: np.ndarray | None) -> bool:
-    """Whether a curve gets a logarithmic axis: positive, and over 30 times its smallest value.
-
-    Losses below 0 have no logarithm, and those within a decade or so are read better without.
-    """
+    """Whether a curve gets a logarithmic axis: positive, and over 30 times its smallest value."""
     if values is None:
         return False
     finite = values[np.isfinite(values)]
@@ -58,12 +54,9 @@ def is_wide(values: np.ndarray | None) -> bool:
 
 
 def marker_rows(places: Sequence[float], span: float, rows: int) -> list[int]:
-    """Rows for the markers of one lane, so that neighbours stand one above the other.
+    """Row in a lane for each marker, `span` wide with its number.
 
-    Args:
-        places: on the axis.
-        span: width that a marker with its number takes.
-        rows: how many there are; the last one takes what does not fit.
+    Markers that would overlap get different rows; those without a free row get the last.
     """
     ends = [-np.inf] * rows
     found = [0] * len(places)
@@ -74,13 +67,7 @@ def marker_rows(places: Sequence[float], span: float, rows: int) -> list[int]:
 
 
 def has_room(places: Sequence[float], rows: Sequence[int], span: float) -> list[bool]:
-    """Which markers have room for their number: the next one in their row does not stand on it.
-
-    Args:
-        places: on the axis.
-        rows: of `marker_rows`.
-        span: width that a marker with its number takes.
-    """
+    """Whether each marker has room for its number (`span`) before the next in its row."""
     found = [True] * len(places)
     following: dict[int, float] = {}
     for i in np.argsort(np.asarray(places, float), kind="stable")[::-1].tolist():

@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs nothing else, with the curves to zoom into."""
+"""The page: one self-contained HTML file, with curves that can be zoomed."""
 
 from __future__ import annotations
 
@@ -23,18 +23,11 @@ _SCRIPT = ("data", "lines", "marks", "figure", "run", "page")
 
 
 def render(reports: Sequence[RunReport], *, left_out: int = 0) -> str:
-    """A report as HTML, self-contained: it asks the network for nothing, and may not.
+    """A report as self-contained HTML, which may not access the network.
 
-    Scripts are allowed by their digest only, so that a text out of a log cannot run as one even
-    if it were not escaped.
-
-    Args:
-        reports: of the runs, one section each; the one in which most happened comes first.
-        left_out: how many more there are, in which less happened.
-
-    Raises:
-        MissingExtraError: plotly, which draws the curves, or jinja2 is not installed.
-        ValueError: there is no run.
+    Scripts are allowed by their digest only, so that a text out of a log could not run as one even
+    without escaping. `left_out` is the number of further runs, with fewer incidents. Raises
+    MissingExtraError without plotly or jinja2, ValueError without a run.
     """
     if not reports:
         raise ValueError("a report needs at least one run")
@@ -44,7 +37,7 @@ def render(reports: Sequence[RunReport], *, left_out: int = 0) -> str:
 
     reports = by_severity(reports)
     scripts = [get_plotlyjs(), _script()]
-    # A browser hashes the element's text as it is; only this would end the element early.
+    # A browser hashes the element's text up to the first "</script", so no script may have one.
     assert not any("</script" in script for script in scripts)
     policy = "; ".join(
         (
@@ -63,7 +56,7 @@ def render(reports: Sequence[RunReport], *, left_out: int = 0) -> str:
         undefined=StrictUndefined,
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    # Style and scripts are ours; every other text is escaped by the template.
+    # The template escapes every text but healcore's own style and scripts.
     return environment.get_template("page.html").render(
         title=page_title(reports),
         policy=policy,
@@ -78,7 +71,7 @@ def render(reports: Sequence[RunReport], *, left_out: int = 0) -> str:
 
 
 def _script() -> str:
-    """The page's own script: its parts, with nothing of theirs visible outside."""
+    """The page's own script: its parts in one function, so that nothing is global."""
     parts = "\n".join(_part(f"{name}.js") for name in _SCRIPT)
     return f'"use strict";\n(() => {{\n{parts}}})();\n'
 
@@ -97,7 +90,7 @@ def _digest(script: str) -> str:
 
 
 def plot_data(report: RunReport) -> dict[str, Any]:
-    """Everything that the plot of a run shows, for JSON."""
+    """The data of a run's plot, for JSON."""
     curves = report.curves
     step = curves.step
     places = [case.onset_step for case in report.incidents]
@@ -157,7 +150,7 @@ def _incident(case: Incident, row: int, stop: tuple[float, int] | None) -> dict[
 
 
 def _label(text: str) -> str:
-    """Plotly's labels know a few tags of HTML."""
+    """Plotly's labels interpret a few HTML tags."""
     return html.escape(text if len(text) <= 300 else f"{text[:297]}...", quote=False)
 
 
@@ -166,7 +159,7 @@ def _numbers(values: np.ndarray) -> list[float | int | None]:
 
 
 def _number(x: float) -> float | int | None:
-    """Six digits, whole numbers whole, and null for what is not finite: JSON has no other."""
+    """Six digits, whole numbers as int, and null for NaN and Inf, which JSON cannot express."""
     if not np.isfinite(x):
         return None
     return int(x) if x == int(x) and abs(x) < 2**53 else float(f"{x:.6g}")

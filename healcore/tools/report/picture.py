@@ -1,4 +1,4 @@
-"""The same as a PNG: loss, gradient norm and learning rate of every run, incidents marked."""
+"""The report as a PNG: loss, gradient norm and learning rate of every run, incidents marked."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from healcore.tools.report.markers import LABELLED, LANE, MARKERS, has_room, is_
 from healcore.tools.report.run_report import RunReport, by_severity, short_names
 
 REPORTS = 12
-"""Runs that a picture holds; a page holds any number."""
+"""Most runs in a picture; a page holds any number."""
 
 _FEW = 4
 """Runs up to which those without an incident are drawn too."""
 _NAME = 50
-"""Letters of a name in a title."""
 _MODES = {
     Mode.HEAL: "",
     Mode.OBSERVE: "observed, nothing was done",
@@ -34,12 +33,12 @@ _OTHERS = ("#3D3D3D", "#E69F00", "#CC79A7")
 
 
 class Backdrop(NamedTuple):
-    """What is drawn behind the curves of a run, to compare it with."""
+    """Curves and spans behind those of a run, for comparison."""
 
     runs: Mapping[str, Curves]
-    """Other runs by their names, at most three; their losses and gradient norms are drawn."""
+    """At most three other runs by name; their losses and gradient norms are drawn."""
     spans: Sequence[tuple[float, float, str]] = ()
-    """First and last step of something that happened to all of them, and what it was."""
+    """First and last step of a condition common to all of them, and its name."""
     itself: str | None = None
     """Name of the run's own curve in the legend."""
 
@@ -48,7 +47,7 @@ _NOTHING = Backdrop({})
 
 
 def chosen(reports: Sequence[RunReport]) -> list[RunReport]:
-    """The runs that a picture of all of them shows, the one in which most happened first."""
+    """The runs that a picture of all of them shows, by severity."""
     shown = by_severity(reports)
     if len(shown) > _FEW:
         shown = [report for report in shown if report.incidents] or shown
@@ -61,29 +60,22 @@ def draw(
     *,
     behind: Mapping[str, Backdrop] = MappingProxyType({}),
 ) -> None:
-    """Draws the runs, one below the other.
+    """Draws the runs one below the other into a PNG; `behind` has their backdrops by title.
 
-    Args:
-        reports: of the runs. The ones in which most happened come first, of many those without
-            an incident are left out, and there are at most `REPORTS`.
-        path: the PNG to write.
-        behind: by title of a run, what it is compared with.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-        ValueError: there is no run.
-        OSError: the file cannot be written.
+    The most severe come first; of many, those without an incident are left out; at most `REPORTS`
+    are drawn. Raises MissingExtraError without matplotlib, ValueError without a run, OSError if the
+    file cannot be written.
     """
     if not reports:
         raise ValueError("a picture needs at least one run")
     require("report", "matplotlib")
-    # No window, whatever the user's backend.
+    # Agg opens no window; pyplot would use the backend that the user has configured.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     shown = chosen(reports)
-    # Its usual hspace is a share of the figure's height: a wide band in a high one.
+    # The default hspace is a share of the figure's height: a wide band in a high one.
     layout = ConstrainedLayoutEngine(hspace=0.0)
     figure = Figure(figsize=(12, _SIZE * len(shown) + 0.4), layout=layout)
     FigureCanvasAgg(figure)
@@ -140,7 +132,7 @@ def _report(block: Any, report: RunReport, name: str, behind: Backdrop) -> None:
 
 
 def _others(axis: Any, behind: Backdrop, curve: str) -> list[np.ndarray]:
-    """Draws the other runs; a cross is where one has its last finite value before its end."""
+    """Draws the other runs; a cross marks the last finite value if a run continues after it."""
     found = []
     for (name, series), colour in zip(behind.runs.items(), _OTHERS, strict=False):
         values = series.loss if curve == "loss" else series.grad_norm
@@ -160,7 +152,7 @@ def _spans(axes: Sequence[Any], behind: Backdrop) -> None:
             axis.axvspan(first - 0.5, last + 0.5, color=_QUIET, alpha=0.13, lw=0)
         place = {"xycoords": axes[0].get_xaxis_transform(), "va": "center", "ha": "center"}
         paper = {"fc": "white", "ec": "none", "alpha": 0.8, "pad": 1.0}
-        middle = ((first + last) / 2, 0.17)  # mostly between the curves of good and bad runs
+        middle = ((first + last) / 2, 0.17)  # usually between the curves of good and bad runs
         axes[0].annotate(what, middle, fontsize=8, color=_QUIET, bbox=paper, **place)
 
 
@@ -196,7 +188,7 @@ def _curve(
 
 
 def _line(axis: Any, curves: Curves, values: np.ndarray, where: np.ndarray, **style: Any) -> None:
-    """What is not logged is skipped; what is not finite is a gap."""
+    """Skips rows without the value; a value that is not finite makes a gap."""
     bad = np.zeros(len(values), bool) if curves.nonfinite is None else curves.nonfinite
     rows = np.flatnonzero(where & (np.isfinite(values) | bad))
     if curves.isolated:
@@ -220,7 +212,6 @@ def _bad(axis: Any, curves: Curves) -> None:
 
 
 def _rows(report: RunReport) -> list[int]:
-    """Of the markers in their lane."""
     return marker_rows([case.onset_step for case in report.incidents], _room(report), LANE)
 
 
@@ -235,7 +226,7 @@ def _incidents(lane: Any, axes: Sequence[Any], report: RunReport, rows: Sequence
     lane.axis("off")
     cases = report.incidents
     free = has_room([case.onset_step for case in cases], rows, _room(report))
-    drawn: set[tuple[float, float]] = set()  # bands on top of each other would darken
+    drawn: set[tuple[float, float]] = set()  # overlapping bands would be darker
     used: set[IncidentOutcome] = set()
     for place, (case, row) in enumerate(zip(cases, rows, strict=True)):
         marker, at = MARKERS[case.outcome], (case.onset_step, case.end[0])
@@ -245,7 +236,7 @@ def _incidents(lane: Any, axes: Sequence[Any], report: RunReport, rows: Sequence
         drawn.add(at)
         stop = report.stop_after_rollback(place)
         marks = [(marker, at[0], float(row))]
-        if stop is not None:  # a little lower, so that both are seen
+        if stop is not None:  # a little lower, so that both are visible
             marks.append((MARKERS[IncidentOutcome.STOP], stop[0], row - 0.45))
         for mark, step, y in marks:
             label = None if mark.outcome in used else mark.label(report.would)
@@ -268,7 +259,7 @@ def _ending(report: RunReport) -> str:
 def _titles(block: Any, report: RunReport, name: str) -> None:
     parts = [_MODES[report.mode], _ending(report), *report.outcomes(), report.fingerprint]
     parts += report.gaps()[:2]
-    # Dollars in a name are not mathematics.
+    # matplotlib typesets text between dollars as a formula.
     title = f"{_short(name)} · {_short(report.policy_name)}".replace("$", r"\$")
     block.suptitle(title, x=0.01, ha="left", fontsize=11, weight="bold")
     block.supxlabel(
@@ -281,6 +272,6 @@ def _titles(block: Any, report: RunReport, name: str) -> None:
 
 
 def _short(name: str) -> str:
-    """Both ends of a name that would run into the legend next to it."""
+    """A name cut in its middle, so that it does not overlap the legend."""
     half = _NAME // 2
     return name if len(name) <= _NAME else f"{name[:half]}…{name[-half:]}"

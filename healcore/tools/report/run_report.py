@@ -1,4 +1,4 @@
-"""Everything that a page or a picture shows of one run, or of one replay of one."""
+"""The data of a report: one run, or one replay of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ _ORIGINS = {
     AttemptOrigin.METRICS: "in no event",
 }
 _GAPS = 5
-"""Gaps that are named one by one."""
 
 
 class RunReport(NamedTuple):
@@ -38,11 +37,10 @@ class RunReport(NamedTuple):
     incidents: tuple[Incident, ...]
     counts: Counts
     facts: dict[str, str]
-    """Label -> text."""
     state: RunState | None = None
-    """How the run has ended; None: of a replay."""
+    """How the run has ended; None for a replay."""
     notes: tuple[str, ...] = ()
-    """What a reader should know of the sources: damaged lines, what is missing."""
+    """Damaged lines and missing parts of the sources."""
     attempts: tuple[RunAttempt, ...] = ()
     marks: tuple[Mark, ...] = ()
     diagnosis: str = ""
@@ -50,7 +48,7 @@ class RunReport(NamedTuple):
 
     @property
     def would(self) -> bool:
-        """Whether nothing was done: it lists what a policy would have done."""
+        """Whether nothing was done (observed, replayed): the report has what would have been."""
         return self.mode is not Mode.HEAL
 
     @property
@@ -85,12 +83,12 @@ class RunReport(NamedTuple):
                 else f"{what} for some {gap.missing:.0f} steps between {gap.low:.0f} and "
                 f"{gap.high:.0f}"
             )
-        lines = list(dict.fromkeys(lines))  # steps that were taken twice may be missing twice
+        lines = list(dict.fromkeys(lines))  # repeated steps may be missing twice
         more = len(lines) - _GAPS
         return lines[:_GAPS] + ([f"{what} at {more} more places"] if more > 0 else [])
 
     def outcomes(self) -> list[str]:
-        """How many incidents had which outcome; one with a rollback and a stop is in both."""
+        """How many incidents had which outcome; one with a rollback and a stop counts in both."""
         counts = self.counts
         found = {one: sum(case.outcome is one for case in self.incidents) for one in MARKERS}
         found |= {IncidentOutcome.STOP: counts.stops, IncidentOutcome.ROLLBACK: counts.rollbacks}
@@ -103,11 +101,7 @@ class RunReport(NamedTuple):
         ]
 
     def stop_after_rollback(self, place: int) -> tuple[float, int] | None:
-        """Step and index (-1: not known) at which an incident with a rollback was stopped.
-
-        Args:
-            place: of the incident.
-        """
+        """Step and index (-1: not known) of the stop after the rollback in incident `place`."""
         case = self.incidents[place]
         if case.outcome is not IncidentOutcome.ROLLBACK or "STOP" not in case.action:
             return None
@@ -129,7 +123,7 @@ def by_severity(reports: Sequence[RunReport]) -> list[RunReport]:
 
 
 def short_names(reports: Sequence[RunReport]) -> list[str]:
-    """The end of each title's path, or all of it where two would be equal."""
+    """The end of each title's path, or all of it if two would be equal."""
     ends = ["/".join(each.title.split("/")[-2:]) for each in reports]
     whole = {end: {r.title for r, e in zip(reports, ends, strict=True) if e == end} for end in ends}
     return [

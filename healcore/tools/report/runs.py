@@ -1,4 +1,4 @@
-"""From the files of runs to their reports."""
+"""Makes reports from the files of runs."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from healcore.tools.report.run_report import RunReport
 
 
 class ReportError(HealcoreError, ValueError):
-    """A file that no report can be made of: the file, the rule, what to write instead."""
+    """A file that no report can be made of; the message has the file, the rule and the remedy."""
 
 
 class Reports(NamedTuple):
-    """What the files of some runs have."""
+    """The result of reading the files of some runs."""
 
     reports: list[RunReport]
-    """One for each training run in the file, however many processes it took."""
+    """One for each training run in the file, for any number of its processes."""
     problems: list[str]
-    """Damage in the files, and what is missing; each is in the notes of its report too."""
+    """Damaged and missing parts of the files; each is also in the notes of its report."""
     unreadable: str
     """Why the metrics could not be read at all; empty: they were, or there are none."""
 
@@ -45,16 +45,11 @@ def read_reports(
     metrics: str | os.PathLike[str] | None = None,
     policy: Policy | None = None,
 ) -> Reports:
-    """The reports of the runs in an events file.
+    """The reports of the runs in an events file, or in a directory with one.
 
-    Args:
-        events: the file, or a directory with one.
-        metrics: of the same run; None: the file next to it, `run.metrics.jsonl` of
-            `run.events.jsonl`, if there is one. Any trace that `healcore replay` reads will do.
-        policy: of the run; None: the preset of that name, if the run had just that.
-
-    Raises:
-        ReportError: there is no event in the file, or it cannot be read.
+    `metrics` may be any trace that `healcore replay` reads; None takes `run.metrics.jsonl` next to
+    `run.events.jsonl`, if there is one. `policy` None is the preset of that name, if the run used
+    exactly that. Raises ReportError if the file has no event or cannot be read.
     """
     path = find_events(Path(events))
     history = _read(path)
@@ -80,11 +75,7 @@ def read_reports(
 
 
 def find_events(path: Path) -> Path:
-    """The events file; in a directory the only one there.
-
-    Raises:
-        ReportError: there is none, or more than one.
-    """
+    """The events file; in a directory the only one there, else ReportError."""
     if not path.is_dir():
         return path
     found = sorted(path.glob("*events.jsonl"))
@@ -159,7 +150,6 @@ def _report(path: Path, run: Run, metrics: Path | None, policy: Policy | None) -
 
 
 def _missing(run: Run, *, counted: bool) -> list[str]:
-    """What the run itself could not write, or not in full."""
     notes = []
     if run.lost:
         notes.append(f"{run.lost} events could not be written by the run (a disk that failed).")
@@ -184,14 +174,10 @@ class RunPolicy(NamedTuple):
 
 
 def policy_of(start: EventRecord | None, given: Policy | None) -> RunPolicy:
-    """The policy: the given one, else the one in the events.
+    """The given policy, else the one in `start`, the start event of the run's last process.
 
-    A preset is shown with its comments if the run had exactly that. The fingerprint alone does not
+    A preset is shown with its comments if the run used exactly that: the fingerprint alone does not
     cover the keys of the host.
-
-    Args:
-        start: of the run's last process.
-        given: by the user.
     """
     start = start or EventRecord()
     name, ran, written = start.policy or "", start.fingerprint or "", start.policy_toml or ""
@@ -214,12 +200,7 @@ def policy_of(start: EventRecord | None, given: Policy | None) -> RunPolicy:
 
 
 def commented_text(name: str, fingerprint: str) -> str:
-    """The text of a preset or recipe with its comments; empty: the policy is none.
-
-    Args:
-        name: of the policy.
-        fingerprint: of the policy: it may be an edited one of that name.
-    """
+    """The text of a preset or recipe with its comments; empty for an edited or other policy."""
     if name not in (*policies.preset_names(), *policies.recipe_names()):
         return ""
     same = policies.fingerprint(policies.load(name)) == fingerprint
@@ -235,7 +216,6 @@ def _state_of(run: Run, found: dict[str, Any] | None) -> RunState:
 
 
 def _facts_of(run: Run, found: dict[str, Any] | None) -> dict[str, str]:
-    """Label -> text, in the order in which they are shown."""
     start, recorded = run.start or EventRecord(), found or {}
     first = next((each.start for each in run.processes if each.start), None)
     ends = [each.end for each in run.processes if each.end]
@@ -263,7 +243,7 @@ def _facts_of(run: Run, found: dict[str, Any] | None) -> dict[str, str]:
 
 
 def _postmortem_of(path: Path, run: str) -> tuple[dict[str, Any] | None, str]:
-    """The postmortem next to an events file, and what is wrong with it."""
+    """The postmortem next to an events file, and the problem with reading it."""
     place = postmortem.path_for(path, run)
     try:
         found = postmortem.read(place)

@@ -1,7 +1,4 @@
-"""What a page shows as text: the overview, and of each run its facts and table of incidents.
-
-Everything is a plain dictionary for the templates, which escape every text.
-"""
+"""The text of a page, as plain data for the templates, which escape every text."""
 
 from __future__ import annotations
 
@@ -18,13 +15,11 @@ from healcore.tools.report.run_report import RunReport, short_names
 from healcore.tools.report.runs import commented_text
 
 _INCIDENTS = 1000
-"""Incidents that get a row; more would make a page that no browser opens."""
+"""Most incidents with a row; browsers fail to open pages with many more."""
 _ATTEMPTS = 50
-"""Attempts that are named one by one."""
 _RATES = 6
-"""Multipliers of one incident that are named."""
 _BATCHES = 6
-"""Ranges of batches that are named."""
+"""Most attempts, multipliers of one incident, and ranges of batches that are named."""
 _NOTHING = "–"
 
 _HANDLING = (
@@ -54,7 +49,7 @@ _COLUMNS = {
     "Batches": "",
     "Evidence": "evidence",
 }
-"""Name -> class, which sets its width."""
+"""Name -> CSS class, which sets the width."""
 _WOULD = {"Ordered": "Would order", "Skipped": "Would skip"}
 
 
@@ -92,7 +87,7 @@ def overview(reports: Sequence[RunReport]) -> dict[str, Any]:
 
 
 def section(report: RunReport) -> dict[str, Any]:
-    """The section of a run; its plot is drawn by the page's script."""
+    """The section of a run; the page's script draws its plot."""
     return {
         "title": report.title,
         "policy_name": report.policy_name,
@@ -111,7 +106,6 @@ def section(report: RunReport) -> dict[str, Any]:
 
 
 def _badges(report: RunReport) -> list[tuple[str, str]]:
-    """Class and text."""
     if report.mode is Mode.REPLAY or report.state is None:
         return [("open", "replay: nothing was done to this run")]
     ending = (_BADGES.get(report.state, "bad"), STATES[report.state])
@@ -120,7 +114,6 @@ def _badges(report: RunReport) -> list[tuple[str, str]]:
 
 
 def _count_tiles(report: RunReport) -> list[tuple[str, str]]:
-    """Value and name."""
     counts = report.counts
     would = "would be " if report.would else ""
     rollbacks = "would roll back" if report.would else "rollbacks"
@@ -138,7 +131,7 @@ def _count_tiles(report: RunReport) -> list[tuple[str, str]]:
 
 
 def _loss_tiles(report: RunReport) -> list[tuple[str, str]]:
-    """The last one, which need not be finite, and the smallest."""
+    """The last loss, which need not be finite, and the smallest."""
     curves = report.curves
     kept = ~curves.undone()
     loss = curves.loss[np.isfinite(curves.loss) & kept]
@@ -158,7 +151,7 @@ def _loss_tiles(report: RunReport) -> list[tuple[str, str]]:
 def _paragraphs(diagnosis: str) -> Iterator[tuple[str, bool]]:
     """The diagnosis's paragraphs, and whether each is an item of a list.
 
-    It is wrapped for a terminal: a line that begins with a space continues the one before.
+    A line that begins with a space continues the one before, which was wrapped for a terminal.
     """
     text, item = "", False
     for line in diagnosis.splitlines():
@@ -186,7 +179,7 @@ def _facts(report: RunReport) -> dict[str, str]:
 
 
 def _incident_table(incidents: Sequence[Incident], *, would: bool) -> dict[str, Any]:
-    """A row is linked to the plot by its place. Columns with nothing in them are left out."""
+    """The table; a row is linked to the plot by its place. Empty columns are left out."""
     rows = [_cells(case) for case in incidents[:_INCIDENTS]]
     shown = [i for i in range(len(_COLUMNS) - 1) if any(row[i] != (_NOTHING,) for row in rows)]
     first, *others = _COLUMNS.items()

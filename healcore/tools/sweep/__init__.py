@@ -1,4 +1,4 @@
-"""Thousands of settings of one policy over many recorded runs, ranked by a stated objective.
+"""Thousands of settings of one policy over many recorded runs, ranked by a chosen objective.
 
 traces, unreadable = healcore.tools.traces.open_traces(["runs/"])
 found = healcore.tools.sweep.sweep(traces, "default", vary=["detect.divergence.rise=5..12"])

@@ -1,9 +1,8 @@
-"""Which setting to take, and whether such a choice holds on runs that it was not chosen by.
+"""Chooses a setting, and checks whether such a choice holds on runs that it was not chosen by.
 
-Of thousands of settings the best one on some traces is partly the luckiest. So each setting's
-score is first averaged with that of its nearest neighbours in the search space. Those whose average
-comes close to the best average are the plateau; the one in its middle is taken, that with the
-smallest mean distance to all the others. A number that makes no difference thereby stays near the
+The best of thousands of settings is partly luck. So each score is averaged with those of the
+nearest settings. Settings with an average close to the best form the plateau; the one with the
+smallest mean distance to the others is chosen, so that a number without effect stays near the
 middle of its range. Traces are held out by family, so that no seed of a recipe is on both sides.
 """
 
@@ -21,48 +20,43 @@ _OFTEN = 0.25  # of the splits in which a setting may do worse than the base pol
 
 
 class Standing(NamedTuple):
-    """One setting: scored on what it was chosen by, and on what was held out."""
+    """Mean scores of one setting on the training and the held-out runs."""
 
     train: float
     held_out: float
 
     @property
     def gap(self) -> float:
-        """How much better it looked than it was."""
+        """How much better it scored on the training runs."""
         return self.train - self.held_out
 
 
 class Validation(NamedTuple):
-    """Means over the splits, the choice made again in each, by its training side alone."""
+    """Means over the splits; each split chooses again on its training side alone."""
 
     base: Standing
     chosen: Standing
-    """The middle of the plateau."""
     best: Standing
-    """The single best, for comparison: what over-fitting would have given."""
+    """The setting with the best training score, to show the effect of over-fitting."""
     worse: int
     """Splits in which the choice did worse on the held-out runs than the base policy."""
     splits: int
     events: tuple[int, ...]
-    """Events held out, of each split."""
     ever: int
     """Events that were held out in some split."""
 
 
 class SweepChoice(NamedTuple):
-    """What to do."""
+    """The decision; `scores` (variants,) and `rates` are of all variants on all runs."""
 
     choice: Choice
     scores: np.ndarray
-    """float64 (variants,): on all runs."""
     rates: Rates
-    """Of all variants on all runs."""
     validation: Validation | None
-    """None where nothing could be held out."""
+    """None if nothing could be held out."""
     take: int
     """The setting to take: the choice, or 0, the base policy."""
     reason: str
-    """As text."""
 
 
 def choose_policy(
@@ -74,15 +68,9 @@ def choose_policy(
     *,
     wanted: bool = True,
 ) -> SweepChoice:
-    """Chooses on all runs, and checks on the splits whether such a choice holds on runs not seen.
+    """Chooses on all runs, and validates the choice on the splits.
 
-    Args:
-        tallies: one per series.
-        units: (variants, axes), as `choose` takes them.
-        splits: what is held out.
-        objective: one of `OBJECTIVES`.
-        price: see `score`.
-        wanted: False where the user asked for nothing to be held out.
+    `tallies` has one entry per series; `wanted` is False if the user asked to hold out nothing.
     """
 
     def scored(part: Sequence[Any]) -> np.ndarray:
@@ -118,7 +106,7 @@ def _decided(
     *,
     wanted: bool,
 ) -> tuple[int, str]:
-    """The setting to take, and why. The reason always names what could not be checked."""
+    """The setting to take, and the reason, which always names what could not be checked."""
     unchecked = _unchecked(validation, objective, wanted=wanted)
     also = f". {unchecked[0].upper()}{unchecked[1:]}" if unchecked else ""
     if scores.max() == scores.min():
@@ -145,10 +133,10 @@ def _decided(
 
 
 def _unchecked(validation: Validation | None, objective: str, *, wanted: bool) -> str:
-    """Why no held-out run can speak for a choice; empty where they can."""
+    """Why the held-out runs cannot check a choice; empty if they can."""
     if not wanted:
         return "nothing was held out (--holdout 0): on other runs it may do worse"
-    # Fewer false recoveries can be checked on runs without events alone.
+    # Runs without events are enough to check for fewer false recoveries.
     if validation is not None and (validation.ever or objective == "false"):
         return ""
     return (
@@ -175,11 +163,9 @@ class Choice(NamedTuple):
 
 
 def choose(units: np.ndarray, scores: np.ndarray) -> Choice:
-    """Picks a setting.
+    """Picks a setting by its scores (variants,), larger is better.
 
-    Args:
-        units: (variants, axes) in the unit cube; the base policy first.
-        scores: (variants,), larger is better.
+    `units` is (variants, axes) in the unit cube, the base policy first.
     """
     smooth = _smoothed(units, scores)
     top = smooth.max()
@@ -192,7 +178,7 @@ def choose(units: np.ndarray, scores: np.ndarray) -> Choice:
             for i in range(0, len(members), _BLOCK)
         ]
     )
-    # The setting itself should be good, too, not only its neighbourhood.
+    # The setting's own score should be good too, not only its neighbours'.
     own = scores[plateau] >= close
     order = np.lexsort((off_middle, ~own))
     index = int(np.flatnonzero(plateau)[order[0]])
@@ -217,42 +203,36 @@ def _distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 _NUMBERED = re.compile(r"[0-9A-Za-z]*\d[0-9A-Za-z]*")
 
 SPLITS = 8
-"""Ways to split; what is reported is their mean."""
+"""Number of splits; means over them are reported."""
 
 
 class Splits(NamedTuple):
-    """Which series are held out, several times over."""
+    """Which series are held out in each split."""
 
     held: tuple[np.ndarray, ...]
-    """bool (series,), one per split; empty where nothing can be held out."""
+    """bool (series,), one per split; empty if nothing can be held out."""
     by: str
-    """What is kept together: "family", "run", or "" where nothing is held out."""
+    """What is kept together: "family", "run", or "" if nothing is held out."""
     families: int
     alone: str = ""
-    """A run of the one family among several that has events: its runs are held out singly."""
+    """A run of the only one of several families with events: its runs are held out one by one."""
 
 
 def family(name: str) -> str:
-    """The name of a trace without numbers: parts with a digit in them do not count.
+    """The name of a trace, with `#` for each part that has a digit.
 
-    `runs/seed_3.csv` and `runs/seed_12.csv` are one family, two recipes' folders are two.
+    `runs/seed_3.csv` and `runs/seed_12.csv` are one family; the folders of two recipes are two.
     """
     return _NUMBERED.sub("#", name)
 
 
 def split(runs: Sequence[str], has_events: Sequence[bool], share: float, seed: int) -> Splits:
-    """Draws the splits.
+    """Draws the splits; `share` of the families is held out, 0 for none.
 
-    Families with events and families without are drawn apart, at least one of each where there
-    are two, so that both sides have something to find and something to leave alone. Where one
-    family alone has events its runs are drawn one by one: with all of them on one side there would
-    be nothing to find on the other.
-
-    Args:
-        runs: the name of each series' trace; attempts of one run are never on both sides.
-        has_events: of each series.
-        share: of the families to hold out, in (0, 1); 0 holds nothing out.
-        seed: of the draw.
+    Families with and without events are drawn separately, at least one of each if there are two, so
+    that both sides have events to find and runs without. If only one family has events, its runs
+    are drawn one by one, so that both sides get some. Attempts of one run (equal names in `runs`)
+    are never on both sides.
     """
     families = [family(run) for run in runs]
     count = len(set(families))

@@ -1,18 +1,18 @@
-"""Sustained spikes seen in hindsight, for traces that nobody has labelled.
+"""Finds sustained spikes in hindsight, for traces without labels.
 
-Not a detector: it looks at the rows after as well as before, and it decides nothing in a run. By
-the rows before that are in no event (found in a first pass, left out in a second):
+This is not a detector: it also uses the rows after a spike, and decides nothing in a run. Level and
+noise come from the rows before that are in no event (a first pass finds events, a second leaves
+them out):
 
-* level: the median of the last 16 of them; noise: what 90 % of the last 48 rose above the level
-  before them or moved from one row to the next, whichever is more, and never less than a 1024th of
-  the level;
-* an event begins where the row, and the median of it and the next four, stand above the level by
-  more than the noise's limit; it ends where that median has lost 70 % of its rise, at the latest
-  after 400 rows; events less than 24 rows apart are one;
-* more than 3 noises at its top make a spike; more than 2 a bump, which is ambiguous: neither right
-  nor wrong to react to. The first 64 rows have no history, and no events.
+* level: the median of the last 16 such rows; noise: the 90 % quantile, over the last 48, of the
+  larger of the rise above the level and the change since the row before; at least level / 1024;
+* an event begins where the row, and the median of it and the next four, exceed the level by more
+  than 2 noises; it ends where that median has lost 70 % of its rise, or after 400 rows; events
+  less than 24 rows apart are one;
+* a top above 3 noises is a spike; a lower one is a bump, which is ambiguous: a reaction to it is
+  neither right nor wrong. The first 64 rows have no history, and no events.
 
-docs/sweep.md reports how it agrees with the labels of the recorded runs.
+docs/sweep.md reports the agreement with the labels of the recorded runs.
 """
 
 from __future__ import annotations
@@ -36,13 +36,7 @@ _JOINED = 24
 
 
 def events_in(loss: np.ndarray, index: np.ndarray, name: str) -> Label:
-    """The events of one trace.
-
-    Args:
-        loss: float32 (n,), as recorded.
-        index: int64 (n,): the row of the trace that each is.
-        name: of the trace.
-    """
+    """The events of one trace, from the loss of its rows `index` (int64)."""
     x = loss.astype(np.float64)
     x, index = x[np.isfinite(x)], index[np.isfinite(x)]
     clean = np.ones(len(x), bool)
@@ -61,16 +55,15 @@ def events_in(loss: np.ndarray, index: np.ndarray, name: str) -> Label:
 def _found(x: np.ndarray, clean: np.ndarray) -> tuple[list[tuple[int, int]], ...]:
     """Spikes and bumps over a history of clean rows."""
     history = x[clean]
-    level = np.median(
-        sliding_window_view(history, _BEFORE), axis=1
-    )  # of the rows before _BEFORE + i
-    # One-sided: where a loss falls steeply it stays below its level, and that is no noise.
+    # level[i] is of the clean rows before row _BEFORE + i.
+    level = np.median(sliding_window_view(history, _BEFORE), axis=1)
+    # One-sided: a steeply falling loss stays below its level, which is not noise.
     steps = np.abs(np.diff(history))[_BEFORE - 1 :]
     off = np.maximum(steps, history[_BEFORE:] - level[:-1])
     noise = np.quantile(sliding_window_view(off, _NOISE_OF), _INNER, axis=1)
     level = level[_NOISE_OF:]
     noise = np.maximum(noise, _ROUNDING * np.abs(level))
-    first = _BEFORE + _NOISE_OF  # clean rows that have to be there before
+    first = _BEFORE + _NOISE_OF  # clean rows that an event needs before it
     count = np.cumsum(clean) - clean  # clean rows before each row
     ahead = np.median(sliding_window_view(x, _AHEAD), axis=1)
     spikes, bumps = [], []
@@ -100,7 +93,7 @@ def _end(ahead: np.ndarray, row: int, level: float, noise: float) -> int:
 
 
 def _joined(found: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Events that nearly touch, as one."""
+    """Events less than `_JOINED` rows apart, as one."""
     joined: list[tuple[int, int]] = []
     for first, last in found:
         if joined and first - joined[-1][1] < _JOINED:

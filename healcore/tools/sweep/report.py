@@ -21,7 +21,7 @@ _LEGEND = "latency: rows from onset to order, median of the events found"
 
 
 def shown(found: Sweep) -> RenderableType:
-    """What the command prints."""
+    """The output of the command."""
     verdict = found.verdict
     parts: list[RenderableType] = [Text(_headline(found)), Text(objective(found), "dim")]
     parts += [Text(""), _settings(found), Text(""), _scores(found), Text(_LEGEND, "dim")]
@@ -33,7 +33,7 @@ def shown(found: Sweep) -> RenderableType:
 
 
 def notes(found: Sweep) -> list[str]:
-    """What should be known besides the tables."""
+    """Warnings about the search range, the labels and the runs."""
     lines = []
     for i, axis in enumerate(found.variants.axes if found.verdict.take else ()):
         units = found.variants.units[found.verdict.choice.plateau, i]
@@ -80,13 +80,12 @@ def _headline(found: Sweep) -> str:
 
 
 def _runs(found: Sweep) -> str:
-    """Runs, and attempts where some run was resumed."""
     runs, attempts = counted(found.runs, "run"), len(found.series)
     return runs if attempts == found.runs else f"{runs} ({counted(attempts, 'attempt')})"
 
 
 def objective(found: Sweep) -> str:
-    """What the settings are ranked by."""
+    """The objective as a sentence."""
     plan = found.plan
     words = OBJECTIVES[plan.objective].replace("N steps", f"{plan.costs.within} steps")
     return f"ranked by {plan.objective}: {words.replace('`price`', f'{plan.price:g}')}"
@@ -111,7 +110,7 @@ def _settings(found: Sweep) -> Table:
 
 def _scores(found: Sweep) -> Table:
     table = Table("on all runs", box=None, pad_edge=False)
-    # A score that is only the negative of another column would be read twice.
+    # A score that is the negative of another column would be redundant.
     scored = found.plan.objective not in LOWER
     names = (f"within {found.plan.costs.within}", "found", "latency (rows)")
     for name in (*(("score",) if scored else ()), *names):
@@ -134,7 +133,7 @@ def _scores(found: Sweep) -> Table:
 
 
 def _validation(found: Sweep, checked: Validation) -> Table:
-    """Train against held out, in the unit of the objective."""
+    """Training against held-out runs, in the unit of the objective."""
     ranked = found.plan.objective
     lower = ranked in LOWER
     what = f"{ranked} / {PER:,}" if lower else "score"
@@ -149,7 +148,7 @@ def _validation(found: Sweep, checked: Validation) -> Table:
     )
     sign, digits = (-1, 1 if ranked == "lost" else 3) if lower else (1, 4)
     for name, each in rows:
-        # `+ 0.0`: no negative zeros. The gap is what held out is worse by, in every unit.
+        # `+ 0.0`: no negative zeros. A positive gap means worse on the held-out runs in every unit.
         train, held_out = (round(sign * x, digits) + 0.0 for x in (each.train, each.held_out))
         gap = f"{round(each.gap, digits) + 0.0:+.{digits}f}"
         table.add_row(name, f"{train:.{digits}f}", f"{held_out:.{digits}f}", gap)
@@ -157,7 +156,7 @@ def _validation(found: Sweep, checked: Validation) -> Table:
 
 
 def _held(found: Sweep, checked: Validation) -> str:
-    """How many events the splits held out, and what the gap is."""
+    """How many events the splits held out, and what the gap means."""
     few, many, all_ = min(checked.events), max(checked.events), found.verdict.rates.events
     each = f"{few}" if few == many else f"{few} to {many}"
     return (
@@ -176,7 +175,7 @@ _SHOWN = 20  # settings of the ranking
 
 
 def to_json(found: Sweep) -> dict[str, Any]:
-    """The sweep as JSON-safe data: every number finite, or null where there is none to give."""
+    """The sweep as JSON-safe data: a number that is not finite becomes null."""
     verdict, choice = found.verdict, found.verdict.choice
     ranked = sorted(range(len(verdict.scores)), key=lambda i: -verdict.scores[i])[:_SHOWN]
     checked = verdict.validation

@@ -1,4 +1,4 @@
-"""All variants over all series, in blocks that keep every core busy."""
+"""Runs all variants over all series, in blocks that keep every core busy."""
 
 from __future__ import annotations
 
@@ -22,32 +22,26 @@ from healcore.tools.sweep.space import SweepError, Variants
 BACKENDS = ("numpy", "jax")
 
 WORTH_COMPILING = 5_000_000
-"""Policy-steps from which JAX is the default: below, NumPy is done before JAX has compiled."""
+"""Policy-steps from which JAX is the default; with fewer, NumPy ends before JAX has compiled."""
 
 _LANES = {"jax": 384, "numpy": 4096}
 """Most variants of one block. In JAX their state stays in the near caches; 512 is a sixth slower,
-since arrays of 2 KB fall on one another there."""
+since arrays of 2 KB conflict with each other in the caches."""
 
 _WORDS = 1 << 24
-"""Most words of orders that one call gives back: of a very long run fewer variants at a time."""
+"""Most words of orders that one call returns: very long runs get fewer variants at a time."""
 
 
 def backend_for(policy_steps: int) -> str:
-    """The backend for so much work where the user names none."""
+    """The default backend for this amount of work."""
     worth = policy_steps >= WORTH_COMPILING and importlib.util.find_spec("jax") is not None
     return "jax" if worth else "numpy"
 
 
 class NumpySweepScan:
-    """All variants in NumPy: an array of variants, one row after another."""
+    """Runs an array of all variants in NumPy, row by row; slow beyond a few thousand at once."""
 
     def __init__(self, config: EngineConfig, places: tuple[Place, ...]) -> None:
-        """The variants of one policy; no more than a few thousand at once are worth it.
-
-        Args:
-            config: the base policy's, from `healcore.plugins.sweep.trimmed`.
-            places: where the varied numbers stand.
-        """
         self._config, self._places = config, places
 
     def run(
@@ -79,16 +73,10 @@ class NumpySweepScan:
 
 
 def scan_of(config: EngineConfig, places: tuple[Place, ...], backend: str) -> SweepScan:
-    """A scan of the policy's variants.
+    """A scan of the variants of the base policy's whole config.
 
-    Args:
-        config: the base policy's, whole.
-        places: where the varied numbers stand.
-        backend: one of `BACKENDS`.
-
-    Raises:
-        SweepError: there is no such backend, or JAX has no CPU here.
-        healcore.extras.MissingExtraError: JAX is not installed.
+    Raises SweepError for an unknown backend, or if JAX has no CPU here; MissingExtraError if JAX is
+    not installed.
     """
     if backend not in BACKENDS:
         raise SweepError(f"the backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
@@ -114,16 +102,9 @@ def run(
     backend: str,
     advance: Callable[[int], None],
 ) -> list[OrderCounts]:
-    """Counts what every variant does on every series.
+    """Counts the orders of every variant on every series; `grounds` has each series' events.
 
-    Args:
-        scan: from `scan_of`.
-        variants: the settings.
-        series: the rows.
-        grounds: what each is scored by.
-        costs: see `scoring`.
-        backend: whose scan it is.
-        advance: called with the policy-steps just done.
+    `advance` is called with the policy-steps just done.
     """
     count = len(variants.values)
     batches = pack(series)
@@ -137,7 +118,7 @@ def run(
         start, packed = task
         numbers = variants.numbers(slice(start, start + lanes))
         real = len(numbers[0])
-        # Every block has one shape, so that one program serves; what pads the last is not counted.
+        # All blocks have one shape, so that one program serves all; padding is not counted.
         padded = tuple(np.pad(each, (0, lanes - real), mode="edge") for each in numbers)
         words = scan.run(padded if backend == "jax" else numbers, packed)
         found = unpack(series, packed, *words)
@@ -158,13 +139,11 @@ def run(
 
 
 def _threads() -> int:
-    """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _side_by_side(parts: Sequence[OrderCounts]) -> OrderCounts:
-    """One series' counts of all blocks."""
     arrays = (np.concatenate(columns) for columns in zip(*(p[2:] for p in parts), strict=True))
     return OrderCounts(parts[0].events, parts[0].rows, *arrays)

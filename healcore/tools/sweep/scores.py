@@ -1,7 +1,6 @@
-"""Orders against events: found or missed, how late, false, the cost in steps, and the score.
+"""Scores orders against events: found or missed, latency, false orders, cost in steps.
 
-The rules are those of `healcore.tools.replay.scores`, for thousands of variants at once; a test
-holds them equal.
+The rules are those of `healcore.tools.replay.scores`, vectorized; a test compares the two.
 """
 
 from __future__ import annotations
@@ -17,23 +16,23 @@ from healcore.tools.sweep.series import RecoveryOrders, Series
 
 
 class Costs(NamedTuple):
-    """What the scores count by."""
+    """Parameters of the scores."""
 
     within: int = IN_TIME
     """Rows after its onset within which an event counts as found in time."""
     recovery: int = 100
-    """Steps that a recovery costs: back to the checkpoint, and the way again."""
+    """Steps that a recovery costs: back to the checkpoint, and the steps done again."""
 
 
 class SeriesEvents(NamedTuple):
-    """One series as it is scored."""
+    """The events of one series."""
 
     spikes: np.ndarray
-    """int64 (events, 4): onset and end, and from where up to where an order belongs to it."""
+    """int64 (events, 4): onset, end, and the range (end excluded) of rows whose orders count for
+    it."""
     neutral: np.ndarray
-    """bool (rows,): an order at this row of the series is no false one."""
+    """bool (rows,): an order at this row of the series is not a false one."""
     rows: int
-    """Own rows."""
 
 
 class OrderCounts(NamedTuple):
@@ -44,21 +43,18 @@ class OrderCounts(NamedTuple):
     in_time: np.ndarray
     """Events found within `Costs.within` rows of their onset."""
     found: np.ndarray
-    """Events found at all."""
     delay: np.ndarray
     """int32 (variants, events): rows from onset to order; -1 for an event that was not found."""
     false: np.ndarray
-    """False recoveries."""
     lost: np.ndarray
-    """Steps lost: the cost of each incident's first recovery, every skipped step, and of each event
-    the rows until the order, or all of them where there was none."""
+    """Steps lost: the cost of each incident's first recovery, skipped steps, and each event's rows
+    until the order (all of them without one)."""
 
 
 def series_events(series: Series, label: Label) -> SeriesEvents:
-    """What of the trace's events concerns the series.
+    """The trace's events that belong to the series.
 
-    A resumed trace has one series per attempt; an event is that of the attempt whose row its onset
-    is.
+    A resumed trace has one series per attempt; an event belongs to the attempt that has its onset.
     """
     index = series.index
     own = index[series.own :]
@@ -76,14 +72,7 @@ def series_events(series: Series, label: Label) -> SeriesEvents:
 def count_orders(
     series: Series, ground: SeriesEvents, orders: RecoveryOrders, costs: Costs
 ) -> OrderCounts:
-    """Counts one series' orders.
-
-    Args:
-        series: the rows.
-        ground: from `series_events`.
-        orders: of all variants.
-        costs: see `Costs`.
-    """
+    """Counts one series' orders; `ground` is from `series_events`."""
     variants = len(orders.skipped)
     at = series.index[orders.row]
     zero = np.zeros(variants, np.int64)
@@ -121,28 +110,25 @@ OBJECTIVES = {
 }
 
 LOWER = ("false", "lost")
-"""Objectives that are a rate to keep low: the score is its negative."""
+"""Objectives to minimize: the score is the negative rate."""
 
-_TIE = 1e-6  # what decides between equals weighs this much: less than one event in any sweep
+_TIE = 1e-6  # weight of the second criterion: less than one event in any sweep
 
 
 class Rates(NamedTuple):
-    """One setting (floats) or all of them (arrays) on some traces."""
+    """Rates of one setting (floats) or of all (arrays): `false` and `lost` per 10,000 rows."""
 
     events: int
     rows: int
     recall: np.ndarray
-    """Events found within N steps, of all; NaN where there was none to find."""
+    """Events found within N steps, of all; like `found` NaN if there is no event."""
     found: np.ndarray
-    """Events found at all; NaN where there was none."""
     false: np.ndarray
-    """False recoveries per 10,000 rows."""
     lost: np.ndarray
-    """Steps lost per 10,000 rows."""
 
 
 def rates(tallies: Sequence[OrderCounts]) -> Rates:
-    """Sums over traces."""
+    """The rates over all the traces together."""
     events, rows = sum(t.events for t in tallies), sum(t.rows for t in tallies)
     in_time = np.sum([t.in_time for t in tallies], axis=0)
     found = np.sum([t.found for t in tallies], axis=0)
@@ -158,31 +144,22 @@ def rates(tallies: Sequence[OrderCounts]) -> Rates:
 
 
 def latency(tallies: Sequence[OrderCounts], variant: int) -> float:
-    """Median rows from onset to order of the events that a variant found; NaN without one.
-
-    As in the table of `healcore replay --labels`.
-    """
+    """Median rows from onset to order of the events that a variant found; NaN without one."""
     delays = np.concatenate([t.delay[variant] for t in tallies])
     found = delays[delays >= 0]
     return float(np.median(found)) if len(found) else math.nan
 
 
 def rates_of(rates: Rates, tallies: Sequence[OrderCounts], variant: int) -> dict[str, float | None]:
-    """One setting's rates and latency by name; None where there was nothing to have a rate of."""
+    """One setting's rates and latency by name; None where there is no event."""
     found = {name: float(getattr(rates, name)[variant]) for name in Rates._fields[2:]}
     found["latency_rows"] = latency(tallies, variant)
     return {name: None if math.isnan(rate) else rate for name, rate in found.items()}
 
 
 def score(rates: Rates, objective: str, price: float) -> np.ndarray:
-    """The number to rank by, larger is better.
-
-    Args:
-        rates: of all variants.
-        objective: one of `OBJECTIVES`.
-        price: of one false recovery per 10,000 rows, in recall; for "balance".
-    """
-    # Where there was nothing to find, nothing is to anybody's credit.
+    """The number to rank by, larger is better; `price` is of a false recovery, for "balance"."""
+    # Without an event, recall is 0 for every setting.
     recall = rates.recall if rates.events else np.zeros_like(rates.false)
     if objective == "recall":
         return recall - _TIE * rates.false

@@ -1,4 +1,4 @@
-"""A whole sweep: traces and a base policy in, the setting to take out."""
+"""Runs a whole sweep: takes traces and a base policy, returns the setting to take."""
 
 from __future__ import annotations
 
@@ -18,19 +18,17 @@ from healcore.tools.traces.trace import Trace, TraceError, Unreadable
 
 
 class Plan(NamedTuple):
-    """How to sweep."""
+    """Options of a sweep."""
 
     variants: int = 2000
     """Settings to try at most."""
     objective: str = "balance"
-    """One of `objective.OBJECTIVES`."""
     price: float = 0.1
     """Recall that one false recovery per 10,000 steps is worth, for "balance"."""
     costs: scores.Costs = scores.Costs()
     holdout: float = 0.3
     """Share of the families to hold out; 0 for none."""
     seed: int = 0
-    """Of the splits."""
     backend: str | None = None
     """numpy or jax; None chooses by the amount of work."""
 
@@ -39,31 +37,29 @@ PLAN = Plan()
 
 
 class Sweep(NamedTuple):
-    """What was swept and what came out."""
+    """The result of a sweep."""
 
     base: Policy
     plan: Plan
     variants: space.Variants
     series: tuple[Series, ...]
     tallies: tuple[scores.OrderCounts, ...]
-    """Counts of every variant, one per series."""
     splits: choice.Splits
     verdict: choice.SweepChoice
     policy: Policy
     """The policy to take."""
     backend: str
     seconds: float
-    """Wall time of the scan, compiling included."""
+    """Wall time of the scan, including compilation."""
     labelled: int
-    """Runs whose events come from labels; the others' from hindsight."""
+    """Runs with events from labels; the others' events are from hindsight."""
     left_out: tuple[Unreadable, ...]
     """Traces, or attempts of them, that are too short or have nothing to judge, and why."""
     failed: tuple[Unreadable, ...]
-    """Traces that could not be read."""
 
     @property
     def runs(self) -> int:
-        """Traces; a resumed one has a series for each attempt."""
+        """Number of traces; a resumed one has a series for each attempt."""
         return len({each.trace for each in self.series})
 
     @property
@@ -87,16 +83,16 @@ def sweep(
     Args:
         traces: from `healcore.tools.traces.open_traces`.
         policy: the base policy.
-        vary: `KEY=LOW..HIGH` or `KEY=A,B,C`; without any, the thresholds behind the rollback rules.
-        labels: from `healcore.tools.replay.scores`; traces that it does not name, and all of them
-            without it, have the events that `hindsight` sees.
-        plan: how.
+        vary: `KEY=LOW..HIGH` or `KEY=A,B,C`; if empty, the thresholds behind the rollback rules.
+        labels: from `healcore.tools.replay.scores`; traces without a label get the events that
+            `hindsight` finds.
+        plan: the options.
         started: called once with the policy-steps to come.
         advance: called with the policy-steps just done.
 
     Raises:
-        SweepError: nothing to sweep, or a plan that cannot be.
-        healcore.policy.PolicyError: the base policy is none.
+        SweepError: there is nothing to sweep, or the plan is not valid.
+        healcore.policy.PolicyError: the base policy is not valid.
     """
     _check(plan)
     base = load(policy)
@@ -174,7 +170,7 @@ def _check(plan: Plan) -> None:
 def _read(
     traces: Sequence[Trace], base: Policy
 ) -> tuple[list[Series], list[Unreadable], list[Unreadable]]:
-    """The series to sweep, what is left out, and what could not be read."""
+    """The series to sweep, those left out, and the traces that could not be read."""
     engine = base.engine()
     series, left_out, failed = [], [], []
     for trace in traces:
@@ -198,7 +194,7 @@ def _read(
 
 
 def _events(series: Series, labels: Labels | None) -> tuple[Label, bool]:
-    """What happened in a series, and whether a label says so."""
+    """The events of a series, and whether they are from a label."""
     known = labels.of(series.trace) if labels is not None else None
     if known is not None:
         return known, True
@@ -211,7 +207,7 @@ def _events(series: Series, labels: Labels | None) -> tuple[Label, bool]:
 def _taken(
     base: Policy, variants: space.Variants, verdict: choice.SweepChoice, runs: int
 ) -> Policy:
-    """The policy to take, named as what it is."""
+    """The policy to take, with the sweep in its name and description."""
     if verdict.take == 0:
         return base
     keys = ", ".join(axis.key for axis in variants.axes)

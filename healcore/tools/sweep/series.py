@@ -1,4 +1,4 @@
-"""Traces as the sweep runs them: a series for each attempt, packed to run many in one call."""
+"""Traces in the form of a sweep: a series for each attempt, packed to run many in one call."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ from healcore.tools.replay.backends import layout_of, rows_of
 from healcore.tools.traces.trace import Trace
 
 GROUPS = 512
-"""Groups packed together. One long series takes 4 times as many, or 4 times that, and so on."""
+"""Groups packed together. A longer series takes 4 times as many, or 16 times, and so on."""
 
 
 class Series(NamedTuple):
-    """The rows of one attempt that an engine judges, with those of its lineage before it."""
+    """The rows of one attempt that an engine judges, after the rows of its lineage."""
 
     trace: str
-    """Name of the trace."""
     layout: SignalLayout
     rows: SignalRows
     index: np.ndarray
     """int64 (n,): their rows in the trace."""
     resumed: np.ndarray
-    """bool (n,): the first row after the checkpoint that a resumed attempt went on from."""
+    """bool (n,): the first row after the checkpoint that a resumed attempt continues from."""
     own: int
-    """Rows before this one are of earlier attempts: judged, to have the state, not counted."""
+    """Rows before this one are of earlier attempts: judged for the state only, and not counted."""
 
     @property
     def length(self) -> int:
-        """Rows, those of its lineage included."""
+        """Rows, including those of its lineage."""
         return len(self.index)
 
     @property
@@ -63,15 +62,7 @@ class RecoveryOrders(NamedTuple):
 
 
 def series_of(trace: Trace, engine: Engine) -> list[Series]:
-    """Reads a trace whole; one series for each attempt that has rows to judge.
-
-    Args:
-        trace: from `open_traces`.
-        engine: the base policy, which decides which signals are read.
-
-    Raises:
-        healcore.tools.traces.TraceError: it cannot be read.
-    """
+    """Reads a whole trace, or raises TraceError; one series per attempt that has rows to judge."""
     survey = trace.survey()
     layout = layout_of(engine, survey.combinations)
     if not layout.combinations:
@@ -121,15 +112,7 @@ def unpack(
     skipped: np.ndarray,
     recovered: np.ndarray,
 ) -> list[RecoveryOrders]:
-    """The orders over each packed series, from what `SweepScan.run` returns.
-
-    Args:
-        series: those that `pack` was given.
-        packed: what was run.
-        words: uint32 (groups, variants).
-        skipped: int32 (groups, variants).
-        recovered: int32 (groups, variants).
-    """
+    """The orders over each packed series, from the three arrays that `SweepScan.run` returns."""
     found = []
     ends = (*packed.first[1:], len(words))
     for which, start, end in zip(packed.which, packed.first, ends, strict=True):
@@ -152,7 +135,7 @@ def unpack(
 
 
 def _packed(series: Sequence[Series], which: Sequence[int]) -> PackedSeries:
-    """Padded to one of a few lengths, since each length is a compiled program."""
+    """Pads to one of a few lengths, since each length is a compiled program."""
     layout = series[which[0]].layout
     needed = sum(series[i].groups for i in which)
     count = GROUPS

@@ -17,8 +17,8 @@ from healcore.core.verdict import Action
 from healcore.plugins.sweep import Place
 from healcore.policy import Policy, PolicyError, from_dict, to_dict
 
-_DIGITS = 4  # of a drawn number: what is written into a file should be readable
-_LOG_FROM = 10.0  # a range that spans this factor is drawn by its logarithm
+_DIGITS = 4  # of a drawn number, so that it is readable in a file
+_LOG_FROM = 10.0  # a range with this factor between its ends is logarithmic
 _DEFAULT = (0.6, 1.6)  # of the base value, without --vary
 
 
@@ -32,7 +32,7 @@ class Axis(NamedTuple):
     high: float
     log: bool
     listed: tuple[float, ...] = ()
-    """The values themselves, where they were given one by one."""
+    """The values themselves, if they were given one by one."""
 
     def value(self, unit: float) -> float | int:
         """The value at a point of [0, 1]."""
@@ -43,7 +43,7 @@ class Axis(NamedTuple):
         return self._typed(self.low + (self.high - self.low) * unit)
 
     def unit(self, value: float) -> float:
-        """Where a value lies on the axis; outside of [0, 1] for one outside of the range."""
+        """Where a value lies on the axis; outside [0, 1] if it is outside the range."""
         if self.listed:
             nearest = min(range(len(self.listed)), key=lambda i: abs(self.listed[i] - value))
             return (nearest + 0.5) / len(self.listed)
@@ -60,9 +60,8 @@ class Variants(NamedTuple):
 
     axes: tuple[Axis, ...]
     values: np.ndarray
-    """float64 (n, axes)."""
     units: np.ndarray
-    """float64 (n, axes): the same as points of the unit cube."""
+    """float64 (n, axes), like `values`: the settings as points of the unit cube."""
     dropped: int
     """Settings drawn that are no valid policy."""
 
@@ -75,10 +74,9 @@ class Variants(NamedTuple):
 
 
 def parse(policy: Policy, text: str) -> Axis:
-    """One `--vary`: KEY=LOW..HIGH, with `:log` or `:linear` after it, or KEY=A,B,C.
+    """Parses a `--vary`: KEY=LOW..HIGH, with `:log` or `:linear` after it, or KEY=A,B,C.
 
-    Raises:
-        SweepError: not of that form, or a value that the policy cannot have.
+    Raises SweepError for another form, or a value that the policy cannot have.
     """
     key, equals, ranged = (part.strip() for part in text.partition("="))
     if not equals or not key:
@@ -107,10 +105,9 @@ def parse(policy: Policy, text: str) -> Axis:
 
 
 def default_axes(policy: Policy) -> tuple[Axis, ...]:
-    """The thresholds that decide when a rollback is ordered, from 0.6 to 1.6 times their value.
+    """The thresholds behind the rollback rules, from 0.6 to 1.6 times their value.
 
-    Raises:
-        SweepError: no rule goes back, or none of the detectors behind it has a number.
+    Raises SweepError if no rule goes back, or none of the detectors behind it has a number.
     """
     axes = []
     for key in thresholds(policy):
@@ -137,9 +134,9 @@ def default_axes(policy: Policy) -> tuple[Axis, ...]:
 def draw(policy: Policy, axes: Sequence[Axis], count: int) -> Variants:
     """Up to `count` distinct settings, the base policy's first.
 
-    All combinations where every axis is a list and they fit; else points of the additive
-    recurrence in the golden ratio's generalisation to the number of axes (Roberts, 2018), which
-    fill the cube more evenly than random ones and are the same each time.
+    Takes all combinations if every axis is a list and they fit; else points of the additive
+    recurrence with the golden ratio's generalisation to the number of axes (Roberts, 2018), which
+    fill the cube more evenly than random points and are deterministic.
     """
     base = to_dict(policy)
     grid = math.prod(len(axis.listed) for axis in axes)
@@ -170,11 +167,7 @@ def draw(policy: Policy, axes: Sequence[Axis], count: int) -> Variants:
 def policy_with(
     policy: Policy, axes: Sequence[Axis], values: Sequence[float], **fields: str
 ) -> Policy:
-    """The base policy with these values.
-
-    Raises:
-        PolicyError: they are no policy together.
-    """
+    """The base policy with these values; PolicyError if they are not valid together."""
     data = to_dict(policy)
     for axis, value in zip(axes, values, strict=True):
         with_value(data, axis.key, round(value) if axis.whole else float(value))
@@ -201,11 +194,7 @@ def _number(text: str, part: str) -> float:
 
 
 def _check(policy: Policy, key: str, value: float | int) -> None:
-    """Whether the policy may have this value there.
-
-    Raises:
-        SweepError: with the message of the policy.
-    """
+    """Raises SweepError, with the policy's message, if the policy may not have this value there."""
     data = to_dict(policy)
     with_value(data, key, value)
     try:
@@ -216,12 +205,12 @@ def _check(policy: Policy, key: str, value: float | int) -> None:
 
 _PART = re.compile(r"([A-Za-z_]\w*)((?:\[\d+\])*)")
 _SETTLED = ("warmup", "escape", "first_", "min_rel_std")
-"""How the names of numbers begin that say how a baseline is learnt, not when it is left."""
+"""Prefixes of numbers that control how a baseline is learnt, not when an alarm is raised."""
 _BLIND = ("clip", "rollback", "lr", "budget", "grace_steps")
 
 
 class SweepError(HealcoreError, ValueError):
-    """A sweep that cannot be done; the message says what was received and what to write instead."""
+    """A sweep that is not possible; the message has the received value and a valid one."""
 
 
 def parts(key: str) -> Place:
@@ -240,11 +229,7 @@ def parts(key: str) -> Place:
 
 
 def value_at(data: Any, key: str) -> Any:
-    """The value of a key in a document of `healcore.policy.to_dict`.
-
-    Raises:
-        SweepError: the policy has no such key; names those that are there.
-    """
+    """The value of a key in a document of `healcore.policy.to_dict`; SweepError for no such key."""
     for part in parts(key):
         known = list(data) if isinstance(data, Mapping) else []
         try:
@@ -256,7 +241,7 @@ def value_at(data: Any, key: str) -> Any:
 
 
 def with_value(data: dict[str, Any], key: str, value: Any) -> None:
-    """Puts a value into such a document."""
+    """Sets a value in such a document."""
     *way, last = parts(key)
     for part in way:
         data = data[part]  # type: ignore[index]
@@ -264,11 +249,10 @@ def with_value(data: dict[str, Any], key: str, value: Any) -> None:
 
 
 def place_of(policy: Policy, key: str) -> Place:
-    """Where the key's number stands in the core.
+    """Where the key's number is in the core's config.
 
-    Raises:
-        SweepError: no such key, not a number, static in the core, or of no influence on what a
-            recorded curve can show.
+    Raises SweepError if there is no such key, it is not a number, is static in the core, or has no
+    influence on what a recorded curve can show.
     """
     value = value_at(to_dict(policy), key)
     way = parts(key)
@@ -305,7 +289,7 @@ def place_of(policy: Policy, key: str) -> Place:
 
 
 def _varies(key: str, config: type, field: str) -> None:
-    """Numbers that may be arrays are annotated `Any` in the core; `int` is a fixed size."""
+    """Raises SweepError for sizes (`int`): in the core, numbers that may be arrays are `Any`."""
     if get_type_hints(config).get(field) is int:
         raise SweepError(
             f"{key} is static in the core (a size of its memory): one program cannot run two of "

@@ -1,4 +1,4 @@
-"""CSV and its relatives, chunk by chunk."""
+"""Reads CSV and similar tables, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ LONGEST = 1 << 20
 _DELIMITERS = ",;\t"
 _MOST_COLUMNS = 1 << 16
 _MOST_RUNS = 4096
-"""Of one export: each is a pass over the file."""
+"""Of one export, since each takes a pass over the file."""
 _OF_ALL_RUNS = ("wall_time", "relative_time_process", "relative_time_wall", "created", "timestamp")
 _CHUNK_CHARACTERS = 1 << 25
-"""In memory at a time, with some ten bytes for each."""
+"""At about ten bytes each in memory."""
 _TALLEST = 16
-"""Lines that one row may have. A quote that is never closed would take in the rest of the file."""
+"""Most lines of one row. A quote that is never closed would take in the rest of the file."""
 
 
 # -- header ----------------------------------------------------------------------------------------
@@ -41,11 +41,7 @@ class TableHeader(NamedTuple):
 
 
 def read_header(path: str) -> TableHeader:
-    """Finds the header.
-
-    Raises:
-        TraceError: there is none.
-    """
+    """Finds the header; TraceError if there is none."""
     with open_text(path) as file:
         line, number = "", 0
         while not line.strip():
@@ -72,16 +68,11 @@ def read_header(path: str) -> TableHeader:
 
 
 def runs_of(names: list[str]) -> dict[str, dict[str, int]] | None:
-    """The runs of a chart that was exported from Weights & Biases, or None for any other table.
+    """The runs of a chart exported from Weights & Biases, or None for any other table.
 
     Such a table has one column for the steps, and for every run "RUN - METRIC" with its extremes
-    over a bin in "RUN - METRIC__MIN" and "RUN - METRIC__MAX", which nobody needs here.
-
-    Returns:
-        For every run the columns that are its own or common to all: metric -> place.
-
-    Raises:
-        TraceError: it has more runs than are read.
+    over a bin in "RUN - METRIC__MIN" and "RUN - METRIC__MAX", which are not read. Returns for every
+    run its own and the common columns: metric -> place. Raises TraceError if it has too many runs.
     """
     common: dict[str, int] = {}
     runs: dict[str, dict[str, int]] = {}
@@ -117,13 +108,9 @@ def _is_number(cell: str) -> bool:
 
 
 class TableReader:
-    """One table, or one run of a table of several.
+    """One table, or one run of a table of several; `columns` is signal (or "step") -> place.
 
-    Args:
-        path: the file.
-        header: see `read_header`.
-        columns: signal (or "step") -> place of its column.
-        sparse: leaves out rows that log nothing: they are other runs' rows.
+    `sparse` leaves out rows without a signal, which are other runs' rows.
     """
 
     def __init__(
@@ -163,7 +150,7 @@ class TableReader:
                 yield chunk
 
     def _next_lines(self, file: TextIO, line: int, findings: Findings) -> Iterator[str]:
-        """`CHUNK` lines, fewer where they are long. One without an end is reported and blank."""
+        """`CHUNK` lines, fewer if they are long. One without an end is reported and made blank."""
         room = _CHUNK_CHARACTERS
         for number in range(line + 1, line + CHUNK + 1):
             text = file.readline(LONGEST)
@@ -235,7 +222,7 @@ class TableReader:
         """The cells of a row (None: it cannot be read), and how many lines it has."""
         record = [pending.popleft()]
         cells = _cells(record, self._header.delimiter)
-        # A quoted cell may go on in the next lines.
+        # A quoted cell may continue in the next lines.
         while cells is None and len(record) < _TALLEST:
             try:
                 more = pending.popleft() if pending else file.readline(LONGEST)
@@ -276,13 +263,13 @@ def _plain_column(cells: Sequence[str]) -> Column:
 
 
 def _cells(record: list[str], delimiter: str) -> list[str] | None:
-    """The cells of a row that may go over several lines; None: its last quote is still open."""
+    """The cells of a row of one or more lines; None: its last quote is still open."""
     try:
         rows = list(csv.reader(record, delimiter=delimiter, strict=True))
     except csv.Error as error:
         if len(record) > 1 or "unexpected end" in str(error):
             return None
-        try:  # a quote in the middle of a cell is a character like any other
+        try:  # a quote in the middle of a cell is an ordinary character
             rows = list(csv.reader(record, delimiter=delimiter))
         except csv.Error:
             return None
@@ -290,27 +277,26 @@ def _cells(record: list[str], delimiter: str) -> list[str] | None:
 
 
 def _one_per_line(lines: list[str], delimiter: str, width: int) -> list[list[str]] | None:
-    """The cells of every line, where every line is one whole row; else None."""
+    """The cells of every line if every line is one whole row, else None."""
     reader = csv.reader(lines, delimiter=delimiter)
     try:
         rows = list(reader)
     except csv.Error:
         return None
     whole = len(rows) == len(lines) and set(map(len, rows)) == {width}
-    # A quote in the last line may be one that goes on in the next chunk.
+    # A quoted cell of the last line may continue in the next chunk.
     return rows if whole and '"' not in lines[-1] else None
 
 
 def _all_numbers(lines: list[str], delimiter: str, width: int) -> np.ndarray | None:
     """float64 (lines, width) if every cell of every line is a number, else None.
 
-    Measured on 500,000 rows of three columns: NumPy's reader 0.12 us a row, the csv module with
-    float() 0.8 us, pandas in chunks 0.06 us. pandas is not worth a dependency for that, and it
-    cannot name the line of a bad cell; NumPy cannot either, so that what it refuses goes to the csv
-    module.
+    Per row of three columns, over 500,000 rows: NumPy's reader 0.12 us, the csv module with float()
+    0.8 us, pandas in chunks 0.06 us. pandas is not worth a dependency for that, and neither it nor
+    NumPy can name the line of a bad cell, so the csv module reads what NumPy refuses.
     """
     if not lines[0].strip():
-        return None  # NumPy warns where there is nothing but blank lines
+        return None  # NumPy warns if all lines are blank
     try:
         numbers = np.loadtxt(lines, delimiter=delimiter, comments=None, ndmin=2, quotechar='"')
     except ValueError:

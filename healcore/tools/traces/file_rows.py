@@ -1,4 +1,4 @@
-"""Rows of one file as they stand in it: what the readers of single files give to `merge_rows`."""
+"""Rows of one file before the merge: the output of the readers, and the input of `merge_rows`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ class FileRows(NamedTuple):
     """Some rows of one file."""
 
     line: np.ndarray
-    """int64 (n,): line numbers from 1; 0 where the format has no lines."""
+    """int64 (n,): line numbers from 1; 0 if the format has no lines."""
     row: np.ndarray | None
-    """int64 (n,): the file's own row numbers from 0, where they are kept (CSV); None: they are
-    counted when rows of one step are merged."""
+    """int64 (n,): the file's own row numbers from 0 (CSV); None: rows are counted once merged."""
     end: int
-    """Rows of the file up to here with `row`, those left out included; else rows of the chunk."""
+    """With `row`: rows of the file up to here, including those left out; else rows of the chunk."""
     step: np.ndarray | None
     """float64 (n,), finite; None: the file has no steps."""
     values: Mapping[str, np.ndarray]
@@ -40,7 +39,7 @@ class FileRows(NamedTuple):
         row: np.ndarray | None,
         end: int,
     ) -> FileRows:
-        """The rows `keep` of some columns; that of the steps is among them if there are any."""
+        """The rows `keep` of some columns, one of which may be that of the steps."""
         signals = {name: column for name, column in columns.items() if name != STEP}
         with np.errstate(over="ignore"):  # 1e40 is an infinite float32, as it is in training
             values = {name: value[keep].astype(np.float32) for name, (value, _) in signals.items()}
@@ -55,7 +54,7 @@ class FileRows(NamedTuple):
 
 
 class LogReader(Protocol):
-    """One file of a known format. Re-iterable."""
+    """One file of a known format; it can be read repeatedly."""
 
     path: str
 
@@ -65,13 +64,11 @@ class LogReader(Protocol):
 
 
 class CellParser:
-    """Makes numbers of cells, and reports the cells that are none.
+    """Parses cells into numbers, and reports those that are not numbers.
 
-    Args:
-        path: the file.
-        labels: signal (or "step") -> what its column is called in messages.
-        fast: parses a whole column of plain numbers; raises ValueError or OverflowError otherwise.
-        parse: parses one cell; None: nothing was logged; raises ValueError.
+    `labels` are the columns' names in messages. `fast` parses a whole column of plain numbers, or
+    raises ValueError or OverflowError. `parse` parses one cell (None: nothing was logged), or
+    raises ValueError.
     """
 
     def __init__(
@@ -99,14 +96,8 @@ class CellParser:
     ) -> FileRows:
         """The rows that have a step, if the file has steps.
 
-        Args:
-            cells: column of each signal, and of the step.
-            logs: bool (n,): rows that are read.
-            findings: takes the cells that are no numbers.
-            line: of each row.
-            row: see `FileRows`.
-            end: see `FileRows`.
-            sparse: leaves out rows without a signal.
+        `logs` is bool (n,): rows that are read. `sparse` leaves out rows without a signal. For
+        `line`, `row` and `end` see `FileRows`.
         """
         columns = {
             name: self._column(name, column, logs, line, findings) for name, column in cells.items()

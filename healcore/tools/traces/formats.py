@@ -1,4 +1,4 @@
-"""The format of a file, by its content: logs are renamed, copied and cut."""
+"""Recognizes the format of a file by its content, since logs are renamed, copied and cut."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ class RecordFormat(NamedTuple):
     fields: Callable[[Fields], Fields | None]
     """A record's numbers; None: it is not a step."""
     note: str = ""
-    """What every reader of such a file should know."""
 
 
 def _flat(record: Fields) -> Fields:
-    """One level of nesting opened: {"train": {"loss": 1}} has "train/loss"."""
+    """Opens one level of nesting: {"train": {"loss": 1}} has "train/loss"."""
     if dict not in set(map(type, record.values())):
         return record
     flat: Fields = {}
@@ -66,7 +65,7 @@ PLAIN = RecordFormat("JSON Lines", lambda record: True, _flat)
 DOCUMENT = RecordFormat(
     "trainer_state.json",
     lambda record: False,
-    # The last record sums the training up: its train_loss is a mean over all of it.
+    # The last record is a summary: its train_loss is the mean over the whole training.
     lambda record: None if "train_runtime" in record else _flat(record),
 )
 RECORD_FORMATS = {each.name: each for each in (EVENTS, METRICS, TYPED, PLAIN, DOCUMENT)}
@@ -78,7 +77,7 @@ TABLE = "CSV"
 PREFERRED = (
     *(METRICS.name, TYPED.name, DOCUMENT.name, TABLE, PLAIN.name, TENSORBOARD, EVENTS.name),
 )
-"""Of a directory that holds a run's log in several formats the first of these is read."""
+"""If a directory has a run's log in several formats, the first of these is read."""
 
 KNOWN = (
     "a CSV file with a header, a W&B export (CSV), JSON Lines, trainer_state.json, a TensorBoard "
@@ -87,17 +86,7 @@ KNOWN = (
 
 
 def format_of(start: bytes) -> str:
-    """The format of a file.
-
-    Args:
-        start: the first megabyte of its content.
-
-    Returns:
-        One of `PREFERRED`.
-
-    Raises:
-        TraceError: it is empty, or none of them.
-    """
+    """The format, of `PREFERRED`, by a file's first megabyte; TraceError if it has none."""
     if not start.strip():
         raise TraceError("it is empty")
     if b"brain.Event:" in start[:64]:
@@ -118,7 +107,6 @@ def format_of(start: bytes) -> str:
 
 
 def _first_records(text: str) -> list[Fields]:
-    """Of the first lines those that are JSON objects by themselves."""
     found = []
     for line in text.splitlines()[:200]:
         if line.lstrip().startswith("{"):
@@ -134,7 +122,7 @@ def _first_records(text: str) -> list[Fields]:
 def steps(
     records: Iterator[tuple[int, Fields]], form: RecordFormat, path: str, findings: Findings
 ) -> Iterator[tuple[int, Fields]]:
-    """The records that are steps, with their numbers; the others are counted."""
+    """The records that are steps, with their numbers; the others are counted in a note."""
     others = 0
     for line, record in records:
         fields = form.fields(record)

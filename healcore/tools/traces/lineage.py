@@ -1,4 +1,4 @@
-"""The first pass over a trace, and which rows are part of the run after it was resumed."""
+"""The first pass over a trace, and the rows that remain part of a resumed run."""
 
 from __future__ import annotations
 
@@ -26,10 +26,7 @@ MergedPass = Callable[[Findings], Iterator[MergedRows]]
 def lineage(trace: Trace) -> Iterator[Rows]:
     """The run as it finally went: `trace.rows()` without stale tails and repeated steps.
 
-    Of rows that log the same step and signals the last one stays. Chunks may be short.
-
-    Raises:
-        TraceError: as `Trace.rows`.
+    Of rows with the same step and signals the last one stays. Raises as `Trace.rows`.
     """
     first = np.array([attempt.first_step for attempt in trace.survey().attempts])
     last: Rows | None = None
@@ -72,15 +69,7 @@ def _replaces(rows: Rows, earlier: Rows) -> bool:
 
 
 def survey(begin: MergedPass, opening: Findings) -> Survey:
-    """Reads everything once, and a second time where the run was resumed.
-
-    Args:
-        begin: begins a pass over the trace.
-        opening: findings of opening the files.
-
-    Raises:
-        TraceError: see `Trace.rows`.
-    """
+    """Reads everything once, and a second time if the run was resumed; raises as `Trace.rows`."""
     findings = Findings(opening)
     count = repeated = 0
     combinations: set[frozenset[str]] = set()
@@ -96,7 +85,7 @@ def survey(begin: MergedPass, opening: Findings) -> Survey:
         repeated += repeats
         last_step = float(rows.step[-1])
         names = [name for name in SIGNALS if name in rows.given]
-        # Eight kinds of rows at most occur in practice: their bits are found once per chunk.
+        # At most eight combinations occur in practice, so each chunk's bits are looked up once.
         bits = np.zeros(len(rows.index), np.int64)
         for place, name in enumerate(names):
             bits |= rows.given[name].astype(np.int64) << place
@@ -137,19 +126,17 @@ def _note_fresh_files(attempts: Sequence[Attempt], findings: Findings) -> None:
 
 
 def _in_order(findings: Sequence[TraceFinding]) -> tuple[TraceFinding, ...]:
-    """By line within each file: a chunk is read column by column."""
+    """By line within each file, since a chunk is read column by column."""
     files = {each.source: place for place, each in reversed(list(enumerate(findings)))}
     return tuple(sorted(findings, key=lambda each: (files[each.source], each.line or 0)))
 
 
 def _with_ancestors(begin: MergedPass, attempts: Sequence[Attempt]) -> tuple[list[Attempt], int]:
-    """The attempts with the last row that each goes on from, and how many rows are stale.
+    """Sets the last row that each attempt continues from, and counts the stale rows.
 
-    A row of attempt a with step t is part of attempt k > a exactly if no attempt b with a < b <= k
-    began at or before t: if t is below the smallest first step of those.
-
-    This takes a second pass: only now is it known which steps are needed. Keeping every step of the
-    first pass would cost 16 bytes a row, too much for a run of a hundred million rows.
+    A row of attempt a with step t is part of attempt k > a exactly if t is below the first step of
+    every attempt b with a < b <= k. Those first steps are known only after the first pass. Keeping
+    every step of it would take 16 bytes a row, too much for a hundred million rows.
     """
     first = np.array([attempt.first_step for attempt in attempts])
     found = list(attempts)
@@ -160,7 +147,7 @@ def _with_ancestors(begin: MergedPass, attempts: Sequence[Attempt]) -> tuple[lis
             limits = np.minimum.accumulate(first[number + 1 :])
         if not len(limits):
             continue
-        # A row that is written late (see `merged_rows`) is where the run was when it was written.
+        # A row that is written late (see `merged_rows`) counts at the step the run had reached.
         reached = np.maximum(top, np.maximum.accumulate(rows.step))
         top = reached[-1]
         before = np.searchsorted(reached, limits)

@@ -48,13 +48,12 @@ def open_traces(
 
     Args:
         paths: files, or directories. Files of a directory that continue each other, in the order of
-            their names, are one run; one that begins again is a run of its own, and a directory of
-            directories is all of them.
-        columns: signal (or "step") -> the name it has in the files, where it is not ours.
+            their names, are one run; a file that begins again is a run of its own. A directory of
+            directories stands for all of them.
+        columns: signal (or "step") -> its name in the files, if that is not a known one.
         join: all paths are attempts of one run, in this order.
         extras: columns or keys that are read besides the signals, by their own names, into
-            `Rows.values` ("threshold" of a healcore metrics file); where a file has none there
-            are none.
+            `Rows.values` ("threshold" of a healcore metrics file), if the file has them.
 
     Returns:
         The traces in the order of the paths, and the paths that gave none.
@@ -76,7 +75,7 @@ def open_traces(
                 traces += opener.directory(path)
             else:
                 traces += opener.file(path)
-        except Exception as error:  # damaged bytes raise anything, and the other paths can be read
+        except Exception as error:  # damaged bytes raise any error; other paths may be readable
             opener.failed.append(Unreadable(path, _reason(error)))
     if parts:
         traces.append(_trace(_with_more(names[0], len(names) - 1), parts, findings))
@@ -112,16 +111,14 @@ def _trace(name: str, readers: Sequence[LogReader], opening: Findings) -> Trace:
 
 
 class _Log(NamedTuple):
-    """One run of one file, ready to be read."""
-
     run: str | None
-    """Which run of an export of several, which optimizer of several."""
+    """The run of an export of several, or the optimizer of several."""
     reader: LogReader
     notes: list[str]
 
 
 class _Opener:
-    """Opens paths with the options of one `open_traces`, and keeps what failed."""
+    """Opens paths with the options of one `open_traces`, and keeps those that failed."""
 
     def __init__(self, columns: Mapping[str, str], extras: Sequence[str]) -> None:
         self.columns = columns
@@ -132,7 +129,7 @@ class _Opener:
     # -- runs --------------------------------------------------------------------------------------
 
     def file(self, path: str) -> list[Trace]:
-        """The runs of one file; the first has the notes about those that cannot be used."""
+        """The runs of one file; notes about unusable runs go to the first usable one."""
         traces: list[Trace] = []
         opening: list[Findings] = []
         reasons: list[str] = []
@@ -153,9 +150,9 @@ class _Opener:
         return traces
 
     def directory(self, path: str) -> list[Trace]:
-        """Its runs; where no file of its own can be used, those of the directories in it.
+        """The runs of a directory, or of its directories if it has no usable file.
 
-        A directory that links lead to again is read once.
+        A directory that links reach again is read once.
         """
         place = os.stat(path)
         if (place.st_dev, place.st_ino) in self._seen:
@@ -171,7 +168,7 @@ class _Opener:
                 try:
                     traces += self.directory(folder)
                 except NoLog:
-                    continue  # weights, pictures: a run's directories are full of them
+                    continue  # most directories of a run hold weights or pictures
                 except (TraceError, OSError) as error:
                     self.failed.append(Unreadable(folder, _reason(error)))
             if not traces:
@@ -212,16 +209,11 @@ class _Opener:
         return readers
 
     def _members(self, path: str, findings: Findings) -> list[str]:
-        """The files of a directory that are read, of one format, in the order of their names.
+        """The files of a directory that are read: of one format, in natural order of their names.
 
-        Numbers in names count as numbers: log-2 comes before log-10, and TensorBoard's files, which
-        have the time in their names, in the order of time. A file that is not read gets a note.
-
-        A directory that the Trainer writes has its log in every checkpoint, complete up to there:
-        the newest of them is read if there is none next to them.
-
-        Raises:
-            TraceError: no file is of a known format.
+        log-2 comes before log-10; TensorBoard's names contain the time. Files that are not read get
+        a note. The Trainer writes a log, complete up to there, into every checkpoint: the newest is
+        read if there is none next to them. Raises TraceError if no file is of a known format.
         """
         by_format: dict[str, list[str]] = {}
         unknown: list[str] = []
@@ -234,7 +226,7 @@ class _Opener:
             except OSError as error:
                 self.failed.append(Unreadable(file, _reason(error)))
             except TraceError:
-                unknown.append(name)  # weights, configurations: a run's directory is full of them
+                unknown.append(name)  # often weights and configurations
         read = next((each for each in formats.PREFERRED if each in by_format), None)
         if read is None:
             states = [
@@ -257,11 +249,9 @@ class _Opener:
     # -- one file ----------------------------------------------------------------------------------
 
     def _logs(self, path: str) -> list[_Log]:
-        """One file. More than one log for an export of several runs.
+        """The logs of one file; more than one for an export of several runs.
 
-        Raises:
-            TraceError: it is empty, of no known format, or has neither a loss nor a gradient norm.
-            OSError: it cannot be read.
+        Raises TraceError, or OSError if it cannot be read.
         """
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise TraceError("it is a pipe or a device, and a log is read twice: save it to a file")
@@ -325,13 +315,12 @@ class _Opener:
 
 
 def _engines(path: str) -> list[str]:
-    """The optimizers that our metrics file has lines of, among its first records."""
+    """The optimizers in healcore's own metrics file, by its first records."""
     records = itertools.islice(json_lines(path, Findings()), record_files.PROBED)
     return list(dict.fromkeys(str(each["engine"]) for _, each in records if "engine" in each))
 
 
 def _of_engine(records: Records, engine: str) -> Records:
-    """The lines of one optimizer: it is a run of its own."""
 
     def own(findings: Findings) -> Iterator[tuple[int, formats.Fields]]:
         return (each for each in records(findings) if each[1].get("engine") == engine)
@@ -340,11 +329,7 @@ def _of_engine(records: Records, engine: str) -> Records:
 
 
 def _check_usable(reader: LogReader) -> None:
-    """Reads up to the first row that can be judged.
-
-    Raises:
-        TraceError: there is none.
-    """
+    """Reads up to the first row that can be judged; TraceError if there is none."""
     findings = Findings()
     rows = 0
     for chunk in reader.chunks(findings):
@@ -366,7 +351,7 @@ def _check_usable(reader: LogReader) -> None:
 
 
 def _folders(path: str) -> list[str]:
-    """The directories in a directory, in the order of their names, without the Trainer's own."""
+    """The directories in a directory, without the Trainer's checkpoints, in natural order."""
     names = sorted(os.listdir(path), key=_natural)
     found = (
         os.path.join(path, name)
@@ -377,12 +362,12 @@ def _folders(path: str) -> list[str]:
 
 
 def _split_runs(readers: Sequence[LogReader]) -> list[list[LogReader]]:
-    """Files of one directory, as runs.
+    """Divides the files of one directory into runs.
 
-    TensorBoard's files, typed records and our own are one run to a directory, by their own
-    convention: there a fresh start is a run that died before its first checkpoint. Tables and the
-    like are seeds, or other recipes, next to each other, unless their names differ in a number only
-    (log-1, log-2) and each begins after the first step of the one before, as a resumed run does.
+    TensorBoard's files, typed records and healcore's own are one run per directory by convention; a
+    second start there is of a run that died before its first checkpoint. Tables and the like are
+    different runs, unless their names differ in a number only (log-1, log-2) and each begins after
+    the first step of the one before, as a resumed run does.
     """
     runs: list[list[LogReader]] = []
     before: tuple[str, float | None] = ("", None)
@@ -400,7 +385,7 @@ def _split_runs(readers: Sequence[LogReader]) -> list[list[LogReader]]:
 
 
 def _first_step(reader: LogReader) -> float | None:
-    """None where the file has no steps."""
+    """None if the file has no steps."""
     chunk = next((each for each in reader.chunks(Findings()) if len(each.line)), None)
     return None if chunk is None or chunk.step is None else float(chunk.step[0])
 

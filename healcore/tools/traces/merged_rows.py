@@ -1,9 +1,9 @@
-"""From the files of a run to its rows: one row per step, one number per attempt.
+"""Merges the files of a run into rows, one per step, and numbers the attempts.
 
-Within an attempt the steps go up. A file that begins at or before the last step, or a step that
-goes back within a file, begins a new attempt: the run was resumed there, and what it had logged
-beyond is a stale tail. Only the loss and the gradient norm decide this, each by itself: an
-evaluation that is written a few steps late, or after the training, is no resume.
+Steps increase within an attempt. A file that begins at or before the last step, or a step that goes
+back within a file, begins a new attempt: the run was resumed, and the rows logged beyond that step
+are a stale tail. Only the loss and the gradient norm count, each by itself: an evaluation that is
+written late is no resume.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from healcore.tools.traces.trace import (
 )
 
 _MOST_ATTEMPTS = 1000
-"""More restarts than this are not one run's log, but several writers' in one file."""
+"""More restarts mean several writers in one file, not one run."""
 
 _WINDOW = CHUNK // 8
 """How many rows late a row may be and still be merged with the row of its step."""
 
 
 class MergedRows(NamedTuple):
-    """A chunk of rows, and what the rows alone do not have."""
+    """A chunk of rows, with its file."""
 
     rows: Rows
     source: str
@@ -42,14 +42,9 @@ class MergedRows(NamedTuple):
 
 
 def merge_rows(readers: Sequence[LogReader], findings: Findings) -> Iterator[MergedRows]:
-    """Reads the files one after the other.
+    """Reads the files in the order in which they were written; `findings` collects all remarks.
 
-    Args:
-        readers: the files in the order in which they were written.
-        findings: takes every damage, restart and repeated step.
-
-    Raises:
-        TraceError: more than `_MOST_ATTEMPTS` restarts.
+    Raises TraceError after `_MOST_ATTEMPTS` restarts.
     """
     merger = _Merger(findings)
     for reader in readers:
@@ -59,7 +54,7 @@ def merge_rows(readers: Sequence[LogReader], findings: Findings) -> Iterator[Mer
             chunk = _joined(held, merger.numbered(chunk))
             if not len(chunk.line):
                 continue
-            # The last rows wait for the next chunk, which may have more of their steps.
+            # The last rows wait for the next chunk, which may have more rows of their steps.
             wait = _waiting(chunk)
             held = select_rows(chunk, slice(wait, None))
             yield from merger.merge(select_rows(chunk, slice(0, wait)))
@@ -68,7 +63,6 @@ def merge_rows(readers: Sequence[LogReader], findings: Findings) -> Iterator[Mer
 
 
 def _joined(first: FileRows | None, second: FileRows) -> FileRows:
-    """Two chunks of one file, one after the other."""
     if first is None or not len(first.line):
         return second
 
@@ -87,18 +81,18 @@ def _joined(first: FileRows | None, second: FileRows) -> FileRows:
 
 
 def _waiting(chunk: FileRows) -> int:
-    """Where the last `_WINDOW` rows begin, and the rows before them that are of the same step."""
+    """Where the last `_WINDOW` rows begin, including the rows before them of the same step."""
     step = chunk.step
     if step is None or len(step) <= _WINDOW:
         return 0
     ends = np.flatnonzero(step[1 : -_WINDOW + 1] != step[:-_WINDOW])
     if len(ends):
         return int(ends[-1]) + 1
-    return 0 if len(step) <= CHUNK else len(step)  # a step that never ends is not waited for
+    return 0 if len(step) <= CHUNK else len(step)  # a step of more rows does not wait
 
 
 class _Merger:
-    """Where the merge is: the index, the attempt, and the last step of each signal in it."""
+    """The state of the merge: the index, the attempt, and the last step of each signal in it."""
 
     def __init__(self, findings: Findings) -> None:
         self.findings = findings
@@ -108,16 +102,15 @@ class _Merger:
         self.attempt = 0
         self.top = -np.inf  # largest step of this attempt
         self.clock: dict[str, float] = {}
-        self.fresh = True  # no row of this file has been seen
+        self.fresh = True  # no row of this file has been merged
         self.quiet = False  # a repeated step of this file has been reported
 
     def begin(self, path: str) -> None:
-        """The next file."""
         self.path, self.base = path, self.next
         self.fresh, self.quiet = True, False
 
     def numbered(self, chunk: FileRows) -> FileRows:
-        """With the rows' index and a step, where they do not depend on what is merged."""
+        """Adds the rows' index and step if they do not depend on the merge."""
         if chunk.row is not None:
             row = chunk.row + self.base
             self.next = self.base + chunk.end
@@ -130,7 +123,6 @@ class _Merger:
         return chunk._replace(row=row, step=step)
 
     def merge(self, chunk: FileRows) -> Iterator[MergedRows]:
-        """Merges the rows of one step, and cuts where an attempt begins."""
         step = chunk.step
         if step is None or not len(step):
             return
@@ -152,7 +144,7 @@ class _Merger:
                 repeated = 0
 
     def _place(self, chunk: FileRows, steps: list[float]) -> tuple[np.ndarray, list[int], int]:
-        """Row by row: which merged row each belongs to, where attempts begin, repeats."""
+        """Row by row: the merged row of each, the starts of attempts, and the number of repeats."""
         logs = [
             [name for name, given in chunk.given.items() if given[at]] for at in range(len(steps))
         ]

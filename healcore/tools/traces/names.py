@@ -1,4 +1,4 @@
-"""Which column is the loss: the names that trainers and trackers give to the signals.
+"""The names that trainers and trackers give to the signals.
 
 A name of an earlier tier is taken before one of a later tier. Names are compared in lower case,
 with every run of other characters as one "_": "train/loss" is "train_loss".
@@ -36,7 +36,7 @@ _NAMES = {
         "train_loss_step loss_step",  # Lightning writes them next to the epoch's mean
     ),
     "grad_norm": (
-        # Before clipping, where the log has both.
+        # Before clipping, so preferred.
         "raw_grad_norm learning_raw_grad_norm grad_norm_before_clip unclipped_grad_norm",
         "grad_norm",
         "train_grad_norm training_grad_norm global_grad_norm total_grad_norm gradient_norm "
@@ -73,7 +73,7 @@ _UNAMBIGUOUS = (STEP, "loss", "grad_norm")
 
 
 def normalized(name: str) -> str:
-    """A name as the tiers have it."""
+    """A name in the form of the tiers."""
     flat = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
     return flat.removeprefix("metrics_")
 
@@ -94,18 +94,11 @@ def is_step(name: str) -> bool:
 def resolve(
     names: Sequence[str], columns: Mapping[str, str], extras: Sequence[str] = ()
 ) -> tuple[dict[str, str], list[str]]:
-    """Which of a file's names are the step and the signals.
+    """Finds which `names` (columns, tags or keys of a file) are the step and the signals.
 
-    Args:
-        names: of the columns, tags or keys.
-        columns: what the user gave: signal (or "step") -> name.
-        extras: names that are read unchanged, besides the signals.
-
-    Returns:
-        Signal (or "step") -> name, and remarks about names that were not used.
-
-    Raises:
-        TraceError: a name of `columns` is absent, two names fit equally well, or nothing fits.
+    `columns` is the user's choice: signal (or "step") -> name. `extras` are read unchanged. Returns
+    signal (or "step") -> name, and remarks about names that were not used. Raises TraceError if a
+    name of `columns` is absent, two names fit equally well, or nothing fits.
     """
     found: dict[str, str] = {}
     notes: list[str] = []
@@ -120,7 +113,7 @@ def resolve(
             continue
         first = min(tier for tier, _ in tiers)
         best = [name for tier, name in tiers if tier == first]
-        # "step" next to "_step", written exactly like our own name, is meant.
+        # "step" is preferred to "_step": it is exactly healcore's own name.
         exact = [name for name in best if name == signal]
         if len(best) > 1 and len(exact) != 1:
             both = f"{quoted(best)} may each be the {signal}: choose one, --column {signal}=NAME"
@@ -154,11 +147,7 @@ def _given(signal: str, name: str, names: Sequence[str]) -> str:
 
 
 def check_columns(columns: Mapping[str, str]) -> None:
-    """Refuses what no file could satisfy.
-
-    Raises:
-        TraceError: a key that is not a signal.
-    """
+    """Raises TraceError for a key that is not a signal."""
     for signal in columns:
         if signal not in (STEP, *SIGNALS):
             raise TraceError(

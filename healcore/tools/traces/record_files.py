@@ -1,4 +1,4 @@
-"""Files of records: JSON Lines, JSON documents, and the rows out of any records."""
+"""Reads files of records (JSON Lines, JSON documents), and makes rows from any records."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ Records = Callable[[Findings], Iterator[tuple[int, Fields]]]
 """Begins a pass over the records of a file: line (0: the format has none) and fields."""
 
 PROBED = 1000
-"""Records whose keys decide what is read; keys that come later can only add to it."""
+"""Records whose keys decide what is read; keys of later records can only add to it."""
 
 _WIDE = 256
-"""Fields of a record from which on only those are kept that are read."""
+"""Fields of a record above which only those that are read are kept."""
 _LONGEST = 1 << 24
-"""Characters of the longest record that is read. This bounds the memory."""
+"""Characters of the longest record that is read, which limits the memory."""
 _LONG = 1 << 12
-"""Characters of a record from which on it is shortened."""
+"""Characters of a record above which it is shortened."""
 _SMALL = frozenset((float, int, bool, type(None)))
 _KEPT = 400
-"""Characters that are kept of a value that is no number: a number written as text has fewer."""
+"""Characters that are kept of a text; a number written as text has fewer."""
 _BLOCK = 1 << 16
 _GAP = re.compile(r"[\s,]*")
 
@@ -79,7 +79,7 @@ def json_lines(path: str, findings: Findings) -> Iterator[tuple[int, Fields]]:
 
 
 def _shortened(record: Fields, *, nested: bool = False) -> Fields:
-    """A long record without what no reader reads: lists, and what is nested more than once.
+    """A long record without lists and deeper nesting, which no reader reads.
 
     Thousands of records are in memory at a time, and a list of lists takes twenty times its text.
     """
@@ -97,10 +97,10 @@ def _shortened(record: Fields, *, nested: bool = False) -> Fields:
 def json_document(path: str, findings: Findings) -> Iterator[tuple[int, Fields]]:
     """Every record of one large JSON document, and its line. Damage ends the reading.
 
-    `trainer_state.json` of Hugging Face's Trainer is an object with the records in "log_history"; a
-    plain list of records is read as well. json parses the records one by one out of a window, so
-    that the document is never held. ijson would do the same, but it would be one more dependency of
-    every installation for a single format, and it stops at the first damage.
+    The records are a list, or "log_history" in an object (`trainer_state.json` of Hugging Face's
+    Trainer). json parses them one by one out of a window, so that the document is never in memory.
+    ijson does the same, but stops at the first damage, and would be a dependency of every
+    installation for one format.
     """
     with open_text(path) as file:
         window = _Window(file)
@@ -112,8 +112,6 @@ def json_document(path: str, findings: Findings) -> Iterator[tuple[int, Fields]]
 
 
 class _Window:
-    """A piece of the text, and the line of the place up to which its lines are counted."""
-
     def __init__(self, file: TextIO) -> None:
         self._file = file
         self.text = ""
@@ -121,7 +119,7 @@ class _Window:
         self._counted = 0
 
     def read_more(self) -> bool:
-        block = self._file.read(max(_BLOCK, len(self.text)))  # doubling: long records stay cheap
+        block = self._file.read(max(_BLOCK, len(self.text)))  # doubling: linear in a long record
         self.text += block
         return bool(block)
 
@@ -185,18 +183,11 @@ def _document_records(
 
 
 class RecordReader:
-    """One file of records. It looks at the first of them when it is made.
+    """One file of records; the constructor reads the first ones to choose the keys.
 
-    Args:
-        path: the file.
-        records: those that are steps, see `formats.steps`.
-        columns: signal -> key, as the user gave it.
-        extras: keys that are read besides the signals.
-        tags: every record is one number, mostly of a tag that is not read. Those get no note, like
-            the columns of a table that are not read.
-
-    Raises:
-        TraceError: no record has a loss or a gradient norm, or two keys may be it.
+    `records` are those that are steps, see `formats.steps`. With `tags` every record is one number,
+    mostly of a tag that is not read, and no note counts those. Raises TraceError if no record has a
+    loss or a gradient norm, or two keys may be it.
     """
 
     def __init__(
@@ -227,7 +218,7 @@ class RecordReader:
                 try:
                     return set(keys), resolve(list(keys), columns, self._extras)
                 except TraceError:
-                    continue  # the loss may be logged for the first time further on
+                    continue  # a later record may be the first with a loss
         if not seen:
             first = f": {findings.problems[0]}" if findings.problems else ""
             raise TraceError(f"it has no record that could be read{first}")
@@ -267,7 +258,6 @@ class RecordReader:
         picks: Mapping[str, str],
         findings: Findings,
     ) -> FileRows:
-        """The rows out of some records, those that log a signal."""
         cells = {name: [fields.get(key) for fields in chunk] for name, key in picks.items()}
         logs = np.zeros(len(chunk), bool)
         for name, column in cells.items():
@@ -283,7 +273,7 @@ class RecordReader:
         new = [key for key in fields if key not in known]
         known.update(new)
         try:
-            # "loss" is there so that a single new key resolves; it has been decided long ago.
+            # "loss" lets `resolve` accept a single new key; its own key is already chosen.
             found, _ = resolve([*new, "loss"], {}, self._extras)
         except TraceError:
             return

@@ -1,4 +1,4 @@
-"""TensorBoard event files, by TensorBoard's own reader (`pip install 'healcore[tensorboard]'`)."""
+"""Reads TensorBoard event files with TensorBoard's own reader (extra `tensorboard`)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ _FRAME = 16
 
 
 def check_readable(path: str) -> None:
-    """Refuses a compressed file, and any if the package is not there.
-
-    Raises:
-        TraceError: what to install, or what to do with the file.
-    """
+    """Raises TraceError for a compressed file, or if tensorboard is not installed."""
     try:
         extras.require("tensorboard", "tensorboard")
     except extras.MissingExtraError:
@@ -35,8 +31,8 @@ def check_readable(path: str) -> None:
 def scalars(path: str, findings: Findings) -> Iterator[tuple[int, dict[str, Any]]]:
     """Every scalar as a record of its own: {"step": step, tag: value}.
 
-    The reader stops silently at a record that is torn or whose checksum is wrong. How far it came
-    is counted here, so that the rest can be reported.
+    The bytes read are counted, since the reader stops silently at a torn record or a wrong
+    checksum.
     """
     from google.protobuf.message import DecodeError
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
@@ -68,7 +64,7 @@ def scalars(path: str, findings: Findings) -> Iterator[tuple[int, dict[str, Any]
 def _whole_records(path: str, records: Iterator[bytes]) -> Iterator[bytes]:
     """The records up to the first that has no end in the file.
 
-    The reader would ask for as many bytes as a record declares, up to 2**64.
+    For that one the reader would allocate as many bytes as it declares, up to 2**64.
     """
     with (
         open(path, "rb") as file,
@@ -84,7 +80,6 @@ def _whole_records(path: str, records: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _scalar(value: Any) -> float | None:
-    """A summary's number: an old scalar, or a tensor of one number."""
     kind = value.WhichOneof("value")
     if kind == "simple_value":
         return value.simple_value

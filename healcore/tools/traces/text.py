@@ -1,4 +1,4 @@
-"""Text files, compressed or not, in several encodings; and the numbers in their cells."""
+"""Opens text files, compressed or not, in several encodings; parses the numbers in their cells."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from healcore.tools.traces.trace import TraceError
 
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 BROKEN = (EOFError, zlib.error, OSError)
-"""What reading a file can raise half-way: a cut or damaged .gz, a disk that fails."""
+"""Errors in the middle of a file: a cut or damaged .gz, a disk that fails."""
 
 _GZIP = b"\x1f\x8b"
 _BAD_GZIP = (EOFError, zlib.error, gzip.BadGzipFile)
 _HEAD = 1 << 20
 _MOST_PACKED = 200
 _FREE = 1 << 23
-"""Bytes that may be unpacked whatever the size of the file."""
+"""Bytes that may be unpacked for any size of the file."""
 _NOT_LOGGED = frozenset({"", "none", "null", "na", "n/a", "<na>"})
 """Cells that mean that nothing was logged. "nan" is not one of them: it is a value."""
 
@@ -29,7 +29,6 @@ _NOT_LOGGED = frozenset({"", "none", "null", "na", "n/a", "<na>"})
 
 
 def _open_bytes(path: str) -> BinaryIO:
-    """The file's content, decompressed."""
     file = open(path, "rb")  # noqa: SIM115 - handed to the caller
     if file.peek(2)[:2] == _GZIP:
         return cast(BinaryIO, io.BufferedReader(_Unpacked(file), 1 << 16))
@@ -37,10 +36,10 @@ def _open_bytes(path: str) -> BinaryIO:
 
 
 class _Unpacked(io.RawIOBase):
-    """The content of a .gz file, up to a limit.
+    """The content of a .gz file, up to 8 MiB plus 200 times its size.
 
-    deflate packs zeros a thousandfold, so that a megabyte could take a day to read. No log of
-    some size shrinks to less than a 200th.
+    deflate packs zeros a thousandfold, so that a megabyte could take a day to read. No log of some
+    size shrinks to less than a 200th.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -67,9 +66,7 @@ class _Unpacked(io.RawIOBase):
 def head(path: str) -> bytes:
     """The first megabyte of the content; less if the compressed data break before.
 
-    Raises:
-        OSError: it cannot be opened.
-        TraceError: not even its first bytes can be decompressed.
+    Raises OSError, or TraceError if not even the first bytes can be decompressed.
     """
     start = b""
     with _open_bytes(path) as file:
@@ -83,13 +80,13 @@ def head(path: str) -> bytes:
 
 
 def is_compressed(path: str) -> bool:
-    """Whether it is a .gz file, whatever its name."""
+    """Whether it is a .gz file, by content."""
     with open(path, "rb") as file:
         return file.read(2) == _GZIP
 
 
 def encoding_of(start: bytes) -> str:
-    """By the byte order mark at the start of a content."""
+    """The encoding by the byte order mark."""
     return "utf-16" if start[:2] in _UTF16 else "utf-8-sig"
 
 
@@ -104,7 +101,7 @@ def open_text(path: str) -> TextIO:
 
 
 def skip_line(file: TextIO) -> None:
-    """Reads to the end of a line without holding it."""
+    """Reads to the end of a line without keeping it in memory."""
     while (text := file.readline(_HEAD)) and not text.endswith("\n"):
         pass
 
@@ -120,13 +117,9 @@ def why_broken(error: BaseException) -> str:
 
 
 def number_in_text(cell: str) -> float | None:
-    """The number in a cell; None if nothing was logged.
-
-    Raises:
-        ValueError: it is neither a number nor a text for nothing.
-    """
+    """The number in a cell; None if nothing was logged; ValueError for other text."""
     try:
-        if "_" not in cell:  # float("1_000") is Python source, not data
+        if "_" not in cell:  # float() reads 1_000, which is Python syntax and not data
             return float(cell)
     except ValueError:
         pass
@@ -136,11 +129,7 @@ def number_in_text(cell: str) -> float | None:
 
 
 def number_in_json(value: Any) -> float | None:
-    """The number in a JSON value; a text is read like a cell.
-
-    Raises:
-        ValueError: not a number.
-    """
+    """The number in a JSON value; strings are read like cells. ValueError if it is not a number."""
     if value is None:
         return None
     if isinstance(value, str):
@@ -154,5 +143,5 @@ def number_in_json(value: Any) -> float | None:
 
 
 def excerpt(text: str) -> str:
-    """A piece of a damaged file, quoted and short."""
+    """A short quoted piece of a damaged file."""
     return repr(text if len(text) <= 40 else f"{text[:37]}...")

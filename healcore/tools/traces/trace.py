@@ -1,4 +1,4 @@
-"""What every trace reader hands over: the recorded rows of one run, in chunks."""
+"""The common form of all trace readers: the recorded rows of one run, in chunks."""
 
 from __future__ import annotations
 
@@ -10,40 +10,38 @@ import numpy as np
 from healcore.core.errors import HealcoreError
 
 SIGNALS = ("loss", "grad_norm", "update_norm", "eval_loss", "lr")
-"""What is looked for in a log, by the names of `healcore.core.signals` (and the learning rate)."""
+"""Names that are looked for in a log: those of `healcore.core.signals`, and the learning rate."""
 
 JUDGED = frozenset({"loss", "grad_norm"})
 """A row needs one of these to be judged, and only these show where a run was resumed."""
 
 CHUNK = 4096
-"""Most rows of one chunk. This bounds the memory, whatever the length of the file."""
+"""Most rows of one chunk, which limits the memory for files of any length."""
 
 _KEPT = 100
 """Findings of a trace that are kept; all are counted."""
 
 
 class TraceError(HealcoreError, ValueError):
-    """A trace that cannot be read: the file, the rule, what to write instead."""
+    """A trace that cannot be read; the message has the file, the rule and the remedy."""
 
 
 class Rows(NamedTuple):
     """One chunk: 1 to `CHUNK` rows of one attempt."""
 
     index: np.ndarray
-    """int64 (n,), increasing. Counts the data rows of the trace from 0, over all its files. In a
-    CSV file the lines that cannot be read count too, so that the index is the row number that
-    pandas gives; elsewhere the rows of one step are merged before they are counted."""
+    """int64 (n,), increasing: the row in the trace from 0, over all its files. In a CSV file
+    unreadable lines count too, as in pandas; in other formats rows of one step are merged before
+    they are counted."""
     step: np.ndarray
-    """float64 (n,) as recorded; the row's index where the file has no step. Goes up within an
+    """float64 (n,) as recorded; the row's index if the file has no step. Increases within an
     attempt, except for rows that were written late (an evaluation's) or twice."""
     values: Mapping[str, np.ndarray]
-    """float32 (n,) for each signal that the trace logs; NaN and Inf as recorded, NaN where the row
-    does not log it."""
+    """float32 (n,) for each signal of the trace; NaN and Inf as recorded, NaN if not given."""
     given: Mapping[str, np.ndarray]
-    """bool (n,), the same keys: this row logs the signal. An empty cell is not logged; the texts
-    nan and inf are values."""
+    """bool (n,), same keys: logged in this row. An empty cell is not; the texts nan and inf are."""
     attempt: int
-    """0, 1, ...: goes up where the recorded run was resumed from an earlier step."""
+    """From 0; increases where the recorded run was resumed from an earlier step."""
 
     @property
     def start(self) -> int:
@@ -61,15 +59,15 @@ class Attempt(NamedTuple):
     first_step: float
     resumes_after: int | None
     """Index of the last row before it that is still part of the run: its step is smaller than
-    `first_step` and no attempt in between replaced it. None: the attempt starts afresh."""
+    `first_step` and no attempt in between replaced it. None: the attempt starts from scratch."""
 
 
 class TraceFinding(NamedTuple):
-    """Damage, or something else worth knowing, at a place in a file."""
+    """Damage, or another remark, at a place in a file."""
 
     source: str
     line: int | None
-    """Line number from 1, or None where the format has no lines."""
+    """From 1; None if the format has no lines."""
     text: str
 
     def __str__(self) -> str:
@@ -78,11 +76,7 @@ class TraceFinding(NamedTuple):
 
 
 class Findings:
-    """Problems (damage) and notes (no damage) of one pass over a trace.
-
-    Args:
-        earlier: findings to begin with.
-    """
+    """Problems (damage) and notes (no damage) of one pass over a trace, added to `earlier`."""
 
     def __init__(self, earlier: Findings | None = None) -> None:
         self.problems: list[TraceFinding] = list(earlier.problems) if earlier else []
@@ -97,30 +91,28 @@ class Findings:
             self.problems.append(TraceFinding(source, line or None, text))
 
     def note(self, source: str, line: int | None, text: str) -> None:
-        """Adds something that was used, and should be known. A line of 0 is none."""
+        """Adds a remark about something that was used. A line of 0 is none."""
         self.note_count += 1
         if len(self.notes) < _KEPT:
             self.notes.append(TraceFinding(source, line or None, text))
 
 
 class Survey(NamedTuple):
-    """What a first pass over a trace has found."""
+    """The result of a first pass over a trace."""
 
     rows: int
-    """Rows that `Trace.rows` gives."""
     signals: frozenset[str]
     combinations: frozenset[frozenset[str]]
-    """Every set of signals that some row logs together; the empty set where a row logs none."""
+    """Every set of signals that some row logs together; the empty set if a row logs none."""
     attempts: tuple[Attempt, ...]
     first_step: float
     last_step: float
     """Step of the last row of the file, not the largest one."""
     problems: tuple[TraceFinding, ...]
-    """Damage (the first 100): lines, cells and records that could not be used."""
+    """The first 100 lines, cells and records that could not be used."""
     problem_count: int
     notes: tuple[TraceFinding, ...]
-    """What is not damage but should be known (the first 100): a resume, a repeated step, a column
-    that was not used."""
+    """The first 100 remarks: a resume, a repeated step, a column that was not used."""
     note_count: int
     repeated: int
     """Rows that log a signal of a step which an earlier row has already logged."""
@@ -136,13 +128,10 @@ class Unreadable(NamedTuple):
 
 
 class Trace:
-    """The log of one run. Re-iterable; nothing but the current chunk is in memory.
+    """The log of one run. It can be read repeatedly, with only one chunk in memory.
 
-    Args:
-        name: the path as the user gave it, with `#run` for one run of an export of several.
-        sources: the files, in the order in which they were written.
-        rows: begins a pass over them.
-        survey: makes the first pass.
+    `name` is the path as the user gave it, with `#run` for one run of an export of several.
+    `sources` are the files, in the order in which they were written.
     """
 
     def __init__(
@@ -162,26 +151,21 @@ class Trace:
         return f"Trace({self.name!r})"
 
     def rows(self) -> Iterator[Rows]:
-        """All rows in the order of the files, stale tails included.
+        """All rows in the order of the files, including stale tails.
 
-        Raises:
-            TraceError: the file has gone, or its steps go back again and again.
+        Raises TraceError if the file has gone, or its steps go back again and again.
         """
         return self._rows()
 
     def survey(self) -> Survey:
-        """What is in it: the first pass, made once.
-
-        Raises:
-            TraceError: as `rows`.
-        """
+        """The result of the first pass, which is made once; raises as `rows`."""
         if self._survey is None:
             self._survey = self._make_survey()
         return self._survey
 
 
 class LoadedTrace(NamedTuple):
-    """A whole small trace; the fields of `Rows`, with the attempt of every row."""
+    """A whole small trace: the fields of `Rows`, with the attempt of every row."""
 
     index: np.ndarray
     step: np.ndarray
@@ -191,7 +175,7 @@ class LoadedTrace(NamedTuple):
 
 
 def load(trace: Trace) -> LoadedTrace:
-    """Everything at once, for small traces: about 40 bytes a row and signal."""
+    """Loads a small trace: about 40 bytes a row and signal."""
     chunks = list(trace.rows())
     if not chunks:
         empty = np.empty(0, np.int64)
@@ -209,13 +193,7 @@ def load(trace: Trace) -> LoadedTrace:
 def join_columns(
     parts: Sequence[Mapping[str, np.ndarray]], lengths: Sequence[int], absent: np.generic
 ) -> dict[str, np.ndarray]:
-    """Columns one below the other.
-
-    Args:
-        parts: name -> column.
-        lengths: of each part.
-        absent: where a part does not have the column.
-    """
+    """Joins columns by name; `absent` fills in for a part (of `lengths` rows) that lacks one."""
     names = sorted(set().union(*parts))
     return {
         name: np.concatenate(
@@ -232,7 +210,7 @@ _Chunk = TypeVar("_Chunk", bound=tuple)
 
 
 def select_rows(chunk: _Chunk, where: slice | np.ndarray) -> _Chunk:
-    """Some rows of a chunk: every array of a named tuple, and those in its mappings, are cut."""
+    """Selects rows of a named tuple, in all its arrays and mappings of arrays."""
 
     def cut(value: Any) -> Any:
         if isinstance(value, np.ndarray):

@@ -1,4 +1,4 @@
-"""Following a run as its files grow, for a terminal and for a pipe."""
+"""Follows a run as its files grow, in a terminal or a pipe."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ COMPLETED, FAILED = 0, 1
 _LOOK_EVERY = 0.5
 """Seconds; the Healer writes its metrics as often."""
 _GONE_EVERY = 3.0
-"""Seconds without a new line between checks whether the process is still there."""
+"""Seconds without a new line between checks whether the process still exists."""
 _HISTORY = 20
-"""Lines of the past that are shown at the start."""
+"""Most earlier lines that are shown at the start."""
 _METRICS_END = 1 << 16
 """Bytes of the metrics that are read at the start."""
 _FOREIGN = 20
-"""Lines without one event among them after which a file is taken to be something else."""
+"""Lines without an event after which the file is rejected."""
 _BLOCK = 1 << 20
 _LONGEST = 1 << 24
-"""Bytes of a line after which it is given up: no event has as many."""
+"""Bytes after which a line is given up; no event is as long."""
 
 
 class WatchError(HealcoreError, ValueError):
@@ -40,7 +40,7 @@ class WatchError(HealcoreError, ValueError):
 
 
 class NewLines(NamedTuple):
-    """What was added to a file since the last look."""
+    """The lines added to a file since the last look."""
 
     lines: list[bytes]
     """Whole lines, without their ends."""
@@ -51,17 +51,11 @@ class NewLines(NamedTuple):
 
 
 class Tail:
-    """Reads a file that grows. It need not be there yet, and may be rotated or emptied.
+    """Reads a file that grows. It may not exist yet, and may be rotated or emptied.
 
-    A line without its end is held back until the rest has come.
-
-    Args:
-        path: the file.
-        last: only so many bytes at its end matter; None: all of it.
-
-    Attributes:
-        there: whether it was, at the last look.
-        trouble: why it could not be read at the last look, if it is there.
+    A line without its end is held back until it is complete. `last` limits the first read to so
+    many bytes at the file's end. After a look, `there` is whether the file exists, and `trouble`
+    why it could not be read.
     """
 
     def __init__(self, path: Path, *, last: int | None = None) -> None:
@@ -74,7 +68,7 @@ class Tail:
         self._rest = b""
 
     def look(self) -> NewLines:
-        """What is new. Errors are not raised: see `there` and `trouble`."""
+        """The new lines. Errors are not raised: see `there` and `trouble`."""
         self.trouble = ""
         try:
             with self.path.open("rb") as file:
@@ -106,13 +100,7 @@ class Tail:
 
 
 class RunWatcher:
-    """One events file, and the metrics next to it.
-
-    Args:
-        path: the events file; it need not be there yet.
-        policy: of the run, for its budget.
-        console: rich's, which prints the lines.
-    """
+    """Prints the new lines of an events file, which need not exist yet, and of its metrics."""
 
     def __init__(self, path: Path, policy: Policy | None, console: Any) -> None:
         self.path = path
@@ -124,14 +112,14 @@ class RunWatcher:
 
     @property
     def there(self) -> bool:
-        """Whether the file is there."""
+        """Whether the file exists."""
         return self._events.there
 
     def print(self, line: str, *, grave: bool = False) -> None:
         """Prints one line."""
         from rich.text import Text
 
-        # Text, not str: brackets in a log are no markup. One line stays one, however narrow a pipe.
+        # Text, not str: rich reads brackets in a str as markup. Soft wrap keeps a line in one line.
         text = Text(one_line(line), style="bold red" if grave else "")
         self._console.print(text, soft_wrap=True)
         if not self._console.is_terminal:
@@ -143,10 +131,9 @@ class RunWatcher:
             self.print(line)
 
     def catch_up(self) -> None:
-        """Reads everything that is there already, and prints only the last lines of it.
+        """Reads the file as it is, and prints its last lines.
 
-        Raises:
-            WatchError: it is no events file.
+        Raises WatchError if it is no events file.
         """
         lines: deque[tuple[str, bool]] = deque(maxlen=_HISTORY)
         count = 0
@@ -159,11 +146,7 @@ class RunWatcher:
             self.print(line, grave=grave)
 
     def look(self) -> None:
-        """Prints what has come since.
-
-        Raises:
-            WatchError: it is no events file.
-        """
+        """Prints the new lines; raises as `catch_up`."""
         for line, grave in self._new_lines():
             self.print(line, grave=grave)
 
@@ -177,7 +160,7 @@ class RunWatcher:
         self._quiet_since = now
         if not self.live.check_process():
             return False
-        self.look()  # it may have written its end just before it went
+        self.look()  # it may have written its end just before it exited
         if self.live.check_process():
             self.print("the process is gone, and has written no end: it was killed", grave=True)
         return True
@@ -218,11 +201,7 @@ class RunWatcher:
 
 
 def print_once(path: Path, policy: Policy | None, console: Any) -> int:
-    """Prints the state of a run; returns the exit status.
-
-    Raises:
-        WatchError: there is no such file, or no event in it.
-    """
+    """Prints the state of a run, and returns the exit status; WatchError if there is no event."""
     watcher = RunWatcher(path, policy, console)
     watcher.catch_up()
     if not watcher.there:
@@ -236,16 +215,10 @@ def print_once(path: Path, policy: Policy | None, console: Any) -> int:
 
 
 def follow(path: Path, policy: Policy | None, console: Any, *, forever: bool = False) -> int:
-    """Follows a run to its end; returns the exit status.
+    """Follows a run to its end, or forever; returns the exit status.
 
-    Args:
-        path: the events file.
-        policy: of the run, for its budget.
-        console: rich's. No terminal: lines, and the state of the run at its end.
-        forever: continues after the end, since the run may be started again.
-
-    Raises:
-        WatchError: it is no events file, or cannot be read.
+    `forever` is for a run that may be started again. Raises WatchError if it is no events file, or
+    cannot be read.
     """
     watcher = RunWatcher(path, policy, console)
     with _panel_below(console, watcher) as refresh:
@@ -257,14 +230,13 @@ def follow(path: Path, policy: Policy | None, console: Any, *, forever: bool = F
             time.sleep(_LOOK_EVERY)
             watcher.look()
         refresh()
-    if not console.is_terminal:  # there the panel stays
+    if not console.is_terminal:  # in a terminal the panel stays
         watcher.print_state()
     return FAILED if watcher.live.failed else COMPLETED
 
 
 @contextmanager
 def _panel_below(console: Any, watcher: RunWatcher) -> Iterator[Callable[[], None]]:
-    """The panel under the lines, where there is a terminal."""
     if not console.is_terminal:
         yield lambda: None
         return

@@ -1,4 +1,4 @@
-"""What is printed of a live run: a line for each event, and three lines for its state."""
+"""The output for a live run: a line for each event, and three lines for its state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GRAVE = frozenset({"rollback", "stop", "problem", "save_failed", "damaged"})
 
 
 def one_line(text: str) -> str:
-    """In one line, without what a terminal would take for a command."""
+    """The text in one line, without terminal escape sequences."""
     return clean(" ".join(text.split()), keep="")
 
 
@@ -22,7 +22,7 @@ def one_line(text: str) -> str:
 
 
 def event_line(event: EventRecord) -> str | None:
-    """The line of an event, or None: it is not shown."""
+    """The line of an event, or None for one that is not shown."""
     text = _TEXTS.get(event.kind)
     if text is None:
         return None
@@ -91,7 +91,7 @@ _TEXTS: dict[str, Callable[[EventRecord], str]] = {
 
 
 def state_lines(live: LiveRun) -> list[str]:
-    """The state of the run in three lines; without what is not known."""
+    """The state of the run in three lines, without unknown values."""
     run, ending = live.run, live.ending
     start = run.start or EventRecord()
     state = "running" if ending is None else f"ended: {ending}"
@@ -128,7 +128,7 @@ def _incidents(live: LiveRun) -> str:
 
 
 def _actions(live: LiveRun) -> list[str]:
-    """What was done, or would have been. A budget is refunded later, of which there is no event."""
+    """What was done, or would have been. The budgets are totals, since refunds have no event."""
     run = live.run
     skipped = f"{run.skips}{' or more' if run.capped else ''} steps"
     if run.observes:

@@ -21,21 +21,9 @@ _TIMED = 200
 class LiveRun:
     """The last run that has begun in an events file; the first process of several.
 
-    What is counted is of the whole run: a process that resumes from the checkpoints of the one
-    before continues its counts.
-
-    Args:
-        policy: of the run, for its budget; None: the preset of that name, if it is exactly that.
-
-    Attributes:
-        run: what its events have.
-        seen: lines so far.
-        damaged: of those, the ones that are no event.
-        killed: its process is gone, and has written no end.
-        step: the current one.
-        lr_scale: the multiplier of the learning rate in force.
-        metrics: of the last line of the metrics.
-        policy: of the run; None: it is not known.
+    A process that resumes from the checkpoints of the one before continues its counts. The policy
+    is None if it is not given and not exactly a preset. `damaged` counts the lines of `seen` that
+    are not an event; `killed`: the process is gone, and has written no end.
     """
 
     def __init__(self, policy: Policy | None = None) -> None:
@@ -54,7 +42,7 @@ class LiveRun:
         self._timed: deque[tuple[float, int]] = deque(maxlen=_TIMED)
 
     def add_event(self, line: bytes) -> EventRecord | None:
-        """Adds a line of the events; the event in it, if it is of the run that is watched."""
+        """Adds a line of the events; returns the event if it is of the watched run."""
         if not line.strip():
             return None
         self.seen += 1
@@ -68,7 +56,7 @@ class LiveRun:
             self._begin_process(event["run"])
         if self._id is None:  # the file's beginning was rotated away
             self._id = event["run"]
-        if event["run"] != self._id:  # another rank's
+        if event["run"] != self._id:  # of another rank
             return None
         found = self.run.add(event)
         if found.kind == "start" and self._given is None:
@@ -95,7 +83,7 @@ class LiveRun:
 
     @property
     def speed(self) -> float | None:
-        """Steps per second, lately; None: not known."""
+        """Recent steps per second; None: not known."""
         if len(self._timed) < 2:
             return None
         (t0, step0), (t1, step1) = self._timed[0], self._timed[-1]
@@ -114,6 +102,6 @@ class LiveRun:
         return self.ending not in (None, RunState.COMPLETED)
 
     def check_process(self) -> bool:
-        """Whether its process has gone without an event; False where that cannot be seen."""
+        """Whether its process has gone without an event; False if that cannot be checked."""
         self.killed = self.run.state is RunState.GONE
         return self.killed
