@@ -139,10 +139,12 @@ class _Handler:
         """The previous handler of Ctrl-C, once a first one has come."""
 
     def add(self, run: TerminationWatch) -> None:
+        if self._pid != os.getpid():
+            self._runs.clear()  # of the parent of this fork, whose handlers are inherited
+            self._pid = os.getpid()
         self._runs.append(run)
         if self._previous:
             return
-        self._pid = os.getpid()
         self._install(signal.SIGTERM)
         # A program's own handler for Ctrl-C stays.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

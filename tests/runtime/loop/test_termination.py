@@ -197,3 +197,24 @@ def test_a_forked_child_dies_of_a_signal_as_ever():
         assert watcher.signal_number is None
     finally:
         watcher.stop()
+
+
+def _own_run():
+    watcher = TerminationWatch()
+    watcher.start()
+    os.kill(os.getpid(), signal.SIGTERM)
+    raise SystemExit(0 if watcher.signal_number == signal.SIGTERM else 1)
+
+
+def test_a_run_of_a_forked_child_takes_the_signal():
+    """It inherits the handlers of the parent's run."""
+    watcher = TerminationWatch()
+    watcher.start()
+    try:
+        child = multiprocessing.get_context("fork").Process(target=_own_run)
+        child.start()
+        child.join(20)
+        assert child.exitcode == 0
+        assert watcher.signal_number is None
+    finally:
+        watcher.stop()
