@@ -234,7 +234,6 @@ def protect(
         return on_mesh_of(params, state)
 
     def measured(updates: optax.Updates) -> tuple[chex.Array | None, chex.Array]:
-        """The norm, if the policy reads it, and whether the update is non-finite."""
         if not reads_update_norm:
             return None, axes.any(gradients.not_finite(updates))
         norm = axes.norm(updates)
