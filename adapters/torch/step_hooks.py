@@ -275,7 +275,7 @@ class OpenStep:
         return True
 
     def unwind(self) -> None:
-        """Call it before an exception that ends the nested steps, and that the outermost catches."""
+        """Call it before raising an exception that the outermost step catches."""
         self._nested = 0
 
     def clear(self) -> None:
