@@ -122,9 +122,8 @@ def _interpret(
 ) -> list[Any]:
     """Evaluates a jaxpr, selecting each new state leaf at the equation that produces it.
 
-    The old state is ``args[first : first + len(names)]``, the new one the last ``len(names)``
-    outputs. Selected at the end are leaves without a defining equation (constants and inputs), and
-    the second leaf where one value is returned as two.
+    The old state is ``args[first : first + len(names)]``, the new one the last outputs. Leaves
+    without an equation of their own (constants, inputs, duplicates) are selected at the end.
     """
     jaxpr = closed.jaxpr
     old, own_inputs = (flat[first : first + len(names)] for flat in (args, jaxpr.invars))
@@ -175,8 +174,8 @@ def _evaluate(eqn: Any, read: Callable[[Any], Any]) -> Sequence[Any]:
 def _select_widened(skip: chex.Array, old: Any, new: Any, name: str) -> Any:
     """`_select`, but a leaf may get a wider dtype, in which the old value is exact.
 
-    In their first step Prodigy, and anything under inject_hyperparams, turn the moments of bfloat16
-    parameters into float32 if there are float32 parameters too.
+    Prodigy and inject_hyperparams widen bfloat16 moments in their first step if there are float32
+    parameters too.
     """
     before, after = jnp.result_type(old), jnp.result_type(new)
     numbers = all(jnp.issubdtype(each, jnp.number) for each in (before, after))

@@ -1,8 +1,7 @@
 """Trees of gradients or updates: their norms in float32, and functions that scale or replace them.
 
-optax computes norms in the dtype of the leaves: float16 squares overflow from 256 on, and bfloat16
-loses 0.3 %. The functions here keep the dtype of each leaf and leave integer and float0 leaves as
-they are.
+optax computes norms in the dtype of the leaves: float16 squares overflow from 256 on, bfloat16
+loses 0.3 %. The functions here keep leaves' dtypes, and do not change integer and float0 leaves.
 """
 
 from __future__ import annotations
@@ -62,8 +61,7 @@ def both_norms(tree: Any) -> tuple[chex.Array, chex.Array]:
 def scale(tree: Tree, factor: chex.Numeric) -> Tree:
     """Multiplies every leaf by one factor, float32 0-d.
 
-    The product is taken in at least float32 and rounded once, to the leaf's dtype: a factor rounded
-    to bfloat16 first would be off by up to 0.4 %.
+    In at least float32, rounded once: a factor in bfloat16 would be off by up to 0.4 %.
     """
     return _map(lambda leaf: _scaled(leaf, factor), tree)
 

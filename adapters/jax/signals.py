@@ -1,8 +1,7 @@
 """One step's `Signals` from the arguments of `tx.update`, checked while tracing.
 
-Where JAX itself distributes a step (`jit` over sharded arrays) a norm is global anyway. Inside
-`shard_map`, `pmap` and a `vmap` with an axis name each device computes with its own part only and
-would decide by its own loss and norm; there `Axes` reduces the signals over all devices.
+Under `jit` over sharded arrays a norm is global. Inside `shard_map`, `pmap` and a `vmap` with an
+axis name each device has its own part only; there `Axes` reduces the signals over all devices.
 """
 
 from __future__ import annotations
@@ -63,10 +62,8 @@ def make_signals(
 ) -> tuple[Signals, chex.Array | None]:
     """One step's `Signals`, the same on every device, from its gradients and the caller's report.
 
-    Also the norm of each gradient leaf, float32 (n,); None where the caller passes the global one.
-
-    Raises:
-        SignalError: a signal is not one number of the right kind.
+    Also the norm of each gradient leaf, float32 (n,), or None where the caller passes the global
+    one. SignalError if a signal is not one number of the right kind.
     """
     _warn_if_no_loss(engine, given)
     if engine.mode == "observe":

@@ -51,10 +51,9 @@ class HealState(NamedTuple):
 
 
 def init(engine: Engine, leaves: int, kept: int = state_layout.STEPS) -> HealState:
-    """The state before the first step.
+    """The state before the first step, for a number of `leaves` with a gradient.
 
-    `leaves` is the number of tensors with a gradient, `kept` that of steps whose records the host
-    can read, at least those of one dispatch.
+    The host can read the records of `kept` steps, at least those of one dispatch.
     """
     layout = StateLayout(engine, leaves if engine.per_tensor else 0)
     floats, ints = layout.pack(layout.template, layout.header)
@@ -72,10 +71,7 @@ def step(
 ) -> tuple[HealState, Decision]:
     """One step of the core, with the dtypes of the state kept (weak types would recompile).
 
-    An externally skipped step is skipped in observe mode too.
-
-    Raises:
-        HealStateError: the state is of another policy, or not a HealState.
+    An externally skipped step is skipped in observe mode too. HealStateError as in `engine_state`.
     """
     old = engine_state(engine, state)
     new, decision = engine.step(old, signals, xp=namespace)
@@ -235,10 +231,9 @@ def map_nodes(kind: Any, fn: Callable[[Any], Any], tree: Tree) -> Tree:
 def warn_if_after_optimizer(root: Any, path: tuple[Any, ...]) -> None:
     """Warns where the state of an optimizer comes before a healing state in a chain.
 
-    Only the chain's state shows the order, and only if the optimizer has a state (SGD without
-    momentum has none; in `optax.named_chain` states are not in order). Not an error: clipping
-    updates may be intended, and a user's own tuple of states looks like a chain's. `path` leads
-    from `root`, any state, to the HealState.
+    Only the chain's state shows the order, if the optimizer has a state (SGD without momentum has
+    none; in `optax.named_chain` states are not in order). Not an error: it may be intended, or a
+    user's own tuple of states. `path` leads from `root`, any state, to the HealState.
     """
     index = max((i for i, key in enumerate(path) if isinstance(key, SequenceKey)), default=None)
     if index is None or not path[index].idx:
@@ -268,8 +263,7 @@ def child(node: Any, key: Any) -> Any:
 def on_mesh_of(params: Any, state: Any) -> Any:
     """A fresh state, with arrays that are on no mesh replicated over the mesh of the parameters.
 
-    A compiled step would return them on that mesh, which is another type for `jax.jit`: it would
-    compile the step a second time.
+    A compiled step would return them on that mesh, and be compiled again for it.
     """
     shardings = (each.sharding for each in jax.tree.leaves(params) if _is_array(each))
     sharding = next((each for each in shardings if isinstance(each, NamedSharding)), None)

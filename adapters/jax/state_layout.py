@@ -188,8 +188,7 @@ def init_records(steps: int, record: Any) -> jax.Array:
 def write_record(records: Any, record: Any, step: Any, orders: Any, ordered: Any) -> jax.Array:
     """The ring buffers, int32 (steps + ORDERS, elements), with the record of one more step.
 
-    `step` counts the judged steps with this one, `orders` those with an order without this one;
-    `ordered` is whether this one has an order.
+    `step` counts the judged steps with this one, `orders` those with an order without this one.
     """
     kept = records.shape[0] - ORDERS
     place = (step - 1) % kept

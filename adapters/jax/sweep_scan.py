@@ -35,11 +35,8 @@ _ATTRIBUTES = {"xla_cpu_small_call": "true", "inlineable": "false"}
 class JaxSweepScan:
     """The variants of one policy. Thread-safe: two threads keep two cores busy.
 
-    `config` is the base policy's, from `sweep.trimmed`, and `places` are the positions of the
-    varied numbers in it. Benchmarks pass the whole engine as `init` and `step`.
-
-    Raises:
-        RuntimeError: this JAX has no CPU backend.
+    `config` is from `sweep.trimmed`, `places` are the positions of the varied numbers in it.
+    Benchmarks pass the whole engine as `init` and `step`. RuntimeError without a CPU backend.
     """
 
     def __init__(
@@ -129,9 +126,8 @@ class JaxSweepScan:
 class _Namespace:
     """jax.numpy, with a barrier at every second `where` of a step.
 
-    XLA fuses cheap operations into every loop over the variants that needs them, and computes them
-    again in each. Behind a barrier a value is computed once, at the cost of one more loop. A step
-    is up to a fifth faster (measured); barriers on a third, on all, or on one dtype gain less.
+    Without it XLA computes cheap values again in each loop over the variants that needs them. A
+    step is up to a fifth faster (measured); barriers on a third, on all, or on one dtype gain less.
     """
 
     def __init__(self) -> None:

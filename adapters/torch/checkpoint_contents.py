@@ -98,12 +98,9 @@ def open_directory(folder: Path) -> Contents:
 
 
 def stored_arrays(data: Path, names: Iterable[str]) -> dict[str, Array]:
-    """Arrays of a checkpoint of `DCPStore`, by those `names` of its `state.json` that exist.
+    """Those of the named arrays that a checkpoint of `DCPStore` has; ProbeError if it is damaged.
 
-    `data` is its directory `data`.
-
-    Raises:
-        ProbeError: it is damaged.
+    `data` is its directory `data`, and names are those of its `state.json`.
     """
     index = _index(data)
     return {

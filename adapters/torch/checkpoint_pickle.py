@@ -60,7 +60,7 @@ class TorchPickle(NamedTuple):
 def storages(data: Any, at: int = 0) -> TorchPickle:
     """Reads and checks the pickle of torch that begins at a position of bytes or of a mapped file.
 
-    Whether its calls are allowed is left to `weights_only`.
+    Which calls are allowed is left to `weights_only`.
 
     Raises:
         BadPickle: it is damaged, or would allocate more than it has storage for.
@@ -276,14 +276,13 @@ class TorchArchive(NamedTuple):
 def check_archive(archive: zipfile.ZipFile, name: str, size: int) -> TorchArchive:
     """Compares the records of an archive with the storages that its pickle names.
 
-    `name` is for messages, `size` is that of the archive in bytes. Time and memory are proportional
-    to the pickle and the archive's list.
+    `size` is that of the archive in bytes. Time and memory are proportional to the pickle and the
+    archive's list.
 
     Raises:
         Damaged: a record is too short.
         ProbeError: torch.save does not write such an archive.
-        pickle.UnpicklingError: see `storages`.
-        Exception: any, if the archive or pickle is damaged.
+        Exception: see `storages`; or any, if the archive or pickle is damaged.
     """
     records = archive.infolist()
     if any(record.compress_type != zipfile.ZIP_STORED for record in records):
@@ -310,13 +309,8 @@ def check_archive(archive: zipfile.ZipFile, name: str, size: int) -> TorchArchiv
 def check_legacy_file(path: Path) -> int:
     """Checks a file of torch before 1.6: five pickles, then the storages.
 
-    Returns:
-        Size of the pickle that holds the value, in bytes.
-
-    Raises:
-        ProbeError: it names more storage than it has bytes.
-        pickle.UnpicklingError: see `storages`.
-        BadPickle: it is no such file, or a pickle is damaged.
+    The result is the size of the value's pickle in bytes. ProbeError if the file names more storage
+    than it has bytes, BadPickle if it is damaged or no such file; see also `storages`.
     """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         magic, at = read(data)

@@ -61,14 +61,10 @@ class IndexEntry(NamedTuple):
 
 
 def read(path: Path, *, only_dcp: bool = False) -> dict[str, IndexEntry]:
-    """The entries of an index, by name.
+    """The entries of an index, by name; ValueError if it is not what DCP writes.
 
     `only_dcp` refuses an index that names objects that DCP itself does not write, even in a part
     that is not read. Savers of other projects may put their own there.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is not what DCP writes.
     """
     content = files.read(path)
     try:

@@ -55,8 +55,7 @@ class Enforcer:
     ) -> None:
         """Enforces an order that the host knows; a neutral part of it changes nothing.
 
-        `everything` is all parameters of the optimizer, `divisor` (0-d float32) a scale that the
-        gradients still carry.
+        `divisor` (0-d float32) is a scale that the gradients still carry.
         """
         if order.skip:
             self.skip(everything)
@@ -70,8 +69,8 @@ class Enforcer:
     ) -> None:
         """Enforces an order that stays on the device, where the fused kernel reads it.
 
-        A neutral order changes no bit: the kernel divides by exactly 1 and subtracts a flag of
-        exactly 0. `params` are the parameters with a gradient.
+        A neutral one changes no bit: the kernel divides by exactly 1 and subtracts a flag of
+        exactly 0.
         """
         if order.group_scale is not None:
             gradients.scale_each_(everything, order.group_scale.unbind())
@@ -189,10 +188,7 @@ class FirstStepMomentum:
         )
 
     def before_step(self, params: Sequence[Tensor], found_inf: Tensor) -> None:
-        """Records which of `params`, those with gradients, get their buffer in this step.
-
-        `found_inf` (0-d float32, 0 or 1) is the flag that the kernel is going to read.
-        """
+        """Records which of `params`, those with gradients, get their buffer in this step."""
         if isinstance(self._optimizer, SGD):
             self._new, self._found_inf = self._without_buffer(params), found_inf
 

@@ -126,8 +126,7 @@ class LiveEngine(ABC):
     def parsed(self, data: Mapping[str, Any]) -> EngineState:
         """A saved state in NumPy, from `Engine.to_dict` of any framework.
 
-        Raises:
-            StateError: it is damaged, or of another policy or number of parameters.
+        StateError if it is damaged, or of another policy or number of parameters.
         """
         saved = self.engine.from_dict(data)
         if self.engine.per_tensor and data["groups"] != self.groups:

@@ -1,7 +1,7 @@
 """The errors of `attach` and of healed steps. Each message ends with what to write instead.
 
-As in JAX, a loss that is not a number raises `healcore.core.signals.SignalError`, and a saved state
-that does not fit `healcore.core.engine.StateError`.
+SignalError (a loss that is not a number) and StateError (a saved state that does not fit) are those
+of `healcore.core`, as in JAX.
 """
 
 from __future__ import annotations

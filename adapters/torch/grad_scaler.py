@@ -46,9 +46,9 @@ class DroppedSteps:
 class Overflows:
     """Distinguishes a GradScaler that is still searching its scale from one that never finds it.
 
-    After an overflow the scaler halves its scale and skips the step, which is normal and not
-    counted. If gradients are non-finite at any scale it skips every step, and after `SEARCH`
-    overflows in a row these count as non-finite steps.
+    A skip after an overflow, at which the scaler halves its scale, is normal and not counted. After
+    `SEARCH` overflows in a row the gradients must be bad at any scale, and the steps count as non-
+    finite.
     """
 
     def __init__(self, home: torch.device) -> None:
@@ -57,10 +57,7 @@ class Overflows:
         self._dropped = 0
 
     def externally_skipped(self, found_inf: Tensor) -> Tensor:
-        """Whether the engine ignores this step, which a fused kernel skips; 0-d bool, no sync.
-
-        `found_inf` is 0-d float32, above 0 after an overflow.
-        """
+        """Whether the engine ignores this step, as 0-d bool; `found_inf` is above 0 at an overflow."""
         if self._in_row is None:
             self._in_row = torch.zeros((), dtype=torch.int32, device=self._home)
         overflowed = found_inf > 0

@@ -19,8 +19,7 @@ _log = logging.getLogger("healcore")
 def checked(name: str, value: Any) -> Tensor | float:
     """One number as a float, or without a sync as a detached 0-d tensor of its device and dtype.
 
-    Raises:
-        SignalError: it is None, not a real number, or not one element. NaN is accepted.
+    SignalError if it is None, not a real number, or not one element. NaN is accepted.
     """
     if isinstance(value, Tensor):
         value = value.detach()
@@ -95,9 +94,9 @@ class LossMean:
 class LateLoss:
     """Detects `observe` after the step: each loss would be judged with the next step's gradients.
 
-    Later in a run a correct and a late loop look the same: both repeat step, observe, backward. But
-    the first step of a late loop has no loss, and the backward pass of the first loss is over when
-    it is observed. So the first loss is checked if exactly one step came before it.
+    Later a correct and a late loop look the same: step, observe, backward. But a late loop has no
+    loss at its first step, and the first loss is observed after its backward pass. So the first
+    loss is checked, if exactly one step came before it.
     """
 
     def __init__(self) -> None:
@@ -114,8 +113,7 @@ class LateLoss:
     def before_step(self, params: Sequence[Tensor], has_loss: bool) -> None:
         """Call it before a step is judged, with the parameters that have a gradient.
 
-        Raises:
-            ObservedTooLateError: the loss observed for it belongs to the step before.
+        ObservedTooLateError if the loss observed for it belongs to the step before.
         """
         if self._hook is not None:
             self._hook.remove()

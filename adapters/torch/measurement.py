@@ -137,10 +137,7 @@ class Measurer:
         grad_divisor: Tensor | None,
         found_inf: Tensor | None,
     ) -> Measurement:
-        """Measures the step about to be taken, over all parameters of the optimizer.
-
-        `grad_divisor` and `found_inf` are as in `Measurement`.
-        """
+        """Measures the step about to be taken; `everything` is all parameters of the optimizer."""
         self._dropped.stepped = True
         self._overflows.reset()
         each = gradients.norms([p.grad for p in everything if p.grad is not None])
@@ -181,8 +178,8 @@ class Measurer:
     def measure_dropped(self, groups: int, *, alone: bool) -> Measurement | None:
         """A step that a GradScaler skipped without calling the optimizer, if it is to be judged.
 
-        Drops its losses. `groups` is the number of parameters. Only if this rank is `alone` is the
-        step judged by its loss, which other ranks do not know.
+        Drops its losses. Only if this rank is `alone` is the step judged by its loss, which other
+        ranks do not know.
         """
         if not self._dropped.found():
             return None

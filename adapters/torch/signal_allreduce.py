@@ -24,9 +24,8 @@ _OPTIONAL = frozenset({"loss", "grad_norm", "update_norm"})
 class SignalAllReduce:
     """Averages the signals of a step, on the device `home`, over the ranks of a process group.
 
-    Sums and quotients are in float64, so that a value that is the same on all ranks stays the same
-    float32. `group` is a process group, "auto" for the default one once it is initialized, or None
-    to exchange nothing; anything else raises AttachError.
+    In float64, so that a value that is the same on all ranks stays the same float32. `group` is a
+    process group, "auto" (the default one, once it is initialized) or None; otherwise AttachError.
     """
 
     def __init__(self, group: Any, home: torch.device) -> None:
@@ -59,12 +58,9 @@ class SignalAllReduce:
     def mean(self, measured: Measurement, last: Decision | None) -> Measurement:
         """The mean of each signal over the ranks that have it. Every rank calls it at every step.
 
-        A sync only if this rank lacks a loss or a norm, which another may have. `last` is this
-        rank's decision at the step before; `grad_norm` is None if no rank has gradients.
-
-        Raises:
-            RanksDisagreeError: the decisions at the step before were not the same. On an
-                accelerator it is raised some steps later, once it can be read without waiting.
+        A sync only if this rank lacks a loss or a norm, which another may have. RanksDisagreeError
+        if the decisions `last` of the step before differ; on an accelerator it comes some steps
+        later, once it can be read without waiting.
         """
         if self._differs is not None and self._differs.has_arrived():
             differs, self._differs = self._differs, None

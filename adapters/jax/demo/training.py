@@ -37,8 +37,7 @@ def train(
 ) -> Generator[Step, None, jax.Array]:
     """Trains one model, yielding each step so that runs can take turns; returns the held-out loss.
 
-    `arm`, of `ARMS`, is how the run is protected; `policy` and `folder` are the healed run's. The
-    step's number falls when the run goes back.
+    `policy` and `folder` are those of the healed run. The step's number falls when it goes back.
     """
     graph, params, constants = nnx.split(ByteTransformer(scenario), nnx.Param, ...)
     tx = optimizer(scenario, arm, policy)

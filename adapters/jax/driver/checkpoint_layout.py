@@ -38,12 +38,10 @@ class CheckpointLayout:
         return {**self._parts(_saved(tree)), **({SIDE_STATE: side_state} if side_state else {})}
 
     def restored(self, items: Mapping[str, Any], tree: Any) -> Any:
-        """The restored state with the healing state of `tree`, the live one.
+        """The restored state with the healing state of the live `tree`.
 
-        Accumulators of optax.MultiSteps are zeroed, because a NaN would stay in them.
-
-        Raises:
-            StateMismatch: the items do not fit the live state.
+        StateMismatch if it does not fit. Accumulators of optax.MultiSteps are zeroed, because a NaN
+        would stay in them.
         """
         wanted = self._parts(_saved(tree))
         missing = [f'there is no "{name}" in it' for name in wanted if name not in items]
@@ -149,8 +147,8 @@ def _is_number(leaf: Any) -> bool:
 def _as_saved(leaf: Any) -> Any:
     """A leaf as it is saved: a Python number becomes the array that jit makes of it.
 
-    A TrainState's `step` starts as the number 0 and is an array after the first compiled step, and
-    the two must match. `SideState` keeps the number itself.
+    A TrainState's `step` starts as a number and is an array after the first compiled step, and the
+    two must match. `SideState` keeps the number.
     """
     if not _is_number(leaf):
         return leaf

@@ -66,8 +66,8 @@ class JaxDriver:
         """Takes the state that a step has returned; None where nnx objects were updated in place.
 
         Raises:
-            HealStateError: the healing state is not where it was, or the step did not start from
-                the state that was restored. The old state stays.
+            HealStateError: the healing state has moved, or the step did not start from the restored
+                state. The old state stays.
         """
         if state is None:
             return
@@ -85,8 +85,8 @@ class JaxDriver:
     def poll_step(self) -> Dispatch | None:
         """The step taken since the last call, its copy to the host begun; None if there was none.
 
-        Every new state is a step, so each micro-step of optax.MultiSteps is one. If no engine has
-        judged it, which only the device knows, `StepRecord.step` stays the same.
+        Every new state is a step. If no engine has judged it (optax.MultiSteps), which only the
+        device knows, `StepRecord.step` stays the same.
         """
         states = self._states()
         counters = _counter_arrays(states)
@@ -111,11 +111,7 @@ class JaxDriver:
         return self._layout.items(self._accessor.read())
 
     def replace(self, restored: Mapping[str, Any]) -> None:
-        """Replaces the live state by a restored one; the healing state stays.
-
-        Raises:
-            StateMismatch: it does not fit; nothing has changed.
-        """
+        """Replaces the live state by a restored one; the healing state stays."""
         self._put(self._layout.restored(restored, self._accessor.read()))
 
     def may_save(self) -> bool:
@@ -129,11 +125,7 @@ class JaxDriver:
         return in_state.dicts(self._engine, self._engines, self._accessor.read())
 
     def load_healing(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replaces engine states; those not named stay.
-
-        Raises:
-            StateError: a state is of another policy, model or optimizer; nothing has changed.
-        """
+        """Replaces engine states; those not named stay."""
         tree = self._accessor.read()
         self._put(in_state.loaded(self._engine, self._engines, tree, engines))
 
@@ -148,8 +140,8 @@ class JaxDriver:
     def finite(self) -> bool:
         """Whether the state is finite, except arrays that were not at the start (masks of -inf).
 
-        All arrays count, because a pytree does not mark its parameters, but not the healing state:
-        it holds norms of gradients that were not applied. Reads the device.
+        A pytree does not mark its parameters, so all arrays count, but not the healing state: it
+        has norms of gradients that were not applied.
         """
         return _not_finite(self._accessor.read()) <= self._not_finite
 
@@ -250,8 +242,7 @@ class RestorePoint(NamedTuple):
     def has_advanced(self, steps: Sequence[Any]) -> bool:
         """Whether the update that led to these counters has judged a step. A sync.
 
-        Raises:
-            HealStateError: the update did not start from the restored state.
+        HealStateError if the update did not start from the restored state.
         """
         moved = np.asarray(jax.device_get(list(steps))) - self.start
         elsewhere = moved < 0

@@ -44,8 +44,7 @@ class EngineEntry(NamedTuple):
 def find(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
     """The engines of a state; `trained` is a tree with the parameters in it.
 
-    Raises:
-        HealStateError: there is none, or one is of another policy, or of several runs (`vmap`).
+    HealStateError if there is none, or one is of another policy, or of several runs (`vmap`).
     """
     states = dict(nodes(HealState, tree))
     if not states:
@@ -95,8 +94,7 @@ def loaded(
 ) -> Any:
     """The tree with the engine states in `data`, and their multiplier in `scale_by_heal_lr`.
 
-    Raises:
-        StateError: a state is of another policy or model, or of no engine of this run.
+    StateError if a state is of another policy or model, or of no engine of this run.
     """
     paths = {each.name: each.path for each in engines}
     check_engines(data, paths)
@@ -138,12 +136,11 @@ def declined(engine: Engine, tree: Any) -> Any:
 
 
 def _tensor_names(tree: Any, engine: Path, count: int) -> tuple[str, ...]:
-    """Names of the tensors that an engine judges.
+    """Names (paths) of the tensors that an engine judges; numbers where they are ambiguous.
 
     An optimizer state does not name the part of the train state that it optimizes. This takes the
     part with `count` floating tensors, as many as the engine gets gradients; of several the one
-    called `params` or `model`, or the one nearest to the HealState, at the path `engine`. Names are
-    paths, `['params']['Dense_0']['kernel']`; numbers where the part is ambiguous.
+    called `params` or `model`, or the one nearest to the HealState, at the path `engine`.
     """
     parts: dict[Path, list[Path]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(without_heal_state(tree)):

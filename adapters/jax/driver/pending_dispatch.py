@@ -1,7 +1,7 @@
-"""The records of a dispatch's steps, copied to the host while the loop goes on.
+"""Copies the records of a dispatch's steps to the host while the loop goes on.
 
-They are packed into one vector, because each copy to the host has a fixed cost. This is done right
-after the step, because the next one may donate the state.
+They are copied as one vector, because each copy has a fixed cost, and right after the step, because
+the next one may donate the state.
 """
 
 from __future__ import annotations
@@ -67,13 +67,9 @@ class PendingReadback:
 class Dispatch:
     """A dispatch whose records are being copied; a `healcore.runtime.driver.PendingDispatch`.
 
-    Args:
-        engines: of the run.
-        before: their states before the dispatch.
-        after: their states after it.
-        usual: each engine's norms at its last step without an alarm; updated here.
-        count: assumed number of steps; None: read it from the device now.
-        on_missing: called with the steps of the dispatch, and how many of them have no record.
+    `usual` has each engine's norms at its last step without an alarm, and is updated here. `count`
+    is the assumed number of steps; None reads it from the device. `on_missing` is called with the
+    number of steps and of those without a record.
     """
 
     def __init__(
@@ -101,8 +97,8 @@ class Dispatch:
     def steps(self) -> list[list[StepRecord]]:
         """Its steps: as many as the engine with the fewest has judged in it, at least one.
 
-        If another engine has judged more (five updates of a critic for one of a generator), a step
-        has several records of it.
+        An engine that has judged more (a critic's five updates for one of the generator) has
+        several records in a step.
         """
         if self._steps is None:
             self._steps = [[] for _ in range(self._count_steps())]

@@ -1,6 +1,6 @@
-"""Reads and writes the live state: a pytree that each step returns, or nnx objects in place.
+"""Reads and writes the live state, a pytree or nnx objects, as one pytree of arrays.
 
-Both are read and written as one pytree of arrays in which optax's states keep their types.
+In it optax's states keep their types.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ def train(
 ) -> Generator[Step, None, torch.Tensor]:
     """Trains one model, yielding each step so that runs can take turns; returns the held-out loss.
 
-    `arm`, of `ARMS`, is how the run is protected; `policy` and `folder` are the healed run's. The
-    step's number falls when the run goes back.
+    `policy` and `folder` are those of the healed run. The step's number falls when it goes back.
     """
     torch.set_num_threads(1)  # for such small matrices more threads are slower
     model = TorchTransformer(scenario)

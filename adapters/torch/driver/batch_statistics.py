@@ -1,8 +1,8 @@
 """Restores batch statistics (`running_mean`, ...) after a skipped step.
 
-A forward pass in train mode writes them before the step is judged, and a NaN would stay in them.
-They are copied after each step: a hook in the forward would be traced into a compiled model. One
-flat tensor for each dtype and device keeps that to a few kernels, whatever the number of layers.
+A forward pass in train mode writes them before the step is judged, and a NaN would stay. They are
+copied after each step, into one flat tensor for each dtype and device, which takes few kernels.
+Rejected: a hook in the forward, which would be traced into a compiled model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class BatchStatistics:
     """The batch statistics of a whole state. Does nothing in observe mode, or without such layers.
 
     A skipped step restores the layers that its optimizer trains to their values after that
-    optimizer's last step. `healings` has the handle of each optimizer by its name in `state`.
+    optimizer's last step.
     """
 
     def __init__(self, state: Mapping[str, Any], healings: Mapping[str, Healing]) -> None:
@@ -101,10 +101,10 @@ class LayerStatistics:
 
     @torch.no_grad()
     def end(self, skipped: bool | Tensor) -> None:
-        """Ends a step: restores after a skip, else saves.
+        """Ends a step: restores after a skip (a bool, or a 0-d float32 of 0 or 1), else saves.
 
         Non-finite values are always restored, because a GradScaler or the loop may have dropped the
-        step before unnoticed. `skipped` is a bool, or a 0-d float32 of exactly 0 or 1, not read.
+        step before unnoticed.
         """
         if not self._is_current():
             self.save()  # moved to another device, say: there is nothing to restore
@@ -173,7 +173,7 @@ def layers_of(
     """Layers with batch statistics, by the name of the optimizer that trains them.
 
     A layer without trained parameters belongs to the optimizer of the nearest module around it that
-    has some, or to None: a layer of an averaged copy, for example.
+    has some, or to None (in an averaged copy, for example).
     """
     owners = {
         id(p): name for name, heal in healings.items() for p in gradients.parameters(heal.optimizer)

@@ -35,10 +35,10 @@ class TorchDriver:
     Args:
         state: name -> module, optimizer, scheduler, scaler, tree of tensors, or any object with
             `state_dict` and `load_state_dict`. Every optimizer among the values is healed; one that
-            `attach` has been called on, with the same policy, keeps its handle.
+            is attached already, with the same policy, keeps its handle.
         policy: as for `attach`; one engine for each optimizer.
-        attach: further options for `attach`, the same for all (`engine`, `fused`, `compile`,
-            `scaler`). A single GradScaler in the state is used as the scaler.
+        attach: further options for `attach`, the same for all. A single GradScaler in the state is
+            used as the scaler.
 
     Raises:
         AttachError: the state cannot be healed, or `attach` raises it. Nothing has changed then.
@@ -184,7 +184,7 @@ class TorchDriver:
     ) -> list[float]:
         """The losses in evaluation mode, without gradients, with the modules of `state` if given.
 
-        Modes, generators and weights are restored; until then the weights are on the host.
+        Modes, generators and weights, which are kept on the host, are restored.
         """
         named = {n: m for n, m in self._state.items() if isinstance(m, nn.Module)}
         modules = [m for each in named.values() for m in each.modules()]

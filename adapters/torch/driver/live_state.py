@@ -1,7 +1,7 @@
-"""The live state that the user passes: checks of it, its parameters' names, and parts of it.
+"""Checks of the live state that the user passes, its parameters' names, and parts of it.
 
-It is checked at the start: with a missing part the first rollback would combine old moments with
-new weights.
+Without the checks a missing part would show at the first rollback, which would combine old moments
+with new weights.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class RngState:
 class TensorHyperparameters:
     """Keeps the tensors of hyperparameters (`lr`, `betas`) through `load_state_dict`.
 
-    torch replaces them by new tensors, on the host if the checkpoint was there: a captured graph
-    would go on reading the old ones, and a capturable optimizer rejects the new ones.
+    torch replaces them by new ones, perhaps on the host, which a captured graph does not read and a
+    capturable optimizer rejects.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

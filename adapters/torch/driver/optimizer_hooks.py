@@ -21,9 +21,8 @@ _MOST = 10
 class Accumulation:
     """Whether `.grad` holds gradients that an optimizer has not stepped with.
 
-    Gradients alone do not show that: many loops clear them only before the next backward. So a hook
-    on one parameter records a backward pass, and a hook on the optimizer its step. Observed losses
-    count too, because some wrappers write `.grad` without autograd.
+    Many loops clear gradients only before the next backward, so hooks record each backward pass and
+    step. Losses count too, because some wrappers write `.grad` without autograd.
     """
 
     def __init__(self, healing: Healing) -> None:
@@ -86,9 +85,8 @@ class Accumulation:
 class UntrackedOptimizers:
     """Warns of an optimizer that steps healed parameters and is not in the state.
 
-    After `optimizer = AdamW(...)` in the middle of a run nothing is judged or rolled back, and no
-    hook on the old optimizer runs. Only torch's global step hook does, for every optimizer of the
-    process. `warn` is called with one line of text for each.
+    After `optimizer = AdamW(...)` in the middle of a run nothing is judged or rolled back. No hook
+    on the old optimizer runs, only torch's global step hook, for every optimizer of the process.
     """
 
     def __init__(

@@ -133,8 +133,8 @@ class Recorder:
 class PendingStep:
     """What was judged between two calls of `poll_step`, in the order of judging.
 
-    An optimizer that was stepped twice has two entries, so that an order in the first is not lost.
-    `ranks` are those to compare decisions with, where the engines exchange nothing.
+    An optimizer that was stepped twice has two entries. `ranks` are those to compare decisions
+    with, where the engines exchange nothing.
     """
 
     count = 1
@@ -147,9 +147,8 @@ class PendingStep:
     def steps(self) -> list[list[StepRecord]]:
         """The records of the one step. Waits only for what has not arrived yet.
 
-        Raises:
-            RanksDisagreeError: another rank decided something else. All ranks raise it: one that
-                went back alone would wait for the others for ever.
+        RanksDisagreeError, on all ranks, if one decided something else: a rank that went back alone
+        would wait for ever.
         """
         if self._ranks is not None:
             _compare(self._entries, self._ranks)
