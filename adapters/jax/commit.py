@@ -174,8 +174,8 @@ def _evaluate(eqn: Any, read: Callable[[Any], Any]) -> Sequence[Any]:
 def _select_widened(skip: chex.Array, old: Any, new: Any, name: str) -> Any:
     """`_select`, but a leaf may get a wider dtype, in which the old value is exact.
 
-    Prodigy and inject_hyperparams widen bfloat16 moments in their first step if there are float32
-    parameters too.
+    In their first step Prodigy and optimizers under inject_hyperparams widen bfloat16 moments if
+    there are float32 parameters too.
     """
     before, after = jnp.result_type(old), jnp.result_type(new)
     numbers = all(jnp.issubdtype(each, jnp.number) for each in (before, after))

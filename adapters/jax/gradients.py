@@ -16,7 +16,6 @@ import jax.numpy as jnp
 SMALL = 1 << 14
 """Elements of the largest tensor that `not_finite` checks."""
 Tree = TypeVar("Tree")
-"""A pytree of gradients or updates; each function returns the same structure."""
 
 
 def is_gradient(leaf: Any) -> bool:

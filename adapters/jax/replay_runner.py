@@ -54,7 +54,6 @@ class JaxRowRunner:
 
 
 def _loop(engine: Engine, layout: SignalLayout) -> Callable[..., Any]:
-    """The function that is compiled: (state, values, kind, rows) -> (state, columns)."""
 
     def branch_for(names: tuple[str, ...]) -> Callable[..., Any]:
         def branch(state: EngineState, row: dict[str, Any]) -> tuple[EngineState, DecisionColumns]:

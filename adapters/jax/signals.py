@@ -39,7 +39,7 @@ class GivenSignals(TypedDict, total=False):
     eval_loss: ArrayLike
     """Evaluation loss; NaN at a step without an evaluation."""
     grad_norm: ArrayLike
-    """Global norm of the gradients, where this process has only a part (inside shard_map, say)."""
+    """Global norm of all gradients, reduced by the caller where each process has only a part."""
     update_norm: ArrayLike
     """Global norm of the last applied update; `protect` measures it itself."""
     change_expected: ArrayLike

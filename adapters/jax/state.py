@@ -34,7 +34,7 @@ class HealState(NamedTuple):
     """What `heal`, `heal_zclip` and `protect` carry from step to step, in few arrays.
 
     Their names are in no other state, so that ``optax.tree.get(opt_state, "count")`` finds the
-    optimizer's. None is empty: Orbax would refuse to save it.
+    optimizer's. No array is empty, because Orbax would refuse to save it.
     """
 
     heal_floats: chex.Array
@@ -263,7 +263,7 @@ def child(node: Any, key: Any) -> Any:
 def on_mesh_of(params: Any, state: Any) -> Any:
     """A fresh state, with arrays that are on no mesh replicated over the mesh of the parameters.
 
-    A compiled step would return them on that mesh, and be compiled again for it.
+    A compiled step would return them on that mesh, and be compiled a second time for that.
     """
     shardings = (each.sharding for each in jax.tree.leaves(params) if _is_array(each))
     sharding = next((each for each in shardings if isinstance(each, NamedSharding)), None)

@@ -63,7 +63,7 @@ class ArraySlot(NamedTuple):
 class StateLayout:
     """The position of every array of a state, for one policy.
 
-    `groups` is the number of tensors for per-tensor clipping, 0 without it.
+    `groups` is the number of tensors for per-tensor clipping, else 0.
     """
 
     def __init__(self, engine: Engine, groups: int) -> None:
@@ -188,7 +188,7 @@ def init_records(steps: int, record: Any) -> jax.Array:
 def write_record(records: Any, record: Any, step: Any, orders: Any, ordered: Any) -> jax.Array:
     """The ring buffers, int32 (steps + ORDERS, elements), with the record of one more step.
 
-    `step` counts the judged steps with this one, `orders` those with an order without this one.
+    `step` counts this step, `orders` only those with an order before it.
     """
     kept = records.shape[0] - ORDERS
     place = (step - 1) % kept
@@ -217,7 +217,7 @@ def records_between(
     """The records of the steps between two moments without a rollback, oldest first.
 
     Also the number of steps without a record, which have no order unless more than ORDERS have one.
-    `records` is what the state held at the later moment.
+    `records` is that of the later moment.
     """
     kept = records.shape[0] - ORDERS
     first = max(before.steps, after.steps - kept)

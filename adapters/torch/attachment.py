@@ -121,9 +121,9 @@ def attach(
 def _fused_obstacle(optimizer: Optimizer, wanted: bool | Literal["auto"]) -> str | None:
     """Why an optimizer cannot clip and skip inside its fused kernel, or None if it can.
 
-    The fused Adam, AdamW, SGD and Adagrad kernels divide the gradients by `optimizer.grad_scale`,
-    and change nothing where `optimizer.found_inf` is 1. GradScaler uses this too; torch's flag for
-    it is `_step_supports_amp_scaling`. `wanted` is the option `fused` of `attach`.
+    Fused Adam, AdamW, SGD and Adagrad divide the gradients by `optimizer.grad_scale`, and change
+    nothing where `optimizer.found_inf` is 1, as for a GradScaler; torch's flag for that is
+    `_step_supports_amp_scaling`. `wanted` is the option `fused` of `attach`.
     """
     if wanted not in (True, False, "auto"):
         raise AttachError(f"fused must be True, False or 'auto', got {wanted!r}")

@@ -76,7 +76,7 @@ def open_file(path: Path) -> Contents:
 
 
 def open_directory(folder: Path) -> Contents:
-    """Opens a directory of `torch.distributed.checkpoint`; ProbeError if its index is damaged.
+    """Opens a directory of `torch.distributed.checkpoint`; ProbeError if its index cannot be read.
 
     One shard is in memory at a time.
     """
@@ -111,9 +111,9 @@ def stored_arrays(data: Path, names: Iterable[str]) -> dict[str, Array]:
 
 
 def _load(source: Any, *, mmap: bool = False) -> Any:
-    """What `torch.save` wrote, if it is tensors and plain values; else `UnpicklingError`.
+    """What `torch.save` wrote, if it is tensors, plain values and NumPy's numbers (a best metric).
 
-    NumPy's numbers are allowed: many checkpoints have one (a best metric), and they run no code.
+    Anything else raises `UnpicklingError`.
     """
     constructor: Any = np.float64(0).__reduce__()[0]
     kinds = {type(np.dtype(kind)) for kind in "?bBhHiIlLqQefdgFD"}
@@ -162,7 +162,6 @@ def _contents(format: str, tree: Any, budget: PathBudget, at: tuple[str, ...] = 
 def _leaves(
     tree: Any, budget: PathBudget, path: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The leaves of nested dictionaries, lists and tuples, each with its path."""
     budget.take(path)
     if isinstance(tree, Mapping):
         for key, part in tree.items():

@@ -259,7 +259,7 @@ class TorchArchive(NamedTuple):
     """An archive whose records fit its pickle."""
 
     pickled: int
-    """Size of the pickle in bytes."""
+    """Bytes of the pickle."""
     value: Any
     """The pickle, as data."""
     archive: zipfile.ZipFile

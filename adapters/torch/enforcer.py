@@ -93,11 +93,12 @@ class Enforcer:
         self.step_skipper.skip()
 
     def scale_lr(self, factor: float | Tensor) -> None:
-        """Multiplies the learning rate of every group that has one; `restore` undoes it.
+        """Multiplies the learning rate of every group that has one.
 
-        With a factor that is a 0-d float32 tensor next to the parameters the rate becomes a tensor
-        too, for the fused kernels. That rounds a Python rate to float32 on an accelerator, whose
-        kernels take a float32 pointer; on a CPU it is exact, in float64.
+        `restore` puts the user's own object back, so that a scheduler reads what it wrote. If the
+        factor is a 0-d float32 tensor next to the parameters, the rate becomes a tensor too, which
+        fused kernels read on the device. That rounds a Python rate to float32 on an accelerator,
+        whose kernels take a float32 pointer; on a CPU it is exact, in float64.
         """
         for group in self._optimizer.param_groups:
             original = group.get("lr")

@@ -46,16 +46,14 @@ class HostOrder(NamedTuple):
 
 
 class DeviceOrder(NamedTuple):
-    """What to enforce, as tensors, for fused kernels that read it on the device."""
+    """What to enforce, as 0-d float32 tensors, for fused kernels that read it on the device."""
 
     found_inf: Tensor
-    """0-d float32: 1 skips the step, else exactly 0."""
+    """1 skips the step, else exactly 0."""
     grad_divisor: Tensor
-    """0-d float32: the fused kernel divides the gradients by it."""
+    """The fused kernel divides the gradients by it."""
     lr_scale: Tensor
-    """0-d float32."""
     grad_scale: Tensor
-    """0-d float32 in [0, 1]."""
     group_scale: Tensor | None
     """(n,) float32, or None."""
 
@@ -76,9 +74,7 @@ class LiveEngine(ABC):
 
     name: ClassVar[str]
     compiled = False
-    """Whether the step runs through torch.compile."""
     _xp: Any
-    """Array namespace of the state."""
 
     def __init__(self, engine: Engine, groups: int) -> None:
         self.engine = engine
@@ -207,10 +203,9 @@ class HostEngine(LiveEngine):
 
 
 class DeviceEngine(LiveEngine):
-    """An engine in torch tensors, written in place.
+    """An engine in torch tensors on `device`, that of the first parameter, written in place.
 
-    `device` is that of the first parameter. With `compile` the step is compiled; where there is no
-    compiler it runs eagerly, with a warning.
+    Without a compiler `compile` falls back to eager, with a warning.
     """
 
     name = "device"

@@ -47,8 +47,8 @@ class Overflows:
     """Distinguishes a GradScaler that is still searching its scale from one that never finds it.
 
     A skip after an overflow, at which the scaler halves its scale, is normal and not counted. After
-    `SEARCH` overflows in a row the gradients must be bad at any scale, and the steps count as non-
-    finite.
+    `SEARCH` overflows in a row the gradients must be bad at any scale, and the steps count as
+    non-finite.
     """
 
     def __init__(self, home: torch.device) -> None:
@@ -57,7 +57,7 @@ class Overflows:
         self._dropped = 0
 
     def externally_skipped(self, found_inf: Tensor) -> Tensor:
-        """Whether the engine ignores this step, as 0-d bool; `found_inf` is above 0 at an overflow."""
+        """Whether the engine ignores this step, 0-d bool; `found_inf` above 0 is an overflow."""
         if self._in_row is None:
             self._in_row = torch.zeros((), dtype=torch.int32, device=self._home)
         overflowed = found_inf > 0

@@ -1,7 +1,6 @@
 """`IncidentLog`: logs incidents and likely mistakes, for `attach` without a Healer.
 
-On an accelerator it needs no sync: flags are collected on the device, copied every few steps, and
-read once the copy has arrived.
+On an accelerator flags are collected, copied every few steps, and read when they have arrived.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ def checked(name: str, value: Any) -> Tensor | float:
 class LossMean:
     """Mean of the losses since the last step, on the device of the parameters, without a sync.
 
-    The sum is one float32 tensor at a fixed address, so that a CUDA graph may write into it, and a
-    loss may be changed in place after it was observed (``loss /= steps``).
+    The sum has a fixed address, for CUDA graphs, and is no alias of a loss that is changed in place
+    after it was observed (``loss /= steps``).
     """
 
     def __init__(self, device: torch.device) -> None:

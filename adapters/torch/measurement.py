@@ -71,7 +71,7 @@ class StepNorms(NamedTuple):
     """The gradient norms of a step that was judged, not read on the host."""
 
     params: Sequence[Tensor]
-    """The parameters with a gradient."""
+    """Those with a gradient."""
     norms: Sequence[Tensor]
     """0-d float32 each: norm of its gradient, times `grad_divisor`."""
     grad_divisor: Tensor | None
@@ -232,8 +232,7 @@ class Measurer:
 def _may_be_state_init(optimizer: Optimizer) -> bool:
     """Whether this may be the step by which torch.distributed.checkpoint creates optimizer state.
 
-    It steps a fresh optimizer at learning rate 0, on zero gradients. (`signals_of` checks the norm,
-    because a schedule that warms up from 0 has real gradients.)
+    It steps a fresh optimizer at learning rate 0 on zero gradients. `signals_of` checks the latter.
     """
     if optimizer.state:
         return False

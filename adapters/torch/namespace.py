@@ -25,7 +25,7 @@ def sqrt(x: Tensor) -> Tensor:
     """Square root, correctly rounded in float32 as in NumPy and XLA.
 
     Through float64: with 53 bits, more than 2 * 24 + 2, rounding twice is rounding once. On a CPU
-    `torch.sqrt` in float32 goes through MKL's VML and is one ulp off in 17 % of cases.
+    `torch.sqrt` in float32 (MKL's VML) is one ulp off in 17 % of cases.
     """
     if x.dtype == torch.float32 and x.device.type != "mps":  # MPS has no float64
         return torch.sqrt(x.to(torch.float64)).to(torch.float32)

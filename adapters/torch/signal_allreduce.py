@@ -58,9 +58,9 @@ class SignalAllReduce:
     def mean(self, measured: Measurement, last: Decision | None) -> Measurement:
         """The mean of each signal over the ranks that have it. Every rank calls it at every step.
 
-        A sync only if this rank lacks a loss or a norm, which another may have. RanksDisagreeError
-        if the decisions `last` of the step before differ; on an accelerator it comes some steps
-        later, once it can be read without waiting.
+        A sync only if this rank lacks a loss or a norm, which another may have. `grad_norm` stays
+        None if no rank has gradients. RanksDisagreeError if the decisions `last` of the step before
+        differ; on an accelerator it comes some steps later, once it can be read without waiting.
         """
         if self._differs is not None and self._differs.has_arrived():
             differs, self._differs = self._differs, None

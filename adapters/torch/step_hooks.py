@@ -243,9 +243,9 @@ def _is_zero(norm: Tensor | None) -> bool:
 class OpenStep:
     """Distinguishes a nested step from the next one, by the frame of the running `Optimizer.step`.
 
-    `super().step()` in a subclass fires the hooks twice, and a step that raises fires the pre-hook
-    without the post-hook. A flag or a depth counter would take every step after an exception for a
-    nested one, and healing would end silently.
+    `super().step()` in a subclass fires the hooks twice; a step that raises fires no post-hook. A
+    depth counter would take every step after an exception for a nested one, and healing would end
+    silently.
     """
 
     def __init__(self) -> None:
@@ -275,7 +275,7 @@ class OpenStep:
         return True
 
     def unwind(self) -> None:
-        """Call it before raising an exception that the outermost step catches."""
+        """Call it before an exception that ends nested steps and is caught by the outermost one."""
         self._nested = 0
 
     def clear(self) -> None:

@@ -1,7 +1,7 @@
 """Divides a JAX state into the items of a checkpoint, and puts a restored state together.
 
-Restored leaves get the dtype, weak type, sharding and commitment of the live ones, so that a step
-is not compiled again. A checkpoint keeps only the dtypes.
+A checkpoint keeps only dtypes. Restored leaves also get the weak type, sharding and commitment of
+the live ones, so that a step is not compiled again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from healcore.runtime.store.errors import StateMismatch
 STATE = "state"
 """Name of the item for a state without names."""
 SIDE_STATE = "healcore.side_state"
-"""Name of the item for `SideState`."""
 
 
 class CheckpointLayout:

@@ -34,9 +34,8 @@ class EngineEntry(NamedTuple):
     """One engine of the run."""
 
     name: str
-    """The optimizer's name in the state."""
     path: Path
-    """Path to its HealState from the top of the state."""
+    """From the top of the state to its HealState."""
     leaves: tuple[str, ...]
     """Names of the tensors whose gradients it judges."""
 

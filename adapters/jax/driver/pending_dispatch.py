@@ -34,10 +34,7 @@ class Readback(NamedTuple):
 
 
 class PendingReadback:
-    """The `Readback` of each engine, being copied to the host.
-
-    The leaves of `states` may be nnx.Variables, and may be donated afterwards.
-    """
+    """The `Readback` of each engine, being copied to the host; its states may be donated then."""
 
     def __init__(self, engines: Sequence[EngineEntry], states: Sequence[HealState]) -> None:
         wanted = [_wanted(state) for state in states]

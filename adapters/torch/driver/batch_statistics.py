@@ -135,7 +135,7 @@ def statistics(layers: Sequence[nn.Module]) -> list[Tensor]:
 
 
 class _BufferBlock:
-    """Statistics of one dtype on one device, 1-d views each."""
+    """Statistics of one dtype on one device; `buffers` are 1-d views of them."""
 
     def __init__(self, buffers: list[Tensor]) -> None:
         self._buffers = buffers

@@ -145,8 +145,8 @@ class TorchDriver:
     def may_save(self) -> bool:
         """Whether no optimizer has gradients that it has not stepped with.
 
-        If several optimizers have all stepped, gradients that are left are by-products (those that
-        a GAN's generator leaves in its discriminator), and the next `zero_grad` drops them.
+        If several have all stepped, gradients that are left are by-products that `zero_grad` drops
+        (those that a GAN's generator leaves in its discriminator).
         """
         if self._all_stepped and len(self._accumulations) > 1:
             return True

@@ -73,10 +73,7 @@ class PendingEntries:
 
 
 class Recorder:
-    """Adds an entry to `pending` for every step of one optimizer, without a sync.
-
-    `names` gives the names of parameters.
-    """
+    """Adds an entry to `pending` for every step of one optimizer, without a sync."""
 
     def __init__(
         self,
