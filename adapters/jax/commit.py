@@ -1,14 +1,13 @@
 """Keeping the old state on a skip: `commit` for the train state, `step_or_keep` for an optimizer's.
 
-The plain way, ``new = update(old); state = where(skip, old, new)``, leaves two versions of every
-moment alive: the updates are computed from `new`, the output is `state`. XLA then copies the
-moments instead of writing them in place, though the caller donated them. `step_or_keep` selects at
-the place where each new leaf is *defined*, so that everything downstream, the updates included,
-reads the selected value and one version is enough. Without a skip the values are the same; on a
-skip the updates are overwritten anyway.
+With ``new = update(old); state = where(skip, old, new)`` two versions of every moment are alive:
+the updates are computed from `new`, the output is `state`. XLA then copies the moments instead of
+writing them in place, though the caller donated them. `step_or_keep` selects where each new leaf is
+*defined*, so that the updates read the selected value too and one version is enough. Without a skip
+the values are the same; on a skip the updates are overwritten anyway.
 
 One step of adamw, 25 M float32 parameters in 24 leaves, jitted and donated, medians of 15
-interleaved runs on 2 CPU cores (jax 0.10.2):
+interleaved runs on 2 CPU cores (jax 0.10.2). The slower ways are simpler code, hence the numbers:
 
     ======================================  =======  ==========
     no protection                           18.0 ms  0 MB temp
@@ -18,8 +17,6 @@ interleaved runs on 2 CPU cores (jax 0.10.2):
     where(skip, old, new) on the results    59.2 ms  196 MB
     lax.cond(skip, keep, step)              79.9 ms  300 MB
     ======================================  =======  ==========
-
-The slower ways stay here as numbers: each is five lines and looks right.
 """
 
 from __future__ import annotations
@@ -86,19 +83,10 @@ def commit(skip: chex.Array, old: State, new: State) -> State:
 def step_or_keep(
     step: Step, skip: chex.Array, updates: Any, state: Any, params: Any
 ) -> tuple[Any, Any]:
-    """Runs one optimizer step, and keeps the old state where `skip`.
+    """Runs one optimizer step, and keeps the old state bit for bit where `skip` (bool, 0-d).
 
-    Args:
-        step: ``(updates, state, params) -> (updates, state)``, pure; the structure and shapes of
-            the state must stay, and its dtypes, unless they widen.
-        skip: bool, 0-d.
-        updates: gradients.
-        state: a pytree of arrays and PRNG keys.
-        params: may be None.
-
-    Returns:
-        ``(updates, state)``. The state is bit for bit the old one where `skip`; the updates are
-        then meaningless and must not be used.
+    `step` is pure, ``(updates, state, params) -> (updates, state)``. On a skip the updates that
+    this returns are meaningless and must not be used.
 
     Raises:
         CommitError: the step changes the structure or a shape of its state, or narrows a dtype.
@@ -134,10 +122,8 @@ def _interpret(
 ) -> list[Any]:
     """Evaluates a jaxpr, selecting each new state leaf at the equation that produces it.
 
-    The old state is ``args[first : first + len(names)]``, the new one the last ``len(names)``
-    outputs. A leaf has no defining equation when the step returns a constant or one of its inputs,
-    and a value that is returned as two leaves can be selected for one of them only: those are
-    selected at the end.
+    The old state is ``args[first : first + len(names)]``, the new one the last outputs. Leaves
+    without an equation of their own (constants, inputs, duplicates) are selected at the end.
     """
     jaxpr = closed.jaxpr
     old, own_inputs = (flat[first : first + len(names)] for flat in (args, jaxpr.invars))
@@ -177,7 +163,7 @@ def _interpret(
 
 
 def _evaluate(eqn: Any, read: Callable[[Any], Any]) -> Sequence[Any]:
-    """One equation, as jax's guide "Writing custom interpreters" evaluates it."""
+    """Evaluates one equation, as in jax's guide "Writing custom interpreters"."""
     params = eqn.primitive.get_bind_params(eqn.params)
     functions, params = params if isinstance(params, tuple) else ((), params)  # jax < 0.9: a pair
     with eqn.ctx.manager:
@@ -186,10 +172,10 @@ def _evaluate(eqn: Any, read: Callable[[Any], Any]) -> Sequence[Any]:
 
 
 def _select_widened(skip: chex.Array, old: Any, new: Any, name: str) -> Any:
-    """`_select`, but a leaf may get a wider dtype, as some of optax's do in their first step.
+    """`_select`, but a leaf may get a wider dtype, in which the old value is exact.
 
-    Prodigy, and anything under inject_hyperparams, turn the moments of bfloat16 parameters into
-    float32 when there are float32 ones among them. The old value is exact in the wider dtype.
+    In their first step Prodigy and optimizers under inject_hyperparams widen bfloat16 moments if
+    there are float32 parameters too.
     """
     before, after = jnp.result_type(old), jnp.result_type(new)
     numbers = all(jnp.issubdtype(each, jnp.number) for each in (before, after))
@@ -209,7 +195,7 @@ def _check_structure(old: Any, new: Any) -> None:
 
 
 def _select(skip: chex.Array, old: Any, new: Any, name: str) -> Any:
-    """One leaf of `commit`: array, PRNG key or number; `name` is for the error."""
+    """Selects one leaf: array, PRNG key or number; `name` is for the error."""
     if old is new or _is_float0(old):
         return new
     try:
@@ -237,7 +223,6 @@ def _select(skip: chex.Array, old: Any, new: Any, name: str) -> Any:
 
 
 def _check_skip(skip: Any) -> None:
-    """Raises CommitError unless `skip` is one boolean."""
     if jnp.shape(skip) != () or jnp.result_type(skip) != jnp.bool_:
         raise CommitError(
             f"skip must be one bool, got {jnp.result_type(skip)}{jnp.shape(skip)}: pass "

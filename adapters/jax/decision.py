@@ -69,7 +69,7 @@ def _metrics(floats: chex.Array, ints: chex.Array) -> dict[str, chex.Array]:
 def gradient_norms(opt_state: optax.OptState, params: optax.Params) -> dict[str, chex.Array]:
     """The norm of each parameter's gradient at the last step, before clipping, for a logger.
 
-    They were computed for the decision anyway; naming them costs a step nothing.
+    The decision needs them anyway, so this adds nothing to the cost of a step.
 
         logger.log({f"grad_norm/{name}": float(norm) for name, norm in norms.items()})
 
@@ -99,10 +99,7 @@ def gradient_norms(opt_state: optax.OptState, params: optax.Params) -> dict[str,
 
 
 class _View:
-    """Reads the flat state by attributes: ``view.tally.skips`` is ``flat["tally_skips"]``.
-
-    With it the metrics need no policy to know the structure.
-    """
+    """The flat state by attributes, without a policy: `view.tally.skips` is flat["tally_skips"]."""
 
     def __init__(self, flat: Mapping[str, chex.Array], name: str) -> None:
         self._flat, self._name = flat, name

@@ -22,10 +22,9 @@ class HealTrainState(train_state.TrainState):
     """`flax.training.train_state.TrainState` for an optimizer with a healing state in it.
 
     Flax's own ``apply_gradients(grads=, value=)`` raises TypeError: its keywords are fields to
-    replace. Here the healing signals go to the optimizer, every other keyword is a field, as
-    before. On a skip the step counter, the parameters and those fields stay as they were. PRNG
-    keys, typed or raw, are replaced nevertheless: else the next step would repeat a bad draw (of
-    dropout, of noise), and so on.
+    replace. Here the healing signals go to the optimizer; every other keyword is a field. A skip
+    keeps the step counter, the parameters and those fields, but not PRNG keys, typed or raw:
+    otherwise the next step would use the same dropout mask or noise again.
 
     Example:
         class State(HealTrainState):
@@ -88,7 +87,7 @@ class HealTrainState(train_state.TrainState):
 
 
 def _is_key(leaf: Any) -> bool:
-    """A typed key, or what has a raw one's dtype and last axis."""
+    """Whether a leaf is a typed key, or has the dtype and last axis of a raw one."""
     dtype = getattr(leaf, "dtype", None)
     if dtype is None or jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return dtype is not None

@@ -84,5 +84,4 @@ def gradient_norms(optimizer: nnx.Optimizer, model: nnx.Module) -> dict[str, Any
 
 
 def _arrays(tree: Any) -> Any:
-    """The tree with every nnx.Variable replaced by the array it holds now."""
     return map_nodes(nnx.Variable, lambda variable: variable[...], tree)

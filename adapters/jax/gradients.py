@@ -1,9 +1,7 @@
 """Trees of gradients or updates: their norms in float32, and functions that scale or replace them.
 
-optax's norm is computed in the dtype of the leaves: float16 squares overflow from 256 on, and
-bfloat16 loses 0.3 %. In both cases the engine would judge a rounding error.
-
-Functions on a tree keep the dtype of each leaf and leave integer and float0 leaves alone.
+optax computes norms in the dtype of the leaves: float16 squares overflow from 256 on, bfloat16
+loses 0.3 %. The functions here keep leaves' dtypes, and do not change integer and float0 leaves.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import jax.numpy as jnp
 SMALL = 1 << 14
 """Elements of the largest tensor that `not_finite` checks."""
 Tree = TypeVar("Tree")
-"""A pytree of gradients or updates; each function returns the same structure."""
 
 
 def is_gradient(leaf: Any) -> bool:
@@ -61,12 +58,9 @@ def both_norms(tree: Any) -> tuple[chex.Array, chex.Array]:
 
 
 def scale(tree: Tree, factor: chex.Numeric) -> Tree:
-    """Multiplies every leaf by one factor.
+    """Multiplies every leaf by one factor, float32 0-d.
 
-    Args:
-        tree: gradients or updates.
-        factor: float32 0-d. The product is taken in at least float32 and rounded once, to the
-            leaf's dtype: a factor rounded to bfloat16 first would be off by up to 0.4 %.
+    In at least float32, rounded once: a factor in bfloat16 would be off by up to 0.4 %.
     """
     return _map(lambda leaf: _scaled(leaf, factor), tree)
 
@@ -78,19 +72,16 @@ def scale_each(tree: Tree, factors: chex.Array) -> Tree:
 
 
 def fill_where(skip: chex.Array, tree: Tree, value: float) -> Tree:
-    """`value` in every element where `skip` (bool, 0-d).
-
-    0.0 does an optimizer no harm; NaN is the signal that `optax.apply_if_finite` understands.
-    """
+    """`value` in every element where `skip` (bool, 0-d); NaN is for `optax.apply_if_finite`."""
     return _map(lambda leaf: jnp.where(skip, jnp.full((), value, leaf.dtype), leaf), tree)
 
 
 def no_update_where(skip: chex.Array, tree: Tree) -> Tree:
     """Updates that leave parameters bit-identical where `skip` (bool, 0-d).
 
-    They are -0.0 and not 0.0: ``-0.0 + 0.0`` is ``+0.0``, ``p + -0.0`` is p for every p. (XLA's own
+    They are -0.0 because ``p + -0.0`` is p for every p, but ``-0.0 + 0.0`` is ``+0.0``. (XLA's own
     bfloat16 addition flushes subnormals, |p| < 1.2e-38, in some programs; `commit` keeps them.)
-    Elements that are not finite are -0.0 in any case: fused into the addition this costs nothing.
+    Non-finite elements always become -0.0: fused into the addition this costs nothing.
     """
     return _map(
         lambda leaf: jnp.where(skip | ~jnp.isfinite(leaf), _negative_zero(leaf.dtype), leaf), tree
@@ -100,10 +91,9 @@ def no_update_where(skip: chex.Array, tree: Tree) -> Tree:
 def not_finite(tree: Any) -> chex.Array:
     """Whether a NaN or Inf is in a leaf of up to `SMALL` elements; bool, 0-d.
 
-    What makes a whole update NaN (a learning rate of NaN, a bias correction of 0) shows in those
-    too. Checking all leaves took four times the time of an adamw step (25 M float32, 24 leaves, 2
-    CPU cores: 280 against 69 ms, and 96 MB), since XLA writes the update out to memory for it;
-    checking a strided part of each took as long.
+    A learning rate of NaN, or a bias correction of 0, shows in those too. Checking all leaves, or a
+    strided part of each, took four times as long as an adamw step (25 M float32, 24 leaves, 2 CPU
+    cores: 280 against 69 ms, and 96 MB), because XLA writes the update to memory for it.
     """
     leaves = [leaf for leaf in gradient_leaves(tree) if jnp.size(leaf) <= SMALL]
     flags = [~jnp.isfinite(leaf).all() for leaf in leaves]
@@ -117,16 +107,16 @@ def _map(fn: Callable[[chex.Array], chex.Array], tree: Tree) -> Tree:
 def _square_sum(leaf: chex.Array) -> chex.Array:
     if jnp.iscomplexobj(leaf):
         return _square_sum(jnp.real(leaf)) + _square_sum(jnp.imag(leaf))
-    # A plain reduction: XLA splits it over the cores by itself. A reshape to (rows, 1024) and two
-    # sums was 12 times slower (25 M float32 on 2 cores: 3.4 against 38 ms, the reshape copies),
-    # vdot and a sum over the last axis first were equal within the noise.
+    # XLA splits a plain reduction over the cores. A reshape to (rows, 1024) and two sums was 12
+    # times slower (25 M float32 on 2 cores: 3.4 against 38 ms, the reshape copies); vdot and a sum
+    # over the last axis first were as fast.
     return jnp.sum(jnp.square(jnp.asarray(leaf).astype(jnp.float32)))
 
 
 def _scaled(leaf: chex.Array, factor: chex.Numeric) -> chex.Array:
-    # Multiplied, not divided by the norm as optax.clip_by_global_norm does: XLA copies a product
-    # into every consumer of the gradient, but writes a quotient out to memory first (25 M float32
-    # with adamw on 2 cores: 19 ms a step and no temporary, against 45 ms and 100 MB).
+    # Not divided by the norm, as in optax.clip_by_global_norm: XLA copies a product into every
+    # consumer of the gradient, but writes a quotient to memory first (25 M float32 with adamw on 2
+    # cores: 19 ms a step and no temporary, against 45 ms and 100 MB).
     wide = jnp.promote_types(leaf.dtype, jnp.float32)
     return (leaf.astype(wide) * jnp.asarray(factor, jnp.float32)).astype(leaf.dtype)
 

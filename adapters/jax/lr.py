@@ -88,11 +88,7 @@ def set_lr_scale(opt_state: State, scale: chex.Numeric) -> State:
 
 
 def injected_rates(tree: Any) -> list[chex.Array]:
-    """The learning rates that `optax.inject_hyperparams` holds in a state: floating, 0-d.
-
-    Args:
-        tree: an optimizer state, or a train state with one in it; traced or not.
-    """
+    """The learning rates that `optax.inject_hyperparams` holds in a state: floating, 0-d."""
     return [
         leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)

@@ -25,11 +25,11 @@ _BEYOND = 1_000_003
 def shared(x: Any) -> Any:
     """The same bool, or int32 from 0 to a million, computed by XLA only once.
 
-    XLA copies cheap operations into everything that depends on them, and in a state machine of
-    scalars everything depends on a few flags: 1,700 operations became 18,000, and compiling took
-    as much longer. A remainder counts as expensive and is not copied. (An optimization_barrier is
-    removed before XLA fuses on a CPU; a call that is not inlined, a `while` or a `cond` would work
-    there, but blocks the host or does not batch elsewhere.)
+    XLA copies cheap operations into everything that depends on them, here on a few flags: 1,700
+    operations became 18,000, and compiling took as much longer. A remainder counts as expensive and
+    is not copied. (On a CPU XLA removes an optimization_barrier before it fuses. A call that is not
+    inlined, a `while` or a `cond` would work there, but blocks the host or does not batch
+    elsewhere.)
     """
     flag = x.dtype == jnp.bool_
     kept = lax.rem(lax.convert_element_type(x, jnp.int32), lax.full_like(x, _BEYOND, jnp.int32))

@@ -28,11 +28,7 @@ def node_of(value: Any) -> dict[str, Any] | None:
 
 
 def value_of(content: dict[str, Any]) -> jax.Array:
-    """The array or key, where JAX puts new ones.
-
-    Raises:
-        Exception: `node_of` cannot have written this.
-    """
+    """The array or key; any exception means that `node_of` cannot have written this."""
     data = base64.b64decode(content["bytes"])
     array = np.frombuffer(data, np.dtype(content["dtype"])).reshape(content["shape"])
     found = jnp.asarray(array)

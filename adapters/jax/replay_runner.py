@@ -23,10 +23,9 @@ from healcore.plugins.rows import (
 
 
 class JaxRowRunner:
-    """Runs chunks of rows. Every chunk is padded to one size, so that the loop is compiled once.
+    """Runs chunks of rows, padded to one size, so that the loop is compiled once.
 
-    On a CPU: each row depends on the one before, and an accelerator does not speed up a loop of
-    scalars.
+    On a CPU, because an accelerator does not speed up a loop of scalars.
     """
 
     def __init__(self, engine: Engine, layout: SignalLayout) -> None:
@@ -55,7 +54,6 @@ class JaxRowRunner:
 
 
 def _loop(engine: Engine, layout: SignalLayout) -> Callable[..., Any]:
-    """The function that is compiled: (state, values, kind, rows) -> (state, columns)."""
 
     def branch_for(names: tuple[str, ...]) -> Callable[..., Any]:
         def branch(state: EngineState, row: dict[str, Any]) -> tuple[EngineState, DecisionColumns]:
@@ -72,12 +70,10 @@ def _loop(engine: Engine, layout: SignalLayout) -> Callable[..., Any]:
         ) -> tuple[EngineState, DecisionColumns]:
             state, found = carry
             row = {name: column[i] for name, column in values.items()}
-            # `switch` with one branch calls it without a conditional.
             state, one_row = jax.lax.switch(kind[i], branches, state, row)
             return state, map_leaves(lambda all_, one: all_.at[i].set(one), found, one_row)
 
-        # A loop up to `rows`, not a scan: chunks differ in length (the last one, and the last of
-        # each attempt), and must not be compiled again for that.
+        # Not a scan, which would be compiled again for each length of a chunk.
         return jax.lax.fori_loop(
             0, rows, body, (state, map_leaves(jnp.asarray, empty_columns(MOST_ROWS)))
         )

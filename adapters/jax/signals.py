@@ -1,8 +1,7 @@
 """One step's `Signals` from the arguments of `tx.update`, checked while tracing.
 
-Where JAX itself distributes a step (`jit` over sharded arrays) a norm is global anyway. Inside
-`shard_map`, `pmap` and a `vmap` with an axis name each device computes with its own part only and
-would decide by its own loss and norm; there `Axes` reduces the signals over all devices.
+Under `jit` over sharded arrays a norm is global. Inside `shard_map`, `pmap` and a `vmap` with an
+axis name each device has its own part only; there `Axes` reduces the signals over all devices.
 """
 
 from __future__ import annotations
@@ -36,19 +35,17 @@ class GivenSignals(TypedDict, total=False):
     """
 
     value: ArrayLike
-    """Training loss, floating, of any precision. Without it the detectors of the loss are inactive
-    and `heal/loss` is NaN."""
+    """Training loss, floating. Without it the loss detectors are off and `heal/loss` is NaN."""
     eval_loss: ArrayLike
     """Evaluation loss; NaN at a step without an evaluation."""
     grad_norm: ArrayLike
-    """Global norm of the gradients, where this process does not have all of them (inside shard_map
-    it has to be reduced over the mesh first)."""
+    """Global norm of all gradients, reduced by the caller where each process has only a part."""
     update_norm: ArrayLike
     """Global norm of the last applied update; `protect` measures it itself."""
     change_expected: ArrayLike
     """Bool: LR, batch, data or weights are about to change."""
     externally_skipped: ArrayLike
-    """Bool: skip this step (an fp16 overflow, say). It is neither learnt nor counted."""
+    """Bool: skip this step (an fp16 overflow, say), and do not learn from it or count it."""
     learning_rate: ArrayLike
     """The schedule's rate at this step: a limit on it is absolute."""
 
@@ -65,18 +62,14 @@ def make_signals(
 ) -> tuple[Signals, chex.Array | None]:
     """One step's `Signals`, the same on every device, from its gradients and the caller's report.
 
-    Returns:
-        Signals of float32 and bool 0-d arrays, None for what is absent; and the norm of each
-        gradient leaf, float32 (n,), None where the caller passes the global one.
-
-    Raises:
-        SignalError: a signal is not one number of the right kind.
+    Also the norm of each gradient leaf, float32 (n,), or None where the caller passes the global
+    one. SignalError if a signal is not one number of the right kind.
     """
     _warn_if_no_loss(engine, given)
     if engine.mode == "observe":
-        # The optimizer gets the gradients unchanged, and XLA would let the norm and the second
-        # moment share their squares, which it writes out to memory (the size of all parameters).
-        # The barrier prevents that; outside observe mode the scaling does.
+        # Without a barrier the norm and the optimizer's second moment would share the squares of
+        # the gradients, which XLA then writes to memory (the size of all parameters). Outside
+        # observe mode the scaling prevents it.
         updates = jax.lax.optimization_barrier(updates)
     leaf_norms, grad_norm = None, given.get("grad_norm")
     if engine.per_tensor or grad_norm is None:
@@ -99,9 +92,9 @@ def make_signals(
 
 
 def count_leaves(params: Any) -> int:
-    """Number of tensors with a gradient."""
-    # At least one: optax.tree.map_params initialises with a placeholder that has no leaves, and
-    # must get a state of the same structure.
+    """Number of tensors with a gradient, at least one."""
+    # optax.tree.map_params initialises with a placeholder without leaves, and needs a state of the
+    # same structure.
     return max(1, len(gradient_leaves(params)))
 
 
@@ -115,11 +108,7 @@ class Axes(NamedTuple):
 
     @classmethod
     def of(cls, axis_name: AxisName, shard_axis_name: AxisName) -> Axes:
-        """The axes that a user names.
-
-        Raises:
-            TypeError: a name is not a string, or an axis is in both.
-        """
+        """The axes that a user names; TypeError for one that is no string, or is in both."""
         axes = cls(
             _axis_names("axis_name", axis_name), _axis_names("shard_axis_name", shard_axis_name)
         )
@@ -140,8 +129,7 @@ class Axes(NamedTuple):
         """The signals and leaf norms of the whole step from those of this device: one all-reduce.
 
         Losses and rates are averaged, norms combined, and a flag is set if any device sets it. A
-        NaN or Inf on one device is on every device afterwards. `given_norm`: the caller has passed
-        the global norm.
+        NaN or Inf reaches every device. `given_norm`: the caller has passed the global norm.
         """
         if not self:
             return own, leaf_norms
@@ -172,9 +160,9 @@ class Axes(NamedTuple):
         return jnp.sqrt(total / self._size(self.averaged))
 
     def any(self, flag: chex.Array) -> chex.Array:
-        """Whether a flag (bool, 0-d) is set on any device.
+        """Whether a flag (bool, 0-d) is set on any device that decides with this one.
 
-        Also reduced without axes, where JAX knows that the flag differs (`check_vma`).
+        Without named axes these are the devices between which JAX knows it to differ (`check_vma`).
         """
         names = self.averaged + self.split or _varying(flag)
         return jax.lax.psum(flag.astype(jnp.int32), names) > 0 if names else flag
@@ -184,7 +172,7 @@ class Axes(NamedTuple):
 
 
 def _varying(array: chex.Array) -> tuple[str, ...]:
-    """The axes along which JAX knows an array to differ; always none under `check_vma=False`."""
+    """The axes along which JAX knows an array to differ; none under `check_vma=False`."""
     kind: Any = jax.typeof(array)
     found = getattr(kind, "vma", None)  # up to jax 0.9
     if found is None:
@@ -203,7 +191,6 @@ def _axis_names(argument: str, given: Any) -> tuple[str, ...]:
 
 
 def _warn_if_no_loss(engine: Engine, given: GivenSignals) -> None:
-    """Warns where the policy reads the loss and none is passed."""
     inactive = [name for name, _ in engine.config.detectors if "loss" in DETECTORS[name].NEEDS]
     if "value" not in given and inactive:
         warnings.warn(
@@ -214,7 +201,7 @@ def _warn_if_no_loss(engine: Engine, given: GivenSignals) -> None:
 
 
 def _callers() -> int:
-    """The stack level of the user's own call: the first frame outside healcore, optax and Flax."""
+    """The stack level of the first frame outside healcore, optax and Flax."""
     frame, level = sys._getframe(1), 1
     while frame is not None:
         top = frame.f_globals.get("__name__", "").partition(".")[0]

@@ -27,38 +27,33 @@ Tree = TypeVar("Tree")
 
 
 class HealStateError(HealcoreError, ValueError):
-    """An optimizer state that holds no healing state, more than one, or that of another policy."""
+    """An optimizer state has no healing state, more than one, or that of another policy."""
 
 
 class HealState(NamedTuple):
-    """What `heal`, `heal_zclip` and `protect` carry from step to step.
+    """What `heal`, `heal_zclip` and `protect` carry from step to step, in few arrays.
 
-    Few arrays, see `state_layout`. No other state has their names, so that
-    ``optax.tree.get(opt_state, "count")`` finds the optimizer's. None is empty, which Orbax would
-    refuse to save.
+    Their names are in no other state, so that ``optax.tree.get(opt_state, "count")`` finds the
+    optimizer's. No array is empty, because Orbax would refuse to save it.
     """
 
     heal_floats: chex.Array
-    """float32 (n,): the core's EngineState, see `engine_state`."""
+    """float32 (n,): the floats of the core's EngineState."""
     heal_ints: chex.Array
-    """int32 (m,): its integers and flags; before them the layout's version and the policy's
-    fingerprint."""
+    """int32 (m,): a `state_layout.Header`, then the integers and flags of the EngineState."""
     heal_records: chex.Array
-    """int32 (steps, elements): the last steps as the host reads them, see `state_layout`."""
+    """int32 (rows, elements): the ring buffers of step records, see `state_layout`."""
     heal_decision: dict[str, chex.Array]
-    """The decision of the last step, as it was enforced: `heal_skip`, `heal_grad_scale`, ..."""
+    """The decision of the last step: `heal_skip`, `heal_grad_scale`, ..."""
     heal_leaf_norms: chex.Array
-    """float32 (n,): norm of each gradient leaf at the last step, before clipping: evidence of where
-    a bad gradient came from. Zeros while the caller passes `grad_norm`. No decision reads it."""
+    """float32 (n,): norm of each gradient leaf at the last step, before clipping; zeros while the
+    caller passes `grad_norm`. It is evidence only, no decision reads it."""
 
 
 def init(engine: Engine, leaves: int, kept: int = state_layout.STEPS) -> HealState:
-    """The state before the first step.
+    """The state before the first step, for a number of `leaves` with a gradient.
 
-    Args:
-        engine: of the policy.
-        leaves: number of tensors with a gradient.
-        kept: steps whose records the host can read, at least those of one dispatch.
+    The host can read the records of `kept` steps, at least those of one dispatch.
     """
     layout = StateLayout(engine, leaves if engine.per_tensor else 0)
     floats, ints = layout.pack(layout.template, layout.header)
@@ -76,16 +71,12 @@ def step(
 ) -> tuple[HealState, Decision]:
     """One step of the core, with the dtypes of the state kept (weak types would recompile).
 
-    An externally skipped step is skipped in observe mode too, neither learnt nor counted.
-
-    Raises:
-        HealStateError: the state is of another policy, or not a HealState. While tracing only
-            shapes are compared; its fingerprint is compared where the state is concrete.
+    An externally skipped step is skipped in observe mode too. HealStateError as in `engine_state`.
     """
     old = engine_state(engine, state)
     new, decision = engine.step(old, signals, xp=namespace)
     if signals.externally_skipped is not None:
-        # The engine does not skip such a step, which its caller skips; here this function does.
+        # The engine leaves such a skip to its caller, which is this function.
         decision = decision._replace(skip=decision.skip | signals.externally_skipped)
     template = neutral(groups=None if decision.group_scale is None else 1)
     decision = tree.map_leaves(_own, template, decision)
@@ -106,21 +97,13 @@ def step(
 
 
 def engine_state(engine: Engine, state: HealState) -> EngineState:
-    """The core's own form of the state.
-
-    Raises:
-        HealStateError: the state is of another policy, or not a HealState.
-    """
+    """The core's form of the state; HealStateError if it is of another policy, or no HealState."""
     _check(engine, state)
     return _layout_of(engine, state).unpack(state.heal_floats, state.heal_ints)
 
 
 def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> HealState:
-    """The healing state with the engine's state replaced; shapes and dtypes stay.
-
-    Raises:
-        StateError: `new` is of a model with other tensors.
-    """
+    """The healing state with the engine's replaced; StateError if that is of another model."""
     layout = _layout_of(engine, state)
     old = state_layout.header(state.heal_ints)
     seen = old.loss_seen | (jnp.asarray(new.last.loss) != 0)
@@ -139,7 +122,7 @@ def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> Hea
 def _check(engine: Engine, state: Any) -> None:
     """Raises HealStateError unless the state is of this policy.
 
-    Shapes always; the fingerprint where it can be read, that is not of a traced state.
+    Of a traced state only the shapes can be compared; otherwise the fingerprint is, too.
     """
     if not isinstance(state, HealState):
         raise no_heal_state_error(state)
@@ -176,7 +159,7 @@ _REMEDY = (
 
 
 def no_heal_state_error(state: Any) -> HealStateError:
-    """The error for an optimizer state that has no healing state where `update` needs one."""
+    """The error for an optimizer state without a healing state where `update` needs one."""
     return HealStateError(
         f"this optimizer state ({type(state).__name__}) is of an optimizer without healcore, or of "
         "another chain: an optimizer made with protect(), heal() or heal_zclip() begins with its "
@@ -206,11 +189,7 @@ def _flat_decision(made: Decision) -> dict[str, chex.Array]:
 
 
 def find(opt_state: Any) -> HealState:
-    """The one HealState anywhere inside an optimizer state: chained, wrapped or masked.
-
-    Raises:
-        HealStateError: there is none, or there are several.
-    """
+    """The one HealState in an optimizer state; HealStateError if there is none, or several."""
     found = nodes(HealState, opt_state)
     if len(found) == 1:
         warn_if_after_optimizer(opt_state, found[0][0])
@@ -229,11 +208,7 @@ def find(opt_state: Any) -> HealState:
 
 
 def replace(opt_state: Any, new: HealState) -> Any:
-    """The optimizer state with its one HealState replaced.
-
-    Raises:
-        HealStateError: there is none, or there are several.
-    """
+    """The optimizer state with its HealState replaced; HealStateError unless there is one."""
     find(opt_state)
     return map_nodes(HealState, lambda _: new, opt_state)
 
@@ -256,12 +231,9 @@ def map_nodes(kind: Any, fn: Callable[[Any], Any], tree: Tree) -> Tree:
 def warn_if_after_optimizer(root: Any, path: tuple[Any, ...]) -> None:
     """Warns where the state of an optimizer comes before a healing state in a chain.
 
-    A member of a chain gets only the updates of the one before it, so it cannot know its position.
-    The state of the chain shows the order, where the optimizer has a state (SGD without momentum
-    has none, and the states of `optax.named_chain` are not in order).
-
-    Not an error: updates may be clipped there on purpose, and a user's own tuple of states looks
-    like the state of a chain. `path` leads from the root, any state, to the HealState.
+    Only the chain's state shows the order, if the optimizer has a state (SGD without momentum has
+    none; in `optax.named_chain` states are not in order). Not an error: it may be intended, or a
+    user's own tuple of states. `path` leads from `root`, any state, to the HealState.
     """
     index = max((i for i, key in enumerate(path) if isinstance(key, SequenceKey)), default=None)
     if index is None or not path[index].idx:
@@ -269,7 +241,7 @@ def warn_if_after_optimizer(root: Any, path: tuple[Any, ...]) -> None:
     chain = root
     for key in path[:index]:
         chain = child(chain, key)
-    # A tuple in a chain is the state of a transformation, not a tree of parameters.
+    # In the state of a chain every member is a tuple, in a tree of parameters not.
     if type(chain) is not tuple or not all(isinstance(member, tuple) for member in chain):
         return
     if any(map(is_gradient, jax.tree.leaves(chain[: path[index].idx]))):
@@ -282,7 +254,7 @@ def warn_if_after_optimizer(root: Any, path: tuple[Any, ...]) -> None:
 
 
 def child(node: Any, key: Any) -> Any:
-    """The part of a tree at one key of a path."""
+    """The part of a node at one key of a path."""
     if hasattr(key, "name"):
         return getattr(node, key.name)
     return node[key.key if hasattr(key, "key") else key.idx]
@@ -291,9 +263,7 @@ def child(node: Any, key: Any) -> Any:
 def on_mesh_of(params: Any, state: Any) -> Any:
     """A fresh state, with arrays that are on no mesh replicated over the mesh of the parameters.
 
-    `jnp.zeros(())` is on no mesh, and a compiled step returns it on the mesh of the parameters:
-    another type for `jax.jit`, which would trace and compile the step a second time. What is moved
-    is copied: scalars and short vectors.
+    A compiled step would return them on that mesh, and be compiled a second time for that.
     """
     shardings = (each.sharding for each in jax.tree.leaves(params) if _is_array(each))
     sharding = next((each for each in shardings if isinstance(each, NamedSharding)), None)
@@ -319,10 +289,9 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _own(kind: Any, leaf: chex.Array) -> chex.Array:
-    """The leaf with the dtype of `kind`, in a buffer of its own.
+    """The leaf with the dtype of `kind`, in its own buffer: no buffer can be donated twice.
 
-    Eager code returns the same array for several leaves (the LR multiplier is in the metrics too),
-    and one buffer cannot be donated twice to a compiled step that follows.
+    Eager code returns one array for several leaves, such as the LR multiplier.
     """
     if isinstance(leaf, Tracer):
         return jnp.asarray(leaf, kind.dtype)

@@ -1,12 +1,9 @@
-"""How the engine's state lies in few arrays: two vectors, and the ring buffers of step records.
+"""Packs the engine's state into two vectors, and the records of the last steps into ring buffers.
 
-A state of a hundred scalars costs a jitted step more than its arithmetic does: each leaf is a
-separate argument, buffer and result (a tiny step on 2 cores: 145 us for 108 leaves, 45 us for two
-vectors and the same engine).
-
-A `lax.scan` takes many steps in one dispatch, and the host gets the state only after the last one.
-So each step writes its record into a ring buffer. A step with an order also writes it into a
-second, short one: no order is lost in a dispatch with more steps than the first one holds.
+Each leaf is an argument, a buffer and a result of a jitted step (a tiny step on 2 cores: 145 us for
+108 leaves, 45 us for two vectors). With `lax.scan` the host gets the state only after many steps,
+so each step writes its record into a ring buffer. A step with an order writes it into a second one
+too, so that a dispatch with more steps than the first one holds loses no order.
 """
 
 from __future__ import annotations
@@ -23,15 +20,15 @@ from healcore.core import step_record, tree
 from healcore.core.engine import Engine
 
 SCHEMA = 2
-"""Version of this layout, the first of the integers."""
+"""Version of this layout."""
 STEPS = 32
 """Steps whose records are kept by default."""
 ORDERS = 8
-"""Steps with an order whose records are kept in addition. One incident has very few."""
+"""Steps with an order whose records are kept in addition."""
 
 _RECORD = step_record.leaf_names()
 _RECORD_INTS, _RECORD_FLOATS = _RECORD[: step_record.INTS], _RECORD[step_record.INTS :]
-"""What the host reads of every step, at the head of the integers and of the floats."""
+"""What the host reads of every step: the first of the integers and of the floats."""
 _CHANGE_EXPECTED = "change_expected"
 _COUNTS = ("tally_clips", "tally_skips", "tally_alarms", "tally_rollbacks", "tally_lr_cuts")
 
@@ -44,11 +41,11 @@ class Header(NamedTuple):
     schema: Any
     policy_high: Any
     policy_low: Any
-    """Fingerprint of the policy, 64 bits; both 0 for a policy without (its numbers are arrays)."""
+    """Fingerprint of the policy, 64 bits; both 0 for a policy of arrays, which has none."""
     loss_seen: Any
     """1 as soon as there was a finite loss."""
     orders: Any
-    """Number of steps with an action so far."""
+    """Number of steps with an order so far."""
 
 
 _ENGINE = len(Header._fields)
@@ -64,11 +61,9 @@ class ArraySlot(NamedTuple):
 
 
 class StateLayout:
-    """The position of every array of a state, for one policy and number of tensors.
+    """The position of every array of a state, for one policy.
 
-    Args:
-        engine: the policy's engine.
-        groups: number of tensors, for per-tensor clipping.
+    `groups` is the number of tensors for per-tensor clipping, else 0.
     """
 
     def __init__(self, engine: Engine, groups: int) -> None:
@@ -108,7 +103,7 @@ def header(ints: Any) -> Header:
 
 
 def record(floats: Any, ints: Any) -> jax.Array:
-    """The last step's record, as `step_record.unpack` reads it."""
+    """The last step's record, int32 (elements,), as `step_record.unpack` reads it."""
     head = lax.slice(ints, (_ENGINE,), (_ENGINE + len(_RECORD_INTS),))
     numbers = lax.slice(floats, (0,), (len(_RECORD_FLOATS),))
     return jnp.concatenate([head, lax.bitcast_convert_type(numbers, jnp.int32)])
@@ -149,7 +144,7 @@ def _one(vector: Any, index: int) -> Any:
 def _slots(
     leaves: dict[str, Any], first: Sequence[str], start: int
 ) -> tuple[dict[str, ArraySlot], int]:
-    """The slots of the arrays, and the length of their vector."""
+    """The slots of the arrays, those named in `first` at the front; and the vector's length."""
     slots = {}
     for name in [*first, *(name for name in leaves if name not in first)]:
         slots[name] = ArraySlot(start, leaves[name])
@@ -191,14 +186,9 @@ def init_records(steps: int, record: Any) -> jax.Array:
 
 
 def write_record(records: Any, record: Any, step: Any, orders: Any, ordered: Any) -> jax.Array:
-    """The ring buffers with the record of one more step.
+    """The ring buffers, int32 (steps + ORDERS, elements), with the record of one more step.
 
-    Args:
-        records: int32 (steps + ORDERS, elements).
-        record: int32 (elements,), from `record`.
-        step: int32, steps judged, this one included.
-        orders: int32, number of steps with an order before this one.
-        ordered: bool, whether this step has an order.
+    `step` counts this step, `orders` only those with an order before it.
     """
     kept = records.shape[0] - ORDERS
     place = (step - 1) % kept
@@ -226,8 +216,8 @@ def records_between(
 ) -> tuple[list[np.ndarray], int]:
     """The records of the steps between two moments without a rollback, oldest first.
 
-    Also how many steps have no record (steps with an order only if over ORDERS). `records` is what
-    the state held at the later moment.
+    Also the number of steps without a record, which have no order unless more than ORDERS have one.
+    `records` is that of the later moment.
     """
     kept = records.shape[0] - ORDERS
     first = max(before.steps, after.steps - kept)

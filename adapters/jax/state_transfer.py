@@ -116,7 +116,7 @@ def _engine(policy: PolicyLike) -> Engine:
 
 
 def without_heal_state(state: PyTree) -> PyTree:
-    """The state as it was before anybody healed it: what a checkpoint of a plain optax run holds.
+    """The state without healcore's part, as a checkpoint of a plain optax run holds it.
 
     A `protect` becomes the optimizer it protects; a member of a chain (`heal`, `heal_zclip`,
     `scale_by_heal_lr`) becomes the empty state of a stateless one, as `clip_by_global_norm` has it.
@@ -128,7 +128,7 @@ def without_heal_state(state: PyTree) -> PyTree:
         state: any pytree: a train state, an optimizer state.
 
     Returns:
-        A tree without any array of healcore's. Copies nothing.
+        A tree without arrays of healcore. Nothing is copied.
     """
     return map_nodes(
         _HEALING,
@@ -144,7 +144,7 @@ def without_heal_state(state: PyTree) -> PyTree:
 def with_heal_state(bare: PyTree, like: State) -> State:
     """The opposite of `without_heal_state`.
 
-    Also the way from a run without healcore, or with another policy: `protect` begins with the
+    It also takes over a run without healcore, or with another policy: `protect` begins with the
     moments that the optimizer has,
 
         # old: of adamw, or of chain(clip, adamw)
@@ -179,7 +179,7 @@ def with_heal_state(bare: PyTree, like: State) -> State:
 
 
 def _part_like(wanted: Any, tree: Any) -> Any:
-    """The one member of a chain that has the structure wanted, if that is all that it holds."""
+    """The part of a chain with the wanted structure, if the chain has no other leaves."""
     structure = jax.tree.structure(wanted)
     if jax.tree.structure(tree) == structure:
         return tree

@@ -1,18 +1,12 @@
 """The JAX backend of `healcore sweep`: thousands of policy variants in one vmapped scan on the CPU.
 
-A value that does not depend on the variant is not batched: neither the signals, nor state that
-depends on them alone (vmap detects it).
+Two settings of XLA make it four times as fast on a CPU. They apply to this program only, and do not
+reorder or contract arithmetic: every backend gets the same results bit for bit (docs/parity.md).
 
-Two settings of XLA make it four times as fast on a CPU. Both apply to this program only; neither
-changes XLA_FLAGS or the user's process:
-
-* The loop is compiled to one LLVM function, not to a list of kernels called once per step. XLA does
-  so by default only where a loop's buffers are tiny (xla_cpu_small_while_loop_byte_threshold); here
-  the attribute for it is set on the call. An XLA that does not know the attribute ignores it.
+* The loop is compiled to one LLVM function, not to a list of kernels called once per step. By
+  default XLA does so only for loops with tiny buffers (xla_cpu_small_while_loop_byte_threshold).
+  An XLA that does not know the attribute ignores it.
 * Vectors of 512 bits, where the machine has them. LLVM's default is 256.
-
-Neither reorders or contracts arithmetic: the results equal those of every other backend bit for bit
-(docs/parity.md).
 """
 
 from __future__ import annotations
@@ -39,7 +33,11 @@ _ATTRIBUTES = {"xla_cpu_small_call": "true", "inlineable": "false"}
 
 
 class JaxSweepScan:
-    """The variants of one policy. Thread-safe: two threads keep two cores busy."""
+    """The variants of one policy. Thread-safe: two threads keep two cores busy.
+
+    `config` is from `sweep.trimmed`, `places` are the positions of the varied numbers in it.
+    Benchmarks pass the whole engine as `init` and `step`. RuntimeError without a CPU backend.
+    """
 
     def __init__(
         self,
@@ -49,17 +47,6 @@ class JaxSweepScan:
         init: Callable[[EngineConfig], Any] = sweep.init,
         step: Callable[..., tuple[Any, sweep.VariantDecision]] = sweep.step,
     ) -> None:
-        """The variants of one policy.
-
-        Args:
-            config: the base policy's, from `sweep.trimmed`.
-            places: positions of the varied numbers in the config.
-            init: makes the state before the first row from the config.
-            step: judges a row, as `sweep.step`; benchmarks pass the whole engine.
-
-        Raises:
-            RuntimeError: this JAX has no CPU backend.
-        """
         self._config, self._places = config, places
         self._init, self._step = init, step
         self._device = jax.devices("cpu")[0]
@@ -75,7 +62,6 @@ class JaxSweepScan:
         return np.asarray(words), np.asarray(skipped), np.asarray(recovered)
 
     def _program(self, packed: PackedSeries, variants: int) -> Callable[..., Any]:
-        """The compiled scan, one for each shape."""
         shape = (packed.layout, variants, len(packed.groups.start))
         with self._compiling:
             if shape not in self._programs:
@@ -103,7 +89,10 @@ class JaxSweepScan:
     def _scan(
         self, layout: SignalLayout, numbers: tuple[Any, ...], rows: PackedRows, groups: RowGroups
     ) -> Any:
-        """One variant over all groups: the words of its orders, and its counts in each group."""
+        """One variant over all groups: order bits, skips and recoveries of each group.
+
+        Vmap does not batch what is the same for all variants, the signals for example.
+        """
         config = configure(self._config, self._places, numbers)
         fresh = map_leaves(jnp.asarray, self._init(config))
 
@@ -137,10 +126,8 @@ class JaxSweepScan:
 class _Namespace:
     """jax.numpy, with a barrier at every second `where` of a step.
 
-    XLA fuses cheap operations into every loop over the variants that needs them, and computes them
-    again in each. Behind a barrier a value is computed once, at the cost of one more loop. With
-    barriers on half of the selections a step is up to a fifth faster than without (measured; on a
-    third, on all, or on those of one dtype gains less). The values are the same.
+    Without it XLA computes cheap values again in each loop over the variants that needs them. A
+    step is up to a fifth faster (measured); barriers on a third, on all, or on one dtype gain less.
     """
 
     def __init__(self) -> None:
@@ -157,7 +144,6 @@ class _Namespace:
 
 
 def _at(config: Any, place: Place) -> Any:
-    """The base policy's number at a position."""
     for part in place:
         if isinstance(part, int):
             config = config[part]
@@ -169,7 +155,7 @@ def _at(config: Any, place: Place) -> Any:
 
 
 def _small_call() -> Any:
-    """Sets the attributes on everything called within; does nothing in a JAX that cannot."""
+    """Sets the attributes on calls in its context; does nothing in a JAX that cannot."""
     try:
         from jax.experimental.xla_metadata import set_xla_metadata
     except ImportError:

@@ -186,14 +186,12 @@ def protect(
         inner: any optax transformation that keeps the structure, shapes and dtypes of its state.
             With an `optax.MultiSteps` inside, each micro-batch is judged on its own, and one that
             is skipped does not enter the accumulator.
-        policy: a preset's name, the path of a TOML file, a `healcore.policy.Policy`, an Engine or
-            an EngineConfig, whose numbers may be traced arrays.
+        policy: see `heal`.
         axis_name: see `heal`.
         shard_axis_name: see `heal`.
         records: steps whose records the state keeps for a `Healer` to read: as many as one dispatch
             takes (`lax.scan` over steps). With fewer, lines of the metrics are lost, but no order.
-        **overrides: values to replace in the policy, ``clip={"max_norm": 1.0}``; see
-            `healcore.policy.Overrides`.
+        **overrides: see `heal`.
 
     Returns:
         A transformation that takes the keywords of `heal`'s update and passes them, and all
@@ -234,7 +232,6 @@ def protect(
         return on_mesh_of(params, state)
 
     def measured(updates: optax.Updates) -> tuple[chex.Array | None, chex.Array]:
-        """The norm, if the policy reads it, and whether the update is non-finite."""
         if not reads_update_norm:
             return None, axes.any(gradients.not_finite(updates))
         norm = axes.norm(updates)

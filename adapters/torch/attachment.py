@@ -121,18 +121,9 @@ def attach(
 def _fused_obstacle(optimizer: Optimizer, wanted: bool | Literal["auto"]) -> str | None:
     """Why an optimizer cannot clip and skip inside its fused kernel, or None if it can.
 
-    The fused Adam, AdamW, SGD and Adagrad kernels divide the gradients by `optimizer.grad_scale`,
-    and leave parameters, moments and step counters alone where `optimizer.found_inf` is 1. It is
-    how GradScaler unscales and skips; torch's flag for it is `_step_supports_amp_scaling`. Skipping
-    a step of any other optimizer needs the decision on the host.
-
-    Args:
-        optimizer: a torch optimizer.
-        wanted: False: never use them. True: the caller asserts that an unknown `step()` honours
-            them. "auto": only where they are known to be honoured.
-
-    Raises:
-        AttachError: `wanted` is True for an optimizer that ignores them, or none of the three.
+    Fused Adam, AdamW, SGD and Adagrad divide the gradients by `optimizer.grad_scale`, and change
+    nothing where `optimizer.found_inf` is 1, as for a GradScaler; torch's flag for that is
+    `_step_supports_amp_scaling`. `wanted` is the option `fused` of `attach`.
     """
     if wanted not in (True, False, "auto"):
         raise AttachError(f"fused must be True, False or 'auto', got {wanted!r}")
@@ -150,8 +141,7 @@ def _fused_obstacle(optimizer: Optimizer, wanted: bool | Literal["auto"]) -> str
             "build the optimizer with fused=True, or leave it to 'auto'"
         )
     if reason is None and wanted == "auto" and is_third_party(optimizer):
-        # It may compute the update itself, or add to that of super().step(); its `fused` is only
-        # what the base class would do. Without gradients neither does anything.
+        # It may compute the update itself, or add to that of super().step(), whatever `fused` is.
         reason = (
             f"{name} has a step() of its own, which may not honour found_inf "
             "(if it only wraps super().step(), attach with fused=True)"
@@ -162,7 +152,7 @@ def _fused_obstacle(optimizer: Optimizer, wanted: bool | Literal["auto"]) -> str
 def _choose_engine(
     wanted: str, obstacle: str | None, home: torch.device, name: str
 ) -> tuple[str, str]:
-    """`host` or `device`, and why."""
+    """`host` or `device`, and the reason."""
     if wanted != "auto":
         return wanted, f"set by engine={wanted!r}"
     if home.type == "cpu":
@@ -173,10 +163,7 @@ def _choose_engine(
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
-    """The optimizer inside accelerate's and Fabric's wrappers, or the optimizer itself.
-
-    The wrappers are Optimizers too, without hooks; `optimizer` or `_optimizer` holds the real one.
-    """
+    """The optimizer inside accelerate's and Fabric's wrappers, Optimizers without hooks."""
     inner = optimizer
     while isinstance(inner, Optimizer) and "_optimizer_step_pre_hooks" not in vars(inner):
         inner = vars(inner).get("optimizer") or vars(inner).get("_optimizer")

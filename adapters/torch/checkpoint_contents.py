@@ -1,7 +1,7 @@
 """Opens torch checkpoints: files of `torch.save`, directories of `torch.distributed.checkpoint`.
 
-Nothing in them is executed. DCP's own reader is not used: its index is a pickle and so are the
-values besides the tensors, and it would execute both.
+Nothing in them is executed, so DCP's own reader is not used: its index and the values besides the
+tensors are pickles.
 """
 
 from __future__ import annotations
@@ -49,12 +49,10 @@ _DTYPES = {
 
 
 def open_file(path: Path) -> Contents:
-    """A file of `torch.save`: mapped, so that an array is in memory while it is looked at.
+    """Opens a file of `torch.save`, mapped; those of torch before 1.6 (no zip) are read as a whole.
 
-    Files of torch before 1.6 (no zip) cannot be mapped, and are read as a whole.
-
-    Takes memory for the list of its tensors and values, some hundred bytes for each byte of the
-    pickle in it, and time in proportion to the file: see `checkpoint_pickle` and `PathBudget`.
+    Memory is at most some hundred bytes for each byte of the pickle in it, and time is proportional
+    to the file: see `checkpoint_pickle` and `PathBudget`.
 
     Raises:
         Damaged: a record is shorter than its tensor.
@@ -62,7 +60,7 @@ def open_file(path: Path) -> Contents:
     """
     try:
         mapped = zipfile.is_zipfile(path)
-        # Before torch reads it: torch allocates whatever size a file names.
+        # Checked before torch reads it, which allocates whatever size a file names.
         if mapped:
             with zipfile.ZipFile(path) as archive:
                 size = check_archive(archive, str(path), path.stat().st_size).pickled
@@ -78,10 +76,9 @@ def open_file(path: Path) -> Contents:
 
 
 def open_directory(folder: Path) -> Contents:
-    """A directory of `torch.distributed.checkpoint`: one shard is in memory at a time.
+    """Opens a directory of `torch.distributed.checkpoint`; ProbeError if its index cannot be read.
 
-    Raises:
-        ProbeError: it is damaged, or of a kind that cannot be read without executing it.
+    One shard is in memory at a time.
     """
     arrays, values, notes = [], {}, []
     for name, (path, entry) in _index(folder).items():
@@ -101,14 +98,9 @@ def open_directory(folder: Path) -> Contents:
 
 
 def stored_arrays(data: Path, names: Iterable[str]) -> dict[str, Array]:
-    """Arrays of a checkpoint of `DCPStore`; those that are not there are left out.
+    """Those of the named arrays that a checkpoint of `DCPStore` has; ProbeError if it is damaged.
 
-    Args:
-        data: its directory `data`.
-        names: as its `state.json` has them.
-
-    Raises:
-        ProbeError: it is damaged.
+    `data` is its directory `data`, and names are those of its `state.json`.
     """
     index = _index(data)
     return {
@@ -119,9 +111,9 @@ def stored_arrays(data: Path, names: Iterable[str]) -> dict[str, Array]:
 
 
 def _load(source: Any, *, mmap: bool = False) -> Any:
-    """What `torch.save` wrote, if it is tensors and plain values; else `UnpicklingError`.
+    """What `torch.save` wrote, if it is tensors, plain values and NumPy's numbers (a best metric).
 
-    NumPy's numbers are in many checkpoints (a best metric). To make one executes nothing.
+    Anything else raises `UnpicklingError`.
     """
     constructor: Any = np.float64(0).__reduce__()[0]
     kinds = {type(np.dtype(kind)) for kind in "?bBhHiIlLqQefdgFD"}
@@ -130,7 +122,7 @@ def _load(source: Any, *, mmap: bool = False) -> Any:
 
 
 def _probe_error(path: Path, error: Exception, otherwise: str) -> ProbeError:
-    """The error for whatever reading a file has raised; damaged bytes raise anything."""
+    """The ProbeError for an error of reading a file, which may be any if the file is damaged."""
     if isinstance(error, ProbeError):
         return error
     if isinstance(error, pickle.UnpicklingError):
@@ -146,13 +138,12 @@ def _probe_error(path: Path, error: Exception, otherwise: str) -> ProbeError:
 
 
 def _contents(format: str, tree: Any, budget: PathBudget, at: tuple[str, ...] = ()) -> Contents:
-    """The contents of a loaded tree."""
     arrays, values, notes = [], {}, []
     for keys, leaf in _leaves(tree, budget, at):
         path = tuple(part for key in keys for part in key.split("."))  # "layers.0.weight"
-        path = budget.take(path) or ("tensor",)  # the whole file is one
+        path = budget.take(path) or ("tensor",)  # the whole file is one tensor
         if isinstance(leaf, Tensor):
-            if hasattr(leaf, "to_local"):  # of a DTensor its part
+            if hasattr(leaf, "to_local"):  # a DTensor
                 leaf = leaf.to_local()  # type: ignore[attr-defined]
             if (
                 leaf.layout is not torch.strided
@@ -171,7 +162,6 @@ def _contents(format: str, tree: Any, budget: PathBudget, at: tuple[str, ...] = 
 def _leaves(
     tree: Any, budget: PathBudget, path: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The leaves of nested dictionaries, lists and tuples, each with its path."""
     budget.take(path)
     if isinstance(tree, Mapping):
         for key, part in tree.items():
@@ -185,7 +175,7 @@ def _leaves(
 
 def _array(path: tuple[str, ...], tensor: Tensor) -> Array:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    # What one storage holds twice is one tensor under two names. Empty ones share nothing.
+    # The same part of a storage is one tensor under two names, unless it is empty.
     storage = None
     if tensor.numel():
         start = tensor.untyped_storage().data_ptr()
@@ -194,7 +184,7 @@ def _array(path: tuple[str, ...], tensor: Tensor) -> Array:
 
 
 def _pieces(tensor: Tensor) -> Iterator[np.ndarray]:
-    """A tensor's elements as NumPy arrays; no copy of more than a piece."""
+    """A tensor's elements as NumPy arrays; at most one piece is copied at a time."""
     flat = _distinct(tensor.detach())
     flat = flat.view(-1) if flat.is_contiguous() else flat.reshape(-1)
     for at in range(0, flat.numel(), PIECE):
@@ -205,7 +195,7 @@ def _pieces(tensor: Tensor) -> Iterator[np.ndarray]:
 
 
 def _distinct(tensor: Tensor) -> Tensor:
-    """The elements under a view that has some of them many times: of `expand`, each one once."""
+    """The elements of a tensor without the repetitions that `expand` and overlapping views have."""
     for axis, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[axis] > 1:
             tensor = tensor.narrow(axis, 0, 1)
@@ -231,7 +221,7 @@ def _index(folder: Path) -> dict[str, tuple[tuple[str, ...], IndexEntry]]:
 
 
 def _split(name: str, planned: Any) -> tuple[str, ...]:
-    """The path of an entry in the tree; planners note it, some do not."""
+    """The path of an entry in the tree: the planner's, or without one the name's parts."""
     if (
         isinstance(planned, (tuple, list))
         and 0 < len(planned) <= MOST_PARTS
@@ -281,10 +271,7 @@ def _part(folder: Path, place: Place) -> tuple[Any, int]:
 
 
 def _tensor(checked: TorchArchive) -> Tensor | None:
-    """The tensor in a part, which most parts are: made here in a third of the time of torch.load.
-
-    None: it is something else.
-    """
+    """The tensor in a part, in a third of the time of torch.load; None if it is something else."""
     plain = plain_tensor(checked.value)
     dtype = None if plain is None else _DTYPES.get(plain[0].kind)
     if plain is None or dtype is None:

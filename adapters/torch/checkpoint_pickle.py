@@ -1,9 +1,8 @@
 """Checks a file of torch before torch reads it: its pickle, and the records of its archive.
 
-`torch.load(weights_only=True)` runs no code of the file's choice. It does allocate whatever size
-the file names: `bytearray(10**10)` takes 12 bytes. So the pickle is read here first, as data. With
-`mmap=True` it does not compare the records with the tensors either, and a tensor would go on in
-what lies behind its record.
+`torch.load(weights_only=True)` runs no code of the file, but allocates whatever size it names:
+`bytearray(10**10)` takes 12 bytes. So the pickle is read here first, as data. With `mmap=True`
+torch does not compare records with tensors either: a tensor could extend beyond its record.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ _WIDTHS = {
     "QUInt8Storage": 1, "QInt8Storage": 1, "QInt32Storage": 4, "QUInt4x2Storage": 1,
     "QUInt2x4Storage": 1,
 }  # fmt: skip
-"""Bytes of an element. Storages of other names are counted as if they had none."""
+"""Bytes of an element; 0 for storages of other names."""
 _MOST_AXES = 64
 _MAGIC = 0x1950A86A20F9469CFC6C
-"""With which a file of torch before 1.6 begins, pickled."""
+"""The pickled number at the start of a file of torch before 1.6."""
 _BYTE_ORDER = zlib.crc32(sys.byteorder.encode()), len(sys.byteorder)
-"""Checksum and size of the record for numbers in the byte order of this machine."""
+"""Checksum and size of the archive's record `byteorder`, for this machine's."""
 _NUMPY_STATE = re.compile(r"\(3, '[<|]', None, None, None, -1, -1, 0\)")
 
 
@@ -43,33 +42,30 @@ class Storage(NamedTuple):
 
     key: str
     kind: str
-    """Name of its class: "FloatStorage"."""
+    """Name of its class, "FloatStorage"."""
     width: int
     """Bytes of an element."""
     bytes: int
 
 
 class TorchPickle(NamedTuple):
-    """A pickle of torch."""
+    """A pickle of torch, as `inert_pickle` reads it."""
 
     value: Any
-    """As `inert_pickle` reads it."""
     storages: dict[str, Storage]
     end: int
-    """The byte after it."""
+    """Position of the byte after it."""
 
 
 def storages(data: Any, at: int = 0) -> TorchPickle:
-    """The storages that a pickle of torch names.
+    """Reads and checks the pickle of torch that begins at a position of bytes or of a mapped file.
 
-    Args:
-        data: bytes, or a map of the file.
-        at: where the pickle begins.
+    Which calls are allowed is left to `weights_only`.
 
     Raises:
         BadPickle: it is damaged, or would allocate more than it has storage for.
         pickle.UnpicklingError: it sets the state of an object that is neither a tensor nor a plain
-            value. Its calls are for `weights_only` to judge.
+            value.
     """
     found: dict[str, Storage] = {}
 
@@ -90,7 +86,7 @@ def storages(data: Any, at: int = 0) -> TorchPickle:
 
 
 def plain_tensor(value: Any) -> tuple[Storage, int, tuple[int, ...], tuple[int, ...]] | None:
-    """Storage, offset, shape and strides of a value that is one tensor; None for any other."""
+    """Storage, offset, shape and strides of a tensor; None for any other value."""
     if type(value) is not Made or value.what not in _TENSORS[:2] or any(value.args[6:]):
         return None
     storage, offset, shape, strides = value.args[:4]
@@ -131,11 +127,11 @@ def _sizes(numbers: Any) -> tuple[int, ...]:
 
 
 def _nothing(args: tuple[Any, ...]) -> None:
-    """Called with these arguments it takes no memory to speak of."""
+    """Accepts calls that allocate hardly any memory."""
 
 
 def _view(args: tuple[Any, ...]) -> None:
-    """A tensor: (storage, offset, shape, strides, ...)."""
+    """Checks the arguments of a tensor: (storage, offset, shape, strides, ...)."""
     if len(args) < 4 or type(args[0]) is not Storage or not _is_size(args[1]):
         raise BadPickle("the pickle makes a tensor without a storage")
     storage, offset, shape, strides = args[0], args[1], _sizes(args[2]), _sizes(args[3])
@@ -149,7 +145,7 @@ def _view(args: tuple[Any, ...]) -> None:
 
 
 def _copied(args: tuple[Any, ...]) -> None:
-    """A tensor that torch allocates, with as many elements as its shape has."""
+    """Checks a tensor that torch allocates, with as many elements as its shape has."""
     _view(args)
     if math.prod(_sizes(args[2])) * args[0].width > args[0].bytes:
         raise BadPickle("the pickle makes a tensor of more elements than are stored")
@@ -162,7 +158,7 @@ def _copied_tensor(args: tuple[Any, ...]) -> None:
 
 
 def _forwarded(args: tuple[Any, ...]) -> None:
-    """`_rebuild_from_type_v2(function, class, arguments, state)`: calls the function."""
+    """Checks the inner call of `_rebuild_from_type_v2(function, class, arguments, state)`."""
     function, inner = (args[0], args[2]) if len(args) == 4 else (None, None)
     if (
         type(function) is not Global
@@ -178,7 +174,7 @@ def _never(args: tuple[Any, ...]) -> None:
 
 
 def _of_parts(args: tuple[Any, ...]) -> None:
-    """A dictionary or a set: each of its keys is hashed."""
+    """Checks a dictionary or a set; refuses nested keys, whose hashes could take very long."""
     for arg in args:
         if type(arg) not in (list, tuple, dict, set, frozenset):
             raise BadPickle("the pickle makes a dictionary or a set of something else")
@@ -189,7 +185,7 @@ def _of_parts(args: tuple[Any, ...]) -> None:
 
 
 def _bytearray(args: tuple[Any, ...]) -> None:
-    """Of a number it would be as many zeros."""
+    """Refuses a number, which would make as many zeros."""
     first = args[0] if args else b""
     encoded = type(first) is Made and first.what == _ENCODE
     if not (encoded or type(first) in (bytes, str)):
@@ -241,11 +237,11 @@ _CALLS: dict[Global, Callable[[tuple[Any, ...]], None]] = {
     Global("torch.serialization", "_get_layout"): _layout,
     _DTYPE: _dtype,
 }  # fmt: skip
-"""What torch would make of the arguments."""
+"""Checks the arguments of what torch would call."""
 
 
 def _check_state(made: Made) -> None:
-    """Torch sets the state of objects. Those of files that it wrote are few."""
+    """Allows only the few objects whose state torch itself saves."""
     if made.what == _ORDERED and type(made.state) is dict:
         return
     if made.what == _DTYPE and type(made.state) is tuple and len(made.state) == 8:
@@ -260,7 +256,7 @@ def _check_state(made: Made) -> None:
 
 
 class TorchArchive(NamedTuple):
-    """An archive whose records are as its pickle has them."""
+    """An archive whose records fit its pickle."""
 
     pickled: int
     """Bytes of the pickle."""
@@ -270,7 +266,7 @@ class TorchArchive(NamedTuple):
     root: str
 
     def content(self, storage: Storage) -> bytes | None:
-        """The bytes of a storage; None if they are not those of this machine, or not there."""
+        """The bytes of a storage; None if they have another byte order than this machine."""
         order = self.archive.getinfo(f"{self.root}/byteorder")
         if (order.CRC, order.file_size) != _BYTE_ORDER:  # as listed, without reading it
             return None
@@ -280,18 +276,13 @@ class TorchArchive(NamedTuple):
 def check_archive(archive: zipfile.ZipFile, name: str, size: int) -> TorchArchive:
     """Compares the records of an archive with the storages that its pickle names.
 
-    Takes time and memory in proportion to the size of the pickle and of the archive's list.
-
-    Args:
-        archive: open.
-        name: of it, for messages.
-        size: its bytes.
+    `size` is that of the archive in bytes. Time and memory are proportional to the pickle and the
+    archive's list.
 
     Raises:
         Damaged: a record is too short.
-        ProbeError: it is none of torch.save's, which packs nothing and names no record twice.
-        pickle.UnpicklingError: see `storages`.
-        Exception: whatever a damaged archive or pickle makes Python raise.
+        ProbeError: torch.save does not write such an archive.
+        Exception: see `storages`; or any, if the archive or pickle is damaged.
     """
     records = archive.infolist()
     if any(record.compress_type != zipfile.ZIP_STORED for record in records):
@@ -300,7 +291,7 @@ def check_archive(archive: zipfile.ZipFile, name: str, size: int) -> TorchArchiv
         raise Damaged(f"{name} lists more bytes in its records than the file has")
     root = records[0].filename.partition("/")[0]
     sizes = {record.filename: record.file_size for record in records}
-    # To torch's reader capitals are the same as small letters.
+    # torch's reader ignores case.
     if len({record.lower() for record in sizes}) != len(records):
         raise Damaged(f"{name} has two records of one name")
     pickled = archive.read(f"{root}/data.pkl")
@@ -316,15 +307,10 @@ def check_archive(archive: zipfile.ZipFile, name: str, size: int) -> TorchArchiv
 
 
 def check_legacy_file(path: Path) -> int:
-    """The same for a file of torch before 1.6: five pickles, and the storages behind them.
+    """Checks a file of torch before 1.6: five pickles, then the storages.
 
-    Returns:
-        The bytes of the pickle that holds the value.
-
-    Raises:
-        ProbeError: it is no such file, or names more storage than it has bytes.
-        pickle.UnpicklingError: see `storages`.
-        BadPickle: a pickle is damaged.
+    The result is the size of the value's pickle in bytes. ProbeError if the file names more storage
+    than it has bytes, BadPickle if it is damaged or no such file; see also `storages`.
     """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         magic, at = read(data)

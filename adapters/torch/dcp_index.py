@@ -1,8 +1,7 @@
-"""DCP's index (`.metadata`) as data: what a directory of `torch.distributed.checkpoint` lists.
+"""Reads the index (`.metadata`) of a directory of `torch.distributed.checkpoint` as data.
 
-The index is a pickle, and DCP unpickles it, which runs whatever is in it. Here it is read with
-`inert_pickle`: nothing is imported, called or changed. Memory and time are proportional to the size
-of the file.
+The index is a pickle, and DCP would run what is in it. `inert_pickle` imports and calls nothing.
+Memory and time are proportional to the size of the file.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _DCP = {
 
 
 class Place(NamedTuple):
-    """Where one part of an entry lies."""
+    """Where one part of an entry is stored, in bytes of a file."""
 
     file: str
     offset: int
@@ -56,22 +55,16 @@ class IndexEntry(NamedTuple):
     chunks: list[tuple[Shape, Shape]]
     """Offsets and sizes of a tensor's parts."""
     places: dict[Shape | None, Place]
-    """Offsets of a part -> where it lies; None for a value."""
+    """By the offsets of the part; None for a value."""
     planned: Any
-    """Where it lies in the tree, by the planner; whatever the file holds."""
+    """The planner's path in the tree; unchecked content of the file."""
 
 
 def read(path: Path, *, only_dcp: bool = False) -> dict[str, IndexEntry]:
-    """The entries of an index, by name.
+    """The entries of an index, by name; ValueError if it is not what DCP writes.
 
-    Args:
-        path: of the index.
-        only_dcp: refuse an index that names anything besides what DCP itself writes, in a part
-            that is not read too. Savers of other projects may put their own objects there.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is not what DCP writes.
+    `only_dcp` refuses an index that names objects that DCP itself does not write, even in a part
+    that is not read. Savers of other projects may put their own there.
     """
     content = files.read(path)
     try:
@@ -119,7 +112,7 @@ def _place(info: Any) -> Place:
 
 
 def _check_overlaps(parts: list[tuple[str, int, int]]) -> None:
-    """The places of a file do not overlap: so no byte of it is read many times."""
+    """Raises ValueError if places of a file overlap: its bytes could be read many times."""
     for (file, offset, length), (following, begin, _) in itertools.pairwise(sorted(parts)):
         if file == following and offset + length > begin:
             raise ValueError(f"two parts overlap in {file[:200]}")
@@ -157,7 +150,6 @@ def _shape(value: Any) -> Shape:
 
 
 def _attributes(value: Any, name: str) -> Mapping[Any, Any]:
-    """The attributes of an object of DCP's index."""
     state = inert_pickle.state(value, Global(_METADATA, name))
     if state is None:
         raise ValueError(f"something else where a {name} should be")

@@ -1,7 +1,7 @@
 """Enforces a decision on one optimizer step: clips it, skips it, scales its learning rate.
 
-What is changed on the optimizer (learning rates, `.grad`, the two attributes that fused kernels
-read) is changed for one step. It is restored afterwards, unless somebody else has written there.
+Learning rates, `.grad` and the two attributes that fused kernels read are changed for one step, and
+restored afterwards unless other code has written there.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ _ABSENT = object()
 
 
 class Enforcer:
-    """Enforces orders on one optimizer. Everything is restored after the step.
+    """Enforces orders on one optimizer.
 
-    Args:
-        optimizer: the optimizer.
-        by_kernel: the optimizer's fused kernels take `grad_scale` and `found_inf`.
-        cuts_lr: the policy may scale the learning rate.
+    `by_kernel`: its fused kernels take `grad_scale` and `found_inf`. `cuts_lr`: the policy may
+    scale the learning rate.
     """
 
     def __init__(self, optimizer: Optimizer, *, by_kernel: bool, cuts_lr: bool) -> None:
@@ -41,11 +39,7 @@ class Enforcer:
         self._momentum = FirstStepMomentum(optimizer)
 
     def amp_flags(self) -> tuple[Tensor | None, Tensor | None]:
-        """What a GradScaler (or the user) has set for the step that begins.
-
-        Returns:
-            `(grad_scale, found_inf)`, 0-d float32 tensors on the scaler's device, or None.
-        """
+        """A GradScaler's `(grad_scale, found_inf)` for this step: 0-d float32, or None."""
         scale, found = (vars(self._optimizer).get(name) for name in ("grad_scale", "found_inf"))
         return (
             scale if isinstance(scale, Tensor) else None,
@@ -53,18 +47,15 @@ class Enforcer:
         )
 
     def needs_host(self, params: list[Tensor]) -> bool:
-        """Whether the host must know the order of this step; see also `FirstStepMomentum`."""
+        """Whether this step can only be enforced if the host knows the order."""
         return not self._uses_kernel() or self._momentum.needs_host(params)
 
     def enforce(
         self, everything: Sequence[Tensor], order: HostOrder, divisor: Tensor | None
     ) -> None:
-        """Enforces an order that the host knows. A neutral part of it touches nothing.
+        """Enforces an order that the host knows; a neutral part of it changes nothing.
 
-        Args:
-            everything: all parameters of the optimizer about to step.
-            order: what to enforce.
-            divisor: 0-d float32, a scale the gradients still carry, or None.
+        `divisor` (0-d float32) is a scale that the gradients still carry.
         """
         if order.skip:
             self.skip(everything)
@@ -78,13 +69,8 @@ class Enforcer:
     ) -> None:
         """Enforces an order that stays on the device, where the fused kernel reads it.
 
-        A neutral order changes no bit: the kernel divides by exactly 1 and subtracts a flag of
+        A neutral one changes no bit: the kernel divides by exactly 1 and subtracts a flag of
         exactly 0.
-
-        Args:
-            everything: all parameters of the optimizer about to step.
-            params: those with a gradient.
-            order: what to enforce.
         """
         if order.group_scale is not None:
             gradients.scale_each_(everything, order.group_scale.unbind())
@@ -97,10 +83,8 @@ class Enforcer:
     def skip(self, params: Sequence[Tensor]) -> None:
         """Makes the step an exact no-op: hides the gradients, or does not run `step()` at all.
 
-        `.grad` set to None is an exact no-op for all of torch's optimizers; Adam, momentum SGD and
-        Muon move on zeroed gradients. The same tensors are restored afterwards: with DDP's
-        `gradient_as_bucket_view` they are views into its buckets, and a log of gradient norms may
-        still read them.
+        Zeroed gradients would not do: Adam, momentum SGD and Muon move on them. The same tensors
+        are restored afterwards: DDP's `gradient_as_bucket_view` makes them views into its buckets.
         """
         for p in params:
             if p.grad is not None:
@@ -111,15 +95,10 @@ class Enforcer:
     def scale_lr(self, factor: float | Tensor) -> None:
         """Multiplies the learning rate of every group that has one.
 
-        The user's own object (float or tensor) is restored, never computed back, so a scheduler
-        sees what it wrote.
-
-        Args:
-            factor: a Python number, or a 0-d float32 tensor next to the parameters: then the
-                rate becomes a tensor too, which the fused kernels read on the device. Against a
-                Python rate that costs a rounding: float32(lr) in place of the double lr, on
-                accelerators (their kernels take a float32 pointer); in float64, and so to the
-                bit, on a CPU.
+        `restore` puts the user's own object back, so that a scheduler reads what it wrote. If the
+        factor is a 0-d float32 tensor next to the parameters, the rate becomes a tensor too, which
+        fused kernels read on the device. That rounds a Python rate to float32 on an accelerator,
+        whose kernels take a float32 pointer; on a CPU it is exact, in float64.
         """
         for group in self._optimizer.param_groups:
             original = group.get("lr")
@@ -135,13 +114,13 @@ class Enforcer:
     def clip(
         self, everything: Sequence[Tensor], order: HostOrder, divisor: Tensor | None = None
     ) -> None:
-        """Clips: in the fused kernel where there is one, else in a pass over the gradients."""
+        """Clips in the fused kernel where there is one, else in a pass over the gradients."""
         if order.group_scale is not None:
             gradients.scale_each_(everything, order.group_scale.tolist())
         if order.grad_scale == 1.0:
             return
         if self._uses_kernel():
-            # In float32 and in this order, as the device engine computes it.
+            # In float32 and in this order, as in the device engine.
             device = everything[0].device
             scale = torch.full((), order.grad_scale, dtype=torch.float32, device=device)
             base = torch.ones_like(scale) if divisor is None else divisor
@@ -150,7 +129,7 @@ class Enforcer:
             gradients.scale_(everything, order.grad_scale)
 
     def restore(self) -> None:
-        """Restores everything that was changed for the step; does nothing when nothing was."""
+        """Restores everything that was changed for the step."""
         self._momentum.after_step()
         for p, grad in self._hidden:
             if p.grad is None:
@@ -172,9 +151,8 @@ class Enforcer:
     def _set_amp_flag(self, name: str, value: Tensor) -> None:
         """Sets `grad_scale` or `found_inf`, which GradScaler and fused kernels use, for one step.
 
-        For a fused optimizer `GradScaler.step` sets both attributes, calls `optimizer.step()`, then
-        *deletes* both; it also multiplies its scale by a `grad_scale` that it finds set, and after
-        `unscale_` it passes on what it finds. So nothing of healcore stays there between steps.
+        They must not stay: `GradScaler.step` multiplies its scale by a `grad_scale` that it finds,
+        passes it on after `unscale_`, and deletes both attributes after the step.
         """
         self._replace(vars(self._optimizer), name, value)
 
@@ -184,20 +162,18 @@ class Enforcer:
 
 
 def all_fused(optimizer: Optimizer) -> bool:
-    """Whether every group runs the fused kernel; `load_state_dict` can change a group's flag."""
+    """Whether every group runs the fused kernel now; `load_state_dict` can change that."""
     return all(group.get("fused") for group in optimizer.param_groups)
 
 
 class FirstStepMomentum:
     """Fills fused SGD's momentum buffers that a skipped first step leaves uninitialised.
 
-    torch creates a buffer with `empty_like` and lets the kernel fill it. Where found_inf makes
-    the kernel do nothing, the buffer stays uninitialised memory, which the next step takes for
-    momentum.
+    torch creates a buffer with `empty_like` for the kernel to fill, which it does not on a skip.
 
-    It is filled with -0.0, not 0.0: `momentum * -0.0 + g` is `g` for every g, zeros of either sign
-    included, which is what the first step would have stored. That needs dampening 0; with dampening
-    the first step is special (`g`, not `(1 - dampening) * g`) and has to be decided on the host.
+    The buffer is filled with -0.0, because `momentum * -0.0 + g` is `g` for every g, zeros of
+    either sign included: the first step stores `g`. With dampening later steps add
+    `(1 - dampening) * g`, so there the host has to decide the first step.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -206,19 +182,14 @@ class FirstStepMomentum:
         self._found_inf: Tensor | None = None
 
     def needs_host(self, params: Sequence[Tensor]) -> bool:
-        """Whether this step can only be skipped exactly if the host knows of the skip."""
+        """Whether an exact skip of this step needs the host."""
         return isinstance(self._optimizer, SGD) and (
             any(g["momentum"] != 0 and g["dampening"] != 0 for g in self._optimizer.param_groups)
             and bool(self._without_buffer(params))
         )
 
     def before_step(self, params: Sequence[Tensor], found_inf: Tensor) -> None:
-        """Records which parameters get their buffer in this step.
-
-        Args:
-            params: those with gradients.
-            found_inf: 0-d float32, 0 or 1, the flag that the kernel is going to read.
-        """
+        """Records which of `params`, those with gradients, get their buffer in this step."""
         if isinstance(self._optimizer, SGD):
             self._new, self._found_inf = self._without_buffer(params), found_inf
 
@@ -236,7 +207,7 @@ class FirstStepMomentum:
         self._new, self._found_inf = [], None
 
     def _without_buffer(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Parameters that have no momentum buffer yet and are about to get one."""
+        """Parameters that get their momentum buffer in this step."""
         if all(group["momentum"] == 0 for group in self._optimizer.param_groups):
             return []
         state = self._optimizer.state

@@ -1,14 +1,11 @@
 """The policy's engine with the state of one run: in NumPy on the host, or in torch on a device.
 
-`HostEngine` is for CPUs, and where the host needs the decision anyway. Its step is recorded once as
-straight-line Python (`healcore.core.recorded`) and takes a tenth of a millisecond. Reading a CPU
-tensor is no sync; from an accelerator all signals come in one copy: one sync per step.
+`HostEngine` is for CPUs, and where the host needs the decision anyway (one sync per step on an
+accelerator). Its step is recorded once (`healcore.core.recorded`) and takes 0.1 ms.
 
-`DeviceEngine` keeps its state next to the parameters, without a host sync, in tensors whose
-addresses never change: a captured CUDA graph updates it in place, and a rollback restores it in
-place. Run eagerly, one step of the preset `default` is some 1,700 launches of a few microseconds
-each; on an accelerator it is therefore compiled into a few kernels
-(``torch.compile(fullgraph=True)``).
+`DeviceEngine` needs no sync. The addresses of its state never change, so that a captured CUDA graph
+can update it. An eager step of the preset `default` is some 1,700 launches of a few microseconds
+each; on an accelerator it is therefore compiled into a few kernels.
 """
 
 from __future__ import annotations
@@ -32,8 +29,8 @@ from healcore.core.verdict import Decision
 from healcore.torch import namespace
 from healcore.torch.measurement import AsyncCopy, Measurement, read, signals_of
 
-# By default Triton divides approximately and fuses multiply-adds. The decisions must equal those of
-# NumPy and XLA bit for bit (numerics.py). The core is scalar: exactness costs nothing.
+# By default Triton divides approximately and fuses multiply-adds, but decisions must equal those of
+# NumPy and XLA bit for bit (numerics.py). For scalars exactness costs nothing.
 _EXACT = {"eager_numerics.division_rounding": True, "emulate_precision_casts": True}
 
 
@@ -49,16 +46,14 @@ class HostOrder(NamedTuple):
 
 
 class DeviceOrder(NamedTuple):
-    """What to enforce, as tensors, for fused kernels that read it on the device."""
+    """What to enforce, as 0-d float32 tensors, for fused kernels that read it on the device."""
 
     found_inf: Tensor
-    """0-d float32, exactly 0 or 1: 1 skips the step."""
+    """1 skips the step, else exactly 0."""
     grad_divisor: Tensor
-    """0-d float32: the fused kernel divides the gradients by it."""
+    """The fused kernel divides the gradients by it."""
     lr_scale: Tensor
-    """0-d float32."""
     grad_scale: Tensor
-    """0-d float32 in [0, 1]."""
     group_scale: Tensor | None
     """(n,) float32, or None."""
 
@@ -75,18 +70,11 @@ PendingRecord = Callable[[], StepRecord]
 
 
 class LiveEngine(ABC):
-    """An engine with the state of one run.
-
-    Args:
-        engine: the policy's engine.
-        groups: number of parameters, for per-tensor clipping.
-    """
+    """An engine with the state of one run; `groups` is the number of parameters."""
 
     name: ClassVar[str]
     compiled = False
-    """Whether the step runs through torch.compile."""
     _xp: Any
-    """Array namespace of the state."""
 
     def __init__(self, engine: Engine, groups: int) -> None:
         self.engine = engine
@@ -104,7 +92,7 @@ class LiveEngine(ABC):
 
     @abstractmethod
     def metrics(self) -> dict[str, Tensor]:
-        """Named 0-d tensors; copies, on the engine's device."""
+        """Named 0-d tensors on the engine's device, copies."""
 
     @abstractmethod
     def _placed(self, leaf: Any) -> Any:
@@ -118,14 +106,11 @@ class LiveEngine(ABC):
         self._replace_state(self.engine.expect_change(self.state, xp=self._xp))
 
     def decline(self) -> None:
-        """Cancels the rollback that was ordered last: it is not charged to the budget."""
+        """Cancels the rollback that was ordered last, so that its budget stays."""
         self._replace_state(self.engine.decline(self.state, xp=self._xp))
 
     def grow(self, groups: int) -> None:
-        """Begins a history for parameters that were added to the optimizer.
-
-        Leaves whose size does not depend on the parameters stay the same objects.
-        """
+        """Begins a history for parameters that were added; leaves of fixed size stay in place."""
         self.groups = groups
         new = map_leaves(self._placed, self.engine.init(groups=groups))
         self.state = map_leaves(_extended, self.state, new)
@@ -135,13 +120,9 @@ class LiveEngine(ABC):
         return self.engine.to_dict(self.state)
 
     def parsed(self, data: Mapping[str, Any]) -> EngineState:
-        """A saved state in NumPy, checked against policy and parameters.
+        """A saved state in NumPy, from `Engine.to_dict` of any framework.
 
-        Args:
-            data: what `Engine.to_dict` wrote, from torch, JAX or NumPy.
-
-        Raises:
-            StateError: it is damaged, or of another policy or number of parameters.
+        StateError if it is damaged, or of another policy or number of parameters.
         """
         saved = self.engine.from_dict(data)
         if self.engine.per_tensor and data["groups"] != self.groups:
@@ -170,10 +151,9 @@ class HostEngine(LiveEngine):
     def __init__(self, engine: Engine, groups: int) -> None:
         super().__init__(engine, groups)
         self._programs: dict[tuple[bool, ...], Callable[..., Any]] = {}
-        """The recorded step for each set of signals that are present."""
+        """The recorded step, by which signals are present."""
 
     def _placed(self, leaf: Any) -> Any:
-        """A 0-d array as a NumPy scalar; arrays with axes as they are."""
         return leaf[()] if isinstance(leaf, np.ndarray) and leaf.ndim == 0 else leaf
 
     def _replace_state(self, new: EngineState) -> None:
@@ -184,7 +164,7 @@ class HostEngine(LiveEngine):
         values = Measurement._make([*read(measured[:-1]), measured.state_init])
         if values.externally_skipped is not None:
             values = values._replace(externally_skipped=values.externally_skipped > 0)
-        with np.errstate(all="ignore"):  # float32 scalars warn where the core selects afterwards
+        with np.errstate(all="ignore"):  # float32 scalars warn, and the core selects afterwards
             signals = signals_of(values)
             skipped = np.True_ if signals.externally_skipped else None
             signals = Signals(*map(self._placed, signals._replace(externally_skipped=skipped)))
@@ -205,7 +185,7 @@ class HostEngine(LiveEngine):
         return self._programs[present]
 
     def pending_record(self) -> PendingRecord:
-        """The state is immutable: a reference to it is enough."""
+        """The last step's record, from a reference to the state, which is immutable."""
         state = self.state
         return lambda: step_record.on_host(step_record.numbers(state))
 
@@ -223,14 +203,9 @@ class HostEngine(LiveEngine):
 
 
 class DeviceEngine(LiveEngine):
-    """An engine in torch tensors, written in place.
+    """An engine in torch tensors on `device`, that of the first parameter, written in place.
 
-    Args:
-        engine: the policy's engine.
-        groups: number of parameters, for per-tensor clipping.
-        device: where the first parameter is.
-        compile: whether to compile the step; falls back to eager, with a warning, where there is
-            no compiler.
+    Without a compiler `compile` falls back to eager, with a warning.
     """
 
     name = "device"
@@ -246,10 +221,9 @@ class DeviceEngine(LiveEngine):
         return torch.tensor(leaf, device=self.device)
 
     def _replace_state(self, new: EngineState) -> None:
-        """Copies every leaf of `new` over the state's, in place.
+        """Copies every changed leaf of `new` over the state's, in place.
 
-        An unchanged leaf is left alone. A leaf that has moved to another position in the tree is
-        cloned first: it might be overwritten before it is read.
+        A leaf that has moved in the tree is cloned first, or it could be overwritten before.
         """
         before, after = leaves(self.state), leaves(new)
         compiling = torch.compiler.is_compiling()
@@ -263,7 +237,7 @@ class DeviceEngine(LiveEngine):
             for o, n, m in zip(before, after, moved, strict=True)
             if n is not o
         ]
-        if compiling:  # into the kernels that compute them
+        if compiling:  # the compiler fuses each copy with the computation
             for o, n in changed:
                 o.copy_(n)
             return
@@ -291,7 +265,7 @@ class DeviceEngine(LiveEngine):
         return order
 
     def _step(self, measured: Measurement) -> tuple[DeviceOrder, Decision]:
-        """The compiled part: signals, engine, state written in place, arguments of the kernel."""
+        """The part that is compiled: from the signals to the arguments of the fused kernel."""
         new, decision = self.engine.step(self.state, signals_of(measured), xp=self._xp)
         self._replace_state(new)
         skip = decision.skip
@@ -309,11 +283,7 @@ class DeviceEngine(LiveEngine):
         ), decision
 
     def pending_record(self) -> PendingRecord:
-        """The record packed into one tensor, whose copy to the host begins now.
-
-        The state is about to be overwritten. By the time the record is read the copy, which comes
-        before the optimizer's kernels, has long finished.
-        """
+        """The last step's record; its copy to the host begins now, as one tensor."""
         values = step_record.numbers(self.state)
         ints, floats = values[: step_record.INTS], values[step_record.INTS :]
         packed = [n.to(torch.int32) for n in ints] + [x.view(torch.int32) for x in floats]
@@ -321,7 +291,7 @@ class DeviceEngine(LiveEngine):
         return lambda: step_record.unpack(copy.read())
 
     def metrics(self) -> dict[str, Tensor]:
-        """Named 0-d tensors on the device; copies, since the state is written in place."""
+        """Named 0-d tensors on the device; copies, because the state is written in place."""
         found = self.engine.metrics(self.state)
         return {name: value.detach().clone() for name, value in found.items()}
 
@@ -331,7 +301,7 @@ class DeviceEngine(LiveEngine):
 
 
 def _extended(old: Any, new: Any) -> Any:
-    """A leaf of a state for more parameters: `new` beginning with `old`; `old` if the same size."""
+    """A leaf for more parameters: `new` that begins with `old`; `old` itself if its size stays."""
     if old.shape == new.shape:
         return old
     new[: old.shape[0]] = old
@@ -339,7 +309,7 @@ def _extended(old: Any, new: Any) -> Any:
 
 
 def _compiled(step: Any) -> Any:
-    """`step` compiled as one graph, with exact arithmetic where this torch has the options."""
+    """`step` compiled as one graph, with exact arithmetic if this torch has the options."""
     from torch._inductor import list_options
 
     known = set(list_options())

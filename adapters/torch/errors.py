@@ -1,7 +1,7 @@
-"""Errors between a policy and an optimizer. Every message ends with what to write instead.
+"""The errors of `attach` and of healed steps. Each message ends with what to write instead.
 
-A loss that is not a number raises `healcore.core.signals.SignalError`, and a saved state that does
-not fit `healcore.core.engine.StateError`: the same as in JAX.
+SignalError (a loss that is not a number) and StateError (a saved state that does not fit) are those
+of `healcore.core`, as in JAX.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ class AttachError(HealcoreError, TypeError):
 
 
 class ObservedTooLateError(HealcoreError, RuntimeError):
-    """A loss was observed after its step; the step at hand was not taken."""
+    """A loss was observed after its step; the present step was not taken."""
 
 
 class RanksDisagreeError(HealcoreError, RuntimeError):
-    """The ranks of one run have decided different things; the step at hand was not taken."""
+    """The ranks of one run have decided different things; the present step was not taken."""
 
 
 class ParametersChangedError(HealcoreError, RuntimeError):
-    """The optimizer's parameters are not those that `attach` saw; the step was not taken."""
+    """The optimizer has other parameters than at `attach`; the present step was not taken."""

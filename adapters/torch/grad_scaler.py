@@ -10,20 +10,16 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 SEARCH = 40
-"""Overflows in a row that a GradScaler may need to find its scale: from its default of 2^16 that
-leads below 2^-23, where only gradients that are not finite themselves overflow."""
+"""Overflows in a row that a GradScaler may need to find its scale: from 2^16, its default, to below
+2^-23, where only non-finite gradients overflow."""
 
 
 class DroppedSteps:
-    """Detects that a GradScaler skipped a step without calling the optimizer.
+    """Detects, without a sync, that a GradScaler skipped a step without calling the optimizer.
 
-    For an optimizer that is not fused the scaler does not call `step()` after an overflow: no hook
-    runs. But `update()` replaces the scaler's per-optimizer records, and the old ones show whether
-    it was asked to step this optimizer. Nothing here waits for a device.
-
-    Args:
-        scaler: the GradScaler, or None when there is none.
-        optimizer: the optimizer.
+    After an overflow it does not call `step()` of an optimizer that is not fused, so no hook runs.
+    But `update()` replaces the scaler's per-optimizer records, and the old ones show whether it was
+    asked to step this optimizer.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler | None, optimizer: Optimizer) -> None:
@@ -34,7 +30,7 @@ class DroppedSteps:
         """Whether the optimizer's own hook ran since the last `update()`; set by the caller."""
 
     def found(self) -> bool:
-        """Whether there was one since the last call; call it at least once for every step."""
+        """Whether one was skipped since the last call; call it at least once for every step."""
         records = self._current()
         if records is self._records:
             return False
@@ -50,12 +46,9 @@ class DroppedSteps:
 class Overflows:
     """Distinguishes a GradScaler that is still searching its scale from one that never finds it.
 
-    After an overflow the scaler halves its scale and skips the step, which is its normal operation
-    and not counted. Gradients that are non-finite at any scale make it skip every step, while the
-    scale goes to 0: from `SEARCH` overflows in a row on, these count as non-finite steps.
-
-    Args:
-        home: device of the signals.
+    A skip after an overflow, at which the scaler halves its scale, is normal and not counted. After
+    `SEARCH` overflows in a row the gradients must be bad at any scale, and the steps count as
+    non-finite.
     """
 
     def __init__(self, home: torch.device) -> None:
@@ -64,14 +57,7 @@ class Overflows:
         self._dropped = 0
 
     def externally_skipped(self, found_inf: Tensor) -> Tensor:
-        """Whether the engine ignores this step, which a fused kernel skips for the scaler.
-
-        Args:
-            found_inf: 0-d float32, above 0 after an overflow.
-
-        Returns:
-            0-d bool tensor, not read here.
-        """
+        """Whether the engine ignores this step, 0-d bool; `found_inf` above 0 is an overflow."""
         if self._in_row is None:
             self._in_row = torch.zeros((), dtype=torch.int32, device=self._home)
         overflowed = found_inf > 0
@@ -79,7 +65,7 @@ class Overflows:
         return overflowed & (self._in_row <= SEARCH)
 
     def count_dropped(self) -> bool:
-        """Counts a step skipped without the optimizer; whether the engine has to judge it."""
+        """Counts a step that never reached the optimizer; whether the engine has to judge it."""
         self._dropped += 1
         return self._dropped > SEARCH
 

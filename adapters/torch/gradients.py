@@ -1,10 +1,9 @@
 """An optimizer's gradients: their L2 norms in float32, and scaling them in place.
 
 `torch.nn.utils.get_total_norm` gives its result in the gradients' dtype: a float16 norm above
-65,504 is infinite, a bfloat16 one has three digits. On an accelerator the fused kernel is
-therefore called with a float32 result dtype. On a CPU that dtype would leave the vectorised path
-(192 bfloat16 tensors of 131,072 elements: 208 ms against 12), so half-precision gradients are
-copied to a small float32 buffer there.
+65,504 is infinite, a bfloat16 one has three digits. On an accelerator the kernel gets a float32
+result dtype. On a CPU it would then not be vectorised (192 bfloat16 tensors of 131,072 elements:
+208 ms against 12), so half-precision gradients are copied to a small float32 buffer.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 CHUNK = 1 << 18
-"""Elements summed at a time on a CPU. The kernel adds up in float32: over 25 M elements at once it
-loses up to 0.3 %, over pieces of this size below 1e-6."""
+"""Elements summed at a time on a CPU, in float32: over 25 M elements at once the sum loses up to
+0.3 %, over pieces of this size below 1e-6."""
 
-# Underscored and public in all but name: clip_grad_norm_ and every foreach optimizer use it.
+# Private, but clip_grad_norm_ and every foreach optimizer use it.
 _foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -30,13 +29,9 @@ def parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def norms(grads: Sequence[Tensor]) -> list[Tensor]:
-    """L2 norm of each gradient.
+    """L2 norm of each gradient, 0-d float32 on its device (a DTensor for a DTensor).
 
-    Args:
-        grads: dense or sparse, any device and dtype; sparse ones are coalesced into a copy first.
-
-    Returns:
-        One 0-d float32 tensor each, on the gradient's device (a DTensor for a DTensor).
+    Gradients may be dense or sparse, on any device and of any dtype.
     """
     found: dict[int, Tensor] = {}
     batches: dict[tuple[object, ...], dict[int, Tensor]] = {}
@@ -60,15 +55,7 @@ def norms(grads: Sequence[Tensor]) -> list[Tensor]:
 
 
 def total_norm(norms: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Combines norms into one.
-
-    Args:
-        norms: from `norms`; DTensors of different meshes may be mixed with plain tensors.
-        device: where the result is wanted.
-
-    Returns:
-        0-d float32 plain tensor on `device`.
-    """
+    """The norm of all gradients from `norms` of each, 0-d float32 on `device`, no DTensor."""
     by_mesh: dict[object, list[Tensor]] = {}
     for norm in norms:
         by_mesh.setdefault(_mesh(norm), []).append(norm)
@@ -95,12 +82,7 @@ def norm_vector(norms: Sequence[Tensor | None], device: torch.device) -> Tensor:
 
 
 def scale_(params: Sequence[Tensor], factor: float | Tensor) -> None:
-    """Multiplies all gradients in place by one factor, as `clip_grads_with_norm_` does.
-
-    Args:
-        params: those without a gradient are left alone; DTensors and plain ones may be mixed.
-        factor: a number, or a 0-d tensor.
-    """
+    """Multiplies all gradients in place by one number or 0-d tensor."""
     # One call takes either plain tensors or the DTensors of one mesh.
     batches: dict[tuple[torch.device, object], list[Tensor]] = {}
     for p in params:
@@ -122,11 +104,7 @@ def scale_each_(params: Sequence[Tensor], factors: Sequence[float | Tensor]) -> 
 
 
 def _values(grad: Tensor) -> Tensor:
-    """The stored values of a gradient, dense or sparse, sharing its memory.
-
-    An uncoalesced sparse gradient holds duplicate entries separately: right for scaling, which is
-    linear, wrong for a norm.
-    """
+    """The stored values of a gradient, in its memory. Not for norms: they may be uncoalesced."""
     if grad.layout is torch.strided:
         return grad
     return grad._values() if grad.is_sparse else grad.values()

@@ -29,15 +29,14 @@ class Report:
     """Where the engine runs: host (NumPy) or device (torch)."""
     engine_reason: str
     skip: str
-    """How a step is skipped: found_inf (in the fused kernel), grads (hidden from the step), or
-    not run (the `step()` of a third-party optimizer)."""
+    """How: found_inf (in the fused kernel), grads (hidden), or not run (a third-party `step()`)."""
     clip: str
     """How gradients are scaled: grad_scale (in the fused kernel), or in place."""
     skip_reason: str
     syncs_per_step: int
     """Times per step that the host waits for the device because of healcore."""
     ranks: int
-    """Number of ranks that decide together; several need one all_reduce per step."""
+    """Number of ranks that decide together, by one all_reduce per step if there are several."""
     compiled: bool
     """Whether the engine's step runs through torch.compile."""
     waiting_for: tuple[str, ...]
@@ -63,8 +62,8 @@ class Healing:
     Attributes:
         live_engine: the engine with its state.
         hooks: the optimizer's step hooks.
-        own_loss: whether an observed loss is this optimizer's alone. A loss that several optimizers
-            share has its backward pass at another time.
+        own_loss: whether observed losses are this optimizer's alone, so that their backward passes
+            show a late `observe`.
     """
 
     def __init__(self, hooks: StepHooks, *, engine_reason: str, obstacle: str | None) -> None:
@@ -83,8 +82,8 @@ class Healing:
     def observe(self, loss: Tensor | float) -> None:
         """Reports the loss of one (micro-)batch; a step is judged by the mean since the last step.
 
-        Nothing is read on the host. With several ranks a step is judged by the mean over them, and
-        each rank may pass its own loss or one that was reduced already.
+        Nothing is read on the host. With several ranks a step is judged by the mean over them; a
+        rank may pass its own loss or a reduced one.
 
         Args:
             loss: a number, or a tensor of one element on any device; NaN and Inf are accepted.
@@ -111,7 +110,7 @@ class Healing:
     def observe_update_norm(self, update_norm: Tensor | float) -> None:
         """Reports the L2 norm of the last update, for policies that read it.
 
-        healcore does not measure it: that would take a copy of the parameters and a pass over both.
+        healcore does not measure it, because that would take a copy of the parameters.
 
         Raises:
             SignalError: as for `observe`.
@@ -130,14 +129,14 @@ class Healing:
         self.live_engine.decline()
 
     def discard(self) -> None:
-        """Drops the losses since the last step: call it when your loop discards a step itself."""
+        """Drops the losses since the last step; for loops that discard a step themselves."""
         self._measurer.clear()
 
     def judge_dropped(self) -> None:
         """Judges a step that the GradScaler skipped without calling the optimizer, if any.
 
-        `observe` calls it; a loop without losses may call it once after each `scaler.update()`. The
-        step is skipped already: this is for what the policy orders when such steps do not end.
+        It lets the policy act when such steps do not end. `observe` calls it; a loop without losses
+        may call it once after each `scaler.update()`.
         """
         self.hooks.judge_dropped()
 
@@ -145,7 +144,7 @@ class Healing:
 
     @property
     def has_loss(self) -> bool:
-        """Whether a loss was observed since the last step: an accumulation has begun."""
+        """Whether a loss was observed since the last step."""
         return self._measurer.has_loss
 
     @property
@@ -155,7 +154,7 @@ class Healing:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that decide together; 1: nothing is exchanged."""
+        """Number of ranks that decide together."""
         return self.hooks.all_reduce.world
 
     @property
@@ -198,24 +197,21 @@ class Healing:
         )
 
     def metrics(self) -> dict[str, Tensor]:
-        """Named 0-d tensors for a logger (`heal/grad_norm`, `heal/skips`, ...); no sync.
-
-        They are copies: the next step does not change them.
-        """
+        """Named 0-d tensors for a logger (`heal/grad_norm`, `heal/skips`, ...); copies, no sync."""
         return self.live_engine.metrics()
 
     def gradient_norms(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
         """The norm of each parameter's gradient at the last step, before clipping, for a logger.
 
-        They were computed for the decision; reading them is one sync on an accelerator, so call it
-        only at steps that are logged. With sharded parameters call it on every rank.
+        One sync on an accelerator, so call it only at steps that are logged. With sharded
+        parameters call it on every rank.
 
         Args:
             named: ``model.named_parameters()``.
 
         Returns:
-            Name -> L2 norm, for the named parameters that this optimizer has and that had a
-            gradient; empty before the first step.
+            Name -> L2 norm, for parameters of this optimizer that had a gradient; empty before the
+            first step.
         """
         last = self.hooks.last_norms
         if last is None:
@@ -278,7 +274,7 @@ class Healing:
         self.hooks.on_state_loaded()
 
     def settle(self) -> None:
-        """Restores the optimizer after a step that raised. Do not call it during a step."""
+        """Restores the optimizer after a step that raised; not to be called during a step."""
         self.hooks.restore()
 
     def detach(self) -> None:

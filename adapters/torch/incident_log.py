@@ -1,8 +1,6 @@
-"""`IncidentLog`: incidents and likely mistakes, logged on the logger `healcore`.
+"""`IncidentLog`: logs incidents and likely mistakes, for `attach` without a Healer.
 
-Only for an optimizer that `attach` heals on its own; a Healer has a more detailed log. On an
-accelerator nothing waits: flags are collected on the device, copied every few steps, and read once
-the copy has arrived.
+On an accelerator flags are collected, copied every few steps, and read when they have arrived.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ EVERY = 10
 """Steps between two reads of a device engine."""
 
 WITHOUT_LOSS = 20
-"""Steps without any loss after which a warning is logged."""
+"""Steps without a loss after which a warning is logged."""
 
 WITHOUT_STEP = 100
 """Losses without a step after which a warning is logged: fewer may be accumulation."""
@@ -33,14 +31,7 @@ _ORDERS = (Action.ROLLBACK, Action.STOP)
 
 
 class IncidentLog:
-    """Logs one line per incident, and one for each call that the loop seems to have forgotten.
-
-    After ten incidents only the 16th, 32nd, 64th ... have a line.
-
-    Args:
-        name: of the optimizer.
-        engine: the policy's.
-    """
+    """Logs one line per incident, and one for each call that the loop seems to have forgotten."""
 
     def __init__(self, name: str, engine: Engine) -> None:
         self._name = name
@@ -48,13 +39,13 @@ class IncidentLog:
         self.enabled = True
         """False where another rank logs the same."""
         self.is_polled = False
-        """Whether the loop reads the decisions, and so may carry out what they order."""
+        """Whether the loop reads the decisions, and so may carry out their orders."""
         self._steps = self._losses = 0
         self._incident = 0
         self._lr_scale = 1.0
         self._logged: set[str] = set()
         self._flags: Tensor | None = None
-        """int32 (2,): causes and actions since the last read, on the device."""
+        """int32 (2,): causes and actions since the last copy, on the device."""
         self._pending: tuple[PendingRecord, AsyncCopy] | None = None
 
     def observed(self) -> None:

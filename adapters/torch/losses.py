@@ -1,4 +1,4 @@
-"""The losses that a training loop observes: checked, averaged, and observed in time."""
+"""Checks and averages the losses that a training loop observes, and detects late ones."""
 
 from __future__ import annotations
 
@@ -17,17 +17,9 @@ _log = logging.getLogger("healcore")
 
 
 def checked(name: str, value: Any) -> Tensor | float:
-    """Accepts one number: a Python or NumPy scalar, or a tensor of one element, NaN included.
+    """One number as a float, or without a sync as a detached 0-d tensor of its device and dtype.
 
-    Args:
-        name: of the number, for the message.
-        value: the candidate; a tensor is not read on the host.
-
-    Returns:
-        A detached 0-d tensor on its own device and in its own dtype, or a float.
-
-    Raises:
-        SignalError: it is None, not a real number, or not one element.
+    SignalError if it is None, not a real number, or not one element. NaN is accepted.
     """
     if isinstance(value, Tensor):
         value = value.detach()
@@ -44,7 +36,7 @@ def checked(name: str, value: Any) -> Tensor | float:
         if value.is_meta:
             raise SignalError(f"{name} is on the meta device and has no value: pass a real tensor")
         if type(value) is not Tensor and hasattr(value, "full_tensor"):
-            value = value.full_tensor()  # DTensor: the same on every rank from here on
+            value = value.full_tensor()  # a DTensor
         return value.reshape(())
     if isinstance(value, (str, bytes, bool)):
         raise SignalError(
@@ -55,14 +47,10 @@ def checked(name: str, value: Any) -> Tensor | float:
 
 
 class LossMean:
-    """Mean of the losses since the last step, kept next to the parameters.
+    """Mean of the losses since the last step, on the device of the parameters, without a sync.
 
-    The sum is one float32 tensor at a fixed address: a loss may be changed in place after it was
-    observed (``loss /= steps``), and a CUDA graph may write into it. Nothing here waits for a
-    device.
-
-    Args:
-        device: where the parameters are.
+    The sum has a fixed address, for CUDA graphs, and is no alias of a loss that is changed in place
+    after it was observed (``loss /= steps``).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -76,8 +64,7 @@ class LossMean:
         """Adds one micro-batch's loss, already `checked`."""
         with torch.no_grad():
             if isinstance(loss, Tensor) and loss.device.type == "cpu":
-                # Read it as NumPy does and fill it in: a copy from pageable host memory to an
-                # accelerator waits, a kernel with a constant does not.
+                # As a number, because copying pageable host memory to an accelerator is a sync.
                 if loss.dtype is torch.bfloat16:  # NumPy has none
                     loss = loss.float()
                 loss = float(loss.numpy())
@@ -93,24 +80,23 @@ class LossMean:
         self._count += 1
 
     def mean(self) -> Tensor | None:
-        """0-d float32 mean of the window, or None when it is empty."""
+        """0-d float32; None without losses."""
         if self._count <= 1:
             return self._total if self._count else None
         # Not `total / count`: on CUDA that is a multiplication by the reciprocal.
         return self._total / torch.full_like(self._total, float(self._count))
 
     def clear(self) -> None:
-        """Begins a new window."""
+        """Drops the losses."""
         self._count = 0
 
 
 class LateLoss:
     """Detects `observe` after the step: each loss would be judged with the next step's gradients.
 
-    Later in a run a correct and a late loop look the same: both repeat step, observe, backward.
-    They differ at the beginning: the first step of a late loop has no loss, and the backward pass
-    of its first loss is over before that loss is observed. So the first loss of a run is checked,
-    and only if exactly one step came before it.
+    Later a correct and a late loop look the same: step, observe, backward. But a late loop has no
+    loss at its first step, and the first loss is observed after its backward pass. So the first
+    loss is checked, if exactly one step came before it.
     """
 
     def __init__(self) -> None:
@@ -125,14 +111,9 @@ class LateLoss:
         return self._steps > 1 and self._hook is None
 
     def before_step(self, params: Sequence[Tensor], has_loss: bool) -> None:
-        """Call it when a step is about to be judged.
+        """Call it before a step is judged, with the parameters that have a gradient.
 
-        Args:
-            params: those with a gradient.
-            has_loss: a loss was observed for it.
-
-        Raises:
-            ObservedTooLateError: it belongs to the step before.
+        ObservedTooLateError if the loss observed for it belongs to the step before.
         """
         if self._hook is not None:
             self._hook.remove()

@@ -1,4 +1,4 @@
-"""What is measured in one step, and copying it to the host."""
+"""Measures the signals of one step, and copies tensors to the host."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from healcore.torch.grad_scaler import DroppedSteps, Overflows
 from healcore.torch.losses import LossMean, checked
 
 _SIDE_SIGNALS = {"eval_loss": math.nan, "update_norm": None}
-"""Signals that not every step has, and what replaces them at a step without one (None: absent)."""
+"""Signals that not every step has, with their value at a step without one (None: absent)."""
 
 
 class Measurement(NamedTuple):
-    """The signals of one step, as tensors next to the parameters. None is read on the host."""
+    """The signals of one step, as tensors next to the parameters; no field is read on the host."""
 
     grad_norm: Tensor | None
-    """0-d float32: global norm of the gradients as they are in `.grad`; None: there are none."""
+    """0-d float32: global norm of what is in `.grad`; None if no parameter has a gradient."""
     loss: Tensor | None = None
     """0-d float32: mean over the micro-batches of this step."""
     group_norms: Tensor | None = None
@@ -38,18 +38,17 @@ class Measurement(NamedTuple):
     grad_divisor: Tensor | None = None
     """0-d float32: what the gradients are still multiplied by (a GradScaler's scale)."""
     found_inf: Tensor | None = None
-    """0-d float32, above 0 when a GradScaler has found an overflow and skips this step."""
+    """0-d float32: above 0 if a GradScaler has found an overflow and skips this step."""
     externally_skipped: Tensor | None = None
-    """0-d bool: the GradScaler skips this step itself, so the engine ignores it."""
+    """0-d bool: the GradScaler skips this step, so the engine ignores it."""
     learning_rate: Tensor | None = None
     """0-d float32: the largest rate of any group, as the user's schedule sets it."""
     state_init: bool = False
-    """This may be the step with learning rate 0 by which torch.distributed.checkpoint makes a fresh
-    optimizer allocate its state."""
+    """See `_may_be_state_init`."""
 
 
 def signals_of(measured: Measurement) -> Signals:
-    """What the engine is given. The values may also be in NumPy."""
+    """What the engine gets; values may be tensors or NumPy's."""
     norm, groups, skipped = measured.grad_norm, measured.group_norms, measured.externally_skipped
     assert norm is not None
     if measured.grad_divisor is not None:
@@ -69,18 +68,18 @@ def signals_of(measured: Measurement) -> Signals:
 
 
 class StepNorms(NamedTuple):
-    """The gradient norms of a step that was judged: references, not read on the host."""
+    """The gradient norms of a step that was judged, not read on the host."""
 
     params: Sequence[Tensor]
-    """The parameters with a gradient."""
+    """Those with a gradient."""
     norms: Sequence[Tensor]
     """0-d float32 each: norm of its gradient, times `grad_divisor`."""
     grad_divisor: Tensor | None
 
     def on_host(self) -> np.ndarray:
-        """The norms as (n,) float32, unscaled. A sync on an accelerator.
+        """The norms as (n,) float32, divided by `grad_divisor`. A sync on an accelerator.
 
-        Sharded norms are reduced over the ranks: every rank has to call it for the same steps.
+        Sharded norms are reduced over the ranks, so every rank has to call it for the same steps.
         """
         stacked = gradients.norm_vector(self.norms, self.norms[0].device)
         values, divisor = read([stacked, self.grad_divisor])
@@ -89,13 +88,9 @@ class StepNorms(NamedTuple):
 
 
 class Measurer:
-    """Collects what the loop reports, and measures the gradients that the optimizer holds.
+    """Collects what the loop reports, and measures the gradients of one optimizer.
 
-    Args:
-        engine: the policy's engine; determines which signals are needed.
-        optimizer: the optimizer.
-        home: the first parameter's device; all signals end up there.
-        scaler: the GradScaler, or None.
+    All signals end up on `home`, the first parameter's device.
     """
 
     def __init__(
@@ -108,7 +103,7 @@ class Measurer:
         self.engine = engine
         self.home = home
         self.seen: set[str] = set()
-        """Names of the signals that any step had so far."""
+        """Names of the reported signals that any step had so far."""
         self.tensor_norms: Sequence[Tensor] = ()
         """Norm of each gradient at the last step, 0-d float32, on the gradient's device."""
         self._optimizer = optimizer
@@ -142,13 +137,7 @@ class Measurer:
         grad_divisor: Tensor | None,
         found_inf: Tensor | None,
     ) -> Measurement:
-        """Measures the step about to be taken.
-
-        Args:
-            everything: all parameters of the optimizer.
-            grad_divisor: a GradScaler's scale, if the gradients still carry it.
-            found_inf: a GradScaler's overflow flag.
-        """
+        """Measures the step about to be taken; `everything` is all parameters of the optimizer."""
         self._dropped.stepped = True
         self._overflows.reset()
         each = gradients.norms([p.grad for p in everything if p.grad is not None])
@@ -189,11 +178,8 @@ class Measurer:
     def measure_dropped(self, groups: int, *, alone: bool) -> Measurement | None:
         """A step that a GradScaler skipped without calling the optimizer, if it is to be judged.
 
-        Its losses are dropped in any case. Reads nothing on the host.
-
-        Args:
-            groups: number of parameters of the optimizer.
-            alone: no other rank has to judge it by the same loss.
+        Drops its losses. Only if this rank is `alone` is the step judged by its loss, which other
+        ranks do not know.
         """
         if not self._dropped.found():
             return None
@@ -227,14 +213,13 @@ class Measurer:
         return torch.full((), value, dtype=torch.float32, device=self.home)
 
     def _learning_rate(self) -> Tensor | None:
-        """The schedule's rate, where the policy may limit it in absolute terms."""
+        """The largest rate of any group, if the policy may limit it; 0-d float32."""
         groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups if group.get("lr") is not None]
         if not rates or not self.engine.limits_lr:
             return None
         if not any(isinstance(rate, Tensor) for rate in rates):
             return torch.full((), max(rates), dtype=torch.float32, device=self.home)
-        # Stays on the device: reading it would be a sync.
         each = [torch.as_tensor(r, dtype=torch.float32).detach().to(self.home) for r in rates]
         return torch.stack([rate.reshape(()) for rate in each]).amax()
 
@@ -247,8 +232,7 @@ class Measurer:
 def _may_be_state_init(optimizer: Optimizer) -> bool:
     """Whether this may be the step by which torch.distributed.checkpoint creates optimizer state.
 
-    It steps an optimizer without state, at learning rate 0, on zero gradients. (A schedule that
-    warms up from 0 has real gradients: the engines look at the norm too.)
+    It steps a fresh optimizer at learning rate 0 on zero gradients. `signals_of` checks the latter.
     """
     if optimizer.state:
         return False
@@ -267,14 +251,7 @@ def _may_be_state_init(optimizer: Optimizer) -> bool:
 
 
 def read(tensors: Sequence[Tensor | None]) -> list[Any]:
-    """Copies float32 tensors to the host: no sync for CPU tensors, one for all on a device.
-
-    Args:
-        tensors: 0-d or 1-d float32, or None.
-
-    Returns:
-        NumPy scalars and arrays of the same shapes, copies; or None.
-    """
+    """Copies 0-d and 1-d float32 tensors to NumPy, with one sync, or none if all are on the CPU."""
     if all(t is None or t.device.type == "cpu" for t in tensors):
         # .numpy() shares memory and dispatches nothing (.item() would be a counted sync).
         return [None if t is None else t.numpy()[()].copy() for t in tensors]
@@ -282,7 +259,7 @@ def read(tensors: Sequence[Tensor | None]) -> list[Any]:
 
 
 def read_in_one_copy(tensors: Sequence[Tensor | None]) -> list[np.ndarray | None]:
-    """`read` for accelerators: everything is concatenated and copied once."""
+    """`read` for accelerators: all tensors are concatenated and copied once."""
     present = [t for t in tensors if t is not None]
     home = next((t.device for t in present if t.device.type != "cpu"), torch.device("cpu"))
     flat = torch.cat([t.to(home, torch.float32).reshape(-1) for t in present]).cpu().numpy()
@@ -291,10 +268,9 @@ def read_in_one_copy(tensors: Sequence[Tensor | None]) -> list[np.ndarray | None
 
 
 class AsyncCopy:
-    """A tensor that is being copied to the host. Tensors not on CUDA are copied when read.
+    """A tensor that is being copied to the host, and on CUDA may be overwritten meanwhile.
 
-    Args:
-        tensor: the values; on CUDA they may be overwritten as soon as this is made.
+    Tensors that are not on CUDA are copied when read.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -306,7 +282,7 @@ class AsyncCopy:
         self._tensor = tensor
 
     def has_arrived(self) -> bool:
-        """Whether reading it does not wait, as far as that can be known."""
+        """Whether `read` would not wait; True if that is not known."""
         return self._event is None or self._event.query()
 
     def read(self) -> np.ndarray:
@@ -317,7 +293,7 @@ class AsyncCopy:
 
 
 def _copied_to_pinned(tensor: Tensor) -> Tensor:
-    """Pinned host memory that a CUDA tensor is being copied to."""
+    """Pinned host memory to which a CUDA tensor is being copied."""
     if torch.cuda.is_current_stream_capturing():
         raise AttachError(
             "optimizer.step() is being captured in a CUDA graph, whose replays run no hooks: the "

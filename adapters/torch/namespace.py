@@ -1,16 +1,11 @@
-"""The array namespace that the core runs on under torch: `engine.step(..., xp=namespace)`.
+"""The array namespace that the core runs on under torch, with the functions that it uses.
 
-torch differs from NumPy: reductions take `dim`, and the CPU `sqrt` is one ulp off in a sixth of all
-cases. This module closes those gaps, for the functions that the core uses, and does nothing else.
-Every function is one or two torch calls (an eager scalar step is hundreds of them, so a
-microsecond counts) and traces under ``torch.compile(fullgraph=True)``.
-
-    from healcore.torch import namespace
     state, decision = engine.step(state, signals, xp=namespace)             # CPU
     state, decision = engine.step(state, signals, xp=namespace.on(device))  # arrays made on it
 
-array-api-compat is not used here: resolving a namespace through it breaks the graph in Dynamo
-(measured), and it keeps torch's `sqrt`.
+Every function is one or two torch calls (an eager step has hundreds, so a microsecond counts) and
+traces under ``torch.compile(fullgraph=True)``. Rejected: array-api-compat, which breaks the graph
+in Dynamo (measured) and keeps torch's inexact `sqrt`.
 """
 
 from __future__ import annotations
@@ -27,10 +22,10 @@ where = torch.where
 
 
 def sqrt(x: Tensor) -> Tensor:
-    """Square root, correctly rounded in float32 as NumPy's and XLA's are.
+    """Square root, correctly rounded in float32 as in NumPy and XLA.
 
-    Through float64: its 53 bits are more than 2 * 24 + 2, so rounding twice is rounding once.
-    `torch.sqrt` in float32 goes through MKL's VML on a CPU and is one ulp off in 17 % of cases.
+    Through float64: with 53 bits, more than 2 * 24 + 2, rounding twice is rounding once. On a CPU
+    `torch.sqrt` in float32 (MKL's VML) is one ulp off in 17 % of cases.
     """
     if x.dtype == torch.float32 and x.device.type != "mps":  # MPS has no float64
         return torch.sqrt(x.to(torch.float64)).to(torch.float32)
@@ -38,7 +33,7 @@ def sqrt(x: Tensor) -> Tensor:
 
 
 def astype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in another dtype; itself when it has that dtype already."""
+    """`x` in another dtype."""
     return x.to(dtype)
 
 
@@ -63,7 +58,7 @@ def arange(n: int, dtype: torch.dtype | None = None) -> Tensor:
 
 
 class Placed:
-    """This namespace with `arange` and `asarray` on one device. Build it with `on`."""
+    """This namespace with `arange` and `asarray` on one device."""
 
     float32, int32, bool = float32, int32, bool
     abs, isfinite, where = abs, isfinite, where
@@ -78,7 +73,7 @@ class Placed:
         return torch.arange(n, dtype=dtype, device=self.device)
 
     def asarray(self, x: Any, dtype: torch.dtype | None = None) -> Tensor:
-        """`x` as a tensor on the device; a constant of the core is copied there without a wait."""
+        """`x` as a tensor on the device, copied there without a sync."""
         return torch.as_tensor(x, dtype=dtype).to(self.device, non_blocking=True)
 
     def __repr__(self) -> str:

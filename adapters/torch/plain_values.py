@@ -1,6 +1,6 @@
 """torch's own values as JSON, for `healcore.runtime.plain` and for the structure of a checkpoint.
 
-Names in a file are looked up in tables of what torch has, never with `getattr`.
+Names from a file are looked up in tables, never with `getattr`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,11 @@ DTYPES = {
     for each in vars(torch).values()
     if isinstance(each, torch.dtype)
 }
-"""By the names that files have them under."""
+"""By their names in files: "float32"."""
 
 
 def node_of(value: Any) -> dict[str, Any] | None:
-    """A value as JSON; None of what has no such form.
-
-    Tensors come back on the CPU: the state of a generator lies there anyway.
-    """
+    """A value as JSON; None if it has no such form. Tensors are restored on the CPU."""
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
@@ -44,11 +41,7 @@ def node_of(value: Any) -> dict[str, Any] | None:
 
 
 def value_of(content: dict[str, Any]) -> Any:
-    """The value.
-
-    Raises:
-        Exception: `node_of` cannot have written this.
-    """
+    """The value; any exception means that `node_of` cannot have written this."""
     if "device" in content:
         return torch.device(content["device"])
     if "size" in content:

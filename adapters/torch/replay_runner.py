@@ -21,10 +21,9 @@ _XP = namespace.on("cpu")
 
 
 class TorchRowRunner:
-    """Runs the engine eagerly on the CPU; tests/parity compares it with a compiled engine.
+    """Runs the engine eagerly on the CPU, to compare backends; for speed there is JAX.
 
-    Not `torch.compile`: it needs a C++ compiler and half a minute, and this backend is for
-    comparison; for speed there is JAX.
+    Rejected: `torch.compile`, which needs a C++ compiler and half a minute.
     """
 
     def __init__(self, engine: Engine, layout: SignalLayout) -> None:

@@ -1,9 +1,7 @@
 """`SignalAllReduce`: the ranks of a data-parallel run judge the same signals.
 
 DistributedDataParallel reduces gradients and leaves the loss local: after a loss spike on one rank
-that rank would skip, the others would step, and the models would diverge. So the signals of a step
-(loss, norms, a GradScaler's flag) go through one `all_reduce` before they are judged, and every
-rank's engine gets the same numbers.
+only that rank would skip. So all signals of a step go through one `all_reduce` first.
 """
 
 from __future__ import annotations
@@ -24,18 +22,10 @@ _OPTIONAL = frozenset({"loss", "grad_norm", "update_norm"})
 
 
 class SignalAllReduce:
-    """Averages the signals of a step over the ranks of a process group.
+    """Averages the signals of a step, on the device `home`, over the ranks of a process group.
 
-    Sums and quotients are in float64: a value that is the same on all ranks, such as the norm of
-    reduced gradients, comes back as the same float32 to the bit.
-
-    Args:
-        group: a process group; "auto": the default one, once it is initialized with several ranks;
-            None: nothing is exchanged.
-        home: the device of the signals.
-
-    Raises:
-        AttachError: `group` is none of these.
+    In float64, so that a value that is the same on all ranks stays the same float32. `group` is a
+    process group, "auto" (the default one, once it is initialized) or None; otherwise AttachError.
     """
 
     def __init__(self, group: Any, home: torch.device) -> None:
@@ -55,31 +45,22 @@ class SignalAllReduce:
 
     @property
     def world(self) -> int:
-        """Number of ranks that decide together; 1: this one alone."""
+        """Number of ranks that decide together."""
         if self._auto and dist.is_initialized():
             self._group, self._auto = dist.group.WORLD, False
         return 1 if self._group is None else dist.get_world_size(self._group)
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank logs for those that decide together."""
+        """Whether this rank logs for all that decide together."""
         return self.world == 1 or dist.get_rank(self._group) == 0
 
     def mean(self, measured: Measurement, last: Decision | None) -> Measurement:
         """The mean of each signal over the ranks that have it. Every rank calls it at every step.
 
-        Nothing is read on the host, unless this rank lacks a loss or a norm that another may have.
-
-        Args:
-            measured: this rank's signals; `grad_norm` is None without gradients.
-            last: this rank's decision at the step before.
-
-        Returns:
-            The same signals on every rank; `grad_norm` is None if no rank has gradients.
-
-        Raises:
-            RanksDisagreeError: the decisions at the step before were not the same. On an
-                accelerator it is raised some steps later, once it can be read without waiting.
+        A sync only if this rank lacks a loss or a norm, which another may have. `grad_norm` stays
+        None if no rank has gradients. RanksDisagreeError if the decisions `last` of the step before
+        differ; on an accelerator it comes some steps later, once it can be read without waiting.
         """
         if self._differs is not None and self._differs.has_arrived():
             differs, self._differs = self._differs, None
@@ -126,7 +107,7 @@ class SignalAllReduce:
         return packed.to(self._home, non_blocking=True)
 
     def _checksum(self, last: Decision | None) -> Tensor:
-        """One number that differs where decisions differ, float32: its mean is exact."""
+        """One float32 that differs where decisions differ; the mean of equal ones is exact."""
         if last is None:
             return self._zero
         if not isinstance(last.grad_scale, Tensor):

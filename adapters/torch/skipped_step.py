@@ -1,11 +1,9 @@
 """Skips a step exactly where it is not enough to hide the gradients.
 
-torch's optimizers do nothing for a parameter without a gradient, so hiding the gradients is an
-exact no-op for all of them. Two cases need more:
+Without gradients the step of a torch optimizer is an exact no-op. Two cases need more:
 
-- A third-party optimizer may count its steps in `param_groups` or in attributes, average the
-  weights every k-th step, draw random numbers, or raise when no parameter has a gradient. That can
-  be neither listed nor undone; so its `step()` is not run at all (`StepSkipper`).
+- A third-party optimizer may count its steps, average the weights, draw random numbers, or raise
+  without gradients. That cannot be undone, so its `step()` is not run at all (`StepSkipper`).
 - A step with a closure is judged after the first evaluation, when some optimizers have changed
   something already. That is undone (`ClosureUndo`).
 """
@@ -24,15 +22,11 @@ from torch.optim import LBFGS, Optimizer
 from healcore.torch import gradients
 
 _NAME = "_healcore_step"
-"""The optimizer's attribute that holds its `StepSkipper`, only during a step that may be skipped.
-"""
+"""Attribute of an optimizer: its `StepSkipper`, only during a step that may be skipped."""
 
 
 class StepSkipped(BaseException):
-    """Ends a `step()` from within its closure; caught where that `step()` was called.
-
-    Not an Exception: an optimizer may catch those of a closure that has failed.
-    """
+    """Ends a `step()` from its closure. Not an Exception: optimizers may catch those."""
 
     def __init__(self, loss: Any) -> None:
         self.loss = loss
@@ -41,11 +35,10 @@ class StepSkipped(BaseException):
 class StepSkipper:
     """Controls whether the `step()` of one third-party optimizer runs.
 
-    A hook cannot prevent `step()`. But the function that torch's hook wrapper calls lies in a
-    closure cell of the wrapper, one for each class; there it is replaced, once, by a function that
-    checks for a skip first. Optimizers that are not healed behave as before. Rejected: a `step`
-    attribute on the instance, as LR schedulers set one. Code that has stored `optimizer.step`
-    earlier bypasses it: a scheduler made before `attach`, accelerate's wrapper.
+    A hook cannot prevent `step()`. But torch's hook wrapper, one for each class, calls a function
+    in one of its closure cells; there it is replaced, once, by a function that checks for a skip
+    first. Rejected: a `step` attribute on the instance, as LR schedulers set one. Code that has
+    stored `optimizer.step` before `attach` bypasses it: a scheduler, accelerate's wrapper.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -55,28 +48,28 @@ class StepSkipper:
         self._skipped = self._running = False
 
     def watch(self) -> None:
-        """Before a step that is judged in its closure."""
+        """Call it before a step that is judged in its closure."""
         if self.can_skip:
             vars(self._optimizer)[_NAME] = self
 
     def skip(self) -> None:
-        """Skips this step; one that is running already goes on until StepSkipped."""
+        """Skips this step; a running one goes on until StepSkipped is raised."""
         if self.can_skip:
             vars(self._optimizer)[_NAME], self._skipped = self, True
 
     @property
     def can_end(self) -> bool:
-        """In the closure: whether raising StepSkipped ends the step that `skip` was called for."""
+        """Whether raising StepSkipped in the closure ends the step that `skip` was called for."""
         return self._skipped and self._running
 
     def reset(self) -> None:
-        """After the step; does nothing when there is none."""
+        """Call it after the step; does nothing without one."""
         if self.can_skip:
             self._skipped = False
             vars(self._optimizer).pop(_NAME, None)
 
     def run(self, body: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What the optimizer's class calls in place of its own `step()`."""
+        """Runs `step()` unless it is skipped; the optimizer's class calls this instead."""
         if self._skipped:
             return None
         self._running = True
@@ -89,16 +82,12 @@ class StepSkipper:
 
 
 def is_third_party(optimizer: Optimizer) -> bool:
-    """Whether `step()` is not torch's: it may do anything, also without gradients."""
+    """Whether `step()` is not torch's: it may act without gradients too."""
     return not inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim.")
 
 
 def _checks_for_skips(kind: type[Optimizer]) -> bool:
-    """Makes a class's `step()` check for a skip first, unless it does already.
-
-    Returns:
-        False where that is impossible: this torch or that class wraps `step()` in another way.
-    """
+    """Makes a class's `step()` check for a skip first; False if it is wrapped in an unknown way."""
     wrapper = kind.step
     cell = _cell(wrapper)
     if cell is None:
@@ -131,16 +120,12 @@ def _cell(wrapper: Any) -> CellType | None:
 class ClosureUndo:
     """What has to be restored after a skipped step of one optimizer with a closure.
 
-    torch's optimizers do nothing before the first evaluation, and evaluate once; but
+    torch's optimizers do nothing before the first evaluation, and evaluate once, except L-BFGS: it
+    moves and evaluates again, up to twenty times. Third-party optimizers may move before the first
+    evaluation (SAM, schedule-free methods), or count in `param_groups` or attributes.
 
-    - L-BFGS moves and evaluates again, up to twenty times, and a later evaluation may be
-      non-finite;
-    - others move first: SAM to the point of the highest loss nearby, schedule-free methods to where
-      they need the gradient;
-    - others count first, in `param_groups` or in attributes.
-
-    Parameters that have moved can only be restored from a copy. A copy is made for an optimizer
-    that always needs a closure, or has been seen to move first.
+    Moved parameters can only be restored from a copy. It is made for L-BFGS, and for a third-party
+    optimizer that always needs a closure or has moved first before.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -163,15 +148,16 @@ class ClosureUndo:
         return bool(self._params) or not self._moved
 
     def record(self) -> None:
-        """Before the step: copies what `restore` needs."""
+        """Call it before the step: copies what `restore` needs."""
         self._moved = False
         if self._third_party:
             self._versions = self._sum_of_versions()
             # Both may hold counters.
             dicts = [vars(self._optimizer), *self._optimizer.param_groups]
             self._before = [(each, dict(each)) for each in dicts]
-        # Whether the first step moves first is not known yet. A fresh optimizer is about to
-        # allocate its moments, so there is memory for a copy. A restored one is not worth the risk.
+        # Whether an optimizer moves first is not known before its first step. A fresh one has not
+        # allocated its moments yet, so there is memory for a copy; with a restored one there may
+        # be none.
         if self._copies or (self._third_party and self._first and not self._optimizer.state):
             params = gradients.parameters(self._optimizer)
             self._params = [(p, p.detach().clone()) for p in params]
@@ -182,7 +168,7 @@ class ClosureUndo:
         self._first = False
 
     def before_evaluation(self) -> None:
-        """Before each evaluation: records what the optimizer has changed before the first."""
+        """Call it before each evaluation: records what the step has changed before the first."""
         if not self._third_party:
             return
         if self._sum_of_versions() != self._versions:
@@ -212,7 +198,7 @@ class ClosureUndo:
         self._params, self._state, self._before, self._changed = [], {}, [], []
 
     def _sum_of_versions(self) -> int:
-        """A number that grows whenever a parameter is written in place."""
+        """A number that grows with every write in place to a parameter."""
         return sum(p._version for p in gradients.parameters(self._optimizer))
 
 
@@ -222,7 +208,7 @@ def _needs_closure(optimizer: Optimizer) -> bool:
 
 
 def _copied(value: Any, *, deep: bool) -> Any:
-    """A copy of dictionaries, tensors and lists; the elements of a list are copied if `deep`."""
+    """A copy of dictionaries, tensors and lists; with `deep` also of the elements of lists."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):

@@ -28,18 +28,15 @@ _OPTIMIZER_FILE = os.path.join("torch", "optim", "optimizer.py")
 class StepHooks:
     """The two step hooks of one optimizer.
 
-    Between two steps they are all that healcore leaves on the optimizer: learning rates, gradients,
-    `grad_scale` and `found_inf` are changed for one step only, and restored after it.
+    Between two steps nothing else of healcore is on the optimizer: learning rates, gradients,
+    `grad_scale` and `found_inf` are restored after each step.
 
     Attributes:
-        enforcer: carries out what the engine orders.
-        handles: of the hooks while they are in place.
-        open_step: the step that is running.
+        handles: of the hooks; empty after `detach`.
         last_norms: gradient norms of the last step that was judged.
         on_judged: called at every step that was judged, before the optimizer updates.
-        on_ended: called after the step, with whether it was skipped, by the policy or a GradScaler:
-            a bool where the host knows, else a 0-d float32 of exactly 0 or 1. In observe mode
-            always False.
+        on_ended: called after the step, with whether the policy or a GradScaler skipped it: a bool,
+            or a 0-d float32 of exactly 0 or 1. In observe mode always False.
         grows: whether per-tensor clipping begins a history for parameters that are added, instead
             of raising `ParametersChangedError`.
     """
@@ -71,8 +68,8 @@ class StepHooks:
         self.on_ended: Callable[[bool | Tensor], None] | None = None
         self.grows = False
 
-        # Dynamo drops what an ordinary hook writes to the optimizer. A disabled hook breaks the
-        # graph, and Dynamo guards on the attributes as they are when it reaches the kernel.
+        # Dynamo drops what an ordinary hook writes to the optimizer. With a disabled hook it breaks
+        # the graph, and guards on the attributes as they are then.
         self.before: Any = torch.compiler.disable(self._before)
         after: Any = torch.compiler.disable(self._after)
         self.handles = [
@@ -82,7 +79,7 @@ class StepHooks:
 
     @torch.no_grad()
     def judge_dropped(self) -> None:
-        """Judges a step that the GradScaler skipped without calling the optimizer, if any."""
+        """See `Healing.judge_dropped`."""
         alone = self.all_reduce.world == 1
         measured = self.measurer.measure_dropped(self._groups, alone=alone)
         if measured is None:
@@ -94,12 +91,12 @@ class StepHooks:
         """Call it when the engine's state was replaced."""
         self.measurer.clear()
         if self._undo.reevaluates and self._engine.mode != "observe":
-            # L-BFGS uses the multiplier of the last step, see `_before`: here that of the state.
+            # L-BFGS uses the multiplier of the step before, see `_before`.
             scale = float(self.live_engine.state.lr.scale)
             self._order = HostOrder(skip=False, grad_scale=1.0, lr_scale=scale, group_scale=None)
 
     def detach(self) -> None:
-        """Removes the hooks; the optimizer is as if `attach` had never been called."""
+        """See `Healing.detach`."""
         for handle in self.handles:
             handle.remove()
         self.handles = []
@@ -111,7 +108,7 @@ class StepHooks:
     # -- around the step ------------------------------------------------------------------------
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """The pre-hook: judges the step, or wraps the closure, whose backward has to come first."""
+        """The pre-hook: judges the step; wraps a closure, whose backward has to come first."""
         if not self.open_step.enter():
             return None  # step() of a subclass called super().step()
         self.restore()  # a step that raised had no post-hook
@@ -125,7 +122,7 @@ class StepHooks:
         self.enforcer.step_skipper.watch()
         self._undo.record()
         if self._undo.reevaluates and last is not None and last.lr_scale != 1.0:
-            # L-BFGS reads its learning rate before the closure runs: it gets the last multiplier.
+            # L-BFGS reads its learning rate before its closure: it gets the last multiplier.
             self.enforcer.scale_lr(last.lr_scale)
         wrapped = torch.compiler.disable(self._wrapped(closure))
         if len(args) > 1:
@@ -185,7 +182,7 @@ class StepHooks:
 
     @torch.no_grad()
     def _judge(self) -> None:
-        """Measures the step, runs the engine and enforces its order. No-op without gradients."""
+        """Measures the step, runs the engine and enforces its order, if there are gradients."""
         self._judged = True
         everything = gradients.parameters(self.optimizer)
         params = [p for p in everything if p.grad is not None]
@@ -208,7 +205,7 @@ class StepHooks:
         if params and not state_init and not self.late_loss.is_done:
             self.late_loss.before_step(params, measured.loss is not None)
         if has_ranks:
-            if state_init:  # it may run on one rank only: an all_reduce would wait for ever
+            if state_init:  # perhaps on one rank only: an all_reduce would wait for ever
                 return
             measured = self.all_reduce.mean(measured, self.live_engine.decision)
         if measured.grad_norm is None:
@@ -230,7 +227,7 @@ class StepHooks:
         self._report(self.last_norms)
 
     def _report(self, norms: StepNorms) -> None:
-        """Reports that a step was judged: to the Healer, or without one to the log."""
+        """Reports a judged step to the Healer, or without one to the log."""
         if self.on_judged is not None:
             self.on_judged(norms)
         else:
@@ -244,12 +241,11 @@ def _is_zero(norm: Tensor | None) -> bool:
 
 
 class OpenStep:
-    """The frame of the `Optimizer.step` that is running: distinguishes a nested from the next step.
+    """Distinguishes a nested step from the next one, by the frame of the running `Optimizer.step`.
 
-    A subclass whose `step()` calls `super().step()` fires the hooks twice, and a step that raises
-    fires the pre-hook without the post-hook. A flag or a depth counter confuses the two: after one
-    exception it would take every later step for a nested one, and healing would end silently.
-    The call stack is reliable: the frame that began the step is still on it, or it is not.
+    `super().step()` in a subclass fires the hooks twice; a step that raises fires no post-hook. A
+    depth counter would take every step after an exception for a nested one, and healing would end
+    silently.
     """
 
     def __init__(self) -> None:
@@ -258,15 +254,11 @@ class OpenStep:
 
     @property
     def is_open(self) -> bool:
-        """Whether a step began and did not end; it may have ended in an exception."""
+        """Whether a step began, and has not ended or has ended in an exception."""
         return self._frame is not None
 
     def enter(self) -> bool:
-        """Begins a step; call it from the pre-hook.
-
-        Returns:
-            True for an outermost step, False for one nested in the running step.
-        """
+        """Call it from the pre-hook. False for a step nested in the running one."""
         if self._frame is not None and self._on_stack(self._frame):
             self._nested += 1
             return False
@@ -275,7 +267,7 @@ class OpenStep:
         return True
 
     def leave(self) -> bool:
-        """Ends a step; call it from the post-hook. True for an outermost step."""
+        """Call it from the post-hook. False for a nested step."""
         if self._nested:
             self._nested -= 1
             return False
@@ -283,11 +275,11 @@ class OpenStep:
         return True
 
     def unwind(self) -> None:
-        """An exception is about to end the nested steps, and the outermost one catches it."""
+        """Call it before an exception that ends nested steps and is caught by the outermost one."""
         self._nested = 0
 
     def clear(self) -> None:
-        """Drops the frame (and what its locals keep alive)."""
+        """Drops the frame, whose locals it keeps alive."""
         self._frame, self._nested = None, 0
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""A byte-level transformer in Flax: rotary attention and a GELU MLP, free of normalisation."""
+"""A byte-level transformer in Flax: rotary attention and a GELU MLP, without normalisation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from healcore.demo.scenario import BlockWeights, Scenario
 
 
 class Block(nnx.Module):
-    """Attention and MLP on a residual stream; why no normalisation: `healcore.demo.scenario`."""
+    """Attention and MLP on a residual stream."""
 
     def __init__(self, weights: BlockWeights, heads: int) -> None:
         self.heads = heads

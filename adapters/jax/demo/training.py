@@ -35,19 +35,9 @@ def optimizer(scenario: Scenario, arm: str, policy: Any) -> optax.GradientTransf
 def train(
     scenario: Scenario, arm: str, policy: Any, folder: Path
 ) -> Generator[Step, None, jax.Array]:
-    """Trains one model, yielding after each step so that runs can take turns.
+    """Trains one model, yielding each step so that runs can take turns; returns the held-out loss.
 
-    Args:
-        scenario: data, model, learning rates, faults.
-        arm: of `ARMS`, how the run is protected.
-        policy: of the healed run; anything `healcore.jax.protect` takes.
-        folder: the healed run's, for its checkpoints and its events file.
-
-    Yields:
-        The step; its number falls when the run goes back.
-
-    Returns:
-        Loss on text that it never saw, 0-d.
+    `policy` and `folder` are those of the healed run. The step's number falls when it goes back.
     """
     graph, params, constants = nnx.split(ByteTransformer(scenario), nnx.Param, ...)
     tx = optimizer(scenario, arm, policy)

@@ -1,8 +1,7 @@
 """Divides a JAX state into the items of a checkpoint, and puts a restored state together.
 
-Restored leaves get the form of the live ones, so that a compiled step is not compiled again: a
-jitted function is compiled for dtypes, weak types and shardings, and for whether an array is
-committed to its device. A checkpoint keeps only the dtypes.
+A checkpoint keeps only dtypes. Restored leaves also get the weak type, sharding and commitment of
+the live ones, so that a step is not compiled again.
 """
 
 from __future__ import annotations
@@ -23,37 +22,25 @@ from healcore.runtime.store.errors import StateMismatch
 STATE = "state"
 """Name of the item for a state without names."""
 SIDE_STATE = "healcore.side_state"
-"""Name of the item for `SideState`."""
 
 
 class CheckpointLayout:
-    """The items of one run's state; the same in every process of the program.
-
-    Args:
-        tree: the state as the run begins.
-        named: its top level maps names to parts, which become the items.
-    """
+    """The items of one run's state, the same in every process: the parts of `tree` if `named`."""
 
     def __init__(self, tree: Any, *, named: bool) -> None:
         self._named = named
         self._accumulates = bool(nodes(optax.MultiStepsState, tree))
 
     def items(self, tree: Any) -> dict[str, Any]:
-        """The items of a state: name -> tree."""
+        """The items of a state by their names."""
         side_state = SideState(tree)
         return {**self._parts(_saved(tree)), **({SIDE_STATE: side_state} if side_state else {})}
 
     def restored(self, items: Mapping[str, Any], tree: Any) -> Any:
-        """The restored state with the live healing state.
+        """The restored state with the healing state of the live `tree`.
 
-        Accumulators of optax.MultiSteps are zeroed: a NaN in them would stay for ever.
-
-        Args:
-            items: by the names of `items`.
-            tree: the live state.
-
-        Raises:
-            StateMismatch: it does not fit.
+        StateMismatch if it does not fit. Accumulators of optax.MultiSteps are zeroed, because a NaN
+        would stay in them.
         """
         wanted = self._parts(_saved(tree))
         missing = [f'there is no "{name}" in it' for name in wanted if name not in items]
@@ -85,10 +72,7 @@ class CheckpointLayout:
 
 
 class SideState:
-    """What the other items cannot hold: Python numbers, and `ProtectState.heal_update_norm`.
-
-    The norm exists only if the policy reads it.
-    """
+    """What the other items cannot hold: Python numbers, and `ProtectState.heal_update_norm`."""
 
     optional = True  # checkpoints of a run without healcore do not have it
 
@@ -109,12 +93,7 @@ class SideState:
 
 
 def as_live(new: Any, live: Any) -> Any:
-    """A restored leaf in the form of the live one.
-
-    Args:
-        new: array or Python number.
-        live: gives dtype, weak type, sharding and commitment. It may have been donated.
-    """
+    """A restored leaf in the form of the live one: an array, which may be donated, or a number."""
     if _is_number(live):
         return type(live)(np.asarray(new).item())
     if not isinstance(live, jax.Array):
@@ -161,15 +140,14 @@ def _is_norm(path: tuple[Any, ...]) -> bool:
 
 
 def _is_number(leaf: Any) -> bool:
-    """Whether a leaf is a Python number."""
     return type(leaf) in (bool, int, float)
 
 
 def _as_saved(leaf: Any) -> Any:
-    """A leaf as it goes into a checkpoint: a Python number becomes the array that jit makes of it.
+    """A leaf as it is saved: a Python number becomes the array that jit makes of it.
 
-    A counter that starts as the number 0 (a TrainState's `step`) is an array after the first
-    compiled step, and must match what was saved before. `SideState` keeps the number itself.
+    A TrainState's `step` starts as a number and is an array after the first compiled step, and the
+    two must match. `SideState` keeps the number.
     """
     if not _is_number(leaf):
         return leaf
@@ -187,7 +165,7 @@ def _form(leaf: Any) -> str:
 
 
 def _placed(new: Any, live: jax.Array) -> jax.Array:
-    """The array on the devices of the live one."""
+    """The array, committed where the live one is."""
     if isinstance(new, jax.Array) and new.committed == live.committed:
         return new if new.sharding == live.sharding else jax.device_put(new, live.sharding)
     if live.committed:
@@ -196,7 +174,7 @@ def _placed(new: Any, live: jax.Array) -> jax.Array:
 
 
 def _weak(array: jax.Array) -> jax.Array:
-    """The same numbers, weakly typed, like Python's."""
+    """The same numbers, weakly typed where a weak type of this dtype exists."""
     zero = 0.0 if jnp.issubdtype(array.dtype, jnp.floating) else 0
     weak = jnp.full(array.shape, zero)
     if weak.dtype != array.dtype:

@@ -50,7 +50,7 @@ class JaxDriver:
         self._stride: int | None = None
         """Steps of one dispatch, once known."""
         self._usual: dict[str, np.ndarray] = {}
-        """Each engine's norms at its last step without an alarm."""
+        """Each engine's gradient norms at its last step without an alarm."""
         self._missing_noted = False
         self.warnings: list[str] = []
         self._remember_step()
@@ -66,8 +66,8 @@ class JaxDriver:
         """Takes the state that a step has returned; None where nnx objects were updated in place.
 
         Raises:
-            HealStateError: the healing state is not where it was, or the step did not start from
-                the state that was restored. The old state stays.
+            HealStateError: the healing state has moved, or the step did not start from the restored
+                state. The old state stays.
         """
         if state is None:
             return
@@ -83,10 +83,10 @@ class JaxDriver:
             raise
 
     def poll_step(self) -> Dispatch | None:
-        """The step taken since the last call, its copy to the host begun; None: there was none.
+        """The step taken since the last call, its copy to the host begun; None if there was none.
 
-        A step is a new state, a micro-step with optax.MultiSteps. Only the device knows whether an
-        engine has judged it; if not, `StepRecord.step` is the same as before.
+        Every new state is a step. If no engine has judged it (optax.MultiSteps), which only the
+        device knows, `StepRecord.step` stays the same.
         """
         states = self._states()
         counters = _counter_arrays(states)
@@ -95,8 +95,8 @@ class JaxDriver:
         before, self._readback = self._readback, PendingReadback(self._engines, states)
         if self._step is not None:
             self._stride = self._step.steps_read or self._stride
-        # A sync at the first dispatch only. If a dispatch has another number of steps than the one
-        # before (the last of an epoch), the number is corrected when it is read.
+        # A sync at the first dispatch only. A wrong number of steps (the last dispatch of an epoch
+        # has fewer) is corrected when the dispatch is read.
         self._step = Dispatch(
             self._engines, before, self._readback, self._usual, self._stride, self._note_missing
         )
@@ -107,19 +107,15 @@ class JaxDriver:
     # -- checkpoints ------------------------------------------------------------------------------
 
     def items(self) -> dict[str, Any]:
-        """The live state to save, without healing state. Copies nothing."""
+        """The live state to save, without healing state. Nothing is copied."""
         return self._layout.items(self._accessor.read())
 
     def replace(self, restored: Mapping[str, Any]) -> None:
-        """Replaces the live state by a restored one; the healing state stays.
-
-        Raises:
-            StateMismatch: it does not fit; nothing has changed.
-        """
+        """Replaces the live state by a restored one; the healing state stays."""
         self._put(self._layout.restored(restored, self._accessor.read()))
 
     def may_save(self) -> bool:
-        """False during an accumulation by optax.MultiSteps; reads the device to know."""
+        """False during an accumulation by optax.MultiSteps; reads the device then."""
         return self._layout.between_steps(self._accessor.read())
 
     # -- engines ----------------------------------------------------------------------------------
@@ -129,11 +125,7 @@ class JaxDriver:
         return in_state.dicts(self._engine, self._engines, self._accessor.read())
 
     def load_healing(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replaces engine states; those not named stay.
-
-        Raises:
-            StateError: a state is of another policy, model or optimizer; nothing has changed.
-        """
+        """Replaces engine states; those not named stay."""
         tree = self._accessor.read()
         self._put(in_state.loaded(self._engine, self._engines, tree, engines))
 
@@ -148,8 +140,8 @@ class JaxDriver:
     def finite(self) -> bool:
         """Whether the state is finite, except arrays that were not at the start (masks of -inf).
 
-        All of it, because a pytree does not say which part are parameters. The healing state is
-        left out: it holds norms of gradients that were not applied. Reads the device.
+        A pytree does not mark its parameters, so all arrays count, but not the healing state: it
+        has norms of gradients that were not applied.
         """
         return _not_finite(self._accessor.read()) <= self._not_finite
 
@@ -171,7 +163,7 @@ class JaxDriver:
                 self._accessor.write(live)
 
     def learning_rate(self) -> float | None:
-        """That of optax.inject_hyperparams, read from the device; None without it."""
+        """The rate of optax.inject_hyperparams, read from the device; None without exactly one."""
         found = {float(rate) for rate in injected_rates(self._accessor.read())}
         return found.pop() if len(found) == 1 else None
 
@@ -189,10 +181,7 @@ class JaxDriver:
     def store(
         self, where: Any, nonfinite_ok: tuple[str, ...], *, trust: bool = False
     ) -> CheckpointStore:
-        """The default store: memory, and behind it Orbax in the directory `where`, if any.
-
-        `trust` changes nothing: what lies in either has a plain form.
-        """
+        """The default store: memory, and with a directory `where` also Orbax; ignores `trust`."""
         del trust
         from healcore.jax.store import MemoryStore, OrbaxStore, TieredStore  # loads Orbax
 
@@ -202,7 +191,7 @@ class JaxDriver:
         return TieredStore(memory, OrbaxStore(where, nonfinite_ok=nonfinite_ok))
 
     def ranks(self) -> Ranks:
-        """The processes of this run."""
+        """Exchanges between the processes of this run."""
         return JaxRanks() if jax.process_count() > 1 else Alone()
 
     def generators(self) -> None:
@@ -227,7 +216,7 @@ class JaxDriver:
         return [in_state.at(roots, each.path) for each in self._engines]
 
     def _put(self, tree: Any) -> None:
-        """Makes the tree the live state; the next step has to start from it. A sync."""
+        """Makes the tree the live state, from which the next step has to start. A sync."""
         ahead = self._readback.steps()
         self._accessor.write(tree)
         self._remember_step()
@@ -235,7 +224,6 @@ class JaxDriver:
         self._restore_point = RestorePoint(self._readback.steps(), ahead, stride)
 
     def _remember_step(self) -> None:
-        """Remembers the step of the present state, for the next `poll_step`."""
         states = self._states()
         self._readback = PendingReadback(self._engines, states)
         self._last_counters = _counter_arrays(states)
@@ -249,19 +237,18 @@ class RestorePoint(NamedTuple):
     ahead: np.ndarray
     """In the state that it replaced."""
     stride: np.ndarray | None
-    """Steps of the last update before; a scan over steps has several. None: not known yet."""
+    """Steps of the last update before; None: not known yet."""
 
     def has_advanced(self, steps: Sequence[Any]) -> bool:
-        """Whether an update, which led to these counters, has judged a step since. A sync.
+        """Whether the update that led to these counters has judged a step. A sync.
 
-        Raises:
-            HealStateError: the update did not start from the restored state.
+        HealStateError if the update did not start from the restored state.
         """
         moved = np.asarray(jax.device_get(list(steps))) - self.start
         elsewhere = moved < 0
         if self.stride is not None:
-            # An update of the replaced state is at least as far as that was, and farther from the
-            # restored one than one update goes.
+            # An update of the replaced state leads to its counters or beyond, and that is more than
+            # one update away from the restored state.
             farther = moved > np.maximum(self.stride, 1)
             elsewhere |= farther & (moved + self.start >= self.ahead)
         if elsewhere.any():
@@ -280,7 +267,7 @@ class JaxRanks:
         self.world = jax.process_count()
 
     def gather(self, item: Any) -> list[Any]:
-        """Every process's item, on every process."""
+        """The items of all processes, by rank."""
         mine = np.frombuffer(pickle.dumps(item), np.uint8)
         # process_allgather needs arrays of the same size in every process.
         sizes = multihost_utils.process_allgather(np.asarray([mine.size], np.int32)).reshape(-1)
@@ -302,5 +289,5 @@ def _not_finite(tree: Any) -> set[str]:
 
 
 def _counter_arrays(states: list[HealState]) -> list[Any]:
-    """The arrays with the engines' counters. Each step makes new ones: compare identity."""
+    """The arrays with the engines' counters. Each step makes new ones, so identity shows a step."""
     return [value(each.heal_ints) for each in states]

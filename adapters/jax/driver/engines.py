@@ -34,9 +34,8 @@ class EngineEntry(NamedTuple):
     """One engine of the run."""
 
     name: str
-    """Name of the optimizer in the state."""
     path: Path
-    """Path to its HealState from the top of the state."""
+    """From the top of the state to its HealState."""
     leaves: tuple[str, ...]
     """Names of the tensors whose gradients it judges."""
 
@@ -44,8 +43,7 @@ class EngineEntry(NamedTuple):
 def find(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
     """The engines of a state; `trained` is a tree with the parameters in it.
 
-    Raises:
-        HealStateError: there is none, or one is of another policy or of several runs at once.
+    HealStateError if there is none, or one is of another policy, or of several runs (`vmap`).
     """
     states = dict(nodes(HealState, tree))
     if not states:
@@ -66,11 +64,7 @@ def find(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
 
 
 def at(root: Any, path: Path) -> HealState:
-    """The HealState at a path.
-
-    Raises:
-        HealStateError: there is no HealState.
-    """
+    """The HealState at a path; HealStateError if there is none."""
     node = root
     try:
         for entry in path:
@@ -86,7 +80,7 @@ def at(root: Any, path: Path) -> HealState:
 
 
 def dicts(engine: Engine, engines: Sequence[EngineEntry], tree: Any) -> dict[str, dict[str, Any]]:
-    """Engine name -> `Engine.to_dict`. Reads the device."""
+    """`Engine.to_dict` of each engine by its name. Reads the device."""
     states = [heal_state.engine_state(engine, at(tree, each.path)) for each in engines]
     return {
         each.name: engine.to_dict(state)
@@ -97,12 +91,9 @@ def dicts(engine: Engine, engines: Sequence[EngineEntry], tree: Any) -> dict[str
 def loaded(
     engine: Engine, engines: Sequence[EngineEntry], tree: Any, data: Mapping[str, Mapping[str, Any]]
 ) -> Any:
-    """The tree with engine states replaced; those not named stay.
+    """The tree with the engine states in `data`, and their multiplier in `scale_by_heal_lr`.
 
-    The multiplier of a `scale_by_heal_lr` is set to the engine's, for the very next step.
-
-    Raises:
-        StateError: a state is of another policy or model, or of no engine of this run.
+    StateError if a state is of another policy or model, or of no engine of this run.
     """
     paths = {each.name: each.path for each in engines}
     check_engines(data, paths)
@@ -144,14 +135,11 @@ def declined(engine: Engine, tree: Any) -> Any:
 
 
 def _tensor_names(tree: Any, engine: Path, count: int) -> tuple[str, ...]:
-    """Names of the tensors that an engine judges.
+    """Names (paths) of the tensors that an engine judges; numbers where they are ambiguous.
 
-    An optimizer state does not say which part of the train state it optimizes. This takes the
-    part with as many floating tensors as the engine gets gradients; of several the one called
-    `params` or `model`, or the one nearest to the optimizer.
-
-    Paths as JAX writes them, `['params']['Dense_0']['kernel']`; numbers where a name would be a
-    guess. `engine` is the path to its HealState in the train state, `count` its number of tensors.
+    An optimizer state does not name the part of the train state that it optimizes. This takes the
+    part with `count` floating tensors, as many as the engine gets gradients; of several the one
+    called `params` or `model`, or the one nearest to the HealState, at the path `engine`.
     """
     parts: dict[Path, list[Path]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(without_heal_state(tree)):
@@ -169,7 +157,7 @@ def _tensor_names(tree: Any, engine: Path, count: int) -> tuple[str, ...]:
 
 
 def _unlikely(path: Path, engine: Path) -> tuple[bool, bool, int]:
-    """A sort key for the parts of a state: the likeliest to be the parameters first."""
+    """A sort key that puts the part first that is likeliest to be the parameters."""
     last = _name(path[-1]) if path else ""
     shared = 0
     while shared < min(len(path), len(engine)) and path[shared] == engine[shared]:
@@ -179,7 +167,6 @@ def _unlikely(path: Path, engine: Path) -> tuple[bool, bool, int]:
 
 
 def _name(key: Any) -> str:
-    """The name of one key of a path."""
     return str(next(getattr(key, kind) for kind in ("name", "key", "idx") if hasattr(key, kind)))
 
 
@@ -197,7 +184,6 @@ def _check_single(path: Path, state: HealState) -> None:
 
 
 def _packed(engine: Engine, live: HealState, state: Any) -> HealState:
-    """An engine state packed in the form of the live one."""
     new = heal_state.with_engine_state(engine, live, state)
     new = new._replace(heal_decision=heal_state.neutral_decision(live))
     return jax.tree.map(as_live, new, live)

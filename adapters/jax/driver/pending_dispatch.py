@@ -1,7 +1,7 @@
-"""The records of a dispatch's steps, copied to the host while the loop goes on.
+"""Copies the records of a dispatch's steps to the host while the loop goes on.
 
-They are packed into one vector, because each copy to the host has a fixed cost, and right after the
-step, because the next one may donate the state.
+They are copied as one vector, because each copy has a fixed cost, and right after the step, because
+the next one may donate the state.
 """
 
 from __future__ import annotations
@@ -25,21 +25,16 @@ from healcore.jax.state_layout import StepCounts, last_record, records_between
 
 
 class Readback(NamedTuple):
-    """What one engine's state held at one moment."""
+    """The parts of one engine's state that the host reads."""
 
     counts: StepCounts
     records: np.ndarray
     norms: np.ndarray
-    """float32 (n,), norms of the last step's gradients."""
+    """float32 (n,): norms of the last step's gradients."""
 
 
 class PendingReadback:
-    """What the engines' states held at one moment, being copied to the host.
-
-    Args:
-        engines: of the run.
-        states: their states; leaves may be nnx.Variables. They may be donated afterwards.
-    """
+    """The `Readback` of each engine, being copied to the host; its states may be donated then."""
 
     def __init__(self, engines: Sequence[EngineEntry], states: Sequence[HealState]) -> None:
         wanted = [_wanted(state) for state in states]
@@ -51,7 +46,7 @@ class PendingReadback:
         self._read: list[Readback] | None = None
 
     def read(self) -> list[Readback]:
-        """What each engine's state held; waits only if it has not arrived yet."""
+        """The `Readback` of each engine; waits only if the copy has not arrived yet."""
         if self._read is None:
             self._read = [
                 _split(part, shape)
@@ -62,20 +57,16 @@ class PendingReadback:
         return self._read
 
     def steps(self) -> np.ndarray:
-        """Number of steps that each engine had judged."""
+        """Number of steps that each engine had judged, int (engines,)."""
         return np.asarray([each.counts.steps for each in self.read()])
 
 
 class Dispatch:
     """A dispatch whose records are being copied; a `healcore.runtime.driver.PendingDispatch`.
 
-    Args:
-        engines: of the run.
-        before: the engines' states before it.
-        after: the engines' states after it.
-        usual: each engine's norms at its last step without an alarm; updated here.
-        count: assumed number of steps; None: read it from the device now.
-        on_missing: called with the steps of the dispatch, and how many of them have no record.
+    `usual` has each engine's norms at its last step without an alarm, and is updated here. `count`
+    is the assumed number of steps; None reads it from the device. `on_missing` is called with the
+    number of steps and of those without a record.
     """
 
     def __init__(
@@ -103,8 +94,8 @@ class Dispatch:
     def steps(self) -> list[list[StepRecord]]:
         """Its steps: as many as the engine with the fewest has judged in it, at least one.
 
-        Further steps of another engine (five updates of a critic for one of a generator) are
-        records in the same steps.
+        An engine that has judged more (a critic's five updates for one of the generator) has
+        several records in a step.
         """
         if self._steps is None:
             self._steps = [[] for _ in range(self._count_steps())]
@@ -118,7 +109,6 @@ class Dispatch:
     def _add(
         self, engine: EngineEntry, before: Readback, after: Readback, steps: list[list[StepRecord]]
     ) -> None:
-        """Adds the records of one engine to the steps."""
         moved = after.counts.steps - before.counts.steps
         rows, missing = (
             records_between(after.records, before.counts, after.counts) if moved > 0 else ([], 0)
@@ -143,7 +133,7 @@ class Dispatch:
         return evidence(norms, self._usual.get(engine.name), engine.leaves)
 
     def read(self) -> list[StepRecord]:
-        """The last step, one entry per engine, also for one that has judged nothing in it."""
+        """The last step; each engine has a record, even if it has not judged the step."""
         return self.steps()[-1]
 
     def moved(self) -> np.ndarray:
@@ -157,7 +147,7 @@ def _wanted(state: HealState) -> tuple[Any, Any, Any]:
 
 @jax.jit
 def _pack(states: list[tuple[Any, Any, Any]]) -> jax.Array:
-    """Everything as int32, bit for bit."""
+    """The arrays as one int32 vector, bit for bit."""
     parts = []
     for ints, records, norms in states:
         bits = jax.lax.bitcast_convert_type(norms, jnp.int32)
@@ -168,8 +158,8 @@ def _pack(states: list[tuple[Any, Any, Any]]) -> jax.Array:
 
 def _idle(engine: EngineEntry, read: Readback) -> StepRecord:
     """The record for a step that the engine did not judge, or whose record is missing."""
-    # Another optimizer's step, or gradients were only accumulated (optax.MultiSteps around
-    # `protect`): the state still holds the step before, whose order was handled already.
+    # Not judged: another optimizer's step, or one of optax.MultiSteps around `protect`. The state
+    # still holds the step before, whose order was handled already.
     record = step_record.unpack(last_record(read.records, read.counts.steps), engine.name)
     return record.unjudged()._replace(step=read.counts.steps, judged=False)
 

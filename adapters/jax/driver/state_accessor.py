@@ -1,7 +1,6 @@
-"""Reads and writes the live state: a pytree that each step returns, or nnx objects in place.
+"""Reads and writes the live state, a pytree or nnx objects, as one pytree of arrays.
 
-Both are read as one pytree of arrays in which optax's states keep their types, and written from
-such a tree.
+In it optax's states keep their types.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class StateAccessor:
         """Whether its top level maps names to parts."""
 
     def read(self) -> Any:
-        """The state as a pytree of arrays. Copies nothing."""
+        """The state as a pytree of arrays; nothing is copied."""
         return self.state
 
     def write(self, tree: Any) -> None:
@@ -36,10 +35,7 @@ class StateAccessor:
         self.state = tree
 
     def roots(self) -> Any:
-        """A tree in which every optimizer state has the same path as in `read`; cheap to make.
-
-        Its leaves may be nnx.Variables: see `value`.
-        """
+        """A cheap tree with every optimizer state at its path in `read`; for leaves see `value`."""
         return self.state
 
     def trained(self) -> Any:
@@ -48,7 +44,7 @@ class StateAccessor:
 
 
 class NnxAccessor(StateAccessor):
-    """Accesses a mapping of names to nnx objects and pytrees."""
+    """Accesses a mapping of names to nnx objects, updated in place, and pytrees."""
 
     in_place = True
 
@@ -57,11 +53,11 @@ class NnxAccessor(StateAccessor):
         self.named = True
 
     def read(self) -> Any:
-        """The present arrays of their Variables."""
+        """The state as a pytree of the Variables' present arrays."""
         return {name: _arrays_in(value) for name, value in self.state.items()}
 
     def write(self, tree: Any) -> None:
-        """Sets the Variables, in place; pytrees are replaced."""
+        """Sets the Variables; pytrees are replaced."""
         from flax import nnx
 
         for name, new in tree.items():
@@ -92,11 +88,7 @@ class NnxAccessor(StateAccessor):
 
 
 def accessor_for(state: Any) -> StateAccessor:
-    """The accessor for a user's state.
-
-    Raises:
-        HealStateError: there are nnx objects, but not at the top level of a mapping.
-    """
+    """The accessor for a user's state; HealStateError for nnx objects that no mapping names."""
     nnx = sys.modules.get("flax.nnx")  # unless it is imported there are no such objects
     if nnx is None:
         return StateAccessor(state)
@@ -115,7 +107,7 @@ def accessor_for(state: Any) -> StateAccessor:
 
 
 def value(leaf: Any) -> Any:
-    """The array of a leaf of `StateAccessor.roots`."""
+    """The array of a leaf of `StateAccessor.roots`, which may be an nnx.Variable."""
     return leaf[...] if _is_variable(leaf) else leaf
 
 

@@ -1,4 +1,4 @@
-"""A byte-level transformer in torch: rotary attention and a GELU MLP, free of normalisation."""
+"""A byte-level transformer in torch: rotary attention and a GELU MLP, without normalisation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _parameter(array) -> nn.Parameter:
 
 
 class TransformerBlock(nn.Module):
-    """Attention and MLP on a residual stream; why no normalisation: `healcore.demo.scenario`."""
+    """Attention and MLP on a residual stream."""
 
     def __init__(self, weights: BlockWeights, heads: int) -> None:
         super().__init__()

@@ -18,21 +18,11 @@ from healcore.torch.demo.model import TorchTransformer
 def train(
     scenario: Scenario, arm: str, policy: Any, folder: Path
 ) -> Generator[Step, None, torch.Tensor]:
-    """Trains one model, yielding after each step so that runs can take turns.
+    """Trains one model, yielding each step so that runs can take turns; returns the held-out loss.
 
-    Args:
-        scenario: data, model, learning rates, faults.
-        arm: of `ARMS`, how the run is protected.
-        policy: of the healed run; anything `Healer` takes.
-        folder: the healed run's, for its checkpoints and its events file.
-
-    Yields:
-        The step; its number falls when the run goes back.
-
-    Returns:
-        Loss on text that it never saw, 0-d.
+    `policy` and `folder` are those of the healed run. The step's number falls when it goes back.
     """
-    torch.set_num_threads(1)  # matrices this small lose more to the hand-over than they gain
+    torch.set_num_threads(1)  # for such small matrices more threads are slower
     model = TorchTransformer(scenario)
     optimizer = torch.optim.AdamW(
         model.parameters(), weight_decay=scenario.weight_decay, fused=True

@@ -1,4 +1,4 @@
-"""The torch side of `Healer`: live state, engines, and what a step was, without waiting for it."""
+"""`TorchDriver`: the live state of a torch run, its engines, and the records of its steps."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
-"""Restores batch statistics after a skipped step.
+"""Restores batch statistics (`running_mean`, ...) after a skipped step.
 
-A forward pass in train mode writes them (`running_mean`, `running_var`, `num_batches_tracked`)
-before the step is judged: without this, one NaN in a batch would stay in them for ever.
-
-The copy is taken after each step and not in the forward, where a hook would be traced into the
-user's compiled model. All statistics are copied into one flat tensor for each dtype and device, so
-a step costs a handful of kernels, whatever the number of layers.
+A forward pass in train mode writes them before the step is judged, and a NaN would stay. They are
+copied after each step, into one flat tensor for each dtype and device, which takes few kernels.
+Rejected: a hook in the forward, which would be traced into a compiled model.
 """
 
 from __future__ import annotations
@@ -29,23 +26,19 @@ NAMES = ("running_mean", "running_var", "num_batches_tracked")
 class BatchStatistics:
     """The batch statistics of a whole state. Does nothing in observe mode, or without such layers.
 
-    With several optimizers each restores the layers that it trains: a skipped step restores them to
-    where this optimizer's last step left them, whichever optimizer has run them since.
-
-    Args:
-        state: the live state.
-        healings: the handle of each of its optimizers, by name.
+    A skipped step restores the layers that its optimizer trains to their values after that
+    optimizer's last step.
     """
 
     def __init__(self, state: Mapping[str, Any], healings: Mapping[str, Healing]) -> None:
         self._state = state
         self._healings = {n: h for n, h in healings.items() if h.engine.mode != "observe"}
         self._layers: dict[str | None, LayerStatistics] = {}
-        """By the optimizer that trains them; None: not trained."""
+        """By the optimizer that trains them; None: no optimizer does."""
         self.find_layers()
 
     def find_layers(self) -> None:
-        """Finds layers that were added to the model since. Walks over all modules."""
+        """Finds layers that were added to the model. Visits all modules."""
         found = layers_of(self._state, self._healings) if self._healings else {}
         known, self._layers = self._layers, {}
         for owner, layers in found.items():
@@ -57,12 +50,12 @@ class BatchStatistics:
             healing.hooks.on_ended = partial(self._end, name, first) if wanted else None
 
     def save(self) -> None:
-        """Saves the present values as the ones to restore, whatever they are."""
+        """Saves the present values, non-finite ones too."""
         for each in self._layers.values():
             each.save()
 
     def save_finite(self) -> None:
-        """Saves the present values, as after a step: non-finite ones are restored first."""
+        """Restores non-finite values, then saves the present ones."""
         for each in self._layers.values():
             each.end(False)
 
@@ -75,16 +68,12 @@ class BatchStatistics:
         if name in self._layers:
             self._layers[name].end(skipped)
         if first:
-            # Other code may write these between two steps, such as averages of the weights.
+            # Averages of the weights, for example: other code writes them between two steps.
             self._layers[None].end(False)
 
 
 class LayerStatistics:
-    """The statistics of some layers, as they were after the last step that was not skipped.
-
-    Args:
-        layers: any modules; buffers with names not in `NAMES` are left alone.
-    """
+    """The statistics of some layers, as they were after the last step that was not skipped."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._layers = list(layers)
@@ -93,31 +82,29 @@ class LayerStatistics:
         self.save()
 
     def cover(self, layers: Sequence[nn.Module]) -> None:
-        """Replaces the layers. What was saved stays if their buffers are the same."""
+        """Replaces the layers. Saved values stay if the buffers are the same."""
         self._layers = list(layers)
         if not self._is_current():
             self.save()
 
     @torch.no_grad()
     def save(self) -> None:
-        """Saves the present values as the ones to restore."""
+        """Saves the present values."""
         self._buffers = statistics(self._layers)
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for each in self._buffers:
-            # .data: written without autograd's version counter, as the layers' own kernels do. In
-            # train mode no backward reads them, but it would raise because they have changed.
+            # .data is written without autograd's version counter, as by the layers' own kernels: a
+            # backward would raise for the change, though in train mode it does not read them.
             local = each.to_local() if hasattr(each, "to_local") else each  # type: ignore[operator]
             kinds.setdefault((each.device, each.dtype), []).append(local.data.view(-1))
         self._blocks = [_BufferBlock(buffers) for buffers in kinds.values()]
 
     @torch.no_grad()
     def end(self, skipped: bool | Tensor) -> None:
-        """Ends a step: restores after a skip, else saves. Non-finite values are always restored.
+        """Ends a step: restores after a skip (a bool, or a 0-d float32 of 0 or 1), else saves.
 
-        (The GradScaler or the loop may have dropped the step before this one unnoticed.)
-
-        Args:
-            skipped: a bool where the host knows; else a 0-d float32 of exactly 0 or 1, not read.
+        Non-finite values are always restored, because a GradScaler or the loop may have dropped the
+        step before unnoticed.
         """
         if not self._is_current():
             self.save()  # moved to another device, say: there is nothing to restore
@@ -148,11 +135,7 @@ def statistics(layers: Sequence[nn.Module]) -> list[Tensor]:
 
 
 class _BufferBlock:
-    """Statistics of one dtype on one device.
-
-    Args:
-        buffers: 1-d views of them.
-    """
+    """Statistics of one dtype on one device; `buffers` are 1-d views of them."""
 
     def __init__(self, buffers: list[Tensor]) -> None:
         self._buffers = buffers
@@ -166,7 +149,7 @@ class _BufferBlock:
         torch._foreach_copy_(self._buffers, saved)  # pyright: ignore[reportPrivateImportUsage]
 
     def save(self, skipped: Tensor | None) -> None:
-        """Saves the present values, except where they are restored."""
+        """Restores after a skip, and non-finite values; saves all others."""
         torch.cat(self._buffers, out=self._now)
         if skipped is None and (not self._now.is_floating_point() or self._is_finite()):
             self._saved, self._now = self._now, self._saved
@@ -178,7 +161,7 @@ class _BufferBlock:
         self.restore()
 
     def _is_finite(self) -> bool:
-        """Whether all values are known to be finite; on a device, where that would wait, False."""
+        """Whether all values are finite; False on an accelerator, where reading them is a sync."""
         if self._now.device.type != "cpu":
             return False
         return math.isfinite(self._now.sum(dtype=torch.float32).numpy())
@@ -189,8 +172,8 @@ def layers_of(
 ) -> dict[str | None, list[nn.Module]]:
     """Layers with batch statistics, by the name of the optimizer that trains them.
 
-    A layer without trained parameters of its own belongs to the optimizer of the nearest module
-    around it that has some. Under None: layers without any, such as those of an averaged copy.
+    A layer without trained parameters belongs to the optimizer of the nearest module around it that
+    has some, or to None (in an averaged copy, for example).
     """
     owners = {
         id(p): name for name, heal in healings.items() for p in gradients.parameters(heal.optimizer)

@@ -35,10 +35,10 @@ class TorchDriver:
     Args:
         state: name -> module, optimizer, scheduler, scaler, tree of tensors, or any object with
             `state_dict` and `load_state_dict`. Every optimizer among the values is healed; one that
-            `attach` has been called on, with the same policy, keeps its handle.
+            is attached already, with the same policy, keeps its handle.
         policy: as for `attach`; one engine for each optimizer.
-        attach: further options for `attach`, the same for all (`engine`, `fused`, `compile`,
-            `scaler`). A single GradScaler in the state is used as the scaler.
+        attach: further options for `attach`, the same for all. A single GradScaler in the state is
+            used as the scaler.
 
     Raises:
         AttachError: the state cannot be healed, or `attach` raises it. Nothing has changed then.
@@ -77,26 +77,21 @@ class TorchDriver:
     # -- signals from the loop ------------------------------------------------------------------
 
     def observe(self, loss: Tensor | float, optimizer: str | Optimizer | None = None) -> None:
-        """Reports a loss; see `Healing.observe`.
-
-        Args:
-            loss: a number, or a tensor of one element.
-            optimizer: the object or the name of the one whose step it belongs to; by default all.
-        """
+        """Reports a loss, by default to all optimizers; see `Healing.observe`."""
         for healing in self._healings_of(optimizer):
             healing.observe(loss)
 
     def observe_eval(
         self, eval_loss: Tensor | float, optimizer: str | Optimizer | None = None
     ) -> None:
-        """Reports an evaluation's loss; the next step is judged by it."""
+        """Reports an evaluation's loss; see `Healing.observe_eval`."""
         for healing in self._healings_of(optimizer):
             healing.observe_eval(eval_loss)
 
     # -- the protocol ---------------------------------------------------------------------------
 
     def items(self) -> dict[str, Any]:
-        """The state as the user passed it, restored first if a step raised."""
+        """The state as the user passed it. After a step that raised it is restored first."""
         self._settle()
         self._statistics.find_layers()
         return dict(self._state)
@@ -117,7 +112,7 @@ class TorchDriver:
         self._statistics.save()
 
     def healing(self) -> dict[str, dict[str, Any]]:
-        """Optimizer's name -> state of its engine, JSON-safe. A sync on an accelerator."""
+        """The engines' states by optimizer name, JSON-safe. A sync on an accelerator."""
         return {name: healing.state_dict() for name, healing in self.healings.items()}
 
     def load_healing(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
@@ -150,16 +145,15 @@ class TorchDriver:
     def may_save(self) -> bool:
         """Whether no optimizer has gradients that it has not stepped with.
 
-        If several optimizers have all stepped, what is left in `.grad` comes from the backward pass
-        of one through the parameters of another (a GAN's generator through its discriminator): the
-        next `zero_grad` drops it.
+        If several have all stepped, gradients that are left are by-products that `zero_grad` drops
+        (those that a GAN's generator leaves in its discriminator).
         """
         if self._all_stepped and len(self._accumulations) > 1:
             return True
         return not any(accumulation.in_progress for accumulation in self._accumulations)
 
     def learning_rate(self) -> float | None:
-        """Of the first group of the first optimizer. A sync if it is a tensor on a device."""
+        """The first optimizer's, of its first group. A sync if it is a tensor on a device."""
         self._settle()
         groups = next(iter(self.healings.values())).optimizer.param_groups
         rate = groups[0].get("lr")
@@ -188,9 +182,9 @@ class TorchDriver:
         batches: Iterable[Any],
         state: Mapping[str, Any] | None = None,
     ) -> list[float]:
-        """In evaluation mode, without gradients; modes and random generators are restored.
+        """The losses in evaluation mode, without gradients, with the modules of `state` if given.
 
-        Of `state` only the modules are used. Their present tensors are kept on the host meanwhile.
+        Modes, generators and weights, which are kept on the host, are restored.
         """
         named = {n: m for n, m in self._state.items() if isinstance(m, nn.Module)}
         modules = [m for each in named.values() for m in each.modules()]
@@ -211,7 +205,7 @@ class TorchDriver:
             generators.load_state_dict(before)
 
     def state_bytes(self) -> int:
-        """Of the arrays in the state. An optimizer without moments yet is taken to be Adam."""
+        """Size of the arrays in the state. An optimizer without moments yet counts as Adam."""
         leaves = flatten(self.items(), trust=True).leaves.values()
         trained = sum(
             parameter.nbytes
@@ -225,14 +219,14 @@ class TorchDriver:
     def store(
         self, where: Any, nonfinite_ok: tuple[str, ...], *, trust: bool = False
     ) -> CheckpointStore:
-        """Memory, and behind it a `DCPStore`. Every rank makes its own."""
+        """The default store: memory, and with a directory `where` also DCP. One on every rank."""
         memory = MemoryStore(nonfinite_ok=nonfinite_ok, trust=trust)
         if where is None:
             return memory
         return TieredStore(memory, DCPStore(where, nonfinite_ok=nonfinite_ok, trust=trust))
 
     def ranks(self) -> Ranks:
-        """The process group's ranks, over gloo; the first call makes a group, on every rank."""
+        """Exchanges between the ranks. The first call makes a gloo group, and needs every rank."""
         if self._ranks is None:
             self._ranks = GlooRanks() if initialized() else Alone()
         return self._ranks
@@ -277,7 +271,7 @@ class TorchDriver:
 
     @property
     def _ranks_to_compare(self) -> Ranks | None:
-        """The processes of this run, if there are several and an engine decides without them."""
+        """The ranks, if there are several and an engine decides without the others."""
         if self._ranks is None or self._ranks.world == 1:
             return None
         alone = any(healing.ranks == 1 for healing in self.healings.values())
@@ -314,7 +308,7 @@ class TorchDriver:
 
 
 def _on_host(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a module's state on the host; values that are no tensors are kept as they are."""
+    """A copy of a module's tensors on the host; other values as they are."""
     return {
         name: each.detach().to("cpu", copy=True) if isinstance(each, Tensor) else each
         for name, each in state.items()

@@ -1,7 +1,7 @@
-"""The live state that the user passes: checks of it, its parameters' names, and parts of it.
+"""Checks of the live state that the user passes, its parameters' names, and parts of it.
 
-What is missing would show at the first rollback only, which would combine old moments with new
-weights; so the state is checked at the start.
+Without the checks a missing part would show at the first rollback, which would combine old moments
+with new weights.
 """
 
 from __future__ import annotations
@@ -24,13 +24,7 @@ _EXAMPLE = 'state={"model": model, "optimizer": optimizer, "scheduler": schedule
 
 
 def checked(state: Any) -> dict[str, Any]:
-    """A copy of the mapping, if it is one that can be healed.
-
-    Raises:
-        AttachError: it is not a mapping of names, or holds no optimizer, the same one twice, a
-            `Healing`, a value that cannot be restored in place, or an optimizer whose parameters
-            are not in it.
-    """
+    """A copy of the mapping; AttachError unless it can be healed and restored in place."""
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise AttachError(
             f"the state maps names to what is saved, got {type(state).__name__}: {_EXAMPLE}"
@@ -68,10 +62,7 @@ def scaler(state: Mapping[str, Any]) -> torch.amp.GradScaler | None:
 
 
 def parameter_names(state: Mapping[str, Any], params: Sequence[object]) -> list[str]:
-    """Names of parameters: as in their module, or by their position in the optimizer.
-
-    Walks over all modules: for steps with evidence only.
-    """
+    """Names of parameters: as in their module, or by position in the optimizer. Slow."""
     known: dict[int, str] = {}
     for name, optimizer in optimizers(state).items():
         for g, group in enumerate(optimizer.param_groups):
@@ -89,7 +80,7 @@ def parameter_names(state: Mapping[str, Any], params: Sequence[object]) -> list[
 class RngState:
     """torch's global random generators: of the CPU, and of every CUDA device once CUDA is in use.
 
-    Reading them waits for no device: a CUDA generator's seed and offset are on the host.
+    Reading them is no sync: a CUDA generator's seed and offset are on the host.
     """
 
     per_rank = True
@@ -97,7 +88,7 @@ class RngState:
 
     def state_dict(self) -> dict[str, Any]:
         """`{"cpu": uint8 (n,), "cuda": [uint8 (m,) of each device]}`."""
-        # get_rng_state_all would start CUDA in a process that only uses the CPU.
+        # get_rng_state_all would initialise CUDA in a process that only uses the CPU.
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         return {"cpu": torch.get_rng_state(), "cuda": cuda}
 
@@ -109,10 +100,10 @@ class RngState:
 
 
 class TensorHyperparameters:
-    """Hyperparameters that are tensors (`lr`, `betas`) keep their tensor through `load_state_dict`.
+    """Keeps the tensors of hyperparameters (`lr`, `betas`) through `load_state_dict`.
 
-    torch replaces it by a new tensor, on the host if the checkpoint was there: a captured graph
-    would go on reading the old one, and a capturable optimizer rejects the new one.
+    torch replaces them by new ones, perhaps on the host, which a captured graph does not read and a
+    capturable optimizer rejects.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -140,10 +131,7 @@ def _kept(old: Any, new: Any) -> Any:
 
 
 def _check_restorable(name: str, value: Any) -> None:
-    """Raises AttachError unless `store.apply` can restore the value in place.
-
-    It cannot where the mapping holds a number: that is a copy of the loop's own variable.
-    """
+    """Raises AttachError unless `store.apply` can restore the value in place, as no number can."""
     if isinstance(value, (Tensor, dict, list)):
         return
     has = [hasattr(value, method) for method in ("state_dict", "load_state_dict")]
@@ -185,7 +173,7 @@ def _check_complete(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -
 
 
 def _is_opaque(value: Any) -> bool:
-    """Whether it has a state of its own whose parameters are not known: a trainer, an EMA."""
+    """Whether a value may hold parameters that are not known: a trainer, an EMA."""
     known = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
     return hasattr(value, "state_dict") and not isinstance(value, known)
 

@@ -1,4 +1,4 @@
-"""Hooks that show what optimizers do between two polls, apart from healing them."""
+"""Hooks by which the driver notices accumulated gradients and optimizers outside of the state."""
 
 from __future__ import annotations
 
@@ -15,19 +15,14 @@ from healcore.torch import gradients
 from healcore.torch.healing import Healing
 
 _MOST = 10
-"""Optimizers with a warning at most: a loop may make a new one for every epoch."""
+"""Most warnings: a loop may make a new optimizer for every epoch."""
 
 
 class Accumulation:
     """Whether `.grad` holds gradients that an optimizer has not stepped with.
 
-    Gradients alone do not show that: many loops clear them only before the next backward. So a hook
-    on one parameter records that a backward pass has reached it, and a hook on the optimizer its
-    step.
-
-    Args:
-        healing: the optimizer's handle, which knows the losses observed since the last step: for
-            wrappers that write `.grad` without autograd.
+    Many loops clear gradients only before the next backward, so hooks record each backward pass and
+    step. Losses count too, because some wrappers write `.grad` without autograd.
     """
 
     def __init__(self, healing: Healing) -> None:
@@ -35,7 +30,7 @@ class Accumulation:
         self._reached = False
         self.stepped = False
         """Whether the optimizer has stepped; the reader resets it."""
-        # Disabled like Healing's own hooks: they must not be traced into a compiled step.
+        # They must not be traced into a compiled step.
         on_step: Any = torch.compiler.disable(self._on_step)
         self._backward_hook: Any = torch.compiler.disable(self._on_backward)
         self._step_handle = healing.optimizer.register_step_post_hook(on_step)
@@ -68,12 +63,12 @@ class Accumulation:
         return gradients.parameters(self._healing.optimizer)
 
     def _watch(self) -> None:
-        """Puts the hook on a parameter that is trained; the one before may have been frozen."""
+        """Moves the hook to a trained parameter if the present one has been frozen."""
         if self._watched is not None and self._watched.requires_grad:
             return
         found = next((p for p in self._params if p.requires_grad and p.is_leaf), None)
         if found is None:
-            return  # all are frozen, while another network trains: keep the old one
+            return  # all are frozen while another network trains
         if self._backward_handle is not None:
             self._backward_handle.remove()
         self._watched = found
@@ -90,15 +85,8 @@ class Accumulation:
 class UntrackedOptimizers:
     """Warns of an optimizer that steps healed parameters and is not in the state.
 
-    `optimizer = AdamW(...)` in the middle of a run leaves the old one in the state: from then on
-    nothing is judged, nothing is rolled back, and no hook on the old optimizer is called. Only
-    torch's global step hook is, which runs for every optimizer of the process. For those in the
-    state that is one lookup per step.
-
-    Args:
-        state: the live state.
-        healings: the handle of each of its optimizers, by name.
-        warn: called with one line of text for each untracked optimizer.
+    After `optimizer = AdamW(...)` in the middle of a run nothing is judged or rolled back. No hook
+    on the old optimizer runs, only torch's global step hook, for every optimizer of the process.
     """
 
     def __init__(
@@ -120,7 +108,7 @@ class UntrackedOptimizers:
             if watcher is not None:
                 watcher._check(optimizer)
 
-        # Disabled like Healing's own hooks. torch's registry must not keep an unused driver alive.
+        # Weak, because torch's registry must not keep an unused driver alive.
         hook: Any = torch.compiler.disable(stepped)
         handle = register_optimizer_step_post_hook(hook)
         self.close = weakref.finalize(self, handle.remove)
@@ -130,7 +118,7 @@ class UntrackedOptimizers:
         if id(optimizer) in self._known or optimizer in self._checked:
             return
         if any(healing.in_step for healing in self._healings.values()):
-            return  # an optimizer of the state steps it: a wrapper, a sharded optimizer
+            return  # an optimizer of the state wraps it, or shards it
         self._checked.add(optimizer)
         owners = self._owners(optimizer)
         if not owners or self._warnings == _MOST:

@@ -1,4 +1,4 @@
-"""A step that the loop has taken, before it is read: what every engine recorded of it."""
+"""Steps that the loop has taken: the records of the engines, before the host reads them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ MOST = 64
 """Entries that are kept. A loop may take several steps between two batches, as in RL."""
 
 _NEVER_POLLED, _POLLED_BEFORE = 100, 1000
-"""Steps without a poll after which a warning is logged: if there never was one, and if there was.
-"""
+"""Steps without a poll after which a warning is logged."""
 
 
 class PendingEntry(NamedTuple):
@@ -32,7 +31,7 @@ class PendingEntry(NamedTuple):
     recorder: Recorder
     record: PendingRecord
     before: PendingRecord | int
-    """The record of the step before, or the number of steps judged before this one."""
+    """The record of the step before, or the number of steps before this one."""
     norms: StepNorms
 
 
@@ -45,11 +44,11 @@ class PendingEntries:
         self._polled = self._warned = False
 
     def add(self, entry: PendingEntry) -> None:
-        """Adds one entry."""
+        """Adds an entry; drops old ones."""
         self._entries.append(entry)
         self._count += 1
         if len(self._entries) >= 3 * MOST:
-            # The old records have long arrived: reading them waits for nothing.
+            # Old records have arrived long ago, so this does not wait.
             old = [each for each in self._entries[:-MOST] if each.record().cause]
             self._entries = old[-MOST:] + self._entries[-MOST:]
         if not self._warned and self._count >= (_POLLED_BEFORE if self._polled else _NEVER_POLLED):
@@ -74,14 +73,7 @@ class PendingEntries:
 
 
 class Recorder:
-    """Adds an entry for every step that one optimizer's engine judges. Waits for nothing.
-
-    Args:
-        name: of the engine.
-        healing: the optimizer's handle.
-        names: gives the names of parameters.
-        pending: where entries are added; the same for all optimizers.
-    """
+    """Adds an entry to `pending` for every step of one optimizer, without a sync."""
 
     def __init__(
         self,
@@ -96,12 +88,12 @@ class Recorder:
         self._pending = pending
         self._before: PendingRecord | int = 0
         self._usual: StepNorms | None = None
-        """Those of the last step without an alarm."""
+        """Norms of the last step without an alarm."""
         self.restart()
         healing.hooks.on_judged = self._record
 
     def restart(self) -> None:
-        """Starts again after the engine's state was replaced. A sync."""
+        """Call it when the engine's state was replaced. A sync."""
         self._before = int(self.healing.live_engine.state.step)
 
     def _record(self, norms: StepNorms) -> None:
@@ -110,7 +102,7 @@ class Recorder:
         self._before = record
 
     def read(self, entry: PendingEntry) -> StepRecord:
-        """The record of an entry; that of a step with a cause has evidence, which is a sync."""
+        """The record of an entry, with evidence if there was a cause, which takes a sync."""
         record = entry.record()._replace(engine=self.name)
         before = entry.before if isinstance(entry.before, int) else entry.before().step
         if record.step == before:
@@ -124,9 +116,7 @@ class Recorder:
     def _evidence(self, norms: StepNorms) -> tuple[Evidence, ...]:
         """Compares the norms of a step with an alarm to those of the last step without one.
 
-        They were computed for the decision anyway: a step without an alarm costs a reference to a
-        list of 0-d tensors. Sharded norms are reduced over the ranks, so every rank has to call it
-        for the same steps.
+        Sharded norms are reduced over the ranks, so every rank has to call it for the same steps.
         """
         if not norms.params:
             return ()  # only other ranks had gradients
@@ -140,11 +130,8 @@ class Recorder:
 class PendingStep:
     """What was judged between two calls of `poll_step`, in the order of judging.
 
-    An optimizer that was stepped twice has two entries, so that an order in the first is not lost.
-
-    Args:
-        entries: the steps.
-        ranks: the processes to compare decisions with, where the engines exchange nothing.
+    An optimizer that was stepped twice has two entries. `ranks` are those to compare decisions
+    with, where the engines exchange nothing.
     """
 
     count = 1
@@ -157,9 +144,8 @@ class PendingStep:
     def steps(self) -> list[list[StepRecord]]:
         """The records of the one step. Waits only for what has not arrived yet.
 
-        Raises:
-            RanksDisagreeError: another rank decided something else. It is raised on all of them: a
-                rank that went back alone would wait for the others for ever.
+        RanksDisagreeError, on all ranks, if one decided something else: a rank that went back alone
+        would wait for ever.
         """
         if self._ranks is not None:
             _compare(self._entries, self._ranks)
