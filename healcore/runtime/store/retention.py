@@ -39,11 +39,7 @@ class Keep(NamedTuple):
         return self.good + self.candidates + self.quarantined
 
     def checked(self) -> Keep:
-        """Itself.
-
-        Raises:
-            StoreError: a number is too small.
-        """
+        """Itself; StoreError if a number is too small."""
         for field, least in (("good", 1), ("candidates", 2), ("quarantined", 0)):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -63,12 +59,7 @@ class RestoreResult(NamedTuple):
 
 
 def superfluous(saves: Sequence[Saved], keep: Keep) -> list[int]:
-    """The steps to delete, oldest first.
-
-    Args:
-        saves: all checkpoints of a store, in any order.
-        keep: how many of each kind.
-    """
+    """The steps to delete, ascending; `saves` are all checkpoints of a store, in any order."""
     keep.checked()
     ordered = sorted(saves, key=lambda save: save.step)
     good = [s.step for s in ordered if s.status == "good"]
@@ -150,14 +141,14 @@ def _quarantine(store: CheckpointStore, step: int) -> None:
 def _spaced(good: Sequence[int], newest: int) -> set[int]:
     """Of all but the `newest` of `good` one at each doubling of the distance from the last.
 
-    Of several the oldest: with the newest no step would ever get as far as the next doubling.
+    Of several the oldest stays: with the newest no step would get as far as the next doubling.
     """
     by_doubling = {(good[-1] - step).bit_length(): step for step in reversed(good[:-newest])}
     return set(by_doubling.values())
 
 
 def _thinned(steps: Sequence[int], most: int) -> list[int]:
-    """What to take out of `steps` so that at most `most` stay, spread out.
+    """The steps to take out so that at most `most` stay, spread out.
 
     The oldest and the newest stay. Of the others the one goes whose neighbours are closest
     together. If the oldest went instead, and saves were more frequent than the probation is long,
