@@ -15,14 +15,9 @@ from healcore.runtime.store.structure import Flat
 
 
 def flatten(state: Mapping[str, Any], *, shapes: bool = False) -> Flat:
-    """Takes the arrays out of a state. Copies nothing.
+    """Takes the arrays out of a state, copies nothing; UnsavableState if it cannot be saved.
 
-    Args:
-        state: name -> pytree, or object with `state_dict`.
-        shapes: jax.ShapeDtypeStruct may replace an array.
-
-    Raises:
-        UnsavableState: something in it cannot be saved.
+    With `shapes` a jax.ShapeDtypeStruct may replace an array.
     """
     flattening = _Flattening(shapes)
     entries = {

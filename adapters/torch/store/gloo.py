@@ -10,7 +10,7 @@ from healcore.runtime.store.errors import StoreError
 
 
 class GlooRanks:
-    """Exchanges over its own gloo group.
+    """Exchanges over a gloo group of its own.
 
     Saving exchanges from a background thread, and would interfere with the training in its group.
 
