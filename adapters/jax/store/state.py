@@ -15,10 +15,7 @@ from healcore.runtime.store.structure import Flat
 
 
 def flatten(state: Mapping[str, Any], *, shapes: bool = False) -> Flat:
-    """Takes the arrays out of a state, copies nothing; UnsavableState if it cannot be saved.
-
-    With `shapes` a jax.ShapeDtypeStruct may replace an array.
-    """
+    """Takes the arrays out of a state, without copies; with `shapes` ShapeDtypeStructs too."""
     flattening = _Flattening(shapes)
     entries = {
         name: flattening.entry(name, value)

@@ -182,10 +182,7 @@ def _stored(node: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
 
 
 def _target(node: Mapping[str, Any], sharded: Mapping[str, tuple[Tensor, Any]]) -> Tensor:
-    """Fresh memory to read an array into: a DTensor where the live state has one.
-
-    `sharded` is name -> local part and spec, of arrays that are DTensors in the live state.
-    """
+    """Fresh memory to read an array into; a DTensor if `sharded` has its local part and spec."""
     shape = node["shape"]
     if node["kind"] != "tensor":
         size = np.dtype(node["dtype"]).itemsize * int(np.prod(shape, dtype=np.int64))

@@ -159,9 +159,8 @@ def checked(
 ) -> Metadata:
     """The part of an index that DCP needs for some tensors, made of DCP's own classes.
 
-    `listed` has the files of the manifest, all of them verified, `wanted` the dtype and shape that
-    each tensor has to have. Raises Untrusted if the index is not what DCP writes, or differs from
-    `wanted`.
+    `listed` has the verified files of the manifest, `wanted` the dtype and shape that each tensor
+    must have. Raises Untrusted if the index differs from that, or is not what DCP writes.
     """
     try:
         entries = dcp_index.read(data / INDEX, only_dcp=True)

@@ -47,8 +47,7 @@ class BackgroundVerifier:
     ) -> None:
         """Queues a checkpoint to be verified and marked as known-good, in every tier that has it.
 
-        `on_verified` is called with each tier in which it was marked. With `nearest_only` the
-        checkpoint is only in the nearest tier.
+        `on_verified` is called with each tier that marked it. `nearest_only`: no other tier has it.
         """
         queues = self._queues(store)
 

@@ -74,11 +74,7 @@ class Catalog:
         )
 
     def mark_good(self, steps: Sequence[int], ledger: Ledger) -> list[int]:
-        """Treats checkpoints as known-good from now on.
-
-        Returns the steps of the checkpoints that may be deleted once these are verified, including
-        earlier ones that are not deleted yet.
-        """
+        """Treats checkpoints as known-good; returns the steps to delete once these are verified."""
         for step in steps:
             self._saves[step] = self._saves[step]._replace(status="good")
         for step in self._superfluous(ledger):
@@ -89,9 +85,8 @@ class Catalog:
     def _superfluous(self, ledger: Ledger) -> list[int]:
         """Checkpoints that need not be kept.
 
-        Within the region of the last rollback its target and the next older known-good checkpoint
-        stay: a second rollback in that region goes there, and not to a checkpoint that has become
-        known-good since.
+        Within the region of the last rollback its target and the next older known-good one stay, so
+        that a second rollback there does not go to one that has become known-good since.
         """
         saves, stay = list(self._saves.values()), set()
         last = ledger.past_rollbacks[-1] if ledger.past_rollbacks else None

@@ -81,19 +81,15 @@ class CheckpointManager:
         """Step and arrays of every checkpoint with NaN or Inf outside of `nonfinite_ok`."""
         self._damaged_paths: set[str] = set()
         self.failures = 0
-        """How many saves have failed."""
         self.unsaved: set[int] = set()
         """Steps of the failed saves that were not saved later."""
         self.last_failure = ""
-        """Why the last of them failed."""
+        """The problem of the last failed save."""
 
     # -- the checkpoints in the store -----------------------------------------------------------
 
     def listed(self) -> list[Saved]:
-        """The checkpoints; those of an abandoned branch count as quarantined.
-
-        StoreError if they cannot be listed and none is in memory.
-        """
+        """The checkpoints; those of an abandoned branch count as quarantined."""
         return self._pending_quarantine.applied(self.store.steps())
 
     def reload(self) -> None:
@@ -168,8 +164,7 @@ class CheckpointManager:
     def poll(self, ledger: Ledger, step: int) -> None:
         """Reports results of the background and queues the next checkpoints to be verified.
 
-        Called once per step. Which checkpoints, and when, depends on the steps alone; nothing here
-        waits for a disk.
+        Called once per step. What it queues depends on the steps alone; it waits for no disk.
         """
         for failure in self.store.failures():
             self._save_failed(failure.step, failure)
@@ -262,10 +257,9 @@ class CheckpointManager:
     # -- NaN and Inf ----------------------------------------------------------------------------
 
     def nonfinite_checkpoints(self) -> dict[int, tuple[str, ...]]:
-        """Checkpoints with unexpected NaN or Inf since the last rollback or start. Collective.
+        """Unexpected NaN or Inf since the last rollback or start: step -> array names. Collective.
 
-        Checkpoints in memory are checked at once, those only on disk when they are written. Returns
-        step -> names of the arrays, the same on every rank.
+        Checkpoints in memory are checked at once, those only on disk when they are written.
         """
         nonfinite_found: Any = getattr(self.store, "nonfinite_found", list)
         for step, names in nonfinite_found():
@@ -309,10 +303,7 @@ class CheckpointManager:
     # -- quarantine and errors ------------------------------------------------------------------
 
     def quarantine(self, steps: list[int], *, now: int) -> None:
-        """Quarantines those of the checkpoints that exist and are not quarantined yet.
-
-        A disk that cannot be written does not prevent a rollback, see `retry_quarantine`.
-        """
+        """Quarantines the checkpoints that exist; `retry_quarantine` handles disk errors."""
         self._verifier.wait()
         saves = self.listed()
         todo = [s.step for s in saves if s.step in steps and s.status != "quarantined"]

@@ -21,10 +21,7 @@ Engines = Mapping[str, Mapping[str, Any]]
 def after_rollback(
     engine: Engine, live: Engines, saved: Engines | None
 ) -> dict[str, dict[str, Any]]:
-    """Engine states after a rollback; an engine without a saved state starts its warm-up again.
-
-    StateError if a saved state is damaged or of another policy.
-    """
+    """Engine states after a rollback; an engine without a saved state starts its warm-up again."""
     return {name: _merged(engine, now, (saved or {}).get(name)) for name, now in live.items()}
 
 
@@ -65,8 +62,7 @@ def _merged(
 def compatible(engine: Engine, saved: Engines | None) -> tuple[dict[str, Mapping[str, Any]], str]:
     """The saved states that fit this policy, and what is wrong with the others.
 
-    A policy may have been edited since the checkpoint was written. The checkpoint stays usable, but
-    the detectors start their warm-up again.
+    A checkpoint stays usable when the policy is edited; the detectors start their warm-up again.
     """
     fit: dict[str, Mapping[str, Any]] = {}
     problem = ""

@@ -72,8 +72,7 @@ class HostState:
     def read(self, state: Mapping[str, Any] | None) -> HostParts | None:
         """The content of a checkpoint's item, checked; nothing is set. None if it has none.
 
-        Untrusted if it is pickled and `trust` is False, StoreError if healcore cannot have written
-        it.
+        Untrusted if it is pickled without `trust`, StoreError if healcore cannot have written it.
         """
         if state is None:
             return None

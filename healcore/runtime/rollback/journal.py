@@ -78,14 +78,12 @@ class JournalState:
     """How the last process ended; None: it is running, or was killed."""
     rollbacks: int = 0
     pending: RollbackPlan | None = None
-    """A rollback that has begun and is not completed."""
     last_rollback: CompletedRollback | None = None
     nonfinite_ok: list[str] | None = None
     """Arrays that were not finite in the first snapshot."""
     ledger: dict[str, Any] | None = None
     """The ledger after the last rollback; while one is pending, from before it."""
     rerun_onsets: list[int] = field(default_factory=list)
-    """Onsets for which a re-run was made."""
     lineage: str | None = None
     """Id of the run that the checkpoints belong to, from its first process. They hold it too."""
     first_step: int | None = None
@@ -108,10 +106,7 @@ class Journal:
         self.state = JournalState()
 
     def read(self) -> JournalState:
-        """Reads what an earlier process has written, if there is a file.
-
-        JournalError if the file is damaged, or of another version of healcore.
-        """
+        """Reads the file of an earlier process, if any; JournalError if it cannot be used."""
         if self.path is None or not self.path.exists():
             return self.state
         try:
@@ -154,10 +149,7 @@ def _completed(plan: dict[str, Any], **rest: Any) -> CompletedRollback:
 
 
 def check_lineage(journal: Journal, result: RestoreResult) -> None:
-    """Checks that journal and checkpoint are of one run, before anything live is changed.
-
-    JournalError if they are not; its message says which file to delete.
-    """
+    """Raises JournalError if journal and checkpoint are not of one run; called before loading."""
     of_journal = journal.state.lineage
     of_checkpoint = (result.restored.healing or {}).get("lineage") or of_journal
     if of_journal is None:  # the journal was deleted
@@ -172,10 +164,7 @@ def check_lineage(journal: Journal, result: RestoreResult) -> None:
 
 
 def refuse_if_lost(journal: Journal, damaged: Sequence[CheckpointDamaged]) -> None:
-    """Where no checkpoint is listed: NoGoodCheckpoint if there had been one.
-
-    A run from step 0 would hide its loss.
-    """
+    """Where no checkpoint is listed: NoGoodCheckpoint if there had been one, to report its loss."""
     if damaged:
         raise no_usable_checkpoint(journal, [], damaged)
     if journal.state.newest_on_disk is not None:

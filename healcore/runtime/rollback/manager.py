@@ -134,8 +134,7 @@ class RollbackManager:
     def roll_back(self, request: RollbackRequest) -> RollbackResult:
         """A rollback, from the choice of the checkpoint to the last entry in the journal.
 
-        NoGoodCheckpoint if there is nothing to go back to; StateMismatch, with nothing changed, if
-        the checkpoint is of another state.
+        NoGoodCheckpoint if there is nothing to go back to; a StateMismatch leaves all as it is.
         """
         self.checkpoints.wait()
         self.checkpoints.verify_due(self.ledger, before=request.onset)
@@ -178,10 +177,7 @@ class RollbackManager:
         return RollbackResult(plan.number, applied.target, moved, choice.repeated, choice.initial)
 
     def state_before(self, onset: int) -> Mapping[str, Any] | None:
-        """The state of the checkpoint that a rollback would restore; None if there is none.
-
-        Nothing is changed. The copy is as large as the state.
-        """
+        """A copy of the state that a rollback would restore; None if there is none."""
         try:
             choice = self._choice(self.saves(), onset)
             return self.checkpoints.store.restore(choice.order[0], self._items()).state
@@ -310,10 +306,7 @@ class RollbackManager:
         return dict(engines)
 
     def _load_state(self, result: RestoreResult, engines: dict[str, Any]) -> HostParts | None:
-        """Loads state and engines into the live run; returns the part for `HostState`.
-
-        Untrusted, before anything is changed, if that part holds a pickle.
-        """
+        """Loads state and engines; returns the part for `HostState`, which is checked first."""
         state = dict(result.restored.state)
         host_state = self.host.read(state.pop(ITEM, None))
         self.driver.replace(state)

@@ -20,10 +20,10 @@ _log = logging.getLogger(__name__)
 class Background:
     """A single worker thread, which does jobs in the order in which they were submitted.
 
-    Their results depend on that order and not on how long one takes. A job that fails leaves a
-    SaveFailed, which is reported once. A program that ends waits for the jobs under way, and logs
-    the failures not reported by then as errors. A forked child has neither jobs nor failures: they
-    are its parent's.
+    Their results depend on that order and not on how long one takes. The error of a job is kept as
+    a SaveFailed and reported once; its future holds none. A program that ends waits for the jobs
+    under way, and logs the failures not reported by then. A forked child has neither jobs nor
+    failures: they are its parent's.
     """
 
     def __init__(self, name: str) -> None:
@@ -35,11 +35,7 @@ class Background:
         forking.watch(self)
 
     def submit(self, step: int, doing: str, job: Callable[[], None]) -> Future[None]:
-        """Puts a job at the end of the queue, without waiting.
-
-        `step` and `doing` ("while writing") are for its error, which goes to `failures`: the future
-        never holds one.
-        """
+        """Puts a job at the end of the queue; `step` and `doing` ("while …") are for its error."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix=self._name)
             _before_the_end(self._finish)
@@ -59,12 +55,9 @@ class Background:
         return self._jobs[-1]
 
     def join(self) -> None:
-        """Waits for all jobs so far; their errors stay to be reported.
-
-        From any thread. A job that calls it does not wait for itself.
-        """
+        """Waits for all jobs so far; their errors stay to be reported."""
         if threading.get_ident() == self._worker:
-            return
+            return  # a job would wait for itself
         for job in tuple(self._jobs):
             job.result()
 

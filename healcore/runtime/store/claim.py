@@ -232,8 +232,7 @@ def _holder(found: dict[str, Any]) -> Process | None:
 def _unless_free(root: Path, no_locks: str | None) -> str | None:
     """A warning if the process that the file names may still be there; StoreInUse if it is there.
 
-    It can be there although the file is locked now, if the disk has no locks or the process is of
-    an older healcore.
+    The lock does not exclude that on a disk without locks, or with an older healcore.
     """
     lock, found = root / LOCK, _read(root / LOCK)
     holder = _holder(found)

@@ -96,10 +96,7 @@ def clear_superseded(root: Path) -> None:
 
 
 def remove(root: Path, folder: Path) -> None:
-    """Renames a checkpoint to a temporary name, in one atomic step, then deletes its files.
-
-    A crash in between leaves the temporary name, which the next start removes.
-    """
+    """Takes a checkpoint's name away, in one atomic step, then deletes its files."""
     name = files.new_temporary()
     try:
         files.rename(folder, root / name)
@@ -111,11 +108,7 @@ def remove(root: Path, folder: Path) -> None:
 
 
 def sweep(root: Path) -> list[str]:
-    """Removes the stale files of killed processes, and returns their names.
-
-    Only names of healcore's own form are touched. What cannot be removed (a read-only disk) stays:
-    it does no harm.
-    """
+    """Removes the stale files of killed processes, healcore's own names only; returns the names."""
     return [
         path.relative_to(root).as_posix()
         for path in _temporaries(root)
@@ -179,10 +172,8 @@ def _complete(root: Path, folder: Path, item: Item, parts: Sequence[Written]) ->
 
 
 def _synced(folder: Path, paths: Sequence[str]) -> dict[str, Digest]:
-    """Digests of some files, and waits until they and all directories are on disk.
-
-    Concurrently, because file systems wait once for many who wait together.
-    """
+    """Digests of some files. They and all directories are on disk when it returns."""
+    # Concurrently: file systems wait once for many who wait together.
     with ThreadPoolExecutor(inspection.threads()) as pool:
         found = pool.map(lambda path: inspection.file_digest(folder / path, sync=True), paths)
         synced = pool.map(files.sync_directory, [Path(at) for at, _, _ in os.walk(folder)])

@@ -65,8 +65,6 @@ _CRAFTED = (LookupError, TypeError, ValueError, AttributeError, RecursionError, 
 class DirectoryStore(ABC):
     """Checkpoints in the directories below one root. A framework adds its writer and reader.
 
-    Between two saves it keeps the host memory of one copy of the state, for the next.
-
     Args:
         root: directory of this run's checkpoints and of nothing else; created if necessary.
         ranks: the processes that save together, into a directory that all of them see. They call

@@ -194,10 +194,7 @@ _NAN_IS_MINUS_ZERO = {"float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz"
 
 
 def finite(raw: np.ndarray, dtype: str) -> bool:
-    """Whether an array holds neither NaN nor Inf.
-
-    `raw` is its bytes, uint8 (n,), contiguous; `dtype` the name in NumPy, ml_dtypes and torch.
-    """
+    """Whether an array's bytes, uint8 (n,), hold no NaN or Inf; `dtype` is a name: "bfloat16"."""
     return all(finite_chunk(raw[at : at + CHUNK], dtype) for at in range(0, len(raw), CHUNK))
 
 

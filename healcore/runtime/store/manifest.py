@@ -93,11 +93,7 @@ def write(folder: Path, manifest: Manifest) -> None:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, its own digest checked.
-
-    Raises BadManifest if it is missing, torn, altered, or of a schema that this version does not
-    know.
-    """
+    """The manifest of a checkpoint; BadManifest if missing, torn, altered or of another schema."""
     try:
         content = checksummed_json.read(folder / MANIFEST)
     except OSError as error:
@@ -284,13 +280,10 @@ def _folders(root: Path) -> list[Path]:
 
 
 def _names(root: Path) -> list[str]:
-    """Everything in a store, sorted.
-
-    StoreError if it cannot be read: an empty list would look like a run without checkpoints.
-    """
+    """Everything in a store, sorted; StoreError if it cannot be read."""
     try:
         return sorted(os.listdir(root))
-    except OSError as error:
+    except OSError as error:  # an empty list would look like a run without checkpoints
         raise StoreError(f"{root} cannot be read: {error.strerror}") from error
 
 

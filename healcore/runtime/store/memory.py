@@ -201,10 +201,7 @@ class SnapshotStore:
             return sum(snapshot.nbytes for snapshot in held if snapshot is not None)
 
     def describe(self, state_bytes: int | None = None) -> str:
-        """The bound as text: "at most 4 copies of the state in host memory (4 × 240 MB = …".
-
-        `state_bytes` is the size of one copy, for a store without a snapshot.
-        """
+        """The bound as text: "at most 4 copies of the state in host memory (4 × 240 MB = …"."""
         most = self.keep.most + 1
         one = max((saved.bytes for saved in self.steps()), default=state_bytes or 0)
         size = f" ({most} × {decimal(one)} = {decimal(most * one)})" if one else ""
@@ -266,10 +263,7 @@ class SnapshotStore:
         return slot
 
     def _admit(self, slot: Slot) -> None:
-        """In the background: completes the copy, inspects it and puts it into the ring.
-
-        It replaces a snapshot of the same step. Superfluous snapshots go, perhaps this one.
-        """
+        """In the background: completes and inspects the copy, then puts it into the ring."""
         try:
             slot.snapshot.settle()
             slot.found = inspection.inspect(slot.snapshot.blocks())

@@ -46,7 +46,7 @@ class Block(NamedTuple):
 
 
 CopyBlocks = Callable[[Sequence[Block]], list[np.ndarray]]
-"""Makes fresh copies of the bytes of blocks."""
+"""Makes fresh copies of the bytes of blocks, and checks them."""
 
 
 class Snapshot(Protocol):
@@ -57,7 +57,6 @@ class Snapshot(Protocol):
     arena: Arena | None
     """Memory of its arrays; None where somebody else owns it."""
     nbytes: int
-    """Host memory that it holds."""
 
     def settle(self) -> None:
         """Waits until the copy is complete; copies off an accelerator are asynchronous."""
@@ -69,27 +68,19 @@ class Snapshot(Protocol):
 
 
 class Copier(ABC):
-    """Copies a framework's states to host memory and back.
-
-    A framework adds how its leaves are flattened, copied and fetched. Which names and arrays have
-    to fit, and how a state is put together again, is the same for all.
-    """
+    """Copies a framework's states to host memory and back; subclasses know its leaves."""
 
     @abstractmethod
     def flatten(self, state: Mapping[str, Any], *, live: bool = False) -> Flat:
-        """The structure of a state and its arrays; copies nothing.
+        """The structure of a state and its arrays; copies nothing, may raise UnsavableState.
 
-        Raises UnsavableState if there is something in it that cannot be saved. A `live` one is only
-        compared with a saved one: shapes may replace arrays, and it may hold values that cannot be
-        saved.
+        A `live` state is only compared with a saved one: shapes may replace its arrays, and it may
+        hold values that cannot be saved.
         """
 
     @abstractmethod
     def take(self, state: Mapping[str, Any], recycled: Any | None = None) -> Any:
-        """A snapshot of the state as it is now.
-
-        `recycled` is a snapshot that nobody needs any more; its memory is used again if it fits.
-        """
+        """A snapshot of the state as it is now, in the memory of an unused `recycled` one."""
 
     @abstractmethod
     def borrow(self, state: Mapping[str, Any]) -> Any:
@@ -109,10 +100,9 @@ class Copier(ABC):
     def fetch(
         self, name: str, tag: str, content: Any, arrays: Mapping[str, Any], live: Flat | None
     ) -> Any:
-        """The value of a node, see `structure.Fetch`; `name` is the name in the state.
+        """The value of a node, see `structure.Fetch`; arrays of `arrays` become part of it.
 
-        Arrays of `arrays` become part of the result. The value is put on the devices of `live`,
-        which is None where `load_state_dict` moves it.
+        `live` is the state on whose devices it belongs; None where `load_state_dict` moves it.
         """
 
     def checked(
@@ -121,8 +111,7 @@ class Copier(ABC):
         """The live state flattened; StateMismatch if the saved entries do not fit it.
 
         Trees must have the same arrays. Of objects with `state_dict` only the names are checked: a
-        fresh optimizer has no moments yet, and `load_state_dict` checks the rest. `step` is for the
-        error.
+        fresh optimizer has no moments yet, and `load_state_dict` checks the rest.
         """
         flat = self.flatten(like, live=True)
         wrong = [f'there is no "{name}" in it' for name in like if name not in saved]
@@ -144,10 +133,9 @@ class Copier(ABC):
         like: Mapping[str, Any],
         live: Flat,
     ) -> dict[str, Any]:
-        """A state from its saved entries and from arrays, which become part of it.
+        """A state from its saved entries and from `arrays`, which become part of it.
 
-        `entries` are those of the names of `like`. `like` gives named tuples their type; `live`,
-        the same flattened, gives PyTreeDefs and devices.
+        `like` gives named tuples their type; `live`, the same flattened, PyTreeDefs and devices.
         """
         state = {}
         for name, value in like.items():
@@ -165,10 +153,7 @@ class Copier(ABC):
         return state
 
     def give(self, snapshot: Any, like: Mapping[str, Any], copy: CopyBlocks) -> dict[str, Any]:
-        """The state in fresh memory, placed as `like` is; StateMismatch if it is another state.
-
-        `copy` also checks the bytes of the blocks.
-        """
+        """The state in fresh memory, placed as `like` is; StateMismatch if it is another state."""
         saved = snapshot.flat.entries
         like = wanted(saved, like)
         if not like:
@@ -217,12 +202,7 @@ def _differences(saved: Mapping[str, str], live: Mapping[str, str]) -> list[str]
 
 
 class Arena:
-    """One block of host memory, given out in order.
-
-    Args:
-        nbytes: how much, with each array rounded up to `ALIGNMENT`.
-        allocate: where it comes from, for example pinned memory; by default `empty`.
-    """
+    """One block of host memory, given out in pieces that are rounded up to `ALIGNMENT`."""
 
     def __init__(self, nbytes: int, allocate: Callable[[int], np.ndarray] | None = None) -> None:
         self._memory = aligned(nbytes, allocate)
@@ -241,10 +221,7 @@ class Arena:
         return self._memory[start : start + nbytes]
 
     def reused(self, nbytes: int) -> bool:
-        """Starts again from the beginning if the arena is large enough and not far larger.
-
-        Then returns True, and what was given out before is overwritten.
-        """
+        """Starts from the beginning again if the size suits `nbytes`; returns whether it does."""
         if not nbytes <= self.nbytes <= 2 * nbytes:
             return False
         self._next = 0
@@ -293,19 +270,13 @@ def aligned(nbytes: int, allocate: Callable[[int], np.ndarray] | None = None) ->
 
 
 def fits(copies: int, nbytes: int, processes: int = 1) -> bool:
-    """Whether so many copies, in each process of this machine, fit into half of the free memory.
-
-    True where the system does not report it. A healer must not get its run killed for memory.
-    """
+    """Whether so many copies in each process fit into half of the free memory; True if unknown."""
     free = free_memory()
     return free is None or copies * nbytes * processes <= _SHARE_OF_FREE * free
 
 
 def free_memory() -> int | None:
-    """Bytes of host memory that this process could still take; None if the system does not report.
-
-    The smaller of what the machine has left and what the container's limit (cgroup v2) leaves.
-    """
+    """Bytes left in machine and container (cgroup v2), the smaller; None if not reported."""
     found = [bytes_ for bytes_ in (_of_machine(), _of_container()) if bytes_ is not None]
     return min(found, default=None)
 

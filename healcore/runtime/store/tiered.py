@@ -161,8 +161,7 @@ class TieredStore:
     def queues(self) -> list[tuple[Tier, Background]]:
         """Both tiers, each with the queue in which its checkpoints are verified.
 
-        Memory does not wait for the disk, so what it holds as known-good depends on the steps
-        alone.
+        Memory does not wait for the disk: what is known-good in it depends on the steps alone.
         """
         of_disk = self.disk.queues() if self._ranks.world == 1 else [(self.disk, self._behind)]
         return [*self.memory.queues(), *of_disk]
@@ -292,8 +291,7 @@ class TieredStore:
     ) -> T:
         """Runs an action on a tier; an error in the memory of one rank is an error on all.
 
-        Of several errors all ranks raise one that is no damage, if there is one: after damage the
-        next tier is tried, by all ranks or by none.
+        Of several errors all raise one that is no damage: after damage they try the next tier.
         """
         if not isinstance(tier, SnapshotStore):
             return action(tier)
