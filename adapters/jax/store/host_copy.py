@@ -80,10 +80,8 @@ class JaxCopier(Copier):
 
     Arrays on a CPU are copied into one block of memory before `take` returns, because their own
     memory may be donated to the next step. The runtime copies arrays on an accelerator to pinned
-    host memory: it knows about donation, and the host does not wait.
-
-    Args:
-        pinned: copy arrays on a CPU through pinned memory too, for tests.
+    host memory: it knows about donation, and the host does not wait. `pinned` does that on a CPU
+    too, for tests.
     """
 
     def __init__(self, *, pinned: bool = False) -> None:
@@ -186,8 +184,8 @@ def _placed(entry: HostArray, fresh: dict[Index, np.ndarray], live: Any) -> Any:
     if wanted <= fresh.keys():
         if isinstance(live, jax.Array) and not live.committed:
             return jax.device_put(next(iter(fresh.values())))
-        # Replicas on a CPU share memory. A donation does not reach it: it is NumPy's, and XLA
-        # never writes to what it was only lent.
+        # Replicas on a CPU share memory. A donation does not overwrite it: it is NumPy's, and XLA
+        # never writes to memory that it does not own.
         return as_array(entry.shape, target, fresh.__getitem__)
     return jax.device_put(_whole(entry, fresh), target)
 

@@ -53,7 +53,7 @@ class DigestingWriter(FileSystemWriter):
     """
 
     def __init__(self, path: Path, threads: int = 1) -> None:
-        # Not sync_files: it syncs before Python's buffer is flushed. Ours does it on closing.
+        # Not sync_files: it syncs before Python's buffer is flushed. _DigestingFiles syncs later.
         super().__init__(path, sync_files=False, thread_count=threads)
         self.fs = self._files = _DigestingFiles()
 

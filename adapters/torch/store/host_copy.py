@@ -70,9 +70,7 @@ class TorchSnapshot:
 class TorchCopier(Copier):
     """Copies torch states to host memory: pinned where CUDA is, without blocking the host.
 
-    Args:
-        rank: of this process, for what is saved per rank.
-        trust: pickle what has no plain form, and read pickles.
+    `rank` is for what is saved per rank. `trust` pickles what has no plain form, and reads pickles.
     """
 
     def __init__(self, rank: int = 0, *, trust: bool = False) -> None:

@@ -135,7 +135,6 @@ class PendingQuarantine:
         self._branches: list[_AbandonedBranch] = []
 
     def __bool__(self) -> bool:
-        """Whether anything is pending."""
         return bool(self._branches)
 
     def add(self, target: int) -> None:

@@ -40,17 +40,13 @@ def choose(
 ) -> CheckpointChoice:
     """Chooses the checkpoint to restore; NoGoodCheckpoint if there is nothing to go back to.
 
-    Args:
-        saves: with several ranks the result of `common_to_ranks`.
-        onset: step of the incident's first alarm.
-        depth: known-good checkpoints to go back, 1 = the newest before the onset. The engine's
-            `rollback_depth`, which grows from incident to incident in a region.
-        past_rollbacks: of this run.
-        region: onsets fewer steps apart than this are in the same region. A second rollback there
-            goes to an older checkpoint than the first, even if others have become known-good since:
-            they lead into the same trouble.
-        initial: the last resort, in this order: step of the snapshot that the run began with, and
-            of the checkpoint that this process resumed from, which is not known-good.
+    With several ranks `saves` is the result of `common_to_ranks`. `onset` is the step of the
+    incident's first alarm. `depth` is the number of known-good checkpoints to go back: the engine's
+    `rollback_depth`, which grows from incident to incident in a region. Onsets fewer than `region`
+    steps apart are in one region. A second rollback there goes to an older checkpoint than the
+    first, even if others have become known-good since: they lead into the same trouble. `initial`
+    is the last resort, in this order: step of the snapshot that the run began with, and of the
+    checkpoint that this process resumed from, which is not known-good.
     """
     usable = [save for save in saves if save.finite and save.step <= onset]
     good = sorted((save.step for save in usable if save.status == "good"), reverse=True)

@@ -38,8 +38,7 @@ class HostParts(NamedTuple):
 class HostState:
     """Saved like any object with `state_dict`; read back by the Healer in parts.
 
-    `position` returns the loaders' positions. `generators` are the framework's global ones, if it
-    has some. With `trust` pickles of earlier versions are read too.
+    `position` returns the loaders' positions. `trust` reads the pickles of earlier versions too.
     """
 
     per_rank = True

@@ -49,7 +49,6 @@ class RollbackPlan:
     order: list[int]
     """Steps of the checkpoints to try, in this order."""
     quarantine: list[int]
-    """Steps of the checkpoints to quarantine."""
     engines: dict[str, Any]
     """Engine states when it began."""
     left_out: dict[str, list[list[int]]]

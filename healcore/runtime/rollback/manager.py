@@ -74,7 +74,6 @@ class RollbackResult(NamedTuple):
     number: int
     """From 1, over the whole run."""
     target: int
-    """Step of the checkpoint that was restored."""
     moved: RewindResult
     repeated: bool
     """The last rollback restored the same checkpoint, and nothing older exists."""
@@ -88,7 +87,6 @@ class AppliedPlan(NamedTuple):
     target: int
     engines: dict[str, dict[str, Any]]
     host_state: HostParts | None
-    """What the checkpoint holds for `HostState`."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -102,7 +100,6 @@ class RollbackManager:
     ledger: Ledger
     loaders: LoaderRegistry
     host: HostState
-    """Random states and loader positions that a checkpoint holds."""
     ranks: Ranks
     log: RunLog
     started_from: int | None = field(default=None, init=False)

@@ -22,8 +22,8 @@ class Background:
 
     Their results depend on that order and not on how long one takes. The error of a job is kept as
     a SaveFailed and reported once; its future holds none. A program that ends waits for the jobs
-    under way, and logs the failures not reported by then. A forked child has neither jobs nor
-    failures: they are its parent's.
+    under way, and logs failures not reported by then. A forked child has no jobs: they are its
+    parent's.
     """
 
     def __init__(self, name: str) -> None:
@@ -103,9 +103,8 @@ class Background:
 def _before_the_end(method: Callable[[], None]) -> None:
     """Calls a bound method when the program ends and threads can still be started.
 
-    `atexit` is too late: by then the interpreter starts no more threads, and the frameworks'
-    writers need some. The earlier hook is private. Where it is missing, an unfinished save is
-    dropped whole.
+    At `atexit` the interpreter starts no more threads, and the frameworks' writers need some. The
+    earlier hook is private; where it is missing, an unfinished save is dropped whole.
     """
     register: Any = getattr(threading, "_register_atexit", None)
     if register is not None:

@@ -73,8 +73,7 @@ class StoreInUse(StoreError):
 class Claim:
     """The right to work in a directory, until it is released or forgotten, or the process ends.
 
-    Attributes:
-        warning: why another run may be there too; None if the directory is certainly this run's.
+    `warning` is why another run may be there too; None if the directory is certainly this run's.
     """
 
     def __init__(self, root: Path, token: str, handle: int | None, warning: str | None) -> None:
@@ -240,7 +239,7 @@ def _unless_free(root: Path, no_locks: str | None) -> str | None:
         gone = found.get("token") not in _claims if holder == current_process() else holder.gone()
         if gone is False:
             raise StoreInUse(root, holder)
-        # In a container of this machine: the kernel has its lock as free.
+        # Same boot: a live process, even in another container, would still have the lock.
         seen = no_locks is None and holder.boot == current_process().boot
         if gone is None and not seen:
             return (

@@ -187,7 +187,7 @@ class DirectoryStore(ABC):
             raise NotFinite(step, saved.nonfinite)
 
         def action() -> None:
-            # Before it too: a crash may have left two saves of this step, and only one counts.
+            # Also before: a crash may have left two saves of this step, and only one counts.
             commit.clear_superseded(self.root)
             manifest.write_status(found.folder, status)
             commit.clear_superseded(self.root)

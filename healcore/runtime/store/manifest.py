@@ -1,8 +1,7 @@
 """The manifest: what a complete checkpoint consists of, and which directories of a store are one.
 
 It is written last and never changed. A directory without a valid one is no checkpoint. The status,
-which does change, has a small file of its own next to it. Every question reads the disk again,
-because only the disk is certainly right.
+which does change, has a file of its own. Nothing is cached: every question reads the disk again.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def prune(store: CheckpointStore, keep: Keep) -> list[int]:
     steps = superfluous(store.steps(), keep)
     for step in steps:
         store.delete(step)
-    # In tiers the last known-good one on disk stays, however many there are in memory.
+    # A TieredStore keeps the last known-good one on disk, however many are in memory.
     left = {saved.step for saved in store.steps()} if steps else set()
     return [step for step in steps if step not in left]
 
@@ -103,17 +103,10 @@ def restore_first_intact(
     like: Mapping[str, Any],
     on_damage: Callable[[CheckpointDamaged], None] = lambda error: None,
 ) -> RestoreResult:
-    """Restores the first intact checkpoint, and quarantines and reports the damaged ones before it.
+    """Restores the first intact checkpoint of `order`; quarantines the damaged ones before it.
 
-    Args:
-        store: the checkpoints.
-        order: steps, in the order in which they are tried.
-        like: the live state; it is not changed.
-        on_damage: called with the error of every damaged checkpoint.
-
-    Raises:
-        NoGoodCheckpoint: none is intact.
-        StateMismatch: the checkpoint is of another state; an older one would not fit either.
+    `on_damage` is called with the error of each damaged one. NoGoodCheckpoint if none is intact;
+    StateMismatch if one is of another state, because an older one would not fit either.
     """
     damaged: list[CheckpointDamaged] = []
     for step in order:

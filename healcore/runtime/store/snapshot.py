@@ -80,7 +80,7 @@ class Copier(ABC):
 
     @abstractmethod
     def take(self, state: Mapping[str, Any], recycled: Any | None = None) -> Any:
-        """A snapshot of the state as it is now, in the memory of an unused `recycled` one."""
+        """A snapshot of the state as it is now; uses the memory of `recycled` again, if it fits."""
 
     @abstractmethod
     def borrow(self, state: Mapping[str, Any]) -> Any:
