@@ -39,7 +39,11 @@ class Keep(NamedTuple):
         return self.good + self.candidates + self.quarantined
 
     def checked(self) -> Keep:
-        """Itself; StoreError if a number is too small."""
+        """Itself.
+
+        Raises:
+            StoreError: a number is too small.
+        """
         for field, least in (("good", 1), ("candidates", 2), ("quarantined", 0)):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
