@@ -226,7 +226,10 @@ class SnapshotStore:
         return self._save(step, state, healing, holders=1)
 
     def read_held(self, slot: Slot) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Both states in the snapshot's memory, not to be changed; StoreError if it has none."""
+        """State and healing state, in the snapshot's own memory: not to be changed.
+
+        StoreError if the copy failed.
+        """
         self._behind.join()
         if slot.found is None:
             raise StoreError(f"the copy of step {slot.step} could not be completed")

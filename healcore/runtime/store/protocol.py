@@ -124,8 +124,8 @@ class CheckpointStore(Protocol):
         """Returns when the background has nothing left to do.
 
         Raises:
-            SaveFailed: a save failed. One failure per call; each is raised, or listed by `failures`,
-                once.
+            SaveFailed: a save failed. Each failure is raised here, one per call, or listed by
+                `failures`, once.
         """
         ...
 

@@ -72,7 +72,7 @@ class Copier(ABC):
 
     @abstractmethod
     def flatten(self, state: Mapping[str, Any], *, live: bool = False) -> Flat:
-        """The structure of a state and its arrays; copies nothing, may raise UnsavableState.
+        """The structure of a state and its arrays, uncopied; UnsavableState if it cannot be saved.
 
         A `live` state is only compared with a saved one: shapes may replace its arrays, and it may
         hold values that cannot be saved.
