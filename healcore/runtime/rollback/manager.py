@@ -131,7 +131,7 @@ class RollbackManager:
     def roll_back(self, request: RollbackRequest) -> RollbackResult:
         """A rollback, from the choice of the checkpoint to the last entry in the journal.
 
-        NoGoodCheckpoint if there is nothing to go back to; a StateMismatch leaves all as it is.
+        NoGoodCheckpoint if there is nothing to go back to; a StateMismatch leaves live state as is.
         """
         self.checkpoints.wait()
         self.checkpoints.verify_due(self.ledger, before=request.onset)
