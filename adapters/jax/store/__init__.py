@@ -23,7 +23,7 @@ class MemoryStore(memory.SnapshotStore):
     """Snapshots of a JAX state in host memory, pinned where the state is on an accelerator.
 
     Args:
-        keep: how many snapshots of each kind stay. One more is being taken at times.
+        keep: how many snapshots of each kind stay; during a save there is one more.
         nonfinite_ok: patterns of array names (`params.*.mask`) where NaN and Inf are allowed.
     """
 

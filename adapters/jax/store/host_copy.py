@@ -17,7 +17,7 @@ from healcore.runtime.store.structure import Flat
 _PINNED = "pinned_host"
 
 Index = tuple[tuple[int, int], ...]
-"""The place of a part in its array: (start, stop) per axis."""
+"""Where a part is in its array: (start, stop) per axis."""
 
 
 class HostArray(NamedTuple):
@@ -27,14 +27,14 @@ class HostArray(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
     sharding: Any
-    """None of a NumPy array."""
+    """None for a NumPy array."""
     parts: dict[Index, np.ndarray]
     """The distinct parts of this process; empty while `pinned` holds them."""
     pinned: jax.Array | None = None
-    """Off an accelerator: the array in pinned host memory, perhaps still on its way."""
+    """The copy of an accelerator's array in pinned host memory, perhaps still incomplete."""
 
     def data(self) -> dict[Index, np.ndarray]:
-        """The parts, once they have arrived."""
+        """The parts; waits until they are complete."""
         if self.pinned is None:
             return self.parts
         return {index: np.asarray(data) for index, data in parts(self.pinned)}
@@ -50,7 +50,7 @@ class HostArray(NamedTuple):
 
 @dataclass
 class JaxSnapshot:
-    """A state in host memory."""
+    """A JAX state in host memory."""
 
     flat: Flat
     entries: dict[str, HostArray]
@@ -58,7 +58,7 @@ class JaxSnapshot:
 
     @property
     def nbytes(self) -> int:
-        """Host memory held."""
+        """Bytes of host memory held."""
         size = self.arena.nbytes if self.arena else 0
         pinned = [each.pinned for each in self.entries.values() if each.pinned is not None]
         return size + sum(data.nbytes for array in pinned for _, data in parts(array))
@@ -78,12 +78,10 @@ class JaxSnapshot:
 class JaxCopier(Copier):
     """Copies JAX states to host memory.
 
-    Arrays on a CPU are copied into one block of memory before `take` returns: their own memory may
-    be donated to the next step. The runtime sends arrays on an accelerator to pinned host memory;
-    it knows about donation, and the host does not wait.
-
-    Args:
-        pinned: send arrays on a CPU through pinned memory too, for tests.
+    Arrays on a CPU are copied into one block of memory before `take` returns, because their own
+    memory may be donated to the next step. The runtime copies arrays on an accelerator to pinned
+    host memory: it knows about donation, and the host does not wait. `pinned` does that on a CPU
+    too, for tests.
     """
 
     def __init__(self, *, pinned: bool = False) -> None:
@@ -154,7 +152,7 @@ class JaxCopier(Copier):
         return array
 
     def _sent(self, flat: Flat) -> dict[str, jax.Array]:
-        """Arrays on accelerators, on their way to pinned host memory."""
+        """Arrays on accelerators, being copied to pinned host memory."""
         away = {
             name: leaf
             for name, leaf in flat.leaves.items()
@@ -172,13 +170,7 @@ def _entry(
 
 
 def _placed(entry: HostArray, fresh: dict[Index, np.ndarray], live: Any) -> Any:
-    """An array as the live one is placed; as it was saved where there is no live one.
-
-    Args:
-        entry: the saved one.
-        fresh: its parts in memory that becomes the array's own.
-        live: the live array, or None.
-    """
+    """An array of the parts in `fresh`, placed as the live one is; without one, as it was saved."""
     target = entry.sharding if live is None else getattr(live, "sharding", None)
     if (live is None and target is None) or isinstance(live, (np.ndarray, np.generic)):
         return _whole(entry, fresh)
@@ -192,8 +184,8 @@ def _placed(entry: HostArray, fresh: dict[Index, np.ndarray], live: Any) -> Any:
     if wanted <= fresh.keys():
         if isinstance(live, jax.Array) and not live.committed:
             return jax.device_put(next(iter(fresh.values())))
-        # Replicas on a CPU share memory. A donation does not reach it: it is NumPy's, and XLA
-        # never writes to what it was only lent.
+        # Replicas on a CPU share memory. A donation does not overwrite it: it is NumPy's, and XLA
+        # never writes to memory that it does not own.
         return as_array(entry.shape, target, fresh.__getitem__)
     return jax.device_put(_whole(entry, fresh), target)
 
@@ -251,15 +243,10 @@ def as_array(
     sharding: jax.sharding.Sharding,
     part: Callable[[Index], np.ndarray],
 ) -> jax.Array:
-    """An array from host memory, each device with its part.
+    """An array of global `shape` from host memory; `part` is called once for each device.
 
     XLA on a CPU uses well-aligned memory as it is, so `part` must return memory that nobody writes
     to as long as the array lives.
-
-    Args:
-        shape: global.
-        sharding: of the result.
-        part: the data at an index, with the right shape and dtype; called once for each device.
     """
     local = sharding.addressable_devices_indices_map(shape)
     pieces = [

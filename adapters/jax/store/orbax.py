@@ -25,7 +25,7 @@ _ITEM = "state"
 
 
 class OrbaxStore(DirectoryStore):
-    """A DirectoryStore whose arrays Orbax writes and reads, sharded as they are.
+    """Checkpoints on disk, whose arrays Orbax writes and reads, sharded as they are.
 
     The arrays of a checkpoint can be read without healcore:
     ``ocp.load_checkpointables(step_directory / "data")["state"]["params.dense.kernel"]``.
@@ -33,7 +33,7 @@ class OrbaxStore(DirectoryStore):
     Between two saves it keeps the host memory of one copy of the state, for the next.
 
     Args:
-        root: directory of this run's checkpoints.
+        root: directory of this run's checkpoints and of nothing else; created if necessary.
         nonfinite_ok: patterns of array names (`params.*.mask`) where NaN and Inf are allowed.
         compress: let Orbax compress (its default). Trained weights shrink by some 8 %, and saving
             takes two to three times as long: turn it off where disks are large.
@@ -91,7 +91,7 @@ class OrbaxStore(DirectoryStore):
         }
 
     def _context(self) -> ocp.Context:
-        """Orbax's settings. They belong to a thread, so each use makes its own."""
+        """Orbax's settings. They belong to one thread, so each use makes its own."""
         context = ocp.Context()
         context.memory_options.deepcopy_host_arrays = False  # it is a copy already
         context.array.saving.use_compression = self.compress
@@ -99,7 +99,7 @@ class OrbaxStore(DirectoryStore):
 
 
 def _abstract(node: Mapping[str, Any], live: Flat) -> Any:
-    """What Orbax is to restore: with the live array's sharding, NumPy where that is NumPy."""
+    """An array for Orbax to restore: with the live array's sharding, NumPy where that is NumPy."""
     shape, dtype = tuple(node["shape"]), np.dtype(node["dtype"])
     leaf = live.leaves.get(node["name"])
     sharding = getattr(leaf, "sharding", None)

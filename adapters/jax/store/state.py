@@ -15,15 +15,7 @@ from healcore.runtime.store.structure import Flat
 
 
 def flatten(state: Mapping[str, Any], *, shapes: bool = False) -> Flat:
-    """Takes the arrays out of a state. Copies nothing.
-
-    Args:
-        state: name -> pytree, or object with `state_dict`.
-        shapes: jax.ShapeDtypeStruct may replace an array.
-
-    Raises:
-        UnsavableState: something in it cannot be saved.
-    """
+    """Takes the arrays out of a state, without copies; with `shapes` ShapeDtypeStructs too."""
     flattening = _Flattening(shapes)
     entries = {
         name: flattening.entry(name, value)

@@ -25,10 +25,10 @@ class MemoryStore(memory.SnapshotStore):
     """Snapshots of a torch state in host memory, pinned where the state is on CUDA.
 
     Args:
-        keep: how many snapshots of each kind stay. One more is being taken at times.
+        keep: how many snapshots of each kind stay; during a save there is one more.
         nonfinite_ok: patterns of array names (`model.*.mask`) where NaN and Inf are allowed.
-        trust: also take objects that have no plain form. The rule is that of `DCPStore`, so that
-            what memory takes can be written to disk behind it.
+        trust: as in `DCPStore`, so that what memory takes can be written to disk too: also take
+            objects that have no plain form.
     """
 
     def __init__(

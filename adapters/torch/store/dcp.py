@@ -39,9 +39,9 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or
 
 
 class DCPStore(DirectoryStore):
-    """A DirectoryStore whose arrays torch.distributed.checkpoint writes and reads.
+    """Checkpoints on disk, whose arrays torch.distributed.checkpoint writes and reads.
 
-    Every rank saves and restores its own part of a DTensor; other tensors are taken to be the same
+    Every rank saves and restores its own part of a DTensor. Other tensors are taken to be the same
     everywhere, and one rank saves them. Moments that a fresh optimizer does not have yet are
     sharded as its parameters are. Checkpoints of another number of ranks can be restored, except
     for what was saved per rank.
@@ -49,7 +49,8 @@ class DCPStore(DirectoryStore):
     Between two saves it keeps the host memory of one copy of the state, for the next.
 
     Args:
-        root: directory of this run's checkpoints; the same for all ranks.
+        root: directory of this run's checkpoints and of nothing else, the same for all ranks;
+            created if necessary.
         nonfinite_ok: patterns of array names (`model.*.mask`) where NaN and Inf are allowed.
         process_group: a gloo group for the store alone; by default a new one, if the program has
             several ranks. Every rank makes the store.
@@ -124,7 +125,7 @@ class DCPStore(DirectoryStore):
     def _reader(
         self, found: Found, entries: Mapping[str, Any], nodes: Mapping[str, Any]
     ) -> FileSystemReader:
-        """DCP's own, with the index as it was read here: DCP would unpickle the file.
+        """DCP's own reader, with the index as it was parsed here: DCP would unpickle the file.
 
         If one rank refuses the index, all raise: the others would wait for it in `load`.
         """
@@ -147,18 +148,10 @@ class DCPStore(DirectoryStore):
 def _moments_of_dtensors(
     entries: Mapping[str, Mapping[str, Any]], like: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """The parameters that determine how saved moments are sharded.
+    """The DTensor parameters whose sharding saved moments take, by the name of the moment's array.
 
-    A fresh optimizer has no moments to restore into. Where its parameters are DTensors (FSDP2,
-    tensor parallel) its moments have to be sharded like them: read as plain tensors they would be
-    whole on every rank, and the first step would fail.
-
-    Args:
-        entries: of the names of `like`.
-        like: the live state.
-
-    Returns:
-        Name of an array -> DTensor of the same shape, for moments of DTensors.
+    A fresh optimizer has no moments to restore into. Read as plain tensors, the moments of DTensors
+    (FSDP2, tensor parallel) would be whole on every rank, and the first step would fail.
     """
     found: dict[str, Tensor] = {}
     for name, live in like.items():
@@ -176,7 +169,7 @@ def _moments_of_dtensors(
 
 
 def _items(node: Any) -> list[Any]:
-    """Keys, as they are coded, and nodes of a dictionary."""
+    """Pairs of a key, as it is coded, and a node, of a dictionary."""
     return node.get("dict", []) if isinstance(node, dict) else []
 
 
@@ -189,12 +182,7 @@ def _stored(node: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
 
 
 def _target(node: Mapping[str, Any], sharded: Mapping[str, tuple[Tensor, Any]]) -> Tensor:
-    """Fresh memory for an array to be read into: a DTensor where the live state has one.
-
-    Args:
-        node: of the array.
-        sharded: name -> local part and spec, of arrays that are DTensors in the live state.
-    """
+    """Fresh memory to read an array into; a DTensor if `sharded` has its local part and spec."""
     shape = node["shape"]
     if node["kind"] != "tensor":
         size = np.dtype(node["dtype"]).itemsize * int(np.prod(shape, dtype=np.int64))

@@ -1,7 +1,7 @@
 """DCP's own writer and reader, made safe: digests of what is written, a checked index to read.
 
-DCP pickles its index. It is parsed here without pickle, and what it contains has to be what a
-checkpoint holds, before DCP gets it.
+DCP pickles its index. Here it is parsed without pickle, and checked to be what a checkpoint holds,
+before DCP gets it.
 """
 
 from __future__ import annotations
@@ -50,14 +50,10 @@ class DigestingWriter(FileSystemWriter):
 
     They are of the bytes as they were passed to the system, and no byte is read again for them. The
     next `verify` notices what the disk changes afterwards.
-
-    Args:
-        path: a directory; new.
-        threads: files written at the same time.
     """
 
     def __init__(self, path: Path, threads: int = 1) -> None:
-        # Not sync_files: it syncs before Python's buffer is flushed. Ours does it on closing.
+        # Not sync_files: it syncs before Python's buffer is flushed. _DigestingFiles syncs later.
         super().__init__(path, sync_files=False, thread_count=threads)
         self.fs = self._files = _DigestingFiles()
 
@@ -68,7 +64,7 @@ class DigestingWriter(FileSystemWriter):
 
 
 class _DigestingFiles(FileSystem):
-    """Local files, and the digests of those that were written."""
+    """Local files, with the digests of those that were written."""
 
     def __init__(self) -> None:
         self.digests: dict[str, Digest] = {}
@@ -146,7 +142,7 @@ class _Through(io.RawIOBase):
 
 
 class CheckedReader(FileSystemReader):
-    """DCP's reader with an index that was checked before."""
+    """DCP's reader, with an index that was checked before."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         super().__init__(path)
@@ -163,13 +159,8 @@ def checked(
 ) -> Metadata:
     """The part of an index that DCP needs for some tensors, made of DCP's own classes.
 
-    Args:
-        data: the directory of the index.
-        listed: files of the manifest, all of them verified.
-        wanted: name of a tensor -> dtype and shape that it has to have.
-
-    Raises:
-        Untrusted: it is not what DCP writes, or differs from `wanted`.
+    `listed` has the verified files of the manifest, `wanted` the dtype and shape that each tensor
+    must have. Raises Untrusted if the index differs from that, or is not what DCP writes.
     """
     try:
         entries = dcp_index.read(data / INDEX, only_dcp=True)

@@ -10,13 +10,11 @@ from healcore.runtime.store.errors import StoreError
 
 
 class GlooRanks:
-    """Exchanges over its own gloo group.
+    """Exchanges over a gloo group of its own.
 
     Saving exchanges from a background thread, and would interfere with the training in its group.
-
-    Args:
-        group: a group with a CPU backend that nothing else uses; by default a new one of all ranks,
-            which is why every rank makes its store at the same place in the program.
+    Without a `group` (gloo, used by nothing else) a new one of all ranks is made, which is why
+    every rank makes its store at the same place in the program.
     """
 
     def __init__(self, group: Any | None = None) -> None:

@@ -36,13 +36,13 @@ class HostTensor(NamedTuple):
 
     @property
     def block(self) -> Block:
-        """Its bytes."""
+        """The bytes as a block."""
         return Block(self.name, self.dtype, self.raw)
 
 
 @dataclass
 class TorchSnapshot:
-    """A state in host memory."""
+    """A torch state in host memory."""
 
     flat: Flat
     entries: list[HostTensor]
@@ -53,7 +53,7 @@ class TorchSnapshot:
 
     @property
     def nbytes(self) -> int:
-        """Host memory held."""
+        """Bytes of host memory held."""
         return self.arena.nbytes if self.arena else sum(len(each.raw) for each in self.entries)
 
     def settle(self) -> None:
@@ -70,9 +70,7 @@ class TorchSnapshot:
 class TorchCopier(Copier):
     """Copies torch states to host memory: pinned where CUDA is, without blocking the host.
 
-    Args:
-        rank: of this process, for what is saved per rank.
-        trust: take what has no plain form, as a pickle; and read pickles.
+    `rank` is for what is saved per rank. `trust` pickles what has no plain form, and reads pickles.
     """
 
     def __init__(self, rank: int = 0, *, trust: bool = False) -> None:
@@ -150,12 +148,7 @@ class TorchCopier(Copier):
 
 
 def view(raw: np.ndarray, like: Tensor) -> Tensor:
-    """Bytes as a tensor.
-
-    Args:
-        raw: uint8 (n,).
-        like: gives shape, strides and dtype; it is dense.
-    """
+    """Bytes, uint8 (n,), as a tensor of the shape, strides and dtype of `like`, a dense one."""
     return torch.from_numpy(raw).view(like.dtype).as_strided(like.shape, like.stride())
 
 
@@ -171,7 +164,7 @@ def _pinned(nbytes: int) -> np.ndarray:
 
 
 def _places(leaves: list[Leaf], arena: Arena, recycled: TorchSnapshot | None) -> list[HostTensor]:
-    """Memory for the copies. If the state is laid out as before, its memory is too."""
+    """Memory for the copies; the recycled one if the state is laid out as before."""
     old = recycled.entries if recycled is not None and recycled.arena is arena else []
     if len(old) == len(leaves) and all(map(_same_layout, leaves, old)):
         return [entry._replace(spec=leaf.spec) for leaf, entry in zip(leaves, old, strict=True)]
@@ -186,7 +179,7 @@ def _same_layout(leaf: Leaf, entry: HostTensor) -> bool:
 
 
 def _place(leaf: Leaf, arena: Arena) -> HostTensor:
-    """A slice of something larger becomes dense, a layout stays."""
+    """Memory for one copy. A slice of something larger becomes dense; another layout stays."""
     raw = arena.deal(leaf.tensor.nbytes)
     local = view(raw, torch.empty_like(leaf.tensor, device="meta"))
     return HostTensor(leaf.name, leaf.dtype, raw, local, leaf.spec)

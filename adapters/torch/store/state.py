@@ -42,17 +42,11 @@ class Leaf(NamedTuple):
 def flatten(state: Mapping[str, Any], rank: int = 0, *, trust: bool = False) -> Flat:
     """Takes the arrays out of a state. Copies nothing.
 
-    An object with `state_dict` is saved as that. One with ``per_rank = True`` too (the state of a
-    random generator, a data loader's position) has its arrays named by rank, because writers
-    assume that arrays of the same name are the same on every rank.
+    An object with `state_dict` is saved as that. With ``per_rank = True`` (the state of a random
+    generator, a data loader's position) its arrays are named by rank, because writers assume that
+    arrays of the same name are the same on every rank.
 
-    Args:
-        state: name -> tree, or object with `state_dict`.
-        rank: of this process.
-        trust: pickle what has no plain form.
-
-    Raises:
-        UnsavableState: something in it cannot be saved.
+    Raises UnsavableState for what cannot be saved. With `trust` what has no plain form is pickled.
     """
     flattening = _Flattening(rank, trust)
     entries = {
@@ -107,8 +101,8 @@ class _Flattening:
         """A tensor made of others, such as torchao's moments of 8 bits: its parts, by name.
 
         It is taken apart as by torch.compile, and has no memory of its own. The program that reads
-        it looks its class up among its own; what the class keeps in addition to the parts (block
-        sizes, dtypes) has to have a plain form.
+        it must have its class. What the class keeps in addition to the parts (block sizes, dtypes)
+        has to have a plain form.
         """
         if "<locals>" in type(value).__qualname__:
             raise UnsavableState(
@@ -158,7 +152,7 @@ class _Flattening:
         return node
 
     def _numpy(self, path: tuple[Any, ...], value: np.ndarray, scalar: bool) -> dict[str, Any]:
-        """NumPy has dtypes that torch lacks: its arrays are saved as bytes."""
+        """A NumPy array as bytes, because NumPy has dtypes that torch lacks."""
         name = self._names.at(path)
         # Copied where it is read-only: torch warns about memory that it may not write.
         raw = np.require(value, requirements=["C", "W"]).reshape(-1).view(np.uint8)
@@ -177,7 +171,7 @@ def class_name(kind: type) -> str:
 
 
 def _is_made_of_others(tensor: Any) -> bool:
-    """Whether a tensor keeps its numbers in other tensors; a DTensor is handled on its own."""
+    """Whether a tensor keeps its numbers in other tensors; False for a DTensor."""
     return is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "to_local")
 
 
@@ -193,19 +187,19 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _by_name(dtype: np.dtype) -> bool:
-    """Whether the dtype can be named in a file: no objects, no fields, no foreign types."""
+    """Whether a file can name the dtype: no objects, no fields, no foreign types."""
     return not dtype.hasobject and dtype.names is None and np.dtype(dtype.str) == dtype
 
 
 def unpickled(name: str, content: str, trust: bool) -> Any:
-    """A pickled object, if it is trusted."""
+    """A pickled object; Untrusted without `trust`."""
     if not trust:
         raise pickled(f"something in {structure.place((name,))}", HOW)
     return pickle.loads(base64.b64decode(content))
 
 
 def subclass(name: str, content: Any, fetch: structure.Fetch, trust: bool) -> Any:
-    """A tensor made of others. Its class is one that this program has, whatever the name is."""
+    """A tensor made of others. Its class is looked up among this program's own, not imported."""
     if "made" in content:  # by a healcore that did not write plain values yet
         kind, context = unpickled(name, content["made"], trust)
     else:
@@ -234,9 +228,9 @@ def _tensor_classes() -> dict[str, Any]:
 def apply(live: Mapping[str, Any], restored: Mapping[str, Any]) -> None:
     """Loads every restored name into the live object of that name.
 
-    Objects get their `load_state_dict` called. Tensors, alone or in dictionaries and lists of them,
-    are overwritten in place, so that all references see it; other values are replaced. Whatever can
-    be checked is checked before anything is changed.
+    Objects get their `load_state_dict` called. Tensors, alone or in dictionaries and lists, are
+    overwritten in place, so that all references see it; other values are replaced. Whatever can be
+    checked is checked before anything is changed.
 
     Args:
         live: the objects that were saved.

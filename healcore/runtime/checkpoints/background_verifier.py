@@ -21,17 +21,14 @@ class VerifyResult(NamedTuple):
 
     step: int
     error: Exception | None
-    """What was wrong; None: the checkpoint is known-good now."""
+    """What was wrong; None if the checkpoint is known-good now."""
 
 
 class BackgroundVerifier:
     """Verifies one checkpoint after another in each tier, outside of the caller's thread.
 
     Stores with queues of their own (attribute `queues`, as all of healcore's) run the jobs there.
-    Another store's jobs run in a thread of the BackgroundVerifier.
-
-    Args:
-        in_background: False verifies in the caller's thread where a store has no queues.
+    Other stores' jobs run in its own thread, or with `in_background=False` in the caller's.
     """
 
     def __init__(self, *, in_background: bool = True) -> None:
@@ -50,11 +47,7 @@ class BackgroundVerifier:
     ) -> None:
         """Queues a checkpoint to be verified and marked as known-good, in every tier that has it.
 
-        Args:
-            store: the checkpoints.
-            step: of the checkpoint.
-            on_verified: called with each tier in which the checkpoint was marked.
-            nearest_only: the checkpoint is only in the nearest tier.
+        `on_verified` is called with each tier that marked it. `nearest_only`: no other tier has it.
         """
         queues = self._queues(store)
 
@@ -76,7 +69,7 @@ class BackgroundVerifier:
             self._submit(queue, step, lambda tier=tier: job(tier))
 
     def submit(self, store: CheckpointStore, step: int, action: Callable[[Any], None]) -> None:
-        """Queues an action on the farthest tier, after all jobs so far; `step`: for errors."""
+        """Queues an action on the farthest tier, after all jobs so far; `step` is for errors."""
         tier, queue = self._queues(store)[-1]
         self._submit(queue, step, lambda: action(tier))
 
@@ -95,7 +88,7 @@ class BackgroundVerifier:
         self._results.clear()
 
     def forked(self) -> None:
-        """In a forked child: the jobs and their results are the parent's alone."""
+        """In a forked child: the jobs and their results belong to the parent."""
         self._results.clear()
 
     def _queues(self, store: Any) -> list[tuple[Any, Background | None]]:
@@ -112,7 +105,7 @@ class BackgroundVerifier:
 
 
 def _remove_damaged(tier: Any, step: int, *, only_tier: bool) -> None:
-    """Keeps a damaged copy from being restored; one in memory is dropped for the one on disk."""
+    """Keeps a damaged copy from being restored: drops it from memory if there is one on disk."""
     try:
         if isinstance(tier, SnapshotStore) and not only_tier:
             tier.drop(step)

@@ -1,4 +1,4 @@
-"""What a run knows about its checkpoints, however far the disk is behind.
+"""What a run knows about its checkpoints, without asking the disk.
 
 A store's own listing depends on the speed of its disk. What is verified next, what may be deleted
 and what counts as quarantined has to depend on the steps alone.
@@ -46,12 +46,12 @@ class Catalog:
             self._saves[step] = self._saves[step]._replace(status="candidate", finite=False)
 
     def quarantine(self, step: int) -> None:
-        """Marks a checkpoint of which no copy is intact."""
+        """Marks a checkpoint that has no intact copy."""
         if step in self._saves:
             self._saves[step] = self._saves[step]._replace(status="quarantined")
 
     def mark_deleted(self, steps: set[int]) -> None:
-        """Takes note of what has been deleted from the store."""
+        """Drops deleted checkpoints from the surplus."""
         self._surplus -= steps
 
     @property
@@ -61,7 +61,7 @@ class Catalog:
         return sorted(s.step for s in saves if s.status == "candidate" and s.finite)
 
     def newest_finite_before(self, step: int) -> int:
-        """Step of the newest checkpoint before `step` that is not known to be bad; 0: none."""
+        """Step of the newest checkpoint before `step` that is not known to be bad; 0 if none."""
         finite = [s.step for s in self._saves.values() if s.finite and s.step < step]
         return max(finite, default=0)
 
@@ -74,12 +74,7 @@ class Catalog:
         )
 
     def mark_good(self, steps: Sequence[int], ledger: Ledger) -> list[int]:
-        """Treats checkpoints as known-good from now on.
-
-        Returns:
-            Steps of the checkpoints that may be deleted once these are verified, including earlier
-            ones that are not deleted yet.
-        """
+        """Treats checkpoints as known-good; returns the steps to delete once these are verified."""
         for step in steps:
             self._saves[step] = self._saves[step]._replace(status="good")
         for step in self._superfluous(ledger):
@@ -90,9 +85,8 @@ class Catalog:
     def _superfluous(self, ledger: Ledger) -> list[int]:
         """Checkpoints that need not be kept.
 
-        Within the region of the last rollback its target and the next older known-good checkpoint
-        stay: a second rollback in that region goes there, and not to a checkpoint that has become
-        known-good since.
+        Within the region of the last rollback its target and the next older known-good one stay, so
+        that a second rollback there does not go to one that has become known-good since.
         """
         saves, stay = list(self._saves.values()), set()
         last = ledger.past_rollbacks[-1] if ledger.past_rollbacks else None
@@ -107,8 +101,8 @@ def probation_passed(
 ) -> list[int]:
     """Candidates that `probation` healthy steps have followed, of `now` steps recorded.
 
-    Unhealthy steps are not counted, and do not restart the count: in a run with a bad batch now and
-    then, each of them skipped, no checkpoint would ever become known-good.
+    Unhealthy steps are not counted and do not restart the count. Otherwise no checkpoint would
+    become known-good in a run where a bad batch is skipped now and then.
     """
     bad = sorted(unhealthy)
 
@@ -130,10 +124,10 @@ class _AbandonedBranch(NamedTuple):
 
 
 class PendingQuarantine:
-    """Checkpoints to quarantine on disk as soon as the disk can be written again.
+    """Checkpoints to quarantine as soon as the disk can be written again.
 
-    A rollback quarantines what was saved after the onset. If the disk cannot be written or is gone
-    at that moment, those checkpoints would count as usable once it is back.
+    A rollback quarantines what was saved after the onset. If the disk cannot be written at that
+    moment, those checkpoints would count as usable later.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -141,7 +135,6 @@ class PendingQuarantine:
         self._branches: list[_AbandonedBranch] = []
 
     def __bool__(self) -> bool:
-        """Whether anything is pending."""
         return bool(self._branches)
 
     def add(self, target: int) -> None:
@@ -156,7 +149,7 @@ class PendingQuarantine:
         ]
 
     def write(self, tier: Any) -> list[int]:
-        """Quarantines on disk; the steps that were. Does nothing while the disk is gone."""
+        """Quarantines on disk and returns the steps; does nothing while the disk cannot be used."""
         branches = list(self._branches)
         try:
             saves = tier.steps()

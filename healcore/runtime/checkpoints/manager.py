@@ -28,9 +28,9 @@ from healcore.runtime.store.memory import WHERE
 from healcore.runtime.store.ranks import Ranks, agreed
 
 MAX_WAIT = 2.0
-"""Seconds that a run waits for a disk that is slower than its saves, over all saves, ..."""
+"""Seconds that a run waits for a disk slower than its saves, over all saves, ..."""
 _WAIT_SHARE = 0.01
-"""... and this share of its run time in addition."""
+"""... plus this share of its run time."""
 
 _OPTIONAL_SAVES = frozenset({"regular", "ordered"})
 """Reasons of the saves that may be left out while the disk is busy."""
@@ -39,15 +39,8 @@ _OPTIONAL_SAVES = frozenset({"regular", "ordered"})
 class CheckpointManager:
     """Saves, verifies, quarantines and deletes the checkpoints of one run.
 
-    Args:
-        store: the checkpoints.
-        every: steps between two saves.
-        keep: how many of each kind stay.
-        probation: healthy steps until a checkpoint is known-good.
-        region: onsets fewer steps apart than this belong to the same trouble.
-        verifier: runs the verifications.
-        ranks: the processes of this run.
-        log: of the run.
+    `every` is the number of steps between two saves, `probation` of the healthy steps until a
+    checkpoint is known-good. Onsets fewer than `region` steps apart belong to the same trouble.
     """
 
     def __init__(
@@ -88,24 +81,19 @@ class CheckpointManager:
         """Step and arrays of every checkpoint with NaN or Inf outside of `nonfinite_ok`."""
         self._damaged_paths: set[str] = set()
         self.failures = 0
-        """How many saves have failed."""
         self.unsaved: set[int] = set()
         """Steps of the failed saves that were not saved later."""
         self.last_failure = ""
-        """Why the last of them failed."""
+        """The problem of the last failed save."""
 
     # -- the checkpoints in the store -----------------------------------------------------------
 
     def listed(self) -> list[Saved]:
-        """The checkpoints; those of an abandoned branch count as quarantined.
-
-        Raises:
-            StoreError: they cannot be listed, and none is in memory.
-        """
+        """The checkpoints; those of an abandoned branch count as quarantined."""
         return self._pending_quarantine.applied(self.store.steps())
 
     def reload(self) -> None:
-        """Reads the store's listing again: after a start, and after a rollback."""
+        """Reads the store's listing again, after a start and after a rollback."""
         self._verifier.discard()
         try:
             saves = self.listed()
@@ -132,10 +120,7 @@ class CheckpointManager:
 
         While a slow disk is still writing the previous checkpoint, a regular save goes to memory
         only, or is left out if there is no memory tier. `poll` reports errors of the background.
-
-        Raises:
-            UnsavableState: the state holds something that no checkpoint can hold. Raised by the
-                first save only: later a run has more to lose than a checkpoint.
+        Only the first save raises UnsavableState: later a run has more to lose than a checkpoint.
         """
         late = why in _OPTIONAL_SAVES and any(
             self._ranks.gather(self._wait_limit.exceeded(self.store))
@@ -179,8 +164,7 @@ class CheckpointManager:
     def poll(self, ledger: Ledger, step: int) -> None:
         """Reports results of the background and queues the next checkpoints to be verified.
 
-        Called once per step. Which checkpoints, and when, depends on the steps alone; nothing here
-        waits for a disk.
+        Called once per step. What it queues depends on the steps alone; it waits for no disk.
         """
         for failure in self.store.failures():
             self._save_failed(failure.step, failure)
@@ -211,7 +195,7 @@ class CheckpointManager:
         """Checkpoints whose probation is over, the same on every rank.
 
         Ranks notice a failed write at different steps. So they exchange their lists every few
-        steps, at the same step on every rank, whether their list is empty or not.
+        steps, at the same step on every rank and even if a list is empty.
         """
         if self._ranks.world == 1:
             return self.catalog.probation_passed(ledger)
@@ -237,7 +221,7 @@ class CheckpointManager:
             self._in_memory_only.discard(step)
 
     def _deletion(self, surplus: Sequence[int]) -> Callable[[Any], None]:
-        """The function that deletes them in one tier. What a tier has to keep stays surplus."""
+        """Makes the job that deletes `surplus` in a tier. What a tier has to keep stays surplus."""
 
         def delete(tier: Any) -> None:
             for step in surplus:
@@ -249,7 +233,6 @@ class CheckpointManager:
         return delete
 
     def _read_results(self) -> None:
-        """Reads the results of verifications, deletions and late quarantines."""
         for step, error in self._verifier.results():
             if error is None:
                 self.good = max(step, self.good or 0)
@@ -274,12 +257,9 @@ class CheckpointManager:
     # -- NaN and Inf ----------------------------------------------------------------------------
 
     def nonfinite_checkpoints(self) -> dict[int, tuple[str, ...]]:
-        """Checkpoints with unexpected NaN or Inf since the last rollback or start. Collective.
+        """Unexpected NaN or Inf since the last rollback or start: step -> array names. Collective.
 
-        Checkpoints in memory are checked at once, those on disk alone when they are written.
-
-        Returns:
-            Step -> names of the arrays, the same on every rank.
+        Checkpoints in memory are checked at once, those only on disk when they are written.
         """
         nonfinite_found: Any = getattr(self.store, "nonfinite_found", list)
         for step, names in nonfinite_found():
@@ -307,11 +287,7 @@ class CheckpointManager:
         self.nonfinite.append((step, tuple(names)))
 
     def allow_nonfinite_in(self, state: Mapping[str, Any]) -> list[str]:
-        """Allows NaN and Inf in the arrays of the first state that have some: masks of -inf.
-
-        Returns:
-            Their names.
-        """
+        """Allows NaN and Inf where the first state has some (masks of -inf); returns the names."""
         nonfinite_in: Any = getattr(self.store, "nonfinite_in", lambda state: ())
         found = self._ranks.gather(nonfinite_in(state))
         names = sorted({name for of_rank in found for name in of_rank})
@@ -327,10 +303,7 @@ class CheckpointManager:
     # -- quarantine and errors ------------------------------------------------------------------
 
     def quarantine(self, steps: list[int], *, now: int) -> None:
-        """Quarantines checkpoints; ignores those that do not exist or are quarantined already.
-
-        A disk that cannot be written does not prevent a rollback, see `retry_quarantine`.
-        """
+        """Quarantines the checkpoints that exist; `retry_quarantine` handles disk errors."""
         self._verifier.wait()
         saves = self.listed()
         todo = [s.step for s in saves if s.step in steps and s.status != "quarantined"]
@@ -352,7 +325,7 @@ class CheckpointManager:
             self._pending_quarantine.add(target)
 
     def _report_store_errors(self, now: int) -> None:
-        """Reports errors of one tier that another tier has made up for."""
+        """Reports errors of one tier where another tier was used instead."""
         trouble: Any = getattr(self.store, "trouble", list)
         reported = set()
         for error in trouble():
@@ -366,7 +339,7 @@ class CheckpointManager:
                 self._log.problem(now, f"{error}; the run continues with what is in memory")
 
     def log_damage(self, error: CheckpointDamaged) -> None:
-        """Reports a checkpoint whose bytes differ from those that were saved, once."""
+        """Reports once that a checkpoint's bytes are not those that were saved."""
         if error.path in self._damaged_paths:
             return
         if error.path != WHERE:  # a directory's name is never used again
@@ -386,7 +359,7 @@ class CheckpointManager:
         self._verifier.wait()
 
     def close(self) -> None:
-        """Waits for the background."""
+        """Waits for the background and drops its results."""
         self._verifier.discard()
 
     def _save_failed(self, step: int, error: Exception) -> None:
@@ -404,9 +377,10 @@ class CheckpointManager:
 
 
 class WaitLimit:
-    """The waiting time that is left. It is not refunded when the disk keeps up for once.
+    """How long a run may still wait for slow saves.
 
-    If it were, every other save would wait as long as the first.
+    Waited time is not refunded when the disk keeps up for once: otherwise every other save would
+    wait as long as the first.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Which checkpoint to go back to: pure functions of the checkpoints and of earlier rollbacks.
 
-A checkpoint of step n holds the state after n optimizer steps, and steps are counted from 0: it is
-the state that step n starts from. So a checkpoint whose step is the onset is the last one from
-before the trouble. Checkpoints of later steps were saved during it.
+A checkpoint of step n holds the state after n optimizer steps. Steps are counted from 0, so this is
+the state that step n starts from. A checkpoint whose step is the onset is the last one from before
+the trouble; later ones were saved during it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class CheckpointChoice(NamedTuple):
     """The checkpoint to restore."""
 
     order: tuple[int, ...]
-    """Steps to try: the chosen one first, then older ones in case it is damaged."""
+    """Steps to try: the chosen one, then older ones in case it is damaged."""
     initial: bool
     """No known-good checkpoint is left: the chosen one is the initial snapshot."""
     repeated: bool
@@ -38,22 +38,15 @@ def choose(
     region: int = 0,
     initial: Sequence[int] = (),
 ) -> CheckpointChoice:
-    """Chooses the checkpoint to restore.
+    """Chooses the checkpoint to restore; NoGoodCheckpoint if there is nothing to go back to.
 
-    Args:
-        saves: the checkpoints; with several ranks the result of `common_to_ranks`.
-        onset: step of the incident's first alarm.
-        depth: known-good checkpoints to go back, 1 = the newest before the onset. The engine's
-            `rollback_depth`, which grows from incident to incident in a region.
-        past_rollbacks: rollbacks so far.
-        region: onsets fewer steps apart than this are in the same region. A second rollback there
-            goes to an older checkpoint than the first, even if others have become known-good since:
-            they lead into the same trouble.
-        initial: the last resort, in this order: step of the snapshot that the run began with, and
-            of the checkpoint that this process resumed from, which is not known-good.
-
-    Raises:
-        NoGoodCheckpoint: there is nothing to go back to.
+    With several ranks `saves` is the result of `common_to_ranks`. `onset` is the step of the
+    incident's first alarm. `depth` is the number of known-good checkpoints to go back: the engine's
+    `rollback_depth`, which grows from incident to incident in a region. Onsets fewer than `region`
+    steps apart are in one region. A second rollback there goes to an older checkpoint than the
+    first, even if others have become known-good since: they lead into the same trouble. `initial`
+    is the last resort, in this order: step of the snapshot that the run began with, and of the
+    checkpoint that this process resumed from, which is not known-good.
     """
     usable = [save for save in saves if save.finite and save.step <= onset]
     good = sorted((save.step for save in usable if save.status == "good"), reverse=True)
@@ -82,11 +75,7 @@ def saved_after(saves: Sequence[Saved], *, onset: int) -> list[int]:
 
 
 def common_to_ranks(ranks: Sequence[Sequence[Saved]]) -> list[Saved]:
-    """The checkpoints that every rank has, each with the worst status that it has on any rank.
-
-    Args:
-        ranks: every rank's list, in the same order everywhere.
-    """
+    """The checkpoints that every rank has, each with its worst status on any rank."""
     by_step = [{save.step: save for save in saves} for saves in ranks]
     steps = set.intersection(*(set(saves) for saves in by_step)) if by_step else set()
     return [_worst([saves[step] for saves in by_step]) for step in sorted(steps)]

@@ -1,9 +1,8 @@
 """The engine state to continue with after a rollback. Framework-neutral: dicts in, dicts out.
 
-Detectors come from the checkpoint, so that the run is judged by what they knew then. Budgets and
-the learning-rate multiplier come from the live run. If they were restored too, every rollback would
-refund the attempt that it has used and undo the learning-rate cut that came with it (OPT-175B's
-logbook has both).
+Detectors come from the checkpoint, so that they judge the run by the history before it. Budgets and
+the learning-rate multiplier come from the live run: restoring them too would refund the attempt
+that a rollback has used and undo its learning-rate cut (OPT-175B's logbook has both).
 """
 
 from __future__ import annotations
@@ -22,11 +21,7 @@ Engines = Mapping[str, Mapping[str, Any]]
 def after_rollback(
     engine: Engine, live: Engines, saved: Engines | None
 ) -> dict[str, dict[str, Any]]:
-    """Engine states after a rollback; an engine without a saved state starts its warm-up again.
-
-    Raises:
-        StateError: a saved state is damaged or of another policy.
-    """
+    """Engine states after a rollback; an engine without a saved state starts its warm-up again."""
     return {name: _merged(engine, now, (saved or {}).get(name)) for name, now in live.items()}
 
 
@@ -42,7 +37,7 @@ def cut_lr(engine: Engine, live: Engines, rate: float | None) -> dict[str, dict[
 def for_rerun(engine: Engine, live: Engines, saved: Engines) -> dict[str, dict[str, Any]]:
     """Engine states for a re-run with nothing changed: all as in the checkpoint.
 
-    This includes learning rate and incidents. The budget that the order has used is refunded: if
+    That includes learning rate and incidents. The budget that the order has used is refunded: if
     the trouble happens again, the engine orders the same again and uses its budget then.
     """
     states = {}
@@ -67,8 +62,7 @@ def _merged(
 def compatible(engine: Engine, saved: Engines | None) -> tuple[dict[str, Mapping[str, Any]], str]:
     """The saved states that fit this policy, and what is wrong with the others.
 
-    A policy may have been edited since the checkpoint was written. The checkpoint stays usable: the
-    detectors then start their warm-up again, and the second result is that message.
+    A checkpoint stays usable when the policy is edited; the detectors start their warm-up again.
     """
     fit: dict[str, Mapping[str, Any]] = {}
     problem = ""

@@ -1,7 +1,7 @@
 """What every checkpoint holds besides the user's state: random generators and loader positions.
 
-An item of its own, per rank, and optional: checkpoints of other programs restore without it. All of
-it is plain values, so that reading it runs no code, whichever program has written the directory.
+They are an item of their own, per rank, and optional: checkpoints of other programs restore without
+it. All values are plain, so that reading runs no code, whichever program wrote the directory.
 """
 
 from __future__ import annotations
@@ -36,12 +36,9 @@ class HostParts(NamedTuple):
 
 
 class HostState:
-    """Saved like any object with `state_dict`; read back by the Healer, piece by piece.
+    """Saved like any object with `state_dict`; read back by the Healer in parts.
 
-    Args:
-        position: the loaders' positions.
-        generators: the framework's, if it has global ones.
-        trust: read the pickles of earlier versions, too.
+    `position` returns the loaders' positions. `trust` reads the pickles of earlier versions too.
     """
 
     per_rank = True
@@ -74,9 +71,7 @@ class HostState:
     def read(self, state: Mapping[str, Any] | None) -> HostParts | None:
         """The content of a checkpoint's item, checked; nothing is set. None if it has none.
 
-        Raises:
-            Untrusted: it is pickled, and `trust` is False.
-            StoreError: healcore cannot have written it.
+        Untrusted if it is pickled without `trust`, StoreError if healcore cannot have written it.
         """
         if state is None:
             return None
@@ -97,7 +92,7 @@ class HostState:
         return parts
 
     def put_back(self, parts: HostParts) -> None:
-        """Sets the generators. After the loaders were moved, which draws from them."""
+        """Sets the generators; call it after the loaders were moved, which draws from them."""
         random.setstate(parts.python)
         np.random.set_state(parts.numpy)  # noqa: NPY002
         if parts.framework is not None and self._generators is not None:
@@ -132,12 +127,9 @@ def _holds_pickle(position: Mapping[str, Any]) -> bool:
 
 
 def _try_out(parts: HostParts) -> None:
-    """Sets unused generators: what these refuse would fail half-way later.
+    """Sets unused generators: a state that these refuse would later fail with only some set.
 
     NumPy checks everything but the position in the Mersenne Twister's numbers, and reads there.
-
-    Raises:
-        ValueError: it is not a generator's state.
     """
     random.Random().setstate(parts.python)
     numpy = parts.numpy

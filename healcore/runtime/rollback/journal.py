@@ -2,7 +2,7 @@
 
 A rollback takes several steps on disk: quarantine newer checkpoints, restore, continue with the
 live budgets. The plan is written to the journal before the first of them and removed after the
-last. So a start after a crash at any point finishes the rollback, with the same result. Until the
+last, so a start after a crash at any point finishes the rollback with the same result. Until the
 first save after a rollback only the journal knows the budgets and the learning-rate multiplier: a
 restart from the checkpoint alone would refund the attempt and restore the old learning rate.
 """
@@ -49,7 +49,6 @@ class RollbackPlan:
     order: list[int]
     """Steps of the checkpoints to try, in this order."""
     quarantine: list[int]
-    """Steps of the checkpoints to quarantine."""
     engines: dict[str, Any]
     """Engine states when it began."""
     left_out: dict[str, list[list[int]]]
@@ -78,17 +77,14 @@ class JournalState:
     """How the last process ended; None: it is running, or was killed."""
     rollbacks: int = 0
     pending: RollbackPlan | None = None
-    """A rollback that has begun and is not completed."""
     last_rollback: CompletedRollback | None = None
     nonfinite_ok: list[str] | None = None
     """Arrays that were not finite in the first snapshot."""
     ledger: dict[str, Any] | None = None
     """The ledger after the last rollback; while one is pending, from before it."""
     rerun_onsets: list[int] = field(default_factory=list)
-    """Onsets for which a re-run was made."""
     lineage: str | None = None
-    """Id of the run that the checkpoints belong to: that of its first process. Every checkpoint
-    holds it too."""
+    """Id of the run that the checkpoints belong to, from its first process. They hold it too."""
     first_step: int | None = None
     """Step of the snapshot that this run began with."""
     newest_on_disk: int | None = None
@@ -109,11 +105,7 @@ class Journal:
         self.state = JournalState()
 
     def read(self) -> JournalState:
-        """Reads what an earlier process has written, if there is a file.
-
-        Raises:
-            JournalError: the file is damaged, or of another version of healcore.
-        """
+        """Reads the file of an earlier process, if any; JournalError if it cannot be used."""
         if self.path is None or not self.path.exists():
             return self.state
         try:
@@ -139,11 +131,7 @@ class Journal:
         return self.state
 
     def write(self) -> None:
-        """Writes the journal to disk, durably.
-
-        Raises:
-            OSError: it could not be written; the old file is still there.
-        """
+        """Writes the journal to disk, durably; an OSError leaves the old file there."""
         if self.path is not None and self._writes:
             content = {**asdict(self.state), "schema": SCHEMA}
             files.replace(self.path, checksummed_json.dumps(content))
@@ -160,11 +148,7 @@ def _completed(plan: dict[str, Any], **rest: Any) -> CompletedRollback:
 
 
 def check_lineage(journal: Journal, result: RestoreResult) -> None:
-    """Checks that journal and checkpoint are of one run, before anything live is changed.
-
-    Raises:
-        JournalError: they are not; the message says which file to delete.
-    """
+    """Raises JournalError if journal and checkpoint are not of one run; called before loading."""
     of_journal = journal.state.lineage
     of_checkpoint = (result.restored.healing or {}).get("lineage") or of_journal
     if of_journal is None:  # the journal was deleted
@@ -179,11 +163,7 @@ def check_lineage(journal: Journal, result: RestoreResult) -> None:
 
 
 def refuse_if_lost(journal: Journal, damaged: Sequence[CheckpointDamaged]) -> None:
-    """Where no checkpoint is listed: refuses to start if there had been one.
-
-    Raises:
-        NoGoodCheckpoint: there had been one. A run from step 0 would hide its loss.
-    """
+    """Where no checkpoint is listed: NoGoodCheckpoint if there had been one, to report its loss."""
     if damaged:
         raise no_usable_checkpoint(journal, [], damaged)
     if journal.state.newest_on_disk is not None:
@@ -221,7 +201,7 @@ def no_usable_checkpoint(
 
 
 def directories(saves: Sequence[Saved], steps: Collection[int]) -> list[str]:
-    """Directory names of the checkpoints of some steps, of those that are on disk."""
+    """Directory names of those checkpoints of some steps that are on disk."""
     return [Path(s.path).name for s in saves if s.path is not None and s.step in steps]
 
 
@@ -245,8 +225,7 @@ class LostStatus(NamedTuple):
     """Steps of checkpoints whose status file is damaged or missing."""
 
     quarantined: list[int]
-    """Quarantined by the journal. (An intact status file overrides the journal: a person may have
-    changed it.)"""
+    """Quarantined by the journal. An intact status file overrides it: a person may have set it."""
     unknown: list[int]
     """Known-good, or quarantined by another program."""
 

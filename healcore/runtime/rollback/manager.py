@@ -1,7 +1,7 @@
 """Rolling back, and resuming after a crash: what is done, in which order, with a journal.
 
-The order matters for two reasons. Nothing live is changed before every check has passed. And every
-step on disk can be repeated, so that a start after a crash carries the same plan out again.
+Nothing live is changed before every check has passed. Every step on disk can be repeated, so that a
+start after a crash carries out the same plan again.
 """
 
 from __future__ import annotations
@@ -65,17 +65,15 @@ class RollbackRequest(NamedTuple):
     cut: bool = False
     """Cut the learning rate too, although no rule of the policy did."""
     rerun: int | None = None
-    """For a re-run: same learning rate, same data, no attempt used. The step that brought the
-    order."""
+    """For a re-run (same learning rate and data, no attempt used): the step that ordered it."""
 
 
 class RollbackResult(NamedTuple):
     """What a rollback has done."""
 
     number: int
-    """Of the rollback, from 1, over the whole run."""
+    """From 1, over the whole run."""
     target: int
-    """Step of the checkpoint that was restored."""
     moved: RewindResult
     repeated: bool
     """The last rollback restored the same checkpoint, and nothing older exists."""
@@ -89,7 +87,6 @@ class AppliedPlan(NamedTuple):
     target: int
     engines: dict[str, dict[str, Any]]
     host_state: HostParts | None
-    """What the checkpoint holds for `HostState`."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -103,7 +100,6 @@ class RollbackManager:
     ledger: Ledger
     loaders: LoaderRegistry
     host: HostState
-    """Random states and loader positions that a checkpoint holds."""
     ranks: Ranks
     log: RunLog
     started_from: int | None = field(default=None, init=False)
@@ -133,11 +129,9 @@ class RollbackManager:
     # -- rollback -------------------------------------------------------------------------------
 
     def roll_back(self, request: RollbackRequest) -> RollbackResult:
-        """A rollback, from the choice of the checkpoint to the last line in the journal.
+        """A rollback, from the choice of the checkpoint to the last entry in the journal.
 
-        Raises:
-            NoGoodCheckpoint: there is nothing to go back to.
-            StateMismatch: the checkpoint is of another state; nothing was changed.
+        NoGoodCheckpoint if there is nothing to go back to; a StateMismatch leaves live state as is.
         """
         self.checkpoints.wait()
         self.checkpoints.verify_due(self.ledger, before=request.onset)
@@ -180,10 +174,7 @@ class RollbackManager:
         return RollbackResult(plan.number, applied.target, moved, choice.repeated, choice.initial)
 
     def state_before(self, onset: int) -> Mapping[str, Any] | None:
-        """The state of the checkpoint that a rollback would restore; None: there is none.
-
-        Nothing is changed. The copy is as large as the state.
-        """
+        """A copy of the state that a rollback would restore; None if there is none."""
         try:
             choice = self._choice(self.saves(), onset)
             return self.checkpoints.store.restore(choice.order[0], self._items()).state
@@ -230,11 +221,7 @@ class RollbackManager:
     # -- after a start --------------------------------------------------------------------------
 
     def finish_interrupted(self, plan: RollbackPlan) -> tuple[int, HostParts | None]:
-        """Carries out a plan during which an earlier process was killed.
-
-        Returns:
-            As for `resume`.
-        """
+        """Carries out a plan during which a process was killed; returns the same as `resume`."""
         if self.journal.state.ledger is not None:
             self.ledger.take_over(Ledger.from_dict(self.journal.state.ledger), plan.order[0])
         applied = self._apply_plan(plan, now=plan.step)
@@ -244,18 +231,10 @@ class RollbackManager:
         return applied.target, applied.host_state
 
     def resume(self, order: Sequence[int]) -> tuple[int, HostParts | None]:
-        """Resumes from the newest intact checkpoint.
+        """Resumes from the newest intact checkpoint of `order`, steps with the newest first.
 
-        Returns:
-            Its step, and what to pass to `HostState.put_back` once the loop has named its
-            loader.
-
-        Args:
-            order: steps of the checkpoints to try, newest first.
-
-        Raises:
-            NoGoodCheckpoint: none is intact.
-            StateMismatch: they are of another state.
+        Returns its step, and what to pass to `HostState.put_back` once the loop has named its
+        loader. NoGoodCheckpoint if none is intact, StateMismatch if they are of another state.
         """
         result = self._restore(order, order[0])
         check_lineage(self.journal, result)
@@ -324,11 +303,7 @@ class RollbackManager:
         return dict(engines)
 
     def _load_state(self, result: RestoreResult, engines: dict[str, Any]) -> HostParts | None:
-        """Loads state and engines into the live run; returns the part for `HostState`.
-
-        Raises:
-            Untrusted: that part holds a pickle; nothing was changed.
-        """
+        """Loads state and engines; returns the part for `HostState`, which is checked first."""
         state = dict(result.restored.state)
         host_state = self.host.read(state.pop(ITEM, None))
         self.driver.replace(state)
@@ -357,7 +332,7 @@ class RollbackManager:
 
 
 def _position(own: HostParts | None) -> dict[str, Any] | None:
-    """Where the loaders were; None of an old checkpoint."""
+    """Where the loaders were; None for an old checkpoint."""
     return None if own is None else own.data
 
 

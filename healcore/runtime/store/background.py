@@ -20,11 +20,10 @@ _log = logging.getLogger(__name__)
 class Background:
     """A single worker thread, which does jobs in the order in which they were submitted.
 
-    Their results depend on that order and not on how long one takes. A job that fails leaves a
-    SaveFailed to be collected once.
-
-    A program that ends waits for the jobs under way. Failures that nobody has collected by then are
-    logged as errors. A forked child has neither the jobs nor the failures: they are its parent's.
+    Their results depend on that order and not on how long one takes. The error of a job is kept as
+    a SaveFailed and reported once; its future holds none. A program that ends waits for the jobs
+    under way, and logs failures not reported by then. A forked child has no jobs: they are its
+    parent's.
     """
 
     def __init__(self, name: str) -> None:
@@ -36,16 +35,7 @@ class Background:
         fork_safety.watch(self)
 
     def submit(self, step: int, doing: str, job: Callable[[], None]) -> Future[None]:
-        """Puts a job at the end of the queue, without waiting.
-
-        Args:
-            step: whose checkpoint it is, for the error.
-            doing: what it does, for the error: "while writing".
-            job: raises what went wrong.
-
-        Returns:
-            Done when the job is. It holds no error: those are in `failures`.
-        """
+        """Puts a job at the end of the queue; `step` and `doing` ("while …") are for its error."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix=self._name)
             _before_the_end(self._finish)
@@ -65,12 +55,9 @@ class Background:
         return self._jobs[-1]
 
     def join(self) -> None:
-        """Waits for all jobs so far; their errors stay to be collected.
-
-        From any thread; a job that calls it does not wait for itself.
-        """
+        """Waits for all jobs so far; their errors stay to be reported."""
         if threading.get_ident() == self._worker:
-            return
+            return  # a job would wait for itself
         for job in tuple(self._jobs):
             job.result()
 
@@ -81,11 +68,11 @@ class Background:
 
     @property
     def busy(self) -> bool:
-        """Whether there are any."""
+        """Whether any job is not done."""
         return self.waiting > 0
 
     def pending(self, job: Future[None] | None) -> bool:
-        """Whether it is one of them and not done; a job of the parent of a fork is not one."""
+        """Whether a job is in this queue and not done. Jobs of a fork's parent are not in it."""
         return job is not None and job in self._jobs and not job.done()
 
     def wait(self) -> None:
@@ -116,9 +103,8 @@ class Background:
 def _before_the_end(method: Callable[[], None]) -> None:
     """Calls a bound method when the program ends and threads can still be started.
 
-    `atexit` is too late: by then the interpreter starts no more threads, and the frameworks'
-    writers need some. The earlier hook is private; where it is missing, an unfinished save is
-    dropped as a whole.
+    At `atexit` the interpreter starts no more threads, and the frameworks' writers need some. The
+    earlier hook is private; where it is missing, an unfinished save is dropped whole.
     """
     register: Any = getattr(threading, "_register_atexit", None)
     if register is not None:

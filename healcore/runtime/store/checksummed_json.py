@@ -17,21 +17,16 @@ class ChecksumError(ValueError):
 
 
 def dumps(content: Mapping[str, Any]) -> bytes:
-    """Canonical JSON with a digest of the rest in it.
-
-    Args:
-        content: JSON-safe, without non-finite numbers.
-    """
+    """Canonical JSON with a digest of the rest in it; no non-finite numbers."""
     body = json.loads(_canonical(content))
     return _canonical({**body, "digest": _digest(body)}) + b"\n"
 
 
 def loads(data: bytes) -> dict[str, Any]:
-    """The content that `dumps` was given.
+    """The content that `dumps` was given; ChecksumError if a bit has changed.
 
-    Raises:
-        ChecksumError: a bit has changed. The bytes must be canonical too: that catches a flip that
-            JSON would not notice, in white space or in the case of an exponent.
+    The bytes must be canonical too: that catches a flip that JSON would not notice, in white space
+    or in the case of an exponent.
     """
     try:
         content = json.loads(data)
@@ -45,12 +40,7 @@ def loads(data: bytes) -> dict[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The content of a file.
-
-    Raises:
-        OSError: it cannot be read.
-        ChecksumError: it is not what was written.
-    """
+    """The content of a file; OSError if it cannot be read, ChecksumError if it has changed."""
     return loads(files.read(path))
 
 

@@ -2,12 +2,12 @@
 
 Two runs in one directory would prune and quarantine each other's checkpoints. `healcore.lock` in
 the root names the process that runs there, and is locked (`flock`) as long as the run lasts. The
-kernel releases the lock when the process ends, however it ends, and it sees the processes of other
-containers. The name alone is not enough: containers may share a host name and have process numbers
-of their own. On a file system without locks the name has to be enough, and a warning reports that.
+kernel releases the lock however the process ends, and sees the processes of other containers. The
+name alone is not enough, because containers may share a host name and have process numbers of their
+own. Without locks in the file system it has to be, and a warning reports that.
 
-Whoever else can write there can change what this run restores. Digests are next to the files and
-do not detect that; owners and modes do.
+Whoever else can write there can change what this run restores. Digests are next to the files and do
+not detect that; owners and modes do.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ except ImportError:  # Windows
 
 LOCK = "healcore.lock"
 _SAFELY = files.NO_LINK | files.NO_WAITING
-"""Flags to open it with, even if a link or a pipe took its place just now."""
+"""Flags to open it with, in case a link or a pipe has just taken its place."""
 _ATTEMPTS = 100
 _PAUSE_S = 0.01
 """Between two attempts. The holder may only be looking, or about to write its name."""
@@ -71,11 +71,9 @@ class StoreInUse(StoreError):
 
 
 class Claim:
-    """The right to work in a directory: until it is released or forgotten, or the process ends.
+    """The right to work in a directory, until it is released or forgotten, or the process ends.
 
-    Attributes:
-        root: the directory.
-        warning: why another run may be there too; None if the directory is certainly this run's.
+    `warning` is why another run may be there too; None if the directory is certainly this run's.
     """
 
     def __init__(self, root: Path, token: str, handle: int | None, warning: str | None) -> None:
@@ -87,7 +85,7 @@ class Claim:
         fork_safety.watch(self)
 
     def release(self) -> None:
-        """Releases it. A second call does nothing; nor does one in a forked child."""
+        """Releases it. A second call does nothing, nor does a call in a forked child."""
         self._end()
 
     def forked(self) -> None:
@@ -97,18 +95,14 @@ class Claim:
 
 
 def claim(root: str | os.PathLike[str]) -> Claim:
-    """Takes a directory for the run of this process. With several ranks, on rank 0 only.
+    """Takes a store's directory for the run of this process. With several ranks, on rank 0 only.
 
-    Args:
-        root: the store's directory; it is there.
-
-    Returns:
-        The claim. It has a `warning` if a run that cannot be seen from here may be at work there:
-        the file system has no locks, or takes no lock file.
+    The claim has a `warning` if a run that cannot be seen from here may be at work there: the file
+    system has no locks, or takes no lock file.
 
     Raises:
         StoreInUse: another run is at work there.
-        StoreError: `healcore.lock` is there, and no file.
+        StoreError: `healcore.lock` is there, and is no file.
     """
     root, token = Path(root).absolute(), secrets.token_hex(8)
     handle = None
@@ -163,13 +157,7 @@ def _unlock(lock: Path, token: str, handle: int | None, pid: int) -> None:
 
 
 def _locked(root: Path) -> tuple[int, str | None]:
-    """The lock file, open and locked; or open, and why it cannot be locked here.
-
-    Raises:
-        StoreInUse: another process has it.
-        StoreError: it is no file.
-        OSError: it cannot be opened.
-    """
+    """The lock file, open; why it could not be locked, or None. StoreInUse if another has it."""
     lock, holder = root / LOCK, None
     for attempt in range(_ATTEMPTS):
         handle = _opened(lock)
@@ -195,11 +183,7 @@ def _locked(root: Path) -> tuple[int, str | None]:
 
 
 def _opened(lock: Path) -> int:
-    """The lock file, created if necessary.
-
-    Raises:
-        StoreError: it is a link, a pipe or a directory. healcore makes none, and a pipe would hang.
-    """
+    """The lock file, created if necessary; StoreError if it is no file: a pipe would hang."""
     try:
         mode = lock.lstat().st_mode
     except FileNotFoundError:
@@ -217,11 +201,7 @@ def _opened(lock: Path) -> int:
 
 
 def _flock(handle: int) -> str | None:
-    """Locks it; returns why that cannot be done here.
-
-    Raises:
-        BlockingIOError: another process has locked it.
-    """
+    """Locks it and returns None, or why that cannot be done; BlockingIOError if another has it."""
     if fcntl is None:
         return "this system has no flock"
     try:
@@ -249,10 +229,9 @@ def _holder(found: dict[str, Any]) -> Process | None:
 
 
 def _unless_free(root: Path, no_locks: str | None) -> str | None:
-    """A warning if the process that the file names may still be there.
+    """A warning if the process that the file names may still be there; StoreInUse if it is there.
 
-    Raises:
-        StoreInUse: it is there: the disk has no locks, or the process is of an older healcore.
+    The lock does not exclude that on a disk without locks, or with an older healcore.
     """
     lock, found = root / LOCK, _read(root / LOCK)
     holder = _holder(found)
@@ -260,7 +239,7 @@ def _unless_free(root: Path, no_locks: str | None) -> str | None:
         gone = found.get("token") not in _claims if holder == current_process() else holder.gone()
         if gone is False:
             raise StoreInUse(root, holder)
-        # In a container of this machine: the kernel has its lock as free.
+        # Same boot: a live process, even in another container, would still have the lock.
         seen = no_locks is None and holder.boot == current_process().boot
         if gone is None and not seen:
             return (
@@ -281,9 +260,6 @@ def open_to_others(root: Path) -> str | None:
 
     Checks owners and modes of the directory and of its entries, not deeper. Access lists, and who
     can write to the directories above, are not checked.
-
-    Args:
-        root: the store's directory.
     """
     if not hasattr(os, "geteuid"):
         return None

@@ -1,4 +1,4 @@
-"""How a checkpoint enters a store's directory, and how it leaves: whole, in one atomic step."""
+"""How a checkpoint enters a store's directory and leaves it: whole, in one atomic step."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ class Written(NamedTuple):
     """What one rank wrote."""
 
     digests: Mapping[str, Digest]
-    """Of files whose bytes were digested while they were written, and which are on disk. The others
-    are read again."""
+    """Of files on disk that were digested while they were written. All others are read again."""
     arrays: int
     nonfinite: tuple[str, ...]
     """Names of arrays with NaN or Inf, allowed or not."""
@@ -52,19 +51,10 @@ class Item(NamedTuple):
 def commit(
     root: Path, ranks: Ranks, item: Item, write: Callable[[Path], Written]
 ) -> tuple[str, ...]:
-    """Writes a checkpoint; it is there whole or not at all.
+    """Writes a checkpoint, whole or not at all; every rank calls this.
 
-    Args:
-        root: the store's directory.
-        ranks: every rank calls this.
-        item: what it is.
-        write: writes state and data below the directory it is given, on every rank.
-
-    Returns:
-        Names of the arrays with NaN or Inf, allowed or not.
-
-    Raises:
-        SaveFailed: on every rank, whichever failed.
+    `write` puts state and data below the directory that it is given. Returns the names of the
+    arrays with NaN or Inf, allowed or not. If one rank fails, all raise SaveFailed.
     """
     # All exchanges of the ranks go through `ranks.gather`, in the same order.
     name = agreed(ranks, files.new_temporary() if ranks.rank == 0 else None)
@@ -85,9 +75,8 @@ def commit(
 def clear_superseded(root: Path) -> None:
     """Removes saves whose step was saved again.
 
-    Two kinds stay: the last known-good one, until there is another; and the newest few quarantined
-    ones. A run that rolled back soon saves the same steps again, long before a person had the time
-    to look at what went wrong.
+    The last known-good one stays until there is another, and so do the newest few quarantined ones:
+    a run that rolled back saves the same steps again before a person had time to look at them.
     """
     found = manifest.complete(root)
     counting = [manifest.newest(saves) for saves in found.values()]
@@ -107,10 +96,7 @@ def clear_superseded(root: Path) -> None:
 
 
 def remove(root: Path, folder: Path) -> None:
-    """Takes a checkpoint's name away, in one atomic step, then deletes its files.
-
-    A crash in between leaves a temporary name, which the next start removes.
-    """
+    """Takes a checkpoint's name away, in one atomic step, then deletes its files."""
     name = files.new_temporary()
     try:
         files.rename(folder, root / name)
@@ -122,14 +108,7 @@ def remove(root: Path, folder: Path) -> None:
 
 
 def sweep(root: Path) -> list[str]:
-    """Removes the stale files of killed processes: names of healcore's own form, nothing else.
-
-    Args:
-        root: a store's directory.
-
-    Returns:
-        Names that were removed. What cannot be removed (a read-only disk) stays: it does no harm.
-    """
+    """Removes the stale files of killed processes, healcore's own names only; returns the names."""
     return [
         path.relative_to(root).as_posix()
         for path in _temporaries(root)
@@ -138,7 +117,6 @@ def sweep(root: Path) -> list[str]:
 
 
 def _temporaries(root: Path) -> Iterator[Path]:
-    """Work in progress in a store and in its checkpoints."""
     for path in _listed(root):
         if files.is_temporary(path.name):
             yield path
@@ -154,7 +132,6 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _hint(error: BaseException) -> str:
-    """What to do about an error, where that is known."""
     number = error.errno if isinstance(error, OSError) else None
     # Orbax's writer puts the system's number into the text of a ValueError.
     in_text = re.search(r"os_error_code='(\d+)'", str(error))
@@ -164,7 +141,7 @@ def _hint(error: BaseException) -> str:
 
 
 def _complete(root: Path, folder: Path, item: Item, parts: Sequence[Written]) -> None:
-    """The last steps: the digests that are still missing, the manifest, the name."""
+    """The last steps of a save: the missing digests, the manifest, the final name."""
     if item.healing is not None:
         files.write_new(folder / manifest.HEALING, item.healing)
     paths = files.below(folder)
@@ -195,10 +172,8 @@ def _complete(root: Path, folder: Path, item: Item, parts: Sequence[Written]) ->
 
 
 def _synced(folder: Path, paths: Sequence[str]) -> dict[str, Digest]:
-    """Digests of some files; they and all directories are on disk then.
-
-    Concurrently, as far as possible: file systems wait once for many who wait together.
-    """
+    """Digests of some files. They and all directories are on disk when it returns."""
+    # Concurrently: file systems wait once for many who wait together.
     with ThreadPoolExecutor(inspection.threads()) as pool:
         found = pool.map(lambda path: inspection.file_digest(folder / path, sync=True), paths)
         synced = pool.map(files.sync_directory, [Path(at) for at, _, _ in os.walk(folder)])

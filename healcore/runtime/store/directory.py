@@ -65,17 +65,10 @@ _CRAFTED = (LookupError, TypeError, ValueError, AttributeError, RecursionError, 
 class DirectoryStore(ABC):
     """Checkpoints in the directories below one root. A framework adds its writer and reader.
 
-    Between two saves it keeps the host memory of one copy of the state, for the next.
-
     Args:
         root: directory of this run's checkpoints and of nothing else; created if necessary.
-        copier: the framework's.
-        nonfinite_ok: patterns of array names (`model.*.mask`) where NaN and Inf are allowed.
         ranks: the processes that save together, into a directory that all of them see. They call
             every method together, except `steps` and `problems`.
-
-    Raises:
-        StoreError: the directory does not exist and cannot be created.
     """
 
     format: str
@@ -124,8 +117,7 @@ class DirectoryStore(ABC):
     def _write_arrays(self, arrays: dict[str, Any], folder: Path) -> dict[str, Digest]:
         """Writes arrays below `folder`, which is new. In the background, on every rank.
 
-        Returns:
-            Path below `folder` -> digest, of files that are on disk and need not be read again.
+        Returns path below `folder` -> digest, of files that are on disk and need not be read again.
         """
 
     @abstractmethod
@@ -156,11 +148,7 @@ class DirectoryStore(ABC):
     ) -> None:
         """`save` without a copy, of a state that nobody changes until `wait` returns.
 
-        Args:
-            step: as in `save`.
-            state: as in `save`.
-            healing: as in `save`.
-            created: when it was copied, if that was earlier.
+        `created` is when it was copied, if that was earlier.
         """
         self._save(step, state, healing, copy=False, created=created)
 
@@ -199,7 +187,7 @@ class DirectoryStore(ABC):
             raise NotFinite(step, saved.nonfinite)
 
         def action() -> None:
-            # Before it too: a crash may have left two saves of this step, and only one counts.
+            # Also before: a crash may have left two saves of this step, and only one counts.
             commit.clear_superseded(self.root)
             manifest.write_status(found.folder, status)
             commit.clear_superseded(self.root)
@@ -239,11 +227,7 @@ class DirectoryStore(ABC):
         ]
 
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of the arrays in a state that hold NaN or Inf, allowed or not; saves nothing.
-
-        Raises:
-            UnsavableState: there is something in the state that cannot be saved.
-        """
+        """Names of the arrays in a state that hold NaN or Inf, allowed or not; saves nothing."""
         self._behind.join()
 
         def look() -> tuple[str, ...]:
@@ -258,7 +242,7 @@ class DirectoryStore(ABC):
 
     @property
     def processes(self) -> Ranks:
-        """Those that save together. To exchange over while nothing is being written."""
+        """The ranks that save together; to exchange over while nothing is being written."""
         return self._ranks
 
     @property
@@ -267,10 +251,7 @@ class DirectoryStore(ABC):
         return self._behind.pending(self._written)
 
     def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Saves with NaN or Inf where it is not allowed, and the arrays; since the last call.
-
-        Of those that are written; it does not wait.
-        """
+        """Saves written since the last call with NaN or Inf that is not allowed, and where."""
         found, self._nonfinite = self._nonfinite, []
         return found
 
@@ -281,7 +262,7 @@ class DirectoryStore(ABC):
     def drop(self, step: int) -> None:
         """`delete`, even if the save that counts is the last known-good one.
 
-        A known-good save of the step that a newer one has superseded stays, if it is the last.
+        A known-good save of the step that a newer one has superseded stays if it is the last.
         """
         self._find(step)
 
@@ -337,7 +318,7 @@ class DirectoryStore(ABC):
         self._written = self._behind.submit(step, "while writing", job)
 
     def _commit_failure(self, item: Item, failure: Exception) -> None:
-        """Makes the save fail on the other ranks: this one could not copy its state."""
+        """Makes the save fail on the other ranks because this one could not copy its state."""
 
         def fail(folder: Path) -> Written:
             raise failure
@@ -353,7 +334,7 @@ class DirectoryStore(ABC):
         return self._copier.take(state, spare)
 
     def _release(self, captured: Any) -> None:
-        """A snapshot is not needed any more: the next uses its memory."""
+        """Keeps the memory of a snapshot that is not needed any more for the next one."""
         if captured.arena is not None:
             self._spare = captured
 
@@ -413,9 +394,7 @@ class DirectoryStore(ABC):
     def _find(self, step: int) -> Found:
         """The checkpoint that counts for a step, the same on every rank.
 
-        Raises:
-            CheckpointDamaged: there is a directory for it, and no complete checkpoint in it.
-            NotThere: there is no directory for it.
+        CheckpointDamaged if its directory holds no complete one, NotThere if there is no directory.
         """
         step = protocol.checked_step(step)
         self._behind.join()
@@ -433,7 +412,7 @@ class DirectoryStore(ABC):
         return result
 
     def _checked(self, step: int) -> Found:
-        """The same, every digest recomputed; the files are divided among the ranks."""
+        """`_find`, with every digest recomputed; the files are divided among the ranks."""
         found = self._find(step)
         mine = sorted(found.manifest.files)[self._ranks.rank :: self._ranks.world]
         for wrong in self._ranks.gather(manifest.first_difference(found, mine)):
@@ -442,11 +421,7 @@ class DirectoryStore(ABC):
         return found
 
     def _change(self, what: str, action: Callable[[], None]) -> None:
-        """Changes something on disk, from rank 0.
-
-        Raises:
-            StoreError: it failed.
-        """
+        """Changes something on disk, from rank 0; StoreError if that fails."""
         try:
             ranks.on_first(self._ranks, action)
         except OSError as error:

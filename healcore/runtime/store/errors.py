@@ -1,4 +1,4 @@
-"""The errors of checkpoint stores. Every one of them leaves live state untouched."""
+"""The errors of checkpoint stores. Live state is unchanged after each of them."""
 
 from __future__ import annotations
 
@@ -87,11 +87,7 @@ class NotFinite(StoreError):
 
 
 class SaveFailed(StoreError):
-    """A checkpoint that could not be taken or written; what was there before still is.
-
-    Attributes:
-        step: the checkpoint's step.
-    """
+    """A checkpoint that could not be taken or written; what was there before still is."""
 
     def __init__(self, step: int, doing: str, error: BaseException, hint: str = "") -> None:
         super().__init__(step, doing, error, hint)
@@ -130,12 +126,7 @@ class Untrusted(StoreError):
 
 
 def pickled(what: str, how: str) -> Untrusted:
-    """The error for a pickle that was not read.
-
-    Args:
-        what: its place in the state.
-        how: what takes `trust=True`: "the store".
-    """
+    """The error for a pickle at `what` in the state; `how` names what takes `trust=True`."""
     return Untrusted(
         f"{what} is a pickled object, and reading one runs whatever code its writer put there: it "
         "was not read, and nothing was restored. If nobody but you could write to this directory, "
@@ -145,13 +136,7 @@ def pickled(what: str, how: str) -> Untrusted:
 
 
 def no_plain_form(what: str, value: object, how: str) -> UnsavableState:
-    """The error for an object that only pickle could write.
-
-    Args:
-        what: its place in the state.
-        value: the object.
-        how: what takes `trust=True`: "the store".
-    """
+    """The error for a value at `what` that only pickle could write; `how` as in `pickled`."""
     name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     return UnsavableState(
         f"{what} is a {name}, which has no plain form: keep arrays, "

@@ -1,14 +1,12 @@
-"""Files in a run directory: regular ones only, and whole after a crash.
+"""Files in a run directory: only regular ones are read, and a crash leaves them whole.
 
 Others may be able to write to the directory. A pipe there would block its reader, a device never
-ends, and a write through a link changes somebody else's file. So only regular files are read, and
-writing always makes a new file.
+ends, and a write through a link changes somebody else's file, so writing always makes a new file.
+Its bytes go to disk first, then its name, then the directory that holds the name: without the last
+step a power cut can take the name back.
 
-The order of a write is the usual one: bytes to disk, then the name, then the directory that holds
-the name. Without the last step a power cut can take the name back.
-
-Work in progress has a name that shows its process, so that the next start can remove what a killed
-process left: `.tmp-healcore-<pid>-<place>-<random>`.
+Work in progress is named after its process, `.tmp-healcore-<pid>-<place>-<random>`, so that the
+next start can remove what a killed process left.
 """
 
 from __future__ import annotations
@@ -36,11 +34,7 @@ _in_use: set[str] = set()
 
 
 def read(path: Path) -> bytes:
-    """The content of a file.
-
-    Raises:
-        OSError: it cannot be read, or it is a pipe, a device or a directory.
-    """
+    """The content of a regular file; OSError for a pipe, a device or a directory."""
     handle = os.open(path, os.O_RDONLY | NO_WAITING | _CLOSED_IN_CHILDREN)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -53,24 +47,14 @@ def read(path: Path) -> bytes:
 
 
 def create(path: str | os.PathLike[str], flags: int = os.O_WRONLY) -> int:
-    """Opens a new file: never an existing one, never through a link. Also an `opener` for `open`.
-
-    Raises:
-        FileExistsError: the name is taken.
-        OSError: it cannot be made.
-    """
+    """Opens a new file, never an existing one or through a link. Also an `opener` for `open`."""
     del flags  # of open(): "x" means the same
     exclusive = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK
     return os.open(path, exclusive | _CLOSED_IN_CHILDREN, 0o666)
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Replaces a file: a crash leaves the old content or the new one.
-
-    Args:
-        path: the file; its directory exists.
-        data: all of its content.
-    """
+    """Replaces a file, whose directory exists. A crash leaves the old content or the new one."""
     temporary = path.with_name(new_temporary())
     try:
         write_new(temporary, data)
@@ -109,11 +93,7 @@ def sync_directory(path: Path) -> None:
 
 
 def discard(path: Path) -> bool:
-    """Removes a file or a directory with its content, never through a link.
-
-    Returns:
-        Whether it is gone.
-    """
+    """Removes a file or a directory, never through a link; returns whether it is gone."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -125,7 +105,7 @@ def discard(path: Path) -> bool:
 
 
 def below(folder: Path) -> list[str]:
-    """Every file below a folder, as sorted paths relative to it with forward slashes."""
+    """Every file below a folder, as sorted relative paths with forward slashes."""
     return sorted(
         (Path(at) / name).relative_to(folder).as_posix()
         for at, _, names in os.walk(folder)
@@ -141,7 +121,7 @@ def new_temporary() -> str:
 
 
 def end_temporary(name: str) -> None:
-    """This process no longer uses a temporary name."""
+    """Ends this process's use of a temporary name."""
     _in_use.discard(name)
 
 
@@ -153,9 +133,9 @@ def is_temporary(name: str) -> bool:
 def is_abandoned(name: str) -> bool:
     """Whether the process of a temporary name is gone, as far as that can be known from here.
 
-    A name of another machine or container is never abandoned: its processes cannot be seen from
-    here. A process with our own number that is not us ran before a restart, in a container where
-    every run has the same number.
+    Processes of another machine or container cannot be seen: their names are never abandoned. In a
+    container every run may have the same process number, so a name with our number that is not in
+    use is from before a restart.
     """
     found = _TEMPORARY.fullmatch(name)
     if found is None or found[2] != place():

@@ -1,11 +1,9 @@
-"""Checking bytes: digests of files and arrays, and whether every number is finite.
+"""Checks of bytes: digests of files and arrays, and whether every number is finite.
 
 Digests are xxh3, 128 bits; they detect damage, not malice. xxh3 is the only one that costs nothing
-next to a copy (measured here: 15 to 22 GB/s on one core; crc32 7, sha256 2), and it releases the
-interpreter's lock.
-
-Arrays are read in pieces that stay in a core's cache, so that the second reading of a piece costs
-no memory bandwidth. Every call in the loops releases the interpreter's lock.
+next to a copy (measured here: 15 to 22 GB/s on one core; crc32 7, sha256 2). Every call in the
+loops releases the interpreter's lock. Arrays are read in pieces that stay in a core's cache, so
+that reading a piece a second time costs no memory bandwidth.
 """
 
 from __future__ import annotations
@@ -27,14 +25,14 @@ _PIECE = 1 << 17
 CHUNK = 1 << 18
 """Bytes of a finite check: few enough to stay in a core's own cache."""
 _WORTH_THREADS = 8 << 20
-"""Bytes from which on several items are read at a time."""
+"""Bytes from which on several items are read at the same time."""
 
 A = TypeVar("A")
 B = TypeVar("B")
 
 
 class Digest(NamedTuple):
-    """The size and digest that a file must keep."""
+    """The size and digest of a file."""
 
     bytes: int
     xxh3_128: str
@@ -44,21 +42,16 @@ class Inspection(NamedTuple):
     """The result of reading a snapshot."""
 
     digests: dict[str, str]
-    """Key of a block -> xxh3, 128 bits, hexadecimal."""
+    """Key of a block -> xxh3, hexadecimal."""
     nonfinite: tuple[str, ...]
-    """All arrays with NaN or Inf, allowed or not."""
+    """Names of all arrays with NaN or Inf, allowed or not."""
 
 
 # -- files ------------------------------------------------------------------------------------
 
 
 def file_digest(path: Path, *, sync: bool = False) -> Digest:
-    """The digest of a file as it can be read now.
-
-    Args:
-        path: the file.
-        sync: wait until its content is on disk too.
-    """
+    """The digest of a file as it can be read now; `sync` also waits until it is on disk."""
     state, size = xxhash.xxh3_128(), 0
     buffer = bytearray(_BUFFER)
     view = memoryview(buffer)
@@ -72,13 +65,7 @@ def file_digest(path: Path, *, sync: bool = False) -> Digest:
 
 
 def mapped(action: Callable[[A], B], items: Sequence[A], nbytes: int) -> list[B]:
-    """Applies an action to items, several at a time where that is worth it.
-
-    Args:
-        action: releases the interpreter's lock for most of its time.
-        items: what to apply it to.
-        nbytes: read in all.
-    """
+    """Applies an action that releases the interpreter's lock, in threads if `nbytes` is large."""
     workers = min(threads(), len(items))
     if nbytes < _WORTH_THREADS or workers < 2:
         return [action(item) for item in items]
@@ -139,13 +126,7 @@ def first_changed(blocks: Iterable[Block], digests: dict[str, str]) -> str | Non
 def checked_copies(
     blocks: Sequence[Block], digests: dict[str, str], changed: Callable[[str], Exception]
 ) -> list[np.ndarray]:
-    """Copies of the blocks' bytes in fresh memory, verified during the copy.
-
-    Args:
-        blocks: what to copy.
-        digests: what the blocks were when they were saved.
-        changed: makes the error for a block that has changed.
-    """
+    """Copies of the blocks in fresh memory; raises `changed(key)` where the digest differs."""
     sizes = [len(block.raw) for block in blocks]
     copies = fresh(sizes)
 
@@ -164,12 +145,7 @@ def checked_copies(
 
 
 def disallowed(names: Iterable[str], nonfinite_ok: Collection[str]) -> tuple[str, ...]:
-    """Those of some arrays with NaN or Inf where it is not allowed.
-
-    Args:
-        names: of the arrays.
-        nonfinite_ok: names, or patterns of names (`model.*.mask`), where it is allowed.
-    """
+    """Of the names of non-finite arrays, those that no pattern (`model.*.mask`) allows."""
     return tuple(
         name
         for name in names
@@ -189,7 +165,7 @@ class _Layout(NamedTuple):
 
     unsigned: type[np.unsignedinteger]
     signed: type[np.signedinteger] | None
-    """None of a format without a sign."""
+    """None for a format without a sign."""
     infinity: int
     """The smallest magnitude that is not finite."""
 
@@ -218,17 +194,12 @@ _NAN_IS_MINUS_ZERO = {"float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz"
 
 
 def finite(raw: np.ndarray, dtype: str) -> bool:
-    """Whether an array holds neither NaN nor Inf.
-
-    Args:
-        raw: uint8 (n,), the array's bytes, contiguous.
-        dtype: name of its dtype in NumPy, ml_dtypes and torch, for example "bfloat16".
-    """
+    """Whether an array's bytes, uint8 (n,), hold no NaN or Inf; `dtype` is a name: "bfloat16"."""
     return all(finite_chunk(raw[at : at + CHUNK], dtype) for at in range(0, len(raw), CHUNK))
 
 
 def finite_chunk(raw: np.ndarray, dtype: str) -> bool:
-    """`finite`, for a whole number of elements that fit into a cache."""
+    """`finite`, for a whole number of elements that fit into a core's cache."""
     if dtype in _NAN_IS_MINUS_ZERO:
         return not bool((raw == 0x80).any())
     layout = _LAYOUTS.get(dtype)

@@ -1,8 +1,7 @@
 """The manifest: what a complete checkpoint consists of, and which directories of a store are one.
 
-It is written last, and never again. A directory without a valid one is no checkpoint. The status,
-which does change, is in a small file of its own next to it. The disk is read again for every
-question: it is the only truth.
+It is written last and never changed. A directory without a valid one is no checkpoint. The status,
+which does change, has a file of its own. Nothing is cached: every question reads the disk again.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ HEALER = "healcore."
 _STEP = re.compile(r"step-(\d{10,})\.[0-9a-f]{8}")
 NAMES_KEPT = 1000
 _ONCE_KEPT = 20
-"""How many names older manifests, those without `unnamed`, kept."""
+"""How many names manifests without `unnamed`, which are older, kept."""
 
 
 class BadManifest(ValueError):
@@ -56,10 +55,10 @@ class Manifest(NamedTuple):
     """Relative path -> size and digest, of every file but the manifest and the status."""
     arrays: int
     nonfinite: tuple[str, ...]
-    """Names of arrays with NaN or Inf, allowed or not; the first 1000 are kept."""
+    """Names of arrays with NaN or Inf, allowed or not; only the first 1000."""
     healing: bool
     unnamed: int = 0
-    """How many more there are. No pattern can allow those."""
+    """How many more there are; no pattern can allow those."""
 
     @property
     def bytes(self) -> int:
@@ -93,11 +92,7 @@ def write(folder: Path, manifest: Manifest) -> None:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, its own digest checked.
-
-    Raises:
-        BadManifest: missing, torn, altered, or of a schema that this version does not know.
-    """
+    """The manifest of a checkpoint; BadManifest if missing, torn, altered or of another schema."""
     try:
         content = checksummed_json.read(folder / MANIFEST)
     except OSError as error:
@@ -119,7 +114,7 @@ def read(folder: Path) -> Manifest:
 
 
 def _inside(name: str) -> str:
-    """The name, if it leads to no file outside the checkpoint."""
+    """The name; BadManifest if it leads to a file outside the checkpoint."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\\" in name or not path.parts:
         raise BadManifest(f"{MANIFEST} lists a file outside the checkpoint: {name!r:.200}")
@@ -141,18 +136,13 @@ def missing_or_resized(folder: Path, manifest: Manifest) -> Wrong | None:
 
 
 def first_difference(found: Found, names: Iterable[str]) -> Wrong | None:
-    """The first of some files of a checkpoint that is not what was written."""
+    """The first file that is missing or resized, or of `names` not what was written."""
     resized = missing_or_resized(found.folder, found.manifest)
     return resized or next(iter(differences(found, names)), None)
 
 
 def differences(found: Found, names: Iterable[str]) -> list[Wrong]:
-    """Recomputes digests; the files of a checkpoint that are not what was written.
-
-    Args:
-        found: the checkpoint, whose files have their sizes.
-        names: which of its files.
-    """
+    """Recomputes digests; those of the files `names` that are not what was written."""
 
     def wrong(name: str) -> Wrong | None:
         try:
@@ -168,13 +158,7 @@ def differences(found: Found, names: Iterable[str]) -> list[Wrong]:
 
 
 def saved(folder: Path, manifest: Manifest, nonfinite_ok: Collection[str]) -> Saved:
-    """The checkpoint as `steps` lists it.
-
-    Args:
-        folder: its directory.
-        manifest: its manifest.
-        nonfinite_ok: patterns of array names where NaN and Inf are allowed.
-    """
+    """The checkpoint as `steps` lists it; `nonfinite_ok` has patterns of array names."""
     bad = disallowed(manifest.nonfinite, nonfinite_ok)
     return Saved(
         step=manifest.step,
@@ -194,7 +178,7 @@ def write_status(folder: Path, status: Status) -> None:
 
 
 def read_status(folder: Path) -> Status:
-    """The status. With its file missing or damaged the checkpoint is not verified: a candidate."""
+    """The status. Without an intact status file the checkpoint is not verified: a candidate."""
     return stated(folder) or "candidate"
 
 
@@ -211,10 +195,7 @@ def stated(folder: Path) -> Status | None:
 
 
 def step_directory(step: int) -> str:
-    """A new name for a checkpoint's directory: `step-0000000123.0a1b2c3d`.
-
-    The end is random, so that every save has a directory of its own.
-    """
+    """A new name for a save's directory, with a random end: `step-0000000123.0a1b2c3d`."""
     return f"step-{step:010d}.{secrets.token_hex(4)}"
 
 
@@ -227,8 +208,8 @@ def step_of(folder: Path) -> int | None:
 def complete(root: Path) -> dict[int, list[Found]]:
     """Complete checkpoints by step, ascending; of one step the newest save first.
 
-    A checkpoint is complete if its manifest's own digest is right and every file in it is there at
-    its size. The content of the files is not read.
+    Complete means that the manifest's own digest is right and every file in it is there at its
+    size. The content of the files is not read.
     """
     found: dict[int, list[Found]] = {}
     for folder in _folders(root):
@@ -261,7 +242,7 @@ def newest(saves: list[Found]) -> Found:
 
 
 def problems(root: Path) -> list[str]:
-    """Everything in a store that a person might want to look at. Changes nothing."""
+    """Everything in a store that a person might want to look at."""
     found = [
         f"{folder.name} is no complete checkpoint: {wrong.file} {wrong.difference}"
         for folder, wrong in incomplete(root)
@@ -298,14 +279,10 @@ def _folders(root: Path) -> list[Path]:
 
 
 def _names(root: Path) -> list[str]:
-    """Everything in a store, sorted.
-
-    Raises:
-        StoreError: it cannot be read. An empty list would look like a run without checkpoints.
-    """
+    """Everything in a store, sorted; StoreError if it cannot be read."""
     try:
         return sorted(os.listdir(root))
-    except OSError as error:
+    except OSError as error:  # an empty list would look like a run without checkpoints
         raise StoreError(f"{root} cannot be read: {error.strerror}") from error
 
 

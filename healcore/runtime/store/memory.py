@@ -47,7 +47,7 @@ class Slot:
     healing: bytes | None
     created: float
     found: Inspection | None = None
-    """None until the copy is complete and inspected; only then it enters the ring."""
+    """None until the copy is complete and inspected. Only then the slot enters the ring."""
     status: Status = "candidate"
     holders: int = 0
     """Readers that still use its memory."""
@@ -65,7 +65,7 @@ class Slot:
         return None if self.healing is None else json.loads(self.healing)
 
     def saved(self, nonfinite_ok: Collection[str]) -> Saved:
-        """As `steps` lists it, with patterns of array names where NaN and Inf are allowed."""
+        """The slot as `steps` lists it; `nonfinite_ok` are the patterns of allowed array names."""
         bad = inspection.disallowed(self.found.nonfinite if self.found else (), nonfinite_ok)
         return Saved(
             step=self.step,
@@ -80,14 +80,9 @@ class Slot:
 
 
 class SnapshotStore:
-    """Snapshots in host memory, never more than `keep` allows.
+    """Snapshots in host memory: as many as `keep` allows, and one more during a save.
 
     The memory of one snapshot that nobody needs any more is kept for the next.
-
-    Args:
-        copier: the framework's.
-        keep: how many snapshots of each kind stay. During a save there is one more.
-        nonfinite_ok: patterns of array names where NaN and Inf are allowed.
     """
 
     def __init__(
@@ -109,7 +104,7 @@ class SnapshotStore:
         fork_safety.watch(self)
 
     def forked(self) -> None:
-        """In a child: the thread that held the lock does not exist there."""
+        """In a child the thread that held the lock does not exist."""
         self._lock = RLock()
 
     # -- the protocol ---------------------------------------------------------------------------
@@ -178,11 +173,7 @@ class SnapshotStore:
     # -- beyond it ------------------------------------------------------------------------------
 
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of the arrays in a state that hold NaN or Inf, allowed or not; saves nothing.
-
-        Raises:
-            UnsavableState: there is something in the state that cannot be saved.
-        """
+        """Names of the arrays in a state that hold NaN or Inf, allowed or not; saves nothing."""
         snapshot = self._copier.take(state, self._take_spare())
         try:
             snapshot.settle()
@@ -191,13 +182,13 @@ class SnapshotStore:
             self._reclaim(snapshot)  # the first save goes into it
 
     def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Saves with NaN or Inf where it is not allowed, and the arrays; since the last call."""
+        """Saves since the last call with NaN or Inf that is not allowed, and the array names."""
         self._behind.join()
         found, self._nonfinite = self._nonfinite, []
         return found
 
     def queues(self) -> list[tuple[SnapshotStore, Background]]:
-        """Itself, and the queue in which checkpoints are verified: after the saves before it."""
+        """Itself, and the queue in which checkpoints are verified, after the saves before them."""
         return [(self, self._behind)]
 
     @property
@@ -210,11 +201,7 @@ class SnapshotStore:
             return sum(snapshot.nbytes for snapshot in held if snapshot is not None)
 
     def describe(self, state_bytes: int | None = None) -> str:
-        """The bound as text: "at most 4 copies of the state in host memory (4 × 240 MB = …".
-
-        Args:
-            state_bytes: size of one copy, for a store without a snapshot.
-        """
+        """The bound as text: "at most 4 copies of the state in host memory (4 × 240 MB = …"."""
         most = self.keep.most + 1
         one = max((saved.bytes for saved in self.steps()), default=state_bytes or 0)
         size = f" ({most} × {decimal(one)} = {decimal(most * one)})" if one else ""
@@ -239,10 +226,9 @@ class SnapshotStore:
         return self._save(step, state, healing, holders=1)
 
     def read_held(self, slot: Slot) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """State and healing state in the snapshot's own memory: not to be changed.
+        """State and healing state, in the snapshot's own memory: not to be changed.
 
-        Raises:
-            StoreError: the copy failed.
+        StoreError if the copy failed.
         """
         self._behind.join()
         if slot.found is None:
@@ -250,7 +236,7 @@ class SnapshotStore:
         return self._copier.held(slot.snapshot), slot.healing_state
 
     def end_hold(self, slot: Slot) -> None:
-        """One reader less."""
+        """Ends one hold of a slot."""
         with self._lock:
             slot.holders -= 1
             if slot.dropped and not slot.holders:
@@ -280,10 +266,7 @@ class SnapshotStore:
         return slot
 
     def _admit(self, slot: Slot) -> None:
-        """In the background: completes the copy, inspects it, puts it in the ring.
-
-        It replaces a snapshot of the same step. Superfluous ones go, perhaps itself.
-        """
+        """In the background: completes and inspects the copy, then puts it into the ring."""
         try:
             slot.snapshot.settle()
             slot.found = inspection.inspect(slot.snapshot.blocks())
@@ -319,7 +302,7 @@ class SnapshotStore:
 
     @contextmanager
     def _reading(self, step: int) -> Iterator[Slot]:
-        """The snapshot of a step, whose memory stays as it is until the end of the block."""
+        """The snapshot of a step. Its memory stays as it is until the end of the block."""
         self._behind.join()
         with self._lock:
             slot = self._slot(step)
@@ -343,7 +326,7 @@ class SnapshotStore:
                 self._spare = snapshot
 
     def _release(self, slot: Slot) -> None:
-        """A slot is not in the ring (any more): its memory is free when nobody reads it."""
+        """Takes note that a slot is not in the ring; its memory is free once nobody reads it."""
         with self._lock:
             slot.dropped = True
             if not slot.holders:
@@ -355,7 +338,7 @@ class SnapshotStore:
         self._resolve_superseded()
 
     def _resolve_superseded(self) -> None:
-        """The superseded save comes back if the newer one is bad, and goes once one is good."""
+        """Puts the superseded save back if the newer one is bad; drops it once one is good."""
         old = self._superseded
         if old is None:
             return

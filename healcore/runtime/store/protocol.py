@@ -27,7 +27,7 @@ class Saved(NamedTuple):
     created: float
     """Wall-clock seconds since 1970. For people: clocks jump, order by `step`."""
     healing: bool
-    """Whether it has the healing state."""
+    """Whether it holds the healing state."""
     path: str | None
     """Its directory; None in memory."""
     nonfinite: tuple[str, ...] = ()
@@ -57,8 +57,8 @@ class CheckpointStore(Protocol):
     ) -> None:
         """Takes a consistent copy and returns; checking and writing go on in the background.
 
-        Changing the state afterwards, in place or by donation, does not change the save. While the
-        previous save is still being written this waits for it: at most one copy is under way. A
+        Changing the state afterwards, in place or by donation, does not change the save. At most
+        one copy is under way: while the previous save is still being written, this waits for it. A
         step that exists already is saved again in a directory of its own, and the newer save counts
         once it is complete.
 
@@ -69,7 +69,7 @@ class CheckpointStore(Protocol):
 
         Raises:
             UnsavableState: there is something in the state that cannot be saved.
-            SaveFailed: the copy could not be taken. Failures of the background show at `wait`.
+            SaveFailed: the copy could not be taken. `wait` raises failures of the background.
         """
         ...
 
@@ -124,8 +124,8 @@ class CheckpointStore(Protocol):
         """Returns when the background has nothing left to do.
 
         Raises:
-            SaveFailed: a save since the last `wait` or `failures` failed. Raised once; further
-                ones wait for the next call.
+            SaveFailed: a save failed. Each failure is raised here, one per call, or listed by
+                `failures`, once.
         """
         ...
 
@@ -139,12 +139,7 @@ class CheckpointStore(Protocol):
 
 
 def wanted(saved: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """The live values to restore: without the optional ones that a checkpoint lacks.
-
-    Args:
-        saved: what the checkpoint has, by name.
-        like: the live state.
-    """
+    """The values of `like` to restore: all but the optional ones that the checkpoint lacks."""
     return {
         name: live
         for name, live in like.items()
@@ -153,33 +148,21 @@ def wanted(saved: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_step(step: Any) -> int:
-    """A step number.
-
-    Raises:
-        StoreError: it is not a whole number >= 0.
-    """
+    """A step number; StoreError if it is not a whole number >= 0."""
     if isinstance(step, bool) or not hasattr(step, "__index__") or (number := int(step)) < 0:
         raise StoreError(f"step is a whole number >= 0, not {step!r}: pass the optimizer step")
     return number
 
 
 def checked_status(status: Any) -> Status:
-    """A status.
-
-    Raises:
-        StoreError: it is none of the three.
-    """
+    """A status; StoreError if it is none of the three."""
     if status not in STATUSES:
         raise StoreError(f"status is one of {', '.join(STATUSES)}, not {status!r}")
     return status
 
 
 def frozen(healing: Mapping[str, Any]) -> bytes:
-    """The healing state as a file: a copy that later changes cannot reach.
-
-    Raises:
-        StoreError: it is not JSON-safe.
-    """
+    """The healing state as bytes, out of reach of later changes; StoreError if not JSON-safe."""
     try:
         return json.dumps(healing, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:

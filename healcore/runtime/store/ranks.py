@@ -18,12 +18,9 @@ class Ranks(Protocol):
     world: int
 
     def gather(self, item: Any) -> list[Any]:
-        """Every rank's item, in the order of the ranks, on every rank.
+        """Every rank's item (picklable, small), in the order of the ranks, on every rank.
 
-        Called by every rank, in the same order, from one thread at a time.
-
-        Args:
-            item: picklable, small.
+        Every rank calls it, in the same order, from one thread at a time.
         """
         ...
 
@@ -35,7 +32,7 @@ class Alone:
     world = 1
 
     def gather(self, item: Any) -> list[Any]:
-        """Only this one's."""
+        """Only this one's item."""
         return [item]
 
 
@@ -49,16 +46,10 @@ def agreed(ranks: Ranks, mine: Any) -> Any:
 
 
 def together(ranks: Ranks, action: Callable[[], T]) -> list[T]:
-    """Runs an action on every rank; the results of all, or an error on all.
+    """Runs an action on every rank; the results of all (picklable), or an error on all.
 
-    If only the rank that failed raised, the others would wait for it in their next exchange.
-
-    Args:
-        ranks: the processes.
-        action: may raise, on any of them. Its result is picklable.
-
-    Raises:
-        RankFailed: another rank failed; otherwise what this one raised.
+    If only the rank that failed raised, the others would wait for it in their next exchange. The
+    failed rank raises its own error, the others RankFailed.
     """
     result, failure = None, None
     try:

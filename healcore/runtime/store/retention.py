@@ -63,12 +63,7 @@ class RestoreResult(NamedTuple):
 
 
 def superfluous(saves: Sequence[Saved], keep: Keep) -> list[int]:
-    """The steps to delete, oldest first.
-
-    Args:
-        saves: all checkpoints of a store, in any order.
-        keep: how many of each kind.
-    """
+    """The steps to delete, ascending; `saves` are all checkpoints of a store, in any order."""
     keep.checked()
     ordered = sorted(saves, key=lambda save: save.step)
     good = [s.step for s in ordered if s.status == "good"]
@@ -96,7 +91,7 @@ def prune(store: CheckpointStore, keep: Keep) -> list[int]:
     steps = superfluous(store.steps(), keep)
     for step in steps:
         store.delete(step)
-    # In tiers the last known-good one on disk stays, however many there are in memory.
+    # A TieredStore keeps the last known-good one on disk, however many are in memory.
     left = {saved.step for saved in store.steps()} if steps else set()
     return [step for step in steps if step not in left]
 
@@ -112,17 +107,10 @@ def restore_first_intact(
     like: Mapping[str, Any],
     on_damage: Callable[[CheckpointDamaged], None] = lambda error: None,
 ) -> RestoreResult:
-    """Restores the first intact checkpoint, and quarantines and reports the damaged ones before it.
+    """Restores the first intact checkpoint of `order`; quarantines the damaged ones before it.
 
-    Args:
-        store: the checkpoints.
-        order: steps, in the order in which they are tried.
-        like: the live state; it is not changed.
-        on_damage: called with the error of every damaged checkpoint.
-
-    Raises:
-        NoGoodCheckpoint: none is intact.
-        StateMismatch: the checkpoint is of another state; an older one would not fit either.
+    `on_damage` is called with the error of each damaged one. NoGoodCheckpoint if none is intact;
+    StateMismatch if one is of another state, because an older one would not fit either.
     """
     damaged: list[CheckpointDamaged] = []
     for step in order:
@@ -150,14 +138,14 @@ def _quarantine(store: CheckpointStore, step: int) -> None:
 def _spaced(good: Sequence[int], newest: int) -> set[int]:
     """Of all but the `newest` of `good` one at each doubling of the distance from the last.
 
-    Of several the oldest: with the newest no step would ever get as far as the next doubling.
+    Of several the oldest stays: with the newest no step would get as far as the next doubling.
     """
     by_doubling = {(good[-1] - step).bit_length(): step for step in reversed(good[:-newest])}
     return set(by_doubling.values())
 
 
 def _thinned(steps: Sequence[int], most: int) -> list[int]:
-    """What to take out of `steps` so that at most `most` stay, spread out.
+    """The steps to take out so that at most `most` stay, spread out.
 
     The oldest and the newest stay. Of the others the one goes whose neighbours are closest
     together. If the oldest went instead, and saves were more frequent than the probation is long,

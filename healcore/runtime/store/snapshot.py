@@ -1,7 +1,7 @@
-"""A copy of the state in host memory: what stores check, digest, write and restore from.
+"""Copies of a state in host memory, which stores check, digest, write and restore from.
 
 A framework supplies a `Copier`. Its copies lie in an `Arena`, one block of memory for the whole
-state, because a fresh allocation per array costs more than the copy itself: the first touch of
+state, because a fresh allocation per array costs more than the copy itself, for the first touch of
 every page (measured: 1.2 GB/s with torch's allocator, 6 with NumPy's, 9 into memory used before).
 """
 
@@ -33,12 +33,11 @@ class Block(NamedTuple):
     """The bytes of one array, or of one part of it."""
 
     name: str
-    """Of the array."""
     dtype: str
     raw: np.ndarray
     """uint8 (n,), contiguous."""
     part: str = ""
-    """Which part; empty for the whole."""
+    """Which part; empty for the whole array."""
 
     @property
     def key(self) -> str:
@@ -47,7 +46,7 @@ class Block(NamedTuple):
 
 
 CopyBlocks = Callable[[Sequence[Block]], list[np.ndarray]]
-"""Makes fresh copies of the bytes of blocks."""
+"""Makes fresh copies of the bytes of blocks, and checks them."""
 
 
 class Snapshot(Protocol):
@@ -56,9 +55,8 @@ class Snapshot(Protocol):
     flat: Flat
     """Structure of the state, without its leaves."""
     arena: Arena | None
-    """Memory of its arrays; None where that belongs to somebody else."""
+    """Memory of its arrays; None where somebody else owns it."""
     nbytes: int
-    """Host memory that it holds."""
 
     def settle(self) -> None:
         """Waits until the copy is complete; copies off an accelerator are asynchronous."""
@@ -70,33 +68,19 @@ class Snapshot(Protocol):
 
 
 class Copier(ABC):
-    """Copies a framework's states to host memory and back.
-
-    A framework adds how its leaves are flattened, copied and fetched. Which names and arrays have
-    to fit, and how a state is put together again, is the same for all of them.
-    """
+    """Copies a framework's states to host memory and back; subclasses know its leaves."""
 
     @abstractmethod
     def flatten(self, state: Mapping[str, Any], *, live: bool = False) -> Flat:
-        """The structure of a state and its arrays; copies nothing.
+        """The structure of a state and its arrays, uncopied; UnsavableState if it cannot be saved.
 
-        Args:
-            state: name -> tree, or object with `state_dict`.
-            live: it is only compared with a saved one: shapes may replace arrays, and it may hold
-                values that cannot be saved.
-
-        Raises:
-            UnsavableState: there is something in it that cannot be saved.
+        A `live` state is only compared with a saved one: shapes may replace its arrays, and it may
+        hold values that cannot be saved.
         """
 
     @abstractmethod
     def take(self, state: Mapping[str, Any], recycled: Any | None = None) -> Any:
-        """A snapshot of the state as it is now.
-
-        Args:
-            state: name -> tree, or object with `state_dict`.
-            recycled: a snapshot that nobody needs any more; its memory is used again if it fits.
-        """
+        """A snapshot of the state as it is now; uses the memory of `recycled` again, if it fits."""
 
     @abstractmethod
     def borrow(self, state: Mapping[str, Any]) -> Any:
@@ -116,31 +100,18 @@ class Copier(ABC):
     def fetch(
         self, name: str, tag: str, content: Any, arrays: Mapping[str, Any], live: Flat | None
     ) -> Any:
-        """The value of a node: see `structure.Fetch`.
+        """The value of a node, see `structure.Fetch`; arrays of `arrays` become part of it.
 
-        Args:
-            name: the name in the state.
-            tag: of the node.
-            content: of the node.
-            arrays: name of array -> array, which becomes part of the result.
-            live: the state on whose devices it belongs; None where `load_state_dict` moves it.
+        `live` is the state on whose devices it belongs; None where `load_state_dict` moves it.
         """
 
     def checked(
         self, step: int | None, saved: Mapping[str, Mapping[str, Any]], like: Mapping[str, Any]
     ) -> Flat:
-        """The live state flattened, if the saved one fits it.
+        """The live state flattened; StateMismatch if the saved entries do not fit it.
 
         Trees must have the same arrays. Of objects with `state_dict` only the names are checked: a
-        fresh optimizer has no moments yet, and `load_state_dict` knows what it takes.
-
-        Args:
-            step: for the error.
-            saved: entries of the checkpoint.
-            like: the live state.
-
-        Raises:
-            StateMismatch: it does not fit.
+        fresh optimizer has no moments yet, and `load_state_dict` checks the rest.
         """
         flat = self.flatten(like, live=True)
         wrong = [f'there is no "{name}" in it' for name in like if name not in saved]
@@ -162,13 +133,9 @@ class Copier(ABC):
         like: Mapping[str, Any],
         live: Flat,
     ) -> dict[str, Any]:
-        """A state from its parts.
+        """A state from its saved entries and from `arrays`, which become part of it.
 
-        Args:
-            entries: the saved structure of the names of `like`.
-            arrays: name of array -> array, which becomes part of the result.
-            like: name -> live value; gives named tuples their type.
-            live: the same, flattened; gives PyTreeDefs and devices.
+        `like` gives named tuples their type; `live`, the same flattened, PyTreeDefs and devices.
         """
         state = {}
         for name, value in like.items():
@@ -186,16 +153,7 @@ class Copier(ABC):
         return state
 
     def give(self, snapshot: Any, like: Mapping[str, Any], copy: CopyBlocks) -> dict[str, Any]:
-        """The state in fresh memory, placed as `like` is.
-
-        Args:
-            snapshot: from `take`.
-            like: the live state.
-            copy: checks the bytes of blocks too.
-
-        Raises:
-            StateMismatch: the snapshot is of another state.
-        """
+        """The state in fresh memory, placed as `like` is; StateMismatch if it is another state."""
         saved = snapshot.flat.entries
         like = wanted(saved, like)
         if not like:
@@ -220,7 +178,7 @@ class Copier(ABC):
 
 
 class HeldState:
-    """Stands for an object with `state_dict`, of which only that is left."""
+    """Takes the place of an object of which only the `state_dict` is left."""
 
     def __init__(self, state: Any, per_rank: bool) -> None:
         self._state = state
@@ -244,13 +202,7 @@ def _differences(saved: Mapping[str, str], live: Mapping[str, str]) -> list[str]
 
 
 class Arena:
-    """One block of host memory, dealt out in order.
-
-    Args:
-        nbytes: how much, with each array rounded up to `ALIGNMENT`.
-        allocate: where it comes from, for example pinned memory; NumPy's by default, which asks for
-            huge pages.
-    """
+    """One block of host memory, given out in pieces that are rounded up to `ALIGNMENT`."""
 
     def __init__(self, nbytes: int, allocate: Callable[[int], np.ndarray] | None = None) -> None:
         self._memory = aligned(nbytes, allocate)
@@ -258,7 +210,7 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """All of it."""
+        """Size of the whole block."""
         return len(self._memory)
 
     def deal(self, nbytes: int) -> np.ndarray:
@@ -269,13 +221,7 @@ class Arena:
         return self._memory[start : start + nbytes]
 
     def reused(self, nbytes: int) -> bool:
-        """Deals out from the beginning again if the arena is large enough and not far larger.
-
-        What was dealt out before is overwritten then.
-
-        Returns:
-            Whether it does.
-        """
+        """Starts from the beginning again if the size suits `nbytes`; returns whether it does."""
         if not nbytes <= self.nbytes <= 2 * nbytes:
             return False
         self._next = 0
@@ -299,12 +245,9 @@ def empty(nbytes: int) -> np.ndarray:
 def fresh(sizes: Sequence[int]) -> list[np.ndarray]:
     """Fresh aligned memory for arrays that outlive the store, uint8 (n,) each.
 
-    Neighbours share blocks, which are large enough for huge pages: touched 4 KB at a time, memory
-    takes several times as long as the copy into it (measured: 120 against 14 ms for 256 MB). A
-    block lives as long as one of its arrays; more in one would keep more memory for a survivor.
-
-    Args:
-        sizes: bytes of each.
+    Neighbours share blocks large enough for huge pages: touched 4 KB at a time, memory takes
+    several times as long as the copy into it (measured: 120 against 14 ms for 256 MB). A block
+    lives as long as one of its arrays, so larger blocks would keep more memory for one survivor.
     """
     pieces: list[np.ndarray] = []
     while len(pieces) < len(sizes):
@@ -327,24 +270,13 @@ def aligned(nbytes: int, allocate: Callable[[int], np.ndarray] | None = None) ->
 
 
 def fits(copies: int, nbytes: int, processes: int = 1) -> bool:
-    """Whether so many copies fit into free host memory. True where the system does not report it.
-
-    A healer that gets its run killed for memory heals nothing.
-
-    Args:
-        copies: of the state, per process.
-        nbytes: of one.
-        processes: on this machine, each with its own.
-    """
+    """Whether so many copies in each process fit into half of the free memory; True if unknown."""
     free = free_memory()
     return free is None or copies * nbytes * processes <= _SHARE_OF_FREE * free
 
 
 def free_memory() -> int | None:
-    """Bytes of host memory that this process could still take; None if the system does not report.
-
-    The smaller of what the machine has left and what the container's limit (cgroup v2) leaves.
-    """
+    """Bytes left in machine and container (cgroup v2), the smaller; None if not reported."""
     found = [bytes_ for bytes_ in (_of_machine(), _of_container()) if bytes_ is not None]
     return min(found, default=None)
 

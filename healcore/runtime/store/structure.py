@@ -24,12 +24,12 @@ from healcore.runtime.store.errors import StoreError, UnsavableState
 Node = Any
 """A JSON-safe value as described above."""
 Path = tuple[Any, ...]
-"""The keys that lead to a value, for names and errors."""
+"""The keys that lead to a value, for its name and for errors."""
 Special = Callable[[Path, Any], Node | None]
-"""Called for everything that JSON does not have; takes arrays out. Returns a node, or None for a
-value that it does not know either."""
+"""Called for everything that JSON does not have; takes arrays out. Returns None for a value that it
+does not know either."""
 Fetch = Callable[[str, Any], Any]
-"""Called with the tag and the content of every node with another tag than this module's."""
+"""Called with the tag and the content of every node whose tag is none of this module's."""
 
 _SIMPLE = {type(None), bool, int, str}
 """Types that stand for themselves in JSON."""
@@ -86,11 +86,7 @@ def _description(node: Node) -> str:
 
 
 def checked_names(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state to save.
-
-    Raises:
-        StoreError: it is no mapping of names to values, or empty.
-    """
+    """A state to save; StoreError if it is no mapping of names to values, or empty."""
     if not isinstance(state, Mapping) or not state:
         raise StoreError(
             f"the state to save maps names to what is saved, and holds something; not {state!r:.60}"
@@ -102,10 +98,9 @@ def checked_names(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class Names:
-    """Gives every array a name from its place: `model.layer.weight`, `optimizer.state.0.exp_avg`.
+    """Gives every array a unique name from its place, for people: `optimizer.state.0.exp_avg`.
 
-    Names are for people and must only be unique: where a dot inside a key makes two equal, the
-    second gets a number.
+    Where a dot inside a key makes two names equal, the second gets a number.
     """
 
     def __init__(self) -> None:
@@ -123,18 +118,10 @@ class Names:
 
 
 def encode(value: Any, path: Path, special: Special, *, exact: bool = False) -> Node:
-    """A value as a node.
+    """A value as a node; UnsavableState if nothing can encode it.
 
-    Args:
-        value: nested dictionaries, lists, tuples, numbers, strings, bytes, None, and what
-            `special` knows.
-        path: its place.
-        special: the framework's.
-        exact: call `special` for subclasses of dict, list and tuple too. Without it they come back
-            as their base class, which is enough for `load_state_dict`.
-
-    Raises:
-        UnsavableState: a value that nothing can encode.
+    With `exact` the framework's `special` is called for subclasses of dict, list and tuple too.
+    Without it they come back as their base class, which is enough for `load_state_dict`.
     """
     # By exact type: an enum or a NumPy number is an int or a float too, and would come back as one.
     kind = type(value)
@@ -171,10 +158,7 @@ def _parts(value: Collection[Any], path: Path, special: Special, exact: bool) ->
 
 
 def _packed(value: Any) -> str | None:
-    """A long list of integers as bytes: the order of a million examples, saved between two steps.
-
-    None for anything else, and for integers that are too large.
-    """
+    """Integers as bytes: fast for the order of a million examples. None for other values."""
     if set(map(type, value)) != {int}:
         return None
     try:
@@ -184,7 +168,6 @@ def _packed(value: Any) -> str | None:
 
 
 def _encode_other(value: Any, path: Path, special: Special, exact: bool) -> Node:
-    """Other containers of the standard library."""
     if isinstance(value, range):
         return {"range": [value.start, value.stop, value.step]}
     if isinstance(value, bytearray):
@@ -216,13 +199,7 @@ def _encode_dict(value: dict[Any, Any], path: Path, special: Special, exact: boo
 
 
 def decode(node: Node, fetch: Fetch, like: Any = None) -> Any:
-    """The value that a node stands for.
-
-    Args:
-        node: from `encode`.
-        fetch: the framework's.
-        like: a value of the same structure, if there is one: gives named tuples their type back.
-    """
+    """The value of a node. `like`, of the same structure, gives named tuples their type back."""
     if not isinstance(node, dict):
         return node
     if "dict" in node:
@@ -270,7 +247,7 @@ def arrays_of(node: Any) -> Iterator[dict[str, Any]]:
 
 
 def nodes_of(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The array nodes of some entries, by the name of the array."""
+    """The array nodes of some entries, by array name."""
     return {node["name"]: node for entry in entries.values() for node in arrays_of(entry)}
 
 

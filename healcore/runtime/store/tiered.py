@@ -28,8 +28,8 @@ Tier = SnapshotStore | DirectoryStore
 class TieredStore:
     """Memory first, then disk.
 
-    Every save takes one copy of the state, in memory; a save that also goes to disk is written from
-    that copy, in the background, and holds it until it is written. A checkpoint that is in both is
+    Every save takes one copy of the state, in memory. A save that also goes to disk is written from
+    that copy in the background, and holds it until it is written. A checkpoint that is in both is
     restored from memory, or from disk if the one in memory is damaged. A damaged copy is taken out
     (dropped from memory, quarantined on disk) while the other one stays in use.
 
@@ -69,7 +69,7 @@ class TieredStore:
     def save_in_memory(
         self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
     ) -> None:
-        """`save`, only to memory: without waiting for a disk that still writes the one before."""
+        """`save` only to memory, without waiting for a disk that still writes the previous save."""
         self._saves += 1
         self.memory.save(step, state, healing=healing)
 
@@ -101,7 +101,7 @@ class TieredStore:
         return self._each(step, lambda tier: tier.restore(step, like), first=True)
 
     def mark(self, step: int, status: Status) -> None:
-        """Marks it wherever it is. An older save of the step on disk keeps its status."""
+        """Marks every copy. An older save of the step on disk keeps its status."""
         in_memory, tiers = self._locate(step)
 
         def mark_in_memory() -> None:
@@ -113,10 +113,10 @@ class TieredStore:
             self.disk.mark(step, status)
 
     def delete(self, step: int) -> None:
-        """Removes it wherever it is, unless it is the last known-good one.
+        """Removes every copy, unless it is the last known-good one.
 
-        The last known-good one on disk stays there, whatever is in memory: a crash loses that. An
-        older save of the step on disk is listed again when the one in memory has gone.
+        The last known-good one on disk stays whatever is in memory, because a crash loses the
+        memory. An older save of the step on disk is listed again when the one in memory is gone.
         """
         in_memory, tiers = self._locate(step)
         last = [retention.is_last_good(each, step) for each in (self.steps(), self._on_disk())]
@@ -135,7 +135,7 @@ class TieredStore:
         self._behind.wait()
 
     def failures(self) -> list[SaveFailed]:
-        """Failures of both since the last call."""
+        """Failed saves of both since the last call."""
         return [*self.memory.failures(), *self._behind.failures()]
 
     def problems(self) -> list[str]:
@@ -146,24 +146,22 @@ class TieredStore:
     # -- beyond it ------------------------------------------------------------------------------
 
     def trouble(self) -> list[StoreError]:
-        """Errors of one tier since the last call for which the other tier has stepped in.
+        """Errors of one tier since the last call, where the other tier could be used instead.
 
-        A CheckpointDamaged for each damaged copy; another StoreError for a disk that could not be
-        read.
+        A CheckpointDamaged is a damaged copy, another StoreError a disk that could not be read.
         """
         found, self._trouble = self._trouble, []
         return found
 
     def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Saves with NaN or Inf where it is not allowed, and the arrays; since the last call."""
+        """Saves since the last call with NaN or Inf that is not allowed, and the array names."""
         self.disk.nonfinite_found()  # memory has reported those already
         return self.memory.nonfinite_found()
 
     def queues(self) -> list[tuple[Tier, Background]]:
         """Both tiers, each with the queue in which its checkpoints are verified.
 
-        Memory does not wait for the disk: its content, and what is known-good, depends on the steps
-        alone.
+        Memory does not wait for the disk: what is known-good in it depends on the steps alone.
         """
         of_disk = self.disk.queues() if self._ranks.world == 1 else [(self.disk, self._behind)]
         return [*self.memory.queues(), *of_disk]
@@ -230,7 +228,7 @@ class TieredStore:
             self.memory.end_hold(slot)
 
     def _raise_on_all(self, failure: Exception) -> None:
-        """Makes the save fail on the other ranks: this one could not copy its state."""
+        """Makes the save fail on the other ranks because this one could not copy its state."""
 
         def fail() -> None:
             raise failure
@@ -249,11 +247,9 @@ class TieredStore:
             return []
 
     def _locate(self, step: int) -> tuple[bool, list[Tier]]:
-        """Where the save that counts for a step is.
+        """Whether a step is in this rank's memory, and the stores that have it on every rank.
 
-        Returns:
-            Whether it is in this rank's memory; and the stores that have it on every rank, memory
-            first: what one rank has lost (a damaged snapshot) is not used by any.
+        Memory comes first. No rank uses what one rank has lost, such as a damaged snapshot.
         """
         self._behind.join()
         near = next((saved for saved in self.memory.steps() if saved.step == step), None)
@@ -272,11 +268,7 @@ class TieredStore:
         return near is not None, tiers
 
     def _each(self, step: int, action: Callable[[Tier], T], *, first: bool) -> T:
-        """Runs an action on the copies of a step; damaged ones are taken out.
-
-        Raises:
-            CheckpointDamaged: no copy is intact.
-        """
+        """Runs an action on the copies of a step; takes out the damaged, raises if all are."""
         results: list[T] = []
         damage: list[CheckpointDamaged] = []
         for tier in self._locate(step)[1]:
@@ -299,8 +291,7 @@ class TieredStore:
     ) -> T:
         """Runs an action on a tier; an error in the memory of one rank is an error on all.
 
-        Of several errors all ranks raise one that is no damage, if there is one: after damage the
-        next tier is tried, by all ranks or by none.
+        Of several errors all raise one that is no damage: after damage they try the next tier.
         """
         if not isinstance(tier, SnapshotStore):
             return action(tier)
