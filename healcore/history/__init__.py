@@ -1,8 +1,8 @@
-"""A run, put together from its events and metrics: numbers and enums, no text for people.
+"""A run, read from its events and metrics: numbers and enums, no text for people.
 
-The postmortem, `healcore report`, `watch`, `replay` and the demo make sentences of it. It imports
-`healcore.core` and `healcore.runtime.events` only: the rest of the runtime is above, since the next
-start of a run writes the postmortem of one that was killed.
+The postmortem, `healcore report`, `watch`, `replay` and the demo write text from it. It imports
+only `healcore.core` and `healcore.runtime.events`: the rest of the runtime depends on it, since the
+next start of a run writes the postmortem of one that was killed.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class RunState(enum.StrEnum):
     INTERRUPTED = "interrupted"
     KILLED = "killed"
     ENDED = "ended"
-    """It has ended, in a way unknown to this version."""
+    """It has ended in a way unknown to this version."""
     GONE = "gone"
     """It has written no `end` event, and its process is gone."""
     RUNNING = "running"
@@ -32,12 +32,10 @@ class RunProcess:
     """One process of a run.
 
     Attributes:
-        id: of its events.
-        start: its event; None: lost to a torn line or a rotation.
-        end: its event; None: it has written none.
-        last: its last event.
+        start: None: lost to a torn line or a rotation.
+        end: None: it has written none.
         diagnosis: of the last event that has one.
-        first_mono: the smallest monotonic clock of its events.
+        first_mono: the smallest monotonic clock of its events, in seconds.
         last_mono: the largest.
     """
 
@@ -65,7 +63,7 @@ class RunProcess:
 
     @property
     def seconds(self) -> float | None:
-        """How long it ran, in seconds of its monotonic clock; None: not known."""
+        """Duration by its monotonic clock; None: not known."""
         if self.first_mono is None or self.last_mono is None:
             return None
         return self.last_mono - self.first_mono
@@ -78,7 +76,7 @@ class RunProcess:
         return Process(start.host, start.pid, start.boot, start.born)
 
     def state(self) -> RunState:
-        """From its end, or else from whether the process is still running."""
+        """From its end, or else from whether the process is running."""
         if self.end is not None:
             return RunState.ENDED if self.end.ending is None else RunState(self.end.ending)
         process = self.process()
@@ -97,7 +95,7 @@ class KnownGood:
 
     @property
     def newest(self) -> int | None:
-        """Step of the newest; None: there is none."""
+        """Step of the newest one, or None."""
         return max(self._steps, default=None)
 
     def add(self, event: EventRecord) -> None:

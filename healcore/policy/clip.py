@@ -1,4 +1,4 @@
-"""`[clip]`: what every step's gradient goes through. `kind` chooses one of five tables."""
+"""`[clip]`: the clipping of every step's gradient. `kind` chooses one of five tables."""
 
 from __future__ import annotations
 

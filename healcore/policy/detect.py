@@ -74,7 +74,7 @@ class NormSpike(Table):
     shift: Shift = Shift()
 
     def conflicts(self) -> Iterator[Conflict]:
-        """A spike has to be called sustained before it is called the level."""
+        """A spike has to become sustained before it is the new level."""
         if self.sustain > self.shift.patience:
             yield Conflict(
                 ("sustain",),
@@ -158,7 +158,7 @@ class LossRatio(Table):
     escape: Steps = _ratio.escape
 
     def conflicts(self) -> Iterator[Conflict]:
-        """The warm-up has to end, and a row to be called sustained before it is the level."""
+        """The warm-up has to end, and outliers become sustained before they are the level."""
         if self.warmup_steps > self.window:
             yield Conflict(
                 ("warmup_steps",),
@@ -186,7 +186,7 @@ class LossCeiling(Table):
     sustain: Steps = _ceiling.sustain
 
     def conflicts(self) -> Iterator[Conflict]:
-        """There is a ceiling."""
+        """There has to be a ceiling."""
         if self.ceiling is None and not self.first_steps:
             yield Conflict(
                 ("ceiling",),
@@ -239,7 +239,7 @@ class GradEma(Table):
     shift: Shift = Shift()
 
     def conflicts(self) -> Iterator[Conflict]:
-        """There is a test, and a spike has to be called sustained before it is the level."""
+        """There has to be a test, and a spike has to become sustained before it is the level."""
         if self.ratio is None and self.sigmas is None:
             yield Conflict(
                 ("ratio",),
@@ -269,7 +269,7 @@ class GradCeiling(Table):
     escape: Steps = _limit.escape
 
     def conflicts(self) -> Iterator[Conflict]:
-        """There is a ceiling, and an alarm can be called sustained before it escapes."""
+        """There has to be a ceiling, and an alarm has to become sustained before it escapes."""
         if self.ceiling is None and self.first_ratio is None:
             yield Conflict(
                 ("ceiling",),
