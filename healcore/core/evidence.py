@@ -9,8 +9,7 @@ import numpy as np
 
 from healcore.core import numerics
 
-MOST = 10
-"""Largest number of tensors."""
+MOST = 10  # tensors per step
 
 STANDS_OUT = 4.0
 """Multiple of its norm at the last step without an alarm. In the demo's transformer a tensor's norm
@@ -31,8 +30,8 @@ def evidence(
 ) -> tuple[Evidence, ...]:
     """The worst tensors: not finite first, then by ratio to the usual norm.
 
-    `norms` (n,) are L2 norms in the step with the alarm, `usual` (n,) those of the last step
-    without one: 0 where not known, None if there was none.
+    `norms` (n,) are L2 norms in the step with the alarm, `usual` those of the last step without
+    one: 0 where not known, None if there was none.
     """
     usual = np.zeros_like(norms) if usual is None else usual
     with np.errstate(all="ignore"):

@@ -1,9 +1,8 @@
 """Tells a true level shift from a spike, for every rule that rejects values.
 
-A rule that learns only what it accepts rejects every value after a true shift (published ZClip and
-AXLearn for ever, AdaGC for hundreds of steps). So a short average of the raw values is kept from
-the first rejection on. Once most values are rejected and they stay at one level instead of running
-away, that level is the new baseline.
+A rule that learns only what it accepts rejects every value after a true shift. So a short average
+of the raw values is kept from the first rejection on. Once most values are rejected and they stay
+at one level instead of running away, that level is the new baseline (docs/detectors.md).
 """
 
 from __future__ import annotations

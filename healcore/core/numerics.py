@@ -1,14 +1,10 @@
-"""Float32 arithmetic that gives the same bits in NumPy, XLA and torch.
+"""Float32 arithmetic that gives the same bits in NumPy, XLA and torch: docs/parity.md.
 
-Five measured facts (docs/parity.md, tests/parity):
-
-* XLA on a CPU contracts ``a * b + c`` into a fused multiply-add, which rounds once, not twice. It
-  cannot contract through a ``select`` whose condition LLVM cannot prove: `product`, for each one
-  that feeds an addition. (LLVM moves the addition of a constant into a select, and takes a common
-  factor out of ``where(c, a * b, b * b)``.) Of two constant factors XLA makes one: `product` too.
-* Division of two run-time arrays is exact everywhere. XLA multiplies by the reciprocal for a
-  constant or broadcast divisor, torch for ``scalar / tensor``: divide by `quotient`, and never by,
-  or into, a Python number.
+* XLA on a CPU contracts ``a * b + c`` into a fused multiply-add, but not through a ``select`` whose
+  condition LLVM cannot prove: `product`. (LLVM moves the addition of a constant into a select, and
+  takes a common factor out of ``where(c, a * b, b * b)``.) Of two constant factors XLA makes one.
+* XLA multiplies by the reciprocal of a constant or broadcast divisor, and so does torch for
+  ``scalar / tensor``: divide by `quotient`, and never by, or into, a Python number.
 * XLA flushes subnormals to zero, NumPy and torch keep them: signals below `TINY` and state below
   `FLUSH` are made zero.
 * ``where`` between two Python numbers has another dtype in each backend: one side is an array.
@@ -20,14 +16,11 @@ from __future__ import annotations
 
 from typing import Any
 
-TINY = 1e-12
-"""A smaller signal is zero to the core, so that its square is no subnormal."""
+TINY = 1e-12  # a smaller signal is zero to the core, so that its square is no subnormal
 
-FLUSH = 1e-30
-"""Smaller state is made zero: far above the subnormals that XLA flushes."""
+FLUSH = 1e-30  # smaller state is made zero: far above the subnormals that XLA flushes
 
-HUGE = 1e15
-"""A norm or loss above this counts as overflowed: squares stay finite in float32."""
+HUGE = 1e15  # a norm or loss above this counts as overflowed: squares stay finite in float32
 
 _LARGEST = 1e38
 
@@ -47,10 +40,10 @@ def product(a: Any, b: Any, *, xp: Any) -> Any:
 
 
 def quotient(a: Any, b: Any, *, xp: Any) -> Any:
-    """`a / b`, correctly rounded in every backend, for a float32 array `a` and `b` not 0.
+    """`a / b`, correctly rounded in every backend; `a` is a float32 array, `b` not 0.
 
-    The divisor takes the dividend's shape: XLA divides by a broadcast value (a constant, or a
-    shared signal under vmap) through its reciprocal. So does torch where `a` is a Python number.
+    The divisor takes the dividend's shape, since XLA multiplies by the reciprocal of a broadcast
+    one.
     """
     return a / xp.where(a == a, b, 1.0)
 

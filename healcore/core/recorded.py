@@ -2,12 +2,8 @@
 
 The engine is where-only: it does the same operations whatever the numbers. So they are recorded
 once and compiled, without the calls, branches on the configuration and intermediate tuples that
-take five sixths of the time in `healcore.core.host`. A value that only one arm of a `where` needs
-is computed only if that arm is taken. The operations are NumPy's, on the same operands: the same
-bits.
-
-    program = record(lambda state, signals, xp: engine.step(state, signals, xp=xp), state, signals)
-    state, decision = program(state, signals)
+take five sixths of the time in `healcore.core.host`. What only one arm of a `where` needs is
+computed only if that arm is taken. NumPy's operations on the same operands give the same bits.
 """
 
 from __future__ import annotations
@@ -32,11 +28,10 @@ class NotRecordable(TypeError):
 
 
 def record(function: Callable[..., Any], *trees: Any) -> Callable[..., Any]:
-    """Calls ``function(*trees, xp=...)`` once and returns a faster function that does the same.
+    """Calls ``function(*trees, xp=...)``, pure and where-only, and returns a faster equal one.
 
-    The function is pure and where-only. The trees are nested NamedTuples, tuples and None, of NumPy
-    scalars and arrays: examples with the structure, dtypes and shapes of all later calls, which are
-    to be made under ``np.errstate(all="ignore")``.
+    The trees are nested NamedTuples, tuples and None, of NumPy scalars and arrays: examples with
+    the structure, dtypes and shapes of later calls, which need ``np.errstate(all="ignore")``.
 
     Raises:
         NotRecordable: it branches on a value.

@@ -48,22 +48,14 @@ class Observed(NamedTuple):
     update_norm: Any
     eval_loss: Any
     group_norms: Any
-    bad_loss: Any
-    """bool or None: the loss is NaN or infinite."""
-    bad_grad: Any
-    """bool or None: a gradient norm is NaN, infinite, above 1e15 or negative."""
-    bad_update: Any
-    """bool or None: the same of the update's norm."""
-    finite: Any
-    """bool: every signal is finite, so that the baselines may learn this step."""
-    has_eval: Any
-    """bool or None: this step has an evaluation."""
-    restart: Any
-    """bool: a change was expected: baselines restart their warm-up."""
-    learning_rate: Any = None
-    """float32 or None: the schedule's rate; 0 where it is not finite."""
-    loss_outlier: Any = None
-    """bool or None: the loss is an outlier; None: no loss, or no detector for it."""
+    bad_loss: Any  # bool or None: the loss is NaN or infinite
+    bad_grad: Any  # bool or None: a gradient norm is NaN, infinite, above 1e15 or negative
+    bad_update: Any  # bool or None: the same of the update's norm
+    finite: Any  # bool: every signal is finite, so that the baselines may learn this step
+    has_eval: Any  # bool or None: this step has an evaluation
+    restart: Any  # bool: a change was expected: baselines restart their warm-up
+    learning_rate: Any = None  # float32 or None: the schedule's rate; 0 where it is not finite
+    loss_outlier: Any = None  # bool or None: the loss is an outlier; None: no loss or no detector
 
 
 def observe(signals: Signals, restart: Any, *, xp: Any) -> Observed:
@@ -124,7 +116,7 @@ def _is_norm(norm: Any) -> Any:
 
 
 def check_scalar(name: str, value: Any, *, floor: float | None = None) -> np.float32:
-    """A host-side number as a float32 signal, or a typed error. NaN and Inf are allowed.
+    """A host-side number as a float32 signal; NaN and Inf are allowed.
 
     Args:
         name: the signal's name, for the message.

@@ -34,8 +34,7 @@ _STATE_PATHS = {
 }
 """Place of each number in an EngineState, in the order in which they are packed."""
 
-INTS = 8
-"""The first 8 numbers are int32 or bool, the rest float32."""
+INTS = 8  # the first numbers are int32 or bool, the rest float32
 
 _from_state = attrgetter(*_STATE_PATHS.values())
 
@@ -92,8 +91,7 @@ class StepRecord(NamedTuple):
         )
 
 
-FIELDS = StepRecord._fields[: len(_STATE_PATHS)]
-"""The numbers, in the order in which they are packed."""
+FIELDS = StepRecord._fields[: len(_STATE_PATHS)]  # in the order in which they are packed
 
 
 def numbers(state: Any) -> tuple[Any, ...]:

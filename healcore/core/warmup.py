@@ -1,8 +1,8 @@
 """A warm-up that is robust to outliers, for the rules that average norms.
 
-ZClip publishes a plain mean of the first 25 norms. One norm of x1000 among them hides spikes for
-hundreds of steps. So in the warm-up a norm above ten times the mean so far enters as ten times the
-mean, and one below a tenth of it restarts the warm-up: the norms before it were the outliers.
+In a plain mean of the first 25 norms (ZClip) one of x1000 hides spikes for hundreds of steps. So a
+norm above ten times the mean so far enters as ten times the mean, and one below a tenth of it
+restarts the warm-up: the norms before it were the outliers.
 """
 
 from __future__ import annotations

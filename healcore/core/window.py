@@ -1,9 +1,8 @@
 """The last values of a run, and their sum in one fixed order.
 
 A running sum keeps every rounding error, and one value of 1e15 wipes out all others for good.
-`xp.sum` adds floats in another order in each backend. So the values are kept in a ring as long as a
-power of two and added by folding it in half: the same additions everywhere, with the error of a
-pairwise sum.
+`xp.sum` has another order in each backend. So the values are in a ring as long as a power of two
+that is folded in half: the same additions everywhere, with the error of a pairwise sum.
 """
 
 from __future__ import annotations

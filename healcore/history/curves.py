@@ -11,15 +11,11 @@ import numpy as np
 from healcore.history.incident import Incident
 from healcore.history.metrics import CURVES, MetricRows
 
-MAX_ROWS = 9000
-"""Largest number of rows: about 450 bins or more, with all their extremes."""
+MAX_ROWS = 9000  # about 450 bins or more, with all their extremes
 
-_EXACT = 2.0**24
-"""Float32, the dtype of an envelope's columns, has all whole numbers up to here."""
-_MIN_MISSING = 10
-"""Missing rows, at the usual distance, that make a gap; a log may skip single ones."""
-_MAX_GAPS = 20
-"""With more gaps a log changes its stride, or has none."""
+_EXACT = 2.0**24  # float32, the dtype of an envelope's columns, has all whole numbers up to here
+_MIN_MISSING = 10  # rows, at the usual distance, that make a gap; a log may skip single ones
+_MAX_GAPS = 20  # with more gaps a log changes its stride, or has none
 
 
 class Gap(NamedTuple):

@@ -4,9 +4,8 @@ Wang et al., 2025, arXiv:2502.11034. For the first `warmup_steps` the global nor
 `max_norm` and gamma_i is the smallest clipped norm of tensor i. Then a norm above `ratio * gamma_i`
 is brought down to it, and gamma_i' = decay gamma_i + (1 - decay) u_i.
 
-Differs from the paper: zero and non-finite norms teach nothing (a gamma of 0 stops its tensor for
-good), a tensor first seen after warm-up starts from its own first norm, and gamma moves to a new
-level where nearly every norm is rejected (published: 645-1,633 steps for x2).
+Differs from the paper (docs/recipes.md): zero and non-finite norms teach nothing, a tensor first
+seen after warm-up starts from its own first norm, and gamma follows true level shifts.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """AutoClip: clip at a percentile of the norms seen so far.
 
-Seetharaman et al., 2020, arXiv:2007.14469. The published rule sorts the whole history at each step.
-Here it is a histogram of 16 bins per octave: O(1) memory, exact integer counts that are equal in
-every backend, and a percentile rounded up by at most a bin's width, 4.4 %.
-
-When the histogram holds `2 * window` norms all counts are halved, so that after a true level shift
-the percentile is that of the new level within five windows. Raw norms enter, as published: clipped
-ones would lower the percentile for ever, since the rule clips most norms by design.
+Seetharaman et al., 2020, arXiv:2007.14469. Instead of the whole history, sorted at each step, this
+has a histogram of 16 bins per octave: O(1) memory, integer counts that are equal in every backend,
+and a percentile at most one bin (4.4 %) above. At `2 * window` norms all counts are halved, so that
+the rule follows a true level shift within five windows. Raw norms enter, as published: clipped ones
+would lower the percentile for ever.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ _OCTAVES = 32  # 2**-32 to 2**32
 _EDGES = np.exp2(
     np.arange(-_OCTAVES * _PER_OCTAVE, _OCTAVES * _PER_OCTAVE + 1) / _PER_OCTAVE
 ).astype(np.float32)
-BINS = len(_EDGES) - 1
-"""Number of bins of the histogram."""
+BINS = len(_EDGES) - 1  # number of bins of the histogram
 
 
 class AutoClipConfig(NamedTuple):

@@ -7,17 +7,12 @@ mu' = a mu + (1 - a) u and v' = a v + (1 - a) (u - mu')^2, where u is T if it wa
 
 Differs from the paper (reasons and numbers: docs/detectors.md, docs/recipes.md):
 
-* The baseline follows true level shifts (`level_shift`). As published, every norm after a shift of
-  x1.5 is clipped for ever: learnt values never exceed T, and sigma goes to 0.
+* The baseline follows true level shifts (`level_shift`), and the warm-up is robust (`warmup`).
 * NaN, Inf and zero norms teach nothing: one NaN disables the published rule for good, and a run of
-  zeros makes it clip to zero. sigma is at least `min_rel_std` of mu; `warmup` is robust.
-* A spike that stands alone may reach earlier norms (`lone_ratio`): a rare class or language comes
-  in single batches, and brought down to the mean it is hardly learnt. Where the loss is an outlier
-  too, it is another kind of data and may be larger: such spikes together add at most `lone_share`
-  of what all other steps add. Under an ordinary loss the spike is the model's own (a learning rate
-  that is too high shows so first), and spikes in a row are reactions to each other.
-* Beyond `lone_limit` it may be garbage. Once one has come and gone (the next step is no spike),
-  others reach no more than earlier norms, so that each does not raise the limit for the next.
+  zeros makes it clip to zero. sigma is at least `min_rel_std` of mu.
+* A spike that stands alone may be larger, since a batch of a rare class that is brought down to the
+  mean is hardly learnt: up to earlier norms (`lone_ratio`), and beyond if the loss is an outlier
+  too (`lone_share`, `lone_limit`). An ordinary loss means that the spike is the model's own.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
 """Divergence: the smoothed loss is above the best it ever had, and does not come back.
 
 It needs no spike: a noisy ramp from 2 to 22 has none. For `patience` steps, net of steps of
-recovery, the trend has to be elevated (beyond the noise, and by a share of all improvement so far)
-and no lower than its own slower average. A spike that heals, a warm-up bump or periodic noise does
-not get there; a ramp does about `patience` steps after it has left the noise. The alarm is latched
-until half of the excess is gone.
-
-The noise is the mean absolute residual; a rise after a rise counts little in it, so that a ramp is
-not taken for noise. Best and top are forgotten slowly, so that the detector still works after a
-true level shift (another dataset).
+recovery, the trend has to be above the best level (beyond the noise, and by a share of all
+improvement so far) and no lower than its own slower average. The alarm is latched until half of the
+excess is gone. A rise after a rise counts little in the noise, so that a ramp is not taken for it.
+Best and top are forgotten slowly, so that the detector still works after a true level shift.
 """
 
 from __future__ import annotations

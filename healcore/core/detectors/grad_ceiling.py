@@ -1,12 +1,9 @@
 """Gradient ceiling: the norm is above an absolute limit, or many times the largest of the first.
 
-Two rules of Megatron-LM: `grad_norm_skip_threshold` (megatron/core/optimizer/optimizer.py) skips
-the update while the norm is above a number of the user's. `is_unexpectedly_large`
-(megatron/core/rerun_state_machine.py) is at least ten times the largest of the first 100.
-
-The user's number has no escape. The first norms do: after `escape` alarms in a row they are counted
-again. As published they never are: a run that reaches a higher level stays unexpected, and a first
-sample of zeros (a frozen network) makes everything after it unexpected.
+Two rules of Megatron-LM: `grad_norm_skip_threshold` (megatron/core/optimizer/optimizer.py), and
+`is_unexpectedly_large` (megatron/core/rerun_state_machine.py), ten times the largest of the first
+100. The limit is the user's and has no escape. The first norms are counted again after `escape`
+alarms in a row; as published they never are, even if they were zeros (a frozen network).
 """
 
 from __future__ import annotations

@@ -5,14 +5,9 @@ AXLearn's `skip_and_clip_by_global_norm` (axlearn/common/optimizers.py) with an 
 when g >= mu + 20 sigma after 500 steps (`drop_norm_by_grad_norm_stddev`, here `sigmas`), with the
 moments of the accepted norms, weighted as in section 7.1 of Adafactor (arXiv:1804.04235).
 
-Differs from it:
-
-* The first norm is learnt, not judged. Published, the average begins at 1, and a run whose norms
-  begin at 20 is dropped at every step for ever.
-* The average follows true level shifts (`level_shift`). Published, it learns only what it accepts.
-* The variance is that of the deviations. Published, it is E[g^2] - E[g]^2, after constant norms 0
-  or, by rounding, negative: its root is 0 or NaN, and every step is dropped for ever.
-* sigma is at least `min_rel_std` of mu; zero norms teach nothing; `warmup` is robust.
+Differs from it (docs/recipes.md): the first norm is learnt, not compared with 1. The average
+follows true level shifts. The variance is that of the deviations, since E[g^2] - E[g]^2 becomes 0
+or negative. sigma is at least `min_rel_std` of mu, zero norms teach nothing, `warmup` is robust.
 """
 
 from __future__ import annotations

@@ -1,17 +1,12 @@
 """Instability: loss and gradient norm grow together from update to update.
 
-A loss far above its level means a damaged model or different data. This detector finds only the
-first. Different data (another domain, a rare class, a harder stage of a curriculum, wrong labels)
-are there at once, and from their first step on the loss falls as they are learnt. A model damaged
-by its own updates makes each step worse: the loss sets record after record, while the gradient norm
-is many times its usual size.
+A loss far above its level means a damaged model or different data, and this detector finds only the
+first. Different data are there at once, and then the loss falls as they are learnt. A model damaged
+by its own updates sets record after record, with a gradient norm many times its usual size.
 
 A record is a loss of two steps in a row (one bad batch is none) that is above the last record by
-the factor `growth`, both measured from the run's best level. The first record has to be above that
-level by as much as the whole run has improved so far, by half of the level's size and by four times
-the noise. A record above the last by `growth` squared counts twice. `records` of them, each at most
-`patience` steps after the one before, are an alarm, at the step of the record: there is none while
-the loss comes back. Below a quarter of the last record the growth is over.
+the factor `growth`, both measured from the run's best level; one above it by `growth` squared
+counts twice. docs/detectors.md has the first record and the end of a growth.
 """
 
 from __future__ import annotations

@@ -2,13 +2,8 @@
 
 The rules of Axolotl's loss watchdog (above `loss_watchdog_threshold` at three logs in a row) and of
 the second half of llm-foundry's `KillLossSpike` (half of the window above the largest loss of the
-first window, or above 10). Nothing is rejected and only the first steps are learnt, so it needs no
-escape. Differs from them:
-
-* NaN changes nothing (it is a cause of its own). As published, it restarts Axolotl's count and may
-  become llm-foundry's cap.
-* Each step counts once. Axolotl counts a high log entry `logging_steps` times.
-* Only finite losses count as the first ones, and after an expected change they are counted again.
+first window, or above 10). Here each step counts once, and NaN changes nothing (docs/recipes.md).
+Nothing is rejected and only the first steps are learnt, so it needs no escape.
 """
 
 from __future__ import annotations

@@ -2,18 +2,12 @@
 
 The rule of Lightning's `SpikeDetection` (three times the mean of 10), llm-foundry's `KillLossSpike`
 (twice the mean of the window, five in a row) and the self-healing callback for TRL (five times the
-mean of 100). It ignores the run's noise; `loss_spike` uses it and finds far more
-(docs/detectors.md). This detector is for the recipes. Differs from them:
+mean of 100), for the recipes: `loss_spike` uses the run's noise and finds far more.
 
-* Only finite, accepted losses enter the window. Published, one NaN makes llm-foundry's mean NaN for
-  a whole window, and a spike raises the mean by which the next is judged.
-* After `escape` losses in a row the window restarts at the present loss. Lightning's mean stays
-  while losses are rejected: after a true level shift it rejects for ever.
-* Signed and near-zero losses: three times -2 is below -2, and three times 0 is 0. While a loss in
-  the window is negative, or half of them are 0, a loss has to be `ratio` times the largest size in
-  a full window away from the mean: the noise of a loss around zero (GRPO) is no spike. A window of
-  zeros judges nothing.
-* As in Lightning, a spike has to be above the last accepted loss.
+Here only finite, accepted losses enter the window, and after `escape` outliers in a row it restarts
+at the present loss (docs/recipes.md). While a loss in the window is negative, or half of them are
+0, a loss has to be `ratio` times the largest size in a full window away from the mean: the noise of
+a loss around zero (GRPO) is no spike, and a window of zeros judges nothing.
 """
 
 from __future__ import annotations

@@ -1,20 +1,12 @@
-"""Loss spike: one bad batch, or a sustained departure from the run's own noise.
+"""Loss spike: one bad batch, or a sustained departure from the run's own noise (docs/detectors.md).
 
-Independent of scale and shift: a loss may be negative, near zero or constant, logged at every step
-or every hundredth. Four ideas (formulas: docs/detectors.md):
-
-1. Noise alternates, a spike persists. The unit of z is the mean absolute residual, fast and slow. A
-   residual with the sign of the one before counts little in the fast one, so that an onset or a
-   steep fall is not taken for noise.
-2. The threshold is learnt. Each outlier raises it, each step lowers it a little: a streaming
-   quantile (Robbins and Monro, 1951) where about one step in 256 is an outlier. Heavy-tailed and
-   multi-domain losses need no switch.
-3. A spike is several steps. Each step has a vote between 0 and 1, so that one step, however far
-   out, is one vote (`alarm`, worth a skip). Votes fade; a sum above `evidence` is `sustained`,
-   worth a rollback. A step below the level takes votes away. The distance of the level from a
-   slower one adds smaller votes, for a small rise that lasts.
-4. An incident ends when its votes have faded, or after `escape` steps. The level then restarts at
-   the loss of now: healed, or truly shifted.
+Independent of the loss's scale, shift and cadence. Noise alternates and a spike persists: residuals
+that repeat a sign count little in the noise, the unit of z. The threshold is learnt: a streaming
+quantile (Robbins and Monro, 1951) where about one step in 256 is an outlier, so that heavy-tailed
+and multi-domain losses need no switch. Each step has a vote between 0 and 1. A full vote is an
+`alarm`, worth a skip. A faded sum above `evidence` is `sustained`, worth a rollback; steps below
+the level take votes away, and the level's distance from a slower one adds some, for a small rise
+that lasts. When an incident ends the level restarts at the loss of now: healed, or truly shifted.
 """
 
 from __future__ import annotations

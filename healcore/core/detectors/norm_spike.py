@@ -1,9 +1,8 @@
 """A norm far above its own recent level, on any scale, for gradients and updates.
 
 The level is a moving average of accepted norms and the scale one of their absolute deviations:
-without squares, which one outlier would dominate. A spike has to exceed the deviations
-(`z_threshold`) and a multiple of the level (`min_ratio`): after near-constant norms a change of one
-percent is many deviations and no trouble.
+without squares, which one outlier would dominate. A spike has to exceed a multiple of the level too
+(`min_ratio`): after near-constant norms one percent is many deviations.
 """
 
 from __future__ import annotations

@@ -2,14 +2,10 @@
 
 The rule of OLMo's `SkipStepOptimizer` (olmo_core/optim/skip_step_optimizer.py), Levanter's
 `SkipStepConfig` and MaxText's `skip_step_on_spikes`: with the mean m and the standard deviation s
-of the last 128 values, a value above m + 6 s is an outlier. Differs from all three:
+of the last 128 values, a value above m + 6 s is an outlier.
 
-* An outlier enters the window as its limit m + 6 s, which makes s of a full window 13 % larger.
-  Published, it enters as it is: after one norm of x1000 nothing is judged for 128 steps. The window
-  still follows a true level shift: each rejected value raises the limit by a share of itself.
-* NaN and Inf enter nowhere. Published, one NaN has 129 steps in a row skipped.
-* s is at least `min_rel_std` of m. Published (OLMo, MaxText), after constant values any rise is an
-  outlier. While all values are 0 there is no unit, and nothing is judged.
+Differs from all three (docs/recipes.md): an outlier enters the window as its limit m + 6 s, which
+still follows a true level shift; NaN and Inf do not enter; s is at least `min_rel_std` of m.
 """
 
 from __future__ import annotations

@@ -16,10 +16,7 @@ def observed_only(decision: Decision, *, xp: Any) -> Decision:
 def neutral_if_skipped(
     decision: Decision, externally_skipped: Any, lr_scale: Any, *, xp: Any
 ) -> Decision:
-    """The neutral decision, without a cause, where the caller skips the step itself.
-
-    `lr_scale` is the multiplier before this step, which stays in force.
-    """
+    """The neutral decision, with `lr_scale` and no cause, where the caller skips the step."""
     neutral = _neutral(decision, externally_skipped, lr_scale, xp=xp)
     return neutral._replace(cause=xp.where(externally_skipped, 0, decision.cause))
 

@@ -150,7 +150,6 @@ def _causes(readings: Mapping[str, Reading], seen: Observed, *, xp: Any) -> tupl
 def _fire(
     config: EngineConfig, state: EngineState, alarmed: Any, sustained: Any, *, xp: Any
 ) -> tuple[tuple[rules.RuleState, ...], list[tuple[Any, rules.Firing]]]:
-    """Updates every rule."""
     memories, fired = [], []
     for rule, memory in zip(config.rules, state.rules, strict=True):
         hit = ((sustained if rule.sustained else alarmed) & rule.causes) != 0

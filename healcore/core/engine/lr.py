@@ -2,7 +2,7 @@
 
 With `LrConfig.ceiling` above 0 the ramp ends at `ceiling` times the rate that broke the run, in
 absolute terms where the schedule's rate is known. Only long health raises that limit, by the factor
-of one cut at a time. Where the schedule decays below it the multiplier is exactly 1.
+of one cut at a time. Where the schedule is below it the multiplier is exactly 1.
 """
 
 from __future__ import annotations

@@ -71,13 +71,7 @@ def neutral(*, groups: int | None = None) -> Decision:
 
 
 def init(config: EngineConfig, *, groups: int = 0, batch: tuple[int, ...] = ()) -> EngineState:
-    """The state before the first step, as NumPy arrays.
-
-    Args:
-        config: the policy.
-        groups: number of tensors, for per-tensor clipping (AdaGC).
-        batch: leading axes, to run many independent engines at once.
-    """
+    """The state before the first step, as NumPy arrays; see `Engine.init`."""
     clip_state = None
     per_tensor = None
     if config.clip is not None:

@@ -15,8 +15,7 @@ from healcore.core.engine.config import EngineConfig
 from healcore.core.engine.state import EngineState, init
 from healcore.core.errors import HealcoreError
 
-SCHEMA = 3
-"""Version of the neutral form."""
+SCHEMA = 3  # version of the neutral form
 
 _MOST_GROUPS = 10_000_000
 
