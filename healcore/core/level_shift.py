@@ -1,4 +1,4 @@
-"""Tells a true level shift from a spike, for every rule that rejects values.
+"""Distinguishes a true level shift from a spike, for every rule that rejects values.
 
 A rule that learns only what it accepts rejects every value after a true shift. So a short average
 of the raw values is kept from the first rejection on. Once most values are rejected and they stay

@@ -72,7 +72,7 @@ class StepRecord(NamedTuple):
     z_loss: Any
     engine: str = ""  # name of the optimizer in the run's state: each has an engine
     evidence: tuple[Evidence, ...] = ()  # only for steps with a cause: the worst first, at most 10
-    judged: bool = True  # false: gradients were only accumulated, for the update of a later step
+    judged: bool = True  # False: gradients were only accumulated, for the update of a later step
 
     @property
     def decision(self) -> Decision:

@@ -45,7 +45,6 @@ class Curves(NamedTuple):
     attempt: np.ndarray | None = None  # int64; None: all of them are attempt 0
     nonfinite: np.ndarray | None = None  # bool: logged loss or norm not finite; None: not known
     rows: int | None = None  # rows before thinning; None: these are all
-
     isolated: bool = False  # only single steps are known: points, without a line between them
 
     def undone(self) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from healcore.core.evidence import Evidence
 from healcore.runtime.events.models import EventRecord
 
-MOST_ALARMS = 100  # with an event: in each incident, and outside of incidents in total
+MOST_ALARMS = 100  # alarms with an event: in each incident, and outside of incidents in total
 
 _MAX_EVIDENCE = 5  # tensors per incident
 

@@ -39,7 +39,7 @@ class Shift(Table):
 
 
 class ZClip(Table):
-    """A norm that stands out from its own history is brought down (arXiv:2504.02507)."""
+    """A norm that is unusually large for its own history is brought down (arXiv:2504.02507)."""
 
     core = ZClipConfig
 

@@ -51,7 +51,7 @@ class NonFinite(Table):
 
 
 class LossSpike(Table):
-    """One bad batch, or a sustained departure from the own noise."""
+    """One bad batch, or a sustained departure from the run's own noise."""
 
     core = loss_spike.Config
 
@@ -92,7 +92,7 @@ class UpdateSpike(NormSpike):
 
 
 class Divergence(Table):
-    """The smoothed loss stands above its best level and does not come back."""
+    """The smoothed loss is above its best level and does not come back."""
 
     core = divergence.Config
 
@@ -176,7 +176,7 @@ class LossRatio(Table):
 
 
 class LossCeiling(Table):
-    """The loss stands above a fixed level, or above all that its first steps had."""
+    """The loss is above a fixed level, or above all that its first steps had."""
 
     core = loss_ceiling.Config
 
@@ -197,7 +197,7 @@ class LossCeiling(Table):
 
 
 class LossWindow(Table):
-    """The loss stands many standard deviations above the mean of the last ones."""
+    """The loss is many standard deviations above the mean of the last ones."""
 
     core = loss_window.Config
 
@@ -226,7 +226,7 @@ class GradWindow(LossWindow):
 
 
 class GradEma(Table):
-    """The gradient norm stands far above the moving average of the accepted ones."""
+    """The gradient norm is far above the moving average of the accepted ones."""
 
     core = grad_ema.Config
 

@@ -61,7 +61,7 @@ class State(NamedTuple):
     top: Any  # float32: highest slow trend
     residual: Any  # float32: the last residual, for its sign
     run: Any  # int32: elevated steps, net of recovering ones
-    latched: Any  # bool: the alarm stands
+    latched: Any  # bool: the alarm is on
 
 
 def init(config: Config) -> State:

@@ -43,7 +43,7 @@ class State(NamedTuple):
 
     window: window.Window
     last: Any  # float32: last accepted loss
-    run: Any  # int32: losses out of line, in a row, up to `escape`
+    run: Any  # int32: outliers in a row, up to `escape`
 
 
 def init(config: Config) -> State:

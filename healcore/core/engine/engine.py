@@ -86,7 +86,7 @@ class Engine:
 
     @cached_property
     def limits_lr(self) -> bool:
-        """Whether a cut limits the learning rate in absolute terms: `Signals.learning_rate`."""
+        """Whether a cut limits the rate in absolute terms, which needs `Signals.learning_rate`."""
         return self.cuts_lr and bool(np.any(np.asarray(self.config.lr.ceiling) > 0))
 
     @property
