@@ -30,8 +30,8 @@ def evidence(
 ) -> tuple[Evidence, ...]:
     """The worst tensors: not finite first, then by ratio to the usual norm.
 
-    `norms` (n,) are L2 norms in the step with the alarm, `usual` those of the last step without
-    one: 0 where not known, None if there was none.
+    `usual` are the L2 norms at the last step without an alarm: 0 if not known, None without such a
+    step.
     """
     usual = np.zeros_like(norms) if usual is None else usual
     with np.errstate(all="ignore"):

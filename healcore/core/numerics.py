@@ -49,10 +49,7 @@ def quotient(a: Any, b: Any, *, xp: Any) -> Any:
 
 
 def complement(decay: Any, like: Any) -> Any:
-    """`1 - decay` in float32, the same for a Python number and an array.
-
-    `like` is any finite float32 array of the batch's shape.
-    """
+    """`1 - decay` in float32, equal for a Python number and an array of the shape of `like`."""
     return (like - like + 1.0) - decay
 
 
@@ -75,10 +72,7 @@ def smaller(a: Any, b: Any, *, xp: Any) -> Any:
 
 
 def ema(mean: Any, value: Any, rate: Any, learn: Any, *, xp: Any) -> Any:
-    """One step of an exponential moving average: `mean + rate * (value - mean)`.
-
-    Where `learn` is false the average stays, and `value` may be NaN.
-    """
+    """One step of a moving average; where `learn` is false it stays, and `value` may be NaN."""
     step = product(rate, value - mean, xp=xp)
     return settle(mean + xp.where(learn, step, 0.0), xp=xp)
 

@@ -1,8 +1,4 @@
-"""`StepRecord`: the numbers of one step as an engine recorded them.
-
-Drivers bring it to the host, the runtime acts on it, the metrics file and `healcore replay` write
-it.
-"""
+"""`StepRecord`: the numbers of one step, for the runtime, metrics files and `healcore replay`."""
 
 from __future__ import annotations
 

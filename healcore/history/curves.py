@@ -190,15 +190,12 @@ class MetricCounts:
     """Counts of alarms in the metrics, which have all; only an incident's first ones have events.
 
     For thinned metrics they are estimates.
-
-    Attributes:
-        known: the rows have alarms and skips.
-        ends: by place in `incidents`, step and index of the last alarm.
     """
 
     def __init__(self, incidents: Sequence[Incident]) -> None:
-        self.known = False
+        self.known = False  # the rows have alarms and skips
         self.alarms = self.skips = self.clips = 0
+        # By place in `incidents`: step and index of the last alarm.
         self.ends: dict[int, tuple[float, int]] = {}
         self._skipped: Counter[int] = Counter()
         self._begins: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)

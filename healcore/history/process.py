@@ -29,23 +29,15 @@ class RunState(enum.StrEnum):
 
 @dataclass
 class RunProcess:
-    """One process of a run.
-
-    Attributes:
-        start: None: lost to a torn line or a rotation.
-        end: None: it has written none.
-        diagnosis: of the last event that has one.
-        first_mono: the smallest monotonic clock of its events, in seconds.
-        last_mono: the largest.
-    """
+    """One process of a run."""
 
     id: str
-    start: EventRecord | None = None
-    end: EventRecord | None = None
+    start: EventRecord | None = None  # None: lost to a torn line or a rotation
+    end: EventRecord | None = None  # None: it has written none
     last: EventRecord | None = None
-    diagnosis: str = ""
-    first_mono: float | None = None
-    last_mono: float | None = None
+    diagnosis: str = ""  # of the last event that has one
+    first_mono: float | None = None  # smallest monotonic clock of its events, in seconds
+    last_mono: float | None = None  # largest
 
     def add(self, event: EventRecord) -> None:
         """Adds the next event."""

@@ -17,10 +17,7 @@ class Clip(NamedTuple):
 
 
 def scale_to(limit: Any, norm: Any, over: Any, *, xp: Any) -> Any:
-    """Factor that brings `norm` down to `limit` where `over`, else exactly 1.
-
-    The 1e-6 is that of torch's `clip_grad_norm_` and of the published rules.
-    """
+    """Factor from `norm` to `limit` where `over`, else exactly 1; 1e-6 as in torch and papers."""
     target = xp.where(over, limit, norm)
     scale = numerics.quotient(target, norm + 1e-6, xp=xp)
     return numerics.settle(xp.where(over, scale, 1.0), xp=xp)

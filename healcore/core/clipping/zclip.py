@@ -90,10 +90,7 @@ def init(config: ZClipConfig, *, groups: int = 0) -> ZClipState:
 def update(
     config: ZClipConfig, state: ZClipState, seen: Observed, learn: Any, *, xp: Any
 ) -> tuple[ZClipState, Clip]:
-    """Judges `seen.grad_norm` against the baseline, then learns it.
-
-    `learn` is false for a step that is skipped.
-    """
+    """Judges `seen.grad_norm`, then learns it; `learn` is false for a step that is skipped."""
     norm = seen.grad_norm
     count = xp.where(seen.restart, 0, state.count)
     warm = count < config.warmup_steps

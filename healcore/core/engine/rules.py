@@ -47,10 +47,9 @@ def update(
     *,
     xp: Any,
 ) -> tuple[RuleState, Firing]:
-    """Counts one step; `hit`: a cause of the rule is present.
+    """Counts one step; `hit`: a cause of the rule is present, `step`: the steps before this one.
 
-    `step` (steps before this one) is the hit's place in the ring. After `quiet_steps` without
-    firing a firing is fresh.
+    After `quiet_steps` without firing a firing is fresh.
     """
     run = xp.where(hit, xp.where(state.run < _NEVER, state.run + 1, state.run), 0)
     fired = hit & (run >= config.consecutive)

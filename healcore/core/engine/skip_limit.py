@@ -13,10 +13,7 @@ from healcore.core.signals import Observed
 
 
 def update(max_skips: Any, run: Any, wished: Any, seen: Observed, *, xp: Any) -> tuple[Any, Any]:
-    """Decides the skip of one step: the new number of finite skips in a row, and the skip (bool).
-
-    `run` is that number before this step; `wished`: a rule wants to skip.
-    """
+    """The new number of finite skips in a row, and the skip; `wished`: a rule wants to skip."""
     bad = ~seen.finite
     finite = wished & ~bad
     allowed = run < max_skips

@@ -42,11 +42,7 @@ def to_dict(config: EngineConfig, state: EngineState, policy: str | None) -> dic
 
 
 def from_dict(config: EngineConfig, data: Mapping[str, Any], policy: str | None) -> EngineState:
-    """The state that `to_dict` wrote, possibly through JSON, as NumPy arrays.
-
-    Raises:
-        StateError: another schema, another policy's state, or damaged data.
-    """
+    """The state that `to_dict` wrote, as NumPy arrays; raises `StateError` if it does not fit."""
     if not isinstance(data, Mapping):
         raise StateError(f"a saved state must be a mapping, got {type(data).__name__}")
     if data.get("schema") != SCHEMA or isinstance(data.get("schema"), bool):
