@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class HealcoreError(BaseException):
-    """Anything that healcore raises by name; each class has its builtin base besides.
+    """Base of every exception of healcore; each class also has a builtin base.
 
-    Not an Exception by itself: `RunStopped` and the other ends of a run are a SystemExit, which
-    `except Exception` in a training loop must not swallow. All others are Exceptions.
+    Not an Exception: `RunStopped` and the other ends of a run are a SystemExit, which
+    `except Exception` in a training loop must not catch. All others are Exceptions.
     """

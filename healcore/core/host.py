@@ -1,8 +1,7 @@
 """An array namespace for one engine on the host: NumPy's scalars without NumPy's overhead.
 
-`numpy.where` on two scalars costs a microsecond, a Python conditional a tenth of that, and a
-decision takes some 250 of them. Values and dtypes are NumPy's own: float32 and int32 scalars in,
-the same out. Arrays with axes (windows, histograms, batches) go to NumPy.
+`numpy.where` on two scalars costs a microsecond, a Python conditional a tenth, and a decision needs
+about 250. Values and dtypes are NumPy's; arrays with axes (windows, histograms) go to NumPy.
 """
 
 from __future__ import annotations

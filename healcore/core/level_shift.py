@@ -1,10 +1,8 @@
-"""Telling a true level shift from a spike: the escape of every rule that rejects values.
+"""Distinguishes a true level shift from a spike, for every rule that rejects values.
 
-A rule that learns only what it accepts is blind to its own mistakes: after a true shift of the
-level it rejects every later value (published ZClip and AXLearn do so for ever, AdaGC for
-hundreds of steps). Beside the baseline this keeps a short average of the *raw* values since the
-rejections began. When rejections have become the rule, and those raw values stand at one level
-instead of running away, that level is the new baseline.
+A rule that learns only what it accepts rejects every value after a true shift. So a short average
+of the raw values is kept from the first rejection on. Once most values are rejected and they stay
+at one level instead of running away, that level is the new baseline (docs/detectors.md).
 """
 
 from __future__ import annotations
@@ -15,10 +13,10 @@ import numpy as np
 
 from healcore.core import numerics
 
-# 1/8 is a power of two, so that the product is exact: about the last 15 values count.
+# About the last 15 values count. A power of two, so that the product is exact.
 _RATE = 0.125
-# A standard deviation of half the level still counts as "standing": lognormal(0.3) noise has
-# 0.31. Norms that double at each step have more than 1, and must go on being rejected.
+# Variance, in squares of the level, up to which values stay at one level: lognormal(0.3) noise has
+# a standard deviation of 0.31, norms that double at each step (to be rejected) of more than 1.
 _STANDING = 0.25
 
 
@@ -34,27 +32,23 @@ class ShiftConfig(NamedTuple):
 
 
 class ShiftState(NamedTuple):
-    """O(1) memory of the rejections."""
+    """Memory of the rejections."""
 
-    run: Any
-    """int32: leaky count of rejections, `gain` each."""
-    level: Any
-    """float32: mean of the raw values since the run began."""
-    spread: Any
-    """float32: their variance."""
+    run: Any  # int32: leaky count of rejections, `gain` each
+    level: Any  # float32: mean of the raw values since the run began
+    spread: Any  # float32: their variance
 
 
 class Shift(NamedTuple):
     """Whether one value shows that the level has shifted."""
 
-    escaped: Any
-    """bool: the level has shifted; take `level` and `spread` as the new baseline."""
+    escaped: Any  # bool: it has; `level` and `spread` are the new baseline
     level: Any
     spread: Any
 
 
 def init(shape: tuple[int, ...] = ()) -> ShiftState:
-    """A watch that has seen nothing."""
+    """A state without rejections."""
     zero = np.zeros(shape, np.float32)
     return ShiftState(np.zeros(shape, np.int32), zero, zero.copy())
 
@@ -69,16 +63,9 @@ def update(
     *,
     xp: Any,
 ) -> tuple[ShiftState, Shift]:
-    """Takes one raw value and whether the rule rejected it.
+    """Takes one finite raw value, and whether the rule rejected it.
 
-    Args:
-        config: thresholds.
-        state: the watch.
-        value: float32, finite.
-        rejected: bool.
-        learn: bool; where false nothing changes.
-        restart: bool; where true the run is forgotten first.
-        xp: the array namespace.
+    Where `learn` is false nothing changes; where `restart` holds, earlier rejections are forgotten.
     """
     rejected = rejected & learn
     run = xp.where(restart, 0, state.run)
@@ -98,7 +85,7 @@ def update(
 
     standing = spread <= _STANDING * (level * level)
     escaped = rejected & (run >= config.patience * config.gain) & standing
-    # Beyond the limit a run only needs to stay there: it may not overflow.
+    # Bounded, so that it does not overflow.
     limit = 2 * config.patience * config.gain
     run = xp.where(escaped, 0, xp.where(run > limit, limit, run))
     return ShiftState(run, level, spread), Shift(escaped, level, spread)

@@ -1,34 +1,26 @@
-"""Float32 arithmetic that gives the same bits in NumPy, XLA and torch.
+"""Float32 arithmetic that gives the same bits in NumPy, XLA and torch: docs/parity.md.
 
-Five measured facts shape every formula in the core (docs/parity.md, tests/parity):
-
-* XLA on a CPU contracts ``a * b + c`` into one fused multiply-add, which rounds once instead of
-  twice. It cannot contract through a ``select``, so every product that feeds an addition passes
-  through one, in `product`, whose condition LLVM cannot prove. (It sees through others: it moves
-  the addition of a constant into a select, and takes a common factor out of
-  ``where(c, a * b, b * b)``.) Of two constant factors in a row XLA makes one: `product` again.
-* Division of two run-time arrays is exact everywhere. XLA turns a division by a constant, or by
-  what is broadcast, into a multiplication by its reciprocal, and torch does so for
+* XLA on a CPU contracts ``a * b + c`` into a fused multiply-add, but not through a ``select`` whose
+  condition LLVM cannot prove: `product`. (LLVM moves the addition of a constant into a select, and
+  takes a common factor out of ``where(c, a * b, b * b)``.) Of two constant factors XLA makes one.
+* XLA multiplies by the reciprocal of a constant or broadcast divisor, and so does torch for
   ``scalar / tensor``: divide by `quotient`, and never by, or into, a Python number.
 * XLA flushes subnormals to zero, NumPy and torch keep them: signals below `TINY` and state below
   `FLUSH` are made zero.
 * ``where`` between two Python numbers has another dtype in each backend: one side is an array.
-* torch's CPU ``sqrt`` is one ulp off in a fifth of all cases: a comparison squares instead, and
-  where a root is needed the torch namespace rounds it correctly.
+* torch's CPU ``sqrt`` is one ulp off in a fifth of all cases: comparisons square instead, and where
+  a root is needed the torch namespace rounds it correctly.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-TINY = 1e-12
-"""A signal smaller than this is zero to the core, so that its square is no subnormal."""
+TINY = 1e-12  # a smaller signal is zero to the core, so that its square is no subnormal
 
-FLUSH = 1e-30
-"""State smaller than this is made zero: far above the subnormals that XLA flushes."""
+FLUSH = 1e-30  # smaller state is made zero: far above the subnormals that XLA flushes
 
-HUGE = 1e15
-"""A norm above this counts as overflowed, a loss as this: squares stay finite in float32."""
+HUGE = 1e15  # a norm or loss above this counts as overflowed: squares stay finite in float32
 
 _LARGEST = 1e38
 
@@ -39,40 +31,30 @@ def settle(x: Any, *, xp: Any) -> Any:
 
 
 def product(a: Any, b: Any, *, xp: Any) -> Any:
-    """`a * b` rounded to float32 on its own, in every backend, for products below 1e38.
+    """`a * b` rounded to float32 separately, in every backend, for products below 1e38.
 
-    What is added to it must not be a constant (LLVM would move that addition into the select).
+    Add no constant to it: LLVM would move that addition into the select.
     """
     result = a * b
     return xp.where(result < _LARGEST, result, _LARGEST)
 
 
 def quotient(a: Any, b: Any, *, xp: Any) -> Any:
-    """`a / b`, correctly rounded in every backend.
+    """`a / b`, correctly rounded in every backend; `a` is a float32 array, `b` not 0.
 
-    The divisor takes the dividend's shape first: XLA turns division by what is broadcast (a
-    constant, or a shared signal under vmap) into multiplication by the reciprocal.
-
-    Args:
-        a: float32 array; not a Python number (torch would multiply by the reciprocal).
-        b: float32 array, not 0.
-        xp: the array namespace.
+    The divisor takes the dividend's shape, since XLA multiplies by the reciprocal of a broadcast
+    one.
     """
     return a / xp.where(a == a, b, 1.0)
 
 
 def complement(decay: Any, like: Any) -> Any:
-    """`1 - decay` in float32, the same from a Python number as from an array.
-
-    Args:
-        decay: in [0, 1].
-        like: any finite float32 array of the batch's shape.
-    """
+    """`1 - decay` in float32, equal for a Python number and an array of the shape of `like`."""
     return (like - like + 1.0) - decay
 
 
 def bounded(x: Any, ok: Any, *, xp: Any) -> Any:
-    """Returns `x` cut to TINY <= |x| <= HUGE or 0, and 0 where `ok` is false (it may be NaN)."""
+    """`x` cut to TINY <= |x| <= HUGE or 0, and 0 where `ok` is false (it may be NaN)."""
     x = xp.where(ok, x, 0.0)
     x = xp.where(x > HUGE, HUGE, x)
     x = xp.where(x < -HUGE, -HUGE, x)
@@ -90,15 +72,7 @@ def smaller(a: Any, b: Any, *, xp: Any) -> Any:
 
 
 def ema(mean: Any, value: Any, rate: Any, learn: Any, *, xp: Any) -> Any:
-    """One step of an exponential moving average, `mean + rate * (value - mean)`.
-
-    Args:
-        mean: the average so far, float32.
-        value: the new value; ignored (it may be NaN) where `learn` is false.
-        rate: weight of the new value in (0, 1].
-        learn: bool; where false the average stays as it is.
-        xp: the array namespace.
-    """
+    """One step of a moving average; where `learn` is false it stays, and `value` may be NaN."""
     step = product(rate, value - mean, xp=xp)
     return settle(mean + xp.where(learn, step, 0.0), xp=xp)
 

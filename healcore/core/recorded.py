@@ -1,13 +1,9 @@
 """The engine's step as one straight Python function, for NumPy scalars.
 
-The engine is where-only: whatever the numbers, it does the same operations. So they can be written
-down once and compiled: without the calls, the branches on the configuration and the intermediate
-tuples, in which `healcore.core.host` spends five sixths of its time. A value that is needed in
-one arm of a `where` only is computed only if that arm is taken. The operations that are left are
-NumPy's own, on the same operands: the same bits.
-
-    program = record(lambda state, signals, xp: engine.step(state, signals, xp=xp), state, signals)
-    state, decision = program(state, signals)
+The engine is where-only: it does the same operations whatever the numbers. So they are recorded
+once and compiled, without the calls, branches on the configuration and intermediate tuples that
+take five sixths of the time in `healcore.core.host`. What only one arm of a `where` needs is
+computed only if that arm is taken. NumPy's operations on the same operands give the same bits.
 """
 
 from __future__ import annotations
@@ -21,26 +17,21 @@ import numpy as np
 from healcore.core import host
 
 _DEEPEST = 20
-"""Parentheses within parentheses; Python's parser takes 200."""
+"""Nested parentheses; Python's parser takes 200."""
 
 
 _OF_FLAGS = {"&": "and", "|": "or"}
 
 
 class NotRecordable(TypeError):
-    """The function did something with a value that depends on what the value is."""
+    """The function branched on a value."""
 
 
 def record(function: Callable[..., Any], *trees: Any) -> Callable[..., Any]:
-    """Calls a function once and returns a faster one that does the same.
+    """Calls ``function(*trees, xp=...)``, pure and where-only, and returns a faster equal one.
 
-    Args:
-        function: called as ``function(*trees, xp=...)``; pure and where-only.
-        *trees: NamedTuples, tuples and None, nested, of NumPy scalars and arrays. Structure, dtypes
-            and shapes are those of all later calls; the values are examples.
-
-    Returns:
-        ``program(*trees)``, to be called under ``np.errstate(all="ignore")``.
+    The trees are nested NamedTuples, tuples and None, of NumPy scalars and arrays: examples with
+    the structure, dtypes and shapes of later calls, which need ``np.errstate(all="ignore")``.
 
     Raises:
         NotRecordable: it branches on a value.
@@ -56,7 +47,7 @@ class Value:
     """Stands for a number or an array while a function is recorded."""
 
     __slots__ = ("place", "sample", "tape")
-    __array_ufunc__ = None  # an array on the left leaves the operation to us
+    __array_ufunc__ = None  # an array on the left defers to this class
 
     def __init__(self, tape: Tape, place: int, sample: Any) -> None:
         self.tape, self.place, self.sample = tape, place, sample
@@ -124,13 +115,13 @@ for _name, _sign in {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "
 
 
 class Tape:
-    """The operations so far. Also the array namespace of the function that is recorded."""
+    """The operations so far. Also the array namespace of the recorded function."""
 
     float32, int32, bool = host.float32, host.int32, host.bool
 
     def __init__(self) -> None:
         self._lines: list[tuple[str, tuple[str, ...]]] = []
-        """What each value is, with {} for the names of what it is made of."""
+        """Each value as text, with {} for its operands, and their names."""
         self._known: dict[Any, Value] = {}
         self._constants: dict[str, Any] = {}
         self._names: dict[Any, str] = {}
@@ -169,7 +160,7 @@ class Tape:
         return self.call(host.cumsum, x, axis)
 
     def astype(self, x: Any, dtype: Any) -> Any:
-        """As `host.astype`; of a flag as a choice, which is faster."""
+        """As `host.astype`; a flag becomes a choice, which is faster."""
         if isinstance(_sample(x), np.bool_) and isinstance(x, Value):
             return self.where(x, dtype(1), dtype(0))
         return self.call(host.astype, x, dtype)
@@ -182,10 +173,10 @@ class Tape:
         """As `host.asarray`, of constants."""
         return x if isinstance(x, Value) else host.asarray(x, **options)
 
-    # -- writing down ---------------------------------------------------------------------------
+    # -- recording -----------------------------------------------------------------------------
 
     def given(self, tree: Any) -> tuple[Any, str]:
-        """A tree of the function's arguments as values, and the pattern that unpacks it."""
+        """A tree of arguments as values, and the pattern that unpacks it."""
         if tree is None:
             return None, "_"
         if isinstance(tree, tuple):
@@ -197,21 +188,21 @@ class Tape:
         return value, f"v{value.place}"
 
     def binary(self, sign: str, function: Callable[[Any, Any], Any], a: Any, b: Any) -> Value:
-        """An operation of two, either of which may be a constant."""
+        """An operation on two operands, either of which may be a constant."""
         a, b = _like(a, _sample(b)), _like(b, _sample(a))
         if sign in _OF_FLAGS and all(isinstance(_sample(each), np.bool_) for each in (a, b)):
-            sign = _OF_FLAGS[sign]  # gives one of the two, and asks the second only if it has to
+            sign = _OF_FLAGS[sign]  # one of the two; the second is evaluated only if needed
         return self.add(f"{{}} {sign} {{}}", function, a, b)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """An operation that has no sign."""
+        """An operation without an operator sign."""
         if not any(isinstance(each, Value) for each in arguments):
             return function(*arguments)
         called = f"{self._constant(function)}({', '.join(['{}'] * len(arguments))})"
         return self.add(called, function, *arguments)
 
     def add(self, text: str, function: Callable[..., Any], *arguments: Any) -> Value:
-        """The value of an operation; the same one if it was there before."""
+        """The value of an operation; the same value if it was recorded before."""
         names = tuple(self._name(each) for each in arguments)
         found = self._known.get((text, names))
         if found is None:
@@ -220,7 +211,7 @@ class Tape:
         return found
 
     def program(self, patterns: list[str], result: Any) -> Callable[..., Any]:
-        """Everything that the result needs, as a function."""
+        """The operations that the result needs, as a function."""
         template, places = self._written(result)
         uses = [0] * len(self._lines)
         for name in places:
@@ -244,7 +235,7 @@ class Tape:
         answer = template.format(*(inlined.get(f"v{at}", (f"v{at}", 0))[0] for at in places))
         arguments = [f"tree{i}" for i in range(len(patterns))]
         unpacked = [f"{p} = {a}" for p, a in zip(patterns, arguments, strict=True)]
-        constants = [f"{name}={name}" for name in self._constants]  # defaults: found as locals
+        constants = [f"{name}={name}" for name in self._constants]  # as defaults they are locals
         lines = [*unpacked, *body, f"return {answer}"]
         source = f"def program({', '.join([*arguments, '*', *constants])}):\n " + "\n ".join(lines)
         scope = {**self._constants, "new": tuple.__new__}
@@ -277,7 +268,7 @@ class Tape:
         key = (type(value), repr(value)) if plain else id(value)
         if key not in self._names:
             self._names[key] = f"c{len(self._names)}"
-            self._constants[self._names[key]] = value  # held, so that its id stays its own
+            self._constants[self._names[key]] = value  # keeps its id in use
         return self._names[key]
 
 

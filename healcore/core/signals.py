@@ -1,4 +1,4 @@
-"""What one step observed."""
+"""The signals of one step."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class SignalError(HealcoreError, ValueError):
 class Signals(NamedTuple):
     """One step's observations, each a float32 0-d array (or of one batch shape), or None.
 
-    None means that the run does not have the signal at all; that is static. Detectors of an
-    absent signal rest.
+    None means that the run does not have the signal at all, which is static. Detectors without
+    their signal are inactive.
     """
 
     loss: Any = None
@@ -34,40 +34,32 @@ class Signals(NamedTuple):
     change_expected: Any = None
     """bool: the host announces a change (LR, batch, data, weights): open the grace window."""
     externally_skipped: Any = None
-    """bool: the caller skips this step (a GradScaler's overflow): it is not learnt or counted."""
+    """bool: the caller skips this step (a GradScaler's overflow): not learnt, not counted."""
     learning_rate: Any = None
-    """float32: the rate of this step's update, as the user's schedule has it. With it the limit on
-    the learning rate is in absolute terms; without, the schedule is taken to be constant."""
+    """float32: the user's schedule at this step. With it the limit on the learning rate is in
+    absolute terms; without it the schedule is taken as constant."""
 
 
 class Observed(NamedTuple):
-    """Signals made safe: no NaN, no Inf, nothing above HUGE; what was wrong is in the flags."""
+    """Signals without NaN, Inf and numbers above HUGE, which are in the flags instead."""
 
     loss: Any
     grad_norm: Any
     update_norm: Any
     eval_loss: Any
     group_norms: Any
-    bad_loss: Any
-    """bool or None: the loss is NaN or infinite."""
-    bad_grad: Any
-    """bool or None: a gradient norm is NaN, infinite, above 1e15 or negative."""
-    bad_update: Any
-    """bool or None: the update's norm is."""
-    finite: Any
-    """bool: every signal is finite, so that this step may teach the baselines."""
-    has_eval: Any
-    """bool or None: this step carries an evaluation."""
-    restart: Any
-    """bool: a change was expected: baselines begin their warm-up again."""
-    learning_rate: Any = None
-    """float32 or None: the schedule's rate; 0 where it is not finite."""
-    loss_outlier: Any = None
-    """bool or None: the loss stands out too; None: there is no loss, or no detector watches it."""
+    bad_loss: Any  # bool or None: the loss is NaN or infinite
+    bad_grad: Any  # bool or None: a gradient norm is NaN, infinite, above 1e15 or negative
+    bad_update: Any  # bool or None: the same of the update's norm
+    finite: Any  # bool: every signal is finite, so that the baselines may learn this step
+    has_eval: Any  # bool or None: this step has an evaluation
+    restart: Any  # bool: a change was expected: baselines restart their warm-up
+    learning_rate: Any = None  # float32 or None: the schedule's rate; 0 where it is not finite
+    loss_outlier: Any = None  # bool or None: the loss is an outlier; None: no loss or no detector
 
 
 def observe(signals: Signals, restart: Any, *, xp: Any) -> Observed:
-    """Separates the finite from the rest, once, for all detectors.
+    """Separates finite from other values, once, for all detectors.
 
     Args:
         signals: raw signals; at least one of `loss` and `grad_norm` present.
@@ -124,7 +116,7 @@ def _is_norm(norm: Any) -> Any:
 
 
 def check_scalar(name: str, value: Any, *, floor: float | None = None) -> np.float32:
-    """A host-side number as a float32 signal, or a typed error. NaN and Inf are allowed.
+    """A host-side number as a float32 signal; NaN and Inf are allowed.
 
     Args:
         name: the signal's name, for the message.

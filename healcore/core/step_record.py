@@ -1,8 +1,4 @@
-"""`StepRecord`: what an engine recorded of one step, and the one list of those numbers.
-
-Drivers bring it to the host, the runtime acts on it, the metrics file and `healcore replay` write
-it down. Whoever needs "the numbers of a step" reads this type.
-"""
+"""`StepRecord`: the numbers of one step, for the runtime, metrics files and `healcore replay`."""
 
 from __future__ import annotations
 
@@ -32,10 +28,9 @@ _STATE_PATHS = {
     "z": "last.z",
     "z_loss": "last.z_loss",
 }
-"""Where each number stands in an EngineState. Packed, they have this order."""
+"""Place of each number in an EngineState, in the order in which they are packed."""
 
-INTS = 8
-"""The first are int32 or bool, the others float32."""
+INTS = 8  # the first numbers are int32 or bool, the rest float32
 
 _from_state = attrgetter(*_STATE_PATHS.values())
 
@@ -43,16 +38,11 @@ _from_state = attrgetter(*_STATE_PATHS.values())
 class Readings(NamedTuple):
     """The numbers behind a cause. Any of them may be NaN or Inf."""
 
-    loss: float
-    """Last finite loss."""
-    grad_norm: float
-    """Last finite global norm of the gradients, before clipping."""
-    threshold: float
-    """The norm above which the step would have been clipped; 0: none in force."""
-    z: float
-    """The clipping rule's score of the norm."""
-    z_loss: float
-    """The loss-spike detector's score."""
+    loss: float  # last finite loss
+    grad_norm: float  # last finite global norm of the gradients, before clipping
+    threshold: float  # the norm above which the step would have been clipped; 0: none in force
+    z: float  # the clipping rule's score of the norm
+    z_loss: float  # the loss-spike detector's score
 
 
 class StepRecord(NamedTuple):
@@ -61,42 +51,28 @@ class StepRecord(NamedTuple):
     Decisions are as ordered; in observe mode they were not enforced.
     """
 
-    step: Any
-    """Steps that the engine has judged, this one included. The same as before: it judged none."""
-    onset: Any
-    """Index (from 0, the engine's own count) of the first alarm of the last incident; -1: none."""
-    incident: Any
-    """Number of the last incident, from 1; 0: none yet."""
-    incident_open: Any
-    """bool."""
-    action: Any
-    """`Action` flags."""
-    cause: Any
-    """`Cause` flags."""
-    rollback_depth: Any
-    """Known-good checkpoints to go back where ROLLBACK is ordered, else 0."""
-    skip: Any
-    """bool."""
-    grad_scale: Any
-    """Factor on the gradients, 1 = untouched."""
-    lr_scale: Any
-    """The learning-rate multiplier."""
-    loss: Any
-    """This and the following as in `Readings`."""
+    step: Any  # steps that the engine has judged; unchanged if it did not judge this one
+    onset: Any  # index (in steps judged) of the first alarm of the last incident; -1: none
+    incident: Any  # number of the last incident, from 1; 0: none yet
+    incident_open: Any  # bool
+    action: Any  # `Action` flags
+    cause: Any  # `Cause` flags
+    rollback_depth: Any  # known-good checkpoints to go back if ROLLBACK is ordered, else 0
+    skip: Any  # bool
+    grad_scale: Any  # factor on the gradients, 1 = untouched
+    lr_scale: Any  # the learning-rate multiplier
+    loss: Any  # this and the following as in `Readings`
     grad_norm: Any
     threshold: Any
     z: Any
     z_loss: Any
-    engine: str = ""
-    """Name of the optimizer in the run's state; several optimizers have an engine each."""
-    evidence: tuple[Evidence, ...] = ()
-    """Only for steps with a cause: the worst first, at most 10."""
-    judged: bool = True
-    """False: gradients were only accumulated, for an update that a later step makes."""
+    engine: str = ""  # name of the optimizer in the run's state: each has an engine
+    evidence: tuple[Evidence, ...] = ()  # only for steps with a cause: the worst first, at most 10
+    judged: bool = True  # False: gradients were only accumulated, for the update of a later step
 
     @property
     def decision(self) -> Decision:
-        """As ordered. Without `group_scale`, of which there may be thousands."""
+        """As ordered, without `group_scale`, which may have thousands of numbers."""
         return Decision(*(getattr(self, name) for name in Decision._fields[:6]))
 
     @property
@@ -105,18 +81,17 @@ class StepRecord(NamedTuple):
         return Readings(*(getattr(self, name) for name in Readings._fields))
 
     def unjudged(self) -> StepRecord:
-        """The record of a step that the engine did not judge: nothing is ordered, nothing wrong."""
+        """The record of a step that the engine did not judge: no cause, nothing ordered."""
         return self._replace(
             action=Action(0), cause=Cause(0), rollback_depth=0, skip=False, grad_scale=1.0
         )
 
 
-FIELDS = StepRecord._fields[: len(_STATE_PATHS)]
-"""The numbers, in the order in which they are packed."""
+FIELDS = StepRecord._fields[: len(_STATE_PATHS)]  # in the order in which they are packed
 
 
 def numbers(state: Any) -> tuple[Any, ...]:
-    """The numbers of the last step: the arrays of an EngineState, in the order of `FIELDS`."""
+    """The numbers of the last step: arrays of an EngineState, in the order of `FIELDS`."""
     return _from_state(state)
 
 

@@ -1,4 +1,4 @@
-"""Mapping over the engine's state: nested NamedTuples and tuples of arrays, None for nothing."""
+"""Maps over the engine's state: nested NamedTuples, tuples, arrays and None."""
 
 from __future__ import annotations
 
@@ -7,16 +7,7 @@ from typing import Any
 
 
 def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Applies `fn` to every array of `tree` (and the matching ones of `rest`).
-
-    Args:
-        fn: called as ``fn(leaf, *leaves_of_rest)``.
-        tree: NamedTuples, tuples and None, nested; everything else is a leaf.
-        *rest: trees of the same structure.
-
-    Returns:
-        A tree of the same structure.
-    """
+    """Applies `fn` to every array of `tree`, and the matching ones of `rest`; None stays None."""
     if tree is None:
         return None
     if isinstance(tree, tuple):

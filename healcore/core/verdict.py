@@ -27,14 +27,14 @@ class Cause(enum.IntFlag):
 
 
 class Action(enum.IntFlag):
-    """What the host is asked to do. A skip is `Decision.skip`: the device does it in the step."""
+    """What the host is asked to do. A skip is none: the device does it, see `Decision.skip`."""
 
     ALERT = 1
     SAVE = 2
     ROLLBACK = 4
     STOP = 8
     CUT_LR = 16
-    """The LR multiplier was cut at this step (it is already in `Decision.lr_scale`)."""
+    """The LR multiplier was cut at this step; `Decision.lr_scale` has it already."""
 
 
 def names(flags: int) -> list[str]:
@@ -51,20 +51,19 @@ def names(flags: int) -> list[str]:
 def flag(condition: Any, flags: int, *, xp: Any) -> Any:
     """`flags` as int32 where `condition` holds, else 0.
 
-    Not `where(condition, flags, 0)`: between two Python numbers each backend picks a dtype of its
-    own.
+    Not `where(condition, flags, 0)`: for two Python numbers each backend chooses its own dtype.
     """
     return xp.astype(condition, xp.int32) * int(flags)
 
 
 class Reading(NamedTuple):
-    """One detector's result for one step. All 0-d arrays (or of the batch's shape)."""
+    """One detector's result for one step: 0-d arrays, or of the batch's shape."""
 
     alarm: Any
-    """bool: this step is out of line."""
+    """bool: this step is an outlier."""
     sustained: Any
-    """bool: it is not this step alone; the trouble lasts (what a rollback is for). A step within a
-    sustained spike may itself look fine: then `alarm` is false."""
+    """bool: the trouble lasts (what a rollback is for). A step within a sustained spike may itself
+    be normal: then `alarm` is false."""
     cause: Any
     """int32 `Cause` flags, 0 with neither."""
     z: Any
@@ -91,10 +90,10 @@ class Decision(NamedTuple):
 
 
 class Telemetry(NamedTuple):
-    """The last step as the engine saw it: what loggers and reports read. Finite always."""
+    """The last step as the engine judged it, for loggers and reports; always finite."""
 
     decision: Decision
-    """As ordered; in observe mode too, where what is enforced is neutral."""
+    """As ordered, also in observe mode, where the enforced one is neutral."""
     loss: Any
     """float32: last finite loss."""
     grad_norm: Any

@@ -1,9 +1,8 @@
 """The last values of a run, and their sum in one fixed order.
 
-A running sum (add the new value, take the oldest away) keeps every rounding error it ever made,
-and one value of 1e15 wipes out all the others for good. `xp.sum` adds floats in an order of each
-backend's own. So the values are kept, in a ring as long as a power of two, and added by folding
-it in half: the same additions in every backend, with the error of a pairwise sum.
+A running sum keeps every rounding error, and one value of 1e15 wipes out all others for good.
+`xp.sum` has another order in each backend. So the values are in a ring as long as a power of two
+that is folded in half: the same additions everywhere, with the error of a pairwise sum.
 """
 
 from __future__ import annotations
@@ -16,14 +15,11 @@ from healcore.core import numerics
 
 
 class Window(NamedTuple):
-    """Memory of a fixed size, written round and round."""
+    """A ring of fixed size."""
 
-    values: Any
-    """float32 (a power of two,): the last values; 0 where there is none."""
-    place: Any
-    """int32: where the next one goes."""
-    count: Any
-    """int32: values held, up to the window's length."""
+    values: Any  # float32 (a power of two,): the last values; 0 where there is none
+    place: Any  # int32: where the next one goes
+    count: Any  # int32: values held, up to the window's length
 
 
 def init(length: int) -> Window:
@@ -43,15 +39,7 @@ def cleared(window: Window, when: Any, *, xp: Any) -> Window:
 
 
 def push(window: Window, length: int, value: Any, learn: Any, *, xp: Any) -> Window:
-    """Writes `value` over the oldest one, where `learn` holds.
-
-    Args:
-        window: the values so far.
-        length: how many values count, as given to `init`. Static.
-        value: float32, finite.
-        learn: bool.
-        xp: the array namespace.
-    """
+    """Writes `value` over the oldest one where `learn` holds; `length` is that of `init`."""
     slots = window.values.shape[-1]
     here = (xp.arange(slots) == window.place[..., None]) & learn[..., None]
     after = window.place + 1
@@ -63,7 +51,7 @@ def push(window: Window, length: int, value: Any, learn: Any, *, xp: Any) -> Win
 
 
 def mean(window: Window, *, xp: Any) -> Any:
-    """Mean of the values held; 0 without any."""
+    """Mean of the values; 0 without any."""
     divisor = numerics.as_float(xp.where(window.count > 0, window.count, 1), xp=xp)
     return numerics.quotient(total(window.values), divisor, xp=xp)
 

@@ -1,8 +1,7 @@
-"""A run, put together from its events and metrics: numbers and enums, no text for people.
+"""A run, read from its events and metrics: numbers and enums; its users write the text.
 
-The postmortem, `healcore report`, `watch`, `replay` and the demo make sentences of it. It imports
-`healcore.core` and `healcore.runtime.events` only: the rest of the runtime is above, since the next
-start of a run writes the postmortem of one that was killed.
+It imports only `healcore.core` and `healcore.runtime.events`. The rest of the runtime depends on
+it: the next start of a run writes the postmortem of one that was killed.
 """
 
 from __future__ import annotations

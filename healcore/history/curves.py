@@ -1,4 +1,4 @@
-"""The curves of a run: thinned for pictures, with gaps, and with the rows of its incidents."""
+"""The curves of a run: thinned for plots, with gaps, and with the rows of its incidents."""
 
 from __future__ import annotations
 
@@ -11,57 +11,41 @@ import numpy as np
 from healcore.history.incident import Incident
 from healcore.history.metrics import CURVES, MetricRows
 
-MAX_ROWS = 9000
-"""Rows that are kept: some 450 bins or more, with all their extremes."""
+MAX_ROWS = 9000  # about 450 bins or more, with all their extremes
 
-_EXACT = 2.0**24
-"""Float32, in which an envelope keeps its columns, has all whole numbers up to here."""
-_MIN_MISSING = 10
-"""Steps, as far apart as rows usually are, that make a gap; a log may skip single ones."""
-_MAX_GAPS = 20
-"""A log with more of them changes its stride, or has none."""
+_EXACT = 2.0**24  # float32, the dtype of an envelope's columns, has all whole numbers up to here
+_MIN_MISSING = 10  # rows, at the usual distance, that make a gap; a log may skip single ones
+_MAX_GAPS = 20  # with more gaps a log changes its stride, or has none
 
 
 class Gap(NamedTuple):
     """Missing steps between two rows."""
 
-    row: int
-    """Number of the first row after it, in the curves."""
-    low: float
-    """Step of the last row before it."""
+    row: int  # index in the curves of the first row after it
+    low: float  # step of the last row before it
     high: float
-    missing: float
-    """How many steps are missing, as far apart as rows usually are."""
+    missing: float  # missing rows, at the usual distance
     stride: float
-    exact: bool
-    """The curves are not thinned here: there is no row between `low` and `high`."""
+    exact: bool  # not thinned here: there is no row between `low` and `high`
 
 
 class Curves(NamedTuple):
-    """Curves, thinned, row by row in recorded order.
+    """Curves, thinned, row by row in recorded order; every array is (n,).
 
-    Every array is (n,). A value is NaN where it was not logged or is NaN, and infinite where it
-    was recorded so; `nonfinite` marks what was logged and is not finite.
+    A value is NaN where it was not logged or is NaN, and infinite where it was recorded so.
+    `nonfinite` marks values that were logged and are not finite.
     """
 
     step: np.ndarray
     loss: np.ndarray
     grad_norm: np.ndarray | None = None
-    threshold: np.ndarray | None = None
-    """A gradient norm above it is clipped, or is a spike."""
-    lr_scale: np.ndarray | None = None
-    """Multiplier of the learning rate."""
-    index: np.ndarray | None = None
-    """int64, of the rows in the trace; None: 0, 1, 2, ..."""
-    attempt: np.ndarray | None = None
-    """int64; None: all of them attempt 0."""
-    nonfinite: np.ndarray | None = None
-    """bool: a loss or norm was logged in this row and is not finite; None: not known."""
-    rows: int | None = None
-    """How many rows there were before thinning; None: these are all."""
-
-    isolated: bool = False
-    """Only single steps are known: points, without a line between them."""
+    threshold: np.ndarray | None = None  # a gradient norm above it is clipped, or is a spike
+    lr_scale: np.ndarray | None = None  # multiplier of the learning rate
+    index: np.ndarray | None = None  # int64, of the rows in the trace; None: 0, 1, 2, ...
+    attempt: np.ndarray | None = None  # int64; None: all of them are attempt 0
+    nonfinite: np.ndarray | None = None  # bool: logged loss or norm not finite; None: not known
+    rows: int | None = None  # rows before thinning; None: these are all
+    isolated: bool = False  # only single steps are known: points, without a line between them
 
     def undone(self) -> np.ndarray:
         """Bool (n,): rows replaced by a later attempt, which began at or before their step."""
@@ -106,19 +90,16 @@ class Curves(NamedTuple):
 
 
 class Envelope:
-    """Streaming down-sampling of aligned curves for pictures: a bounded number of rows is kept.
+    """Streaming down-sampling of aligned curves for plots, to at most `limit` rows.
 
-    The rows are put into bins of equal width (of index). A bin keeps, of each curve, its smallest
-    and its largest finite value and its first non-finite one; all curves of a kept row are kept.
-    When there are too many bins the width doubles: bins are aligned, so the extremes of two are
-    the extremes of their union, and the result does not depend on how the rows were cut into
-    chunks. The first and the last row are always kept.
+    Rows are put into bins of equal width (of index). Of each curve, a bin keeps the rows of the
+    smallest, the largest and the first non-finite value. When there are too many bins the width
+    doubles. Bins are aligned, so that the extremes of two are those of their union, and the result
+    does not depend on the chunks. The first and the last row are always kept. `limit` is at least
+    what one bin needs.
 
     Largest-triangle-three-buckets was rejected: its lines are smoother, but it may leave out a
-    spike of one row, which is what these pictures are for.
-
-    Args:
-        limit: most rows that are kept, at least what one bin needs.
+    spike of one row, which is what these plots are for.
     """
 
     def __init__(self, limit: int = 2000) -> None:
@@ -130,12 +111,7 @@ class Envelope:
         self._names: list[str] = []
 
     def add(self, index: np.ndarray, values: Mapping[str, np.ndarray]) -> None:
-        """Adds the next rows.
-
-        Args:
-            index: (n,) int64, increasing, also from call to call.
-            values: (n,) of each curve. A curve that is missing in a call is NaN there.
-        """
+        """Adds rows: `index` (n,) int64 increases from call to call; missing curves are NaN."""
         if not len(index):
             return
         if self._origin is None:
@@ -148,7 +124,7 @@ class Envelope:
             self._thin(2 * self._limit)
 
     def kept(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """The kept rows: their index (m,) and the curves (m,), m <= limit."""
+        """The kept rows: their index (m,) and the curves (m,)."""
         if not self._held:
             return np.empty(0, np.int64), {}
         self._thin(self._limit)
@@ -206,31 +182,20 @@ class RunMetrics(NamedTuple):
     """The curves and counts of a run, from its metrics."""
 
     curves: Curves
-    incidents: tuple[Incident, ...]
-    """With `onset` and `index`."""
-    counted: MetricCounts | None
-    """None: the rows do not have alarms and skips."""
+    incidents: tuple[Incident, ...]  # with `onset` and `index`
+    counted: MetricCounts | None  # None: the rows do not have alarms and skips
 
 
 class MetricCounts:
-    """Counts of alarms in the metrics, which have all; events have an incident's first ones.
+    """Counts of alarms in the metrics, which have all; only an incident's first ones have events.
 
     For thinned metrics they are estimates.
-
-    Args:
-        incidents: by attempt and step.
-
-    Attributes:
-        known: the rows have alarms and skips.
-        alarms: steps with a cause.
-        skips: steps that were skipped.
-        clips: steps whose gradients were clipped.
-        ends: by place in `incidents`, step and index of the last alarm.
     """
 
     def __init__(self, incidents: Sequence[Incident]) -> None:
-        self.known = False
+        self.known = False  # the rows have alarms and skips
         self.alarms = self.skips = self.clips = 0
+        # By place in `incidents`: step and index of the last alarm.
         self.ends: dict[int, tuple[float, int]] = {}
         self._skipped: Counter[int] = Counter()
         self._begins: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
@@ -261,7 +226,7 @@ class MetricCounts:
         index: np.ndarray,
         alarms: np.ndarray,
     ) -> None:
-        """Assigns each alarm to the incident that began last before it."""
+        """Assigns each alarm to the last incident that began before it."""
         assert rows.flags is not None
         step, index, skip = rows.step[alarms], index[alarms], rows.flags[alarms, 1]
         which = np.searchsorted([onset for onset, _ in begins], step, side="right") - 1
@@ -271,24 +236,14 @@ class MetricCounts:
             self._skipped[place] += int(skip[mine].sum())
 
     def completed(self, place: int, incident: Incident) -> Incident:
-        """An incident with the alarms that have no event of their own.
-
-        Args:
-            place: its number in the incidents.
-            incident: from events.
-        """
+        """The incident at `place`, with the alarms that have no event."""
         step, _ = self.ends.get(place, (incident.step, -1))
         skipped = max(incident.skipped, self._skipped[place])
         return incident._replace(skipped=skipped, step=max(incident.step, step), capped=False)
 
 
 def gather(chunks: Iterable[MetricRows], incidents: Sequence[Incident]) -> RunMetrics:
-    """Thins the curves, finds the rows of the incidents, and counts.
-
-    Args:
-        chunks: the rows of one run, in order.
-        incidents: in order.
-    """
+    """Thins the curves of one run, finds the rows of the incidents, and counts; all in order."""
     envelope = Envelope(limit=MAX_ROWS)
     counted = MetricCounts(incidents)
     wanted = {(each.attempt, at) for each in incidents for at in (each.onset_step, each.step)}

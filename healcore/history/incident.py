@@ -10,11 +10,9 @@ from typing import NamedTuple
 from healcore.core.evidence import Evidence
 from healcore.runtime.events.models import EventRecord
 
-MOST_ALARMS = 100
-"""Alarms with an event of their own: in each incident, and outside of incidents in total."""
+MOST_ALARMS = 100  # alarms with an event: in each incident, and outside of incidents in total
 
-_MAX_EVIDENCE = 5
-"""Tensors per incident."""
+_MAX_EVIDENCE = 5  # tensors per incident
 
 
 class Mode(enum.StrEnum):
@@ -23,15 +21,15 @@ class Mode(enum.StrEnum):
     HEAL = "heal"
     OBSERVE = "observe"
     REPLAY = "replay"
-    """From recorded rows: there was no checkpoint to restore."""
+    """From recorded rows: no checkpoint could be restored."""
 
 
 class IncidentOutcome(enum.StrEnum):
-    """The outcome of an incident. Steps, checkpoints and rates are fields of the incident."""
+    """The outcome of an incident."""
 
     STOP = "stop"
     ROLLBACK = "rollback"
-    """Also where the same incident ended in a stop later."""
+    """Also if the same incident ended in a stop later."""
     SKIP = "skip"
     ALERT = "alert"
 
@@ -39,52 +37,31 @@ class IncidentOutcome(enum.StrEnum):
 class Incident(NamedTuple):
     """Alarms with one onset."""
 
-    number: int
-    """From 1, over the whole run."""
+    number: int  # from 1, over the whole run
     attempt: int
     onset_step: float
-    step: float
-    """Of the order, or of the last alarm."""
+    step: float  # of the order, or of the last alarm
     cause: tuple[str, ...] = ()
-    action: tuple[str, ...] = ()
-    """What was ordered on the host; unless `mode` is HEAL, what would have been."""
+    action: tuple[str, ...] = ()  # ordered on the host; unless HEAL, what would have been
     mode: Mode = Mode.HEAL
-    skipped: int = 0
-    """Steps of it that were skipped."""
-    capped: bool = False
-    """It may have had alarms without an event of their own: `skipped` is a lower bound."""
-    clipped: int | None = None
-    """Steps of it whose gradients were clipped; None: not counted."""
-    repeats: int = 0
-    """Rollbacks after the first; unless HEAL, those that would follow if the first did not help."""
-    denied: bool = False
-    """The budget did not grant the first rollback: the run would stop."""
-    repeat_denied: bool = False
-    """The budget did not grant one of the repeats."""
-    measures: tuple[EventRecord, ...] = ()
-    """Rollbacks, answers of hooks, verdicts of re-runs and the stop, in order."""
-    lr_path: tuple[float, ...] = ()
-    """Multipliers of the learning rate, from the one before the incident on."""
-    checkpoint: int | None = None
-    """Step of the restored checkpoint."""
-    batches: tuple[tuple[int, int], ...] = ()
-    """(epoch, index) of the batches that were left out, or else of the first ones."""
-    left_out: bool = False
-    """Whether `batches` were left out."""
-    evidence: tuple[Evidence, ...] = ()
-    """Tensors whose gradients stood out, the worst first."""
-    onset: int = -1
-    """Index of the row of its first alarm; -1: not known."""
-    index: int = -1
-    """Index of the row of `step`; -1: not known."""
-    stop: int = -1
-    """Index of the row of the ordered stop; -1: not known."""
-    stop_step: float | None = None
-    """Step of the ordered stop; None: none was ordered, or its step is not known."""
-    last: int = -1
-    """Index of the row of its last alarm; -1: it is `index`."""
-    last_step: float | None = None
-    """Step of its last alarm; None: it is `step`."""
+    skipped: int = 0  # skipped steps
+    capped: bool = False  # some alarms may have no event: `skipped` is a lower bound
+    clipped: int | None = None  # steps with clipped gradients; None: not counted
+    repeats: int = 0  # rollbacks after the first; unless HEAL, those if the first did not help
+    denied: bool = False  # the budget did not grant the first rollback: the run would stop
+    repeat_denied: bool = False  # the budget did not grant one of the repeats
+    measures: tuple[EventRecord, ...] = ()  # rollbacks, hook answers, re-run verdicts, the stop
+    lr_path: tuple[float, ...] = ()  # learning-rate multipliers, from the one before it on
+    checkpoint: int | None = None  # step of the restored checkpoint
+    batches: tuple[tuple[int, int], ...] = ()  # (epoch, index) of those left out, or of the first
+    left_out: bool = False  # `batches` were left out
+    evidence: tuple[Evidence, ...] = ()  # tensors with unusual gradients, the worst first
+    onset: int = -1  # row index of its first alarm; -1: not known
+    index: int = -1  # row index of `step`; -1: not known
+    stop: int = -1  # row index of the ordered stop; -1: not known
+    stop_step: float | None = None  # step of the ordered stop; None: none, or not known
+    last: int = -1  # row index of its last alarm; -1: it is `index`
+    last_step: float | None = None  # step of its last alarm; None: it is `step`
 
     @property
     def outcome(self) -> IncidentOutcome:
@@ -136,7 +113,7 @@ class OpenIncident:
     stop_step: float | None = None
 
     def add(self, event: EventRecord) -> None:
-        """Adds an alarm or an order of it."""
+        """Adds one of its alarms or orders."""
         self.step = max(self.step, float(event.step or 0))
         self.observed |= bool(event.observed)
         add_names(self.cause, event.cause or ())
@@ -199,28 +176,17 @@ class Counts(NamedTuple):
     """Counts of one run, or of one replay."""
 
     incidents: int = 0
-    rollbacks: int = 0
-    """Incidents with a rollback."""
-    repeats: int = 0
-    """Rollbacks beyond one for each incident."""
-    denied: int = 0
-    """Rollbacks that the budget did not grant."""
+    rollbacks: int = 0  # incidents with a rollback
+    repeats: int = 0  # rollbacks beyond one per incident
+    denied: int = 0  # rollbacks that the budget did not grant
     stops: int = 0
-    skips: int = 0
-    """Steps that were skipped."""
-    clips: int | None = None
-    """Steps whose gradients were clipped; None: not known."""
-    alarms: int | None = None
-    """Steps with a cause; None: not known."""
+    skips: int = 0  # skipped steps
+    clips: int | None = None  # steps with clipped gradients; None: not known
+    alarms: int | None = None  # steps with a cause; None: not known
 
 
 def counts_of(incidents: Sequence[Incident], **more: int | None) -> Counts:
-    """Counts incidents.
-
-    Args:
-        incidents: all of them.
-        **more: fields of `Counts` that incidents do not have, or better values.
-    """
+    """Counts incidents; `more` are fields that incidents do not have, or better values."""
     return Counts(
         incidents=len(incidents),
         rollbacks=sum("ROLLBACK" in each.action for each in incidents),

@@ -21,18 +21,12 @@ _MAX_PROBLEMS = 20
 class MetricRows(NamedTuple):
     """Rows of a metrics file, in its order."""
 
-    step: np.ndarray
-    """float64 (n,)."""
-    attempt: np.ndarray
-    """int64 (n,)."""
-    values: dict[str, np.ndarray]
-    """By names of CURVES, float32 (n,); NaN where nothing was logged, or where it was NaN."""
-    nonfinite: np.ndarray
-    """bool (n,): a loss or norm was logged and is not finite."""
-    flags: np.ndarray | None = None
-    """bool (n, 3): an alarm, skipped, clipped; None: not known."""
-    every: np.ndarray | None = None
-    """int64 (n,): steps that a row of thinned metrics stands for; None: one each."""
+    step: np.ndarray  # float64 (n,)
+    attempt: np.ndarray  # int64 (n,)
+    values: dict[str, np.ndarray]  # by names of CURVES, float32 (n,); NaN where not logged, or NaN
+    nonfinite: np.ndarray  # bool (n,): a loss or norm was logged and is not finite
+    flags: np.ndarray | None = None  # bool (n, 3): alarm, skipped, clipped; None: not known
+    every: np.ndarray | None = None  # int64 (n,): steps per row of thinned metrics; None: 1
 
 
 class MetricRow(NamedTuple):
@@ -40,8 +34,7 @@ class MetricRow(NamedTuple):
 
     step: float
     attempt: int
-    values: dict[str, float]
-    """By names of CURVES."""
+    values: dict[str, float]  # by names of CURVES
     flags: tuple[bool, bool, bool] | None = None
     every: int = 1
 
@@ -55,11 +48,11 @@ class MetricsReader:
 
     Attributes:
         problems: the first damaged lines, with their numbers.
-        damaged: how many there are.
-        others: lines of other runs.
-        engine: whose lines are read: the first one's.
-        left_out: other engines, whose lines are left out: there is one row per step.
-        ids: attempts, and those that only the lines have.
+        damaged: number of damaged lines.
+        others: number of lines of other runs.
+        engine: that of the first line; lines of others are ignored, for one row per step.
+        left_out: the other engines.
+        ids: also the attempts that only the lines have.
     """
 
     def __init__(self, path: Path, ids: Sequence[tuple[str, int]]) -> None:
@@ -76,11 +69,7 @@ class MetricsReader:
         self._ordinal: dict[str, int] = {}
 
     def chunks(self) -> Iterator[MetricRows]:
-        """Reads the file once.
-
-        Raises:
-            OSError: it cannot be read.
-        """
+        """Reads the file once; an unreadable one raises OSError."""
         rows: list[MetricRow] = []
         with self.path.open("rb") as file:
             for number, line in enumerate(lines_of(file), start=1):

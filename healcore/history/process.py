@@ -19,7 +19,7 @@ class RunState(enum.StrEnum):
     INTERRUPTED = "interrupted"
     KILLED = "killed"
     ENDED = "ended"
-    """It has ended, in a way unknown to this version."""
+    """It has ended in a way unknown to this version."""
     GONE = "gone"
     """It has written no `end` event, and its process is gone."""
     RUNNING = "running"
@@ -29,25 +29,15 @@ class RunState(enum.StrEnum):
 
 @dataclass
 class RunProcess:
-    """One process of a run.
-
-    Attributes:
-        id: of its events.
-        start: its event; None: lost to a torn line or a rotation.
-        end: its event; None: it has written none.
-        last: its last event.
-        diagnosis: of the last event that has one.
-        first_mono: the smallest monotonic clock of its events.
-        last_mono: the largest.
-    """
+    """One process of a run."""
 
     id: str
-    start: EventRecord | None = None
-    end: EventRecord | None = None
+    start: EventRecord | None = None  # None: lost to a torn line or a rotation
+    end: EventRecord | None = None  # None: it has written none
     last: EventRecord | None = None
-    diagnosis: str = ""
-    first_mono: float | None = None
-    last_mono: float | None = None
+    diagnosis: str = ""  # of the last event that has one
+    first_mono: float | None = None  # smallest monotonic clock of its events, in seconds
+    last_mono: float | None = None  # largest
 
     def add(self, event: EventRecord) -> None:
         """Adds the next event."""
@@ -65,7 +55,7 @@ class RunProcess:
 
     @property
     def seconds(self) -> float | None:
-        """How long it ran, in seconds of its monotonic clock; None: not known."""
+        """Duration by its monotonic clock; None: not known."""
         if self.first_mono is None or self.last_mono is None:
             return None
         return self.last_mono - self.first_mono
@@ -78,7 +68,7 @@ class RunProcess:
         return Process(start.host, start.pid, start.boot, start.born)
 
     def state(self) -> RunState:
-        """From its end, or else from whether the process is still running."""
+        """From its end, or else from whether the process is running."""
         if self.end is not None:
             return RunState.ENDED if self.end.ending is None else RunState(self.end.ending)
         process = self.process()
@@ -97,7 +87,7 @@ class KnownGood:
 
     @property
     def newest(self) -> int | None:
-        """Step of the newest; None: there is none."""
+        """Step of the newest one, or None."""
         return max(self._steps, default=None)
 
     def add(self, event: EventRecord) -> None:

@@ -1,4 +1,4 @@
-"""Puts a training run together from its events: attempts, incidents, marks and counts."""
+"""A training run from its events: attempts, incidents, marks and counts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from healcore.runtime.events.log import Event
 from healcore.runtime.events.models import EventRecord, RerunVerdict, RollbackOutcome, record
 
 _LATE = frozenset({"good", "damaged", "save_failed"})
-"""Their `step` is that of a checkpoint, which is older than the step that the run is at."""
+"""Their `step` is that of a checkpoint, older than the step of the run."""
 
 
 class AttemptOrigin(enum.StrEnum):
-    """What an attempt begins with."""
+    """The beginning of an attempt."""
 
     START = "start"
     PROCESS = "process"
@@ -38,8 +38,7 @@ class RunAttempt(NamedTuple):
     number: int
     first_step: float
     origin: AttemptOrigin
-    source: str = ""
-    """The file of its rows, where there are several."""
+    source: str = ""  # file of its rows, if there are several
 
 
 class MarkKind(enum.StrEnum):
@@ -58,8 +57,7 @@ class Mark(NamedTuple):
 
     step: float
     kind: MarkKind
-    event: EventRecord | None = None
-    """None: of a replay, which has no events."""
+    event: EventRecord | None = None  # None in a replay, which has no events
 
 
 class AlarmPoint(NamedTuple):
@@ -69,8 +67,7 @@ class AlarmPoint(NamedTuple):
     attempt: int
     readings: Readings
     lr_scale: float | None
-    nonfinite: bool
-    """The loss or norm of the step was not finite; `readings` has the last finite one."""
+    nonfinite: bool  # the loss or norm is not finite; `readings` has the last finite one
 
 
 class LastSeen(NamedTuple):
@@ -92,23 +89,18 @@ class Malformed(NamedTuple):
 
 
 class Run:
-    """A training run: a process that began a run, and those that resumed from its checkpoints.
+    """A training run: the process that began it, and those that resumed from its checkpoints.
 
-    Events are added as they are read, of a complete file or of one that grows.
+    Events are added as they are read, from a complete file or from one that grows.
 
     Attributes:
-        processes: in order.
-        attempts: in order.
         attempt_ids: for each attempt the process's id, and its number within that process.
-        marks: in order.
         points: of every alarm with readings.
         rollbacks: events of those that were carried out, without trials.
-        malformed: events with fields that were left out.
         problems: events that report one.
         step: where the run is.
         last_step: of the last event that is not about an older checkpoint.
         lr_scale: the multiplier of the learning rate in force.
-        last_seen: of the last incident.
         rerun: the result of the last re-run of a step.
         damaged: steps of checkpoints that were found damaged.
         incident_count: incidents, also those whose events were rotated away.
@@ -117,7 +109,7 @@ class Run:
         skips: skipped steps among them.
         cuts: of the learning rate.
         stops: that an observing policy would order.
-        unreported_alarms: alarms without an event of their own.
+        unreported_alarms: alarms without an event.
         lost: events that could not be written.
     """
 
@@ -159,7 +151,7 @@ class Run:
 
     @property
     def state(self) -> RunState:
-        """How the run ended or that it is running, as far as that can be seen."""
+        """Whether the run is running, or how it ended, as far as is known."""
         return self.processes[-1].state() if self.processes else RunState.UNKNOWN
 
     @property
@@ -175,18 +167,11 @@ class Run:
 
     @property
     def capped(self) -> bool:
-        """Some alarms may have no event of their own: `skips` is a lower bound."""
+        """Some alarms may have no event: `skips` is a lower bound."""
         return any(count >= MOST_ALARMS for count in self._alarms.values())
 
     def add(self, event: Mapping[str, Any]) -> EventRecord:
-        """Adds the next event.
-
-        Args:
-            event: from `log.parse`.
-
-        Returns:
-            The event, without the fields of the wrong type.
-        """
+        """Adds an event from `log.parse`, and returns it without the fields of the wrong type."""
         found, wrong = record(event)
         if wrong:
             self.malformed.append(Malformed(found.seq, found.kind, tuple(wrong)))
@@ -298,7 +283,7 @@ class Run:
             return
         self.cuts += after < before
         last = self._incidents[-1] if self._incidents else None
-        # An incident's order cuts, also where its alarms have no events any more.
+        # An order of the incident cut, also if the events of its alarms are gone.
         if after < before and last is not None and last.attempt == len(self.attempts) - 1:
             last.cut(before, after)
 
@@ -338,7 +323,7 @@ class Run:
         )
 
     def _incident_of(self, event: EventRecord) -> OpenIncident:
-        """The incident with the event's number; its `incident` event may be lost to a torn line."""
+        """The event's incident; its `incident` event may be lost to a torn line."""
         if not self._incidents or self._incidents[-1].number != event.incident:
             self._open(event, float(event.step or 0))
         return self._incidents[-1]
@@ -358,13 +343,9 @@ def _updated(seen: LastSeen, event: EventRecord) -> LastSeen:
 
 
 def is_continuation(events: Iterable[Event]) -> bool:
-    """Whether a process resumed from a checkpoint of the one before.
+    """Whether a process, by its events, resumed from a checkpoint of the one before.
 
-    A rollback that a kill interrupted is finished by the next start, which then has no event
-    `resume`.
-
-    Args:
-        events: of the process, from its first on.
+    After a kill during a rollback the next start finishes it, without an event `resume`.
     """
     for event in events:
         finished = event.get("outcome") == RollbackOutcome.AFTER_CRASH
@@ -376,11 +357,7 @@ def is_continuation(events: Iterable[Event]) -> bool:
 
 
 def runs_of(processes: Mapping[str, Sequence[Event]]) -> list[Run]:
-    """The training runs of an events file, however many processes each took.
-
-    Args:
-        processes: run id -> its events, from `log.History.runs`.
-    """
+    """The training runs of an events file (run id -> events), each of one or more processes."""
     found: list[Run] = []
     for events in processes.values():
         if not found or not is_continuation(events):

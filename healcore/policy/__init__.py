@@ -1,10 +1,10 @@
-"""Policies: frozen objects read from TOML, checked whole, and turned into engines.
+"""Policies: frozen objects read from TOML, checked as a whole, and turned into engines.
 
     policy = healcore.policy.load("default")         # or "my.toml"
     policy = healcore.policy.load("default", clip={"max_norm": 1.0})
     engine = policy.engine()
 
-Nothing in a policy names a framework: porting it is copying the file.
+A policy names no framework: the same file works in each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`[clip]`: what every step's gradient goes through. `kind` chooses one of five tables."""
+"""`[clip]`: the clipping of every step's gradient. `kind` chooses one of five tables."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Shift(Table):
 
 
 class ZClip(Table):
-    """A norm that stands out from its own history is brought down (arXiv:2504.02507)."""
+    """A norm that is unusually large for its own history is brought down (arXiv:2504.02507)."""
 
     core = ZClipConfig
 

@@ -51,7 +51,7 @@ class NonFinite(Table):
 
 
 class LossSpike(Table):
-    """One bad batch, or a sustained departure from the own noise."""
+    """One bad batch, or a sustained departure from the run's own noise."""
 
     core = loss_spike.Config
 
@@ -74,7 +74,7 @@ class NormSpike(Table):
     shift: Shift = Shift()
 
     def conflicts(self) -> Iterator[Conflict]:
-        """A spike has to be called sustained before it is called the level."""
+        """A spike has to become sustained before it is the new level."""
         if self.sustain > self.shift.patience:
             yield Conflict(
                 ("sustain",),
@@ -92,7 +92,7 @@ class UpdateSpike(NormSpike):
 
 
 class Divergence(Table):
-    """The smoothed loss stands above its best level and does not come back."""
+    """The smoothed loss is above its best level and does not come back."""
 
     core = divergence.Config
 
@@ -158,7 +158,7 @@ class LossRatio(Table):
     escape: Steps = _ratio.escape
 
     def conflicts(self) -> Iterator[Conflict]:
-        """The warm-up has to end, and a row to be called sustained before it is the level."""
+        """The warm-up has to end, and outliers become sustained before they are the level."""
         if self.warmup_steps > self.window:
             yield Conflict(
                 ("warmup_steps",),
@@ -176,7 +176,7 @@ class LossRatio(Table):
 
 
 class LossCeiling(Table):
-    """The loss stands above a fixed level, or above all that its first steps had."""
+    """The loss is above a fixed level, or above all that its first steps had."""
 
     core = loss_ceiling.Config
 
@@ -186,7 +186,7 @@ class LossCeiling(Table):
     sustain: Steps = _ceiling.sustain
 
     def conflicts(self) -> Iterator[Conflict]:
-        """There is a ceiling."""
+        """There has to be a ceiling."""
         if self.ceiling is None and not self.first_steps:
             yield Conflict(
                 ("ceiling",),
@@ -197,7 +197,7 @@ class LossCeiling(Table):
 
 
 class LossWindow(Table):
-    """The loss stands many standard deviations above the mean of the last ones."""
+    """The loss is many standard deviations above the mean of the last ones."""
 
     core = loss_window.Config
 
@@ -226,7 +226,7 @@ class GradWindow(LossWindow):
 
 
 class GradEma(Table):
-    """The gradient norm stands far above the moving average of the accepted ones."""
+    """The gradient norm is far above the moving average of the accepted ones."""
 
     core = grad_ema.Config
 
@@ -239,7 +239,7 @@ class GradEma(Table):
     shift: Shift = Shift()
 
     def conflicts(self) -> Iterator[Conflict]:
-        """There is a test, and a spike has to be called sustained before it is the level."""
+        """There has to be a test, and a spike has to become sustained before it is the level."""
         if self.ratio is None and self.sigmas is None:
             yield Conflict(
                 ("ratio",),
@@ -269,7 +269,7 @@ class GradCeiling(Table):
     escape: Steps = _limit.escape
 
     def conflicts(self) -> Iterator[Conflict]:
-        """There is a ceiling, and an alarm can be called sustained before it escapes."""
+        """There has to be a ceiling, and an alarm has to become sustained before it escapes."""
         if self.ceiling is None and self.first_ratio is None:
             yield Conflict(
                 ("ceiling",),

@@ -24,7 +24,7 @@ _BUDGETED = (("rollback", "recoveries"), ("cut_lr", "lr_cuts"))
 
 
 def _entries(value: Any) -> Any:
-    """TOML gives a list, strict pydantic wants the tuple that a frozen policy holds."""
+    """Turns a TOML list into the tuple that a frozen policy has."""
     if not isinstance(value, list | tuple):
         raise broken("an array of tables")
     return tuple(value)
@@ -33,9 +33,8 @@ def _entries(value: Any) -> Any:
 class Policy(Table):
     """What to watch, what to do about it, and how often.
 
-    Frozen and hashable. Two policies are equal when every value in them is. Made by
-    `healcore.policy.load`, whose errors name what to write instead; built by hand it raises
-    pydantic's `ValidationError`.
+    Frozen and hashable; policies with equal values are equal. `healcore.policy.load` makes one, and
+    its errors name what to write instead. Built by hand it raises pydantic's `ValidationError`.
     """
 
     schema_version: Annotated[int, Whole(least=SCHEMA, most=SCHEMA)] = Field(alias="schema")
@@ -83,7 +82,7 @@ class Policy(Table):
                     )
 
     def _mistaken_for(self, cause: str, named: tuple[str, ...]) -> Iterator[str]:
-        """Detectors that are on, raise the flags of `cause`, and are not named next to it."""
+        """Detectors that are on, have a flag of `cause`, and are not named next to it."""
         flags = CAUSES[cause]
         for other in DETECTORS:
             if other in named or other == detector_of(cause) or not CAUSES[other] & flags:
@@ -92,7 +91,7 @@ class Policy(Table):
                 yield other
 
     def config(self) -> EngineConfig:
-        """The core's config: every float rounded to float32, once, for all backends."""
+        """The core's config; every float is rounded to float32 once, for all backends."""
         clip = self.clip
         watched = ((name, getattr(self.detect, name)) for name in DETECTORS)
         return EngineConfig(
@@ -114,5 +113,5 @@ class Policy(Table):
 
 
 def detector_of(cause: str) -> str:
-    """The table under [detect] that watches for a cause; NaN in loss and in gradient share one."""
+    """The table under [detect] for a cause; NaN in loss and in gradient share one."""
     return "nonfinite" if cause.startswith("nonfinite_") else cause

@@ -1,4 +1,4 @@
-"""What is wrong with a policy: where, what was received, the rule, and what to write instead."""
+"""Problems of a policy: the key, what was received, the rule, and what to write instead."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from healcore.core.errors import HealcoreError
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong."""
+    """One problem of a policy."""
 
     key: str
     """Dotted key, for example `clip.z_threshold` or `respond[0].to[1]`; "" for the file itself."""
@@ -21,7 +21,6 @@ class Problem(NamedTuple):
     """What to write instead."""
 
     def __str__(self) -> str:
-        """Three lines: key and value, rule, remedy."""
         head = f"{self.key} = {self.value}" if self.key and self.value else self.key or self.value
         lines = [head, f"  rule:  {self.rule}", f"  write: {self.write}"]
         return "\n".join(line for line in lines if line)
@@ -32,8 +31,8 @@ class PolicyError(HealcoreError, ValueError):
 
     Attributes:
         source: The file, the preset's name, or "<text>".
-        problems: All that is wrong, in the order of the file where that is known.
-        unreadable: The file could not be read at all, so nothing is known of the policy in it.
+        problems: In the order of the file where that is known.
+        unreadable: The file could not be read at all, so that its policy is not known.
     """
 
     def __init__(
@@ -45,7 +44,6 @@ class PolicyError(HealcoreError, ValueError):
         self.unreadable = unreadable
 
     def __str__(self) -> str:
-        """The source, then every problem."""
         count = len(self.problems)
         head = f"policy {self.source}: {count} problem{'s' if count != 1 else ''}"
         body = "\n".join(str(problem) for problem in self.problems)
@@ -53,7 +51,7 @@ class PolicyError(HealcoreError, ValueError):
 
 
 def shown(value: object, limit: int = 60) -> str:
-    """A received value as TOML would write it, or nearly; short enough for a message."""
+    """A received value nearly as TOML writes it, short enough for a message."""
     try:
         if isinstance(value, bool):
             text = str(value).lower()

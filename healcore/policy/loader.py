@@ -1,4 +1,4 @@
-"""From a name, a file or text to a checked policy."""
+"""Reads a policy from a name, a file or text, and checks it."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ def load(policy: PolicySource, **overrides: Unpack[Overrides]) -> Policy:
         **overrides: Values to replace before the policy is checked, see `Overrides`.
 
     Raises:
-        PolicyError: No such preset or file, no TOML, or a policy that cannot work. The message
-            names the file, the dotted key, the value, the rule and what to write instead.
+        PolicyError: No such preset or file, no TOML, or a policy that cannot work.
     """
     if isinstance(policy, Policy):
         if not overrides:
@@ -84,9 +83,9 @@ def loads(text: str, *, source: str = "<text>") -> Policy:
 
 
 def _parsed(text: str, source: str) -> dict[str, Any]:
-    """The document, not checked yet.
+    """The document, unchecked.
 
-    tomllib takes memory with the square of the parts of a dotted key, so those are few here.
+    tomllib's memory grows with the square of the parts of a dotted key, so that number is limited.
     """
     long = (line for line in text.split("\n") if line.count(".") >= _MOST_PARTS)
     if any(map(_LONG_KEY.search, long)):
@@ -95,8 +94,8 @@ def _parsed(text: str, source: str) -> dict[str, Any]:
         raise PolicyError(source, (problem,))
     try:
         return tomllib.loads(text)
-    # Not only TOMLDecodeError: dates that no calendar has and numbers with more digits than
-    # Python converts are ValueErrors, a thousand nested brackets a RecursionError.
+    # Not only TOMLDecodeError: impossible dates and numbers of too many digits are ValueErrors, a
+    # thousand nested brackets a RecursionError.
     except (ValueError, RecursionError) as error:
         reason = "brackets nested too deeply" if isinstance(error, RecursionError) else str(error)
         problem = Problem("", reason, "TOML (https://toml.io)", "correct the syntax at that place")
@@ -113,7 +112,7 @@ def from_dict(data: Mapping[str, Any], *, source: str = "<dict>") -> Policy:
     Raises:
         PolicyError: As `load`.
     """
-    # Before everything else: the keys of another schema would only give a wall of wrong errors.
+    # First: the keys of another schema would give many wrong errors.
     schema = data.get("schema") if isinstance(data, Mapping) else None
     if isinstance(schema, int) and not isinstance(schema, bool) and schema != SCHEMA:
         problem = Problem(
@@ -168,20 +167,12 @@ numbers may be traced arrays."""
 
 
 def resolve(policy: PolicyLike, overrides: Mapping[str, Any] = {}) -> Policy | Engine:
-    """The policy with its overrides, as far as it goes: an Engine has no document.
-
-    Args:
-        policy: see `PolicyLike`.
-        overrides: as `Overrides`, values to replace in it; none for an Engine or EngineConfig.
-
-    Raises:
-        PolicyError: there is no such policy, or it is not a valid one.
-    """
+    """The policy with its overrides, or an Engine without any; raises `PolicyError`."""
     if isinstance(policy, EngineConfig) and not overrides:
         return Engine(policy)
     if isinstance(policy, Engine) and not overrides:
         return policy
-    # An Engine with values to replace is refused there.
+    # `load` refuses an Engine with overrides.
     return load(policy, **overrides)  # type: ignore[arg-type]
 
 

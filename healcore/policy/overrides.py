@@ -1,4 +1,4 @@
-"""Values given as keyword arguments, over those of a preset or a file."""
+"""Keyword arguments that replace values of a preset or a file."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ _Table = Mapping[str, Any]
 
 
 class Overrides(TypedDict, total=False):
-    """The keywords that `load` and everything with a `policy` argument take: keys of a policy file.
+    """The keywords of `load` and of everything with a `policy` argument: keys of a policy file.
 
-    A table is a mapping with the keys to change, `clip={"max_norm": None}`; what it does not name
-    stays. None is no limit for a number that may be absent, no detector for a table under `detect`,
-    and no clipping for `clip`. Lists are replaced as a whole, and so is `clip` where its `kind`
-    changes.
+    A table is a mapping with the keys to change, `clip={"max_norm": None}`; its other keys stay.
+    None is no limit for a number that may be absent, no detector for a table under `detect`, and no
+    clipping for `clip`. Lists are replaced as a whole, and so is `clip` if its `kind` changes.
     """
 
     name: str
@@ -33,12 +32,7 @@ class Overrides(TypedDict, total=False):
 
 
 def merged(data: _Table, overrides: _Table) -> dict[str, Any]:
-    """A document with some of its values replaced; neither argument is changed.
-
-    Args:
-        data: of a policy, not checked.
-        overrides: as `Overrides`, not checked.
-    """
+    """A copy of a document with some values replaced; neither argument is checked or changed."""
     new = dict(data)
     for key, value in overrides.items():
         old = new.get(key, {})

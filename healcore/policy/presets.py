@@ -16,7 +16,7 @@ def preset_names() -> tuple[str, ...]:
 
 
 def recipe_names() -> tuple[str, ...]:
-    """Names of the published recipes that come with healcore, in the order of the alphabet."""
+    """Names of the published recipes that come with healcore, sorted."""
     names = (entry.name for entry in resources.files("healcore.policies").iterdir())
     found = (name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX))
     return tuple(sorted(name for name in found if name not in PRESETS))

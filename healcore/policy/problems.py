@@ -1,4 +1,4 @@
-"""From pydantic's errors to ours: the dotted key, the rule, and what to write instead."""
+"""Translates pydantic's errors into `Problem`s."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _NOT_CARRIED_OUT = {
 
 
 def problems_in(error: ValidationError) -> tuple[Problem, ...]:
-    """Everything pydantic found, in its order."""
+    """The problems, in pydantic's order."""
     found: list[Problem] = []
     details = error.errors(include_url=False)
     for detail in details[:_MOST_TOLD]:
@@ -92,7 +92,7 @@ def _problems(detail: ErrorDetails) -> Iterator[Problem]:
 
 
 def _walk(loc: Path) -> tuple[Path, type[Table]]:
-    """The path without pydantic's own marks, and the table that holds (or lacks) the last key."""
+    """The path without pydantic's marks, and the table that has (or lacks) the last key."""
     path: list[str | int] = []
     table: type[Table] = Policy
     rest = list(loc)
@@ -142,7 +142,7 @@ def _known_keys(key: str, table: type[Table]) -> str:
 
 
 def _places() -> Iterator[tuple[str, list[str]]]:
-    """Every table of the format with its keys, for keys that were written in the wrong one."""
+    """Every table of the format with its keys, to find the table of a misplaced key."""
     yield "the top of the file", _keys(Policy)
     for kind, table in KINDS.items():
         yield f'[clip] with kind = "{kind}"', _keys(table)

@@ -1,4 +1,4 @@
-"""`[incident]`, `[rollback]`, `[lr]`, `[budget]`: how far and how often."""
+"""`[incident]`, `[rollback]`, `[lr]`, `[budget]`: how far back and how often."""
 
 from __future__ import annotations
 

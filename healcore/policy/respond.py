@@ -1,4 +1,4 @@
-"""`[[respond]]`: to which causes, with what, and when."""
+"""`[[respond]]`: for which causes, what to do, and when."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class When(Table):
     within: Annotated[int, Whole(least=0, most=4096)] = 0
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Both of `count` and `within`, or neither, and the count has to fit."""
+        """Both of `count` and `within` or neither, and the count has to fit."""
         if bool(self.count) != bool(self.within):
             there, absent = ("count", "within") if self.count else ("within", "count")
             yield Conflict(

@@ -1,4 +1,4 @@
-"""A policy as TOML and as plain data, what differs between two, and a short name for one."""
+"""A policy as TOML and as plain data, the differences of two, and a fingerprint."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from healcore.policy.values import NONE
 
 
 def dumps(policy: Policy) -> str:
-    """Writes a policy as TOML, every key spelt out, so that a later default changes nothing in it.
+    """Writes a policy as TOML with every key, so that a later default changes nothing in it.
 
-    `loads(dumps(policy)) == policy`: numbers are written with all their digits, as they were
-    given, not as the float32 that the core will see.
+    `loads(dumps(policy)) == policy`: numbers have all their digits, not those of the core's
+    float32.
     """
     return tomli_w.dumps(to_dict(policy))
 
@@ -55,8 +55,8 @@ class Difference(NamedTuple):
 def diff(left: Policy, right: Policy) -> tuple[Difference, ...]:
     """The keys whose values differ, in the order of the file, defaults included.
 
-    Rules are compared by position. A table that only one policy has is listed key by key; an
-    empty one as a whole.
+    Rules are compared by position. A table that only one policy has is listed key by key, an empty
+    one as a whole.
     """
     a, b = dict(_flat(to_dict(left))), dict(_flat(to_dict(right)))
     keys = [*a, *(key for key in b if key not in a)]
@@ -79,10 +79,10 @@ def _flat(data: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str, An
 
 
 def fingerprint(policy: Policy) -> str:
-    """Sixteen hex digits, equal where the core is given equal numbers (by one release of healcore).
+    """Sixteen hex digits, equal for equal numbers in the core (within one release of healcore).
 
-    Name, description and references do not enter, and numbers enter as the float32 that the core
-    sees: 0.97 and 0.9700000001 are one policy. The same as `Engine.fingerprint`.
+    Name, description and references do not count, and numbers count as float32: 0.97 and
+    0.9700000001 are one policy. The same as `Engine.fingerprint`.
     """
     found = policy.engine().fingerprint
     assert found is not None, "the numbers of a policy file are Python's"

@@ -1,4 +1,4 @@
-"""One table of a policy file: frozen, strict, and equal field by field to a config of the core."""
+"""A table of a policy file: frozen, strict, and equal field by field to a config of the core."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from healcore.policy.values import to_float32
 
 
 class Conflict(NamedTuple):
-    """Two values of one table that cannot both stand."""
+    """Two values of one table that exclude each other."""
 
     path: tuple[str | int, ...]
     """From the table to the value that is blamed."""
@@ -24,8 +24,8 @@ class Conflict(NamedTuple):
 class Table(BaseModel):
     """Base of all tables.
 
-    A subclass names the core's NamedTuple in `core` and has the same fields, in any order, with
-    the same defaults (tests/policy/test_schema.py holds it to that), besides those in `host_only`.
+    A subclass names the core's NamedTuple in `core` and has the same fields and defaults in any
+    order (checked by tests/policy/test_schema.py), besides those in `host_only`.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
@@ -35,7 +35,7 @@ class Table(BaseModel):
     """Keys that steer the host (restoring), which the engine on the device has not."""
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Yields what no single field can see; overridden where there is something to see."""
+        """Yields conflicts between fields; for subclasses."""
         yield from ()
 
     @model_validator(mode="after")
@@ -46,7 +46,7 @@ class Table(BaseModel):
         return self
 
     def config(self) -> Any:
-        """The core's config. Floats are rounded to float32, once, so that all backends see one."""
+        """The core's config. Floats are rounded to float32 once, for all backends."""
         assert self.core is not None, f"{type(self).__name__} has no counterpart in the core"
         fields = self.core._fields  # type: ignore[attr-defined]
         return self.core(**{name: _to_core(getattr(self, name)) for name in fields})

@@ -1,7 +1,7 @@
-"""The kinds of value a policy holds, each with its rule as text.
+"""The kinds of value in a policy, each with its rule as text.
 
-Numbers reach the core as float32, in every backend, so a range has to hold for the float32 too:
-0.99999999 lies in (0, 1) and its float32 is 1.
+Numbers are float32 in the core, so a range has to hold for the float32 too: 0.99999999 is in (0, 1)
+and its float32 is 1.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 def broken(rule: str, **more: Any) -> PydanticCustomError:
     """The error of a value that breaks `rule`; `problems` turns it into a `Problem`.
 
-    Args:
-        rule: What the value has to be.
-        **more: `choices`: what it may be; `entry`: index of the wrong entry of a list.
+    `more` may have `choices` (allowed values) and `entry` (index of the wrong entry of a list).
     """
     return PydanticCustomError("rule", "must be {rule}", {"rule": rule, **more})
 
@@ -47,7 +45,6 @@ class _Checked:
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        """Plain function: no coercion before or after it."""
         del source, handler
         return core_schema.no_info_plain_validator_function(self.check)
 
@@ -133,7 +130,7 @@ class OneOf(_Checked):
 
     @classmethod
     def of(cls, literal: Any) -> OneOf:
-        """The strings of a `Literal[...]`, so that types and validation cannot drift apart."""
+        """The strings of a `Literal[...]`, so that types and validation stay equal."""
         return cls(get_args(literal))
 
 

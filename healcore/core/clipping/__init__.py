@@ -1,7 +1,8 @@
-"""Clipping rules: every step, on the device. One file each, all with the same two functions.
+"""Clipping rules, one file each, run on the device at every step.
 
-`init(config, *, groups)` gives the state as NumPy arrays; `update(config, state, seen, learn, *,
-xp)` judges one norm against the state, then learns it, and returns `(state, Clip)`.
+`init(config, *, groups)` gives the state as NumPy arrays.
+`update(config, state, seen, learn, *, xp)` judges one norm against the state, then learns it, and
+returns `(state, Clip)`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,6 @@ RULES: dict[str, ModuleType] = {
     "autoclip": autoclip,
     "adagc": adagc,
 }
-"""Clipping rule by the name that a policy file uses."""
+"""Clipping rules by their name in a policy file."""
 
 __all__ = ["RULES", "Clip"]

@@ -1,13 +1,11 @@
 """AdaGC: each tensor's gradient is held near its own moving average.
 
 Wang et al., 2025, arXiv:2502.11034. For the first `warmup_steps` the global norm is clipped to
-`max_norm` and gamma_i is the smallest clipped norm of tensor i; then a norm above
-`ratio * gamma_i` is brought down to it, and gamma_i' = decay gamma_i + (1 - decay) u_i.
+`max_norm` and gamma_i is the smallest clipped norm of tensor i. Then a norm above `ratio * gamma_i`
+is brought down to it, and gamma_i' = decay gamma_i + (1 - decay) u_i.
 
-What differs from the paper: zero and non-finite norms teach nothing (a tensor with one zero norm
-in warm-up has gamma = 0 and never moves again), a tensor first seen after warm-up starts from its
-own first norm, and gamma moves to a new level when nearly every norm is rejected there (published:
-645-1,633 steps for x2).
+Differs from the paper (docs/recipes.md): zero and non-finite norms teach nothing, a tensor first
+seen after warm-up starts from its own first norm, and gamma follows true level shifts.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ from healcore.core import level_shift, numerics
 from healcore.core.clipping.verdict import Clip, scale_to
 from healcore.core.signals import Observed
 
-# ratio 1.04 rejects over half of all norms when they are merely noisy, so here only rejections
-# that are nearly without exception speak of a shift: one acceptance takes back eight of them.
+# Ratio 1.04 rejects more than half of all noisy norms. So a shift needs rejections nearly without
+# exception: one acceptance takes back eight of them.
 _SHIFT = level_shift.ShiftConfig(patience=25, gain=1, forgive=8)
 
 
@@ -42,12 +40,9 @@ class AdaGCConfig(NamedTuple):
 class AdaGCState(NamedTuple):
     """State of n tensors."""
 
-    count: Any
-    """int32 0-d: steps learnt, up to the end of warm-up."""
-    gamma: Any
-    """float32 (n,): level of each tensor's norm; 0 = nothing seen yet."""
-    shift: level_shift.ShiftState
-    """Arrays of shape (n,)."""
+    count: Any  # int32 0-d: steps learnt, up to the end of warm-up
+    gamma: Any  # float32 (n,): level of each tensor's norm; 0 = nothing seen yet
+    shift: level_shift.ShiftState  # arrays of shape (n,)
 
 
 def init(config: AdaGCConfig, *, groups: int = 0) -> AdaGCState:

@@ -1,14 +1,10 @@
 """AutoClip: clip at a percentile of the norms seen so far.
 
-Seetharaman et al., 2020, arXiv:2007.14469. The published rule keeps the whole history and sorts
-it at each step. Here the history is a histogram with sixteen bins to the octave: O(1) memory,
-exact integer counts (so every backend agrees), and the percentile rounded up by at most a bin's
-width, 4.4 %.
-
-It forgets: when the histogram holds `2 * window` norms all counts are halved, so that after a
-true level shift the percentile is that of the new level within five windows. Since the rule clips
-all but the lowest `percentile` of the norms by design, the raw norm enters, as published: clipped
-ones would drag the percentile down for ever.
+Seetharaman et al., 2020, arXiv:2007.14469. Instead of the whole history, sorted at each step, this
+has a histogram of 16 bins per octave: O(1) memory, integer counts that are equal in every backend,
+and a percentile at most one bin (4.4 %) above. At `2 * window` norms all counts are halved, so that
+the rule follows a true level shift within five windows. Raw norms enter, as published: clipped ones
+would lower the percentile for ever.
 """
 
 from __future__ import annotations
@@ -26,8 +22,7 @@ _OCTAVES = 32  # 2**-32 to 2**32
 _EDGES = np.exp2(
     np.arange(-_OCTAVES * _PER_OCTAVE, _OCTAVES * _PER_OCTAVE + 1) / _PER_OCTAVE
 ).astype(np.float32)
-BINS = len(_EDGES) - 1
-"""Number of bins of the histogram."""
+BINS = len(_EDGES) - 1  # number of bins of the histogram
 
 
 class AutoClipConfig(NamedTuple):
@@ -44,8 +39,7 @@ class AutoClipConfig(NamedTuple):
 class AutoClipState(NamedTuple):
     """The recent norms."""
 
-    counts: Any
-    """int32 (BINS,): norms per bin; `_EDGES` in steps of 2**(1/16) from 2**-32 to 2**32."""
+    counts: Any  # int32 (BINS,): norms per bin; edges are `_EDGES`
 
 
 def init(config: AutoClipConfig, *, groups: int = 0) -> AutoClipState:
@@ -91,8 +85,8 @@ def update(
 def _percentile(percent: Any, counts: Any, total: Any, edges: Any, *, xp: Any) -> Any:
     """The upper edge of the bin that holds the percentile.
 
-    Not interpolated inside the bin: equal norms would then be clipped for ever, by up to a bin's
-    width. The last sum has one term that is not zero, so its order cannot matter.
+    Not interpolated: equal norms would be clipped for ever, by up to a bin's width. The last sum
+    has one term that is not zero, so its order does not matter.
     """
     below = numerics.as_float(xp.cumsum(counts, axis=-1), xp=xp)
     rank = numerics.product(percent, numerics.as_float(total, xp=xp), xp=xp) * 0.01

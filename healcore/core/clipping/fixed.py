@@ -1,8 +1,7 @@
 """Fixed clipping: the norm is brought down to one absolute limit (Pascanu et al., 2013).
 
-The rule of `torch.nn.utils.clip_grad_norm_` and `optax.clip_by_global_norm`. It has no baseline,
-so there is nothing to poison and nothing to escape from: norms that settle above `max_norm` are
-clipped for good, because that is what the user asked for. Rules that learn their limit do escape.
+The rule of `torch.nn.utils.clip_grad_norm_` and `optax.clip_by_global_norm`. It has no baseline and
+so no escape: norms that stay above `max_norm` are clipped for good, as the user asked.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class FixedConfig(NamedTuple):
 
 
 class FixedState(NamedTuple):
-    """Nothing to remember."""
+    """Empty: the rule has no memory."""
 
 
 def init(config: FixedConfig, *, groups: int = 0) -> FixedState:

@@ -1,4 +1,4 @@
-"""What a clipping rule answers."""
+"""The result of a clipping rule."""
 
 from __future__ import annotations
 
@@ -8,23 +8,16 @@ from healcore.core import numerics
 
 
 class Clip(NamedTuple):
-    """One step's clipping. Arrays of the norm's shape: 0-d, or (n,) for per-tensor rules."""
+    """One step's clipping: arrays of the norm's shape, 0-d, or (n,) for per-tensor rules."""
 
-    scale: Any
-    """float32 in [0, 1]: factor on the gradient; 1 = untouched."""
-    threshold: Any
-    """float32: a larger norm is brought down; 0 = no threshold in force (warm-up)."""
-    z: Any
-    """float32: z-score of the norm; 0 in warm-up and for rules without a spread."""
-    clipped: Any
-    """bool."""
+    scale: Any  # float32 in [0, 1]: factor on the gradient; 1 = untouched
+    threshold: Any  # float32: larger norms are brought down to it; 0 = none in force (warm-up)
+    z: Any  # float32: z-score of the norm; 0 in warm-up and for rules without a spread
+    clipped: Any  # bool
 
 
 def scale_to(limit: Any, norm: Any, over: Any, *, xp: Any) -> Any:
-    """Factor that brings `norm` down to `limit` where `over`, else exactly 1.
-
-    The 1e-6 is that of torch's clip_grad_norm_ and of the published rules.
-    """
+    """Factor from `norm` to `limit` where `over`, else exactly 1; 1e-6 as in torch and papers."""
     target = xp.where(over, limit, norm)
     scale = numerics.quotient(target, norm + 1e-6, xp=xp)
     return numerics.settle(xp.where(over, scale, 1.0), xp=xp)

@@ -1,27 +1,18 @@
-"""ZClip: clip a gradient norm that stands out from its own recent history.
+"""ZClip: clip a gradient norm that is unusually large for its own recent history.
 
 Kumar et al., 2025, arXiv:2504.02507 (package `zclip` 1.0.0). After `warmup_steps` raw norms, with
 mean mu, population variance v and z = (g - mu) / sqrt(v), a norm with z above the threshold k is
 brought down to T: `mu + k^2 sigma / z` (reciprocal), `mu` (mean) or `mu + k sigma` (max). Then
 mu' = a mu + (1 - a) u and v' = a v + (1 - a) (u - mu')^2, where u is T if it was clipped, else g.
 
-What differs from the paper, and why:
+Differs from the paper (reasons and numbers: docs/detectors.md, docs/recipes.md):
 
-* Level shifts: as published, every norm after a true shift of x1.5 is clipped for ever, since the
-  learnt values never exceed T and sigma goes to 0. Here the baseline moves to the new level once
-  clipping has become the rule and the norms stand still there (`level_shift`).
-* NaN, Inf and zero norms teach nothing. One NaN makes the published rule blind for good, a run of
-  zeros would make it clip everything to zero.
-* sigma is at least `min_rel_std` of mu: after constant norms, +0.01 % is not a spike.
-* A spike that stands alone may keep more of its norm: a rare class or language comes in single
-  batches, whose gradient is all that the model ever sees of it, and brought down to the mean each
-  time it is hardly learnt. It may be as large as earlier norms (`lone_ratio`). Where the loss
-  stands out too it is another kind of data, and may be larger: such spikes together may add
-  `lone_share` of what all other steps add. A spike under an ordinary loss is the model's own (a
-  learning rate that is too high shows so first), and spikes in a row are a reaction to each other.
-  Beyond `lone_limit` means it may be garbage: once one has come and gone, the next step being no
-  spike, others reach no more than earlier norms, so that each does not make room for the next.
-* Warm-up is robust (`warmup`): one spike there would hide later ones for hundreds of steps.
+* The baseline follows true level shifts (`level_shift`), and the warm-up is robust (`warmup`).
+* NaN, Inf and zero norms teach nothing: one NaN disables the published rule for good, and a run of
+  zeros makes it clip to zero. sigma is at least `min_rel_std` of mu.
+* A spike that stands alone may be larger, since a batch of a rare class that is brought down to the
+  mean is hardly learnt: up to earlier norms (`lone_ratio`), and beyond if the loss is an outlier
+  too (`lone_share`, `lone_limit`). An ordinary loss means that the spike is the model's own.
 """
 
 from __future__ import annotations
@@ -35,7 +26,7 @@ from healcore.core.clipping.verdict import Clip, scale_to
 from healcore.core.signals import Observed
 
 _FORGET = 1.0 / 1024.0  # of the largest norm per step; a power of two, so that the product is exact
-_CAME, _GONE = 1, 2  # values of `ZClipState.far`
+_CAME, _GONE = 1, 2  # of `ZClipState.far`: the last step was such a spike; one has come and gone
 _DOUBLE = 2.0  # of the largest norm: what is saved up is not spent on one spike of unknown effect
 
 
@@ -68,23 +59,15 @@ class ZClipConfig(NamedTuple):
 
 
 class ZClipState(NamedTuple):
-    """O(1) statistics of the accepted norms."""
+    """Statistics of the accepted norms."""
 
-    count: Any
-    """int32: norms learnt, up to the end of warm-up."""
-    mean: Any
-    """float32."""
-    var: Any
-    """float32: population variance in warm-up, then its moving average."""
-    peak: Any
-    """float32: largest norm that has passed, slowly forgotten."""
-    spiked: Any
-    """bool: the last norm was a spike."""
-    saved: Any
-    """float32: what lone spikes may use, in means."""
-    far: Any
-    """int32: of lone spikes beyond `lone_limit` whose loss stood out too: 0 there was none, 1 the
-    last step was one, 2 one has come and gone."""
+    count: Any  # int32: norms learnt, up to the end of warm-up
+    mean: Any  # float32
+    var: Any  # float32: population variance in warm-up, then its moving average
+    peak: Any  # float32: largest norm that has passed, slowly forgotten
+    spiked: Any  # bool: the last norm was a spike
+    saved: Any  # float32: what lone spikes may use, in means
+    far: Any  # int32: lone spike beyond `lone_limit`, its loss an outlier: 0 none, _CAME, _GONE
     shift: level_shift.ShiftState
 
 
@@ -107,29 +90,18 @@ def init(config: ZClipConfig, *, groups: int = 0) -> ZClipState:
 def update(
     config: ZClipConfig, state: ZClipState, seen: Observed, learn: Any, *, xp: Any
 ) -> tuple[ZClipState, Clip]:
-    """Judges `seen.grad_norm` against the baseline, then learns it.
-
-    Args:
-        config: thresholds.
-        state: the baseline before this step.
-        seen: the step's signals.
-        learn: bool; false for a step that is skipped: judged, not learnt.
-        xp: the array namespace.
-
-    Returns:
-        The new state and the `Clip`.
-    """
+    """Judges `seen.grad_norm`, then learns it; `learn` is false for a step that is skipped."""
     norm = seen.grad_norm
     count = xp.where(seen.restart, 0, state.count)
     warm = count < config.warmup_steps
-    # Products of their own, and the floor again after the root: of (c m)(c m) XLA makes (m m) c^2,
-    # and of sqrt(x x) it makes |x|.
+    # Separate products, and the floor again after the root: XLA makes (m m) c^2 of (c m)(c m), and
+    # |x| of sqrt(x x).
     floor = numerics.product(config.min_rel_std, state.mean, xp=xp)
     var = numerics.larger(state.var, numerics.product(floor, floor, xp=xp), xp=xp)
     sigma = numerics.larger(xp.sqrt(state.var), floor, xp=xp)
 
-    # z > k without a root: gap^2 > k^2 v. k^2 is applied in two products of their own, so that a
-    # Python number and an array (a vmapped sweep) round alike, and XLA does not make it (k k) v.
+    # z > k without a root: gap^2 > k^2 v. In two products, so that a Python number and an array (a
+    # vmapped sweep) round alike, and XLA does not make it (k k) v.
     k = config.z_threshold
     gap = norm - state.mean
     limit = k * numerics.product(k, var, xp=xp)
@@ -224,7 +196,7 @@ def _learn(
     var = var + xp.where(learn, step, 0.0)
     # Rounding can leave a variance of -1e-12 after equal values.
     var = xp.where(var > 0, var, 0.0)
-    # Skipped before anything was learnt: the old baseline is still what an expected change left.
+    # A step that is not learnt keeps the baseline that an expected change left.
     mean, var = xp.where(learn, mean, state.mean), xp.where(learn, var, state.var)
     mean, var = numerics.settle(mean, xp=xp), numerics.settle(var, xp=xp)
     return state._replace(count=seen, mean=mean, var=var)

@@ -1,8 +1,8 @@
-"""Detectors: one file each, all with the same three names.
+"""Detectors, one file each, all with the same names.
 
-`Config` is a NamedTuple of thresholds, `init(config)` gives the state as NumPy arrays, and
-`update(config, state, seen, *, xp)` judges one step against the state, then learns it, and
-returns `(state, Reading)`. `NEEDS` names the signals without which the detector is inactive.
+`Config` is a NamedTuple of thresholds, and `init(config)` gives the state as NumPy arrays.
+`update(config, state, seen, *, xp)` judges one step against the state, then learns it, and returns
+`(state, Reading)`. Without the signals in `NEEDS` a detector is inactive.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DETECTORS: dict[str, ModuleType] = {
     "grad_ema": grad_ema,
     "grad_ceiling": grad_ceiling,
 }
-"""Detector by the name that a policy file uses, in the order in which they run."""
+"""Detectors by their name in a policy file, in the order in which they run."""
 
 CAUSES: dict[str, Cause] = {
     "nonfinite": Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD,
@@ -66,4 +66,4 @@ CAUSES: dict[str, Cause] = {
     "grad_ema": Cause.GRAD_SPIKE,
     "grad_ceiling": Cause.GRAD_SPIKE,
 }
-"""What a rule's `to` may name on the device, and the flags it stands for."""
+"""The names that a rule's `to` may have on the device, and their flags."""

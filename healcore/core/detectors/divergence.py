@@ -1,14 +1,10 @@
-"""Divergence: the smoothed loss stands above the best it ever had, and does not come back.
+"""Divergence: the smoothed loss is above the best it ever had, and does not come back.
 
-Needs no spike: a noisy ramp from 2 to 22 has none. For `patience` steps net the trend has to be
-both *elevated*, beyond the noise and by a real part of all improvement so far, and *not
-recovering*, no lower than its own slower average; steps of recovery count down. A spike that
-heals, a warm-up bump or periodic noise never gets that far; a ramp does, `patience` steps and a
-little after it has left the noise. The alarm is latched until half of the excess is gone.
-
-The noise is the mean absolute residual, in which a rise that repeats counts little: a ramp does
-not pass for noise. Best and top are forgotten slowly, so that after a true level shift (another
-dataset) the detector is not blind for ever.
+It needs no spike: a noisy ramp from 2 to 22 has none. For `patience` steps, net of steps of
+recovery, the trend has to be above the best level (beyond the noise, and by a share of all
+improvement so far) and no lower than its own slower average. The alarm is latched until half of the
+excess is gone. A rise after a rise counts little in the noise, so that a ramp is not taken for it.
+Best and top are forgotten slowly, so that the detector still works after a true level shift.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ from healcore.core.verdict import Cause, Reading, flag
 
 NEEDS = frozenset({"loss"})
 
-# The plateau of values that serve as well stands behind each constant (docs/detectors.md).
+# Ranges: values that serve as well (docs/detectors.md).
 _TREND = 1.0 / 16.0  # weight in the trend
 _SLOW = 1.0 / 64.0  # weight in the slower one
 _NOISE = 0.03
@@ -54,28 +50,18 @@ class Config(NamedTuple):
 
 
 class State(NamedTuple):
-    """O(1) memory."""
+    """Smoothed losses, noise and the alarm."""
 
-    count: Any
-    """int32: steps learnt."""
-    trend: Any
-    """float32: smoothed loss."""
-    slow: Any
-    """float32: smoothed trend."""
-    noise: Any
-    """float32: mean absolute residual of the last steps."""
-    long_noise: Any
-    """float32: mean absolute residual of the whole run, recent steps weighing more."""
-    best: Any
-    """float32: lowest slow trend."""
-    top: Any
-    """float32: highest slow trend."""
-    residual: Any
-    """float32: the last residual, for its sign."""
-    run: Any
-    """int32: elevated steps, net of recovering ones."""
-    latched: Any
-    """bool: the alarm stands."""
+    count: Any  # int32: steps learnt
+    trend: Any  # float32: smoothed loss
+    slow: Any  # float32: smoothed trend
+    noise: Any  # float32: mean absolute residual of the last steps
+    long_noise: Any  # float32: mean absolute residual of the whole run, recent steps weighing more
+    best: Any  # float32: lowest slow trend
+    top: Any  # float32: highest slow trend
+    residual: Any  # float32: the last residual, for its sign
+    run: Any  # int32: elevated steps, net of recovering ones
+    latched: Any  # bool: the alarm is on
 
 
 def init(config: Config) -> State:

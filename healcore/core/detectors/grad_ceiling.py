@@ -1,14 +1,9 @@
 """Gradient ceiling: the norm is above an absolute limit, or many times the largest of the first.
 
-Two rules of Megatron-LM. `grad_norm_skip_threshold` (megatron/core/optimizer/optimizer.py): the
-update is skipped while the norm is above a number that the user gives. And the check for values
-that are unexpectedly large (`is_unexpectedly_large`, megatron/core/rerun_state_machine.py): at
-least ten times the largest of the first 100.
-
-The number is the user's own, like that of the fixed clip, and has nothing to escape from. What the
-first norms taught does: after `escape` alarms in a row they are counted again. In the original
-they never are: a run that legitimately reaches a higher level stays unexpected, and a first sample
-of zeros (a frozen network) makes everything after it unexpected.
+Two rules of Megatron-LM: `grad_norm_skip_threshold` (megatron/core/optimizer/optimizer.py), and
+`is_unexpectedly_large` (megatron/core/rerun_state_machine.py), ten times the largest of the first
+100. The limit is the user's and has no escape. The first norms are counted again after `escape`
+alarms in a row; as published they never are, even if they were zeros (a frozen network).
 """
 
 from __future__ import annotations
@@ -40,14 +35,11 @@ class Config(NamedTuple):
 
 
 class State(NamedTuple):
-    """O(1) memory."""
+    """The first norms, and the alarms in a row."""
 
-    count: Any
-    """int32: norms counted, up to `first_steps`."""
-    top: Any
-    """float32: the largest of them."""
-    run: Any
-    """int32: alarms in a row, up to `escape`."""
+    count: Any  # int32: norms counted, up to `first_steps`
+    top: Any  # float32: the largest of them
+    run: Any  # int32: alarms in a row, up to `escape`
 
 
 def init(config: Config) -> State:
@@ -58,7 +50,7 @@ def init(config: Config) -> State:
 
 
 def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
-    """Judges `seen.grad_norm`, or learns the ceiling from it; unsound steps change nothing."""
+    """Judges `seen.grad_norm`, or learns the ceiling from it; non-finite steps change nothing."""
     norm = seen.grad_norm
     learn = seen.finite & (norm > 0)
     count = xp.where(seen.restart, 0, state.count)

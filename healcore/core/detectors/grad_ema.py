@@ -1,19 +1,13 @@
-"""Gradient EMA: the norm stands far above the bias-corrected moving average of the accepted ones.
+"""Gradient EMA: the norm is far above the bias-corrected moving average of the accepted ones.
 
 AXLearn's `skip_and_clip_by_global_norm` (axlearn/common/optimizers.py) with an adaptive
 `drop_norm`: the step is dropped when g >= 20 mu (`drop_norm_by_grad_norm_ema`, here `ratio`) or
 when g >= mu + 20 sigma after 500 steps (`drop_norm_by_grad_norm_stddev`, here `sigmas`), with the
 moments of the accepted norms, weighted as in section 7.1 of Adafactor (arXiv:1804.04235).
 
-What differs, and why:
-
-* The first norm is learnt, not judged: published, it is compared with an average of 1, and a run
-  whose norms begin at 20 is dropped at every step for ever.
-* Level shifts: published, the average learns only what it accepts and so never sees a new level.
-  Here it moves there once rejecting has become the rule and the norms stand still (`level_shift`).
-* The variance is that of the deviations. Published, it is E[g^2] - E[g]^2, after constant norms 0
-  or, by rounding, negative: its root is 0 or NaN, and every step is dropped for ever.
-* sigma is at least `min_rel_std` of mu; zero norms teach nothing; `warmup` is robust.
+Differs from it (docs/recipes.md): the first norm is learnt, not compared with 1. The average
+follows true level shifts. The variance is that of the deviations, since E[g^2] - E[g]^2 becomes 0
+or negative. sigma is at least `min_rel_std` of mu, zero norms teach nothing, `warmup` is robust.
 """
 
 from __future__ import annotations
@@ -49,16 +43,12 @@ class Config(NamedTuple):
 
 
 class State(NamedTuple):
-    """O(1) moments of the accepted norms."""
+    """Moments of the accepted norms."""
 
-    count: Any
-    """int32: norms learnt, up to the end of warm-up."""
-    weight: Any
-    """float32: 1 - decay ** (norms learnt), the sum of the weights."""
-    mean: Any
-    """float32."""
-    var: Any
-    """float32."""
+    count: Any  # int32: norms learnt, up to the end of warm-up
+    weight: Any  # float32: 1 - decay ** (norms learnt), the sum of the weights
+    mean: Any  # float32
+    var: Any  # float32
     shift: level_shift.ShiftState
 
 
@@ -115,7 +105,7 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
 
 
 def _far(config: Config, state: State, norm: Any, gap: Any, floor: Any, *, xp: Any) -> Any:
-    """Whether one of the two tests calls the norm out of line."""
+    """Whether one of the two tests finds the norm too large."""
     far = norm < 0
     if config.ratio is not None:
         far = far | (norm >= config.ratio * state.mean)

@@ -1,6 +1,6 @@
-"""Gradient-norm spike: the global norm stands far above its recent level.
+"""Gradient-norm spike: the global norm is far above its recent level.
 
-The norm warns before the loss does (BLOOM-176B: 0.24, 0.95, 2.4, 16, 145, 960 in the iterations up
+The norm rises before the loss does (BLOOM-176B: 0.24, 0.95, 2.4, 16, 145, 960 in the iterations up
 to the loss peak).
 """
 

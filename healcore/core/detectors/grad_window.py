@@ -1,7 +1,7 @@
-"""Gradient window: the norm stands many standard deviations above the mean of the last ones.
+"""Gradient window: the norm is many standard deviations above the mean of the last ones.
 
-One half of OLMo's skip-step rule (`loss_window` is the other). The norm is that before any
-clipping; MaxText's rule sees the clipped one, of which a limit of 1.0 leaves nothing to see.
+One half of OLMo's skip-step rule (`loss_window` is the other). The norm is that before clipping.
+MaxText's rule has the clipped one, which a limit of 1.0 makes useless.
 """
 
 from __future__ import annotations

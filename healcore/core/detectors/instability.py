@@ -1,19 +1,12 @@
 """Instability: loss and gradient norm grow together from update to update.
 
-What other detectors see, a loss far above its level, has two explanations: the model has been
-damaged, or the data are different. This one sees only the first. Different data (another domain,
-a rare class, a harder stage of a curriculum, wrong labels) are there at once, and from their first
-step on the loss falls as they are learnt. A model that is being damaged by its own updates makes
-each step worse than the one before it: the loss sets *record after record*, and the gradient norm
-is many times its usual size meanwhile.
+A loss far above its level means a damaged model or different data, and this detector finds only the
+first. Different data are there at once, and then the loss falls as they are learnt. A model damaged
+by its own updates sets record after record, with a gradient norm many times its usual size.
 
-A record is a loss of two steps in a row (one bad batch is none) that is above the largest one
-since the growth began by `growth`, both measured from the run's best level; the first record has
-to stand above that level by as much as the whole run has improved so far, by half of the level's
-size and by four times the noise. One that is above the last by the square of `growth` counts
-twice. `records` of them, none more than `patience` steps after the one before, are an alarm, at
-the step of the record itself: there is none while the loss comes back. Once it has come back to a
-quarter of a record, that growth is over. Without a gradient norm the detector is inactive.
+A record is a loss of two steps in a row (one bad batch is none) that is above the last record by
+the factor `growth`, both measured from the run's best level; one above it by `growth` squared
+counts twice. docs/detectors.md has the first record and the end of a growth.
 """
 
 from __future__ import annotations
@@ -32,9 +25,9 @@ _LEVEL = 0.125  # weight of a loss in its level and in the noise: about the last
 _NORM = 0.03125  # weight of a norm in its usual size
 _WINSOR = 3.0  # a norm counts at most this many times the usual, a residual so many times the noise
 _NOISE = 4.0  # a rise below this many times the noise is none
-_SHARE = 0.5  # nor one below this share of the level's size: a smooth loss has no noise
+_SHARE = 0.5  # the same for this share of the level's size: a smooth loss has no noise
 _SETTLED = 4  # times the patience: a loss that has stayed high so long is the level
-_BACK = 0.25  # of the last record: below it the loss is back, and growth is counted again
+_BACK = 0.25  # of the last record: below it the loss has come back
 _FORGET = 1.0 / 512.0  # rate at which best and highest level are forgotten: a level shift is learnt
 _COUNTED = 1 << 22  # exact as a float32, and far beyond where any weight still changes
 
@@ -55,30 +48,19 @@ class Config(NamedTuple):
 
 
 class State(NamedTuple):
-    """O(1) memory."""
+    """Levels, noise and the records."""
 
-    count: Any
-    """int32: steps learnt."""
-    level: Any
-    """float32: smoothed loss."""
-    best: Any
-    """float32: lowest level."""
-    top: Any
-    """float32: highest level before the growth began."""
-    noise: Any
-    """float32: mean absolute residual."""
-    last: Any
-    """float32: the last loss."""
-    norm: Any
-    """float32: usual size of the gradient norm."""
-    last_norm: Any
-    """float32: the last gradient norm."""
-    record: Any
-    """float32: the last record, measured from `best`."""
-    records: Any
-    """int32: records of the growth in progress."""
-    since: Any
-    """int32: steps since the last record."""
+    count: Any  # int32: steps learnt
+    level: Any  # float32: smoothed loss
+    best: Any  # float32: lowest level
+    top: Any  # float32: highest level before the growth began
+    noise: Any  # float32: mean absolute residual
+    last: Any  # float32: the last loss
+    norm: Any  # float32: usual size of the gradient norm
+    last_norm: Any  # float32: the last gradient norm
+    record: Any  # float32: the last record, measured from `best`
+    records: Any  # int32: records of the growth in progress
+    since: Any  # int32: steps since the last record
 
 
 def init(config: Config) -> State:
@@ -120,14 +102,14 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
 
     one = loss - loss + 1.0
     share = numerics.quotient(one, numerics.as_float(count + 1, xp=xp), xp=xp)
-    # What is high teaches nothing; what stays high for long without growing is the level.
+    # High losses are not learnt, unless they stay high for long without growing.
     settled = high & ~record & (state.since >= _SETTLED * config.patience)
     learns = (records == 0) & ~high
     weight = numerics.larger(share, _LEVEL, xp=xp)
     residual = loss - level
     size = xp.abs(residual)
     size = numerics.smaller(size, xp.where(noise > 0, _WINSOR * noise, size), xp=xp)
-    # A fall is believed in full, of a rise what the noise allows: one outlier is no level.
+    # A fall is learnt in full, a rise as far as the noise allows: one outlier is no level.
     residual = xp.where(residual > 0, size, residual)
     step = numerics.product(weight, residual, xp=xp)
     level = level + xp.where(learns, step, 0.0)
@@ -145,7 +127,7 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
     after = State(
         xp.where(settled, 0, xp.where(count < _COUNTED, count + 1, count)),
         *(numerics.settle(each, xp=xp) for each in floats),
-        # What has led to an alarm is spent: another needs records beyond this one.
+        # Another alarm needs records beyond this one.
         records=xp.where(alarm, 1, records),
         since=xp.where(record | settled, 0, xp.where(high | (records > 0), state.since + 1, 0)),
     )

@@ -1,22 +1,9 @@
-"""Loss ceiling: the loss stands above a fixed level, or above all that its first steps had.
+"""Loss ceiling: the loss is above a fixed level, or above all that its first steps had.
 
-What Axolotl's loss watchdog (above `loss_watchdog_threshold` at three logs in a row) and the second
-half of llm-foundry's `KillLossSpike` do (half of the window above the largest loss of the first
-window, or above 10). A run that is up there has gone wrong, whatever its noise; one that is not may
-have gone wrong all the same.
-
-Where the published rules break, this follows what they are for:
-
-* **NaN is not fine.** `nan > threshold` is false, so Axolotl's count restarts at each NaN, and a
-  NaN in the first window may become llm-foundry's cap. Here it changes nothing (and is a cause of
-  its own).
-* **One step, one count.** Axolotl looks at the last log entry at every step: a single high entry
-  counts `logging_steps` times.
-* **The first losses are finite ones that somebody counted**, and an expected change (other data,
-  other weights) has them counted again.
-
-It rejects nothing and learns only at the beginning, so there is nothing to lock in: above the
-ceiling the alarm goes on, and the policy escalates.
+The rules of Axolotl's loss watchdog (above `loss_watchdog_threshold` at three logs in a row) and of
+the second half of llm-foundry's `KillLossSpike` (half of the window above the largest loss of the
+first window, or above 10). Here each step counts once, and NaN changes nothing (docs/recipes.md).
+Nothing is rejected and only the first steps are learnt, so it needs no escape.
 """
 
 from __future__ import annotations
@@ -47,14 +34,11 @@ class Config(NamedTuple):
 
 
 class State(NamedTuple):
-    """O(1) memory."""
+    """The first losses, and the steps above the ceiling."""
 
-    count: Any
-    """int32: steps learnt, up to `first_steps`."""
-    top: Any
-    """float32: largest loss of the first steps."""
-    run: Any
-    """int32: steps above the ceiling, in a row, up to `sustain`."""
+    count: Any  # int32: steps learnt, up to `first_steps`
+    top: Any  # float32: largest loss of the first steps
+    run: Any  # int32: steps above the ceiling, in a row, up to `sustain`
 
 
 def init(config: Config) -> State:
@@ -65,7 +49,7 @@ def init(config: Config) -> State:
 
 
 def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
-    """Judges `seen.loss`, or learns the ceiling from it; unsound steps change nothing."""
+    """Judges `seen.loss`, or learns the ceiling from it; non-finite steps change nothing."""
     learn, loss = seen.finite, seen.loss
     count = xp.where(seen.restart, 0, state.count)
     early = count < config.first_steps

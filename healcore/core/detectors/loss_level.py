@@ -1,4 +1,4 @@
-"""The level of a loss and its noise, at two time scales each: what a spike is measured against."""
+"""The level of a loss and its noise, at two time scales each, against which a spike is measured."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 
 from healcore.core import numerics
 
-# The plateau of values that serve as well stands behind each constant (docs/detectors.md).
-_FALL = 0.33  # weight of a fall in the level: the best is believed at once; 0.25 to 0.5
+# Ranges: values that serve as well (docs/detectors.md).
+_FALL = 0.33  # weight of a fall in the level: learnt almost at once; 0.25 to 0.5
 _RISE = 0.05  # weight of a rise; 0.04 to 0.08
 _NOISE = 0.04  # weight in the fast noise scale; 0.02 to 0.05
 _REPEAT = 0.25  # share of it for a residual that repeats the sign of the last; 0.1 to 0.4
@@ -35,28 +35,18 @@ _COUNTED = 1 << 22  # exact as a float32, and far beyond where any weight still 
 
 
 class LevelState(NamedTuple):
-    """O(1) memory."""
+    """Levels and noise of a loss."""
 
-    count: Any
-    """int32: steps learnt."""
-    mean: Any
-    """float32: the level; follows falls fast and rises slowly."""
-    noise: Any
-    """float32: mean absolute residual of the last steps."""
-    long_noise: Any
-    """float32: mean absolute residual of the whole run, recent steps weighing more."""
-    residual: Any
-    """float32: the last residual, for its sign."""
-    slow: Any
-    """float32: the slow level."""
-    wander: Any
-    """float32: mean absolute distance of the level from the slow one."""
-    now: Any
-    """float32: running mean of the losses, spikes included; the level to restart from."""
-    last: Any
-    """float32: the last loss."""
-    grid: Any
-    """float32: smallest change from one loss to the next that was not 0; 0 = none yet."""
+    count: Any  # int32: steps learnt
+    mean: Any  # float32: the level; follows falls fast and rises slowly
+    noise: Any  # float32: mean absolute residual of the last steps
+    long_noise: Any  # float32: mean absolute residual of the whole run, recent steps weighing more
+    residual: Any  # float32: the last residual, for its sign
+    slow: Any  # float32: the slow level
+    wander: Any  # float32: mean absolute distance of the level from the slow one
+    now: Any  # float32: running mean of the losses, spikes included; the level to restart from
+    last: Any  # float32: the last loss
+    grid: Any  # float32: smallest change from one loss to the next that was not 0; 0 = none yet
 
 
 def init() -> LevelState:
@@ -66,7 +56,7 @@ def init() -> LevelState:
 
 
 def begin(state: LevelState, loss: Any, restart: Any, *, xp: Any) -> LevelState:
-    """The level before this step: at the first one, or after an expected change, it is the loss."""
+    """The state before this step; at the first, or after a restart, the level is the loss."""
     count = xp.where(restart, 0, state.count)
     first = count == 0
     return state._replace(
@@ -79,9 +69,9 @@ def begin(state: LevelState, loss: Any, restart: Any, *, xp: Any) -> LevelState:
 
 
 def unit(state: LevelState, *, xp: Any) -> tuple[Any, Any, Any]:
-    """The noise to measure by, whether there is one, and whether the history is constant.
+    """The noise as a unit, whether there is one, and whether the history is constant.
 
-    A loss of exactly 0 ever since has no unit at all: there the first departure is not judged.
+    A loss that has always been exactly 0 has no unit: its first departure is not judged.
     """
     scale = numerics.larger(state.noise, _LONG_SHARE * state.long_noise, xp=xp)
     size = xp.abs(state.mean)
@@ -93,7 +83,7 @@ def unit(state: LevelState, *, xp: Any) -> tuple[Any, Any, Any]:
 
 
 def elevation(state: LevelState, scale: Any, known: Any, *, xp: Any) -> Any:
-    """How far the level stands above the slow one, in its own wander."""
+    """How far the level is above the slow one, in units of its wander."""
     wander = numerics.larger(state.wander, _WANDER_SHARE * scale, xp=xp)
     return numerics.quotient(state.mean - state.slow, xp.where(known, wander, 1.0), xp=xp)
 
@@ -111,19 +101,11 @@ def learn(
     *,
     xp: Any,
 ) -> LevelState:
-    """Learns one judged loss.
+    """Learns one judged loss (finite), which was judged by `scale` if that was known (`judged`).
 
-    Args:
-        state: from `begin`.
-        loss: float32, finite.
-        scale: the unit that it was judged by.
-        judged: bool, that unit was known.
-        warm: bool, warming up: plain means.
-        blank: bool, the history is constant.
-        incident: bool, inside a sustained spike: rises teach nothing.
-        over: bool, the incident ends here: the level restarts at what is seen now.
-        finite: bool; where false nothing is learnt.
-        xp: the array namespace.
+    `warm`: plain means. `blank`: the history is constant. `incident`: inside a sustained spike,
+    rises teach nothing. `over`: the incident ends here, and the level restarts at the running mean.
+    Where `finite` is false nothing is learnt.
     """
     one = loss - loss + 1.0
     after = numerics.as_float(state.count + 1, xp=xp)
@@ -134,7 +116,7 @@ def learn(
     size = xp.where(judged & (size > most), most, size)
     rise = residual > 0
 
-    # A fall that repeats is believed in full, however deep; one step proves nothing either way.
+    # A fall that repeats is learnt in full, however deep; a single one is cut like a rise.
     fall = xp.where(state.residual > 0, -size, residual)
     weight = xp.where(rise, xp.where(incident, 0.0, _RISE * one), _FALL)
     weight = xp.where(warm, numerics.larger(weight, share, xp=xp), weight)
@@ -159,8 +141,8 @@ def learn(
     weight = xp.where(gap < 0, _SLOW_FALL * one, _SLOW_RISE)
     step = numerics.product(weight, gap, xp=xp)
     slow = xp.where(warm, mean, state.slow + xp.where(incident, 0.0, step))
-    # A climb may not stretch the measure that it is judged by, and falling is not wandering: with
-    # 3.5 and 1 here, a climb of 30 steps soon after a steep fall was missed.
+    # A climb may not raise the unit that it is judged by, and a fall is no wander: with 3.5 and 1
+    # here, a climb of 30 steps soon after a steep fall was missed.
     most = xp.where(gap > 0, _CLIMB_WINSOR * one, _WINSOR)
     most = most * numerics.larger(state.wander, _WANDER_SHARE * scale, xp=xp)
     off = xp.abs(gap)

@@ -1,21 +1,13 @@
 """Loss ratio: the loss is several times the mean of the last ones.
 
-What Lightning's `SpikeDetection` (three times the mean of 10: at least two means above it),
-llm-foundry's `KillLossSpike` (twice the mean of the window, five in a row) and the self-healing
-callback for TRL (five times the mean of 100) do. It knows nothing of the run's noise: `loss_spike`
-does, and finds far more (docs/detectors.md); this is here because the recipes are.
+The rule of Lightning's `SpikeDetection` (three times the mean of 10), llm-foundry's `KillLossSpike`
+(twice the mean of the window, five in a row) and the self-healing callback for TRL (five times the
+mean of 100), for the recipes: `loss_spike` uses the run's noise and finds far more.
 
-Where the published rules break, this follows what they are for:
-
-* **Only finite, accepted losses enter the window.** One NaN makes llm-foundry's mean NaN, which is
-  not below anything, for a whole window; a spike raises the mean that the next is judged by.
-* **It does not lock in.** Lightning's mean stands still while losses are rejected, so after a true
-  level shift it rejects for ever; here the loss of now is the level after `escape` in a row.
-* **Signed and near-zero losses.** Three times -2 lies below -2, and three times 0 is 0. While a
-  loss in the window is negative, or half of them are 0, a loss has to be `ratio` times the largest
-  size in a full window away from the mean: the noise of a loss around zero (GRPO) is no spike. A
-  window of zeros gives no measure and judges nothing.
-* **A fall is no spike** (as in Lightning): the loss has to be above the last accepted one.
+Here only finite, accepted losses enter the window, and after `escape` outliers in a row it restarts
+at the present loss (docs/recipes.md). While a loss in the window is negative, or half of them are
+0, a loss has to be `ratio` times the largest size in a full window away from the mean: the noise of
+a loss around zero (GRPO) is no spike, and a window of zeros judges nothing.
 """
 
 from __future__ import annotations
@@ -47,13 +39,11 @@ class Config(NamedTuple):
 
 
 class State(NamedTuple):
-    """The window, and the row of losses out of line."""
+    """The window, and the outliers in a row."""
 
     window: window.Window
-    last: Any
-    """float32: last accepted loss."""
-    run: Any
-    """int32: losses out of line, in a row, up to `escape`."""
+    last: Any  # float32: last accepted loss
+    run: Any  # int32: outliers in a row, up to `escape`
 
 
 def init(config: Config) -> State:

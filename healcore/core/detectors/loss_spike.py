@@ -1,20 +1,12 @@
-"""Loss spike: one bad batch, or a sustained departure from the run's own noise.
+"""Loss spike: one bad batch, or a sustained departure from the run's own noise (docs/detectors.md).
 
-Scale-free and shift-free: a loss may be negative, near zero or constant, logged at every step or
-at every hundredth; nothing here knows the unit or the cadence. Four ideas:
-
-1. **Noise alternates, a spike persists.** The unit of z is the mean absolute residual, fast and
-   slow. A residual with the sign of the one before it teaches the fast scale only a fraction: an
-   onset does not pass for noise, and a steep fall does not either.
-2. **The threshold is learnt from the run's own excursions.** Each outlier raises it, each step
-   lowers it a little: a streaming quantile (Robbins and Monro, 1951) that settles where about one
-   step in 256 is an outlier. Heavy-tailed and multi-domain losses become quiet without a switch.
-3. **A spike is several steps.** Each step casts a vote between 0 and 1, so one step, however far
-   out, is one vote (`alarm`, worth a skip). Votes fade; their sum above `evidence` is `sustained`,
-   worth a rollback. A step below the level takes votes away: spikes are one-sided. The
-   level's own distance from a slower one casts lesser votes: a small rise that lasts.
-4. **An incident ends**: when its votes have faded, or after `escape` steps. The level then begins
-   again where the loss is now: healed, or truly shifted.
+Independent of the loss's scale, shift and cadence. Noise alternates and a spike persists: residuals
+that repeat a sign count little in the noise, the unit of z. The threshold is learnt: a streaming
+quantile (Robbins and Monro, 1951) where about one step in 256 is an outlier, so that heavy-tailed
+and multi-domain losses need no switch. Each step has a vote between 0 and 1. A full vote is an
+`alarm`, worth a skip. A faded sum above `evidence` is `sustained`, worth a rollback; steps below
+the level take votes away, and the level's distance from a slower one adds some, for a small rise
+that lasts. When an incident ends the level restarts at the loss of now: healed, or truly shifted.
 """
 
 from __future__ import annotations
@@ -30,7 +22,7 @@ from healcore.core.verdict import Cause, Reading, flag
 
 NEEDS = frozenset({"loss"})
 
-# The plateau of values that serve as well stands behind each constant (docs/detectors.md).
+# Ranges: values that serve as well (docs/detectors.md).
 _SLOPE = 2.0  # a vote grows from 0 at the threshold to 1 at 1.5 times it; 1.3 to 2.8
 _FADE = 0.95  # of the votes per step; 0.93 to 0.955
 _SPARE = 0.5  # the sum stays below evidence + this; 0.3 to 1
@@ -61,15 +53,12 @@ class Config(NamedTuple):
 
 
 class State(NamedTuple):
-    """O(1) memory."""
+    """The level, the threshold and the votes."""
 
     level: loss_level.LevelState
-    tail: Any
-    """float32: factor on the threshold, learnt from the run's own outliers."""
-    votes: Any
-    """float32: faded sum of the votes."""
-    incident: Any
-    """int32: steps since it became sustained, 0 = it is not."""
+    tail: Any  # float32: factor on the threshold, learnt from the run's own outliers
+    votes: Any  # float32: faded sum of the votes
+    incident: Any  # int32: steps since it became sustained, 0 = it is not
 
 
 def init(config: Config) -> State:
@@ -107,8 +96,7 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
     votes = xp.where(votes > 0, votes, 0.0)
     lasts = learn & ((votes > config.evidence) | (was & (votes >= _OVER)))
     alarm = learn & (vote >= 1.0)
-    # Within an incident a step that is itself at the level has nothing to order: an order after
-    # the loss has come back is worse than none.
+    # Not at steps that are at the level: an order after the loss has come back is worse than none.
     sustained = lasts & ((vote > 0) | (slow > 0))
 
     incident = xp.where(lasts, incident + 1, 0)

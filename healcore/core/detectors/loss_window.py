@@ -1,4 +1,4 @@
-"""Loss window: the loss stands many standard deviations above the mean of the last ones.
+"""Loss window: the loss is many standard deviations above the mean of the last ones.
 
 One half of OLMo's skip-step rule (`grad_window` is the other); `loss_spike` finds more.
 """

@@ -1,8 +1,7 @@
 """Non-finite loss, gradient or update: NaN, Inf, and norms that overflowed float32.
 
-Says so at once, at every step that has one. How many of them are too many, in a row or within a
-window, is the policy's `when`: a detector that counts only consecutive steps never sees a run in
-which every other step is NaN.
+An alarm at every such step. How many are too many, in a row or within a window, is the policy's
+`when`: a count of consecutive steps alone misses a run in which every other step is NaN.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class Config(NamedTuple):
 
 
 class State(NamedTuple):
-    """Nothing to remember."""
+    """Empty: there is nothing to remember."""
 
 
 def init(config: Config) -> State:
@@ -30,7 +29,7 @@ def init(config: Config) -> State:
 
 
 def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
-    """Reads the flags of `seen`; a bad update counts as a gradient."""
+    """Reads the flags of `seen`; a bad update counts as a bad gradient."""
     del config
     never = seen.finite & False
     bad_loss = never if seen.bad_loss is None else seen.bad_loss

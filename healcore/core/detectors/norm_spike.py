@@ -1,9 +1,8 @@
-"""A norm far above its own recent level, on any scale: shared by gradients and updates.
+"""A norm far above its own recent level, on any scale, for gradients and updates.
 
 The level is a moving average of accepted norms and the scale one of their absolute deviations:
-no square root, and no second power that one outlier could blow up. A spike has to stand out both
-from the scattering (`z_threshold`) and from the level itself (`min_ratio`): after near-constant
-norms a change of one percent is many deviations and no trouble.
+without squares, which one outlier would dominate. A spike has to exceed a multiple of the level too
+(`min_ratio`): after near-constant norms one percent is many deviations.
 """
 
 from __future__ import annotations
@@ -33,14 +32,11 @@ class NormSpikeConfig(NamedTuple):
 
 
 class NormSpikeState(NamedTuple):
-    """O(1) baseline."""
+    """The baseline of a norm."""
 
-    count: Any
-    """int32: steps learnt, up to the end of warm-up."""
-    level: Any
-    """float32."""
-    scale: Any
-    """float32: mean absolute deviation from the level."""
+    count: Any  # int32: steps learnt, up to the end of warm-up
+    level: Any  # float32
+    scale: Any  # float32: mean absolute deviation from the level
     shift: level_shift.ShiftState
 
 
@@ -86,7 +82,7 @@ def update(
     level = xp.where(first, 0.0, state.level)
     gap = value - level
     level = level + xp.where(taught, warmup.step(gap, divisor, rate, warm, xp=xp), 0.0)
-    # The first norm has no deviation from anything.
+    # The first norm has no deviation.
     off = xp.where(first, 0.0, xp.abs(gap))
     scale = xp.where(first, 0.0, scale)
     gap = off - scale

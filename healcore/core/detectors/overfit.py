@@ -1,8 +1,8 @@
 """Overfitting: the evaluation loss stays far above the training loss.
 
-The training loss is smoothed, because an evaluation averages over many batches and a training
-step does not. One high evaluation is noise; `patience` in a row are the alarm, which stands until
-an evaluation is back below.
+The training loss is smoothed, because an evaluation averages over many batches and a training step
+does not. One high evaluation is noise, `patience` in a row are the alarm. It lasts until an
+evaluation is below the gap again.
 """
 
 from __future__ import annotations
@@ -30,14 +30,11 @@ class Config(NamedTuple):
 
 
 class State(NamedTuple):
-    """O(1) memory."""
+    """The smoothed training loss, and the high evaluations in a row."""
 
-    train: Any
-    """float32: smoothed training loss."""
-    started: Any
-    """bool: `train` holds something."""
-    run: Any
-    """int32: evaluations in a row with too wide a gap, up to `patience`."""
+    train: Any  # float32: smoothed training loss
+    started: Any  # bool: `train` holds something
+    run: Any  # int32: evaluations in a row with too wide a gap, up to `patience`
 
 
 def init(config: Config) -> State:

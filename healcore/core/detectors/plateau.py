@@ -1,9 +1,8 @@
-"""Plateau: the loss has stopped falling, or sits at the level of guessing.
+"""Plateau: the loss has stopped falling, or is at the level of guessing.
 
-The mean over each window of `window` steps is compared with the best window so far; the scale is
-the loss's own step-to-step change, so that no unit is assumed. With `chance_level` (ln 2 for a
-preference loss, ln V for a vocabulary of V) a window that stays within `chance_margin` of it is a
-plateau too, whatever came before: the model has learnt nothing.
+The mean over each `window` steps is compared with the best window so far, in units of the loss's
+own step-to-step change. With `chance_level` (ln 2 for a preference loss, ln V for a vocabulary of
+V) a window within `chance_margin` of it is a plateau too: the model has learnt nothing.
 """
 
 from __future__ import annotations
@@ -35,24 +34,16 @@ class Config(NamedTuple):
 
 
 class State(NamedTuple):
-    """O(1) memory."""
+    """The current window, the best one, and the change per step."""
 
-    count: Any
-    """int32: steps in the current window."""
-    mean: Any
-    """float32: mean of the current window so far."""
-    best: Any
-    """float32: lowest window mean."""
-    windows: Any
-    """int32: windows finished, up to 1."""
-    stale: Any
-    """int32: windows in a row without improvement, up to `patience`."""
-    last: Any
-    """float32: previous loss."""
-    change: Any
-    """float32: moving average of the absolute change from one loss to the next."""
-    chance: Any
-    """bool: the last finished window was at chance level."""
+    count: Any  # int32: steps in the current window
+    mean: Any  # float32: mean of the current window so far
+    best: Any  # float32: lowest window mean
+    windows: Any  # int32: windows finished, up to 1
+    stale: Any  # int32: windows in a row without improvement, up to `patience`
+    last: Any  # float32: previous loss
+    change: Any  # float32: moving average of the absolute change from one loss to the next
+    chance: Any  # bool: the last finished window was at chance level
 
 
 def init(config: Config) -> State:
@@ -72,7 +63,7 @@ def init(config: Config) -> State:
 
 
 def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
-    """Adds `seen.loss` to its window; the alarm stands until a window is better."""
+    """Adds `seen.loss` to its window; the alarm lasts until a window is better."""
     learn, loss = seen.finite, seen.loss
     started = (state.windows > 0) | (state.count > 0)
     count = xp.where(learn, state.count + 1, state.count)
@@ -81,7 +72,7 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
     mean = state.mean + xp.where(learn, step, 0.0)
     moved = xp.where(started, xp.abs(loss - state.last), 0.0)
     change = numerics.ema(state.change, moved, 0.01, learn & started, xp=xp)
-    # The first change is taken whole: a slow average from zero would call noise progress.
+    # The first change counts whole: with a slow average from zero, noise would be an improvement.
     change = xp.where(learn & started & (state.change == 0), moved, change)
 
     done = learn & (count >= config.window)

@@ -1,6 +1,6 @@
 """Update-norm spike: the optimizer is about to take a step far longer than its recent ones.
 
-Marin 32B saw update-norm spikes before its loss spikes, with clipping and skipping both on: a
+Marin 32B had update-norm spikes before its loss spikes, with clipping and skipping both on: a
 decayed second moment turns an ordinary gradient into a huge step, which no gradient norm shows.
 """
 

@@ -1,7 +1,7 @@
 """Vanishing gradients: the global norm stays below a floor.
 
-A dead network, a detached graph or a loss without gradient. One tiny norm is nothing (a batch
-that is fully masked), `patience` of them in a row are.
+The sign of a dead network, a detached graph or a loss without gradient. One tiny norm is normal (a
+batch that is fully masked), `patience` of them in a row are not.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ class Config(NamedTuple):
 class State(NamedTuple):
     """One counter."""
 
-    run: Any
-    """int32: steps below the floor, in a row, up to `patience`."""
+    run: Any  # int32: steps below the floor, in a row, up to `patience`
 
 
 def init(config: Config) -> State:
@@ -39,7 +38,7 @@ def init(config: Config) -> State:
 
 
 def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
-    """Counts steps whose `seen.grad_norm` is below the floor; unsound steps change nothing."""
+    """Counts steps whose `seen.grad_norm` is below the floor; non-finite steps change nothing."""
     gone = seen.grad_norm < config.threshold
     more = xp.where(state.run < config.patience, state.run + 1, state.run)
     run = xp.where(seen.finite, xp.where(gone, more, 0), state.run)

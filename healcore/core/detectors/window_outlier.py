@@ -1,19 +1,11 @@
-"""A value many standard deviations above the mean of the last ones: shared by losses and norms.
+"""A value many standard deviations above the mean of the last ones, for losses and norms.
 
 The rule of OLMo's `SkipStepOptimizer` (olmo_core/optim/skip_step_optimizer.py), Levanter's
 `SkipStepConfig` and MaxText's `skip_step_on_spikes`: with the mean m and the standard deviation s
-of the last 128 values, a value above m + 6 s is out of line.
+of the last 128 values, a value above m + 6 s is an outlier.
 
-What differs from all three, and why:
-
-* An outlier enters the window as its limit m + 6 s. Published, it enters as it is: one norm of
-  x1000 makes s so large that the next 128 steps are judged by nothing. As its limit it makes s of
-  a full window 13 % larger, and still the window follows a true level shift, whatever its height:
-  each value that is rejected raises the limit by a share of itself.
-* NaN and Inf enter nowhere. Published, one NaN makes mean and deviation NaN, to which nothing
-  compares: 129 steps in a row are skipped.
-* s is at least `min_rel_std` of m. Published (OLMo, MaxText), after constant values s is 0 and any
-  rise is an outlier; while all values were 0 there is no unit, and nothing is judged.
+Differs from all three (docs/recipes.md): an outlier enters the window as its limit m + 6 s, which
+still follows a true level shift; NaN and Inf do not enter; s is at least `min_rel_std` of m.
 """
 
 from __future__ import annotations
@@ -43,11 +35,10 @@ class WindowOutlierConfig(NamedTuple):
 
 
 class WindowOutlierState(NamedTuple):
-    """The window, and the row of outliers."""
+    """The window, and the outliers in a row."""
 
     window: window.Window
-    run: Any
-    """int32: outliers in a row, up to `sustain`."""
+    run: Any  # int32: outliers in a row, up to `sustain`
 
 
 class WindowOutlier(NamedTuple):
@@ -104,7 +95,7 @@ def update(
 
 
 def _variance(held: window.Window, mean: Any, bessel: bool, *, xp: Any) -> Any:
-    """Mean square of the deviations from `mean`, which a running sum of squares would drown."""
+    """Mean square of the deviations from `mean`; a running sum of squares loses it in rounding."""
     slots = held.values.shape[-1]
     there = xp.arange(slots) < held.count[..., None]
     off = xp.where(there, held.values - mean[..., None], 0.0)

@@ -1,8 +1,7 @@
 """How often the engine may act.
 
-No action is granted once the budget of recoveries is exhausted. The run is then stopped where going
-on is worse than standing still (nothing finite to step with, or weights that get worse with each
-step); it goes on, clipped, with an alert, where its numbers are finite and do not grow.
+With no recoveries left, the run is stopped if its numbers are not finite or its weights get worse
+with each step. Otherwise it goes on, clipped, with an alert.
 """
 
 from __future__ import annotations
@@ -16,33 +15,25 @@ from healcore.core.engine.config import BudgetConfig
 
 
 class BudgetState(NamedTuple):
-    """What is left."""
+    """The remaining budget."""
 
-    recoveries: Any
-    """int32: rollbacks left."""
-    lr_cuts: Any
-    """int32: cuts left."""
-    healthy: Any
-    """int32: steps without an incident since the last refund."""
+    recoveries: Any  # int32: rollbacks left
+    lr_cuts: Any  # int32: cuts left
+    healthy: Any  # int32: steps without an incident since the last refund
 
 
 class Granted(NamedTuple):
-    """What of the ordered is granted."""
+    """Which orders are granted."""
 
-    recover: Any
-    """bool: go back."""
-    cut: Any
-    """bool: cut."""
-    stop: Any
-    """bool: a recovery was wanted, none is left, and going on would do harm."""
-    alert: Any
-    """bool: a recovery was wanted, none is left, and the run goes on."""
-    refund: Any
-    """bool: long health gives one of each back."""
+    recover: Any  # bool: a rollback
+    cut: Any  # bool: a cut
+    stop: Any  # bool: no rollback is left, and going on would do harm
+    alert: Any  # bool: no rollback is left, and the run goes on
+    refund: Any  # bool: one of each is given back
 
 
 def init(config: BudgetConfig) -> BudgetState:
-    """A full budget; with array budgets the state takes their shape."""
+    """A full budget; with array sizes the state has their shape."""
     return BudgetState(
         np.asarray(config.recoveries, np.int32),
         np.asarray(config.lr_cuts, np.int32),
@@ -60,16 +51,9 @@ def update(
     *,
     xp: Any,
 ) -> tuple[BudgetState, Granted]:
-    """Pays for what is ordered; refunds one of each after long health.
+    """Subtracts what is ordered, and gives one of each back after `refund_after` healthy steps.
 
-    Args:
-        config: sizes.
-        state: what is left.
-        recover: bool, a rollback is ordered.
-        cut: bool, a cut is ordered.
-        no_incident: bool, no incident is open.
-        harmful: bool, this step is not finite, or the weights are getting worse.
-        xp: the array namespace.
+    `harmful`: this step is not finite, or the weights get worse with each step.
     """
     can_recover, can_cut = state.recoveries > 0, state.lr_cuts > 0
     denied = recover & ~can_recover

@@ -1,6 +1,6 @@
-"""What an engine is built from. The policy floor makes these from a TOML file.
+"""The engine's configuration, made from a TOML file by `healcore.policy`.
 
-Names, masks, modes and window lengths are static; every other number may be an array, so that
+Names, masks, modes and window lengths are static. Every other number may be an array, so that
 thousands of variants run in one vmapped scan.
 """
 

@@ -1,4 +1,4 @@
-"""From what is ordered to what is enforced, which the step or the policy may reduce to nothing."""
+"""From the ordered decision to the enforced one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from healcore.core.verdict import Decision
 
 
 def observed_only(decision: Decision, *, xp: Any) -> Decision:
-    """The neutral decision of `mode = "observe"`; the causes are still named."""
+    """The neutral decision of `mode = "observe"`, with the causes."""
     always = decision.skip | True
     return _neutral(decision, always, 1.0, xp=xp)
 
@@ -16,20 +16,13 @@ def observed_only(decision: Decision, *, xp: Any) -> Decision:
 def neutral_if_skipped(
     decision: Decision, externally_skipped: Any, lr_scale: Any, *, xp: Any
 ) -> Decision:
-    """The neutral decision, without a cause, where the caller skips the step itself.
-
-    Args:
-        decision: as ordered.
-        externally_skipped: bool, see `Signals.externally_skipped`.
-        lr_scale: the multiplier before this step, which stays in force.
-        xp: the array namespace.
-    """
+    """The neutral decision, with `lr_scale` and no cause, where the caller skips the step."""
     neutral = _neutral(decision, externally_skipped, lr_scale, xp=xp)
     return neutral._replace(cause=xp.where(externally_skipped, 0, decision.cause))
 
 
 def pick(condition: Any, old: Any, new: Any, *, xp: Any) -> Any:
-    """`where(condition, old, new)` for a leaf that has trailing axes of its own."""
+    """`where(condition, old, new)` for a leaf that may have trailing axes."""
     trailing = (None,) * (new.ndim - condition.ndim)
     return xp.where(condition[(..., *trailing)] if trailing else condition, old, new)
 

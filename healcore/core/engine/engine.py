@@ -1,4 +1,4 @@
-"""The engine: signals in, one decision out. Pure, where-only, the same source in every backend."""
+"""The engine: signals in, one decision out, pure and the same source for every backend."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from healcore.core.verdict import Action, Decision
 
 
 class Engine:
-    """A policy at work: `init`, then `step` after `step`.
+    """The state machine of one policy: `init`, then `step` after `step`.
 
-    Holds no state of its own: `step` is a pure function of (policy, state, signals), so it can be
-    jitted, scanned, vmapped, compiled, saved and replayed. All arrays may carry leading batch
-    axes; each lane is then a run of its own.
+    It holds no state: `step` is a pure function of (policy, state, signals), which can be jitted,
+    scanned, vmapped, compiled, saved and replayed. All arrays may have leading batch axes; each
+    lane is then a run of its own.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -37,7 +37,7 @@ class Engine:
             config: the policy; usually from `healcore.policy`.
 
         Raises:
-            ValueError: the mode, the clipping rule or a detector has no such name.
+            ValueError: unknown mode, clipping rule or detector.
         """
         if config.mode not in ("heal", "observe"):
             raise ValueError(f"mode must be 'heal' or 'observe', got {config.mode!r}")
@@ -48,7 +48,7 @@ class Engine:
                 raise ValueError(f"a detector must be one of {sorted(DETECTORS)}, got {name!r}")
         self.config = config
 
-    # -- what an adapter has to know beforehand -------------------------------------------------
+    # -- properties of the policy ---------------------------------------------------------------
 
     @property
     def mode(self) -> str:
@@ -57,9 +57,9 @@ class Engine:
 
     @cached_property
     def fingerprint(self) -> str | None:
-        """Sixteen hex digits, equal where the core is given equal numbers (by one release).
+        """Sixteen hex digits, equal for equal numbers (within one release of healcore).
 
-        None where the numbers are arrays, and many policies run at once.
+        None if the numbers are arrays: many policies at once.
         """
         try:
             text = json.dumps(self.config, sort_keys=True)
@@ -69,7 +69,7 @@ class Engine:
 
     @cached_property
     def needs(self) -> frozenset[str]:
-        """The `Signals` fields this policy reads; without its signal a detector is inactive."""
+        """The `Signals` fields that the policy reads; a detector without its signal is inactive."""
         names: set[str] = {"grad_norm"} if self.config.clip else set()
         if self.per_tensor:
             names.add("group_norms")
@@ -81,17 +81,17 @@ class Engine:
 
     @cached_property
     def cuts_lr(self) -> bool:
-        """Whether some rule can cut the learning rate."""
+        """Whether a rule can cut the learning rate."""
         return any(rule.action & int(Action.CUT_LR) for rule in self.config.rules)
 
     @cached_property
     def limits_lr(self) -> bool:
-        """Whether a cut limits the learning rate in absolute terms: `Signals.learning_rate`."""
+        """Whether a cut limits the rate in absolute terms, which needs `Signals.learning_rate`."""
         return self.cuts_lr and bool(np.any(np.asarray(self.config.lr.ceiling) > 0))
 
     @property
     def per_tensor(self) -> bool:
-        """Whether clipping works per tensor and wants `Signals.group_norms`."""
+        """Whether clipping works per tensor and needs `Signals.group_norms`."""
         return self.config.clip is not None and self.config.clip[0] == "adagc"
 
     # -- the state machine ----------------------------------------------------------------------
@@ -112,18 +112,18 @@ class Engine:
 
         Args:
             state: from `init` or the previous step.
-            signals: what the step observed; at least a loss or a gradient norm.
+            signals: at least a loss or a gradient norm.
             xp: the array namespace of all arrays.
 
         Returns:
-            The new state, and the decision to enforce: neutral in observe mode, whatever was
-            ordered (which `state.last.decision` holds).
+            The new state, and the decision to enforce: neutral in observe mode, where
+            `state.last.decision` has what was ordered.
 
         Raises:
             ValueError: neither a loss nor a gradient norm is there.
         """
         if xp is np:
-            # float32 scalars warn where XLA and torch are silent; the core selects afterwards.
+            # float32 scalars warn, XLA and torch do not; the core selects afterwards.
             with np.errstate(all="ignore"):
                 return self._step(state, signals, xp=xp)
         return self._step(state, signals, xp=xp)
@@ -150,19 +150,19 @@ class Engine:
     def expect_change(self, state: EngineState, *, xp: Any) -> EngineState:
         """Opens the grace window at the next step: the LR, the batch or the data changes.
 
-        Baselines begin their warm-up again, and only non-finite values are alarms for
-        `grace_steps` steps.
+        Baselines restart their warm-up, and for `grace_steps` steps only non-finite values are
+        alarms.
         """
         return state._replace(
             change_expected=xp.where(state.step >= 0, True, state.change_expected)
         )
 
     def on_rollback(self, live: EngineState, restored: EngineState, *, xp: Any) -> EngineState:
-        """The state after going back: detectors of then, budgets and LR multiplier of now.
+        """The state after a rollback: restored detectors, budgets and LR multiplier of now.
 
         Args:
             live: the state at the moment of the rollback.
-            restored: the state that the checkpoint holds.
+            restored: the state in the checkpoint.
             xp: the array namespace.
         """
         closed = live.incident._replace(
@@ -175,14 +175,10 @@ class Engine:
         )
 
     def decline(self, state: EngineState, *, xp: Any) -> EngineState:
-        """The state after a rollback that was ordered and not carried out: its attempt is back.
+        """The state after an ordered rollback that is not carried out: the budget gets it back.
 
-        The host has asked, and the model is not worse: the data are different. The incident goes
-        on, so that the next order comes after its `patience`; what the detectors know stays.
-
-        Args:
-            state: the live state.
-            xp: the array namespace.
+        The host found that the data are different and the model is not worse. The incident goes on,
+        so that the next order comes after its `patience`; detectors keep what they have learnt.
         """
         always = state.step >= 0
         left = state.budget.recoveries
@@ -194,7 +190,7 @@ class Engine:
         )
 
     def cut_lr(self, state: EngineState, rate: Any, *, xp: Any) -> EngineState:
-        """The state after a cut of the learning rate that the host asks for; none: none is left.
+        """The state after a cut of the learning rate by the host; unchanged where no cut is left.
 
         Args:
             state: the live state.

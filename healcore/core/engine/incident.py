@@ -1,7 +1,7 @@
-"""Incidents: a contiguous run of alarms with one onset, and how recovery escalates within it.
+"""Incidents: a run of alarms with one onset, and how recovery escalates within it.
 
-One incident uses one attempt, however many steps it lasts. The engine escalates (a deeper rollback,
-another cut) only when alarms go on for `patience` steps after an order, or when another incident
+An incident uses one recovery, however many steps it lasts. The engine escalates (a deeper rollback,
+another cut) only when alarms continue for `patience` steps after an order, or when another incident
 begins in the same region.
 """
 
@@ -16,35 +16,24 @@ from healcore.core.engine.config import IncidentConfig, RollbackConfig
 
 
 class IncidentState(NamedTuple):
-    """The incident in progress, if any, and where the last recovery was."""
+    """The open incident, if any, and where the last recovery was."""
 
-    open: Any
-    """bool."""
-    number: Any
-    """int32: incidents so far, this one included."""
-    onset: Any
-    """int32: step of its first alarm."""
-    quiet: Any
-    """int32: steps since its last alarm."""
-    recovered: Any
-    """int32: alarms since its last rollback order; -1 = none was ordered."""
-    cut: Any
-    """int32: alarms since its last cut; -1 = none was ordered."""
-    last_onset: Any
-    """int32: onset of the last incident that ordered a rollback; -1 = none did."""
-    escalations: Any
-    """int32: recoveries in this region before the last one."""
+    open: Any  # bool
+    number: Any  # int32: incidents so far, this one included
+    onset: Any  # int32: step of its first alarm
+    quiet: Any  # int32: steps since its last alarm
+    recovered: Any  # int32: alarms since its last rollback order; -1 = none was ordered
+    cut: Any  # int32: alarms since its last cut; -1 = none was ordered
+    last_onset: Any  # int32: onset of the last incident that ordered a rollback; -1 = none did
+    escalations: Any  # int32: recoveries in this region before the last one
 
 
 class Ordered(NamedTuple):
-    """What the incident asks for at this step, before budgets."""
+    """What the incident orders at this step, before budgets."""
 
-    recover: Any
-    """bool: go back."""
-    cut: Any
-    """bool: cut the learning rate."""
-    depth: Any
-    """int32: how far back."""
+    recover: Any  # bool: go back
+    cut: Any  # bool: cut the learning rate
+    depth: Any  # int32: how far back
 
 
 def init() -> IncidentState:
@@ -73,17 +62,10 @@ def update(
     *,
     xp: Any,
 ) -> tuple[IncidentState, Ordered]:
-    """Takes one step's alarm and what the rules want.
+    """Takes one step's alarm and the wishes of the rules.
 
-    Args:
-        config: where an incident ends.
-        rollback: how deep to go.
-        state: the incident so far.
-        step: int32, this step's index.
-        alarm: bool, a cause that some rule skips, cuts or goes back for.
-        wants_recovery: bool, such a rule with ROLLBACK fired.
-        wants_cut: bool, such a rule with CUT_LR fired.
-        xp: the array namespace.
+    `alarm` is a cause for which some rule skips, cuts or goes back; `wants_recovery` and
+    `wants_cut`: such a rule with ROLLBACK or CUT_LR fired. `step` is this step's index.
     """
     opened = numerics.shared(alarm & ~state.open, xp=xp)
     quiet = xp.where(alarm, 0, xp.where(state.open, state.quiet + 1, 0))
@@ -93,8 +75,8 @@ def update(
     recovered = xp.where(opened, -1, state.recovered)
     cut = xp.where(opened, -1, state.cut)
     cuts = wants_cut & ((cut < 0) | (cut >= config.patience))
-    # A cut that is due takes the rollback along: one that was ordered a moment ago without the
-    # evidence that has come with the cut may have been declined.
+    # A cut comes with a rollback: an earlier order, without the cut's evidence, may have been
+    # declined.
     recover = wants_recovery & ((recovered < 0) | (recovered >= config.patience) | cuts)
     recover, cuts = numerics.shared(recover, xp=xp), numerics.shared(cuts, xp=xp)
     recovered = xp.where(recover, 0, _one_more(recovered, alarm, xp=xp))

@@ -1,7 +1,7 @@
 """One step, judged: detectors first, then rules, then clipping, then recovery orders.
 
-The order is the rule "judged before it is learnt": whether the step is skipped is known before the
-clipping rule learns its norm, and budgets are asked before anything is ordered.
+Everything is judged before it is learnt: whether the step is skipped is known before the clipping
+rule learns its norm, and budgets are checked before anything is ordered.
 """
 
 from __future__ import annotations
@@ -26,14 +26,7 @@ _ONCE = int(Action.ALERT | Action.SAVE | Action.STOP)
 def judge(
     config: EngineConfig, state: EngineState, signals: Signals, *, xp: Any
 ) -> tuple[EngineState, Decision]:
-    """The new state, and the decision as the policy orders it, whatever its mode.
-
-    Args:
-        config: the policy.
-        state: before this step.
-        signals: what the step observed.
-        xp: the array namespace.
-    """
+    """The new state, and the decision as the policy orders it, whatever its mode."""
     change_expected = state.change_expected
     if signals.change_expected is not None:
         change_expected = change_expected | signals.change_expected
@@ -146,7 +139,7 @@ def _read(
 
 
 def _causes(readings: Mapping[str, Reading], seen: Observed, *, xp: Any) -> tuple[Any, Any]:
-    """Flags of this step's alarms, and of what is sustained (this step may look fine), int32."""
+    """Flags (int32) of this step's alarms, and of those that are sustained."""
     alarmed = sustained = xp.astype(seen.finite & False, xp.int32)
     for reading in readings.values():
         alarmed = alarmed | xp.where(reading.alarm, reading.cause, 0)
@@ -157,7 +150,6 @@ def _causes(readings: Mapping[str, Reading], seen: Observed, *, xp: Any) -> tupl
 def _fire(
     config: EngineConfig, state: EngineState, alarmed: Any, sustained: Any, *, xp: Any
 ) -> tuple[tuple[rules.RuleState, ...], list[tuple[Any, rules.Firing]]]:
-    """Asks every rule."""
     memories, fired = [], []
     for rule, memory in zip(config.rules, state.rules, strict=True):
         hit = ((sustained if rule.sustained else alarmed) & rule.causes) != 0
@@ -169,7 +161,7 @@ def _fire(
 
 
 def _harmful(config: EngineConfig, state: EngineState, cause: Any) -> Any:
-    """Going on is worse than standing still: nothing finite, or growth that no cut answers."""
+    """Whether going on does harm: nothing is finite, or the loss grows and no cut is left."""
     grows = (cause & int(Cause.INSTABILITY)) != 0
     if any(rule.action & Action.CUT_LR for rule in config.rules):
         grows = grows & (state.budget.lr_cuts == 0)
@@ -177,7 +169,7 @@ def _harmful(config: EngineConfig, state: EngineState, cause: Any) -> Any:
 
 
 def _trouble(config: EngineConfig) -> int:
-    """Causes that some rule acts on; the others (an alert on a plateau) open no incident."""
+    """Causes for which some rule acts; the others (an alert on a plateau) open no incident."""
     mask = _NONFINITE
     for rule in config.rules:
         if rule.skip or rule.action & _ACTS:
@@ -198,7 +190,7 @@ def _clip(
 
 
 def _scales(clip: Clip | None, skip: Any, like: Any, *, xp: Any) -> tuple[Any, Any, Any]:
-    """(grad_scale, group_scale or None, clipped); a skipped step is not clipped too."""
+    """(grad_scale, group_scale or None, clipped); a skipped step does not count as clipped."""
     one = like - like + 1.0
     if clip is None:
         return one, None, skip & False
@@ -233,7 +225,7 @@ def _telemetry(
 
 
 def _any(flags: list[Any], never: Any) -> Any:
-    """Disjunction; `never` (all false) gives type and shape."""
+    """Disjunction; `never` (all false) has the dtype and shape."""
     for each in flags:
         never = never | each
     return never

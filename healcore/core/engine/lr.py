@@ -1,9 +1,8 @@
 """The learning-rate multiplier: a cut, a hold, and a ramp back towards the schedule.
 
-With `LrConfig.ceiling` above 0 the ramp ends below the rate that broke the run instead of going
-through it again: at `ceiling` times that rate, in absolute terms where the schedule's rate is
-known. Only long health raises it, by the factor of one cut at a time.
-A schedule that decays below the ceiling is untouched by it: the multiplier is then exactly 1.
+With `LrConfig.ceiling` above 0 the ramp ends at `ceiling` times the rate that broke the run, in
+absolute terms where the schedule's rate is known. Only long health raises that limit, by the factor
+of one cut at a time. Where the schedule is below it the multiplier is exactly 1.
 """
 
 from __future__ import annotations
@@ -15,26 +14,21 @@ import numpy as np
 from healcore.core import numerics
 from healcore.core.engine.config import LrConfig
 
-_MOST = 1e12  # health cannot raise a broken rate beyond this: no schedule has such a rate
+_MOST = 1e12  # limit of a broken rate raised by health; no schedule has such a rate
 
 
 class LrState(NamedTuple):
-    """Where the multiplier is on its way."""
+    """The multiplier, and its position in hold and ramp."""
 
-    scale: Any
-    """float32: the multiplier in force."""
-    low: Any
-    """float32: the rate that the last cut left, where the ramp begins; 0 = never cut."""
-    broken: Any
-    """float32: the rate that was in force at the last cut, raised by health; 0 = never cut."""
-    hold: Any
-    """int32: steps still to hold."""
-    ramp: Any
-    """int32: steps of the ramp still to go."""
+    scale: Any  # float32: the multiplier in force
+    low: Any  # float32: the rate that the last cut left, where the ramp begins; 0 = never cut
+    broken: Any  # float32: rate in force at the last cut, raised by health; 0 = never cut
+    hold: Any  # int32: steps still to hold
+    ramp: Any  # int32: steps of the ramp still to go
 
 
 def init() -> LrState:
-    """The user's own schedule, untouched."""
+    """A multiplier of 1."""
     zero, none = np.zeros((), np.float32), np.zeros((), np.int32)
     return LrState(np.ones((), np.float32), zero, zero.copy(), none, none.copy())
 
@@ -44,19 +38,13 @@ def update(
 ) -> LrState:
     """One step: a cut multiplies what is in force; hold and ramp run while no incident is open.
 
-    Args:
-        config: factor, floor, ceiling, hold and ramp.
-        state: the multiplier.
-        cut: bool, cut now.
-        no_incident: bool, no incident is open.
-        refund: bool, long health: the rate that broke the run is trusted a little further.
-        rate: float32, the schedule's learning rate at this step, or None: taken as constantly 1.
-        xp: the array namespace.
+    `refund` (long health) raises the rate that broke the run. `rate` is the schedule's learning
+    rate at this step, or None: taken as constantly 1.
     """
     one = state.scale - state.scale + 1.0
     rate = one if rate is None else xp.where((rate > 0) & (rate < _MOST), rate, one)
     lower = numerics.larger(config.factor * state.scale, config.floor, xp=xp)
-    # A floor above the multiplier in force may not raise it.
+    # A floor above the multiplier does not raise it.
     lower = numerics.smaller(lower, state.scale, xp=xp)
     low = xp.where(cut, numerics.product(lower, rate, xp=xp), state.low)
     broken = xp.where(
@@ -82,6 +70,5 @@ def update(
     ramped = bottom + numerics.product(top - bottom, climbed, xp=xp)
     done = ~holding & (ramp == 0)
     scale = xp.where(done, top, xp.where(holding, bottom, ramped))
-    # While an incident is open the multiplier stays where it is.
     scale = xp.where(cut, lower, xp.where(no_incident, scale, state.scale))
     return LrState(numerics.settle(scale, xp=xp), low, broken, hold, ramp)

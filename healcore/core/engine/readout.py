@@ -8,17 +8,11 @@ from healcore.core.engine.state import EngineState
 
 
 def metrics(state: EngineState) -> dict[str, Any]:
-    """What the last step was and what has been done so far; 0-d arrays, nothing is copied.
+    """The last step, and counts so far, as 0-d arrays; nothing is copied.
 
-    Args:
-        state: any backend's.
-
-    Returns:
-        `heal/loss`, `heal/grad_norm` (last finite ones), `heal/threshold` (0 = none in force),
-        `heal/z`, `heal/z_loss`, `heal/grad_scale`, `heal/skip`, `heal/lr_scale`, `heal/cause`
-        and `heal/action` (flags), as ordered at the last step, and the counts `heal/steps`,
-        `heal/clips`, `heal/skips`, `heal/alarms`, `heal/rollbacks`, `heal/lr_cuts`,
-        `heal/incidents`. In observe mode they hold what would have been done.
+    `heal/loss` and `heal/grad_norm` are the last finite ones, `heal/threshold` is 0 if none is in
+    force, `heal/cause` and `heal/action` are flags. In observe mode they are what would have been
+    done.
     """
     last, tally = state.last, state.tally
     return {

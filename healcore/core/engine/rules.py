@@ -1,6 +1,6 @@
 """When a rule fires: at once, when sustained, n times in a row, or often within a window.
 
-Both kinds of counting are needed: a run in which every other step is NaN never has ten in a row.
+Both counts are needed: a run in which every other step is NaN never has ten in a row.
 """
 
 from __future__ import annotations
@@ -17,25 +17,20 @@ _NEVER = 1 << 30
 class RuleState(NamedTuple):
     """Memory of one rule."""
 
-    run: Any
-    """int32: hits in a row."""
-    window: Any
-    """int32 (within,): 1 where one of the last `within` steps was a hit; (0,) without a window."""
-    age: Any
-    """int32: steps since it last fired."""
+    run: Any  # int32: hits in a row
+    window: Any  # int32 (within,): 1 where one of the last steps was a hit; (0,): no window
+    age: Any  # int32: steps since it last fired
 
 
 class Firing(NamedTuple):
     """Whether a rule fires at one step."""
 
-    fired: Any
-    """bool: the condition holds at this step."""
-    fresh: Any
-    """bool: fired, and not within the `quiet_steps` before: for what is reported or saved once."""
+    fired: Any  # bool: its condition holds
+    fresh: Any  # bool: fired, and not in the `quiet_steps` before; for alerts, saves and stops
 
 
 def init(config: RuleConfig) -> RuleState:
-    """A rule that has never been hit."""
+    """A rule without hits."""
     return RuleState(
         np.zeros((), np.int32),
         np.zeros((config.within,), np.int32),
@@ -52,15 +47,9 @@ def update(
     *,
     xp: Any,
 ) -> tuple[RuleState, Firing]:
-    """Counts one step.
+    """Counts one step; `hit`: a cause of the rule is present, `step`: the steps before this one.
 
-    Args:
-        config: the condition.
-        state: the rule's memory.
-        hit: bool, a cause the rule listens to is present.
-        step: int32, steps before this one; places the hit in the ring.
-        quiet_steps: int32, steps without firing after which a firing is fresh.
-        xp: the array namespace.
+    After `quiet_steps` without firing a firing is fresh.
     """
     run = xp.where(hit, xp.where(state.run < _NEVER, state.run + 1, state.run), 0)
     fired = hit & (run >= config.consecutive)

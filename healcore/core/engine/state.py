@@ -15,22 +15,22 @@ from healcore.core.verdict import Decision, Telemetry
 
 
 class Tally(NamedTuple):
-    """What was done so far, for loggers and the table at the end."""
+    """Counts since the run began."""
 
     clips: Any
     """int32: steps whose gradient was clipped."""
     skips: Any
-    """int32: steps that were skipped."""
+    """int32: skipped steps."""
     alarms: Any
     """int32: steps with a cause."""
     rollbacks: Any
-    """int32: rollbacks carried out."""
+    """int32: rollbacks that were carried out."""
     lr_cuts: Any
     """int32: cuts of the learning rate."""
 
 
 class EngineState(NamedTuple):
-    """Everything a decision depends on besides the policy and this step's signals."""
+    """All that a decision depends on, besides the policy and this step's signals."""
 
     step: Any
     """int32: steps judged."""
@@ -50,7 +50,6 @@ class EngineState(NamedTuple):
     lr: lr.LrState
     tally: Tally
     last: Telemetry
-    """The last step as it was judged."""
 
 
 def neutral(*, groups: int | None = None) -> Decision:
@@ -72,13 +71,7 @@ def neutral(*, groups: int | None = None) -> Decision:
 
 
 def init(config: EngineConfig, *, groups: int = 0, batch: tuple[int, ...] = ()) -> EngineState:
-    """The state before the first step, as NumPy arrays.
-
-    Args:
-        config: the policy.
-        groups: number of tensors, for per-tensor clipping (AdaGC).
-        batch: leading axes, to run many independent engines at once.
-    """
+    """The state before the first step, as NumPy arrays; see `Engine.init`."""
     clip_state = None
     per_tensor = None
     if config.clip is not None:

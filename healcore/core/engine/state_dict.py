@@ -1,7 +1,7 @@
-"""Carrying the engine's state from one framework, process or machine to another.
+"""Moves the engine's state from one framework, process or machine to another.
 
-The neutral form is nested dicts of Python numbers, bools and lists: `json.dumps` takes it as it
-is, float32 survives exactly (its repr as a double is exact), and it has no framework in it.
+The neutral form is nested dicts of Python numbers, bools and lists. `json.dumps` takes it as it is,
+and float32 survives exactly: its repr as a double is exact.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from healcore.core.engine.config import EngineConfig
 from healcore.core.engine.state import EngineState, init
 from healcore.core.errors import HealcoreError
 
-SCHEMA = 3
-"""Version of the neutral form."""
+SCHEMA = 3  # version of the neutral form
 
 _MOST_GROUPS = 10_000_000
 
@@ -26,16 +25,10 @@ class StateError(HealcoreError, ValueError):
 
 
 def to_dict(config: EngineConfig, state: EngineState, policy: str | None) -> dict[str, Any]:
-    """The state as JSON-safe Python data.
+    """The state of any backend (a device sync) as JSON-safe Python data.
 
-    Args:
-        config: the policy the state belongs to.
-        state: any backend's; reading it is a device sync.
-        policy: its fingerprint, see `Engine.fingerprint`.
-
-    Returns:
-        `{"schema": 3, "policy": fingerprint, "clip": name, "detectors": [names], "groups": n,
-        "state": {...}}`.
+    `{"schema": 3, "policy": fingerprint, "clip": name, "detectors": [names], "groups": n, "state":
+    {...}}`; `policy` is from `Engine.fingerprint`.
     """
     scale = state.last.decision.group_scale
     return {
@@ -49,16 +42,7 @@ def to_dict(config: EngineConfig, state: EngineState, policy: str | None) -> dic
 
 
 def from_dict(config: EngineConfig, data: Mapping[str, Any], policy: str | None) -> EngineState:
-    """The state that `to_dict` wrote, as NumPy arrays.
-
-    Args:
-        config: the policy that is to go on with it.
-        data: from `to_dict`, possibly through JSON.
-        policy: the fingerprint of `config`.
-
-    Raises:
-        StateError: another schema, another policy's state, or damaged data.
-    """
+    """The state that `to_dict` wrote, as NumPy arrays; raises `StateError` if it does not fit."""
     if not isinstance(data, Mapping):
         raise StateError(f"a saved state must be a mapping, got {type(data).__name__}")
     if data.get("schema") != SCHEMA or isinstance(data.get("schema"), bool):
@@ -74,7 +58,7 @@ def from_dict(config: EngineConfig, data: Mapping[str, Any], policy: str | None)
             f"{data.get('detectors')}, this one has clip {clip!r} and detectors {names}: "
             "load it with the policy that it was saved under, or start from a fresh state"
         )
-    saved = data.get("policy")  # not there in what an older release has written
+    saved = data.get("policy")  # older releases do not write it
     if saved is not None and policy is not None and saved != policy:
         raise StateError(
             f"the saved state is of a policy with other numbers ({saved!r:.40}), this one "
@@ -100,7 +84,7 @@ def _plain(tree: Any) -> Any:
 
 
 def _arrays(template: Any, data: Any, place: str) -> Any:
-    """Back into the structure of `template`, with its dtypes and shapes; bad data is named."""
+    """Back into the structure of `template`, with its dtypes and shapes; errors name `place`."""
     if template is None:
         if data is not None:
             raise StateError(f"{place} must be null under this policy, got {type(data).__name__}")
