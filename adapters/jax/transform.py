@@ -341,7 +341,7 @@ def _steps(name: str, value: Any) -> Any:
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value!r}")
         return int(value)
-    if isinstance(value, float):
+    if isinstance(value, float | np.floating):
         raise ValueError(f"{name} must be a whole number, got {value!r}")
     return jnp.asarray(value).astype(jnp.int32)
 

@@ -32,8 +32,10 @@ _WIDTHS = {
 _MOST_AXES = 64
 _MAGIC = 0x1950A86A20F9469CFC6C
 """The pickled number at the start of a file of torch before 1.6."""
-_BYTE_ORDER = zlib.crc32(sys.byteorder.encode()), len(sys.byteorder)
-"""Checksum and size of the archive's record `byteorder`, for this machine's."""
+_LITTLE, _NATIVE = (
+    (zlib.crc32(order), len(order)) for order in (b"little", sys.byteorder.encode())
+)
+"""Checksum and size of an archive's record `byteorder`."""
 _NUMPY_STATE = re.compile(r"\(3, '[<|]', None, None, None, -1, -1, 0\)")
 
 
@@ -267,8 +269,9 @@ class TorchArchive(NamedTuple):
 
     def content(self, storage: Storage) -> bytes | None:
         """The bytes of a storage; None if they have another byte order than this machine."""
-        order = self.archive.getinfo(f"{self.root}/byteorder")
-        if (order.CRC, order.file_size) != _BYTE_ORDER:  # as listed, without reading it
+        record = self.archive.NameToInfo.get(f"{self.root}/byteorder")
+        # Without the record (torch before 2.1) torch takes the bytes for little-endian too.
+        if (_LITTLE if record is None else (record.CRC, record.file_size)) != _NATIVE:
             return None
         return self.archive.read(f"{self.root}/data/{storage.key}")
 

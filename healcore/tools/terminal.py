@@ -47,8 +47,8 @@ def echo_json(text: str) -> None:
     typer.echo(clean_json(text))
 
 
-def console(kind: type[Console] | None = None, **options: Any) -> Console:
-    """Rich's console or a `kind` of it, with text cleaned after layout: rich's own colours stay."""
+def console(**options: Any) -> Console:
+    """Rich's console, with text cleaned after layout: rich's own colours stay."""
     from rich.console import Console, ConsoleOptions, RenderHook, RenderResult
     from rich.control import Control
     from rich.segment import Segment
@@ -65,7 +65,12 @@ def console(kind: type[Console] | None = None, **options: Any) -> Console:
         def process_renderables(self, renderables: list[Any]) -> list[Any]:
             return [each if isinstance(each, Control) else Cleaned(each) for each in renderables]
 
-    made = (kind or Console)(**options)
+    class Piped(Console):
+        def on_broken_pipe(self) -> None:
+            """A reader that closes early (`| head`) is no error; rich would exit with status 1."""
+            raise BrokenPipeError
+
+    made = Piped(**options)
     made.push_render_hook(Cleaning())
     return made
 

@@ -170,6 +170,7 @@ def test_no_parameters_are_a_step_of_norm_zero(name, tree):
         ({"ema_decay": 1.0}, "ema_decay must be above 0 and below 1, got 1.0"),
         ({"warmup_steps": 0}, "warmup_steps must be at least 1, got 0"),
         ({"warmup_steps": 2.5}, "warmup_steps must be a whole number, got 2.5"),
+        ({"warmup_steps": np.float32(2.5)}, "warmup_steps must be a whole number, got "),
         ({"max_norm": -1.0}, "max_norm must be above 0, got -1.0"),
         ({"target": "median"}, "target must be one of reciprocal, mean, max, got 'median'"),
         ({"on_skip": "none"}, "on_skip must be 'zero' or 'nan', got 'none'"),

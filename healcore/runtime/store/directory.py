@@ -370,10 +370,10 @@ class DirectoryStore(ABC):
 
     def _read(self, found: Found, like: Mapping[str, Any]) -> dict[str, Any]:
         """The state in fresh memory, from verified files. On every rank."""
-        saved = json.loads((found.folder / manifest.STATE).read_bytes())
+        saved = json.loads(files.read(found.folder / manifest.STATE))
         own = _own(self._ranks.rank)
         if own in found.manifest.files:
-            saved |= json.loads((found.folder / own).read_bytes())
+            saved |= json.loads(files.read(found.folder / own))
         like = protocol.wanted(saved, like)
         step = found.manifest.step
         try:

@@ -74,14 +74,7 @@ class Outputs(NamedTuple):
     def console(self) -> Console:
         """The console that the table goes to."""
         known = sys.stdout.isatty() or os.environ.get("COLUMNS")
-        return console(_Piped, stderr=self.jsonl == "-", width=None if known else _PIPE_WIDTH)
-
-
-class _Piped(Console):
-    """Makes a reader that closes early (`| head`) no error, where rich would exit with status 1."""
-
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError
+        return console(stderr=self.jsonl == "-", width=None if known else _PIPE_WIDTH)
 
 
 def show(console: Console, results: Sequence[ReplayResult], traces: Sequence[Trace]) -> None:

@@ -243,9 +243,9 @@ def _incidents(lane: Any, axes: Sequence[Any], report: RunReport, rows: Sequence
             used.add(mark.outcome)
             lane.plot(step, y, mark.matplotlib, color=mark.colour, ms=6, label=label, ls="none")
         if len(cases) <= LABELLED and free[place]:
-            place = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
+            offset = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
             lane.annotate(
-                f"#{case.number}", (at[0], row), color=marker.colour, fontsize=7.5, **place
+                f"#{case.number}", (at[0], row), color=marker.colour, fontsize=7.5, **offset
             )
         if case.checkpoint is not None:
             lane.plot([case.checkpoint, at[0]], [row, row], ":", color=marker.colour, lw=1)
