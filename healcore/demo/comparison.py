@@ -1,7 +1,4 @@
-"""The comparison: the same runs in both frameworks, step by step, and the output of the demo.
-
-The picture and the pages are those of `healcore report`.
-"""
+"""Trains the demo's runs step by step, and prints and draws the comparison."""
 
 from __future__ import annotations
 
@@ -43,12 +40,12 @@ from healcore.tools.report.run_report import RunReport
 from healcore.tools.report.runs import read_reports
 
 FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "optax", "flax", "chex")}
-"""Their modules."""
+"""Framework -> the modules that its runs need."""
 _STYLES = {Outcome.TRAINED: "green", Outcome.NEITHER: "yellow", Outcome.FAILED: "red"}
 
 
 class DemoResult(NamedTuple):
-    """The finished runs, and what is claimed of them."""
+    """The finished runs and the claims about them."""
 
     runs: list[DemoRun]
     claims: list[DemoClaim]
@@ -65,26 +62,25 @@ def run_demo(
     console: Console | None = None,
     **sizes: int,
 ) -> DemoResult:
-    """Trains each model unprotected, with a fixed clip, and healed; prints the outcomes.
+    """Trains one run per framework, seed and arm, and prints the outcomes.
 
     Writes `curves.png` into `out`, and a folder for each healed run with its checkpoints, events,
     metrics, postmortem and report; those of an earlier demo are deleted.
 
     Args:
         frameworks: "torch", "jax" or both.
-        arms: how the runs are protected, of `ARMS`; "healed" is one of them.
-        seeds: of weights and data; each makes one run per framework and arm.
-        steps: per run.
-        policy: anything `healcore.policy.load` takes; the same object heals in both frameworks.
-            Its probation is shortened to fit (`shortened`).
-        out: folder for the files; made if it is not there.
-        console: where to print.
-        **sizes: of the model and the batch, see `Scenario`.
+        arms: members of `ARMS`, "healed" among them.
+        seeds: seeds of weights and data.
+        steps: steps per run.
+        policy: anything that `healcore.policy.load` accepts; its probation is `shortened`.
+        out: folder for the files.
+        console: where to print; standard output if None.
+        **sizes: fields of `Scenario`.
 
     Raises:
         MissingExtraError: a framework, matplotlib or plotly is not installed.
         healcore.policy.PolicyError: there is no such policy, or it is not valid.
-        CorpusError: the standard library's sources are not there.
+        CorpusError: the standard library's sources are missing.
         ScenarioError: too few steps, or sizes that do not fit.
     """
     require("report", "matplotlib", "plotly")
@@ -123,7 +119,7 @@ def _train(
     scenario: Scenario,
     runs: Sequence[tuple[DemoRun, Generator[Step, None, Any]]],
 ) -> None:
-    """Takes a step of each run, then the next of each, until all are done."""
+    """Trains all runs in turns of one step each."""
     columns = TextColumn("{task.description:17}"), BarColumn(bar_width=30), MofNCompleteColumn()
     loss = TextColumn("loss {task.fields[loss]:>6}")
     with Progress(*columns, loss, console=console) as bars, _Warnings(console) as warnings:
@@ -140,30 +136,30 @@ def _train(
                     run.finish(end.value)
                     left.remove(each)
                 else:
-                    # The loss of the step before has arrived by now: nothing waits for it.
+                    # The loss before the newest is on the host already, so this does not wait.
                     before = float(run.steps[-2:][0].loss)
                     bars.update(bar, completed=run.steps[-1].batch + 1, loss=number(before))
 
 
 class _Warnings(logging.Handler):
-    """Prints warnings of the Healers above the bars, while it is entered; they go nowhere else."""
+    """Context manager: warnings of the Healers are printed above the bars and nowhere else."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)
         self.turn = ""
-        """Framework of the run that is taking its step."""
+        """Framework of the run whose turn it is."""
         self._console = console
         self._log = logging.getLogger("healcore")
         self._before = self._log.level, self._log.propagate
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Prints one line."""
+        """Prints one warning."""
         line = f"{self.turn}: {record.getMessage()}"
         self._console.print(line, soft_wrap=True, markup=False, highlight=False)
 
     def __enter__(self) -> _Warnings:
         self._log.addHandler(self)
-        self._log.setLevel(logging.INFO)  # at a higher level Healers would print for themselves
+        self._log.setLevel(logging.INFO)  # at a higher level Healers would print themselves
         self._log.propagate = False
         return self
 
@@ -245,7 +241,7 @@ def _table(runs: Sequence[DemoRun], reports: dict[str, RunReport], scenario: Sce
 
 
 def _backdrop(healed: DemoRun, runs: Sequence[DemoRun], scenario: Scenario) -> picture.Backdrop:
-    """The other arms of its framework and seed, and where the faults are."""
+    """The curves of the other arms of the same framework and seed, and the spans of the faults."""
     others = {
         run.arm: Curves(run.column("step"), run.column("loss"), run.column("grad_norm"))
         for run in runs
