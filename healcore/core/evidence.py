@@ -41,4 +41,4 @@ def evidence(
         ratios = np.where(usual > 0, norms / usual, 0.0)
     ratios[~(norms <= numerics.HUGE)] = np.inf  # no step may have these
     worst = np.argsort(-ratios, kind="stable")[:MOST]
-    return tuple(Evidence(names[i], float(norms[i])) for i in worst if ratios[i] >= STANDS_OUT)
+    return tuple(Evidence(str(names[i]), float(norms[i])) for i in worst if ratios[i] >= STANDS_OUT)

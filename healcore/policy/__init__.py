@@ -9,15 +9,12 @@ Nothing in a policy names a framework: porting it is copying the file.
 
 from __future__ import annotations
 
-from healcore.policy.difference import Difference, diff
 from healcore.policy.document import SCHEMA, Policy
-from healcore.policy.dumping import dumps, to_dict
 from healcore.policy.errors import PolicyError, Problem
-from healcore.policy.fingerprint import fingerprint
-from healcore.policy.loading import PolicySource, from_dict, load, loads
-from healcore.policy.overriding import Overrides
+from healcore.policy.loader import PolicyLike, PolicySource, engine_of, from_dict, load, loads
+from healcore.policy.overrides import Overrides
 from healcore.policy.presets import preset_names, preset_text, recipe_names
-from healcore.policy.resolver import PolicyLike, engine_of
+from healcore.policy.serialization import Difference, diff, dumps, fingerprint, to_dict
 
 __all__ = [
     "SCHEMA",

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from healcore.core.engine import Engine
 from healcore.core.verdict import Action, Cause
 from healcore.policy import PolicyLike, dumps
+from healcore.policy.loader import resolve
 from healcore.policy.recovery import Rollback
-from healcore.policy.resolver import resolve
 
 
 class HostPolicy(NamedTuple):

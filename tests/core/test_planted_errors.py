@@ -32,7 +32,7 @@ from healcore.core.detectors import (
     vanishing,
     window_outlier,
 )
-from healcore.core.engine import budget, incident, judge, lr, rules, skipping
+from healcore.core.engine import budget, incident, judge, lr, rules, skip_limit
 from tests.core import fuzz, mutants, oracle, policies
 
 CLIPS = ("zclip", "adagc", "autoclip", "zclip-max", "zclip-mean", "fixed")
@@ -53,7 +53,7 @@ PARTS: dict[ModuleType, tuple[str, ...]] = {
     window_outlier: ("windows",),
     grad_ema: ("averages",),
     grad_ceiling: ("ceilings",),
-    **dict.fromkeys([judge, incident, budget, lr, rules, skipping], ("zclip", "adagc")),
+    **dict.fromkeys([judge, incident, budget, lr, rules, skip_limit], ("zclip", "adagc")),
 }
 """What is broken, and the policies that are asked to notice.
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2] / "healcore"
 FLOORS = (
     ("healcore.core", "healcore.plugins.registry"),
     ("healcore.policy",),
-    ("healcore.runtime.events", "healcore.runtime.forking"),
+    ("healcore.runtime.events", "healcore.runtime.fork_safety"),
     ("healcore.history",),
     ("healcore.runtime",),
     ("healcore.plugins",),
@@ -50,7 +50,7 @@ def test_imports_go_down(path):
     own = floor_of(module.removesuffix(".__init__"))
     assert own is not None
     above = {name for name in imports_of(path) if (floor_of(name) or 0) > own}
-    # `from healcore.runtime import forking` names its folder too, which is no import of its floor.
+    # `from healcore.runtime import fork_safety` names its folder too: no import of that floor.
     above -= {name for name in above if any(n.startswith(f"{name}.") for n in imports_of(path))}
     assert not above, f"{module} is below {', '.join(sorted(above))}"
 
@@ -58,7 +58,6 @@ def test_imports_go_down(path):
 ADAPTERS = ROOT.parent / "adapters"
 PARTS = ("core", "policy", "runtime", "plugins", "extras")
 BELOW_TOOLS = tuple(f"healcore.{name}" for name in PARTS)
-READS_CHECKPOINTS = ("checkpoint_contents.py", "checkpoint_pickle.py")
 
 
 @pytest.mark.parametrize(
@@ -74,8 +73,6 @@ def test_adapters_import_no_tools(path):
         for name in imports_of(path)
         if not any(name == each or name.startswith(f"{each}.") for each in allowed)
     }
-    if path.name in READS_CHECKPOINTS:  # until their protocol is in healcore/plugins
-        others = {name for name in others if not name.startswith("healcore.tools.probe")}
     assert not others, f"an adapter imports {', '.join(BELOW_TOOLS)} and its own, not {others}"
 
 
@@ -100,7 +97,5 @@ def test_only_the_registry_imports_an_adapter_by_name(path):
     adapters = ("healcore.torch", "healcore.jax")
     named += [text for text in map(ast.unparse, calls) if any(each in text for each in adapters)]
     if str(path.relative_to(ROOT)) in ("plugins/registry.py", "__init__.py"):
-        return
-    if "probe" in path.parts:  # until their protocol is in healcore/plugins
         return
     assert not named, f"write registry.find(framework, need) instead of {named}"

@@ -11,8 +11,8 @@ from healcore.core.engine.config import (
     RuleConfig,
 )
 from healcore.core.engine.engine import Engine
-from healcore.core.engine.porting import StateError
 from healcore.core.engine.state import EngineState, Tally, neutral
+from healcore.core.engine.state_dict import StateError
 
 __all__ = [
     "BudgetConfig",

@@ -12,7 +12,7 @@ import numpy as np
 
 from healcore.core.clipping import RULES
 from healcore.core.detectors import DETECTORS
-from healcore.core.engine import lr, porting, readout
+from healcore.core.engine import lr, readout, state_dict
 from healcore.core.engine.config import EngineConfig
 from healcore.core.engine.enforce import neutral_if_skipped, observed_only, pick
 from healcore.core.engine.judge import judge
@@ -218,9 +218,9 @@ class Engine:
         return readout.metrics(state)
 
     def to_dict(self, state: EngineState) -> dict[str, Any]:
-        """The state in a framework-neutral, JSON-safe form; see `porting.to_dict`."""
-        return porting.to_dict(self.config, state, self.fingerprint)
+        """The state in a framework-neutral, JSON-safe form; see `state_dict.to_dict`."""
+        return state_dict.to_dict(self.config, state, self.fingerprint)
 
     def from_dict(self, data: Mapping[str, Any]) -> EngineState:
-        """The state from `to_dict`, as NumPy arrays; see `porting.from_dict`."""
-        return porting.from_dict(self.config, data, self.fingerprint)
+        """The state from `to_dict`, as NumPy arrays; see `state_dict.from_dict`."""
+        return state_dict.from_dict(self.config, data, self.fingerprint)

@@ -12,7 +12,7 @@ from typing import Any
 from healcore.core import numerics
 from healcore.core.clipping import RULES, Clip
 from healcore.core.detectors import DETECTORS
-from healcore.core.engine import budget, incident, lr, rules, skipping
+from healcore.core.engine import budget, incident, lr, rules, skip_limit
 from healcore.core.engine.config import EngineConfig
 from healcore.core.engine.state import EngineState, Tally
 from healcore.core.signals import Observed, Signals, observe
@@ -51,7 +51,7 @@ def judge(
 
     never = cause != cause
     wished = _any([f.fired for rule, f in fired if rule.skip], never)
-    skips, skip = skipping.update(config.max_skips, state.skips, wished, seen, xp=xp)
+    skips, skip = skip_limit.update(config.max_skips, state.skips, wished, seen, xp=xp)
     skip = numerics.shared(skip, xp=xp)
     clip_state, clip = _clip(config, state, seen, seen.finite & ~skip, xp=xp)
 

@@ -44,7 +44,7 @@ class EngineState(NamedTuple):
     """State of each detector, in the policy's order."""
     rules: tuple[rules.RuleState, ...]
     skips: Any
-    """int32: finite steps skipped in a row; see `skipping`."""
+    """int32: finite steps skipped in a row; see `skip_limit`."""
     incident: incident.IncidentState
     budget: budget.BudgetState
     lr: lr.LrState

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from healcore.runtime import forking
+from healcore.runtime import fork_safety
 from healcore.runtime.store import CheckpointDamaged, CheckpointStore, NotThere, StoreError
 from healcore.runtime.store.background import Background
 from healcore.runtime.store.memory import SnapshotStore
@@ -38,7 +38,7 @@ class BackgroundVerifier:
         self._own = Background("healcore-verifier") if in_background else None
         self._used: list[Background] = []
         self._results: deque[VerifyResult] = deque()
-        forking.watch(self)
+        fork_safety.watch(self)
 
     def verify(
         self,

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from healcore.runtime import forking
+from healcore.runtime import fork_safety
 from healcore.runtime.events import json_lines
 from healcore.runtime.events.json_lines import MAX_LINE, LineAppender
 from healcore.runtime.events.process import current_process, environment
@@ -75,7 +75,7 @@ class Log:
             self._out = LineAppender(self.path, follow_links=follow_links)
         # Re-entrant: a signal handler may write while the code that it interrupted does.
         self._lock = threading.RLock()
-        forking.watch(self)
+        fork_safety.watch(self)
         if self.path is not None:
             with contextlib.suppress(Exception):  # an unreadable file may still be writable
                 event = last(self.path) if self.path.is_file() else None

@@ -17,7 +17,7 @@ from typing import Any
 
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Cause, names
-from healcore.runtime import forking
+from healcore.runtime import fork_safety
 from healcore.runtime.events.json_lines import LineAppender
 
 _log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Metrics:
         self._flushed = time.monotonic()
         self._judged: dict[str, int] = {}
         self._logged: dict[str, set[str]] = {}
-        forking.watch(self)
+        fork_safety.watch(self)
 
     def write(self, step: int, record: StepRecord, *, several: bool) -> None:
         """One step of one engine.

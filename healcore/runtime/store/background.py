@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from healcore.runtime import forking
+from healcore.runtime import fork_safety
 from healcore.runtime.store.errors import SaveFailed
 
 _log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class Background:
         self._jobs: deque[Future[None]] = deque()
         self._worker = 0
         self._failures: list[SaveFailed] = []
-        forking.watch(self)
+        fork_safety.watch(self)
 
     def submit(self, step: int, doing: str, job: Callable[[], None]) -> Future[None]:
         """Puts a job at the end of the queue, without waiting.

@@ -22,7 +22,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from healcore.runtime import forking
+from healcore.runtime import fork_safety
 from healcore.runtime.events.process import Process, current_process
 from healcore.runtime.store import checksummed_json, files
 from healcore.runtime.store.checksummed_json import ChecksumError
@@ -84,7 +84,7 @@ class Claim:
         self._handle = handle
         self._end = weakref.finalize(self, _unlock, root / LOCK, token, handle, os.getpid())
         _claims[token] = self
-        forking.watch(self)
+        fork_safety.watch(self)
 
     def release(self) -> None:
         """Releases it. A second call does nothing; nor does one in a forked child."""

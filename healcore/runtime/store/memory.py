@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from rich.filesize import decimal
 
-from healcore.runtime import forking
+from healcore.runtime import fork_safety
 from healcore.runtime.store import inspection, protocol, retention
 from healcore.runtime.store.background import Background
 from healcore.runtime.store.errors import (
@@ -106,7 +106,7 @@ class SnapshotStore:
         self._behind = Background("healcore-memory")
         self._problems: list[str] = []
         self._nonfinite: list[tuple[int, tuple[str, ...]]] = []
-        forking.watch(self)
+        fork_safety.watch(self)
 
     def forked(self) -> None:
         """In a child: the thread that held the lock does not exist there."""

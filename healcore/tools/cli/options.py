@@ -44,7 +44,7 @@ def overrides_of(pairs: Iterable[str] | None) -> dict[str, Any]:
         healcore.policy.PolicyError: a pair is not of that form.
     """
     from healcore.policy.errors import PolicyError, Problem
-    from healcore.policy.overriding import merged
+    from healcore.policy.overrides import merged
 
     found: dict[str, Any] = {}
     for pair in pairs or ():

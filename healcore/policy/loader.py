@@ -12,12 +12,13 @@ from typing import Any, Unpack
 
 from pydantic import ValidationError
 
+from healcore.core.engine import Engine, EngineConfig
 from healcore.policy.document import SCHEMA, Policy
-from healcore.policy.dumping import to_dict
 from healcore.policy.errors import PolicyError, Problem, shown
-from healcore.policy.overriding import Overrides, merged
+from healcore.policy.overrides import Overrides, merged
 from healcore.policy.presets import preset_names, preset_text, recipe_names
 from healcore.policy.problems import problems_in
+from healcore.policy.serialization import to_dict
 
 PolicySource = str | os.PathLike[str] | Policy
 """What has a document: a preset's name, a file, or a policy."""
@@ -159,3 +160,40 @@ def _read(path: str | os.PathLike[str]) -> str:
     known = ", ".join(preset_names())
     problem = Problem("", reason, rule, f"the path of a TOML file, or a preset: {known}")
     raise PolicyError(name, (problem,), unreadable=True)
+
+
+PolicyLike = PolicySource | Engine | EngineConfig
+"""A preset's name, the path of a TOML file, a `Policy`, an Engine or an EngineConfig, whose
+numbers may be traced arrays."""
+
+
+def resolve(policy: PolicyLike, overrides: Mapping[str, Any] = {}) -> Policy | Engine:
+    """The policy with its overrides, as far as it goes: an Engine has no document.
+
+    Args:
+        policy: see `PolicyLike`.
+        overrides: as `Overrides`, values to replace in it; none for an Engine or EngineConfig.
+
+    Raises:
+        PolicyError: there is no such policy, or it is not a valid one.
+    """
+    if isinstance(policy, EngineConfig) and not overrides:
+        return Engine(policy)
+    if isinstance(policy, Engine) and not overrides:
+        return policy
+    # An Engine with values to replace is refused there.
+    return load(policy, **overrides)  # type: ignore[arg-type]
+
+
+def engine_of(policy: PolicyLike, overrides: Mapping[str, Any] = {}) -> Engine:
+    """The engine of a policy.
+
+    Args:
+        policy: see `PolicyLike`.
+        overrides: as `Overrides`, values to replace in it; none for an Engine or EngineConfig.
+
+    Raises:
+        PolicyError: there is no such policy, or it is not a valid one.
+    """
+    found = resolve(policy, overrides)
+    return found if isinstance(found, Engine) else found.engine()
