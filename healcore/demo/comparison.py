@@ -40,7 +40,6 @@ from healcore.tools.report.run_report import RunReport
 from healcore.tools.report.runs import read_reports
 
 FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "optax", "flax", "chex")}
-"""Framework -> the modules that its runs need."""
 _STYLES = {Outcome.TRAINED: "green", Outcome.NEITHER: "yellow", Outcome.FAILED: "red"}
 
 
@@ -65,23 +64,11 @@ def run_demo(
     """Trains one run per framework, seed and arm, and prints the outcomes.
 
     Writes `curves.png` into `out`, and a folder for each healed run with its checkpoints, events,
-    metrics, postmortem and report; those of an earlier demo are deleted.
+    metrics, postmortem and report; those of an earlier demo are deleted. `arms` must contain
+    "healed". The probation of `policy` is `shortened`. `sizes` are fields of `Scenario`.
 
-    Args:
-        frameworks: "torch", "jax" or both.
-        arms: members of `ARMS`, "healed" among them.
-        seeds: seeds of weights and data.
-        steps: steps per run.
-        policy: anything that `healcore.policy.load` accepts; its probation is `shortened`.
-        out: folder for the files.
-        console: where to print; standard output if None.
-        **sizes: fields of `Scenario`.
-
-    Raises:
-        MissingExtraError: a framework, matplotlib or plotly is not installed.
-        healcore.policy.PolicyError: there is no such policy, or it is not valid.
-        CorpusError: the standard library's sources are missing.
-        ScenarioError: too few steps, or sizes that do not fit.
+    Raises MissingExtraError, healcore.policy.PolicyError, or a DemoError for a missing corpus, too
+    few steps, or sizes that do not fit.
     """
     require("report", "matplotlib", "plotly")
     for framework in frameworks:
@@ -119,7 +106,6 @@ def _train(
     scenario: Scenario,
     runs: Sequence[tuple[DemoRun, Generator[Step, None, Any]]],
 ) -> None:
-    """Trains all runs in turns of one step each."""
     columns = TextColumn("{task.description:17}"), BarColumn(bar_width=30), MofNCompleteColumn()
     loss = TextColumn("loss {task.fields[loss]:>6}")
     with Progress(*columns, loss, console=console) as bars, _Warnings(console) as warnings:
@@ -188,7 +174,6 @@ def _show(
     scenario: Scenario,
     out: Path,
 ) -> None:
-    """Prints the table and the claims, and writes the picture and the pages."""
     healed = [run for run in runs if run.arm == "healed"]
     reports = {str(run): read_reports(run.folder / "events.jsonl").reports[0] for run in healed}
     console.print(_table(runs, reports, scenario), "")
@@ -209,7 +194,6 @@ def _show(
 
 
 def _table(runs: Sequence[DemoRun], reports: dict[str, RunReport], scenario: Scenario) -> Table:
-    """One row per run."""
     table = Table(
         caption="loss: nats per byte, the mean of the 20 steps before the empty batch, and at the "
         "end on text that no run was trained on",

@@ -20,7 +20,6 @@ FIXED_CLIP = 1.0
 PROBATION = 20
 """Healthy steps until a checkpoint is known-good; the presets have 100, a third of a demo run."""
 SAVE_EVERY = 10
-"""Steps between checkpoints."""
 
 
 def shortened(policy: Policy) -> Policy:
@@ -52,13 +51,11 @@ class DemoRun:
     arm: str
     seed: int = 0
     folder: Path = Path()
-    """Folder of the files of a healed run."""
     steps: list[Step] = field(default_factory=list)
     """In the order taken, with steps that a rollback has undone."""
     held_out_loss: float = math.nan
     """Nats per byte on held-out text, at the end."""
     events: Sequence[Mapping[str, Any]] = ()
-    """Events of a healed run."""
 
     def __str__(self) -> str:
         seed = f", seed {self.seed}" if self.seed else ""
@@ -118,7 +115,6 @@ class DemoClaim(NamedTuple):
     """One claim about one run."""
 
     text: str
-    """The claim with the measured numbers."""
     holds: bool
 
 

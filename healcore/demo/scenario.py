@@ -26,7 +26,6 @@ import numpy as np
 from healcore.core.errors import HealcoreError
 
 SYMBOLS = 256
-"""A byte-level vocabulary: no tokenizer."""
 _HELD_OUT_EVERY = 10
 _LARGEST = 4 * 1024 * 1024
 """Limit of the bytes that are read."""
@@ -50,11 +49,9 @@ class Corpus(NamedTuple):
     """Text for training and for evaluation, and the held-out losses of two baseline models."""
 
     train: np.ndarray
-    """uint8 (n,)."""
     held_out: np.ndarray
     """uint8 (m,): every tenth file."""
     files: int
-    """Number of files in both parts."""
     digest: str
     """First 12 hex digits of the SHA-256 of all bytes."""
     byte_frequency_loss: float
@@ -64,13 +61,9 @@ class Corpus(NamedTuple):
 
 
 def load_corpus(root: Path | None = None) -> Corpus:
-    """Reads the standard library's modules, a text that every machine with Python has.
+    """Reads the modules in a folder, by default the standard library, which every Python has.
 
-    Args:
-        root: folder to read ``*.py`` from; the running interpreter's library if None.
-
-    Raises:
-        CorpusError: there are too few sources (a stripped Python).
+    Raises CorpusError if there are too few sources (a stripped Python).
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     paths = sorted(root.glob("*.py"), key=lambda path: path.name)
@@ -138,7 +131,6 @@ class Scenario:
     peak_rate: float = 8e-3
     """The intended learning rate, the highest at which this model trains well."""
     mistake: float = 16.0
-    """Factor of the wrong learning rate."""
     weight_decay: float = 0.1
 
     def __post_init__(self) -> None:

@@ -90,11 +90,8 @@ class _UnreadPipe(io.RawIOBase):
 def _prepared_output(*, discard: bool) -> Iterator[None]:
     """Makes standard output and error accept anything that a command prints.
 
-    Args:
-        discard: whether the command continues when the reader of a pipe has ended.
-
-    Raises:
-        SystemExit: standard output could not be written; a line on standard error says why.
+    With `discard` the command continues when the reader of a pipe has ended. If standard output
+    cannot be written, a line on standard error says why, and SystemExit is raised.
     """
     if sys.stdout is None:  # closed by the caller: `>&-`
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115

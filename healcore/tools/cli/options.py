@@ -36,12 +36,9 @@ Join = Annotated[
 
 
 def overrides_of(pairs: Iterable[str] | None) -> dict[str, Any]:
-    """The keywords for `healcore.policy.load` from `KEY=VALUE` pairs.
+    """The keywords for `healcore.policy.load` from `KEY=VALUE` pairs; raises PolicyError.
 
     A key is dotted; a value is written as in TOML, but a string needs no quotes.
-
-    Raises:
-        healcore.policy.PolicyError: a pair is not of that form.
     """
     from healcore.policy.errors import PolicyError, Problem
     from healcore.policy.overrides import merged
@@ -67,11 +64,7 @@ def _parsed(text: str) -> dict[str, Any] | None:
 
 
 def columns_of(pairs: Iterable[str] | None) -> dict[str, str]:
-    """Signal -> the name of its column, from `SIGNAL=NAME` pairs.
-
-    Raises:
-        TraceError: a pair is not of the form SIGNAL=NAME.
-    """
+    """Signal -> the name of its column, from `SIGNAL=NAME` pairs; TraceError for other texts."""
     from healcore.tools.traces import TraceError
 
     columns = {}

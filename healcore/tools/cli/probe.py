@@ -257,7 +257,6 @@ def _checked(model: type[BaseModel], given: dict[str, Any]) -> BaseModel:
 
 
 def _finish(results: Sequence[ProbeResult], inputs: BaseModel, as_json: bool) -> NoReturn:
-    """Prints the results and exits with their status."""
     from healcore.tools.probe.result import dumps, worst
 
     if as_json:

@@ -1,7 +1,4 @@
-"""Finds Adam's second moments in a saved tree: torch's `exp_avg_sq` and optax's `nu`.
-
-It also recognises optimizers without second moments, to explain why there is no verdict.
-"""
+"""Finds Adam's second moments in a saved tree, or the reason why there are none to judge."""
 
 from __future__ import annotations
 
@@ -50,18 +47,15 @@ class AdamState(NamedTuple):
     """What an Adam-like optimizer keeps for one parameter."""
 
     optimizer: Path
-    """Path of the state of the whole optimizer."""
     parameter: Path
     """Path or number of the parameter."""
     second: Array
-    """The running average of squared gradients."""
     others: tuple[Array, ...]
     """The other moments, which must be finite too."""
     step: float | None
     """None where the state does not contain it; the same for `beta2`."""
     beta2: float | None
     group: int | None = None
-    """Index of torch's parameter group."""
 
 
 class Tree:

@@ -39,9 +39,7 @@ from healcore.tools.probe.zip_archive import check_records
 def probe_checkpoint(path: Path, inputs: CheckpointInputs | None = None) -> ProbeResult:
     """Probes a store, one checkpoint of it, or a checkpoint of torch, safetensors, DCP or Orbax.
 
-    Raises:
-        NothingToProbe: it holds no checkpoint or no array.
-        ProbeError: it cannot be read.
+    Raises ProbeError if it cannot be read, NothingToProbe if there is no checkpoint or array.
     """
     if not path.exists():
         raise ProbeError(f"{path}: there is no such file or directory")
@@ -55,7 +53,6 @@ class FiniteCheck(NamedTuple):
     nonfinite: dict[str, int]
     """Name of an array -> number of its elements that are NaN or Inf."""
     unreadable: tuple[str, ...]
-    """Error messages of arrays that could not be read."""
 
 
 def check_finite(contents: Contents) -> FiniteCheck:
@@ -145,7 +142,6 @@ class ProbedCheckpoint(NamedTuple):
 
     saved: Saved
     damage: tuple[Wrong, ...]
-    """Files that differ from what was written."""
     counts: bool
     """Whether a store would use this save of its step; a step can be saved more than once."""
     gone: bool = False
@@ -224,10 +220,7 @@ def _probed(found: Found, counts: bool, inputs: CheckpointInputs) -> ProbedCheck
 
 
 def _pickled_parts(folder: Path) -> tuple[str, ...]:
-    """Names of the pickled parts of one checkpoint, which would run code; none of them is read.
-
-    DCP's index is a pickle too, but it is not listed: healcore reads it without running code.
-    """
+    """Names of the pickled parts of a checkpoint except DCP's index, which is read safely."""
     found: list[str] = []
     for file in sorted(folder.glob("state*.json")):
         try:
@@ -264,7 +257,6 @@ def _digests(probed: list[ProbedCheckpoint], broken: list[tuple[Path, Wrong]]) -
 
 
 def _pickled(probed: list[ProbedCheckpoint]) -> list[Check]:
-    """A warning if there are parts that would run code."""
     found = [f"step {each.saved.step}: {part}" for each in probed for part in each.pickled]
     if not found:
         return []
@@ -294,7 +286,6 @@ def _finite(probed: list[ProbedCheckpoint]) -> Check:
 
 
 def _known_good(probed: list[ProbedCheckpoint], inputs: CheckpointInputs) -> Check:
-    """Whether there is a checkpoint that a run could roll back to."""
     good = [each.saved.step for each in probed if each.restorable]
     if good:
         message = f"{len(good)} of {len(probed)}; the newest is step {good[-1]}"

@@ -20,9 +20,7 @@ _SMOOTHNESS_NEEDS = 30
 def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
     """Probes the curve of a run, without rows that a resume replaced, in bounded memory.
 
-    Raises:
-        NothingToProbe: the trace does not log the signal.
-        TraceError: the trace cannot be read.
+    Raises TraceError if the trace cannot be read, NothingToProbe if it does not log the signal.
     """
     inputs = inputs or LossInputs()
     survey = trace.survey()
@@ -176,7 +174,6 @@ def _progress(seen: Shape, curve: CurveStatistics, inputs: LossInputs, sign: flo
 
 
 def _convergence_ratio(seen: Shape, curve: CurveStatistics, inputs: LossInputs) -> Check:
-    """End divided by start."""
     name, bound = "convergence_ratio", inputs.max_convergence_ratio
     if inputs.goal == "up" or curve.best <= 0 or seen.start <= 0:
         message = "only losses above 0 that should fall have one"
@@ -189,7 +186,6 @@ def _convergence_ratio(seen: Shape, curve: CurveStatistics, inputs: LossInputs) 
 
 
 def _regret(seen: Shape, inputs: LossInputs, sign: float) -> Check:
-    """How much of the progress is lost again."""
     name, bound = "regret", [inputs.warn_regret, inputs.fail_regret]
     lost = seen.relative_regret
     if lost is None:
@@ -208,7 +204,6 @@ def _regret(seen: Shape, inputs: LossInputs, sign: float) -> Check:
 
 
 def _smoothness(curve: CurveStatistics, inputs: LossInputs) -> Check:
-    """1 - var(dL) / var(L)."""
     name, bound, value = "smoothness", inputs.min_smoothness, curve.smoothness
     if value is None:
         message = "a curve that does not change has none"
@@ -220,7 +215,6 @@ def _smoothness(curve: CurveStatistics, inputs: LossInputs) -> Check:
 
 
 def _events(found: Events, inputs: LossInputs) -> Check:
-    """Loss spikes that lasted."""
     name, bound = "instability_events", inputs.max_events
     jumps = f"{found.jumps} single high value{'s' * (found.jumps != 1)} besides"
     if not found.count:

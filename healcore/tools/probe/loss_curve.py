@@ -25,7 +25,6 @@ class Logged(NamedTuple):
     index: np.ndarray
     """int64: row numbers in the trace."""
     step: np.ndarray
-    """float64."""
     value: np.ndarray
     """float64, NaN and Inf included."""
 
@@ -105,14 +104,9 @@ class Variance:
 class CurveStatistics:
     """Statistics of a curve, in one pass.
 
-    Attributes:
-        values: number of values.
-        nonfinite: number of them that are NaN or Inf.
-        first_nonfinite: step of the first NaN or Inf.
-        trailing: number of NaN and Inf at the end.
-        level: variance of the finite values.
-        change: variance of the differences between neighbours that are both finite.
-        best: the lowest finite value; `worst` is the highest, `last` the last.
+    `values` and `nonfinite` are counts, `trailing` the number of NaN and Inf at the end. `level` is
+    the variance of the finite values, `change` that of the differences between finite neighbours.
+    `best` is the lowest and `worst` the highest finite value.
     """
 
     def __init__(self) -> None:
@@ -177,15 +171,13 @@ class Shape(NamedTuple):
     """Level of a curve at its start, end and best, and its noise; lower is better."""
 
     start: float
-    """Median of the first values."""
     end: float
     best: float
     """Lowest of the running medians, each over as many values as `end`."""
     noise: float
     """Standard deviation of such a median."""
     drop: float
-    """First value minus `end`, in standard deviations of one value: in a log with few values a
-    fast start is visible in the first one only."""
+    """First value minus `end`, in deviations of one value: a short log shows a fast start there."""
     trend: float
     """Mann-Kendall statistic in standard deviations; positive where the curve rises."""
 

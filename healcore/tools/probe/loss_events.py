@@ -1,7 +1,4 @@
-"""Instability events: the loss is far above its level before and stays there for a while.
-
-Two searches find them: sliding windows (`Events`) and the detector of live runs (`Incidents`).
-"""
+"""Finds instability events, by sliding windows (`Events`) and a live detector (`Incidents`)."""
 
 from __future__ import annotations
 
@@ -22,11 +19,9 @@ _SPREAD = 64
 _LEAST = 32
 """Values before the first judged one."""
 _MEDIAN, _UPPER = 1.4826, 1 / 1.2816
-"""Standard deviation of Gaussian noise over its median absolute deviation, and over its 90 %
-quantile."""
+"""Standard deviation of Gaussian noise over its median absolute deviation and 90 % quantile."""
 _FLOOR = 1e-3
-"""Lower bound of the unit relative to the level: a smooth curve may still change in the third
-digit."""
+"""Lower bound of the unit relative to the level, for curves without noise."""
 _SUSTAINED = 5
 _BACK = 3.0
 """An event ends with the first value less than this many units above the level before it."""
@@ -35,8 +30,7 @@ _LONGEST = 200
 _KEPT = 1000
 
 MOST = 16_384
-"""Largest number of values that the detector judges; of a longer curve it judges medians of 2, 4,
-8, ... neighbours."""
+"""Largest number of judged values; a longer curve is reduced to medians of neighbours."""
 _HIGH, _LEFT = 3.0, 0.1
 """An incident lasts from its first value at 3 standard deviations to its last value that has both 3
 standard deviations and a tenth of its maximum."""
@@ -52,15 +46,12 @@ class Event(NamedTuple):
     """One instability event."""
 
     step: float
-    """Step of the onset."""
     values: int
-    """Its duration in values."""
     height: float
     """Highest value minus the level before it, in noise units."""
     back: bool
     """Whether the curve returned to the level before it."""
     last: float
-    """Step of its last value."""
 
 
 class Events:
@@ -81,7 +72,6 @@ class Events:
         self.unfinished: Event | None = None
         """The event that lasts until the end of the curve."""
         self._jumps: list[float] = []
-        """Steps of the first 1000 jumps."""
         self._sigmas = sigmas
         self._points = points
         self._steps = np.empty(0)
@@ -89,7 +79,6 @@ class Events:
         self._levels = np.empty(0)
         """Medians before each value, NaN where there are too few; some are known after `_at`."""
         self._at = 0
-        """Index of the first value that is not judged yet."""
 
     def add(self, steps: np.ndarray, values: np.ndarray) -> None:
         """Adds the next values, float64 (n,) both."""
@@ -166,7 +155,6 @@ class Events:
         return onset + length
 
     def _levels_from(self, first: int, until: int) -> np.ndarray:
-        """The median of the 16 values before each, float64 (until - first,)."""
         if until <= first:
             return np.empty(0)
         missing = max(0, min(_LEVEL, until) - first)
@@ -192,7 +180,6 @@ class Events:
         return np.where(units > 0, units, np.inf)
 
     def _forget(self) -> None:
-        """Drops values that no later window needs."""
         cut = max(0, min(self._at, len(self._levels)) - _SPREAD - _LEVEL)
         self._steps, self._values = self._steps[cut:], self._values[cut:]
         self._levels = self._levels[cut:]

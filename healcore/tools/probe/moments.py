@@ -28,7 +28,6 @@ _LEAST_OF_ALL = 1.5
 _ROUNDING = math.log(1e-10)
 """log v-hat of rounding errors relative to the largest of the layer: 1e-5 of the gradient."""
 _FEWEST = 4
-"""Parameters that a spread needs."""
 
 
 class Moments(NamedTuple):
@@ -43,9 +42,7 @@ class Moments(NamedTuple):
     negative: int
     """Number of second moments below 0, which an average of squares cannot be."""
     zeros: int
-    """Number of second moments of exactly 0."""
     mean: float
-    """Mean of the finite second moments."""
     step: float | None
     beta2: float
 
@@ -111,10 +108,7 @@ class Deviation(NamedTuple):
 
 
 def rounding(moments: Iterable[Moments]) -> set[str]:
-    """Parameters whose gradients are only rounding errors, compared with the rest of their layer.
-
-    A bias before a norm is one: the norm cancels it, so its true gradient is 0.
-    """
+    """Parameters whose gradients are only rounding errors, such as a bias before a norm."""
     logs = [(each.name, log) for each in moments if (log := each.log_v_hat) is not None]
     largest: dict[str, float] = {}
     for name, log in logs:

@@ -27,9 +27,7 @@ from healcore.tools.probe.result import (
 def probe_optimizer(path: Path, inputs: OptimizerInputs | None = None) -> ProbeResult:
     """Probes the optimizer state in a checkpoint (any path that `open_contents` opens).
 
-    Raises:
-        NothingToProbe: it holds no state of an Adam-like optimizer.
-        ProbeError: it cannot be read.
+    Raises ProbeError if it cannot be read, NothingToProbe if no Adam-like optimizer is in it.
     """
     inputs = inputs or OptimizerInputs()
     contents = open_contents(path, inputs.step)
@@ -85,7 +83,6 @@ def probe_optimizer(path: Path, inputs: OptimizerInputs | None = None) -> ProbeR
 
 
 def _whole(state: AdamState) -> bool:
-    """Whether the second moments are integers."""
     return state.second.dtype.startswith(("int", "uint", "bool"))
 
 
@@ -139,7 +136,6 @@ def _finite(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
 
 
 def _step(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
-    """Whether enough steps were taken for a judgement."""
     known = [each.step for each in moments if each.step is not None]
     if not known:
         message = "the state does not hold its step: pass --global-step"

@@ -34,8 +34,6 @@ def layer(name: str) -> str:
 
 
 class _ModelParameters(NamedTuple):
-    """Names and shapes of the arrays that may be the model's parameters."""
-
     parameters: list[tuple[str, Shape]]
     in_order: bool
 
@@ -43,9 +41,7 @@ class _ModelParameters(NamedTuple):
 class ParameterNames:
     """Names of the parameters in a checkpoint.
 
-    Attributes:
-        by_order: whether some names were matched with the model's parameters by order or shape.
-        missing: whether some parameters have no certain name.
+    `by_order`: some names were matched with the model by order or shape. `missing`: some have none.
     """
 
     def __init__(self, tree: Tree, found: Sequence[AdamState]) -> None:
@@ -79,7 +75,6 @@ class ParameterNames:
         return self._known[state.optimizer].get(parameter)
 
     def _numbered(self, optimizer: Path) -> Mapping[str, str]:
-        """Number -> name, where the name is certain."""
         place = (*optimizer, "param_groups")
         groups: dict[str, list[str]] = {}
         for path, value in self._tree.values.items():
@@ -110,11 +105,7 @@ def in_order(
     """Names of parameters that are given in the model's order, matched by their shapes.
 
     Each is placed at the first possible parameter of the model, and once more from the back at the
-    last possible one. A name is certain where both places agree.
-
-    Args:
-        shapes: one per parameter, None for one without a state.
-        model: names and shapes of all parameters of the model.
+    last possible one. A name is certain where both places agree. A shape is None without a state.
     """
     front = _places(shapes, [shape for _, shape in model])
     back = _places(shapes[::-1], [shape for _, shape in model[::-1]])

@@ -15,7 +15,6 @@ from pydantic import BaseModel
 from healcore.plugins.checkpoint_contents import Damaged, ProbeError, first_line
 
 SCHEMA = 1
-"""Version of the JSON document."""
 
 
 class ProbeVerdict(enum.Enum):
@@ -27,7 +26,6 @@ class ProbeVerdict(enum.Enum):
     SKIP = "SKIP"
     """No verdict is possible: too early, too short, or nothing to judge."""
     ERROR = "ERROR"
-    """The subject could not be read."""
 
     @property
     def exit_code(self) -> int:
@@ -59,10 +57,8 @@ class ProbeResult(NamedTuple):
 
     probe: str
     subject: str
-    """The path as given."""
     checks: tuple[Check, ...]
     facts: Mapping[str, Any] = {}
-    """Further measurements."""
     notes: tuple[str, ...] = ()
     """Remarks on how the subject was read and measured."""
 

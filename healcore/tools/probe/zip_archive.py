@@ -19,7 +19,6 @@ _ZIP64 = 0xFFFFFFFF
 _MOST_PACKED = 16
 """Largest allowed ratio of unpacked to packed size; TorchScript compresses its source text."""
 _DIRECTORY = 0x10
-"""MS-DOS attribute."""
 
 
 class ArchiveCheck(NamedTuple):

@@ -23,7 +23,6 @@ from healcore.extras import require
 from healcore.plugins.checkpoint_contents import Array, Contents, PathBudget, ProbeError, shape_of
 
 _ITEM = "state"
-"""The name that `OrbaxStore` gives to its item."""
 _SCRIPT = Path(__file__).with_name("orbax_process.py")
 _SECONDS = 30
 _BYTES_A_SECOND = 4 << 20
@@ -38,9 +37,7 @@ def open_orbax(folder: Path) -> Contents:
 
     The size of a stored chunk does not bound its unpacked size (a chunk of zeros is tiny), so the
     process may use half of the machine's memory, and time in proportion to the stored bytes.
-
-    Raises:
-        ProbeError: it is damaged, or of an older format without `_METADATA`.
+    Raises ProbeError if it is damaged, or of an older format without `_METADATA`.
     """
     items = (
         [folder]
@@ -63,11 +60,7 @@ def open_orbax(folder: Path) -> Contents:
 
 
 def stored_arrays(data: Path, names: Iterable[str]) -> dict[str, Array]:
-    """Arrays in the directory `data` of an `OrbaxStore` checkpoint; missing names are left out.
-
-    Raises:
-        ProbeError: it is damaged.
-    """
+    """Arrays in the directory `data` of an `OrbaxStore` checkpoint; missing names are left out."""
     tree = _Tree(data / _ITEM)
     wanted = {name: (_escaped(name),) for name in names}
     return {
@@ -76,8 +69,6 @@ def stored_arrays(data: Path, names: Iterable[str]) -> dict[str, Array]:
 
 
 class _Tree:
-    """The entries of an item, from `_METADATA`, and the process that reads its arrays."""
-
     def __init__(self, item: Path) -> None:
         at = item / "_METADATA"
         try:
@@ -150,10 +141,7 @@ class _Process:
         return self._answer()
 
     def read(self, name: str) -> Iterator[np.ndarray]:
-        """The elements of an array in pieces, or ValueError if it is damaged.
-
-        Only one array can be read at a time.
-        """
+        """The elements of an array in pieces, or ValueError if it is damaged; one at a time."""
         self._send(read=name)
         ended = False
         try:
@@ -211,7 +199,6 @@ class _Process:
         return data
 
     def _ended(self) -> None:
-        """Raises a ValueError that says why the process ended."""
         status = self._stop()
         why = "out of memory, or a file of it is missing" if status >= 0 else "killed"
         if status == -signal.SIGXCPU:
@@ -226,7 +213,6 @@ class _Process:
 
 
 def _end(running: subprocess.Popen[bytes]) -> int:
-    """Ends the process and returns its exit status."""
     for pipe in (running.stdin, running.stdout):
         if pipe is not None:
             try:
@@ -241,5 +227,4 @@ def _end(running: subprocess.Popen[bytes]) -> int:
 
 
 def _escaped(name: str) -> str:
-    """The name under which `OrbaxStore` saves an array."""
     return re.sub(r"[^A-Za-z0-9_.\-]", lambda found: f"%{ord(found[0]):02X}", name)

@@ -21,7 +21,6 @@ from healcore.plugins.checkpoint_contents import (
 )
 
 _MOST_HEADER = 100_000_000
-"""Bytes, the limit of the format."""
 _DTYPES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16",
     "U32": "uint32", "I32": "int32", "U64": "uint64", "I64": "int64",
@@ -153,11 +152,9 @@ def _unknown(name: str, dtype: str) -> Callable[[], Iterator[np.ndarray]]:
 
 
 def widened(raw: np.ndarray, dtype: str) -> np.ndarray:
-    """The elements in an array's bytes, in a dtype that NumPy can compare and add.
+    """The elements in an array's bytes (uint8, little-endian), in a dtype that NumPy can add.
 
-    Args:
-        raw: uint8 (n,), little-endian.
-        dtype: the array's dtype; ValueError for an unknown one.
+    Raises ValueError for an unknown dtype.
     """
     if dtype == "bfloat16":
         return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
@@ -175,7 +172,6 @@ def widened(raw: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _e4m3fn() -> np.ndarray:
-    """All values of float8_e4m3fn, float32 (256,)."""
     bits = np.arange(256)
     exponent, fraction = bits >> 3 & 15, (bits & 7) / 8
     normal = np.where(exponent > 0, 1 + fraction, fraction)

@@ -25,11 +25,7 @@ _NUMBER = re.compile(r"[a-z]{1,8}\d{0,3}")
 
 
 def open_stored(folder: Path, format: str) -> Contents:
-    """Opens one checkpoint of a store; `format` comes from its manifest.
-
-    Raises:
-        ProbeError: it is damaged, or its format is not known.
-    """
+    """Opens one checkpoint of a store; `format` comes from its manifest."""
     if format not in ("dcp", "orbax"):
         raise ProbeError(f"{folder} is of format {format!r}, which this version does not know")
     data = folder / "data"
@@ -121,7 +117,6 @@ def parsed(keys: str) -> tuple[str, ...]:
 
 
 def _array(path: tuple[str, ...], node: Mapping[str, Any], saved: Array | None) -> Array | None:
-    """The array of a node; None if its data is missing."""
     shape = node["shape"]
     if not math.prod(shape):
         return Array(path, node["dtype"], shape, lambda: iter(()))
