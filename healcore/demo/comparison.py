@@ -1,7 +1,4 @@
-"""The comparison: the same runs in both frameworks, step by step, and the output of the demo.
-
-The picture and the pages are those of `healcore report`.
-"""
+"""Trains the demo's runs step by step, and prints and draws the comparison."""
 
 from __future__ import annotations
 
@@ -43,12 +40,11 @@ from healcore.tools.report.run_report import RunReport
 from healcore.tools.report.runs import read_reports
 
 FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "optax", "flax", "chex")}
-"""Their modules."""
 _STYLES = {Outcome.TRAINED: "green", Outcome.NEITHER: "yellow", Outcome.FAILED: "red"}
 
 
 class DemoResult(NamedTuple):
-    """The finished runs, and what is claimed of them."""
+    """The finished runs and the claims about them."""
 
     runs: list[DemoRun]
     claims: list[DemoClaim]
@@ -65,27 +61,14 @@ def run_demo(
     console: Console | None = None,
     **sizes: int,
 ) -> DemoResult:
-    """Trains each model unprotected, with a fixed clip, and healed; prints the outcomes.
+    """Trains one run per framework, seed and arm, and prints the outcomes.
 
     Writes `curves.png` into `out`, and a folder for each healed run with its checkpoints, events,
-    metrics, postmortem and report; those of an earlier demo are deleted.
+    metrics, postmortem and report; those of an earlier demo are deleted. `arms` must contain
+    "healed". The probation of `policy` is `shortened`. `sizes` are fields of `Scenario`.
 
-    Args:
-        frameworks: "torch", "jax" or both.
-        arms: how the runs are protected, of `ARMS`; "healed" is one of them.
-        seeds: of weights and data; each makes one run per framework and arm.
-        steps: per run.
-        policy: anything `healcore.policy.load` takes; the same object heals in both frameworks.
-            Its probation is shortened to fit (`shortened`).
-        out: folder for the files; made if it is not there.
-        console: where to print.
-        **sizes: of the model and the batch, see `Scenario`.
-
-    Raises:
-        MissingExtraError: a framework, matplotlib or plotly is not installed.
-        healcore.policy.PolicyError: there is no such policy, or it is not valid.
-        CorpusError: the standard library's sources are not there.
-        ScenarioError: too few steps, or sizes that do not fit.
+    Raises MissingExtraError, healcore.policy.PolicyError, or a DemoError for a missing corpus, too
+    few steps, or sizes that do not fit.
     """
     require("report", "matplotlib", "plotly")
     for framework in frameworks:
@@ -123,7 +106,6 @@ def _train(
     scenario: Scenario,
     runs: Sequence[tuple[DemoRun, Generator[Step, None, Any]]],
 ) -> None:
-    """Takes a step of each run, then the next of each, until all are done."""
     columns = TextColumn("{task.description:17}"), BarColumn(bar_width=30), MofNCompleteColumn()
     loss = TextColumn("loss {task.fields[loss]:>6}")
     with Progress(*columns, loss, console=console) as bars, _Warnings(console) as warnings:
@@ -140,30 +122,30 @@ def _train(
                     run.finish(end.value)
                     left.remove(each)
                 else:
-                    # The loss of the step before has arrived by now: nothing waits for it.
+                    # The loss before the newest is on the host already, so this does not wait.
                     before = float(run.steps[-2:][0].loss)
                     bars.update(bar, completed=run.steps[-1].batch + 1, loss=number(before))
 
 
 class _Warnings(logging.Handler):
-    """Prints warnings of the Healers above the bars, while it is entered; they go nowhere else."""
+    """Context manager: warnings of the Healers are printed above the bars and nowhere else."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)
         self.turn = ""
-        """Framework of the run that is taking its step."""
+        """Framework of the run whose turn it is."""
         self._console = console
         self._log = logging.getLogger("healcore")
         self._before = self._log.level, self._log.propagate
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Prints one line."""
+        """Prints one warning."""
         line = f"{self.turn}: {record.getMessage()}"
         self._console.print(line, soft_wrap=True, markup=False, highlight=False)
 
     def __enter__(self) -> _Warnings:
         self._log.addHandler(self)
-        self._log.setLevel(logging.INFO)  # at a higher level Healers would print for themselves
+        self._log.setLevel(logging.INFO)  # at a higher level Healers would print themselves
         self._log.propagate = False
         return self
 
@@ -192,7 +174,6 @@ def _show(
     scenario: Scenario,
     out: Path,
 ) -> None:
-    """Prints the table and the claims, and writes the picture and the pages."""
     healed = [run for run in runs if run.arm == "healed"]
     reports = {str(run): read_reports(run.folder / "events.jsonl").reports[0] for run in healed}
     console.print(_table(runs, reports, scenario), "")
@@ -213,7 +194,6 @@ def _show(
 
 
 def _table(runs: Sequence[DemoRun], reports: dict[str, RunReport], scenario: Scenario) -> Table:
-    """One row per run."""
     table = Table(
         caption="loss: nats per byte, the mean of the 20 steps before the empty batch, and at the "
         "end on text that no run was trained on",
@@ -245,7 +225,7 @@ def _table(runs: Sequence[DemoRun], reports: dict[str, RunReport], scenario: Sce
 
 
 def _backdrop(healed: DemoRun, runs: Sequence[DemoRun], scenario: Scenario) -> picture.Backdrop:
-    """The other arms of its framework and seed, and where the faults are."""
+    """The curves of the other arms of the same framework and seed, and the spans of the faults."""
     others = {
         run.arm: Curves(run.column("step"), run.column("loss"), run.column("grad_norm"))
         for run in runs

@@ -1,4 +1,4 @@
-"""The runs that the demo compares, their outcomes, and the claims that they are checked against."""
+"""The runs that the demo compares, their outcomes, and the claims about them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from healcore.demo.scenario import Corpus, Scenario
 from healcore.policy import Policy
 
 ARMS = ("unprotected", "fixed clip", "healed")
-"""Nothing at all; the norm clipped to 1.0, which is what most people run; healcore's `Healer`."""
+"""No protection; gradients clipped to norm 1.0, the usual protection; healcore's `Healer`."""
 FIXED_CLIP = 1.0
 PROBATION = 20
-"""Healthy steps after which a checkpoint is known-good; the presets take 100, a third of a run."""
+"""Healthy steps until a checkpoint is known-good; the presets have 100, a third of a demo run."""
 SAVE_EVERY = 10
-"""Steps between two checkpoints."""
 
 
 def shortened(policy: Policy) -> Policy:
-    """The policy with a probation that fits in a short run. Nothing else of it is changed."""
+    """The same policy with a probation of at most `PROBATION`, for a short run."""
     rollback = policy.rollback
     probation = min(rollback.probation, PROBATION)
     return policy.model_copy(
@@ -33,39 +32,37 @@ def shortened(policy: Policy) -> Policy:
 
 
 class Step(NamedTuple):
-    """One step."""
+    """One step of a run."""
 
     step: int
     batch: int
-    """Index of its batch: the step's own, until batches are left out."""
+    """Index of the batch; it exceeds `step` after a rollback that leaves out batches."""
     loss: Any
-    """Training loss before the update: a 0-d array or tensor, a float once the run has ended."""
+    """Training loss before the update: a 0-d array or tensor, a float after `DemoRun.finish`."""
     grad_norm: Any
-    """Global L2 norm before any clipping, likewise."""
+    """Global L2 norm before any clipping; the same types."""
 
 
 @dataclass
 class DemoRun:
-    """One run: framework, protection, seed, and its outcome."""
+    """One run: its framework, arm, seed and data."""
 
     framework: str
     arm: str
     seed: int = 0
     folder: Path = Path()
-    """Of a healed run's checkpoints, events, metrics, postmortem and report."""
     steps: list[Step] = field(default_factory=list)
-    """In the order taken, with those that a rollback has undone."""
+    """In the order taken, with steps that a rollback has undone."""
     held_out_loss: float = math.nan
-    """Nats per byte on text it never saw, at the end."""
+    """Nats per byte on held-out text, at the end."""
     events: Sequence[Mapping[str, Any]] = ()
-    """Of a healed run."""
 
     def __str__(self) -> str:
         seed = f", seed {self.seed}" if self.seed else ""
         return f"{self.framework} {self.arm}{seed}"
 
     def finish(self, held_out_loss: Any) -> None:
-        """Brings all numbers to the host."""
+        """Converts losses and norms to floats."""
         self.held_out_loss = float(held_out_loss)
         self.steps = [
             one._replace(loss=float(one.loss), grad_norm=float(one.grad_norm)) for one in self.steps
@@ -76,7 +73,7 @@ class DemoRun:
         return np.asarray([getattr(step, name) for step in self.steps])
 
     def mean_loss(self, until: int, over: int = 20) -> float:
-        """Mean training loss of the `over` steps before batch `until`, without undone ones."""
+        """Mean training loss of the last `over` steps before batch `until`, without undone ones."""
         kept: list[Step] = []
         for one in self.steps:
             while kept and kept[-1].step >= one.step:
@@ -87,38 +84,37 @@ class DemoRun:
 
     @property
     def rollbacks(self) -> list[Mapping[str, Any]]:
-        """Its events of that kind."""
+        """The rollback events."""
         return [event for event in self.events if event["kind"] == "rollback"]
 
     @property
     def ending(self) -> str | None:
-        """`completed`, `stopped`, ...; None: the events have no end."""
+        """`completed`, `stopped`, ...; None without an end event."""
         return next((event["ending"] for event in self.events if event["kind"] == "end"), None)
 
 
 def number(loss: float) -> str:
-    """A loss between 2 and 1e13 in a few characters."""
+    """A loss in at most 6 characters."""
     if not math.isfinite(loss):
         return "NaN" if math.isnan(loss) else "inf"
     return f"{loss:.2f}" if abs(loss) < 1000 else f"{loss:.0e}"
 
 
 class Outcome(enum.Enum):
-    """Separated by two losses that are counted from the text itself."""
+    """How a run ended, by its held-out loss."""
 
     TRAINED = "trained"
-    """Better than knowing which byte follows which: it uses context."""
+    """Better than a model of byte pairs, so it uses context."""
     NEITHER = "in between"
-    """Better than byte frequencies, no better than byte pairs; or stopped by the policy."""
+    """Better than a model of byte frequencies only, or stopped by the policy."""
     FAILED = "failed"
-    """No better than knowing how frequent each byte is, or no number at all."""
+    """No better than a model of byte frequencies, or not finite."""
 
 
 class DemoClaim(NamedTuple):
     """One claim about one run."""
 
     text: str
-    """The claim, and the numbers that were found."""
     holds: bool
 
 
@@ -133,12 +129,7 @@ def outcome(run: DemoRun, corpus: Corpus) -> Outcome:
 
 
 def claims(runs: Sequence[DemoRun], scenario: Scenario) -> list[DemoClaim]:
-    """Checks every claim. Of the runs with a fixed clip nothing is claimed.
-
-    Args:
-        runs: finished.
-        scenario: any seed's.
-    """
+    """Checks every claim about finished runs; there is none about runs with a fixed clip."""
     found, corpus = [], scenario.corpus
     frequencies, pairs = f"{corpus.byte_frequency_loss:.2f}", f"{corpus.byte_pair_loss:.2f}"
     unprotected = {(run.framework, run.seed): run for run in runs if run.arm == "unprotected"}

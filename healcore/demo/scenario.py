@@ -1,18 +1,14 @@
 """The scenario of the demo: the same text, weights, learning rates and faults for every run.
 
-A batch depends on the seed and its index alone, the learning rate on the step: never on the
-framework or on what healing did. Each fault is one that training runs have:
+A batch depends only on the seed and its index, the learning rate only on the step. The faults:
 
 - *corrupted batches*: random bytes instead of text, as from a broken shard;
-- *a wrong learning rate*: scaled for 16 workers where there is one, in a part of the schedule. A
-  run that rolls back comes to that part once more;
-- *an empty batch*: every position is padding, so that the mean over what counts is 0/0. The loss
-  and all gradients are NaN, without a NaN in the data.
+- *a wrong learning rate* in a part of the schedule: scaled for 16 workers instead of one. A run
+  that rolls back passes through that part again;
+- *an empty batch*: all padding, so the mean loss is 0/0; the loss and all gradients are NaN.
 
-With normalisation a network this small survives nearly anything, and large ones do not. So this one
-has none at all (it trains well without, compare Fixup, arXiv:1901.09321), and breaks as large ones
-do: activations, loss and gradients grow without bound, and the right learning rate comes back too
-late.
+The model has no normalisation. With it a network this small survives almost any fault; without it
+the network still trains well (compare Fixup, arXiv:1901.09321) but diverges as large ones do.
 """
 
 from __future__ import annotations
@@ -30,16 +26,15 @@ import numpy as np
 from healcore.core.errors import HealcoreError
 
 SYMBOLS = 256
-"""A byte-level vocabulary: no tokenizer."""
 _HELD_OUT_EVERY = 10
 _LARGEST = 4 * 1024 * 1024
-"""Bytes read at most; the list is cut there, always at the same file."""
+"""Limit of the bytes that are read."""
 SHORTEST = 30
-"""Steps below which the faults run into one another."""
+"""With fewer steps the faults would overlap."""
 
 
 class DemoError(HealcoreError, RuntimeError):
-    """The demo cannot run: the message names the cause and what to pass instead."""
+    """The demo cannot run; the message says what to change."""
 
 
 class ScenarioError(DemoError, ValueError):
@@ -47,34 +42,28 @@ class ScenarioError(DemoError, ValueError):
 
 
 class CorpusError(DemoError):
-    """The standard library's sources are not where they should be."""
+    """The standard library's sources are missing."""
 
 
 class Corpus(NamedTuple):
-    """Text in two parts, split by file, and the losses of two models that know little."""
+    """Text for training and for evaluation, and the held-out losses of two baseline models."""
 
     train: np.ndarray
-    """uint8 (n,)."""
     held_out: np.ndarray
-    """uint8 (m,): every tenth file, which no run ever trains on."""
+    """uint8 (m,): every tenth file."""
     files: int
-    """How many files both parts are made of."""
     digest: str
-    """First 12 hex digits of the SHA-256 of all bytes: the same text gives the same digest."""
+    """First 12 hex digits of the SHA-256 of all bytes."""
     byte_frequency_loss: float
-    """Nats per byte on the held-out text of a model that knows only how frequent each byte is."""
+    """Nats per byte of a model of byte frequencies."""
     byte_pair_loss: float
-    """The same of a model that also knows which byte follows which: a context of one byte."""
+    """Nats per byte of a model of byte pairs, whose context is one byte."""
 
 
 def load_corpus(root: Path | None = None) -> Corpus:
-    """Reads real text that every machine with Python has: the standard library's own modules.
+    """Reads the modules in a folder, by default the standard library, which every Python has.
 
-    Args:
-        root: folder to read ``*.py`` from; the running interpreter's library if None.
-
-    Raises:
-        CorpusError: there are too few sources (a stripped Python).
+    Raises CorpusError if there are too few sources (a stripped Python).
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     paths = sorted(root.glob("*.py"), key=lambda path: path.name)
@@ -102,13 +91,13 @@ def load_corpus(root: Path | None = None) -> Corpus:
 
 
 def _byte_frequency_loss(seen: np.ndarray, unseen: np.ndarray) -> float:
-    """Cross-entropy in nats of `unseen` under the byte frequencies of `seen`, plus one each."""
+    """Nats per byte of `unseen` under the byte frequencies of `seen`, each count plus one."""
     counts = np.bincount(seen, minlength=SYMBOLS) + 1.0
     return float(-np.log(counts / counts.sum())[unseen].mean())
 
 
 def _byte_pair_loss(seen: np.ndarray, unseen: np.ndarray) -> float:
-    """The same under the frequencies of pairs, mixed with those of single bytes."""
+    """Nats per byte under the frequencies of pairs, smoothed with those of single bytes."""
     single = np.bincount(seen, minlength=SYMBOLS) + 1.0
     single /= single.sum()
     code = seen[:-1].astype(np.int64) * SYMBOLS + seen[1:]
@@ -124,7 +113,7 @@ class TokenBatch(NamedTuple):
     tokens: np.ndarray
     """int32 (batch, context + 1): inputs are all but the last, targets all but the first."""
     weights: np.ndarray
-    """float32 (batch, context): what each target counts in the mean loss; 0 is padding."""
+    """float32 (batch, context): weight of each target in the mean loss; 0 is padding."""
 
 
 @dataclass(frozen=True)
@@ -140,9 +129,8 @@ class Scenario:
     width: int = 64
     heads: int = 4
     peak_rate: float = 8e-3
-    """The learning rate that was meant: the highest at which this model trains well."""
+    """The intended learning rate, the highest at which this model trains well."""
     mistake: float = 16.0
-    """What the learning rate is multiplied by, by mistake."""
     weight_decay: float = 0.1
 
     def __post_init__(self) -> None:
@@ -179,13 +167,13 @@ class Scenario:
     # -- what a training loop needs ------------------------------------------------------------
 
     def learning_rate(self, step: int) -> float:
-        """Warm-up, then a cosine down to 2 % of the peak; `mistake` times that while it lasts."""
+        """Warm-up, then a cosine down to 2 % of the peak; times `mistake` in steps `mistaken`."""
         rate = self.peak_rate * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / self.steps)))
         rate *= min(1.0, (step + 1) / 20)
         return rate * (self.mistake if step in self.mistaken else 1.0)
 
     def training_batch(self, index: int) -> TokenBatch:
-        """A batch, with its fault if it has one."""
+        """A batch, with its fault if one is planned for it."""
         random = np.random.default_rng([self.seed, index])
         tokens = self._windows(self.corpus.train, self.batch, random)
         weights = np.ones((self.batch, self.context), np.float32)
@@ -196,7 +184,7 @@ class Scenario:
         return TokenBatch(tokens, weights)
 
     def held_out_batch(self) -> TokenBatch:
-        """8 batches of text that no run trains on; the same for every seed."""
+        """8 batches of held-out text in one; the same for every seed."""
         random = np.random.default_rng(0)
         tokens = self._windows(self.corpus.held_out, 8 * self.batch, random)
         return TokenBatch(tokens, np.ones((len(tokens), self.context), np.float32))
@@ -208,7 +196,7 @@ class Scenario:
     # -- the model, as plain arrays -------------------------------------------------------------
 
     def initial_weights(self) -> Weights:
-        """Both frameworks begin with these very numbers, float32."""
+        """The initial weights of both frameworks, float32."""
         random = np.random.default_rng([self.seed, 1 << 32])
         width = self.width
 

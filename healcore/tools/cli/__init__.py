@@ -1,8 +1,7 @@
 """The command `healcore`. Its policy commands need neither JAX nor torch.
 
-An exit status means something here (`probe` reports WARN with 1), so nothing that happens to
-standard output may change it: it may be closed, full, or know only ASCII. Click gives 1 to a pipe
-whose reader has seen enough.
+The exit status carries a verdict (`probe` reports WARN with 1), so a standard output that is
+closed, full or ASCII-only must not change it; click alone exits with 1 when a pipe's reader ends.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from healcore.tools.terminal import echo
 
 __all__ = ["app", "main"]
 
-# No rich tracebacks: an error of ours is printed as a sentence, any other as Python's own.
+# No rich tracebacks: healcore's own errors are printed as sentences, others as Python prints them.
 app = typer.Typer(
     name="healcore",
     no_args_is_help=True,
@@ -65,7 +64,7 @@ def main() -> None:
 
 
 class _UnreadPipe(io.RawIOBase):
-    """Standard output whose reader may leave (`| head`): the rest is discarded."""
+    """Standard output to a pipe; what its reader no longer takes (`| head`) is discarded."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
@@ -89,14 +88,10 @@ class _UnreadPipe(io.RawIOBase):
 
 @contextlib.contextmanager
 def _prepared_output(*, discard: bool) -> Iterator[None]:
-    """Makes standard output and error fit for anything that a command prints.
+    """Makes standard output and error accept anything that a command prints.
 
-    Args:
-        discard: go on when the reader has left; without it the command ends there.
-
-    Raises:
-        SystemExit: standard output could not be written; with the status of a command line that
-            could not be carried out, after a line on standard error.
+    With `discard` the command continues when the reader of a pipe has ended. If standard output
+    cannot be written, a line on standard error says why, and SystemExit is raised.
     """
     if sys.stdout is None:  # closed by the caller: `>&-`
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
@@ -134,6 +129,6 @@ def _is_pipe(stream: io.TextIOWrapper) -> bool:
 
 
 def _discard_buffer() -> None:
-    """Discards what is in the buffer; Python would report the error again at its end."""
+    """Discards the buffer, because Python would report the error again when it exits."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,7 +1,4 @@
-"""`healcore demo`.
-
-Exit status: 0 every claim holds, 1 one is broken, 2 it could not run.
-"""
+"""`healcore demo`. Exit status: 0 every claim holds, 1 one is broken, 2 the demo could not run."""
 
 from __future__ import annotations
 
@@ -56,7 +53,7 @@ def demo(
     from healcore.extras import MissingExtraError
     from healcore.policy import PolicyError
 
-    # By name: the demo is above the tools and uses them.
+    # By name, because the demo imports the tools, not the other way round.
     scenario = importlib.import_module("healcore.demo.scenario")
     comparison = importlib.import_module("healcore.demo.comparison")
     arms = ("unprotected", "healed") if quick else ("unprotected", "fixed clip", "healed")

@@ -1,8 +1,8 @@
 """`healcore events schema | show` and `healcore watch`: the events of a run.
 
-Exit status of `events`: 0 all is well, 1 `show` found damaged lines in the file, 2 it could not be
-read. Of `watch`: 0 the run has completed (`--once`: or is under way), 1 it was stopped, killed, or
-ended in another way, 2 the file cannot be read or is no events file, 130 after Ctrl-C.
+Exit status of `events`: 0 success, 1 `show` found damaged lines in the file, 2 it could not be
+read. Of `watch`: 0 the run has completed (with `--once`: or is running), 1 it ended in any other
+way, 2 the file cannot be read or is no events file, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def watch(
 
 
 def _events_file(events: Path) -> Path:
-    """The events file; in a folder the one there, or the one that a Healer would write."""
+    """The events file; for a folder the one in it, or the one that a Healer would write."""
     from healcore.tools.report.runs import find_events
 
     if events.is_dir() and not any(events.glob("*events.jsonl")):

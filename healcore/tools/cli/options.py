@@ -1,4 +1,4 @@
-"""Options, progress bar and error exit that several commands share."""
+"""Options, the progress bar and the error exit that several commands share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # imported where it is used, so that the other commands start
     from rich.progress import Progress
 
 UNUSABLE = 2
-"""The exit status of a command line that cannot be carried out."""
+"""Exit status of a command that cannot run."""
 
 Set = Annotated[
     list[str] | None,
@@ -36,13 +36,9 @@ Join = Annotated[
 
 
 def overrides_of(pairs: Iterable[str] | None) -> dict[str, Any]:
-    """The keywords for `healcore.policy.load`.
+    """The keywords for `healcore.policy.load` from `KEY=VALUE` pairs; raises PolicyError.
 
-    Args:
-        pairs: `KEY=VALUE`, the key dotted, the value as in TOML; a string needs no quotes here.
-
-    Raises:
-        healcore.policy.PolicyError: a pair is not of that form.
+    A key is dotted; a value is written as in TOML, but a string needs no quotes.
     """
     from healcore.policy.errors import PolicyError, Problem
     from healcore.policy.overrides import merged
@@ -68,11 +64,7 @@ def _parsed(text: str) -> dict[str, Any] | None:
 
 
 def columns_of(pairs: Iterable[str] | None) -> dict[str, str]:
-    """Signal -> the name of its column in the files.
-
-    Raises:
-        TraceError: a pair is not of the form SIGNAL=NAME.
-    """
+    """Signal -> the name of its column, from `SIGNAL=NAME` pairs; TraceError for other texts."""
     from healcore.tools.traces import TraceError
 
     columns = {}
@@ -85,14 +77,14 @@ def columns_of(pairs: Iterable[str] | None) -> dict[str, str]:
 
 
 def fail(why: str, status: int = UNUSABLE) -> NoReturn:
-    """Prints on standard error why the command cannot be carried out, and exits."""
+    """Prints on standard error why the command cannot run, and exits."""
     echo(why, err=True)
     raise typer.Exit(status)
 
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A bar on standard error, where that is a terminal."""
+    """A progress bar on standard error, shown only in a terminal."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,

@@ -1,8 +1,8 @@
 """`healcore policy list | show | check | diff`.
 
-Exit status: 0 all is well (`diff`: no difference), 1 a policy is wrong (`diff`: they differ),
-2 a file could not be read, there is no such preset, or the command line is wrong. `diff` and
-`show` of a wrong policy exit with 2: there is nothing to compare or to show.
+Exit status: 0 success (`diff`: no difference), 1 a policy is wrong (`diff`: they differ), 2 a file
+could not be read, there is no such preset, or the command line is wrong. `diff` and `show` exit
+with 2 for a wrong policy.
 """
 
 from __future__ import annotations

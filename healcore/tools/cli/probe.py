@@ -1,7 +1,7 @@
 """`healcore probe loss | optimizer | checkpoint`.
 
-Exit status: 0 pass, 1 warn, 2 fail, 3 no verdict (too short, nothing of the kind, unreadable, or
-the command line is wrong). Of several the worst: FAIL, ERROR, WARN, SKIP, PASS.
+Exit status: 0 pass, 1 warn, 2 fail, 3 no verdict (too short, nothing to judge, unreadable, or the
+command line is wrong). Of several results the first of FAIL, ERROR, WARN, SKIP, PASS decides.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:  # imported where they are used, so that the other commands st
 NO_VERDICT = 3
 
 _UsageError: Any = typer.BadParameter.__bases__[0]
-"""click's; newer releases of typer carry a click of their own."""
+"""Click's class, by way of typer: newer releases of typer include their own copy of click."""
 
 
 @contextlib.contextmanager
 def _no_verdict() -> Iterator[None]:
-    """A wrong command line must not look like a verdict: click's own status for it is 2."""
+    """Makes a wrong command line exit with 3: click exits with 2, which means FAIL here."""
     try:
         yield
     except _UsageError as error:
@@ -42,7 +42,7 @@ def _no_verdict() -> Iterator[None]:
 
 
 class Command(TyperCommand):
-    """A probe."""
+    """The command of one probe."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         """Parses the command line."""
@@ -50,23 +50,23 @@ class Command(TyperCommand):
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs it. Python's own exit status for an unexpected error is that of WARN."""
+        """Runs the probe; an unexpected error exits with 3, as Python's own status 1 is WARN."""
         try:
             return super().invoke(ctx)
         except (typer.Exit, typer.Abort, _UsageError):
             raise
         except Exception as error:
             if isinstance(error, OSError) and error.filename is None:
-                raise  # standard output, see `healcore.tools.cli.main`
+                raise  # an error of standard output, see `healcore.tools.cli.main`
             lines = str(error).strip().splitlines() or [""]
             _unusable(f"it could not be judged: {type(error).__name__}: {lines[0][:200]}")
 
 
 class Group(TyperGroup):
-    """All probes."""
+    """The group of all probes."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        """Parses what precedes the name of the probe."""
+        """Parses the command line before the name of the probe."""
         with _no_verdict():
             return super().make_context(*args, **kwargs)
 
@@ -87,7 +87,7 @@ _Json = Annotated[bool, typer.Option("--json", help="JSON instead of text; no Na
 
 
 def _with_options(model: type[BaseModel]) -> Callable[[Callable[..., None]], None]:
-    """Adds a command to the app, with an option for each field of its parameter `inputs`."""
+    """A decorator that adds a command to the app, with an option for each field of `inputs`."""
     fields = model.model_fields
     options = []
     for name, field in fields.items():
@@ -203,7 +203,7 @@ def probe_each(
     judge: Callable[[Path, Any], ProbeResult],
     inputs: BaseModel,
 ) -> list[ProbeResult]:
-    """Probes paths one by one; a path that cannot be read has a result too."""
+    """Probes each path; one that cannot be read gives a result too."""
     from healcore.extras import MissingExtraError
     from healcore.tools.probe.result import ProbeError, unforeseen, unreadable
 
@@ -222,7 +222,7 @@ def probe_each(
 
 
 def _no_traces(failed: Sequence[Unreadable], paths: Sequence[str]) -> list[ProbeResult]:
-    """Results for what is no trace; one for a checkpoint store, not one for each file in it."""
+    """Results for paths that are no traces; all files of a checkpoint store give one result."""
     if not failed:
         return []
     from healcore.tools.probe.checkpoint import is_store
@@ -243,7 +243,7 @@ def _no_traces(failed: Sequence[Unreadable], paths: Sequence[str]) -> list[Probe
 
 
 def _checked(model: type[BaseModel], given: dict[str, Any]) -> BaseModel:
-    """The inputs; an option that was not given has its default."""
+    """The inputs, with defaults for options that were not given; exits if they are not valid."""
     from healcore.tools.probe.result import ProbeError
 
     try:
@@ -257,7 +257,6 @@ def _checked(model: type[BaseModel], given: dict[str, Any]) -> BaseModel:
 
 
 def _finish(results: Sequence[ProbeResult], inputs: BaseModel, as_json: bool) -> NoReturn:
-    """Prints results and exits."""
     from healcore.tools.probe.result import dumps, worst
 
     if as_json:

@@ -1,8 +1,7 @@
 """`healcore replay TRACE... --policy NAME|FILE`.
 
-Exit status: 0 all was replayed, 1 some trace could not be read or judged (the others were), 2 there
-is no such policy, nothing at all could be replayed, an output cannot be written, or the command
-line is wrong.
+Exit status: 0 everything was replayed, 1 some trace could not be read or judged, 2 there is no such
+policy, nothing could be replayed, an output cannot be written, or the command line is wrong.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ def replay(
     try:
         results, more = _run(opened, policies, backend, outputs, known)
     except BrokenPipeError:
-        # The reader of --jsonl - has left. Python would report it again when it flushes.
+        # The reader of `--jsonl -` has ended; Python would report it again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(OK) from None
     except (OSError, OutputError, MissingExtraError) as error:
@@ -130,7 +129,7 @@ def _run(
             else:
                 failed.append(result)
     if results:
-        written = draw(outputs, results)  # first: the reader of the table may not wait for its end
+        written = draw(outputs, results)  # first: the reader of the table may end early (`| head`)
         printer = outputs.console()
         show(printer, results, readable)
         for line in written:

@@ -1,7 +1,7 @@
 """`healcore report run.events.jsonl`.
 
-Exit status: 0 the page is written, 1 it is, and the metrics or one of several runs could not be
-read, 2 there is nothing to report on, an output cannot be written, or the command line is wrong.
+Exit status: 0 the page is written, 1 it is written without metrics or runs that could not be read,
+2 there is nothing to report on, an output cannot be written, or the command line is wrong.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # imported where it is used, so that the other commands start
 OK, SOME = 0, 1
 
 _PRINTED = 20
-"""Problems that are printed one by one; the page has all that were kept."""
+"""Problems that are printed; the page lists more."""
 
 
 def report(
@@ -83,7 +83,7 @@ def report(
             failed = True
             continue
         first = first or found
-        # Its metrics and postmortems lie next to it.
+        # Metrics and postmortems are next to the events file.
         inputs += [found, *found.parent.glob("*.json"), *found.parent.glob("*.jsonl")]
         reports += read.reports
         failed |= bool(read.unreadable)
@@ -99,7 +99,7 @@ def report(
 
 
 def _reading(path: Path) -> contextlib.AbstractContextManager[object]:
-    """Shows the file name at a terminal: a gigabyte of metrics takes a while."""
+    """Shows the file name in a terminal, because a gigabyte of metrics takes a while."""
     from rich.text import Text
 
     printer = console(stderr=True)

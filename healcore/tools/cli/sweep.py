@@ -1,8 +1,7 @@
 """`healcore sweep TRACE... --policy NAME|FILE --vary KEY=LOW..HIGH`.
 
-Exit status: 0 all was swept, 1 some trace could not be read (the others were swept), 2 there is no
-such policy or key, nothing at all could be swept, the output cannot be written, or the command line
-is wrong.
+Exit status: 0 everything was swept, 1 some trace could not be read, 2 there is no such policy or
+key, nothing could be swept, the output cannot be written, or the command line is wrong.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:  # imported where they are used, so that the other commands st
 OK, SOME = 0, 1
 
 _PIPE_WIDTH = 120
-"""Columns of the tables where the width of the output is not known."""
+"""Width of the tables in characters if standard output is no terminal."""
 
 
 def sweep(
@@ -155,11 +154,11 @@ def _show(found: Sweep, output: Path, *, as_json: bool) -> None:
 
 
 def _check_output(output: Path, overwrite: bool, inputs: list[str]) -> None:
-    """Before the work: a file that is there, or cannot be written."""
+    """Refuses an output that exists or cannot be written, before the work starts."""
     if output.is_dir() or output.suffix != ".toml":
         fail(f"--output {output}: must be a file that ends in .toml, as policies do")
     try:
-        # The base policy may be replaced by what the sweep made of it, where that is asked for.
+        # The policy file itself is not an input here: with --overwrite it may be the output.
         check_outputs([output], inputs)
     except OutputError as error:
         fail(f"--output {error}")
@@ -168,14 +167,14 @@ def _check_output(output: Path, overwrite: bool, inputs: list[str]) -> None:
 
 
 def _text(found: Sweep, policy: str) -> str:
-    """The policy to write; one that is kept as it was, with its comments."""
+    """The text of the policy to write; the base policy keeps its comments."""
     from healcore.policy import dumps, loads, preset_names, preset_text, recipe_names
 
     if found.verdict.take:
         return dumps(found.policy)
     preset = policy in (*preset_names(), *recipe_names())
     text = preset_text(policy) if preset else Path(policy).read_text(encoding="utf-8")
-    # The sweep took a while: the file may be another one by now.
+    # The file may have changed during the sweep.
     return text if loads(text) == found.policy else dumps(found.policy)
 
 

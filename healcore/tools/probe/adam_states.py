@@ -1,7 +1,4 @@
-"""Finds Adam's second moments in a saved tree: torch's `exp_avg_sq`, optax's `nu`, anywhere in it.
-
-Also names the optimizers that have none, to explain why there is no verdict.
-"""
+"""Finds Adam's second moments in a saved tree, or the reason why there are none to judge."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ _TORCH = {
     "exp_avg": _MOMENTUM,
     "state1": _MOMENTUM,
 }
-"""The last part of a path below `state`; the first that is there is the reason."""
+"""Last part of a path below `state` -> the reason; the first entry that is found applies."""
 _OPTAX = {
     "v_row": _FACTORED,
     "trace": _SGD,
@@ -39,33 +36,30 @@ _OPTAX = {
     "nu": f"RMSprop, or another state with nu but without mu of the same shape, {_UNLIKE}",
     "mu": _MOMENTUM,
 }
-"""Any part of a path but the first."""
+"""Any part of a path except the first -> the reason."""
 _QUANTIZED = "8-bit states ({}) are quantized: they cannot be judged until they are unpacked"
 
 _WRAPPED = ("value", "raw_value")
-"""What flax.nnx puts around an array."""
+"""The keys under which flax.nnx stores an array."""
 
 
 class AdamState(NamedTuple):
-    """The state that an optimizer of Adam's kind has for one parameter."""
+    """What an Adam-like optimizer keeps for one parameter."""
 
     optimizer: Path
-    """Where the state of its optimizer lies."""
     parameter: Path
-    """Which parameter: its path, or its number."""
+    """Path or number of the parameter."""
     second: Array
-    """The running average of squared gradients."""
     others: tuple[Array, ...]
-    """Other moments: they must be finite too."""
+    """The other moments, which must be finite too."""
     step: float | None
-    """None: the state does not hold it."""
+    """None where the state does not contain it; the same for `beta2`."""
     beta2: float | None
     group: int | None = None
-    """Of torch's parameter groups."""
 
 
 class Tree:
-    """Contents by path."""
+    """The contents of a checkpoint by path."""
 
     def __init__(self, contents: Contents) -> None:
         self.arrays: dict[Path, Array] = {}
@@ -75,7 +69,7 @@ class Tree:
                 self.arrays[path[:-1] if len(path) > 1 and path[-1] in _WRAPPED else path] = array
         self.values: Mapping[Path, Any] = contents.values
         self.groups: dict[Path, dict[str, int]] = {}
-        """Of each optimizer which group each of its parameters is in."""
+        """Optimizer -> parameter -> index of its parameter group."""
         for path, value in self.values.items():
             list_, group, kind = path[-4:-1] if len(path) > 3 else ("", "", "")
             known = list_ == "param_groups" and kind == "params"
@@ -83,7 +77,7 @@ class Tree:
                 self.groups.setdefault(path[:-4], {})[str(value)] = int(group)
 
     def number(self, path: Path) -> float | None:
-        """A number, whether it was saved as one or as an array of one element."""
+        """A number that was saved as such or as an array of one element."""
         value = self.values.get(path)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return float(value) if abs(value) < 1e300 else math.inf
@@ -92,13 +86,13 @@ class Tree:
 
 
 def adam_states(tree: Tree) -> list[AdamState]:
-    """All of them, in the order in which they were saved."""
+    """All states of Adam-like optimizers, torch's first, each in the order of the checkpoint."""
     return [*_torch_states(tree), *_optax_states(tree)]
 
 
 def _torch_states(tree: Tree) -> Iterator[AdamState]:
     for path, array in tree.arrays.items():
-        # bitsandbytes calls them state1 and state2; the 8-bit ones are whole numbers.
+        # bitsandbytes names them state1 and state2; its 8-bit states are integers.
         if path[-1] == "exp_avg_sq":
             names = ("exp_avg", "max_exp_avg_sq")
         elif path[-1] == "state2" and "float" in array.dtype:
@@ -140,7 +134,7 @@ def _optax_states(tree: Tree) -> Iterator[AdamState]:
 
 
 def _cut(path: Path) -> tuple[Path, Path]:
-    """Into the optimizer and the parameter: at the last `state` that is not the end."""
+    """Splits a path into optimizer and parameter, at the last `state` before its end."""
     for at in range(len(path) - 2, -1, -1):
         if path[at] == "state":
             return path[:at], path[at + 1 :]
@@ -148,7 +142,7 @@ def _cut(path: Path) -> tuple[Path, Path]:
 
 
 def _of_group(optimizer: Path, parameter: Path, group: int | None, *keys: str) -> Iterator[Path]:
-    """Where a hyper-parameter may be: in the parameter's group, or flattened by parameter."""
+    """Paths where a hyper-parameter may be: in the parameter's group, or saved per parameter."""
     if group is not None:
         yield (*optimizer, "param_groups", str(group), *keys)
     yield (*optimizer, "param_groups", *parameter, *keys)
@@ -159,12 +153,7 @@ def _first(tree: Tree, *paths: Path) -> float | None:
 
 
 def unsupported_optimizer(tree: Tree, judged: Collection[Array]) -> str | None:
-    """Why some of the states in it cannot be judged; None if all can.
-
-    Args:
-        tree: the checkpoint.
-        judged: its arrays that can be judged.
-    """
+    """Why some optimizer states cannot be judged; None if `judged` are all of them."""
     known = {array.path for array in judged}
     below_state, anywhere = set(), set()
     for path, array in tree.arrays.items():
@@ -189,5 +178,5 @@ def unsupported_optimizer(tree: Tree, judged: Collection[Array]) -> str | None:
 
 
 def _counted(tree: Tree, path: Path) -> bool:
-    """Whether the `mu` in a path has a `count` next to it: a parameter may have the name too."""
+    """Whether there is a `count` next to `mu`: without it, `mu` may be a parameter."""
     return (*path[: path.index("mu")], "count") in tree.arrays

@@ -1,9 +1,9 @@
-"""The checkpoint probe: intact, finite, known-good?
+"""The checkpoint probe: is a checkpoint intact, finite and known-good?
 
-A store of healcore's is read with the functions that the stores themselves use, and no store is
-made: that would delete stale files. No lock is taken, so a run may be writing to it; checkpoints
-that it deletes meanwhile are listed in the notes. Of other checkpoints only the numbers can be
-judged: what followed them is not recorded.
+It reads a healcore store with the functions of `runtime.store` and creates no store object, which
+would delete stale files. It takes no lock, so a run may write at the same time; checkpoints that
+the run deletes meanwhile are listed in the notes. Whether a foreign checkpoint is known-good is not
+recorded anywhere, so only its numbers are judged.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ from healcore.tools.probe.zip_archive import check_records
 def probe_checkpoint(path: Path, inputs: CheckpointInputs | None = None) -> ProbeResult:
     """Probes a store, one checkpoint of it, or a checkpoint of torch, safetensors, DCP or Orbax.
 
-    Raises:
-        NothingToProbe: there is nothing in it.
-        ProbeError: it cannot be read.
+    Raises ProbeError if it cannot be read, NothingToProbe if there is no checkpoint or array.
     """
     if not path.exists():
         raise ProbeError(f"{path}: there is no such file or directory")
@@ -53,13 +51,12 @@ class FiniteCheck(NamedTuple):
 
     arrays: int
     nonfinite: dict[str, int]
-    """Name of array -> how many of its elements."""
+    """Name of an array -> number of its elements that are NaN or Inf."""
     unreadable: tuple[str, ...]
-    """Why some arrays could not be read."""
 
 
 def check_finite(contents: Contents) -> FiniteCheck:
-    """Reads every array that can hold NaN, a piece at a time."""
+    """Reads every floating-point array, in pieces, and each shared storage once."""
     nonfinite: dict[str, int] = {}
     unreadable = []
     seen = set()
@@ -81,17 +78,17 @@ def check_finite(contents: Contents) -> FiniteCheck:
     return FiniteCheck(len(contents.arrays), nonfinite, tuple(unreadable))
 
 
-# -- a checkpoint that no store of healcore's wrote ------------------------------------------------
+# -- a checkpoint that was not written by a healcore store -----------------------------------------
 
 
 def _probe_other(path: Path, inputs: CheckpointInputs) -> ProbeResult:
-    # First: of a damaged archive torch may read what was never in it, or nothing.
+    # Before the contents: from a damaged archive torch may read wrong values, or none.
     archive, records = _archive(path)
     try:
         contents = open_contents(path)
     except ProbeError as error:
         if archive is None or archive.verdict is not FAIL or not records:
-            raise  # what is no archive at all may be anything
+            raise  # not an archive at all: a damage report would be misleading
         return ProbeResult("checkpoint", str(path), (Check("readable", ERROR, str(error)), archive))
     if not contents.arrays:
         raise NothingToProbe(f"{path} is a {contents.format} without arrays: nothing to look at")
@@ -122,7 +119,7 @@ def _probe_other(path: Path, inputs: CheckpointInputs) -> ProbeResult:
 
 
 def _archive(path: Path) -> tuple[Check | None, int]:
-    """Torch's files are zip archives, with a CRC-32 of every record; and how many records."""
+    """Checks the CRC-32 of every record in torch's zip archives; also counts the records."""
     archived = archives(path)
     if not archived:
         return None, 0
@@ -137,7 +134,7 @@ def _archive(path: Path) -> tuple[Check | None, int]:
     return Check("digests", PASS, f"the CRC-32 of all {records} records hold", 0, 0), records
 
 
-# -- a store of healcore's, or one checkpoint of it ------------------------------------------------
+# -- a healcore store, or one checkpoint of it -----------------------------------------------------
 
 
 class ProbedCheckpoint(NamedTuple):
@@ -145,22 +142,21 @@ class ProbedCheckpoint(NamedTuple):
 
     saved: Saved
     damage: tuple[Wrong, ...]
-    """Every file that is not what was written."""
     counts: bool
-    """Whether it is the one that a store takes for its step."""
+    """Whether a store would use this save of its step; a step can be saved more than once."""
     gone: bool = False
-    """It was deleted while it was looked at."""
+    """It was deleted during the probe."""
     pickled: tuple[str, ...] = ()
-    """Parts that would run code when they are read."""
+    """Names of parts that would run code when read."""
 
     @property
     def restorable(self) -> bool:
-        """Whether a run could go back to it: intact, finite and known-good."""
+        """Whether a run could roll back to it: intact, finite and known-good."""
         return not self.damage and self.saved.finite and self.saved.status == "good"
 
 
 def is_store(path: Path) -> bool:
-    """Whether a directory is a store's, or one checkpoint in it."""
+    """Whether a directory is a store, or one checkpoint in a store."""
     return path.is_dir() and (
         manifest.step_of(path) is not None
         or any(manifest.step_of(each) is not None for each in path.iterdir())
@@ -224,10 +220,7 @@ def _probed(found: Found, counts: bool, inputs: CheckpointInputs) -> ProbedCheck
 
 
 def _pickled_parts(folder: Path) -> tuple[str, ...]:
-    """Names of the pickled parts of one checkpoint, which would run code; none of them is read.
-
-    DCP's own index is not among them: a pickle too, but one that healcore reads without running it.
-    """
+    """Names of the pickled parts of a checkpoint except DCP's index, which is read safely."""
     found: list[str] = []
     for file in sorted(folder.glob("state*.json")):
         try:
@@ -243,7 +236,7 @@ def _pickled_parts(folder: Path) -> tuple[str, ...]:
 
 
 def _digests(probed: list[ProbedCheckpoint], broken: list[tuple[Path, Wrong]]) -> Check:
-    """Whether every file is what was written."""
+    """Whether every file has the digest that was recorded when it was written."""
     bad = [
         f"step {each.saved.step}: {wrong.file} {wrong.difference}"
         for each in probed
@@ -255,16 +248,15 @@ def _digests(probed: list[ProbedCheckpoint], broken: list[tuple[Path, Wrong]]) -
         which = f"all {len(probed)} checkpoint{'s' * (len(probed) != 1)}"
         message = "every file is what was written"
         if any(each.pickled for each in probed):
-            # A pickle that somebody put into a file may have a digest that fits.
+            # Somebody who replaces a pickle can replace its digest too.
             message = "every digest holds, which shows damage, not malice"
         return Check("digests", PASS, f"{which}: {message}", 0, 0)
-    # What a run has quarantined is known already.
+    # The run itself has already noticed damage in a quarantined checkpoint.
     known = not broken and all(each.saved.status == "quarantined" for each in probed if each.damage)
     return Check("digests", WARN if known else FAIL, several(bad, "; "), number, 0)
 
 
 def _pickled(probed: list[ProbedCheckpoint]) -> list[Check]:
-    """Parts of them that would run code, if there are any."""
     found = [f"step {each.saved.step}: {part}" for each in probed for part in each.pickled]
     if not found:
         return []
@@ -276,7 +268,7 @@ def _pickled(probed: list[ProbedCheckpoint]) -> list[Check]:
 
 
 def _finite(probed: list[ProbedCheckpoint]) -> Check:
-    """Whether there is NaN or Inf in an array where it is not meant."""
+    """Whether an array holds NaN or Inf that `nonfinite_ok` does not allow."""
     bad = [each for each in probed if not each.saved.finite]
     if not bad:
         return Check("finite", PASS, "no NaN and no Inf, as recorded when they were saved", 0, 0)
@@ -294,7 +286,6 @@ def _finite(probed: list[ProbedCheckpoint]) -> Check:
 
 
 def _known_good(probed: list[ProbedCheckpoint], inputs: CheckpointInputs) -> Check:
-    """Whether there is one to go back to."""
     good = [each.saved.step for each in probed if each.restorable]
     if good:
         message = f"{len(good)} of {len(probed)}; the newest is step {good[-1]}"

@@ -1,7 +1,4 @@
-"""Everything that a probe's verdict depends on, besides what is probed.
-
-The commands make one option of each field; its description is the option's help.
-"""
+"""The thresholds of each probe. The commands make one option of each field and its description."""
 
 from __future__ import annotations
 
@@ -28,19 +25,19 @@ class LossInputs(BaseModel):
     min_steps: int = Field(
         default=10, ge=4, description="Fewer finite values are too few to judge."
     )
-    # At least 3 values, whatever the part; their median is taken.
+    # An end has at least 3 values; its median is taken.
     ends: float = Field(
         default=0.05, gt=0, le=0.5, description="Part of the curve that one end is."
     )
-    # With goal `up`: below.
+    # With goal `up`, FAIL below.
     max_final_loss: float | None = Field(
         default=None, description="FAIL beyond; no bound if left out."
     )
-    # Only of losses above 0.
+    # Checked only for losses above 0.
     max_convergence_ratio: float = Field(
         default=1.0, gt=0, description="WARN if end / start is above."
     )
-    # Values that alternate have -3.
+    # A curve that alternates between two values has -3.
     min_smoothness: float = Field(
         default=-2.0, le=1, description="WARN below; noise around a level has -1."
     )
@@ -54,12 +51,12 @@ class LossInputs(BaseModel):
     event_sigmas: float = Field(
         default=EVENT_SIGMAS, gt=0, description="Height of an instability event."
     )
-    # Fewer are a jump, which is shown and does not count.
+    # Fewer high values are a jump, which is reported but not counted as an event.
     event_points: int = Field(
         default=EVENT_POINTS, ge=1, description="Of 5 values so many are that high."
     )
     max_events: int = Field(default=0, ge=0, description="WARN if there are more.")
-    # A curve that ends in them fails, whatever this is.
+    # A curve that ends in NaN or Inf fails whatever the value.
     max_nonfinite: int = Field(default=0, ge=0, description="WARN if more values are NaN or Inf.")
     curve_points: int = Field(
         default=512, ge=8, le=100_000, description="Of the curve in the JSON, extremes kept."
@@ -93,16 +90,16 @@ class OptimizerInputs(BaseModel):
     global_step: int | None = Field(
         default=None, ge=0, description="The step, where the state does not hold it."
     )
-    # For the bias correction; optax keeps it in the code.
+    # For the bias correction; optax does not store it in the state.
     beta2: float = Field(default=0.999, ge=0, lt=1, description="Where the state does not hold it.")
     fail_nonfinite: int = Field(
         default=2, ge=1, description="FAIL if so many parameters have NaN; fewer warn."
     )
-    # Dead: every second moment is exactly 0.
+    # A parameter is dead if all its second moments are exactly 0.
     fail_dead: float = Field(
         default=0.3, ge=0, le=1, description="FAIL if more of the layers are dead; fewer warn."
     )
-    # Of log v-hat, in robust standard deviations.
+    # In robust standard deviations of log v-hat.
     outlier_sigmas: float = Field(
         default=5.0, gt=0, description="How far an outlier is from its like."
     )
@@ -120,11 +117,11 @@ class CheckpointInputs(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     step: int | None = Field(default=None, ge=0, description="Only this one of a store.")
-    # Of array names, as in `model.*.mask`.
+    # Patterns of array names, as in `model.*.mask`.
     nonfinite_ok: tuple[str, ...] = Field(
         default=(), description="Arrays where NaN and Inf are meant; may be repeated."
     )
-    # FAIL without one, SKIP where it cannot be known.
+    # Without a known-good checkpoint FAIL, or SKIP where it is not recorded.
     require_good: bool = Field(
         default=False, description="Without a known-good one it does not pass."
     )

@@ -18,15 +18,9 @@ _SMOOTHNESS_NEEDS = 30
 
 
 def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
-    """Probes the curve that a run ended with, in bounded memory.
+    """Probes the curve of a run, without rows that a resume replaced, in bounded memory.
 
-    Args:
-        trace: any kind that `open_traces` reads.
-        inputs: thresholds.
-
-    Raises:
-        NothingToProbe: the trace does not log the signal.
-        TraceError: it cannot be read.
+    Raises TraceError if the trace cannot be read, NothingToProbe if it does not log the signal.
     """
     inputs = inputs or LossInputs()
     survey = trace.survey()
@@ -36,11 +30,11 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
             f"{trace.name} logs no {inputs.signal}, only {there}: pass --signal for another one, "
             f"or --column {inputs.signal}=NAME if a column has it"
         )
-    # Checks judge a curve where lower is better; messages and facts have the numbers as logged.
+    # The checks assume that lower is better; messages and facts show the numbers as logged.
     sign = 1.0 if inputs.goal == "down" else -1.0
     curve = CurveStatistics()
     events = Events(inputs.event_sigmas, inputs.event_points)
-    # Of losses: it was made for their noise, and finds much in the norms of healthy runs.
+    # Only for losses: the detector expects their noise and reports many events in healthy norms.
     losses = inputs.signal in ("loss", "eval_loss")
     incidents = Incidents(inputs.event_sigmas, inputs.event_points) if losses else None
     thinned = Envelope(inputs.curve_points)
@@ -116,7 +110,7 @@ def _checks(
 
 
 def _finite(curve: CurveStatistics, inputs: LossInputs) -> Check:
-    """NaN and Inf: at the end they are the run's end, before it they were survived."""
+    """NaN and Inf: FAIL at the end of the curve, at most WARN where the run recovered."""
     bad, of = curve.nonfinite, curve.values
     name, bound = "finite", inputs.max_nonfinite
     if curve.trailing:
@@ -143,7 +137,7 @@ def _final_loss(seen: Shape, inputs: LossInputs, sign: float) -> Check:
 
 
 def _progress(seen: Shape, curve: CurveStatistics, inputs: LossInputs, sign: float) -> Check:
-    """Whether it went the right way at all: by its trend, or by its end against its start."""
+    """Whether the curve went the right way, by its trend or by its end against its start."""
     name, bound = "progress", inputs.trend_sigmas
     way = f"from {sign * seen.start:.4g} to {sign * seen.end:.4g}"
     rise, of_noise = seen.end - seen.start, math.sqrt(2) * seen.noise
@@ -180,7 +174,6 @@ def _progress(seen: Shape, curve: CurveStatistics, inputs: LossInputs, sign: flo
 
 
 def _convergence_ratio(seen: Shape, curve: CurveStatistics, inputs: LossInputs) -> Check:
-    """The end over the start."""
     name, bound = "convergence_ratio", inputs.max_convergence_ratio
     if inputs.goal == "up" or curve.best <= 0 or seen.start <= 0:
         message = "only losses above 0 that should fall have one"
@@ -193,13 +186,12 @@ def _convergence_ratio(seen: Shape, curve: CurveStatistics, inputs: LossInputs) 
 
 
 def _regret(seen: Shape, inputs: LossInputs, sign: float) -> Check:
-    """How much of the progress is lost again."""
     name, bound = "regret", [inputs.warn_regret, inputs.fail_regret]
     lost = seen.relative_regret
     if lost is None:
         message = "it was never better than at its start"
         return Check(name, SKIP, message, None, bound, decides=False)
-    # The best of many medians is below the curve by its noise alone; hence twice the usual bound.
+    # The lowest of many medians is below the curve by noise alone; hence twice the usual bound.
     if seen.regret <= 2 * inputs.trend_sigmas * seen.noise:
         message = f"it ends at its best, {sign * seen.best:.4g}, up to its noise"
         return Check(name, PASS, message, lost, bound)
@@ -212,19 +204,17 @@ def _regret(seen: Shape, inputs: LossInputs, sign: float) -> Check:
 
 
 def _smoothness(curve: CurveStatistics, inputs: LossInputs) -> Check:
-    """1 - var(dL) / var(L)."""
     name, bound, value = "smoothness", inputs.min_smoothness, curve.smoothness
     if value is None:
         message = "a curve that does not change has none"
         return Check(name, SKIP, message, None, bound, decides=False)
     message = f"{value:.3f}, at least {bound:g} is wanted (noise around a level has -1)"
-    # Of noise alone its standard deviation is 2 / sqrt(n): of a few values it may be anything.
+    # Its standard deviation for pure noise is 2 / sqrt(n): too large with few values.
     many = curve.finite >= _SMOOTHNESS_NEEDS
     return Check(name, WARN if value < bound else PASS, message, value, bound, decides=many)
 
 
 def _events(found: Events, inputs: LossInputs) -> Check:
-    """Loss spikes that lasted."""
     name, bound = "instability_events", inputs.max_events
     jumps = f"{found.jumps} single high value{'s' * (found.jumps != 1)} besides"
     if not found.count:

@@ -1,4 +1,4 @@
-"""Measures a loss curve of any length in bounded memory: its finite values, its ends, its noise."""
+"""Measures a loss curve of any length in bounded memory: finite values, ends, noise."""
 
 from __future__ import annotations
 
@@ -13,30 +13,24 @@ from healcore.tools.traces import Trace, lineage
 
 BLOCKS = 1024
 _MEDIAN = 1.4826
-"""Median absolute deviation -> standard deviation of Gaussian noise."""
+"""Standard deviation of Gaussian noise over its median absolute deviation."""
 _OF_MEDIAN = 1.2533
-"""Standard deviation of a median of many values, in those of their mean: sqrt(pi / 2)."""
+"""Standard deviation of a median over that of the mean, for many values: sqrt(pi / 2)."""
 _TREND_POINTS = 64
 
 
 class Logged(NamedTuple):
-    """Consecutive values of one signal."""
+    """Consecutive values of one signal, (n,) each."""
 
     index: np.ndarray
-    """int64 (n,): row numbers in the trace."""
+    """int64: row numbers in the trace."""
     step: np.ndarray
-    """float64 (n,)."""
     value: np.ndarray
-    """float64 (n,), NaN and Inf as recorded."""
+    """float64, NaN and Inf included."""
 
 
 def logged(trace: Trace, signal: str) -> Iterator[Logged]:
-    """The values of a signal, a chunk at a time, without those that a resume replaced.
-
-    Args:
-        trace: what is read.
-        signal: one of its signals; rows that do not log it are left out.
-    """
+    """The values of a signal in chunks, without rows that a resume replaced or that lack it."""
     for rows in lineage(trace):
         if signal in rows.given and rows.given[signal].any():
             there = rows.given[signal]
@@ -45,24 +39,21 @@ def logged(trace: Trace, signal: str) -> Iterator[Logged]:
 
 
 class Blocks:
-    """Medians of equally long pieces of a curve: at most 1024, and at least half as many.
+    """Medians of equally long pieces of a curve, fewer than `most` of them (an even number).
 
-    While there are fewer values than that, each is its own block. Whenever there are 1024, each two
-    neighbours become one, which is then their mean.
-
-    Args:
-        most: another number than 1024, even.
+    Each value is its own block until there are `most`; then, and every time after, two neighbours
+    become one block, which is their mean. So a long curve has at least `most / 2` blocks.
     """
 
     def __init__(self, most: int = BLOCKS) -> None:
         self.size = 1
-        """Values in each."""
+        """Values per block."""
         self._most = most
         self._medians: list[float] = []
         self._waiting = np.empty(0)
 
     def add(self, values: np.ndarray) -> None:
-        """Takes the next finite values, float64 (n,)."""
+        """Adds the next finite values, float64 (n,)."""
         waiting = np.concatenate([self._waiting, values])
         while len(waiting) >= self.size:
             take = min(len(waiting) // self.size, self._most - len(self._medians))
@@ -76,7 +67,7 @@ class Blocks:
         self._waiting = waiting
 
     def medians(self) -> np.ndarray:
-        """float64 (b,). A last block that is not full counts if at least half of it is there."""
+        """float64 (b,), with the last block if at least half of its values are there."""
         whole = np.asarray(self._medians, np.float64)
         if 2 * len(self._waiting) >= self.size:
             return np.append(whole, np.median(self._waiting))
@@ -84,7 +75,7 @@ class Blocks:
 
 
 class Variance:
-    """Mean and variance of a stream (Chan, Golub and LeVeque's pairwise update), in float64."""
+    """Variance of a stream in float64 (pairwise update of Chan, Golub and LeVeque)."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -92,7 +83,7 @@ class Variance:
         self._squares = 0.0
 
     def add(self, values: np.ndarray) -> None:
-        """Takes the next values, float64 (n,)."""
+        """Adds the next values, float64 (n,)."""
         if not len(values):
             return
         with np.errstate(over="ignore", invalid="ignore"):
@@ -106,26 +97,16 @@ class Variance:
 
     @property
     def variance(self) -> float:
-        """Population variance, 0 of fewer than two values."""
+        """Population variance; 0 for fewer than two values."""
         return self._squares / self.count if self.count > 1 else 0.0
 
 
 class CurveStatistics:
-    """One pass over a curve.
+    """Statistics of a curve, in one pass.
 
-    Attributes:
-        values: how many there were.
-        nonfinite: how many of them were NaN or Inf.
-        first_nonfinite: step of the first of those, None if there was none.
-        trailing: how many of those the curve ends with.
-        blocks: the shape of the finite values.
-        level: variance of the finite values.
-        change: variance of the differences of neighbours; none over a gap of NaN.
-        first_step: of the first value, None before there is one.
-        last_step: of the last.
-        best: the lowest finite value.
-        worst: the highest.
-        last: the last finite value.
+    `values` and `nonfinite` are counts, `trailing` the number of NaN and Inf at the end. `level` is
+    the variance of the finite values, `change` that of the differences between finite neighbours.
+    `best` is the lowest and `worst` the highest finite value.
     """
 
     def __init__(self) -> None:
@@ -142,15 +123,7 @@ class CurveStatistics:
         self._before = np.nan
 
     def add(self, steps: np.ndarray, logged: np.ndarray) -> np.ndarray:
-        """Takes the next values of the curve.
-
-        Args:
-            steps: float64 (n,).
-            logged: float64 (n,), NaN and Inf included.
-
-        Returns:
-            The finite ones, float64 (m,).
-        """
+        """Adds the next values, float64 (n,) with NaN and Inf; returns the finite ones, (m,)."""
         if not len(logged):
             return logged
         if self.first_step is None:
@@ -178,65 +151,58 @@ class CurveStatistics:
 
     @property
     def finite(self) -> int:
-        """How many values were finite."""
+        """Number of finite values."""
         return self.level.count
 
     @property
     def signed(self) -> bool:
-        """Whether it takes values on both sides of 0, or 0 itself."""
+        """Whether it has values on both sides of 0, or 0 itself."""
         return self.best <= 0 <= self.worst
 
     @property
     def smoothness(self) -> float | None:
-        """1 - var(dL) / var(L); None of a curve that does not change."""
+        """1 - var(dL) / var(L); None for a constant curve."""
         if not self.level.variance > 0 or not np.isfinite(self.level.variance):
             return None
         return 1 - self.change.variance / self.level.variance
 
 
 class Shape(NamedTuple):
-    """Where a curve begins, ends and was best, each with its own noise; lower is better."""
+    """Level of a curve at its start, end and best, and its noise; lower is better."""
 
     start: float
-    """Median of the first values."""
     end: float
     best: float
     """Lowest of the running medians, each over as many values as `end`."""
     noise: float
-    """Standard deviation of such a median that the noise of the curve leaves."""
+    """Standard deviation of such a median."""
     drop: float
-    """How far the first value is above `end`, in standard deviations of a single value. In a log
-    with few values a fast start shows in the first one only."""
+    """First value minus `end`, in deviations of one value: a short log shows a fast start there."""
     trend: float
-    """Mann and Kendall's statistic in standard deviations; positive where the curve rises."""
+    """Mann-Kendall statistic in standard deviations; positive where the curve rises."""
 
     @property
     def regret(self) -> float:
-        """How far the end is above the best."""
+        """End minus best."""
         return max(0.0, self.end - self.best)
 
     @property
     def relative_regret(self) -> float | None:
-        """`regret` as a part of the way from the start to the best; None if there was no way."""
+        """`regret` over start minus best; None if the curve was never below its start."""
         way = self.start - self.best
         return self.regret / way if way > 0 else None
 
 
 def shape(curve: np.ndarray, ends: float) -> Shape:
-    """Measures a curve.
-
-    Args:
-        curve: float64 (b,), b >= 4, finite; lower is better.
-        ends: how much of it one end is.
-    """
-    # In units of the largest value, so that differences of very large ones stay finite.
+    """Measures a finite curve, float64 (b,) with b >= 4; `ends` is the fraction of one end."""
+    # Divided by the largest value, so that differences of very large ones stay finite.
     unit = float(np.abs(curve).max()) or 1.0
     scaled = curve / unit
     width = max(3, round(ends * len(curve)))
     medians = np.median(sliding_window_view(scaled, width), axis=1)
     single = _deviation(scaled)
-    # The larger of two: from single values, as if they were independent; and from the medians of
-    # neighbouring windows, which shows how far a curve wanders, if there are a few windows.
+    # The larger of two estimates: one from single values as if they were independent, one from the
+    # medians of adjacent windows, which includes slow drift.
     noise = max(single * _OF_MEDIAN / math.sqrt(width), _deviation(medians[::-width]))
     drop = float(scaled[0] - medians[-1])
     return Shape(
@@ -250,10 +216,10 @@ def shape(curve: np.ndarray, ends: float) -> Shape:
 
 
 def _deviation(curve: np.ndarray) -> float:
-    """Standard deviation of the noise of a curve (b,), robustly and whatever its slope.
+    """Robust standard deviation of the noise of a curve (b,); 0 for fewer than 4 values.
 
-    From second differences, in which a straight line is gone and white noise six times as large.
-    Enlarged for few values, whose median may be small by chance; 0 for fewer than 4.
+    Computed from second differences: they remove a slope and multiply the variance of white noise
+    by six. Enlarged for few values, whose median may be small by chance.
     """
     if len(curve) < 4:
         return 0.0
@@ -262,11 +228,10 @@ def _deviation(curve: np.ndarray) -> float:
 
 
 def _trend(curve: np.ndarray) -> float:
-    """Mann and Kendall's test for a trend of a finite curve (b,), on at most 64 means.
+    """Mann-Kendall statistic of a finite curve (b,), on at most 64 means.
 
-    The variance is enlarged for what is left of autocorrelation around the median of pairwise
-    slopes (Theil and Sen), as Hamed and Rao do: without that a wandering curve has a trend as soon
-    as it is long enough.
+    The variance is corrected for the autocorrelation around the Theil-Sen slope, as Hamed and Rao
+    do; without that every slowly drifting curve of enough values has a significant trend.
     """
     parts = np.array_split(curve, min(_TREND_POINTS, len(curve)))
     points = np.array([part.mean() for part in parts])

@@ -1,7 +1,4 @@
-"""Instability events: the loss is far above where it was, and stays there for a while.
-
-Two searches find them: windows (`Events`) and the detector of live runs (`Incidents`).
-"""
+"""Finds instability events, by sliding windows (`Events`) and a live detector (`Incidents`)."""
 
 from __future__ import annotations
 
@@ -20,29 +17,28 @@ from healcore.tools.probe.loss_curve import Blocks
 _LEVEL = 16
 _SPREAD = 64
 _LEAST = 32
-"""Values before the first one that is judged."""
+"""Values before the first judged one."""
 _MEDIAN, _UPPER = 1.4826, 1 / 1.2816
-"""Median absolute deviation and 90 % quantile -> standard deviation of Gaussian noise."""
+"""Standard deviation of Gaussian noise over its median absolute deviation and 90 % quantile."""
 _FLOOR = 1e-3
-"""Least unit, relative to the level: a quiet curve may still change in the third digit."""
+"""Lower bound of the unit relative to the level, for curves without noise."""
 _SUSTAINED = 5
 _BACK = 3.0
-"""An event is over with the first value so few units above the level before it."""
+"""An event ends with the first value less than this many units above the level before it."""
 _LONGEST = 200
-"""Values. What lasts longer is a new level: the event ends, and the baseline starts there."""
+"""Values. A longer rise is a new level: the event ends and the baseline starts there."""
 _KEPT = 1000
 
 MOST = 16_384
-"""Values that the detector judges at most; of a longer curve medians of 2, 4, 8... neighbours, half
-as many at least."""
+"""Largest number of judged values; a longer curve is reduced to medians of neighbours."""
 _HIGH, _LEFT = 3.0, 0.1
-"""An incident lasts from its first value 3 standard deviations high to the last that is as high,
-and a tenth of its height."""
+"""An incident lasts from its first value at 3 standard deviations to its last value that has both 3
+standard deviations and a tenth of its maximum."""
 _REACH, _FADED = 12, 0.5
-"""It may have begun up to 12 values before it was certain, but not before the detector's votes were
-last below 0.5."""
+"""The onset is at most 12 values before detection, and after the last value at which the detector's
+votes were below 0.5."""
 _SIGMA = 1.25
-"""Mean absolute residuals in a standard deviation of Gaussian noise."""
+"""Standard deviation of Gaussian noise over its mean absolute deviation."""
 _YES, _NO = np.bool_(True), np.bool_(False)
 
 
@@ -50,28 +46,22 @@ class Event(NamedTuple):
     """One instability event."""
 
     step: float
-    """At its onset."""
     values: int
-    """How many it lasted."""
     height: float
-    """Highest value over the level before it, in units."""
+    """Highest value minus the level before it, in noise units."""
     back: bool
-    """Whether the curve came back to the level before it."""
+    """Whether the curve returned to the level before it."""
     last: float
-    """Step of the last of its values."""
 
 
 class Events:
-    """Finds events in a stream of finite values, by windows.
+    """Finds events in a stream of finite values, by sliding windows.
 
-    A value is compared with the median of the 16 before it. The unit is what values were above or
-    below such medians lately: the larger of two robust deviations of the last 64, one by their
-    median, one by their upper tail. The latter finds nothing in curves whose noise is one-sided
-    (two kinds of batches). One high value alone is a bad batch: that is a jump, and no event.
-
-    Args:
-        sigmas: how high, in units.
-        points: how many of five values in a row must be as high.
+    A value is compared with the median of the 16 before it. The unit is a robust deviation of the
+    last 64 values from such medians: the larger of one from their median and one from their upper
+    tail, because noise may be one-sided (two kinds of batches). An event begins where `points` of
+    five values in a row are more than `sigmas` units high. A single high value is a bad batch and
+    counted as a jump.
     """
 
     def __init__(self, sigmas: float, points: int) -> None:
@@ -80,33 +70,31 @@ class Events:
         self.count = 0
         self.jumps = 0
         self.unfinished: Event | None = None
-        """The one that the curve ends in."""
+        """The event that lasts until the end of the curve."""
         self._jumps: list[float] = []
-        """Steps of the first 1000."""
         self._sigmas = sigmas
         self._points = points
         self._steps = np.empty(0)
         self._values = np.empty(0)
         self._levels = np.empty(0)
-        """Of the values before `_at` and some after it; NaN where there is none yet."""
+        """Medians before each value, NaN where there are too few; some are known after `_at`."""
         self._at = 0
-        """The first value that is not judged yet."""
 
     def add(self, steps: np.ndarray, values: np.ndarray) -> None:
-        """Takes the next values, float64 (n,) both."""
+        """Adds the next values, float64 (n,) both."""
         self._steps = np.concatenate([self._steps, steps])
         self._values = np.concatenate([self._values, values])
-        # An event must be seen to its end.
+        # Whole events only: those near the end of the buffer wait for more values.
         if len(self._values) - self._at >= 2 * _LONGEST:
             self._judge(len(self._values) - _LONGEST)
             self._forget()
 
     def finish(self) -> None:
-        """Judges the values that are left; there are no more."""
+        """Judges the remaining values at the end of the curve."""
         self._judge(len(self._values))
 
     def include(self, others: list[Event]) -> None:
-        """Adds events found otherwise that are none of these; their high values are no jumps."""
+        """Adds events that overlap none of these; jumps inside them are no longer counted."""
         new = [
             each
             for each in others
@@ -120,7 +108,7 @@ class Events:
         self.found = sorted([*self.found, *new], key=lambda event: event.step)[:_KEPT]
 
     def _judge(self, until: int) -> None:
-        """Judges the values up to `until`; an event that begins before may reach beyond."""
+        """Judges the values before `until`; an event that begins there may end later."""
         self._levels = np.append(self._levels, self._levels_from(len(self._levels), until))
         first = max(self._at, _LEAST)
         if first >= until:
@@ -131,15 +119,15 @@ class Events:
             high = np.flatnonzero(rises > self._sigmas * units)
         self._at = first
         for onset in high + first:
-            if onset >= self._at:  # not within an event any more
+            if onset >= self._at:  # not inside the event before
                 self._at = self._event(int(onset), self._levels[onset], units[onset - first])
         self._at = max(self._at, until)
 
     def _event(self, onset: int, level: float, unit: float) -> int:
-        """Counts what begins at `onset`; returns where to go on."""
+        """Counts a jump or an event at `onset`; returns the index after it."""
         over = (self._values[onset : onset + _LONGEST] - level) / unit
-        # Where single values jump often, several in a row may be chance: the more of them there
-        # were, the longer it must stay high.
+        # Where single values jump often, several in a row may be chance: the more jumps there
+        # were, the longer the curve must stay high.
         lately = slice(max(0, onset - _SPREAD), onset)
         jumps = (self._values[lately] - self._levels[lately]) / unit > self._sigmas
         needed = _SUSTAINED + 2 * int(np.count_nonzero(jumps))
@@ -149,7 +137,7 @@ class Events:
                 self._jumps.append(float(self._steps[onset]))
             return onset + 1
         back = np.flatnonzero(over < _BACK)
-        # One low value among the first five does not end what most of them have begun.
+        # One low value among the first five does not end an event that most of them confirm.
         back = back[back >= self._points]
         length = int(back[0]) if len(back) else len(over)
         self.count += 1
@@ -167,7 +155,6 @@ class Events:
         return onset + length
 
     def _levels_from(self, first: int, until: int) -> np.ndarray:
-        """The median of the 16 values before each, float64 (until - first,)."""
         if until <= first:
             return np.empty(0)
         missing = max(0, min(_LEVEL, until) - first)
@@ -179,12 +166,12 @@ class Events:
         return np.append(np.full(missing, np.nan), levels)
 
     def _units(self, first: int, until: int) -> np.ndarray:
-        """What a standard deviation has been before each value, float64 (until - first,)."""
+        """Robust standard deviation before each value, float64 (until - first,)."""
         with np.errstate(invalid="ignore", over="ignore"):
             residuals = self._values[: until - 1] - self._levels[: until - 1]
             padded = np.append(np.full(_SPREAD, np.nan), residuals)
             windows = sliding_window_view(padded, _SPREAD)[first:until]
-            # Only where the window is not full yet: they are several times slower.
+            # The NaN variants are several times slower, so only where a window is not full yet.
             full = first >= _SPREAD + _LEVEL
             median, quantile = (np.median, np.quantile) if full else (np.nanmedian, np.nanquantile)
             spread = _MEDIAN * median(np.abs(windows), axis=1)
@@ -193,7 +180,6 @@ class Events:
         return np.where(units > 0, units, np.inf)
 
     def _forget(self) -> None:
-        """Keeps what the next values need."""
         cut = max(0, min(self._at, len(self._levels)) - _SPREAD - _LEVEL)
         self._steps, self._values = self._steps[cut:], self._values[cut:]
         self._levels = self._levels[cut:]
@@ -201,15 +187,12 @@ class Events:
 
 
 class Incidents:
-    """Finds events in a stream of finite values, by healcore's own loss spike detector.
+    """Finds events in a stream of finite values with `core.detectors.loss_spike`.
 
-    It learns how far the values of this run stray, so it finds what windows cannot: a second spike
-    soon after a first one, high values that come back again and again, and rises that begin slowly.
-    One value takes it some 40 us, so of a long curve it judges medians of neighbours.
-
-    Args:
-        sigmas: height of an event; at its default the detector has the thresholds of the policies.
-        points: how many such values make one, likewise.
+    The detector learns the noise of the run, so it finds what windows cannot: a second spike soon
+    after a first one, high values that recur, and rises that begin slowly. It takes about 40 us per
+    value, so a long curve is reduced to medians of neighbours. With the default `sigmas` and
+    `points` it has its own default thresholds, otherwise thresholds in proportion.
     """
 
     def __init__(self, sigmas: float, points: int) -> None:
@@ -223,12 +206,12 @@ class Incidents:
         self._values = Blocks(MOST)
 
     def add(self, steps: np.ndarray, values: np.ndarray) -> None:
-        """Takes the next values, float64 (n,) both."""
+        """Adds the next values, float64 (n,) both."""
         self._steps.add(steps)
         self._values.add(values)
 
     def finish(self) -> list[Event]:
-        """All events; there are no more values."""
+        """All events, at the end of the curve."""
         steps = self._steps.medians()
         votes, heights, sustained = self._judged(self._values.medians())
         edges = np.diff(sustained.astype(np.int8), prepend=0, append=0)
@@ -238,7 +221,7 @@ class Incidents:
             quiet = np.flatnonzero(votes[first:onset] < _FADED)
             first += int(quiet[-1]) + 1 if len(quiet) else 0
             rising = first + np.flatnonzero(heights[first:onset] > _HIGH)
-            # A small rise that lasts has no high values.
+            # A small sustained rise has no value above _HIGH.
             first = int(rising[0]) if len(rising) else int(onset)
             over = max(_HIGH, _LEFT * heights[first:end].max())
             high = first + np.flatnonzero(heights[first:end] > over)
@@ -255,17 +238,17 @@ class Incidents:
         return found
 
     def _judged(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Votes, heights in standard deviations, and whether it is sustained, (n,) each."""
+        """The detector's votes, heights in standard deviations and sustained flags, (n,) each."""
         losses = numerics.bounded(values.astype(np.float32), True, xp=np)
         state = map_leaves(_scalar, loss_spike.init(self._config))
         votes, heights = np.zeros(len(losses)), np.zeros(len(losses))
         sustained = np.zeros(len(losses), np.bool_)
-        # Overflows and divisions by 0 are meant, as in the engine.
+        # Overflows and divisions by 0 are intended, as in the engine.
         with np.errstate(all="ignore"):
             for at, loss in enumerate(losses):
                 seen = Observed(loss, None, None, None, None, _NO, None, None, _YES, None, _NO)
                 state, reading = loss_spike.update(self._config, state, seen, xp=host)
-                # The incident, with the steps in it that are back at the level.
+                # An incident includes the steps in it that are back at the level.
                 votes[at], sustained[at] = state.votes, reading.sustained or state.incident > 0
                 heights[at] = reading.z / _SIGMA
         return votes, heights, sustained

@@ -1,11 +1,11 @@
-"""Measures the moments of each parameter, and how far they are from those of its like.
+"""Measures the moments of each parameter and compares them with those of similar parameters.
 
-Layers are compared with layers: a bias has other gradients than an embedding, and both are healthy.
-So log v-hat is taken relative to the median over its like (the same parameter in other layers, of
-the same shape; without names, the shape alone), of which there must be three. The unit is the
-median absolute deviation from those medians, over all or over its like if that is more; half of
-the layers cannot spoil it. What has no like is compared with all, by a coarser measure: a last
-norm or an embedding of a healthy net may well have 400 times the median.
+Similar parameters have the same name in other layers and the same shape (without names, the same
+shape): a bias has other gradients than an embedding, and both are healthy. With three or more of
+them, log v-hat is compared with their median; the unit is the median absolute deviation over all
+parameters, or over the similar ones if that is larger. A parameter without similar ones is compared
+with all, in a coarser unit: the last norm or the embedding of a healthy network may have 400 times
+the median.
 """
 
 from __future__ import annotations
@@ -22,41 +22,38 @@ from healcore.tools.probe.parameter_names import layer
 _ALIKE = 3
 _MEDIAN = 1.4826
 _LEAST = 0.1
-"""Least spread of log v-hat among its like: layers that start alike may stay alike."""
+"""Lower bound of the spread of log v-hat among similar parameters, which may hardly differ."""
 _LEAST_OF_ALL = 1.5
-"""And among all, which are of different kinds."""
+"""The same among all parameters, which are of different kinds."""
 _ROUNDING = math.log(1e-10)
-"""Below the largest log v-hat of its layer by this much, it is rounding: 1e-5 of the gradient."""
+"""log v-hat of rounding errors relative to the largest of the layer: 1e-5 of the gradient."""
 _FEWEST = 4
-"""Parameters that a spread can be taken of."""
 
 
 class Moments(NamedTuple):
-    """What was found in the moments of one parameter."""
+    """What was measured in the moments of one parameter."""
 
     name: str
     like: str
-    """What it has in common with its like in other layers."""
+    """The same for all parameters that it is compared with."""
     size: int
     nonfinite: int
-    """NaN and Inf, in all of its moments."""
+    """Number of NaN and Inf in all of its moments."""
     negative: int
-    """Second moments below 0, which no average of squares is."""
+    """Number of second moments below 0, which an average of squares cannot be."""
     zeros: int
-    """Second moments of exactly 0."""
     mean: float
-    """Of the finite second moments."""
     step: float | None
     beta2: float
 
     @property
     def dead(self) -> bool:
-        """Whether no gradient ever was anything but 0."""
+        """Whether every gradient so far was exactly 0."""
         return self.size > 0 and self.zeros == self.size
 
     @property
     def log_v_hat(self) -> float | None:
-        """Log of the mean second moment, corrected for its start at 0; None of a dead one."""
+        """Log of the bias-corrected mean second moment; None if that is not above 0 and finite."""
         if not self.mean > 0 or not math.isfinite(self.mean):
             return None
         correction = 1.0
@@ -66,19 +63,11 @@ class Moments(NamedTuple):
 
 
 def measured(state: AdamState, name: str, like: str, beta2: float, step: float | None) -> Moments:
-    """Reads the moments of a parameter.
-
-    Args:
-        state: of the parameter.
-        name: of the parameter.
-        like: what it has in common with its like.
-        beta2: where the state does not hold it.
-        step: where the state does not hold it.
-    """
+    """Reads the moments of a parameter; `beta2` and `step` apply where the state has none."""
     size = nonfinite = negative = zeros = finite = 0
     total = 0.0
     for read in state.second.read():
-        # Of complex parameters torch averages the squares of both parts, each for itself.
+        # For a complex parameter torch averages the squares of the real and imaginary parts.
         piece = read.view(np.real(read).dtype) if np.iscomplexobj(read) else read
         good = np.isfinite(piece)
         values = piece if good.all() else piece[good]
@@ -107,22 +96,19 @@ def measured(state: AdamState, name: str, like: str, beta2: float, step: float |
 
 
 class Deviation(NamedTuple):
-    """How one parameter compares with its like."""
+    """How one parameter compares with similar ones."""
 
     name: str
     rms: float
-    """Square root of v-hat: the size of its gradients."""
+    """Square root of v-hat: the RMS of its gradients."""
     ratio: float
-    """v-hat over that of its like."""
+    """v-hat over that of similar parameters."""
     sigmas: float
-    """The same in robust standard deviations of the logarithm, with its sign."""
+    """log(ratio) in robust standard deviations."""
 
 
 def rounding(moments: Iterable[Moments]) -> set[str]:
-    """Parameters that get no more than the rounding errors of their layer's gradients.
-
-    A bias before a norm is one: the norm takes it out again, and its true gradient is 0.
-    """
+    """Parameters whose gradients are only rounding errors, such as a bias before a norm."""
     logs = [(each.name, log) for each in moments if (log := each.log_v_hat) is not None]
     largest: dict[str, float] = {}
     for name, log in logs:
@@ -131,7 +117,7 @@ def rounding(moments: Iterable[Moments]) -> set[str]:
 
 
 def deviations(moments: Iterable[Moments]) -> list[Deviation]:
-    """One for each parameter that can be compared; none if there are too few."""
+    """One for each parameter that is not dead; none if there are fewer than four."""
     logs: dict[str, float] = {}
     likes: dict[str, str] = {}
     members: dict[str, list[float]] = {}
@@ -148,7 +134,7 @@ def deviations(moments: Iterable[Moments]) -> list[Deviation]:
     centres = {like: float(np.median(found)) for like, found in alike.items()}
     residuals = [found - centres[like] for like, found in alike.items()]
     within = _spread(np.concatenate(residuals), _LEAST) if residuals else _LEAST
-    # Some parameters differ more from layer to layer than others do (the first bias of a block).
+    # Some parameters vary more between layers than others (the first bias of a block).
     spreads = {like: _spread(found - centres[like], within) for like, found in alike.items()}
     found = []
     for name, log in logs.items():

@@ -1,4 +1,4 @@
-"""The optimizer probe: are Adam's moments those of a network that learns everywhere?"""
+"""The optimizer probe: do Adam's moments show that every layer of the network learns?"""
 
 from __future__ import annotations
 
@@ -25,15 +25,9 @@ from healcore.tools.probe.result import (
 
 
 def probe_optimizer(path: Path, inputs: OptimizerInputs | None = None) -> ProbeResult:
-    """Probes the optimizer state in a checkpoint, parameter by parameter.
+    """Probes the optimizer state in a checkpoint (any path that `open_contents` opens).
 
-    Args:
-        path: what `open_contents` opens.
-        inputs: thresholds.
-
-    Raises:
-        NothingToProbe: there is no state of Adam's kind in it; the message names what there is.
-        ProbeError: it cannot be read.
+    Raises ProbeError if it cannot be read, NothingToProbe if no Adam-like optimizer is in it.
     """
     inputs = inputs or OptimizerInputs()
     contents = open_contents(path, inputs.step)
@@ -89,12 +83,11 @@ def probe_optimizer(path: Path, inputs: OptimizerInputs | None = None) -> ProbeR
 
 
 def _whole(state: AdamState) -> bool:
-    """Whether the moments are whole numbers."""
     return state.second.dtype.startswith(("int", "uint", "bool"))
 
 
 def _unjudged(left_out: Sequence[AdamState]) -> str | None:
-    """Why moments that are there cannot be judged."""
+    """Why none of the states can be judged; None if there are no states."""
     if not left_out:
         return None
     kinds = sorted({state.second.dtype for state in left_out if _whole(state)})
@@ -104,7 +97,7 @@ def _unjudged(left_out: Sequence[AdamState]) -> str | None:
 
 
 def _top(compared: Sequence[Deviation], inputs: OptimizerInputs) -> list[dict[str, Any]]:
-    """The layers that are farthest from their like, each with its farthest parameter."""
+    """The layers that deviate most, outliers first, each with the parameter that deviates most."""
 
     def rank(each: Deviation) -> tuple[bool, float]:
         return not _is_outlier(each, inputs), -abs(each.sigmas)
@@ -129,7 +122,7 @@ def _top(compared: Sequence[Deviation], inputs: OptimizerInputs) -> list[dict[st
 
 
 def _finite(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
-    """NaN, Inf, and second moments below 0: the next step makes NaN of the parameter."""
+    """NaN, Inf and second moments below 0: with them the next step makes the parameter NaN."""
     bad = [each for each in moments if each.nonfinite or each.negative]
     bound = inputs.fail_nonfinite
     if not bad:
@@ -143,7 +136,6 @@ def _finite(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
 
 
 def _step(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
-    """Whether it has gone on for long enough to be judged."""
     known = [each.step for each in moments if each.step is not None]
     if not known:
         message = "the state does not hold its step: pass --global-step"
@@ -162,7 +154,7 @@ def _step(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
 
 
 def _dead(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
-    """Parameters that never had a gradient other than 0."""
+    """Parameters whose gradients were always exactly 0."""
     layers = {layer(each.name) for each in moments}
     dead = [each.name for each in moments if each.dead]
     of = {layer(name) for name in dead}
@@ -178,7 +170,7 @@ def _dead(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
 
 
 def _outliers(found: Sequence[Deviation], inputs: OptimizerInputs) -> Check:
-    """Layers whose gradients are of another size than those of their like."""
+    """Layers whose gradients are far larger or smaller than those of similar layers."""
     name, bound = "outliers", inputs.fail_outliers
     if not found:
         message = "fewer than 4 parameters can be compared"
@@ -197,7 +189,7 @@ def _outliers(found: Sequence[Deviation], inputs: OptimizerInputs) -> Check:
 
 
 def _is_outlier(each: Deviation, inputs: OptimizerInputs) -> bool:
-    """Whether it is far away both in standard deviations and as a factor."""
+    """Whether it exceeds both bounds: the factor and the standard deviations."""
     far = abs(math.log(each.ratio)) > math.log(inputs.outlier_ratio)
     return far and abs(each.sigmas) > inputs.outlier_sigmas
 

@@ -1,8 +1,7 @@
-"""Names for parameters that torch only numbers, and the layer that a name belongs to.
+"""Names for parameters that torch only numbers, and the layer of a name.
 
-An optimizer's state has numbers; which parameter is number 7 is known to the program that made the
-optimizer. The names are taken from where they are certain, and left out where they are not: a
-wrong name sends people to the wrong layer.
+The state of a torch optimizer numbers its parameters, in the order in which the program passed
+them. A name is used only where it is certain: a wrong name sends people to the wrong layer.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Shape = tuple[int, ...]
 
 
 def layer(name: str) -> str:
-    """The layer of a parameter: up to the first part of its name with a number in it.
+    """The layer of a parameter: its name up to the first part that contains a number.
 
     >>> layer("model.layers.3.mlp.up.weight"), layer("Dense_0.kernel"), layer("embed.weight")
     ('model.layers.3', 'Dense_0', 'embed')
@@ -35,8 +34,6 @@ def layer(name: str) -> str:
 
 
 class _ModelParameters(NamedTuple):
-    """The parameters of what may be the model."""
-
     parameters: list[tuple[str, Shape]]
     in_order: bool
 
@@ -44,13 +41,7 @@ class _ModelParameters(NamedTuple):
 class ParameterNames:
     """Names of the parameters in a checkpoint.
 
-    Args:
-        tree: the whole checkpoint.
-        found: its states.
-
-    Attributes:
-        by_order: whether some names are those of a model's parameters in its order.
-        missing: whether some have none.
+    `by_order`: some names were matched with the model by order or shape. `missing`: some have none.
     """
 
     def __init__(self, tree: Tree, found: Sequence[AdamState]) -> None:
@@ -63,7 +54,7 @@ class ParameterNames:
         self._known: dict[Path, Mapping[str, str]] = {}
 
     def of(self, state: AdamState) -> str:
-        """The name of a parameter: its own, or its group and number."""
+        """The name of a parameter, or its group and number."""
         name = self._name(state)
         if name is None:
             self.missing = True
@@ -71,7 +62,7 @@ class ParameterNames:
         return f"{dotted(state.optimizer)}: {name}" if self._several else name
 
     def like(self, state: AdamState) -> str:
-        """What a parameter shares with its like in other layers: name without numbers, shape."""
+        """What similar parameters in other layers share: the name without numbers, the shape."""
         name = self._name(state)
         return f"{'' if name is None else _NUMBER.sub('*', name)} {state.second.shape}"
 
@@ -84,7 +75,6 @@ class ParameterNames:
         return self._known[state.optimizer].get(parameter)
 
     def _numbered(self, optimizer: Path) -> Mapping[str, str]:
-        """Number -> name, where that is certain."""
         place = (*optimizer, "param_groups")
         groups: dict[str, list[str]] = {}
         for path, value in self._tree.values.items():
@@ -112,14 +102,10 @@ class ParameterNames:
 def in_order(
     shapes: Sequence[Shape | None], model: Sequence[tuple[str, Shape]]
 ) -> list[str | None]:
-    """The names of parameters that are given in the model's order, by their shapes.
+    """Names of parameters that are given in the model's order, matched by their shapes.
 
-    The order leaves as a rule one way only: then the first place where each fits, from the front,
-    is also the last, from the back. Where the two differ the name is not certain.
-
-    Args:
-        shapes: of the parameters; None of one that has no state.
-        model: names and shapes of all parameters of the model.
+    Each is placed at the first possible parameter of the model, and once more from the back at the
+    last possible one. A name is certain where both places agree. A shape is None without a state.
     """
     front = _places(shapes, [shape for _, shape in model])
     back = _places(shapes[::-1], [shape for _, shape in model[::-1]])
@@ -132,7 +118,7 @@ def in_order(
 def by_shape(
     shapes: Sequence[Shape | None], model: Sequence[tuple[str, Shape]]
 ) -> list[str | None]:
-    """The names of parameters whose shape no other one has, where the order is not known."""
+    """Names of parameters whose shape is unique, for a model whose order is not known."""
     there = Counter(shape for _, shape in model)
     wanted = Counter(shapes)
     names = {shape: name for name, shape in model}
@@ -155,7 +141,7 @@ def _places(shapes: Sequence[Shape | None], there: Sequence[Shape]) -> list[int]
 
 
 def _models(tree: Tree, optimizers: Mapping[Path, None]) -> list[_ModelParameters]:
-    """What may be the model: the arrays below each first key outside the optimizers, and all."""
+    """Candidates for the model: the arrays outside optimizers below each top-level key, and all."""
     roots: dict[str, list[tuple[str, Shape]]] = {}
     everything: list[tuple[str, Shape]] = []
     ordered: dict[str, bool] = {}

@@ -1,4 +1,4 @@
-"""The result of a probe: checks with verdicts, the verdict of them all, and strict JSON of it."""
+"""The result of a probe: checks with verdicts, the overall verdict, and strict JSON."""
 
 from __future__ import annotations
 
@@ -15,19 +15,17 @@ from pydantic import BaseModel
 from healcore.plugins.checkpoint_contents import Damaged, ProbeError, first_line
 
 SCHEMA = 1
-"""Of the JSON document."""
 
 
 class ProbeVerdict(enum.Enum):
-    """Of one check, or of a whole probe."""
+    """Verdict of one check or of a whole probe."""
 
     PASS = "PASS"
     WARN = "WARN"
     FAIL = "FAIL"
     SKIP = "SKIP"
-    """No verdict is possible: too early, too short, or nothing of the kind to look at."""
+    """No verdict is possible: too early, too short, or nothing to judge."""
     ERROR = "ERROR"
-    """It could not be read."""
 
     @property
     def exit_code(self) -> int:
@@ -37,7 +35,7 @@ class ProbeVerdict(enum.Enum):
 
 PASS, WARN, FAIL, SKIP, ERROR = ProbeVerdict
 _MILDEST_FIRST = (PASS, SKIP, WARN, ERROR, FAIL)
-"""A failure stays one whatever else is unknown; what could not be read may hide one."""
+"""FAIL outweighs everything; ERROR outweighs WARN because unreadable data may hide a failure."""
 
 
 class Check(NamedTuple):
@@ -49,10 +47,9 @@ class Check(NamedTuple):
     """A sentence with the number and the bound."""
     value: Any = None
     bound: Any = None
-    """What `value` was compared with; None where there is nothing to set."""
+    """What `value` was compared with, None where no input sets a bound."""
     decides: bool = True
-    """Whether it counts for the verdict of the whole. A check that could not be answered, and need
-    not be, is shown and does not count."""
+    """Whether it counts for the overall verdict; an optional check without an answer does not."""
 
 
 class ProbeResult(NamedTuple):
@@ -60,12 +57,10 @@ class ProbeResult(NamedTuple):
 
     probe: str
     subject: str
-    """The path as given."""
     checks: tuple[Check, ...]
     facts: Mapping[str, Any] = {}
-    """Measurements besides the checks."""
     notes: tuple[str, ...] = ()
-    """What a reader should know about how it was measured."""
+    """Remarks on how the subject was read and measured."""
 
     @property
     def verdict(self) -> ProbeVerdict:
@@ -74,11 +69,11 @@ class ProbeResult(NamedTuple):
 
 
 class NothingToProbe(ProbeError):
-    """It can be read, and holds nothing that this probe could judge."""
+    """The subject can be read but contains nothing that this probe judges."""
 
 
 def worst(verdicts: Iterable[ProbeVerdict]) -> ProbeVerdict:
-    """The verdict of several together; that of none is SKIP."""
+    """The overall verdict of several; SKIP for none."""
     return max(verdicts, key=_MILDEST_FIRST.index, default=SKIP)
 
 
@@ -92,7 +87,7 @@ def unreadable(probe: str, subject: str, error: Exception) -> ProbeResult:
 def unforeseen(probe: str, subject: str, error: Exception) -> ProbeResult:
     """The result for a path whose reading raised an unexpected exception.
 
-    Damaged bytes raise anything, and a traceback has exit status 1, which is that of WARN.
+    Damaged files can raise anything, and a traceback would exit with 1, the status of WARN.
     """
     name, line = type(error).__name__, first_line(error)
     message = name if line == name else f"{name}: {line}"
@@ -100,18 +95,13 @@ def unforeseen(probe: str, subject: str, error: Exception) -> ProbeResult:
 
 
 def several(items: Sequence[str], separator: str = ", ") -> str:
-    """The first three of a list, and how many more there are."""
+    """The first three items, and the number of the others."""
     more = f" and {len(items) - 3} more" if len(items) > 3 else ""
     return separator.join(items[:3]) + more
 
 
 def dumps(results: Sequence[ProbeResult], inputs: BaseModel) -> str:
-    """What `--json` prints: the same keys every time, no NaN and no Infinity.
-
-    Args:
-        results: one per subject.
-        inputs: the thresholds that they were judged by.
-    """
+    """The document that `--json` prints: always the same keys, no NaN and no Infinity."""
     verdict = worst(result.verdict for result in results)
     document = {
         "schema": SCHEMA,
@@ -121,12 +111,12 @@ def dumps(results: Sequence[ProbeResult], inputs: BaseModel) -> str:
         "results": [{**result._asdict(), "verdict": result.verdict} for result in results],
     }
     text = json.dumps(_plain(document), indent=2, allow_nan=False, ensure_ascii=False)
-    # Halves of surrogate pairs in a name cannot be written; \udc80 is JSON for one.
+    # A lone surrogate in a file name cannot be encoded; JSON writes it as \udc80.
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _plain(value: Any) -> Any:
-    """A JSON-safe value: arrays as lists, numbers that are not finite as "nan", "inf", "-inf"."""
+    """A JSON-safe value: arrays as lists, non-finite numbers as "nan", "inf" and "-inf"."""
     if isinstance(value, Mapping):
         return {str(key): _plain(part) for key, part in value.items()}
     if isinstance(value, np.ndarray):

@@ -1,4 +1,4 @@
-"""Results for people, in a terminal."""
+"""Prints results in a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COLOURS = {PASS: "green", WARN: "yellow", FAIL: "red", SKIP: "cyan", ERROR: "ma
 
 
 def show(results: Sequence[ProbeResult], console: Console) -> None:
-    """Prints results one below the other, and of several how many there are of each verdict."""
+    """Prints the results, and after several of them how many have each verdict."""
     for result in results:
         console.print(_shown(result))
     if len(results) > 1:
@@ -39,7 +39,7 @@ def _shown(result: ProbeResult) -> RenderableType:
     checks = Table.grid(padding=(0, 2))
     checks.add_column(no_wrap=True)
     checks.add_column(no_wrap=True)
-    checks.add_column(ratio=1, overflow="fold")  # a path is to be copied
+    checks.add_column(ratio=1, overflow="fold")  # so that a path can be copied whole
     for check in result.checks:
         label = _label(check.verdict) if check.decides else Text("-", "dim")
         checks.add_row(label, check.name.replace("_", " "), Text(clean(check.message, keep="")))
@@ -50,7 +50,7 @@ def _shown(result: ProbeResult) -> RenderableType:
 
 
 def _tables(facts: Mapping[str, Any]) -> list[Table]:
-    """The facts that are clearer in a table than in a sentence."""
+    """Tables of the layers that deviate most and of the checkpoints of a store."""
     tables = []
     if facts.get("top"):
         rows = [

@@ -1,4 +1,4 @@
-"""The zip archive that a file of `torch.save` is: is every record of it what was written?"""
+"""Checks a zip archive of `torch.save`: every record must be what was written."""
 
 from __future__ import annotations
 
@@ -8,30 +8,29 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 _HEADER = struct.Struct("<4s5H3I2H")
-"""Before a record: signature, version, flags, method, time, date, CRC, sizes, lengths."""
+"""The header of a record: signature, version, flags, method, time, date, CRC, sizes, lengths."""
 _HAS_DESCRIPTOR = 8
-"""The flag of a record whose CRC and sizes follow it; torch writes all of them so."""
+"""Flag: CRC and sizes follow the record in a descriptor, as in all records that torch writes."""
 _DESCRIPTORS = (struct.Struct("<4s3I"), struct.Struct("<4sI2Q"))
-"""What then follows: signature, CRC, sizes; those of 4 GiB and more are longer."""
+"""The descriptor: signature, CRC, sizes; the second form is for 4 GiB and more."""
 _HEADER_START, _DESCRIPTOR_START = b"PK\x03\x04", b"PK\x07\x08"
 _ZIP64 = 0xFFFFFFFF
-"""In the place of a size that needs more than 32 bits."""
+"""Stands for a size that needs more than 32 bits."""
 _MOST_PACKED = 16
-"""Times its size that an archive may unpack to; TorchScript packs its source text."""
+"""Largest allowed ratio of unpacked to packed size; TorchScript compresses its source text."""
 _DIRECTORY = 0x10
-"""The attribute of MS-DOS."""
 
 
 class ArchiveCheck(NamedTuple):
-    """What was found in an archive."""
+    """The result for an archive."""
 
     records: int
     damage: str | None
-    """A sentence about the first thing that is not as it was written."""
+    """A sentence about the first damage that was found."""
 
 
 def check_records(path: Path) -> ArchiveCheck:
-    """Reads every record of an archive, in time in proportion to its size."""
+    """Reads every record of an archive; refuses one that unpacks to much more than its size."""
     try:
         with zipfile.ZipFile(path) as archive:
             records = archive.infolist()
@@ -56,12 +55,12 @@ def check_records(path: Path) -> ArchiveCheck:
 
 
 def _agrees(file: BinaryIO, record: zipfile.ZipInfo) -> bool:
-    """Whether a record's own header agrees with the archive's list."""
+    """Whether a record's own header agrees with the archive's directory."""
     file.seek(record.header_offset)
     header = _HEADER.unpack(file.read(_HEADER.size))
     start, version, flags, method, _, _, crc, packed, size, named, more = header
     listed = (record.extract_version, record.flag_bits, record.compress_type)
-    # Python itself compares the names.
+    # zipfile has compared the names.
     if start != _HEADER_START or (version, flags, method) != listed:
         return False
     if record.external_attr & _DIRECTORY and record.file_size:
@@ -73,7 +72,7 @@ def _agrees(file: BinaryIO, record: zipfile.ZipInfo) -> bool:
     file.seek(named + more + record.compress_size, 1)
     descriptor = file.read(_DESCRIPTORS[-1].size)
     if not descriptor.startswith(_DESCRIPTOR_START):
-        return True  # not every writer has the signature, and its end is not known without
+        return True  # the signature is optional, and without it the layout is not known
     return any(
         layout.unpack_from(descriptor)[1:] == listed
         for layout in _DESCRIPTORS

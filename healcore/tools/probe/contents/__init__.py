@@ -1,1 +1,1 @@
-"""Readers of checkpoints: nothing in a file is executed, and arrays are read a piece at a time."""
+"""Readers of checkpoints. They execute nothing in a file and read arrays in pieces."""

@@ -1,4 +1,4 @@
-"""From a path to the contents of a checkpoint, whatever wrote it. Writes nothing, takes no lock."""
+"""Finds the format of a checkpoint and opens its contents. Writes nothing, takes no lock."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def open_contents(path: Path, step: int | None = None) -> Contents:
     Args:
         path: a file of torch or safetensors; a directory of DCP, Orbax, the Hugging Face Trainer
             or Accelerate; a store of healcore's, or one checkpoint in it (`checkpoints/step-…`).
-        step: which one of a store; the newest known-good one if None, or the newest.
+        step: which one of a store; if None the newest known-good one, or the newest if none is.
 
     Raises:
-        ProbeError: it cannot be read; the message names the cause.
+        ProbeError: it cannot be read.
         MissingExtraError: the framework that reads it is not installed.
     """
     if not path.exists():
@@ -45,7 +45,7 @@ def _file(path: Path) -> Contents:
         return read_safetensors(path)
     with path.open("rb") as file:
         start = file.read(2)
-    # A zip, or a pickle of protocol 2 and above: of torch before 1.6.
+    # A zip archive, or a pickle of protocol 2 or later as torch wrote before 1.6.
     if start == b"PK" or start[:1] == b"\x80":
         return registry.find("torch", "checkpoint_reader").open_file(path)
     raise ProbeError(
@@ -56,7 +56,7 @@ def _file(path: Path) -> Contents:
 
 
 def _of_store(root: Path, step: int | None) -> Contents | None:
-    """One checkpoint of a store; None if the directory is none."""
+    """One checkpoint of a store; None if the directory is no store."""
     if not any(manifest.step_of(each) is not None for each in root.iterdir()):
         return None
     saves = manifest.counting(root)
@@ -69,7 +69,7 @@ def _of_store(root: Path, step: int | None) -> Contents | None:
     found = saves[newest]
     contents = open_stored(found.folder, found.manifest.format)
     status = manifest.read_status(found.folder)
-    # Those that the store itself skips count too.
+    # The note counts checkpoints that the store itself skips, too.
     complete = [each for same_step in manifest.complete(root).values() for each in same_step]
     quarantined = sum(manifest.read_status(each.folder) == "quarantined" for each in complete)
     broken = len(manifest.incomplete(root))
@@ -105,7 +105,7 @@ def _folder(path: Path) -> Contents:
 
 
 def _files_of(folder: Path) -> Contents:
-    """All checkpoint files of a directory as one: the Trainer and Accelerate write several."""
+    """Combines all checkpoint files of a directory: the Trainer and Accelerate write several."""
     parts, notes = [], []
     for path in _files(folder):
         try:
@@ -136,7 +136,7 @@ def _files_of(folder: Path) -> Contents:
 
 
 def _log(path: Path) -> str | None:
-    """What to do with the log of a run, or a directory of such; None if it is none."""
+    """The advice to use the loss probe if the path is a log or a directory of logs."""
     from healcore.tools.traces import open_traces
 
     opened, _ = open_traces([str(path)])
@@ -153,7 +153,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def archives(path: Path) -> list[Path]:
-    """The zip archives of `torch.save` in a file, or in a directory of files."""
+    """The zip archives of `torch.save` at a path: the file itself, or files in the directory."""
     found = []
     for each in [path] if path.is_file() else _files(path):
         with each.open("rb") as file:

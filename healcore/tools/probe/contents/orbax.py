@@ -1,7 +1,7 @@
-"""Opening Orbax checkpoints for `healcore probe`: array by array, a chunk in memory at a time.
+"""Reads Orbax checkpoints array by array, one chunk in memory at a time.
 
-Through TensorStore, which Orbax writes with, and not through Orbax, which needs the devices and
-reads whole trees. TensorStore runs in a process of its own, see `orbax_process`.
+It uses TensorStore directly: Orbax itself needs the devices of the run and reads whole trees.
+TensorStore runs in a process of its own, see `orbax_process`.
 """
 
 from __future__ import annotations
@@ -23,24 +23,21 @@ from healcore.extras import require
 from healcore.plugins.checkpoint_contents import Array, Contents, PathBudget, ProbeError, shape_of
 
 _ITEM = "state"
-"""As `OrbaxStore` names it."""
 _SCRIPT = Path(__file__).with_name("orbax_process.py")
 _SECONDS = 30
 _BYTES_A_SECOND = 4 << 20
-"""Of stored data: processor time that a process gets on top of `_SECONDS`."""
+"""A process gets a second of processor time per so many stored bytes, on top of `_SECONDS`."""
 _LEAST_MEMORY = 4 << 30
 _MOST_STARTS = 3
-"""Of processes for one item, where its arrays end them."""
+"""How often the process of one item is started, because damaged arrays can end it."""
 
 
 def open_orbax(folder: Path) -> Contents:
-    """An item of an Orbax checkpoint, or a checkpoint with all of its items.
+    """Opens an item of an Orbax checkpoint, or a checkpoint with all of its items.
 
-    Takes memory for the names. What a chunk unpacks to is not bounded by its size (zeros take
-    none), but by half of the machine's memory, and the time by the bytes that are stored.
-
-    Raises:
-        ProbeError: it is damaged, or older than the format that has a `_METADATA`.
+    The size of a stored chunk does not bound its unpacked size (a chunk of zeros is tiny), so the
+    process may use half of the machine's memory, and time in proportion to the stored bytes.
+    Raises ProbeError if it is damaged, or of an older format without `_METADATA`.
     """
     items = (
         [folder]
@@ -63,15 +60,7 @@ def open_orbax(folder: Path) -> Contents:
 
 
 def stored_arrays(data: Path, names: Iterable[str]) -> dict[str, Array]:
-    """Arrays of a checkpoint of `OrbaxStore`; those that are not there are left out.
-
-    Args:
-        data: its directory `data`.
-        names: as its `state.json` has them.
-
-    Raises:
-        ProbeError: it is damaged.
-    """
+    """Arrays in the directory `data` of an `OrbaxStore` checkpoint; missing names are left out."""
     tree = _Tree(data / _ITEM)
     wanted = {name: (_escaped(name),) for name in names}
     return {
@@ -80,8 +69,6 @@ def stored_arrays(data: Path, names: Iterable[str]) -> dict[str, Array]:
 
 
 class _Tree:
-    """The entries of an item, from `_METADATA`, and the process that reads its arrays."""
-
     def __init__(self, item: Path) -> None:
         at = item / "_METADATA"
         try:
@@ -105,11 +92,7 @@ class _Tree:
         self._process = _Process(item, ocdbt=ocdbt, zarr3=zarr3)
 
     def array(self, path: tuple[str, ...], name: str) -> Array:
-        """One array, opened.
-
-        Raises:
-            ProbeError: it is damaged.
-        """
+        """Opens one array, or raises ProbeError if it is damaged."""
         try:
             opened = self._process.open(name)
             dtype, shape = str(opened["dtype"]), shape_of(opened["shape"])
@@ -128,11 +111,11 @@ class _Tree:
 
 
 class _ArrayError(ValueError):
-    """An array is damaged, and the process goes on."""
+    """An array is damaged, but the process still runs."""
 
 
 class _Process:
-    """The process that reads the arrays of one item. It is started again where one ends it."""
+    """The process that reads the arrays of one item, restarted if an array ends it."""
 
     def __init__(self, item: Path, *, ocdbt: bool, zarr3: bool) -> None:
         require("jax", "tensorstore")
@@ -153,20 +136,12 @@ class _Process:
         self._starts = 0
 
     def open(self, name: str) -> Mapping[str, Any]:
-        """Dtype and shape of an array.
-
-        Raises:
-            ValueError: it is damaged.
-        """
+        """Dtype and shape of an array, or ValueError if it is damaged."""
         self._send(open=name)
         return self._answer()
 
     def read(self, name: str) -> Iterator[np.ndarray]:
-        """The elements of an array, in pieces; of one array at a time.
-
-        Raises:
-            ValueError: it is damaged.
-        """
+        """The elements of an array in pieces, or ValueError if it is damaged; one at a time."""
         self._send(read=name)
         ended = False
         try:
@@ -189,7 +164,7 @@ class _Process:
             if self._starts == _MOST_STARTS:
                 raise ValueError("it was not read, others of it ended the process that reads them")
             self._starts += 1
-            # -P: the folder of the script is no place to import from.
+            # -P: nothing is imported from the folder of the script.
             self._running = subprocess.Popen(
                 [sys.executable, "-P", str(_SCRIPT), json.dumps(self._asked)],
                 stdin=subprocess.PIPE,
@@ -224,11 +199,6 @@ class _Process:
         return data
 
     def _ended(self) -> None:
-        """The process is gone.
-
-        Raises:
-            ValueError: always.
-        """
         status = self._stop()
         why = "out of memory, or a file of it is missing" if status >= 0 else "killed"
         if status == -signal.SIGXCPU:
@@ -243,7 +213,6 @@ class _Process:
 
 
 def _end(running: subprocess.Popen[bytes]) -> int:
-    """Its exit status."""
     for pipe in (running.stdin, running.stdout):
         if pipe is not None:
             try:
@@ -258,5 +227,4 @@ def _end(running: subprocess.Popen[bytes]) -> int:
 
 
 def _escaped(name: str) -> str:
-    """What `OrbaxStore` makes of a name."""
     return re.sub(r"[^A-Za-z0-9_.\-]", lambda found: f"%{ord(found[0]):02X}", name)

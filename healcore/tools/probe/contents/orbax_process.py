@@ -1,12 +1,11 @@
-"""Reads the arrays of one Orbax item, in a process of its own.
+"""Reads the arrays of one Orbax item, as a script that `orbax.py` runs in its own process.
 
-`orbax.py` runs this file as a script. TensorStore and the libraries under it allocate what a
-file asks for, and some damage ends the process: here it ends only this one. Of healcore
-nothing is imported, so that the process starts in the time that TensorStore takes.
+TensorStore allocates as much as a file asks for, and some damage ends the process, so it must not
+be the caller's. Nothing of healcore is imported, which keeps the start fast.
 
-Requests are lines of JSON on standard input: `{"open": NAME}` or `{"read": NAME}`. An answer is a
-line of JSON; after one with "pieces" come pieces, each as a line of JSON with its bytes behind it,
-up to a line with "end" or "error".
+Requests are lines of JSON on standard input: `{"open": NAME}` or `{"read": NAME}`. The answer to
+"open" is one line of JSON; to "read", a line of JSON and the raw bytes for each piece, then a line
+with "end". A line with "error" can take the place of any line.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ PIECE = 1 << 20
 
 
 def spec(item: str, name: str, *, ocdbt: bool, zarr3: bool) -> dict[str, Any]:
-    """What TensorStore opens."""
+    """The TensorStore spec of an array."""
     base = {"driver": "file", "path": f"{item}/"}
     if ocdbt:
         store: dict[str, Any] = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
@@ -35,7 +34,7 @@ def spec(item: str, name: str, *, ocdbt: bool, zarr3: bool) -> dict[str, Any]:
 
 
 def boxes(shape: tuple[int, ...], chunk: Any) -> Iterator[tuple[slice, ...]]:
-    """The chunks of an array, in order: reading across them would decode some of them twice."""
+    """The chunks of an array in order; reading across chunks would decode some of them twice."""
     steps = [max(1, step or size) for size, step in zip(shape, chunk or shape, strict=True)]
     starts = (range(0, size, step) for size, step in zip(shape, steps, strict=True))
     for corner in itertools.product(*starts):
@@ -46,24 +45,24 @@ def boxes(shape: tuple[int, ...], chunk: Any) -> Iterator[tuple[slice, ...]]:
 
 
 def pieces(opened: Any) -> Iterator[np.ndarray]:
-    """The elements of an array, 1-d, of a dtype that NumPy can compare and add."""
+    """The elements of an array, 1-d, in dtypes that NumPy can compare and add."""
     for box in boxes(tuple(opened.shape), opened.chunk_layout.read_chunk.shape):
         values = np.asarray(opened[box].read().result()).reshape(-1)
         for at in range(0, len(values), PIECE):
             piece = values[at : at + PIECE]
-            # ml_dtypes' floats: NumPy does not know their NaN.
+            # NumPy does not know the NaN of ml_dtypes' floats.
             yield piece if piece.dtype.kind in "fiubc" else piece.astype(np.float32)
 
 
 def first_line(error: Exception) -> str:
-    """An error in one line."""
+    """The first line of an error message."""
     text = str(error).strip().splitlines()
     return text[0][:200] if text else type(error).__name__
 
 
 def serve(item: str, *, ocdbt: bool, zarr3: bool, requests: BinaryIO, out: BinaryIO) -> None:
-    """Answers requests until there are no more."""
-    # Shared by the arrays, so that an index of many of them is read once.
+    """Answers requests until standard input ends."""
+    # Shared by all arrays, so that their common index is read once.
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 64 << 20}})
 
     def send(**what: Any) -> None:
@@ -91,7 +90,7 @@ def serve(item: str, *, ocdbt: bool, zarr3: bool, requests: BinaryIO, out: Binar
 
 
 def main() -> None:
-    """The script."""
+    """Sets the limits of the process and answers requests."""
     asked = json.loads(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_DATA, (asked["memory"], asked["memory"]))
     resource.setrlimit(resource.RLIMIT_CPU, (asked["seconds"], asked["seconds"]))

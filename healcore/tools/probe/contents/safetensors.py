@@ -1,4 +1,4 @@
-"""safetensors files: a length, a JSON header, bytes. Reading them can execute nothing."""
+"""Reads safetensors files: a length, a JSON header, the bytes of the arrays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from healcore.plugins.checkpoint_contents import (
 )
 
 _MOST_HEADER = 100_000_000
-"""Bytes, as in the format's own description."""
 _DTYPES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16",
     "U32": "uint32", "I32": "int32", "U64": "uint64", "I64": "int64",
@@ -34,20 +33,18 @@ _NUMPY = {*_DTYPES.values(), "complex128"} - _BYTES.keys()
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether a file begins like one."""
+    """Whether a file begins like a safetensors file."""
     with path.open("rb") as file:
         start = file.read(9)
     return len(start) == 9 and start[8:] == b"{" and int.from_bytes(start[:8], "little") >= 2
 
 
 def read_safetensors(path: Path) -> Contents:
-    """Opens a file.
-
-    Takes memory in proportion to its header, some 30 bytes for each of its bytes.
+    """Opens a file, with about 30 bytes of memory per byte of its header.
 
     Raises:
-        Damaged: its arrays overlap, leave gaps, or are named twice.
-        ProbeError: it is not of the format, or cut short.
+        Damaged: arrays overlap, leave gaps, or have the same name.
+        ProbeError: the file is not of the format, or is truncated.
     """
     header, begin = _header(path)
     arrays, places = [], []
@@ -82,7 +79,7 @@ def read_safetensors(path: Path) -> Contents:
             reader = _reader(path, begin + first, last - first, known, width)
         else:
             reader = _unknown(name, dtype)
-        # Writers sort by size and name.
+        # Not in the model's order: writers sort by size and name.
         arrays.append(Array(path_in, known or dtype, shape, reader, in_order=False))
         places.append((first, last, name))
     _check_places(path, places, available)
@@ -90,7 +87,7 @@ def read_safetensors(path: Path) -> Contents:
 
 
 def _check_places(path: Path, places: list[tuple[int, int, str]], available: int) -> None:
-    """The arrays must follow each other without a gap, as the format asks."""
+    """Raises Damaged unless the arrays follow each other without a gap, as the format demands."""
     end = 0
     for first, last, name in sorted(places):
         if first != end:
@@ -104,7 +101,7 @@ def _check_places(path: Path, places: list[tuple[int, int, str]], available: int
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose keys differ: of two equal ones, readers take one or the other."""
+    """A JSON object, or Damaged if a key occurs twice: readers differ in which one they use."""
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()
@@ -155,14 +152,9 @@ def _unknown(name: str, dtype: str) -> Callable[[], Iterator[np.ndarray]]:
 
 
 def widened(raw: np.ndarray, dtype: str) -> np.ndarray:
-    """The elements in an array's bytes, of a dtype that NumPy can compare and add.
+    """The elements in an array's bytes (uint8, little-endian), in a dtype that NumPy can add.
 
-    Args:
-        raw: uint8 (n,), little-endian.
-        dtype: name of the array's dtype.
-
-    Raises:
-        ValueError: the dtype is not known here.
+    Raises ValueError for an unknown dtype.
     """
     if dtype == "bfloat16":
         return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
@@ -180,7 +172,6 @@ def widened(raw: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _e4m3fn() -> np.ndarray:
-    """Every value of it, float32 (256,): 4 bits of exponent, 3 of fraction, no Inf, one NaN."""
     bits = np.arange(256)
     exponent, fraction = bits >> 3 & 15, (bits & 7) / 8
     normal = np.where(exponent > 0, 1 + fraction, fraction)

@@ -1,4 +1,4 @@
-"""A checkpoint of healcore's own stores: its tree from `state.json`, its arrays by name."""
+"""Reads a checkpoint of a healcore store: the tree from `state.json`, the arrays by name."""
 
 from __future__ import annotations
 
@@ -19,21 +19,13 @@ from healcore.tools.probe.contents.safetensors import widened
 
 _QUOTED = r"""'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+\""""
 _KEY = re.compile(rf"\.(\w+)|\[({_QUOTED})\]|\[<flat index (\d+)>\]|\[([^\]]*)\]")
-"""One step of a path as JAX writes it: an attribute, a string, the number of a leaf, a number."""
+"""One part of a path as JAX writes it: an attribute, a string, the number of a leaf, a number."""
 _NUMBER = re.compile(r"[a-z]{1,8}\d{0,3}")
-"""A dtype of numbers. NumPy takes texts for structures of any size."""
+"""A numeric dtype. `np.dtype` would also accept a text that describes a structure of any size."""
 
 
 def open_stored(folder: Path, format: str) -> Contents:
-    """Opens one checkpoint.
-
-    Args:
-        folder: its directory.
-        format: of its manifest: "dcp" or "orbax".
-
-    Raises:
-        ProbeError: it is damaged, or its format is not known.
-    """
+    """Opens one checkpoint of a store; `format` comes from its manifest."""
     if format not in ("dcp", "orbax"):
         raise ProbeError(f"{folder} is of format {format!r}, which this version does not know")
     data = folder / "data"
@@ -59,7 +51,7 @@ def open_stored(folder: Path, format: str) -> Contents:
 
 
 def _leaves(folder: Path) -> Iterator[tuple[tuple[str, ...], str, Any]]:
-    """Path, kind and content of everything in the saved state."""
+    """Path, kind ("array", "value" or "pickle") and content of each leaf of the saved state."""
     for file in sorted(folder.glob("state*.json")):
         try:
             if not file.is_file():
@@ -85,7 +77,7 @@ def _walk(
         yield path, "value", node
     elif "dict" in node:
         for key, part in node["dict"]:
-            # Dotted keys are paths of modules: "layers.0.weight".
+            # A dotted key is a module path: "layers.0.weight".
             parts = str(key).split(".") if not isinstance(key, dict) else [json.dumps(key)]
             yield from _walk(part, (*path, *parts), budget)
     else:
@@ -108,8 +100,8 @@ def _walk(
 def parsed(keys: str) -> tuple[str, ...]:
     """The parts of a path as JAX writes it: `.opt_state[0].nu['dense']['kernel']`.
 
-    Step by step, and not by searching: in a text full of brackets a search would try each. What
-    does not parse as a step is one part, up to the end.
+    It matches part by part: a search would be slow in a hostile text full of brackets. From the
+    first part that does not match, the rest of the text is one part.
     """
     parts, at = [], 0
     while at < len(keys):
@@ -125,13 +117,12 @@ def parsed(keys: str) -> tuple[str, ...]:
 
 
 def _array(path: tuple[str, ...], node: Mapping[str, Any], saved: Array | None) -> Array | None:
-    """The array of a node; None if its data is not there."""
     shape = node["shape"]
     if not math.prod(shape):
         return Array(path, node["dtype"], shape, lambda: iter(()))
     if saved is None:
         return None
-    # DCP stores NumPy's arrays as bytes, Orbax as they are.
+    # The DCP store saves NumPy arrays as bytes, the Orbax store as arrays.
     if saved.dtype == "uint8" and node["kind"] in ("numpy", "scalar") and saved.shape != shape:
         dtype = node["dtype"].removeprefix("<")
         name = np.dtype(dtype).name if _NUMBER.fullmatch(dtype) else dtype
