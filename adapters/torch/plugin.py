@@ -1,10 +1,10 @@
-"""What torch provides to healcore (`healcore.plugins.registry`); each part is imported on use."""
+"""What torch provides to healcore (`healcore.adapter_registry`); each part is imported on use."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from healcore.plugins.registry import register
+from healcore.adapter_registry import register
 
 
 @register("torch", "driver")

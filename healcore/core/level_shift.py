@@ -21,14 +21,14 @@ _STANDING = 0.25
 
 
 class ShiftConfig(NamedTuple):
-    """When rejections have become the rule."""
+    """When repeated rejections become a new level."""
 
     patience: Any = 25
-    """Rejections in a row that make the escape, if the values stand still."""
+    """Rejections in a row, of values that vary little, after which the new level is accepted."""
     gain: Any = 4
     """Weight of a rejection against `forgive`: 4 to 1 escapes wherever over 20 % are rejected."""
     forgive: Any = 1
-    """What one accepted value takes off the run."""
+    """Decrease of the count of rejections for each accepted value."""
 
 
 class ShiftState(NamedTuple):

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from healcore import adapter_registry
 from healcore import policy as policies
 from healcore.demo.runs import (
     ARMS,
@@ -32,7 +33,6 @@ from healcore.demo.runs import (
 from healcore.demo.scenario import Scenario, load_corpus
 from healcore.extras import require
 from healcore.history import Curves
-from healcore.plugins import registry
 from healcore.policy import Policy
 from healcore.runtime import events
 from healcore.tools.report import page, picture
@@ -88,7 +88,7 @@ def run_demo(
                 run.folder = out / f"{framework}-healed-seed{scenario.seed}"
                 shutil.rmtree(run.folder, ignore_errors=True)  # of an earlier demo
                 run.folder.mkdir()
-            train = registry.find(framework, "demo_training")
+            train = adapter_registry.find(framework, "demo_training")
             training.append((run, train(scenario, arm, policy, run.folder)))
             runs.append(run)
         _train(console, scenario, training)

@@ -69,7 +69,7 @@ class Policy(Table):
                         ("respond", i, "to", j),
                         cause,
                         f"the only one to raise {CAUSES[cause].name}; [detect.{other}] does too, "
-                        "and a rule hears the cause, not the detector",
+                        "and rules match causes, not detectors",
                         f'to = ["{cause}", "{other}"], or only one of the two tables',
                     )
             for action, budget in _BUDGETED:

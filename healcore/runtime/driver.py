@@ -10,11 +10,11 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
+from healcore import adapter_registry
+from healcore.adapter_registry import FRAMEWORKS
 from healcore.core.engine import Engine, StateError
 from healcore.core.errors import HealcoreError
 from healcore.core.step_record import StepRecord
-from healcore.plugins import registry
-from healcore.plugins.registry import FRAMEWORKS
 from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Ranks
 
@@ -193,4 +193,4 @@ def driver_for(
     if attach and name != "torch":
         raise UnknownState(f"attach holds options of healcore.torch.attach; this is {name}")
     options = {"attach": attach} if attach else {}  # torch only
-    return registry.find(name, "driver")(state, engine, **options)
+    return adapter_registry.find(name, "driver")(state, engine, **options)

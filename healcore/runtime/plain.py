@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from healcore.plugins import registry
+from healcore import adapter_registry
 from healcore.runtime.store import structure
 from healcore.runtime.store.errors import StoreError, UnsavableState, no_plain_form, pickled
 
@@ -52,7 +52,7 @@ def loads(text: str, path: tuple[Any, ...], *, trust: bool = False) -> Any:
         if tag in ("numpy", "number"):
             return _array(content, number=tag == "number")
         if tag in ("torch", "jax"):
-            return registry.find(tag, "plain_values").value_of(content)
+            return adapter_registry.find(tag, "plain_values").value_of(content)
         raise ValueError(f"there is no kind of value {tag!r:.40}")
 
     try:
@@ -113,6 +113,6 @@ def _framework_node(value: Any) -> structure.Node | None:
         package = kind.__module__.partition(".")[0]
         if package in _FRAMEWORKS:
             framework = _FRAMEWORKS[package]
-            node = registry.find(framework, "plain_values").node_of(value)
+            node = adapter_registry.find(framework, "plain_values").node_of(value)
             return None if node is None else {framework: node}
     return None

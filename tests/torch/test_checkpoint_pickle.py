@@ -14,7 +14,7 @@ from healcore.torch.checkpoint_pickle import Storage, check_archive
 
 @pytest.mark.parametrize("order", ["little", "big", None])
 def test_the_byte_order_of_an_archive(order):
-    """torch before 2.1 wrote none; such a file is little-endian."""
+    """Torch before 2.1 wrote none; such a file is little-endian."""
     saved, changed = io.BytesIO(), io.BytesIO()
     torch.save(torch.arange(4.0), saved)
     with zipfile.ZipFile(saved) as old, zipfile.ZipFile(changed, "w") as new:

@@ -18,8 +18,8 @@ from healcore.core import level_shift, numerics
 from healcore.core.clipping.verdict import Clip, scale_to
 from healcore.core.signals import Observed
 
-# Ratio 1.04 rejects more than half of all noisy norms. So a shift needs rejections nearly without
-# exception: one acceptance takes back eight of them.
+# Ratio 1.04 rejects more than half of all noisy norms. So each accepted norm takes eight rejections
+# off the count.
 _SHIFT = level_shift.ShiftConfig(patience=25, gain=1, forgive=8)
 
 

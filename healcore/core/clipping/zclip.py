@@ -12,7 +12,7 @@ Differs from the paper (reasons and numbers: docs/detectors.md, docs/recipes.md)
   zeros makes it clip to zero. sigma is at least `min_rel_std` of mu.
 * A spike that stands alone may be larger, since a batch of a rare class that is brought down to the
   mean is hardly learnt: up to earlier norms (`lone_ratio`), and beyond if the loss is an outlier
-  too (`lone_share`, `lone_limit`). An ordinary loss means that the spike is the model's own.
+  too (`lone_share`, `lone_limit`). With an ordinary loss the spike is attributed to the model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from healcore.core.signals import Observed
 
 _FORGET = 1.0 / 1024.0  # of the largest norm per step; a power of two, so that the product is exact
 _CAME, _GONE = 1, 2  # of `ZClipState.far`: the last step was such a spike; one has come and gone
-_DOUBLE = 2.0  # of the largest norm: what is saved up is not spent on one spike of unknown effect
+_DOUBLE = 2.0  # a lone spike passes at most so many times the largest recent norm
 
 
 class ZClipConfig(NamedTuple):

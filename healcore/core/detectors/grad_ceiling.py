@@ -25,7 +25,7 @@ class Config(NamedTuple):
     ceiling: Any | None = None
     """Norm above which a gradient is out of line; None for none."""
     first_ratio: Any | None = 10.0
-    """Multiple of the largest of the first norms from which on it is, too; None for none."""
+    """A norm is also an outlier from this multiple of the first norms' largest; None for none."""
     first_steps: Any = 100
     """How many norms are the first."""
     sustain: Any = 5

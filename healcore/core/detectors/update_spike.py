@@ -1,4 +1,4 @@
-"""Update-norm spike: the optimizer is about to take a step far longer than its recent ones.
+"""Update-norm spike: the last update was far longer than the recent ones.
 
 Marin 32B had update-norm spikes before its loss spikes, with clipping and skipping both on: a
 decayed second moment turns an ordinary gradient into a huge step, which no gradient norm shows.

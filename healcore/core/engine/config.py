@@ -43,13 +43,13 @@ class RollbackConfig(NamedTuple):
     depth: Any = 1
     """Known-good checkpoints to go back the first time."""
     deepen: Any = 1
-    """More for each further recovery in the same region."""
+    """Extra checkpoints to go back for each further rollback in the same region."""
     region: Any = 500
     """Onsets fewer steps apart than this are in the same region."""
 
 
 class LrConfig(NamedTuple):
-    """The cut of the learning rate and its way back."""
+    """The cut of the learning rate and the ramp after it."""
 
     factor: Any = 0.5
     """Multiplier of one cut, in (0, 1)."""
@@ -58,17 +58,17 @@ class LrConfig(NamedTuple):
     hold_steps: Any = 100
     """Healthy steps at the cut rate."""
     ramp_steps: Any = 200
-    """Steps of the linear way back, which ends at exactly 1.0, or at the ceiling."""
+    """Steps of the linear ramp, which ends at exactly 1.0, or at the ceiling."""
     ceiling: Any = 0.0
-    """Where the way back ends, as a share of the rate that was in force when the run broke; long
-    health raises it. 0 = none: back to the schedule, also where that is what broke the run."""
+    """Upper limit of the ramp, as a fraction of the rate at the cut; long health raises it. 0 = none:
+    the ramp ends at the full schedule, even if that rate broke the run."""
 
 
 class BudgetConfig(NamedTuple):
     """How often."""
 
     recoveries: Any = 3
-    """Rollbacks. With none left a run that gets worse is stopped; any other goes on."""
+    """Rollbacks. With none left a run that gets worse is stopped; otherwise it is an alert."""
     lr_cuts: Any = 4
     """Cuts of the learning rate."""
     refund_after: Any = 1000

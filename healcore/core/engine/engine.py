@@ -175,7 +175,7 @@ class Engine:
         )
 
     def decline(self, state: EngineState, *, xp: Any) -> EngineState:
-        """The state after an ordered rollback that is not carried out: the budget gets it back.
+        """The state after the host has declined a rollback, which is refunded to the budget.
 
         The host found that the data are different and the model is not worse. The incident goes on,
         so that the next order comes after its `patience`; detectors keep what they have learnt.

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from healcore.runtime import fork_safety
+from healcore.runtime.events import fork_safety
 from healcore.runtime.store import CheckpointDamaged, CheckpointStore, NotThere, StoreError
 from healcore.runtime.store.background import Background
 from healcore.runtime.store.memory import SnapshotStore

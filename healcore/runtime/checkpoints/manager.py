@@ -120,7 +120,7 @@ class CheckpointManager:
 
         While a slow disk is still writing the previous checkpoint, a regular save goes to memory
         only, or is left out if there is no memory tier. `poll` reports errors of the background.
-        Only the first save raises UnsavableState: later a run has more to lose than a checkpoint.
+        Only the first save raises UnsavableState; later ones report it, and the run goes on.
         """
         late = why in _OPTIONAL_SAVES and any(
             self._ranks.gather(self._wait_limit.exceeded(self.store))

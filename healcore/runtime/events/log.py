@@ -16,8 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from healcore.runtime import fork_safety
-from healcore.runtime.events import json_lines
+from healcore.runtime.events import fork_safety, json_lines
 from healcore.runtime.events.json_lines import MAX_LINE, LineAppender
 from healcore.runtime.events.process import current_process, environment
 

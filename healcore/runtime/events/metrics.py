@@ -17,7 +17,7 @@ from typing import Any
 
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Cause, names
-from healcore.runtime import fork_safety
+from healcore.runtime.events import fork_safety
 from healcore.runtime.events.json_lines import LineAppender
 
 _log = logging.getLogger(__name__)

@@ -316,8 +316,8 @@ def _refuse_link(path: Path, option: str) -> None:
     """Raises StoreError for a link at a path that healcore has chosen, not the user."""
     if path.is_symlink():
         raise StoreError(
-            f"{path} is a link, and healcore writes through none that you have not named: remove "
-            f"it, or name the file that it leads to with {option}="
+            f"{path} is a link, and healcore follows no link at a path that it has chosen itself: "
+            f"remove it, or name the file that it leads to with {option}="
         )
 
 

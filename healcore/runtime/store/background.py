@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from healcore.runtime import fork_safety
+from healcore.runtime.events import fork_safety
 from healcore.runtime.store.errors import SaveFailed
 
 _log = logging.getLogger(__name__)

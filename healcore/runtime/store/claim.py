@@ -22,7 +22,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from healcore.runtime import fork_safety
+from healcore.runtime.events import fork_safety
 from healcore.runtime.events.process import Process, current_process
 from healcore.runtime.store import checksummed_json, files
 from healcore.runtime.store.checksummed_json import ChecksumError
@@ -190,7 +190,7 @@ def _opened(lock: Path) -> int:
         mode = stat.S_IFREG
     if not stat.S_ISREG(mode):
         raise StoreError(
-            f"{lock} is no regular file ({stat.filemode(mode)}), and healcore locks no other: "
+            f"{lock} is no regular file ({stat.filemode(mode)}), and the lock has to be one: "
             "remove it, or pass another directory"
         )
     try:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from rich.filesize import decimal
 
-from healcore.runtime import fork_safety
+from healcore.runtime.events import fork_safety
 from healcore.runtime.store import inspection, protocol, retention
 from healcore.runtime.store.background import Background
 from healcore.runtime.store.errors import (

@@ -39,7 +39,7 @@ class Keep(NamedTuple):
         return self.good + self.candidates + self.quarantined
 
     def checked(self) -> Keep:
-        """Itself.
+        """Returns itself if its numbers are valid.
 
         Raises:
             StoreError: a number is too small.

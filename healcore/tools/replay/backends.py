@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from healcore import adapter_registry
 from healcore.core import host
 from healcore.core.engine import Engine, EngineConfig, EngineState
 from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves
-from healcore.plugins import registry
 from healcore.plugins.rows import (
     DecisionColumns,
     RowRunner,
@@ -60,7 +60,7 @@ def _runner(config: EngineConfig, layout: SignalLayout, backend: str) -> RowRunn
     engine = Engine(config)
     if backend == "numpy":
         return NumpyRowRunner(engine, layout)
-    return registry.find(backend, "row_runner")(engine, layout)
+    return adapter_registry.find(backend, "row_runner")(engine, layout)
 
 
 class NumpyRowRunner:

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from healcore import adapter_registry
 from healcore.core.engine import EngineConfig
 from healcore.core.signals import Signals
-from healcore.plugins import registry
 from healcore.plugins import sweep as variant_engine
 from healcore.plugins.sweep import WORD, PackedSeries, Place, SweepScan, configure
 from healcore.tools.sweep.scores import Costs, OrderCounts, SeriesEvents, count_orders
@@ -84,7 +84,7 @@ def scan_of(config: EngineConfig, places: tuple[Place, ...], backend: str) -> Sw
     if backend == "numpy":
         return NumpySweepScan(trimmed, places)
     try:
-        return registry.find("jax", "sweep_scan")(trimmed, places)
+        return adapter_registry.find("jax", "sweep_scan")(trimmed, places)
     except RuntimeError as error:
         raise SweepError(
             f"JAX has no CPU backend in this process ({error}): add cpu to JAX_PLATFORMS, or take "

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from healcore.plugins import registry
+from healcore import adapter_registry
 from healcore.plugins.checkpoint_contents import Contents, Damaged, ProbeError
 from healcore.runtime.store import manifest
 from healcore.tools.probe.contents.orbax import open_orbax
@@ -47,7 +47,7 @@ def _file(path: Path) -> Contents:
         start = file.read(2)
     # A zip archive, or a pickle of protocol 2 or later as torch wrote before 1.6.
     if start == b"PK" or start[:1] == b"\x80":
-        return registry.find("torch", "checkpoint_reader").open_file(path)
+        return adapter_registry.find("torch", "checkpoint_reader").open_file(path)
     raise ProbeError(
         _log(path)
         or f"{path} is neither a torch checkpoint nor a safetensors file: pass such a file, or the "
@@ -88,7 +88,7 @@ def _folder(path: Path) -> Contents:
         except manifest.BadManifest as error:
             raise ProbeError(f"{path}: {error}") from None
     if (path / ".metadata").is_file():
-        return registry.find("torch", "checkpoint_reader").open_directory(path)
+        return adapter_registry.find("torch", "checkpoint_reader").open_directory(path)
     if any(path.glob("*.distcp")):
         raise ProbeError(
             f"{path} has shards of torch.distributed.checkpoint and no .metadata, which lists what "

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from healcore.plugins import registry
+from healcore import adapter_registry
 from healcore.plugins.checkpoint_contents import Array, Contents, PathBudget, ProbeError, shape_of
 from healcore.tools.probe.contents import orbax
 from healcore.tools.probe.contents.safetensors import widened
@@ -34,7 +34,7 @@ def open_stored(folder: Path, format: str) -> Contents:
     if data.is_dir():
         names = [content["name"] for _, tag, content in leaves if tag == "array"]
         dcp = format == "dcp"
-        reader = registry.find("torch", "checkpoint_reader") if dcp else orbax
+        reader = adapter_registry.find("torch", "checkpoint_reader") if dcp else orbax
         arrays = reader.stored_arrays(data, names)
     found, values, notes = [], {}, []
     for path, tag, content in leaves:

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from healcore.plugins import registry
+from healcore import adapter_registry
 
 
-@pytest.mark.parametrize("framework", registry.FRAMEWORKS)
+@pytest.mark.parametrize("framework", adapter_registry.FRAMEWORKS)
 @pytest.mark.parametrize("need", ["driver", "plain_values", "row_runner", "demo_training"])
 def test_every_adapter_provides(framework, need):
     pytest.importorskip("flax" if framework == "jax" else framework)
-    provided = registry.find(framework, need)
+    provided = adapter_registry.find(framework, need)
     assert provided.__name__.startswith(f"healcore.{framework}") or provided.__module__.startswith(
         f"healcore.{framework}"
     )
-    assert registry.find(framework, need) is provided
+    assert adapter_registry.find(framework, need) is provided
 
 
 def test_an_unknown_framework_lists_the_known_ones():
-    with pytest.raises(registry.NotProvided, match="one of torch, jax, not 'tensorflow'"):
-        registry.find("tensorflow", "driver")
+    with pytest.raises(adapter_registry.NotProvided, match="one of torch, jax, not 'tensorflow'"):
+        adapter_registry.find("tensorflow", "driver")
 
 
 def test_what_an_adapter_lacks_lists_what_it_has():
     pytest.importorskip("torch")
-    with pytest.raises(registry.NotProvided, match=r"'sweep_scan'; it provides: .*driver"):
-        registry.find("torch", "sweep_scan")
+    with pytest.raises(adapter_registry.NotProvided, match=r"'sweep_scan'; it provides: .*driver"):
+        adapter_registry.find("torch", "sweep_scan")
