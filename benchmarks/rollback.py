@@ -1,4 +1,4 @@
-"""What a checkpoint costs with healcore, beside copying and saving the same bytes without it.
+"""The cost of a checkpoint with healcore, compared with copying and saving the same bytes.
 
 In memory: MemoryStore against a plain copy, for saving into memory that was used before (what a
 ring of buffers written by hand would do), for restoring into one fresh block. On disk: DCPStore and
@@ -104,7 +104,7 @@ def bench_torch(arrays: list[np.ndarray], root: Path, rounds: int) -> dict[str, 
     buffers = [np.empty_like(each) for each in arrays]
 
     def into_used() -> None:
-        # With NumPy: torch's copy_ is not faster here, and far slower beside a busy process.
+        # With NumPy: torch's copy_ is not faster here, and far slower next to a busy process.
         for buffer, each in zip(buffers, arrays, strict=True):
             np.copyto(buffer, each)
 

@@ -1,4 +1,4 @@
-"""What one optimizer step costs with healcore, beside what people use today.
+"""The cost of one optimizer step with healcore, compared with what people use today.
 
 torch, fused AdamW: nothing, clip_grad_norm_, healcore (host and device engine), and the packages
 zclip and smartclip. JAX, jitted with donation: adamw alone, clip_by_global_norm, heal_zclip,

@@ -1,8 +1,8 @@
-"""Arms beside each other: paired differences over seeds, and what they say.
+"""Compares arms: paired differences over seeds, and the verdicts on them.
 
 Differences are taken seed by seed between two arms of one task, relative to the reference arm's
 mean. The interval is Student's t with n - 1 degrees of freedom at 98 %, so that its lower end is
-above zero exactly where the one-sided paired test says *worse* at 1 %. A metric that is NaN or
+above zero exactly where the one-sided paired test finds *worse* at 1 %. A metric that is NaN or
 infinite is infinitely bad: an arm with more of them than its reference is infinitely worse, with as
 many it is compared on the seeds where both are finite.
 """
@@ -24,7 +24,7 @@ from benchmarks.healbench.running import DONE, UNAVAILABLE, Result
 LEVEL = 0.01
 """Of the one-sided paired tests."""
 MARGIN = 2.0
-"""Percent: an arm that is worse by more is worse whatever the test says."""
+"""Percent: an arm that is worse by more is worse whatever the test finds."""
 ROUNDING = 1e-6
 """Relative: differences that are smaller in every seed are none."""
 DIVERGED_FROM = 100.0
@@ -36,7 +36,7 @@ CURED = "fixed_clip"
 
 
 class Verdict(enum.StrEnum):
-    """What there is to say about an arm on a task; of several the first."""
+    """The result of an arm on a task; of several that hold, the first."""
 
     UNAVAILABLE = "unavailable"
     FAILED = "failed"
@@ -311,11 +311,11 @@ class Rule:
     broken: tuple[str, ...]
     """Where it does not hold, and how."""
     checked: int
-    """0: there are no results that say anything about it."""
+    """How many results it was checked on; 0 if there are none."""
 
     @property
     def holds(self) -> bool:
-        """Nothing speaks against it."""
+        """No result breaks it."""
         return not self.broken
 
 
@@ -378,9 +378,9 @@ def listed(names: Iterable[str]) -> str:
 
 
 def _rule(text: str, cells: list[Cell], wrong: Callable[[Cell], str]) -> Rule:
-    """`wrong` says what is, empty where nothing is."""
-    said = ((cell, wrong(cell)) for cell in cells)
-    broken = tuple(f"{cell.name} {cell.arm}: {what}" for cell, what in said if what)
+    """`wrong` describes how a cell breaks the rule; empty where it does not."""
+    problems = ((cell, wrong(cell)) for cell in cells)
+    broken = tuple(f"{cell.name} {cell.arm}: {what}" for cell, what in problems if what)
     return Rule(text, broken, len(cells))
 
 
@@ -404,7 +404,7 @@ def _drastic(cell: Cell) -> str:
 
 
 def _too_many_skips(cells: list[Cell]) -> Iterator[str]:
-    """Over all tasks of an arm together: one task has too few steps to say."""
+    """Over all tasks of an arm together: one task has too few steps to judge."""
     for arm in dict.fromkeys(cell.arm for cell in cells):
         its = [cell for cell in cells if cell.arm == arm]
         steps = sum(cell.totals["steps"] for cell in its)

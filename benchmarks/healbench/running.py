@@ -240,9 +240,9 @@ class Store:
         if not ignored.exists():
             ignored.write_text("*\n")
         text = json.dumps(dataclasses.asdict(result), allow_nan=False)
-        aside = path.with_name(f"{path.name}.{os.getpid()}")
-        aside.write_text(text + "\n")
-        aside.replace(path)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        temporary.write_text(text + "\n")
+        temporary.replace(path)
 
 
 # -- many runs -----------------------------------------------------------------------------------
@@ -351,9 +351,9 @@ class _Worker:
 
     def _replace(self, status: str, error: str) -> Result | None:
         job, log = self.job, self.folder / "log"
-        said = log.read_text(errors="replace").split() if log.exists() else []
-        if status == CRASHED and said:
-            error += ": " + " ".join(said)[-300:]
+        output = log.read_text(errors="replace").split() if log.exists() else []
+        if status == CRASHED and output:
+            error += ": " + " ".join(output)[-300:]
         self.end()
         if not self.ready:
             raise RuntimeError(f"a worker does not start ({status}): {error}")
@@ -376,7 +376,7 @@ ENVIRONMENT = {
 
 
 def _work(pipe: Connection, run: Run, folder: Path) -> None:
-    """The life of a process. What packages print goes to a file, temporary files to its folder."""
+    """The loop of a worker. What packages print goes to a file, temporary files to its folder."""
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -77,7 +77,7 @@ def principal(problem: Problem) -> str:
 
 @contextlib.contextmanager
 def silent(name: str) -> Iterator[None]:
-    """Nothing that this logger and those below it are told is shown."""
+    """Hides what this logger and those below it log."""
     logger, nobody = logging.getLogger(name), logging.NullHandler()
     level, propagate = logger.level, logger.propagate
     logger.addHandler(nobody)

@@ -42,9 +42,9 @@ class _Counting(Training):
 
     def count(self) -> None:
         """Takes over what the handles have counted themselves."""
-        told = [heal.metrics() for heal in self.heals.values()]
-        self.counts.clips = sum(int(each["heal/clips"]) for each in told)
-        self.counts.lr_cuts = sum(int(each["heal/lr_cuts"]) for each in told)
+        metrics = [heal.metrics() for heal in self.heals.values()]
+        self.counts.clips = sum(int(each["heal/clips"]) for each in metrics)
+        self.counts.lr_cuts = sum(int(each["heal/lr_cuts"]) for each in metrics)
 
 
 class _Rows(Sequence):

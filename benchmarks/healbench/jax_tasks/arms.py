@@ -136,8 +136,8 @@ def _nan_unless_finite() -> optax.GradientTransformationExtraArgs:
     """
 
     def update(updates: Any, state: Any, params: Any = None, **given: Any) -> tuple[Any, Any]:
-        sound = jnp.isfinite(given["value"]) & jnp.isfinite(optax.tree.norm(updates))
-        return jax.tree.map(lambda each: jnp.where(sound, each, jnp.nan), updates), state
+        finite = jnp.isfinite(given["value"]) & jnp.isfinite(optax.tree.norm(updates))
+        return jax.tree.map(lambda each: jnp.where(finite, each, jnp.nan), updates), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 

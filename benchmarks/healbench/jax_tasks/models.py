@@ -1,7 +1,7 @@
 """The models of the torch side (tasks/models.py) as functions of their parameters, and losses.
 
 Parameters are a flat dictionary by the names of the torch modules. A loss returns the BatchNorm
-statistics of its batch beside its value: by the names of the running ones, {} without BatchNorm.
+statistics of its batch with its value: by the names of the running ones, {} without BatchNorm.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adversarial training: two optimizers, and losses that say nothing about how good the run is."""
+"""Adversarial training: two optimizers, and losses that do not show how good the run is."""
 
 from __future__ import annotations
 
