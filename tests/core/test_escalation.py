@@ -97,7 +97,7 @@ def test_a_run_whose_numbers_are_finite_goes_on_with_an_alert():
     assert runner.state.budget.recoveries == 0
 
 
-def test_the_alert_comes_once_per_rung_not_at_each_step():
+def test_the_alert_comes_once_per_escalation_not_at_each_step():
     losses = np.ones(100)
     losses[10] = 9.0
     losses[30:60] = 9.0
@@ -133,7 +133,7 @@ def test_one_nan_within_a_finite_trouble_is_what_it_is_asked_at():
 
 
 def growing(runs: int) -> dict[str, np.ndarray]:
-    """Loss and norm that double for eight steps, again and again, each time from calm."""
+    """Loss and norm that double for eight steps, again and again, each time from the same level."""
     grown = np.tile(np.r_[np.zeros(42), 2.0 ** np.arange(8)], runs)
     return {"loss": 2 + grown, "grad_norm": 1 + 30 * grown}
 
@@ -180,7 +180,7 @@ def test_rollbacks_are_counted_where_they_are_carried_out():
     assert runner.engine.metrics(runner.state)["heal/rollbacks"] == 1
 
 
-def test_a_refund_after_long_health_and_never_above_the_full_purse():
+def test_a_refund_after_long_health_and_never_above_the_full_budget():
     runner = Runner(CONFIG)
     runner.feed(loss=bad(20, 10))
     assert runner.state.budget.recoveries == 2
@@ -200,7 +200,7 @@ def test_cuts_have_a_budget_of_their_own():
     assert len(depths(decisions)) == 3
 
 
-def test_a_cause_that_is_only_told_opens_no_incident():
+def test_a_cause_that_only_alerts_opens_no_incident():
     config = watching(
         "plateau",
         RuleConfig(int(Cause.PLATEAU), action=int(Action.ALERT)),

@@ -1,4 +1,4 @@
-"""What the host says: a rollback that it declines, a cut of the rate that it asks for."""
+"""Requests of the host: it declines a rollback, or asks for a cut of the rate."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_the_core_goes_on_as_the_reference_does(often):
     state, rows, asked = engine.init(batch=(lanes,)), [], []
     for i in range(steps):
         state, decision = engine.step(state, fuzz.at(trace, i), xp=np)
-        rows.append(oracle.told(state, decision))
+        rows.append(oracle.columns_of(state, decision))
         asked.append((decision.action & int(Action.ROLLBACK) != 0) & coin[i])
         state = map_leaves(
             lambda old, new, where=asked[-1]: pick(where, new, old, xp=np),

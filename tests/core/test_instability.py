@@ -246,8 +246,8 @@ def test_nan_and_inf_teach_nothing():
 
 
 @pytest.mark.parametrize("at", [0, 1, 30, 99, 100, 103, 108, 113, 159])
-def test_an_announced_change_begins_anew(at):
-    """From there on it says what it would of a run that begins there."""
+def test_an_announced_change_starts_over(at):
+    """From there on it decides as on a run that begins there."""
     losses, norms = scenario()
     change_expected = np.arange(160) == at
     flags = np.broadcast_to(change_expected[:, None], losses.shape)
@@ -256,7 +256,7 @@ def test_an_announced_change_begins_anew(at):
     np.testing.assert_array_equal(found[at:], run(losses[at:], norms[at:]))
 
 
-def test_a_change_announced_at_a_nan_step_begins_anew_too():
+def test_a_change_announced_at_a_nan_step_starts_over_too():
     losses, norms = scenario()
     losses[104] = np.nan
     change_expected = np.broadcast_to((np.arange(160) == 104)[:, None], losses.shape)

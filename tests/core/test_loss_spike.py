@@ -1,4 +1,4 @@
-"""Loss spike: fires on what is one, whatever the unit of the loss, and tells one step from many."""
+"""The loss spike detector fires on spikes in any unit of the loss, and separates one from many."""
 
 from __future__ import annotations
 
@@ -127,27 +127,29 @@ def test_a_climb_of_thirty_steps_soon_after_the_first_descent_is_found():
 
 
 def lasts(losses: np.ndarray) -> np.ndarray:
-    """At which steps it is said to last, with a rule that fires at each of them."""
+    """At which steps the spike lasts, by a rule that fires at each of them."""
     losses = np.asarray(losses, np.float32)
     runner = Runner(
         CONFIG._replace(incident=IncidentConfig(quiet_steps=1, patience=1)), lanes=LANES
     )
-    said = []
+    lasting = []
     for loss in losses:
         runner.step(loss=loss)
-        said.append(runner.state.rules[0].age == 0)
-    return np.array(said)
+        lasting.append(runner.state.rules[0].age == 0)
+    return np.array(lasting)
 
 
 def test_a_step_that_is_at_the_level_orders_nothing_within_an_incident():
     losses = 2.5 + 0.05 * noise(600)
     losses[400:430] += 1.0
     losses[[412, 413, 420]] -= 1.0
-    said = lasts(losses)
-    assert said[408:412].all()
-    assert not said[[412, 413, 420]].any(), "the loss has come back"
-    assert said[[414, 415, 416, 421, 422]].all(), "the incident goes on: no new evidence is needed"
-    assert not said[430:].any()
+    lasting = lasts(losses)
+    assert lasting[408:412].all()
+    assert not lasting[[412, 413, 420]].any(), "the loss has come back"
+    assert lasting[[414, 415, 416, 421, 422]].all(), (
+        "the incident goes on: no new evidence is needed"
+    )
+    assert not lasting[430:].any()
 
 
 def test_nan_and_inf_teach_nothing():

@@ -74,7 +74,7 @@ def test_without_hold_and_ramp_it_is_back_at_once():
 
 
 def test_an_incident_stops_the_way_back():
-    calm, troubled = scales(30, 2), scales(30, 2, 10)
+    healthy, troubled = scales(30, 2), scales(30, 2, 10)
     quiet_rule = CONFIG._replace(
         rules=(
             *CONFIG.rules[:0],
@@ -82,7 +82,7 @@ def test_an_incident_stops_the_way_back():
         )
     )
     assert (scales(30, 2, config=quiet_rule) == 1).all()
-    assert troubled[12] < calm[12]
+    assert troubled[12] < healthy[12]
 
 
 # -- a ceiling ------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def test_it_never_ramps_into_the_rate_that_broke_it(seed, factor, ceiling, kind)
 def test_long_health_raises_it_until_the_schedule_is_back():
     budget = BudgetConfig(lr_cuts=100, refund_after=20)
     got = scales(120, 2, config=LIMITED._replace(budget=budget))
-    # Calm from 5 on: after 20 steps of health the ceiling is 0.5 / 0.25, which is above 1.
+    # Healthy from 5 on: after 20 steps of health the ceiling is 0.5 / 0.25, which is above 1.
     assert got[23] == np.float32(0.5)
     assert (got[25:] == 1).all()
     lower = LIMITED._replace(budget=budget, lr=LIMITED.lr._replace(factor=0.75, ceiling=0.5))
@@ -198,7 +198,7 @@ def test_health_without_end_overflows_nothing():
     assert all(np.isfinite(leaf) for leaf in floats)
 
 
-def test_the_engine_says_whether_it_wants_the_rate():
+def test_the_engine_reports_whether_it_needs_the_rate():
     assert Runner(LIMITED).engine.limits_lr
     assert not Runner(CONFIG).engine.limits_lr, "no ceiling"
     assert not Runner(LIMITED._replace(rules=())).engine.limits_lr, "no cut"

@@ -92,11 +92,11 @@ def test_zeros_and_non_numbers_teach_nothing(kind):
         np.testing.assert_array_equal(run(kind, faulty)[0][keep], clean)
 
 
-def test_an_update_spike_beside_calm_gradients():
-    """Marin 32B: update norms jumped while clipped gradients were calm."""
+def test_an_update_spike_with_steady_gradients():
+    """Marin 32B: update norms jumped while clipped gradients stayed steady."""
     runner = Runner(watching("update_spike"))
-    calm = np.ones(100)
+    steady = np.ones(100)
     updates = 1e-3 * np.ones(100)
     updates[80] = 0.1
-    decisions = runner.feed(grad_norm=calm, update_norm=updates)
+    decisions = runner.feed(grad_norm=steady, update_norm=updates)
     assert np.flatnonzero(alarms(decisions, Cause.UPDATE_SPIKE)).tolist() == [80]

@@ -67,7 +67,7 @@ STOPS = (15, 40, 100, 250)
 
 @functools.cache
 def trial(clip: str):
-    """A policy, its trace, and what the reference says of it."""
+    """A policy, its trace, and the reference's decisions on it."""
     groups = policies.GROUPS if clip == "adagc" else 0
     if clip == "growing":
         config = policies.growing()
@@ -81,7 +81,7 @@ def trial(clip: str):
 
 
 def complaint(clip: str) -> str | None:
-    """What the oracle says of the core as it is now, as soon as it has something to say."""
+    """The first disagreement that the oracle finds in the core as it is now; None without one."""
     config, trace, groups, expected = trial(clip)
     try:
         with np.errstate(all="ignore"):

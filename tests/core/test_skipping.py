@@ -20,7 +20,7 @@ def test_a_row_of_outliers_ends_after_max_skips():
     assert skips([1.0] * 50 + [100.0] * 10) == [50, 51, 52, 53]
 
 
-def test_a_calm_step_begins_a_new_row():
+def test_a_healthy_step_begins_a_new_row():
     norms = [1.0] * 50 + [100.0] * 6 + [1.0] + [100.0] * 2
     assert skips(norms) == [50, 51, 52, 53, 57, 58]
 

@@ -80,9 +80,9 @@ def test_the_tolerance_would_notice_another_threshold():
 
 def test_where_the_package_goes_blind_or_locks_in():
     """What healcore departs from is still published, and still departed from."""
-    calm = np.exp(0.1 * np.random.default_rng(0).normal(size=200)).astype(np.float32)
-    one_nan = np.concatenate([calm, [np.float32("nan")], calm, [np.float32(50)]])
-    shifted = np.concatenate([calm, 2 * np.tile(calm, 5)])
+    healthy = np.exp(0.1 * np.random.default_rng(0).normal(size=200)).astype(np.float32)
+    one_nan = np.concatenate([healthy, [np.float32("nan")], healthy, [np.float32(50)]])
+    shifted = np.concatenate([healthy, 2 * np.tile(healthy, 5)])
     settings = {"z_thresh": 2.5, "max_grad_norm": None, **MODES["reciprocal"]}
     config = EngineConfig(clip=("zclip", RULES["zclip"].ZClipConfig(max_norm=None)))
 

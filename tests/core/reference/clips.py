@@ -1,7 +1,7 @@
 """The reference's clipping rules, from their docstrings: Python floats, lists, ifs.
 
 Each has `see(norm, groups, learn, restart, outlier) -> Clipped`. `norm` and `groups` are finite;
-`outlier` says whether the loss stands out, None that nobody watches it.
+`outlier` is whether the loss stands out, None if no detector watches it.
 """
 
 from __future__ import annotations

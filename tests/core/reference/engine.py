@@ -32,7 +32,7 @@ class Verdict(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What the core's metrics say: of the last step, and counts so far."""
+    """The core's metrics: of the last step, and counts so far."""
 
     threshold: float = 0.0
     z: float = 0.0

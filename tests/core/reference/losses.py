@@ -7,7 +7,7 @@ from typing import Any
 from healcore.core.verdict import Cause
 from tests.core.reference.ties import Ties
 
-Word = tuple[bool, bool, int]
+Finding = tuple[bool, bool, int]
 
 
 def clamp(x: float, low: float, high: float) -> float:
@@ -96,7 +96,7 @@ class LossSpike:
         self.level = Level(ties)
         self.tail, self.votes, self.lasted = 1.5, 0.0, 0
 
-    def see(self, step: Any) -> Word:
+    def see(self, step: Any) -> Finding:
         c, level, x = self.config, self.level, step.loss
         if step.restart:
             # The noise is remembered: what is expected is another level, not another noise.
@@ -123,7 +123,7 @@ class LossSpike:
         enough = self.ties.above(self.votes, c.evidence)
         fading = self.lasted > 0 and not self.ties.above(0.5, self.votes)
         lasting = enough or fading
-        # Within an incident only a step that casts a vote says so.
+        # Within an incident only a step that casts a vote counts.
         voting = self.ties.above(score, 1.0) or slow_vote > 0
         ended = (self.lasted > 0 and not lasting) or (lasting and self.lasted + 1 >= c.escape)
         level.learn(x, unit, constant, warm=warm, lasting=lasting, over=ended)
@@ -146,7 +146,7 @@ class Divergence:
         self.trend = self.slow = self.best = self.top = 0.0
         self.noise = self.long = self.residual = 0.0
 
-    def see(self, step: Any) -> Word:
+    def see(self, step: Any) -> Finding:
         if step.restart:
             self.count, self.latched = 0, False
         if not step.finite:
@@ -199,7 +199,7 @@ class Instability:
     """Records of the loss, each far above the last, while the norm is many times its usual size."""
 
     def __init__(self, config: Any, ties: Ties) -> None:
-        self.config, self.said, self.ties = config, ties, Ties()
+        self.config, self.shared_ties, self.ties = config, ties, Ties()
         """A comparison too close to call, here in `ties`, bears on all that comes after it."""
         self.learnt = 0
         self.row: list[float] = []
@@ -209,7 +209,7 @@ class Instability:
         self.level = self.best = self.top = self.noise = self.usual = 0.0
         self.last = (0.0, 0.0)
 
-    def see(self, step: Any) -> Word:
+    def see(self, step: Any) -> Finding:
         c, x = self.config, step.loss
         if step.restart:
             self.learnt = 0
@@ -233,7 +233,7 @@ class Instability:
             if back or self.since >= c.patience:
                 self.row = []
         if self.ties.close:
-            self.said.recall(self.ties.closest)
+            self.shared_ties.recall(self.ties.closest)
         alarm = bool(new) and len(self.row) >= c.records
         settled = high and not new and self.since >= 4 * c.patience
         if not (high or self.row):

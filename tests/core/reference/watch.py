@@ -20,7 +20,7 @@ class Watch:
         self.level = self.spread = 0.0
 
     def see(self, value: float, rejected: bool) -> bool:
-        """Takes a learnt value; says whether `level` and `spread` are the new baseline."""
+        """Takes a learnt value; returns whether `level` and `spread` are the new baseline."""
         most = self.config.patience * self.config.gain
         if not rejected and self.run == 0:
             return False
