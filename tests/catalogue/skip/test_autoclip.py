@@ -63,7 +63,7 @@ def test_the_package_clips_the_same_steps():
 
 
 def test_one_nan_makes_the_original_s_limit_nan():
-    run = traces.calm(0, 200)
+    run = traces.healthy(0, 200)
     run.norm[50] = np.nan
     (ours,) = traces.port(RECIPE, [run])
     assert np.isnan(published.autoclip(run.norm)[50:]).all()

@@ -1,4 +1,4 @@
-"""The runs on which an original and its port are driven, and the port driven on them."""
+"""Runs on which an original rule and its port run, and the port's decisions on them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Trace(NamedTuple):
     norm: np.ndarray
 
 
-class Told(NamedTuple):
-    """What a policy says of one run, (steps,)."""
+class Decisions(NamedTuple):
+    """What a policy decides at each step of one run, (steps,)."""
 
     alarm: np.ndarray
     """bool: some detector finds the step out of line."""
@@ -34,7 +34,7 @@ class Told(NamedTuple):
     """Of the clipping rule."""
 
 
-def port(policy: PolicySource, runs: list[Trace]) -> list[Told]:
+def port(policy: PolicySource, runs: list[Trace]) -> list[Decisions]:
     """Drives a policy on all runs at once, a lane each; a shorter run ends in skipped steps."""
     steps = max(len(run.loss) for run in runs)
     shape = (steps, len(runs))
@@ -51,7 +51,7 @@ def port(policy: PolicySource, runs: list[Trace]) -> list[Told]:
         rows.append((d.cause != 0, d.skip, d.grad_scale, state.last.threshold))
     columns = [np.stack(column) for column in zip(*rows, strict=True)]
     return [
-        Told(*(column[: len(run.loss), lane] for column in columns))
+        Decisions(*(column[: len(run.loss), lane] for column in columns))
         for lane, run in enumerate(runs)
     ]
 
@@ -63,20 +63,20 @@ def after_none(flags: np.ndarray, steps: int) -> np.ndarray:
     return before[at] == before[np.maximum(0, at - steps)]
 
 
-def calm(seed: int, steps: int = STEPS) -> Trace:
+def healthy(seed: int, steps: int = STEPS) -> Trace:
     """A falling loss with Gaussian noise, norms with a lognormal scatter of ten percent."""
     rng = np.random.default_rng(seed)
     loss = 2 + 3 * np.exp(-np.arange(steps) / 120) + 0.05 * rng.normal(size=steps)
     norm = (0.6 + np.exp(-np.arange(steps) / 90)) * np.exp(0.1 * rng.normal(size=steps))
-    return Trace(f"calm {seed}", loss.astype(np.float32), norm.astype(np.float32))
+    return Trace(f"healthy {seed}", loss.astype(np.float32), norm.astype(np.float32))
 
 
 def synthetic() -> list[Trace]:
-    """Calm runs, single spikes, rows of them, ramps, level shifts and heavy tails; all finite."""
+    """Healthy runs, single spikes, rows of them, ramps, level shifts, heavy tails; all finite."""
     runs = []
     for seed in range(2):
         rng = np.random.default_rng(50 + seed)
-        base = calm(seed)
+        base = healthy(seed)
         single = rng.random(STEPS) < 0.01
         row = np.zeros(STEPS, bool)
         for start in (150, 270, 420):
