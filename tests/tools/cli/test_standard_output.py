@@ -60,7 +60,7 @@ def test_nor_that_all_is_well(dead):
 
 
 @full
-def test_a_full_disk_is_said_and_is_no_verdict(dead):
+def test_a_full_disk_is_reported_and_is_no_verdict(dead):
     with open("/dev/full", "wb") as nowhere:
         probe = run("probe", "loss", dead, "--json", stdout=nowhere)
         listed = run("policy", "list", stdout=nowhere)

@@ -1,4 +1,4 @@
-"""Small nets that train well, to see what the optimizer probe says of healthy states.
+"""Small nets that train well: healthy states for the optimizer probe.
 
     python -m tests.tools.probe.healthy_nets
 

@@ -1,4 +1,4 @@
-"""Damaged checkpoints of any format: an answer or an error in words, never a traceback."""
+"""Damaged checkpoints of any format: an answer or an error message, never a traceback."""
 
 from __future__ import annotations
 

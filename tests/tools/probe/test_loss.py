@@ -32,7 +32,7 @@ def test_a_run_that_ends_in_nan_fails(tmp_path):
         assert verdict_of(result, "finite") == "FAIL"
 
 
-def test_nan_that_was_survived_warns_and_says_where(tmp_path):
+def test_nan_that_was_survived_warns_and_names_the_steps(tmp_path):
     values = falling(200, 0.05)
     values[60:63] = np.nan
     result = probe_values(tmp_path, values)
@@ -86,7 +86,7 @@ def test_noise_around_a_level_learns_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("goal", ["down", "up"])
-def test_the_number_beside_the_bound_is_the_one_that_decided(tmp_path, goal):
+def test_the_number_next_to_the_bound_is_the_one_that_decided(tmp_path, goal):
     """A step up at the very end: its ends are apart, its trend is not."""
     values = 3 + 0.02 * RANDOM.normal(size=400)
     values[-40:] += 2.0
@@ -133,7 +133,7 @@ def test_a_reward_should_rise(tmp_path):
     assert result.facts["best"] == pytest.approx(np.float32(rising.max()))
 
 
-def test_smoothness_is_what_it_is_said_to_be(tmp_path):
+def test_smoothness_follows_its_definition(tmp_path):
     values = falling(300, 0.2)
     recorded = values.astype(np.float32).astype(np.float64)
     expected = 1 - np.diff(recorded).var() / recorded.var()

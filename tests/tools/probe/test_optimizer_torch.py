@@ -138,7 +138,7 @@ class TestFormats:
 
     @pytest.mark.parametrize("weights", ["pytorch_model.bin", "model.safetensors"])
     def test_directory_of_the_trainer(self, tmp_path, ill, weights):
-        """Weights beside the optimizer, in groups with and without decay."""
+        """Weights next to the optimizer, in groups with and without decay."""
         from safetensors.torch import save_file
 
         net, optimizer = ill
@@ -153,7 +153,7 @@ class TestFormats:
             torch.save(net.state_dict(), tmp_path / weights)
             self.check(tmp_path)
         else:
-            # Sorted by name: which of the six alike is which cannot be known, so nothing is said.
+            # Sorted by name: the six alike cannot be distinguished, so nothing is reported.
             save_file(net.state_dict(), tmp_path / weights)
             result = probe(tmp_path)
             assert result.facts["top"][0]["parameter"] == "group 0, parameter 4"
@@ -182,7 +182,7 @@ def test_before_step_50_nothing_is_verdict_of(tmp_path):
     assert probe(saved(tmp_path, net, optimizer), min_step=49).verdict.value == "PASS"
 
 
-def test_nan_is_told_before_step_50_too(tmp_path):
+def test_nan_is_reported_before_step_50_too(tmp_path):
     net, optimizer = trained(steps=3)
     for slots in optimizer.state.values():
         slots["exp_avg_sq"].fill_(float("nan"))

@@ -52,8 +52,8 @@ def step(engine: Engine, state, row):
     return new, new.last.decision
 
 
-def told(decision, action):
-    """What a line would say of it, without the scores."""
+def line_of(decision, action):
+    """The content of a decision's line, without the scores."""
     return (
         Cause(int(decision.cause)),
         Action(action),
@@ -78,7 +78,7 @@ def by_hand(engine: Engine, state, rows, index):
             if int(now.recovered) == 0 and fresh and (paid or int(now.number) != over):
                 action |= int(Action.ROLLBACK)
                 over = over if paid else int(now.number)
-            line = told(decision, action)
+            line = line_of(decision, action)
             if line != (Cause(0), Action(0), False, 1.0, 1.0):
                 found.append((number, line))
         states.append(state)
@@ -183,7 +183,7 @@ def test_a_spent_budget_does_not_stop_what_is_finite_and_does_not_grow(tmp_path)
     assert all(Action.ALERT | Action.ROLLBACK in row.action for row in again)
 
 
-def test_a_spent_budget_is_told_and_the_replay_goes_on(tmp_path):
+def test_a_spent_budget_is_reported_and_the_replay_goes_on(tmp_path):
     run = logs.noisy(900)
     for onset in range(100, 900, 150):
         run["loss"][onset : onset + 20] = ["nan"] * 20
@@ -240,10 +240,10 @@ def test_the_first_rollback_of_an_incident_is_what_would_have_happened(tmp_path)
     assert "STOP" not in second.action
     assert "would roll back (once more if that had not helped)" in outcome(first)
     assert "would roll back (if that had not helped: it would stop)" in outcome(second)
-    told = facts(summary, "numpy")
-    assert told["rollbacks"] == "2, and 2 more if rollbacks had not helped, 1 beyond the budget"
-    assert told["cuts of the learning rate"] == "2, and 2 more if rollbacks had not helped"
-    assert told["smallest learning-rate multiplier"] == (
+    shown = facts(summary, "numpy")
+    assert shown["rollbacks"] == "2, and 2 more if rollbacks had not helped, 1 beyond the budget"
+    assert shown["cuts of the learning rate"] == "2, and 2 more if rollbacks had not helped"
+    assert shown["smallest learning-rate multiplier"] == (
         f"{summary.lowest_lr_first:g}, or {summary.lowest_lr:g} if rollbacks had not helped"
     )
 

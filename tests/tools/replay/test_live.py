@@ -23,7 +23,7 @@ def flags(kind, names) -> tuple[str, ...]:
     return tuple(each.name for each in kind if each.name in names)
 
 
-def lived(path: Path) -> Iterator[Step]:
+def live_steps(path: Path) -> Iterator[Step]:
     """What the live run decided, line by line."""
     for line in map(json.loads, path.open()):
         yield (
@@ -59,7 +59,7 @@ def test_with_rollbacks(framework, bad, tmp_path):
     loop = loop_of(framework, Faults(once=bad), rules())
     facts = train(loop, rules(), range(40), metrics=path)
     assert facts["rollbacks"] == len(bad)
-    live = list(lived(path))
+    live = list(live_steps(path))
     found, summary = replayed(path, rules(), len(live))
     assert found == live
     assert summary.rollbacks == len(bad)
@@ -72,7 +72,7 @@ def test_with_a_preset(tmp_path):
     path = tmp_path / "run.metrics.jsonl"
     loop = loop_of("torch", Faults(always=[50]), load("pretraining"))
     train(loop, load("pretraining"), range(90), metrics=path)
-    live = list(lived(path))
+    live = list(live_steps(path))
     assert sum(line[3] < 1 for line in live) > 0
     found, summary = replayed(path, "pretraining", len(live))
     assert found == live
@@ -86,7 +86,7 @@ def test_a_run_that_its_policy_stopped(tmp_path):
     loop = loop_of("torch", Faults(always=range(20, 60)), policy)
     with pytest.raises(SystemExit):
         train(loop, policy, range(60), metrics=path)
-    live = list(lived(path))
+    live = list(live_steps(path))
     found, summary = replayed(path, policy, len(live))
     assert found == live
     assert (summary.rollbacks, summary.spent) == (2, 1)

@@ -40,8 +40,8 @@ def test_a_window_in_every_backend(tmp_path, family, spikes):
         rows = list(csv.DictReader(file))[max(0, onset - 200) : onset + 60]
     columns = {name: [row[name] for row in rows] for name in rows[0] if name != "step"}
     path = logs.write(tmp_path / "a.csv", columns, [float(row["step"]) for row in rows])
-    told = check(logs.trace(path), "default")
-    assert '"ROLLBACK"' in "".join(told)
+    output = check(logs.trace(path), "default")
+    assert '"ROLLBACK"' in "".join(output)
 
 
 @needed

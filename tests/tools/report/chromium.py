@@ -72,7 +72,7 @@ def open_page(page: Path, folder: Path, *, width: int = 1280) -> Opened:
 
 
 def print_page(page: Path, folder: Path) -> tuple[bytes, str]:
-    """A page on paper: the PDF, and what was said on the console."""
+    """A page on paper: the PDF, and the messages on the console."""
     pdf = folder / "page.pdf"
     done = _run(folder, "--no-pdf-header-footer", f"--print-to-pdf={pdf}", str(page))
     return pdf.read_bytes(), "\n".join(re.findall(r".*CONSOLE.*", done.stderr))

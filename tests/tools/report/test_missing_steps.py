@@ -1,4 +1,4 @@
-"""Where steps are missing the curve is broken, and a note says which."""
+"""Where steps are missing the curve is broken, and a note names them."""
 
 from __future__ import annotations
 

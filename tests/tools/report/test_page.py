@@ -1,4 +1,4 @@
-"""The page as text: complete, self-contained, and safe whatever the files say."""
+"""The page as text: complete, self-contained, and safe whatever the files contain."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_families():
         inside = {f for f, out in zip(families, held, strict=True) if out}
         assert not inside & {f for f, out in zip(families, held, strict=True) if not out}
         sides = [{e for e, out in zip(events, held, strict=True) if out == side} for side in (0, 1)]
-        assert sides == [{True, False}, {True, False}], "both sides have events and calm runs"
+        assert sides == [{True, False}, {True, False}], "both sides have events and healthy runs"
 
 
 def test_one_family_is_split_by_run_and_one_run_not_at_all():
@@ -112,7 +112,7 @@ def test_what_each_run_likes_by_itself_is_not():
     assert verdict.validation.best.gap > 0.1, "what over-fitting would have promised"
 
 
-def test_without_anything_held_out_it_says_so():
+def test_a_verdict_without_held_out_runs_is_marked():
     good = np.where(plateau((0.6, 0.4), 0.2), 9, 5)
     asked = choose_policy(
         tallies(good[None]), UNITS, Splits((), "", 1), "balance", 0.1, wanted=False
@@ -122,13 +122,13 @@ def test_without_anything_held_out_it_says_so():
 
 
 @pytest.mark.parametrize("objective", ["balance", "recall", "lost"])
-def test_a_setting_that_no_held_out_event_speaks_for_is_not_taken(objective):
+def test_a_setting_that_no_held_out_event_supports_is_not_taken(objective):
     good = np.where(plateau((0.6, 0.4), 0.2), 9, 5)
     lost = np.where(plateau((0.6, 0.4), 0.2), 10, 900)
     runs = [each._replace(lost=lost) for each in tallies(good[None])]
-    calm = [each._replace(lost=lost) for each in tallies(np.zeros((4, len(UNITS)), int), 0)]
+    healthy = [each._replace(lost=lost) for each in tallies(np.zeros((4, len(UNITS)), int), 0)]
     held = tuple(np.arange(5) == k for k in range(1, 5))
-    for splits, part in ((Splits((), "", 1), runs), (Splits(held, "family", 5), runs + calm)):
+    for splits, part in ((Splits((), "", 1), runs), (Splits(held, "family", 5), runs + healthy)):
         verdict = choose_policy(part, UNITS, splits, objective, 0.1)
         assert verdict.choice.index != 0
         assert verdict.take == 0
@@ -155,4 +155,4 @@ def test_a_base_in_the_middle_is_kept():
     verdict = choose_policy(tallies(scores[None]), UNITS_HERE, Splits((), "", 1), "balance", 0.1)
     assert verdict.take == 0
     assert verdict.reason.startswith("keep the base policy")
-    assert "cannot be checked" in verdict.reason, "said when the base is kept, too"
+    assert "cannot be checked" in verdict.reason, "reported when the base is kept, too"

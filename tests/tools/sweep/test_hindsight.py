@@ -1,4 +1,4 @@
-"""Events seen in hindsight agree with the labels, as far as docs/sweep.md says."""
+"""Events found in hindsight agree with the labels as docs/sweep.md describes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def test_spikes_of_a_made_up_run():
 def test_one_bad_batch_is_no_event():
     loss = samples.losses(np.random.default_rng(1), 800)
     loss[500] += 5
-    told = seen(loss)
-    assert not told.spikes
-    assert not told.ambiguous
+    events = seen(loss)
+    assert not events.spikes
+    assert not events.ambiguous
 
 
 def test_holes_do_not_matter():
@@ -70,4 +70,4 @@ def test_against_the_labels():
     assert found["spiky"] >= 52
     assert extra["llama"] == 0
     assert extra["spiky"] <= 4
-    assert extra["calm"] == 0, "nothing on calm runs, bad batches and hard negatives"
+    assert extra["calm"] == 0, "nothing on healthy runs, bad batches and hard negatives"

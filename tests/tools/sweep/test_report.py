@@ -1,4 +1,4 @@
-"""What the tables and the JSON say about how far a sweep may be believed."""
+"""The tables and the JSON show how far a sweep can be trusted."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def test_events_of_one_family_are_held_out_run_by_run(logs, tmp_path):
     done = run(
         *some, "-p", blunt(tmp_path), "--vary", DULL, "--variants", "20", "-o", out, "--json"
     )
-    told = json.loads(done.output)
-    assert (told["events"], told["held_out"]["by"]) == (4, "run")
-    assert told["held_out"]["events"] == [2] * 8
-    assert "only one family of runs has events" in " ".join(told["notes"])
+    result = json.loads(done.output)
+    assert (result["events"], result["held_out"]["by"]) == (4, "run")
+    assert result["held_out"]["events"] == [2] * 8
+    assert "only one family of runs has events" in " ".join(result["notes"])
 
 
 def test_lost_is_shown_once_and_its_gap_in_steps(logs, tmp_path):
@@ -61,5 +61,5 @@ def test_attempts_are_not_runs(tmp_path):
         "--overwrite",
     )
     assert "on 1 run (2 attempts):" in run(*arguments).output
-    told = json.loads(run(*arguments, "--json").output)
-    assert (told["runs"], told["attempts"]) == (1, 2)
+    result = json.loads(run(*arguments, "--json").output)
+    assert (result["runs"], result["attempts"]) == (1, 2)

@@ -141,7 +141,7 @@ def test_recorded_runs_in_jax():
     assert compared > 20
 
 
-def test_what_is_trimmed_has_no_say():
+def test_what_is_trimmed_changes_no_decision():
     config = load("default").config()
     fewer = trimmed(config)
     assert fewer.clip is None
@@ -168,5 +168,5 @@ def test_an_own_policy_for_every_preset():
         config = load(name).config()
         values = (np.array([config.max_skips, 1], np.int32),)
         orders = one(NumpySweepScan(trimmed(config), (("max_skips",),)), values, series)
-        told = assert_as_alone(config, (("max_skips",),), values, orders, series, range(2))
-        assert told > 0, name
+        checked = assert_as_alone(config, (("max_skips",),), values, orders, series, range(2))
+        assert checked > 0, name

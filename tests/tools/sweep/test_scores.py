@@ -75,12 +75,14 @@ def test_as_a_replay_of_each():
             chunk = SimpleNamespace(index=np.arange(ROWS), values={"loss": loss})
             action = np.full(len(each), int(Action.ROLLBACK))
             evidence.add(chunk, SimpleNamespace(index=np.array(each, int), action=action))  # type: ignore[arg-type]
-            told = evidence.score(label)
-            assert told is not None
-            assert got.found[i] == told.found
-            assert got.in_time[i] == told.in_time
-            assert tuple(delay for delay in got.delay[i].tolist() if delay >= 0) == told.latencies
-            assert got.false[i] == told.false
+            expected = evidence.score(label)
+            assert expected is not None
+            assert got.found[i] == expected.found
+            assert got.in_time[i] == expected.in_time
+            assert (
+                tuple(delay for delay in got.delay[i].tolist() if delay >= 0) == expected.latencies
+            )
+            assert got.false[i] == expected.false
         assert got.events == 4
 
 
@@ -92,15 +94,15 @@ def test_rows_of_an_earlier_attempt_do_not_count():
     assert ground.spikes[:, 0].tolist() == [500], "the first is the earlier attempt's"
 
 
-def test_words_of_bits():
+def test_packed_bits():
     rng = np.random.default_rng(1)
     due = rng.random((96, 5)) < 0.1
-    words = np.zeros((3, 5), np.uint32)
+    packed_orders = np.zeros((3, 5), np.uint32)
     for row, variant in np.argwhere(due):
-        words[row // 32, variant] |= np.uint32(1) << np.uint32(row % 32)
+        packed_orders[row // 32, variant] |= np.uint32(1) << np.uint32(row % 32)
     each = samples.series_of(Signals(loss=due[:, 0]), (("loss",),), np.zeros(96))._replace(own=40)
     (packed,) = pack([each])
-    (orders,) = unpack([each], packed, words, *np.zeros((2, 3, 5), np.int32))
+    (orders,) = unpack([each], packed, packed_orders, *np.zeros((2, 3, 5), np.int32))
     expected = [(v, r) for v in range(5) for r in range(40, 96) if due[r, v]]
     assert list(zip(orders.variant.tolist(), orders.row.tolist(), strict=True)) == expected
 
@@ -115,10 +117,10 @@ def test_the_objectives():
     assert score(both, "recall", 0.1).argsort().tolist() == [2, 1, 0]
     assert score(both, "false", 0.1).argsort().tolist() == [1, 2, 0]
     assert score(both, "lost", 0.1).argsort().tolist() == [1, 0, 2], "a spike of 31 rows, let be"
-    calm = rates([counted([[], [500]], Label("x", ROWS, (), ()))])
-    assert calm.events == 0
-    assert np.isnan(calm.recall).all(), "nothing to find is not all of it found"
-    assert np.isfinite(score(calm, "balance", 0.1)).all()
+    healthy = rates([counted([[], [500]], Label("x", ROWS, (), ()))])
+    assert healthy.events == 0
+    assert np.isnan(healthy.recall).all(), "nothing to find is not all of it found"
+    assert np.isfinite(score(healthy, "balance", 0.1)).all()
 
 
 def test_latency_is_the_median_as_in_a_replay():
