@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.hostile.reading import Reader
+from tests.hostile.reader_process import Reader
 
 
 @pytest.fixture(scope="session")

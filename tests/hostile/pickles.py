@@ -14,9 +14,9 @@ import torch
 BEGIN, END = b"\x80\x02", b"."
 
 
-def text(words: str) -> bytes:
+def text(value: str) -> bytes:
     """A text."""
-    data = words.encode()
+    data = value.encode()
     return b"X" + struct.pack("<I", len(data)) + data
 
 

@@ -9,7 +9,7 @@ import struct
 
 import pytest
 
-from tests.hostile.reading import Reader
+from tests.hostile.reader_process import Reader
 
 ROWS = "step,loss\n" + "".join(f"{step},{1 / (step + 1)}\n" for step in range(50))
 

@@ -1,4 +1,4 @@
-"""`healcore probe checkpoint` says which parts of a store are pickled."""
+"""`healcore probe checkpoint` reports which parts of a store are pickled."""
 
 from __future__ import annotations
 

@@ -279,7 +279,7 @@ def test_an_index_that_is_damaged_in_a_clever_way(data, tmp_path):
 
 
 def test_shapes_that_nothing_lies_behind_take_no_memory(tmp_path):
-    """The state of an object is read as its structure says, and that lies in the directory."""
+    """The state of an object is read by its structure, which lies in the directory."""
 
     class Holder:
         def state_dict(self) -> dict[str, Any]:
