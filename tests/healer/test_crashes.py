@@ -17,7 +17,7 @@ from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.rollback.journal import Journal
 from healcore.runtime.rollback.manager import RollbackManager
 from healcore.runtime.store.tiered import TieredStore
-from tests.healer.crashes import Crash, quiet_end
+from tests.healer.crashes import Crash, end_without_log
 from tests.healer.killed_runs import at_step, killed
 from tests.healer.loops import Faults, loop_of, rules, same, train
 from tests.healer.run_directory import events, postmortems
@@ -64,8 +64,10 @@ def crashing(monkeypatch: pytest.MonkeyPatch, at: int | None) -> Iterator[list[s
         patch.setattr(RollbackManager, "roll_back", watched)
         for kind, name in POINTS:
             patch.setattr(kind, name, counted(kind, name))
-        # A killed process says nothing at its end.
-        patch.setattr("healcore.runtime.healer.close", lambda run, error: quiet_end(run, error))
+        # A killed process logs nothing at its end.
+        patch.setattr(
+            "healcore.runtime.healer.close", lambda run, error: end_without_log(run, error)
+        )
         yield passed
 
 

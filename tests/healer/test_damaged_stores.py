@@ -98,7 +98,7 @@ def test_damaged_checkpoints_are_named_and_the_newest_intact_one_is_used(
 
 
 def test_missing_checkpoints_are_reported(killed, tmp_path):
-    """The journal of a run that could say how it ended knows that it had saved."""
+    """The journal of a run that logged its end records that it had saved."""
     train(loop_of("torch"), rules(), range(12), store=tmp_path)
     for each in tmp_path.glob("step-*"):
         shutil.rmtree(each)
@@ -109,7 +109,7 @@ def test_missing_checkpoints_are_reported(killed, tmp_path):
 
 
 def test_a_rollback_names_what_it_passes_over(tmp_path):
-    """Damage that came while the run was under way: the listing alone would be silent about it."""
+    """Damage that came while the run was under way: the listing alone would not show it."""
 
     def damage(healer: Any, number: int) -> None:
         if number == 23:

@@ -130,7 +130,7 @@ def test_a_start_that_ignores_the_resumed_state_is_reported(tmp_path):
 
 @pytest.mark.parametrize("kind", [linen, in_place])
 def test_batch_statistics_of_a_skipped_batch_are_taken_back(kind, tmp_path):
-    """As docs/jax.md says: `HealTrainState`, or `update(..., before=snapshot(model))`."""
+    """As in docs/jax.md: `HealTrainState`, or `update(..., before=snapshot(model))`."""
     run = kind("default")
     losses = [loss_of(run.state)]
     healer = train(run, "default", range(120), lambda number: number == 60, store=tmp_path)

@@ -89,7 +89,7 @@ def test_a_disk_that_comes_back_gets_the_quarantine(framework, tmp_path):
     target = logged(found, "rollback")[0]["checkpoint"]
     assert target == 15
     assert seen["before"] == "gone"
-    assert seen["back"][20] == "candidate", "nobody could tell it"
+    assert seen["back"][20] == "candidate", "it could not be marked"
     quarantined = {each["checkpoint"] for each in logged(found, "quarantine")}
     assert 20 in quarantined
     assert logged(found, "end")[0]["last_good"] == 35

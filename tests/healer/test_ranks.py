@@ -19,7 +19,7 @@ SCENARIOS = [*ODD, *HOOKS]
 
 
 class Pair:
-    """What both ranks have said, scenario by scenario."""
+    """The results of both ranks, scenario by scenario."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -142,14 +142,14 @@ def outcome_of(kind: str, folder: Path, monkeypatch: Any, disk: Any) -> dict[str
 
 @pytest.mark.parametrize("kind", STORES)
 def test_where_it_goes_back_to_follows_from_the_steps(kind, tmp_path, monkeypatch):
-    stories = {
+    outcomes = {
         name: outcome_of(kind, tmp_path / name, monkeypatch, disk) for name, disk in DISKS.items()
     }
-    fast = stories["a fast disk"]
+    fast = outcomes["a fast disk"]
     assert [onset for onset, _ in fast["back"]] == [43, 45]
     assert fast["good"][:8] == [0, 5, 10, 15, 20, 25, 30, 35]
     assert fast["failed"] == []
-    for name, other in stories.items():
+    for name, other in outcomes.items():
         assert other == fast, name
 
 

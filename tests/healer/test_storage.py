@@ -118,7 +118,7 @@ def test_another_model_is_refused_before_anything_is_touched(tmp_path):
     with pytest.raises(StateMismatch), Healer(rules(), state=state, store=tmp_path) as healer:
         del healer
     assert torch.equal(model.weight, before)
-    assert not optimizer._optimizer_step_pre_hooks, "nothing of healcore is left on it"
+    assert not optimizer._optimizer_step_pre_hooks, "no hook of healcore is left on it"
 
 
 def test_an_unsavable_state_is_an_error_at_the_start():
@@ -151,20 +151,20 @@ def test_read_only_directory(tmp_path):
 
 
 def test_a_state_that_becomes_unsavable_costs_checkpoints_and_not_the_run(tmp_path):
-    loop, beside = loop_of("torch"), []
+    loop, extra = loop_of("torch"), []
 
-    class Beside:
+    class Extra:
         def state_dict(self):
-            return {"beside": list(beside)}
+            return {"extra": list(extra)}
 
         def load_state_dict(self, state):
-            beside[:] = state["beside"]
+            extra[:] = state["extra"]
 
     def spoil(healer, number):
         if number == 12:
-            beside.append(lambda: None)
+            extra.append(lambda: None)
 
-    loop.state = {**loop.state, "beside": Beside()}
+    loop.state = {**loop.state, "extra": Extra()}
     with pytest.raises(LastStateNotSaved, match=r"at step 30.*checkpoint of step 10"):
         train(loop, rules(), range(30), store=tmp_path, before=spoil)
     assert "no plain form" in events(tmp_path, "save_failed")[0]["problem"]
