@@ -1,4 +1,4 @@
-"""Real runs of the Healer, in both frameworks: every line they write is as the schema says."""
+"""Real runs of the Healer, in both frameworks: every line that they write follows the schema."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def calls() -> Iterator[tuple[str, str, set[str]]]:
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             kind = getattr(node.args[0], "value", None)
             if name in ("event", "write") and isinstance(kind, str):
-                fields = {word.arg for word in node.keywords if word.arg}
+                fields = {keyword.arg for keyword in node.keywords if keyword.arg}
                 yield f"{path.name}:{node.lineno}", kind, fields
 
 

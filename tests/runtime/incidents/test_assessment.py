@@ -15,7 +15,7 @@ from tests.healer.records import record
 
 
 class Weights:
-    """A model in which each batch has the loss that is said here."""
+    """A model whose loss on each batch is given in `now`."""
 
     def __init__(self) -> None:
         self.now: dict[Any, float] = {}

@@ -127,7 +127,7 @@ def test_a_torn_lock_file_is_free(tmp_path, content):
     held.release()
 
 
-def test_another_boot_and_another_life_of_the_number_are_gone(tmp_path):
+def test_a_holder_of_another_boot_or_with_a_reused_pid_is_gone(tmp_path):
     for other in (current_process()._replace(boot="another"), current_process()._replace(born=1)):
         (tmp_path / LOCK).write_bytes(
             checksummed_json.dumps({"schema": 1, "token": "x", **other._asdict()})

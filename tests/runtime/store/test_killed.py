@@ -39,8 +39,8 @@ def test_killed_many_times(rounds, stores, root):
     assert [counts["store"] for counts in counted] == list(stores)
     for counts in counted:
         assert counts["rounds"] >= rounds
-        assert counts["stale"] > 0, "no kill hit a save: make the lives shorter or longer"
-    # Over all stores: on a machine that is busy ten lives of one may all end too early.
+        assert counts["stale"] > 0, "no kill hit a save: change how long the processes run"
+    # Over all stores: on a busy machine all ten processes of one store may be killed too early.
     assert sum(counts["saves"] + counts["rollbacks"] for counts in counted) > 0
 
 

@@ -134,8 +134,8 @@ def test_another_state_does_not_fit(case, store):
         store.restore(7, like)
     differences = "; ".join(error.value.differences)
     assert all(each in differences for each in ("float32", "new", "int"))
-    with pytest.raises(StateMismatch, match="nothing of the kind"):
-        store.restore(7, {"nothing of the kind": like["weights"]})
+    with pytest.raises(StateMismatch, match="no such entry"):
+        store.restore(7, {"no such entry": like["weights"]})
 
 
 @over(*ALL)
