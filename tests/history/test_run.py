@@ -1,4 +1,4 @@
-"""A run is what its events say: incidents, attempts, counts, and how it ended."""
+"""A run is read from its events: incidents, attempts, counts, and how it ended."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_fields_that_are_not_in_their_shape_are_left_out_and_named():
 
 
 def test_the_history_has_no_sentences():
-    """Words for people are made by the tools; a reader's own errors are the exception."""
+    """The tools make the text for people; a reader's own errors are the exception."""
     folder = Path(healcore.history.__file__).parent
     for path in folder.glob("*.py"):
         tree = ast.parse(path.read_text())

@@ -189,12 +189,12 @@ def test_multisteps_nested_in_a_chain_drops_the_loss_unless_wrapped():
     inner = optax.MultiSteps(optax.chain(heal_zclip(), optax.sgd(1.0)), every_k_schedule=1)
     wrapped = optax.GradientTransformationExtraArgs(inner.init, inner.update)
     params, grads = jnp.ones(2), jnp.asarray([0.1, 0.1])
-    for tx, heard in ((inner, False), (wrapped, True)):
+    for tx, skips in ((inner, False), (wrapped, True)):
         chain = optax.chain(optax.identity(), tx)
         state = chain.init(params)
         update = jax.jit(chain.update)
         _, state = update(grads, state, params, value=jnp.float32(jnp.nan))
-        assert bool(last_decision(state).skip) is heard
+        assert bool(last_decision(state).skip) is skips
 
 
 def test_a_bad_micro_batch_does_not_enter_the_accumulator_of_a_protected_multisteps():

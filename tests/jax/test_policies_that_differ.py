@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_not_taken():
 
 
 @pytest.mark.parametrize("make", [protect, lambda tx, p: optax.chain(heal(p), tx)])
-def test_a_forgotten_loss_is_said_once_and_is_nan_in_the_metrics(make):
+def test_a_forgotten_loss_is_reported_once_and_is_nan_in_the_metrics(make):
     tx = make(optax.sgd(0.1), "default")
     update = jax.jit(lambda g, s: tx.update(g, s, PARAMS))
     with pytest.warns(UserWarning, match="value=loss"):

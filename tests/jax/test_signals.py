@@ -101,7 +101,7 @@ def test_a_given_norm_replaces_the_own_one_with_norms_per_tensor_too():
 
 @every_transformation
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 7.0])
-def test_a_void_step_is_not_applied_and_neither_learnt_nor_counted(name, bad):
+def test_an_externally_skipped_step_is_not_applied_learnt_or_counted(name, bad):
     """`externally_skipped=~finite` is what an fp16 user writes."""
     tx = TRANSFORMATIONS[name]()
     update = jax.jit(tx.update)

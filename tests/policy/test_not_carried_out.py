@@ -1,4 +1,4 @@
-"""A key or word that nothing in healcore carries out is refused when the policy is loaded."""
+"""A key or value that nothing in healcore carries out is refused when the policy is loaded."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_keywords_are_refused_alike():
         load("default", budget={"shrinks": 2})
 
 
-def test_a_misspelt_word_is_still_told_from_these():
+def test_a_misspelt_cause_still_gets_a_suggestion():
     with pytest.raises(PolicyError, match='write: "nonfinite"'):
         loads(rule("nonfinit", "alert"))
 

@@ -52,7 +52,7 @@ def test_accumulated_too():
 
 
 @pytest.mark.parametrize("fresh", [True, False])
-def test_a_resumed_run_is_not_begun_anew(fresh):
+def test_a_resumed_run_does_not_start_over(fresh):
     first = plain()
     driver = JaxDriver(first.state, POLICY)
     advance(driver, first, [batch(i) for i in range(3)])

@@ -244,7 +244,7 @@ def test_what_cannot_be_saved_is_named(case, tmp_path):
     assert store.steps() == []
 
 
-def test_memory_holds_no_more_than_it_says(tmp_path):
+def test_memory_holds_no_more_than_it_reports(tmp_path):
     from healcore.torch.store import MemoryStore
 
     keep = Keep(good=1, candidates=2, quarantined=0)
