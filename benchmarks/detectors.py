@@ -165,7 +165,7 @@ def rows_of(scores: dict[str, dict[str, Score]]) -> list[list[str]]:
 
 
 def _largest(scores: dict[str, dict[str, Score]], family: str) -> Score:
-    """A rule that needs norms sees fewer files: the sizes are those of a rule that sees all."""
+    """The score of a rule that sees all files of a family: one that needs norms sees fewer."""
     seen = [families[family] for families in scores.values() if family in families]
     return max(seen, key=lambda one: (one.rows, one.nonfinite_files))
 

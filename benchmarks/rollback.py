@@ -36,7 +36,7 @@ def weights(megabytes: int, arrays: int) -> list[np.ndarray]:
 
 
 def copied(arrays: list[np.ndarray]) -> list[np.ndarray]:
-    """Copies in fresh memory, in the fastest way there is: one block, which gets huge pages."""
+    """Copies into fresh memory in the fastest way: one block, which gets huge pages."""
     sizes = [-(-each.nbytes // 64) * 64 for each in arrays]
     block = np.empty(sum(sizes) + 64, np.uint8)
     at = -block.ctypes.data % 64  # XLA takes aligned memory as it is
@@ -62,13 +62,13 @@ class Fresh:
         self._root.mkdir(parents=True)
 
     def next(self) -> Path:
-        """A directory that is not there yet."""
+        """A directory that does not exist yet."""
         self._count += 1
         return self._root / str(self._count)
 
 
 def stored(store: Any, state: dict[str, Any]) -> Callable[[], None]:
-    """Saves and waits; every save is of another step."""
+    """Saves and waits; each save has a new step."""
     step = [0]
 
     def save() -> None:
@@ -221,12 +221,12 @@ def newest(store: Any) -> int:
 
 
 def disk_rounds(rounds: int) -> int:
-    """Disks are slow: fewer rounds, but never fewer than three."""
+    """Fewer rounds for slow disks, but at least three."""
     return max(3, rounds // 2)
 
 
 def timed(contenders: list[Contender], rounds: int) -> list[Timing]:
-    """Times them; the first is what the ratios are over."""
+    """Times the contenders; ratios are relative to the first."""
     gc.collect()
     return interleave(contenders, reference=contenders[0].name, rounds=rounds, warmup=2)
 

@@ -173,7 +173,7 @@ def bench_torch(params: int, tensors: int, rounds: int, warmup: int) -> dict[str
 
 
 def bench_tiny_torch(rounds: int, warmup: int) -> list[dict[str, Any]]:
-    """Times a whole step of a net of 10,000 parameters, where what is fixed per step shows."""
+    """Times a whole step of a net of 10,000 parameters, where the fixed cost per step shows."""
     import torch
 
     import healcore.torch

@@ -99,7 +99,7 @@ def _cores() -> int:
 def _jobs(
     options: argparse.Namespace, parser: argparse.ArgumentParser
 ) -> tuple[list[Job], list[Job]]:
-    """What was asked for, and that with what it is compared with.
+    """The jobs asked for, and those together with the jobs that they are compared with.
 
     First seeds first, so that what there is after Ctrl-C can be compared. With `--arms` nothing is
     run in addition to them.

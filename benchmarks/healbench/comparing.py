@@ -192,7 +192,7 @@ def metrics_of(results: Iterable[Result]) -> dict[int, float]:
 
 
 def mean_of(metrics: Mapping[int, float]) -> float:
-    """Infinite where one is not finite, NaN of nothing."""
+    """The mean: infinite if a value is not finite, NaN without values."""
     if not metrics:
         return math.nan
     values = list(metrics.values())
@@ -305,7 +305,7 @@ GAPS = {HIGH_RATES: 5.0, ("*bad_shard*",): 1.0}
 
 @dataclass(frozen=True)
 class Rule:
-    """A promise, and whether the results keep it."""
+    """A rule for healcore's arms, and whether the results hold it."""
 
     text: str
     broken: tuple[str, ...]
@@ -363,7 +363,7 @@ def rules(cells: Iterable[Cell]) -> list[Rule]:
 
 
 def percent(value: float) -> str:
-    """With a sign, and no more digits than there is something in."""
+    """A percentage with its sign and only significant digits."""
     if math.isnan(value):
         return "?"
     if abs(value) >= 1000:

@@ -34,7 +34,7 @@ DONE, ERROR, UNAVAILABLE, TIMEOUT, CRASHED = "done", "error", "unavailable", "ti
 
 @dataclass(frozen=True)
 class Job:
-    """What a result is kept under."""
+    """The key of a result."""
 
     framework: str
     task: str
@@ -46,7 +46,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """What one run came to."""
+    """The result of one run."""
 
     framework: str
     task: str
@@ -157,7 +157,7 @@ def _files_of(*things: Any) -> set[Path]:
 
 @functools.cache
 def _healcore(framework: str) -> bytes:
-    """What decides and acts in a run; not the tools."""
+    """Digest of the parts of healcore that run in training, without the tools."""
     parts = ("healcore/core", "healcore/policy", "healcore/runtime", f"adapters/{framework}")
     files = sorted(file for part in parts for file in (ROOT / part).rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).digest()
@@ -213,7 +213,7 @@ def failed(job: Job, status: str, error: str) -> Result:
 
 
 class Store:
-    """A folder of results. A file is there whole or not at all."""
+    """A folder of results. Files are written atomically."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -289,7 +289,7 @@ def run_all(
 
 
 class _Worker:
-    """A process that runs what it is given, and the processes after it where it dies or hangs."""
+    """A worker process, replaced by a new one where it dies or hangs."""
 
     def __init__(self, run: Run, limit: float, folder: Path) -> None:
         self.run, self.limit, self.folder = run, limit, folder
@@ -321,7 +321,7 @@ class _Worker:
 
     @property
     def idle(self) -> bool:
-        """It waits for a job."""
+        """Whether it waits for a job."""
         return self.ready and self.job is None
 
     @property

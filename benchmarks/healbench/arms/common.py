@@ -43,7 +43,7 @@ def parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def gradients(optimizer: Optimizer) -> list[Tensor]:
-    """The gradients there are."""
+    """The gradients that are not None."""
     return [each.grad for each in parameters(optimizer) if each.grad is not None]
 
 
@@ -61,7 +61,7 @@ def scaler_skips(problem: Problem, optimizer: Optimizer, norm: float) -> bool:
 
 
 def owned(problem: Problem, optimizer: str) -> nn.Module:
-    """What a package that knows one model and one optimizer is given as the model.
+    """The model to pass to a package that handles one model and one optimizer.
 
     The whole program's modules, or, of a program with several optimizers, the parameters of one.
     """
