@@ -40,7 +40,7 @@ class Expected(NamedTuple):
     """bool (steps, lanes): too close to call."""
 
     def until(self, stop: int) -> Expected:
-        """Of the steps before `stop`."""
+        """The columns of the steps before `stop`."""
         return Expected({name: x[:stop] for name, x in self.columns.items()}, self.close[:stop])
 
 
@@ -104,7 +104,7 @@ def columns_of(state: EngineState, decision: Decision) -> Columns:
 
 
 def compare(expected: Expected, got: Columns) -> Outcome:
-    """Lane by lane, up to the first disagreement."""
+    """Compares lane by lane, up to the first disagreement."""
     steps, lanes = expected.close.shape
     differs = np.zeros((steps, lanes), bool)
     for name, a in expected.columns.items():

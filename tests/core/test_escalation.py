@@ -114,7 +114,7 @@ def test_nothing_finite_stops_it_whatever_else_could_be_cut(cuts):
 
 
 def test_one_nan_within_a_finite_trouble_is_what_it_is_asked_at():
-    """The cause of the step at which the recovery is wanted counts, not what was before."""
+    """The cause at the step that requests the recovery counts, not earlier causes."""
     both = RuleConfig(
         int(Cause.DIVERGENCE | Cause.NONFINITE_LOSS), action=int(Action.ROLLBACK), consecutive=2
     )
@@ -157,7 +157,7 @@ def test_weights_that_get_worse_stop_it_where_no_rule_can_cut():
 
 
 def test_weights_that_get_worse_go_on_while_a_cut_is_left():
-    """Also at the step of the last cut: what it does is not known yet."""
+    """They also go on at the step of the last cut: its effect is not known yet."""
     both = RuleConfig(INSTABLE, action=int(Action.ROLLBACK | Action.CUT_LR))
     decisions = Runner(unstable(both, recoveries=1, lr_cuts=3)).feed(**growing(5))
     recovered, cut, alert, stop = (

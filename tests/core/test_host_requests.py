@@ -90,7 +90,7 @@ def test_a_cut_that_was_ordered_with_it_stays():
 
 @pytest.mark.parametrize("often", [1.0, 0.5])
 def test_the_core_goes_on_as_the_reference_does(often):
-    """Every lane in which a rollback is ordered declines it, or half of the time."""
+    """Lanes decline each ordered rollback, or half of them."""
     steps, lanes = 250, 40
     rng = np.random.default_rng(8)
     trace = fuzz.signals(rng, steps, lanes)

@@ -1,4 +1,4 @@
-"""Instability: loss and norm that grow from step to step, and nothing that is there at once."""
+"""Instability: loss and norm that grow from step to step; a single jump does not count."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_steep_growth_counts_twice():
 
 
 def test_data_that_are_different_at_once_never_alarm():
-    """Of any height, with any norms, with a noise of up to 30 % of the height, learnt or not."""
+    """Steps of any height, any norms, noise up to 30 % of the height, learnt or not: no alarm."""
     rng, steps = np.random.default_rng(10), 300
     t, at = np.arange(steps)[:, None], rng.integers(250, size=MANY)
     learnt = rng.choice([0.0, 0.01, 0.1], MANY)
@@ -109,7 +109,7 @@ def test_data_that_are_different_at_once_never_alarm():
 
 
 def test_single_outliers_never_alarm():
-    """However large, however many, as long as no two are in a row."""
+    """Single bad steps never alarm, however large or many, if no two are in a row."""
     rng, steps = np.random.default_rng(11), 300
     wild = rng.random((steps, MANY)) < rng.uniform(0, 1, MANY)
     for i in range(1, steps):
@@ -121,7 +121,7 @@ def test_single_outliers_never_alarm():
 
 
 def test_no_alarm_while_the_loss_comes_back():
-    """Whatever was before: from the second falling step on there is none."""
+    """From the second falling step on there is no alarm, whatever came before."""
     rng, steps, top = np.random.default_rng(12), 200, 100
     losses = 2 + 0.05 * rng.normal(size=(steps, MANY))
     norms = np.exp(0.3 * rng.normal(size=(steps, MANY)))
@@ -217,7 +217,7 @@ def scenario(steps: int = 160) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_a_power_of_two_as_unit_changes_nothing():
-    """Scale-free to the bit, in the loss and in the norm on their own."""
+    """Scaling the loss or the norm alone changes no bit."""
     losses, norms = scenario()
     norms = norms.astype(np.float32)
     found = run(losses, norms)

@@ -88,7 +88,7 @@ def test_a_high_row_that_comes_again_and_again_is_the_runs_own_noise():
 
 
 def test_a_power_of_two_as_unit_changes_nothing():
-    """Scale-free to the bit."""
+    """Scaling the loss changes no bit."""
     losses = (2.5 + 0.1 * noise(300)).astype(np.float32)
     losses[200:] += 1
     for factor in (2.0**-10, 2.0**10):
@@ -115,7 +115,7 @@ def test_a_falling_loss_is_no_spike():
 
 
 def test_a_climb_of_thirty_steps_soon_after_the_first_descent_is_found():
-    """Too slow to be a spike, too short to be a divergence; its noise grows as it climbs."""
+    """A climb too slow for a spike and too short for a divergence, with growing noise."""
     t = np.arange(300)[:, None]
     losses = 2 + 4 * np.exp(-t / 25) + 0.05 * noise(300)
     losses[[60, 75, 90]] += 1.0  # outliers before it, which raise the learnt threshold
@@ -164,7 +164,7 @@ def test_nan_and_inf_teach_nothing():
 
 
 def test_a_true_level_shift_is_accepted_in_the_end():
-    """Another dataset: an incident, and then the new level is the level."""
+    """A change of dataset opens one incident, and then the new level is learnt."""
     losses = 2.0 + 0.05 * noise(1500)
     losses[500:] += 3.0
     single, lasting = run(losses)

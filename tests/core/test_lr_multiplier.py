@@ -128,7 +128,7 @@ def test_a_schedule_that_decays_below_the_ceiling_is_untouched():
 
 
 def test_a_decay_while_it_is_held_keeps_the_rate_not_the_factor():
-    """Cut to a quarter, and the schedule falls to a quarter by itself: nothing is left to cut."""
+    """After a cut to a quarter, a schedule that falls to a quarter leaves nothing to cut."""
     schedule = np.where(np.arange(12) < 6, 1.0, 0.25)
     got = under(schedule, 2)
     np.testing.assert_allclose(got[2:6], 0.25, rtol=1e-6)

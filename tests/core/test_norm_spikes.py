@@ -1,4 +1,4 @@
-"""Gradient and update spikes: both of the same make, on norms."""
+"""Gradient and update spikes: the same rule on two norms."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def complaint(clip: str) -> str | None:
 
 
 def unnoticed(module: ModuleType, errors: list[mutants.Mutant]) -> list[str]:
-    """Those errors that no policy notices."""
+    """The errors that no policy detects."""
     left = []
     for mutant in errors:
         with mutants.planted(mutant):
@@ -132,5 +132,5 @@ def test_nearly_all_errors_in_each_file_are_noticed(module):
 
 
 def test_the_core_is_whole_again():
-    """Planting leaves nothing behind."""
+    """Planting an error leaves no trace."""
     assert complaint("zclip") is None

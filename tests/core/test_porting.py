@@ -1,4 +1,4 @@
-"""The engine's state as plain data: exact, JSON-safe, and refused when it is not its own."""
+"""The engine's state as plain data: exact, JSON-safe, and refused if from another engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finite outliers are skipped only so many times in a row; what is not finite, always."""
+"""Finite outliers are skipped a limited number of times in a row, non-finite steps always."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vanishing gradients, plateaus, overfitting: what only time shows."""
+"""Vanishing gradients, plateaus and overfitting: faults that show only over time."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def norms(seed: int) -> np.ndarray:
 
 
 def published(values: np.ndarray, **settings) -> tuple[np.ndarray, np.ndarray, ZClip]:
-    """What the package does to a gradient of each norm: factors, means."""
+    """The package's factors and means on gradients of these norms."""
     rule = ZClip(alpha=0.97, warmup_steps=25, **settings)
     module = torch.nn.Linear(1, 1, bias=False)
     factors, means = [], []
@@ -67,7 +67,7 @@ def test_the_same_factors_and_statistics(target, max_norm):
 
 
 def test_the_tolerance_would_notice_another_threshold():
-    """z_threshold 2.45 for 2.5 is seen."""
+    """A z_threshold of 2.45 instead of 2.5 is detected."""
     values = norms(0)
     factors, _, _ = published(values, z_thresh=2.5, max_grad_norm=None, **MODES["reciprocal"])
     config = RULES["zclip"].ZClipConfig(z_threshold=2.45, max_norm=None)
@@ -79,7 +79,7 @@ def test_the_tolerance_would_notice_another_threshold():
 
 
 def test_where_the_package_goes_blind_or_locks_in():
-    """What healcore departs from is still published, and still departed from."""
+    """The published behaviour that healcore departs from is still published."""
     healthy = np.exp(0.1 * np.random.default_rng(0).normal(size=200)).astype(np.float32)
     one_nan = np.concatenate([healthy, [np.float32("nan")], healthy, [np.float32(50)]])
     shifted = np.concatenate([healthy, 2 * np.tile(healthy, 5)])

@@ -23,7 +23,7 @@ class Clipped(NamedTuple):
 
 
 def factor(limit: float, norm: float) -> float:
-    """What brings `norm` down to `limit`."""
+    """The factor that brings `norm` down to `limit`."""
     return limit / (norm + 1e-6)
 
 
@@ -107,7 +107,7 @@ class ZClip:
 
 
 class Fixed:
-    """One limit."""
+    """A fixed limit."""
 
     def __init__(self, config: Any, ties: Ties) -> None:
         self.limit, self.ties = config.max_norm, ties

@@ -34,7 +34,7 @@ class Level:
         return max(noise, 0.5 * min(self.grid, size / 2**5)), constant
 
     def elevation(self, unit: float) -> float:
-        """The level above the slow one, in its own wander."""
+        """The level above the slow level, in units of its own wander."""
         wander = max(self.wander, 0.3 * unit)
         return (self.mean - self.slow) / (wander if unit > 0 else 1.0)
 
@@ -89,7 +89,7 @@ class Level:
 
 
 class LossSpike:
-    """Votes of single steps, a learnt threshold, and an end to each incident."""
+    """Counts votes of single steps against a learnt threshold, and ends each incident."""
 
     def __init__(self, config: Any, ties: Ties) -> None:
         self.config, self.ties = config, ties
@@ -138,7 +138,7 @@ class LossSpike:
 
 
 class Divergence:
-    """A trend above the best there was, that does not come back."""
+    """A trend that rises above its best level and does not come back."""
 
     def __init__(self, config: Any, ties: Ties) -> None:
         self.config, self.ties = config, ties
@@ -247,7 +247,7 @@ class Instability:
         return alarm, alarm, int(Cause.INSTABILITY) if alarm else 0
 
     def _records(self, height: float, high: bool, norm: float, sizes: Any) -> list[float]:
-        """What this step adds to the row: nothing, itself, or itself twice."""
+        """The records that this step adds: none, its height once, or twice."""
         c, above = self.config, self.ties.above
         large = c.norm_ratio * self.usual
         norms = above(norm, large) and above(self.last[1], large)
@@ -260,7 +260,7 @@ class Instability:
         return [height] * (1 + above(height, c.growth**2 * self.row[-1], *sizes))
 
     def _learn(self, x: float, norm: float) -> None:
-        """Of a quiet step: a fall in full, of a rise what the noise allows."""
+        """Learns a quiet step: a fall in full, a rise as far as the noise allows."""
         weight = max(1 / (self.learnt + 1), 1 / 8)
         off = x - self.level
         size = min(abs(off), 3 * self.noise) if self.noise > 0 else abs(off)
@@ -271,7 +271,7 @@ class Instability:
         self.usual += weight * (usual - self.usual)
 
     def _forget(self, *, quiet: bool) -> None:
-        """Best and highest level drift towards the level."""
+        """Lets the best and the highest level drift towards the level."""
         self.best = min(self.level, self.best + (self.level - self.best) / 512)
         self.top += (self.level - self.top) / 512
         if quiet:

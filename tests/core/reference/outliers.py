@@ -52,7 +52,7 @@ class LossWindow:
 
 
 class GradWindow(LossWindow):
-    """The same on the norm."""
+    """The same rule on the norm."""
 
     cause, signal = Cause.GRAD_SPIKE, "norm"
 
