@@ -119,7 +119,7 @@ def test_it_replays_the_same_in_jax(name, run):
 
 @pytest.mark.parametrize("name", ALL)
 def test_it_is_attached_in_torch_and_protects_in_jax(name):
-    """Not a line of framework in a policy: both skip the same steps, and both have good weights."""
+    """Both frameworks skip the same steps and end with finite weights."""
     weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
     optimizer = torch.optim.SGD(weights, lr=1e-2)
     heal = healcore.torch.attach(optimizer, name)

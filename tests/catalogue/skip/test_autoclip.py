@@ -42,7 +42,7 @@ def test_the_same_steps_are_clipped_but_for_norms_within_a_bin_of_the_limit():
 
 
 def test_the_package_clips_the_same_steps():
-    """Its limit is of the norms before this one."""
+    """The limit comes from the norms before this one."""
     autoclip = pytest.importorskip("autoclip.torch", exc_type=ImportError)
     runs = traces.synthetic()[:6]
     for run, ours in zip(runs, traces.port(RECIPE, runs), strict=True):

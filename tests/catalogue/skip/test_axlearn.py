@@ -75,7 +75,7 @@ def test_after_a_true_shift_the_original_drops_every_step():
 
 
 def test_constant_norms_are_the_end_of_the_original_with_standard_deviations():
-    """Its variance is 0, or negative by rounding; the root 0 or NaN; and nothing is below that."""
+    """The original's variance is 0, or negative by rounding; its limit lets no step pass."""
     run = traces.healthy(0)
     run.norm[:] = np.float32(0.7)
     (ours,) = traces.port(with_sigmas(20.0, 100), [run])

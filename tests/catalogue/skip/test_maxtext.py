@@ -11,7 +11,7 @@ RECIPE = "maxtext-skip"
 
 
 def test_equal_wherever_the_windows_are():
-    """Given the norm before clipping, as the rule is meant."""
+    """The rule gets the norm before clipping, as intended."""
     runs, compared, skipped = traces.everything(), 0, 0
     for run, ours in zip(runs, traces.port(RECIPE, runs), strict=True):
         theirs = published.maxtext(run.loss, run.norm)

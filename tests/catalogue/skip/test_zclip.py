@@ -31,7 +31,7 @@ def original(norms: np.ndarray, limit: float | None) -> np.ndarray:
 
 
 def comparable(run: traces.Trace) -> int:
-    """Steps up to where the two have a reason to part: a shift, or quieter norms than 1 %."""
+    """Steps before the two can differ: a level shift, or norms with less than 1 % of noise."""
     return 300 if "shift" in run.name else len(run.norm)
 
 

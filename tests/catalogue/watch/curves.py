@@ -26,16 +26,16 @@ class Decisions(NamedTuple):
     grad_scale: np.ndarray
 
     def reports(self, cause: Cause) -> np.ndarray:
-        """At which steps."""
+        """At which steps, bool (steps,)."""
         return (self.cause & int(cause)) != 0
 
     def orders(self, action: Action) -> np.ndarray:
-        """At which steps."""
+        """At which steps, bool (steps,)."""
         return (self.action & int(action)) != 0
 
 
 def first(flags: Any) -> int | None:
-    """Where the first one is set."""
+    """The index of the first flag that is set; None without one."""
     where = np.flatnonzero(flags)
     return int(where[0]) if len(where) else None
 

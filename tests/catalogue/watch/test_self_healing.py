@@ -153,7 +153,7 @@ def test_the_clip_value_is_applied(preset):
 
 
 def test_a_lower_limit_of_the_trainer_s_own_is_not_loosened(preset):
-    """enable_grad_clip sets 1.0 where 0.3 stood. A factor can only take away."""
+    """enable_grad_clip raises the limit from 0.3 to 1.0. A factor can only lower it."""
     policy, _ = preset
     losses, norms = quiet()
     norms[:] = 0.3

@@ -55,7 +55,7 @@ def test_palm_does_not_go_back_for_one_bad_batch():
 
 @recorded.needed
 def test_palm_finds_the_spikes_of_recorded_runs():
-    """Llama-3.1-8B, in which people labelled them."""
+    """On Llama-3.1-8B, whose spikes were labelled by hand."""
     found = 0
     runs = [run for run in recorded.all_runs() if "llama31_8b" in run[0] and run[3]][:3]
     for _, losses, _, onset in runs:
