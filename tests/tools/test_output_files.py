@@ -1,4 +1,4 @@
-"""Files that commands write: never over an input, and whole or not at all."""
+"""Files that commands write: never over an input, and atomically."""
 
 from __future__ import annotations
 

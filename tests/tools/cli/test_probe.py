@@ -26,7 +26,7 @@ def run(*arguments: object) -> Any:
 
 
 def strict(text: str) -> dict[str, Any]:
-    """JSON without the tokens that only Python and JavaScript have."""
+    """Parses strict JSON: NaN and Infinity fail."""
 
     def refuse(token: str) -> None:
         raise ValueError(f"{token} is no JSON")
@@ -132,7 +132,7 @@ def test_the_checkpoint_probe(tmp_path):
 
 
 def flat(text: str) -> str:
-    """Without the line breaks of a terminal."""
+    """The text without a terminal's line breaks."""
     return "".join(text.split())
 
 

@@ -1,4 +1,4 @@
-"""What becomes of an exit status when standard output is closed, full, or knows only ASCII."""
+"""The exit status when standard output is closed, full, or takes only ASCII."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(*args, stdout: Any = subprocess.PIPE, **env):
 
 
 def unread(*args):
-    """With a standard output that nobody reads any more."""
+    """Runs a command whose standard output has no reader any more."""
     ours, theirs = os.pipe()
     os.close(ours)
     try:

@@ -74,7 +74,7 @@ def perceptron(depth: int, activation: Callable[[], nn.Module]) -> nn.Module:
 
 
 def sequences() -> Batch:
-    """Arithmetic progressions: the next number can be learnt."""
+    """Arithmetic progressions, whose next number can be learnt."""
     start, pace = torch.randint(0, 50, (8, 1)), torch.randint(1, 5, (8, 1))
     tokens = (start + pace * torch.arange(17)) % 50
     return tokens[:, :-1], tokens[:, 1:]

@@ -1,4 +1,4 @@
-"""Files that somebody broke on purpose: a sentence and its verdict, never a traceback."""
+"""Files broken on purpose: a message and a verdict, never a traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Instability events, by windows and by healcore's own detector: spikes that last, not noise."""
+"""Instability events, by windows and by healcore's detector: sustained spikes, not noise."""
 
 from __future__ import annotations
 

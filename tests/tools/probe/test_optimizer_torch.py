@@ -174,7 +174,7 @@ class TestFormats:
         self.check(tmp_path / "optimizer.pt")
 
 
-def test_before_step_50_nothing_is_verdict_of(tmp_path):
+def test_before_step_50_nothing_is_judged(tmp_path):
     net, optimizer = trained(steps=49)
     result = probe(saved(tmp_path, net, optimizer))
     assert result.verdict.value == "SKIP"
@@ -191,7 +191,7 @@ def test_nan_is_reported_before_step_50_too(tmp_path):
 
 @pytest.mark.parametrize("slot", ["exp_avg_sq", "exp_avg"])
 def test_one_nan_in_any_parameter_warns(tmp_path, net_and_optimizer, slot):
-    """One NaN, in each parameter in turn: none is overlooked, and its name is the right one."""
+    """One NaN in each parameter in turn: each is found and named correctly."""
     net, optimizer = net_and_optimizer
     for name, parameter in net.named_parameters():
         values = optimizer.state[parameter][slot].view(-1)
@@ -364,7 +364,7 @@ def test_a_bias_before_a_norm_is_not_ill(tmp_path):
 
 
 class TestNotAdam:
-    """What has no second moments is skipped, with the reason."""
+    """An optimizer without second moments is skipped, with the reason."""
 
     @pytest.mark.parametrize(
         ("make", "why"),
@@ -457,7 +457,7 @@ SHAPES = st.lists(st.sampled_from([(2,), (3,), (2, 3)]), max_size=8)
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SHAPES, st.data())
 def test_names_are_right_or_left_out(shapes, data):
-    """Against every way in which the parameters can lie in the model."""
+    """Checked against every assignment of the parameters to those of the model."""
     import itertools
 
     chosen = sorted(

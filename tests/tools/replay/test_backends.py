@@ -89,7 +89,7 @@ def test_a_resumed_run(tmp_path):
 
 
 def test_observing_orders_the_same(tmp_path):
-    """What observe mode would have done is what the same policy in heal mode does."""
+    """Observe mode reports what the same policy does in heal mode."""
     trace = logs.trace(logs.write(tmp_path / "a.csv", logs.eventful(ROWS)))
     healing = load("pretraining").model_copy(update={"mode": "heal", "name": "same"})
     watching = healing.model_copy(update={"mode": "observe"})

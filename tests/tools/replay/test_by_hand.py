@@ -1,4 +1,4 @@
-"""A replay against the engine driven by hand, row by row, without any of the replay's code."""
+"""Compares a replay with the engine driven row by row, without any of the replay's code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rows_of(path: Path):
 
 
 def step(engine: Engine, state, row):
-    """(state, what was ordered) or None where the row has nothing to judge."""
+    """(state, decision), or None where the row has nothing to judge."""
     signals = {
         name: np.asarray(float(row[name]), np.float32)
         for name in ("loss", "grad_norm")
@@ -158,7 +158,7 @@ def test_another_file_from_the_start_is_another_run(tmp_path):
 
 
 def test_a_restart_within_one_file_keeps_the_budget(tmp_path):
-    """One file is one run: what its first attempt has spent is spent."""
+    """One file is one run: its attempts share one budget."""
     run = logs.eventful(300)
     twice = {name: cells * 2 for name, cells in run.items()}
     path = logs.write(tmp_path / "a.csv", twice, [*range(300), *range(300)])
@@ -220,7 +220,7 @@ def test_an_incident_that_never_ends_is_denied_once(tmp_path):
 
 
 def test_the_first_rollback_of_an_incident_is_what_would_have_happened(tmp_path):
-    """The curve does not heal: `patience` alarms later the policy asks, and cuts, again."""
+    """The curve does not heal: `patience` alarms later the policy asks and cuts again."""
     run = logs.noisy(900)
     for onset in (200, 500):
         run["loss"][onset : onset + 8] = ["nan"] * 8

@@ -76,7 +76,7 @@ def test_lines_of_json(run, tmp_path):
 
 
 def test_lines_on_standard_output(run, spiked, tmp_path):
-    """Nothing else is there: the table goes to standard error."""
+    """Standard output has nothing else: the table goes to standard error."""
     command = [sys.executable, "-c", "from healcore.tools.cli import main; main()"]
     command += ["replay", str(run), str(spiked), "--jsonl"]
     done = subprocess.run([*command, "-"], cwd=ROOT, capture_output=True, text=True, timeout=600)

@@ -80,7 +80,7 @@ def test_with_a_preset(tmp_path):
 
 
 def test_a_run_that_its_policy_stopped(tmp_path):
-    """The last order of a live run is what the replay calls spent."""
+    """The replay marks the last order of a live run as spent."""
     path = tmp_path / "run.metrics.jsonl"
     policy = rules(recoveries=1)
     loop = loop_of("torch", Faults(always=range(20, 60)), policy)

@@ -46,7 +46,7 @@ def test_a_window_in_every_backend(tmp_path, family, spikes):
 
 @needed
 def test_whole_runs_in_numpy_and_jax():
-    """The spike of the Llama run was labelled by eye."""
+    """The label of the Llama run's spike was set by eye."""
     for family in ("mlperf_v5.1/llama31_8b__Cisco", "algoperf/spiky", "algoperf/early"):
         label = labelled(family, spikes="early" not in family)
         rows = [

@@ -28,7 +28,7 @@ SCORER = Path(__file__).parents[4] / "shared" / "tools" / "score_detectors.py"
 
 
 def evidence_of(orders, loss, chunk=64):
-    """What a score needs of a run with rollbacks at these rows."""
+    """The input of a score for a run with rollbacks at these rows."""
     found = ScoreCollector()
     found_rows = empty_columns(len(loss))
     as_record(found_rows)[0].action[list(orders)] = int(Action.ROLLBACK)

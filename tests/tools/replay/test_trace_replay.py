@@ -1,4 +1,4 @@
-"""Policies on traces that do not have what they read."""
+"""Policies on traces that lack the signals that they read."""
 
 from __future__ import annotations
 

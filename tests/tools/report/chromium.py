@@ -33,7 +33,7 @@ _BROWSER_S_OWN = r"https?://[\w.-]+\.(google|googleapis|gstatic|gvt1)\.com/"
 
 
 class Opened:
-    """What a page was like.
+    """A page as the browser showed it.
 
     Attributes:
         dom: its elements, after its scripts have run.

@@ -1,4 +1,4 @@
-"""Files as they are found after a crash, a full disk, a mistake: a message, never a traceback."""
+"""Files as a crash, a full disk or a mistake leaves them: a message, never a traceback."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def healcore(*arguments: object):
 
 @pytest.fixture
 def copy(healed, tmp_path):
-    """Of a run's files, to be damaged."""
+    """A copy of a run's files, for a test to damage."""
     for name in ("run.events.jsonl", "run.metrics.jsonl"):
         (tmp_path / name).write_bytes(healed.with_name(name).read_bytes())
     return tmp_path / "run.events.jsonl"

@@ -26,7 +26,7 @@ const found = { inner: innerWidth, page: document.documentElement.scrollWidth,
 
 
 def page_of(reports, folder: Path, script: str = "") -> Path:
-    """A page; with a script of the test's own, the policy that forbids such is taken out."""
+    """A page; for a test's own script the content security policy is removed."""
     text = render(reports)
     if script:
         text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text, count=1)

@@ -1,4 +1,4 @@
-"""Long runs are thinned: nothing that matters is lost, and memory stays what it is."""
+"""Long runs are thinned: outliers are kept, and memory stays bounded."""
 
 from __future__ import annotations
 

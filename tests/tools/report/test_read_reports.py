@@ -1,4 +1,4 @@
-"""The report of a run is that of its events and metrics: real runs, read back."""
+"""The report of a real run follows from its events and metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The middle of a plateau, not the luckiest setting; and nothing that does not hold elsewhere."""
+"""Chooses the middle of a plateau, not the luckiest setting, and only what holds elsewhere."""
 
 from __future__ import annotations
 

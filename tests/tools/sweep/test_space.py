@@ -1,4 +1,4 @@
-"""What can be varied, and what is drawn."""
+"""The settings that can be varied, and the values drawn for them."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_settings_that_conflict_are_dropped():
 
 
 def test_a_variant_is_the_policy_that_would_be_written():
-    """The numbers that the scan is given are those that the core makes of the file."""
+    """The scan gets the numbers that the core makes of the file."""
     axes = default_axes(DEFAULT)
     variants = draw(DEFAULT, axes, 40)
     places = tuple(axis.place for axis in axes)

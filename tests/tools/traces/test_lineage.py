@@ -1,4 +1,4 @@
-"""Resumed runs: attempts, stale tails, and what is left of the run in the end."""
+"""Resumed runs: attempts, stale tails, and the final lineage of the run."""
 
 from __future__ import annotations
 

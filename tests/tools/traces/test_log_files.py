@@ -1,4 +1,4 @@
-"""What is no log, or is one without anything in it: one sentence that names the reason."""
+"""Files that are no log, or an empty one: one sentence names the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names that trainers give to what we read."""
+"""The names that trainers give to the signals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Following a run: while its file grows, is torn, is emptied, is not there yet."""
+"""Following a run while its file grows, is torn, is emptied, or does not exist yet."""
 
 from __future__ import annotations
 
