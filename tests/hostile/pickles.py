@@ -27,7 +27,7 @@ def named(path: str) -> bytes:
 
 
 def called(path: str, *args: bytes) -> bytes:
-    """A call of it."""
+    """A call of a class or function."""
     return named(path) + b"(" + b"".join(args) + b"tR"
 
 
@@ -38,7 +38,7 @@ def number(value: int) -> bytes:
 
 
 def doubled(times: int) -> bytes:
-    """A list of 2**times leaves, in a few bytes for each doubling."""
+    """A list of 2**times leaves that takes a few bytes per doubling."""
     data = b"]q\x00K\x01a"
     for at in range(1, times):
         data += b"]q" + bytes([at]) + b"(h" + bytes([at - 1]) * 1 + b"h" + bytes([at - 1]) + b"e"

@@ -33,21 +33,21 @@ class Outcome(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What a command printed, on both streams."""
+        """The output of a command on both streams."""
         return self.answer["out"] + self.answer["err"]
 
     def verdicts(self) -> list[str]:
-        """Of a probe that was asked for JSON."""
+        """The verdicts of a probe with `--json`."""
         return [result["verdict"] for result in json.loads(self.answer["out"])["results"]]
 
     def messages(self) -> str:
-        """Of all checks of such a probe."""
+        """The messages of all checks of a probe with `--json`, joined."""
         results = json.loads(self.answer["out"])["results"]
         return " ".join(check["message"] for result in results for check in result["checks"])
 
 
 class Reader:
-    """Commands and functions in processes of their own."""
+    """Runs commands and functions, each in a process of its own."""
 
     def __init__(self) -> None:
         self._server = subprocess.Popen(

@@ -17,7 +17,7 @@ STEPS = 12
 
 
 class Stopped(Exception):
-    """The process ends here; the next one goes on."""
+    """Stands for the end of a process; the next one resumes."""
 
 
 class Code:

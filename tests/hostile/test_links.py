@@ -204,7 +204,7 @@ def test_the_lock_is_held_as_long_as_the_run_lasts(root):
 
 
 def test_a_lock_that_somebody_holds_is_not_waited_for_without_end(root):
-    """Held by a process that has not written its name, and never will."""
+    """The lock of a process that never writes its name."""
     pytest.importorskip("fcntl")
     out = in_time(
         """

@@ -1,4 +1,4 @@
-"""States of loaders and generators as text: all of it comes back, and nothing in it is called."""
+"""States of loaders and generators as text: they round-trip, and nothing in them is called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing that lies in a run directory runs code when a run goes on from it."""
+"""No file in a run directory runs code when a run resumes from it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_random_states_and_positions_of_a_checkpoint_run_no_code(framework, part
 
 @BOTH
 def test_the_state_of_a_loader_runs_no_code(framework, root, ran):
-    """A position of before, whose state is a pickle, inside of values that are plain."""
+    """A position of the old format, whose state is a pickle, within plain values."""
     cut_short(framework, root)
 
     def change(entries):
@@ -102,7 +102,7 @@ def test_a_cursor_takes_no_pickled_position(ran):
 
 @BOTH
 def test_a_checkpoint_holds_no_pickle(framework, root):
-    """Of all that an ordinary run writes: no byte of it is a pickle but DCP's own index."""
+    """An ordinary run writes no pickle except DCP's own index."""
     cut_short(framework, root)
     for folder in checkpoints(root):
         for file in sorted(folder.glob("state*.json")):
@@ -182,7 +182,7 @@ def stored(tmp_path: Path) -> tuple[DCPStore, Path]:
 
 
 def refused(store: DCPStore, index: Path, match: str) -> None:
-    """It is not restored, and the tensor is what it was."""
+    """Restoring fails, and the tensor is unchanged."""
     sealed_again(index.parent.parent)
     live = torch.zeros(4)
     with pytest.raises(StoreError, match=match):
