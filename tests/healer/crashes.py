@@ -1,4 +1,4 @@
-"""A process that is killed at a call, within one process: for tests."""
+"""Simulates, within one process, a process that is killed at a call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 class Crash(BaseException):
-    """Nobody catches it, and nothing is tidied up behind it: see `crashing`."""
+    """Stands for the kill: not caught, and no cleanup runs after it; see `crashing`."""
 
 
 def end_without_log(run: Any, error: BaseException | None) -> None:

@@ -1,4 +1,4 @@
-"""One process of a healed run that is going to be killed, and what it shows to its killer.
+"""One process of a healed run that will be killed, and its reports to the killing process.
 
 Imported by repeated_kills.py, which forks; nothing here runs before that.
 """
@@ -178,7 +178,7 @@ def _run(
 
 
 def _there(framework: str, folder: Path) -> bytes:
-    """Whether there is a state to go on from, and a known-good one; all of them are intact."""
+    """Whether there are a state to resume from and a known-good one; checks that all are intact."""
     if framework == "torch":
         from healcore.torch.store import DCPStore as Store
     else:

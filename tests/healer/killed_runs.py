@@ -93,7 +93,7 @@ def never_known_good() -> Any:
 
 
 def poison(loop: Any) -> None:
-    """Makes the weights large, and finite: no loss shows it yet."""
+    """Makes the weights large but finite: no loss shows it yet."""
     if loop.framework == "torch":
         loop.model[0].bias.data += 1e8
     else:

@@ -101,7 +101,7 @@ class Faults:
 
 
 class TorchLoop:
-    """Dropout, AdamW, a cosine schedule: everything that a rollback has to put back."""
+    """Dropout, AdamW, a cosine schedule: everything that a rollback must restore."""
 
     framework = "torch"
     rate = 1e-2

@@ -1,4 +1,4 @@
-"""A Healer whose block is never left: what it held is free once nothing refers to it."""
+"""A Healer whose block is never left frees its resources once nothing refers to it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
 
 def enter(loop: Any, folder: Path) -> Healer:
-    """As a notebook does that enters by hand, and whose next cell fails."""
+    """As in a notebook that enters by hand and whose next cell fails."""
     healer = Healer(rules(), state=loop.state, store=folder, save_every=5)
     healer.__enter__()
     for number in healer.batches(range(12)):

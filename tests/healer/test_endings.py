@@ -1,4 +1,4 @@
-"""Every way in which a run can end, and what is left of it."""
+"""Every way in which a run can end, and the files it leaves."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # flax and optax type every tree as the union of all trees.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
-"""Whole runs in JAX that are easily got wrong: accumulation, a state of one's own, BatchNorm."""
+"""Whole runs in JAX that are easy to get wrong: accumulation, a custom state, BatchNorm."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def train_from(mine: Any, run: Any, numbers: Any, bad: int, **options: Any) -> N
 
 
 def loss_of(state: Any) -> float:
-    """In evaluation, by the running statistics."""
+    """Evaluates with the running statistics."""
     inputs = batch(1000)
     if isinstance(state, dict):
         model = nnx.clone(state["model"])

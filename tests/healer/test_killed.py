@@ -1,4 +1,4 @@
-"""SIGKILL at random moments of save and of rollback: the run comes out as if there were none."""
+"""SIGKILL at random moments of saves and rollbacks: the run ends as if never killed."""
 
 from __future__ import annotations
 

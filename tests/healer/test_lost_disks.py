@@ -65,7 +65,7 @@ def test_a_directory_that_was_deleted(framework, tmp_path, caplog):
 
 @BOTH
 def test_a_disk_that_comes_back_gets_the_quarantine(framework, tmp_path):
-    """Unmounted at the rollback. What lay on it is of a branch that the run has left."""
+    """Unmounted at the rollback. Its checkpoints are of a branch that the run has left."""
     folder, away = tmp_path / "disk", tmp_path / "away"
     seen: dict[str, Any] = {}
 

@@ -1,4 +1,4 @@
-"""NaN in the state that no step has shown: a save finds it, and the policy decides."""
+"""NaN in the state that no step showed: a save finds it, and the policy decides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A quarantined checkpoint stays so, whatever becomes of its status file."""
+"""A checkpoint stays quarantined even if its status file is damaged or lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ranks that see different things do the same, and neither waits for ever."""
+"""Two ranks that see different things do the same, and neither waits forever."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Pair:
                 process.kill()
 
     def result(self, scenario: str) -> dict[str, Any]:
-        """The same on both."""
+        """The result, which must be the same on both ranks."""
         logged = []
         for out, errors in self._ends:
             lines = dict(zip(SCENARIOS, out.splitlines(), strict=False))

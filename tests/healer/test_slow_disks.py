@@ -1,4 +1,4 @@
-"""A disk decides neither where a run goes back to nor how fast it trains. Times are in steps."""
+"""A slow disk changes neither rollback targets nor training speed. Times are in steps."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Gates:
             self._changed.notify_all()
 
     def open(self, free: bool) -> None:
-        """Whether nothing is held up."""
+        """Whether no disk operation is held up."""
         with self._changed:
             self._free = free
             self._changed.notify_all()
@@ -122,7 +122,7 @@ DISKS = {
 
 
 def outcome_of(kind: str, folder: Path, monkeypatch: Any, disk: Any) -> dict[str, Any]:
-    """What a run does whose disk takes its time."""
+    """The outcome of a run on a slow disk."""
     framework, make = STORES[kind]
     loop = loop_of(framework, Faults(always=BAD), rules())
     with monkeypatch.context() as patch:
@@ -155,7 +155,7 @@ def test_where_it_goes_back_to_follows_from_the_steps(kind, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("kind", ["torch tiers", "jax tiers"])
 def test_a_disk_that_stands_still_leaves_the_rollback_where_it_was(kind, tmp_path, monkeypatch):
-    """Not one write ends before the rollback: memory has what is needed, and nobody has waited."""
+    """No write ends before the rollback: memory has the checkpoint, and nothing waited."""
     framework, _ = STORES[kind]
     logged = {}
     for name, steps in (("fast", 0), ("still", 10_000)):
@@ -197,7 +197,7 @@ def test_a_save_that_would_wait_is_left_out_where_there_is_no_memory(kind, tmp_p
 
 @pytest.mark.parametrize("kind", STORES)
 def test_the_thread_that_trains_waits_for_no_disk(kind, tmp_path, monkeypatch):
-    """Marking, deleting and writing all wait for the disk at the end: somewhere else."""
+    """Marking, deleting and writing wait for the disk in another thread."""
     framework, make = STORES[kind]
     waited: list[int] = []
     fsync, at = os.fsync, {"step": -1}

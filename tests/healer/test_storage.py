@@ -1,4 +1,4 @@
-"""What disks do to a run, and what a run may find on them."""
+"""Disk faults during a run, and unexpected files in its directory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One of two ranks that train together: python -m tests.healer.two_ranks RANK ROOT SCENARIO...
 
-Prints a JSON line for each scenario: what this rank did. What is odd is odd on rank 1 only.
+Prints a JSON line for each scenario: what this rank did. The faults are on rank 1 only.
 """
 
 from __future__ import annotations
