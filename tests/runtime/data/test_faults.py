@@ -1,4 +1,4 @@
-"""Loaders that raise, lie or break."""
+"""Loaders that raise, report wrong positions, or break."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of the data when a run goes back."""
+"""The batches that a run reads after a rollback."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_on_a_disk_that_cannot_be_written(tmp_path):
 
 
 def test_events_that_cannot_be_written_change_nothing(tmp_path):
-    """Fault 40, through the whole of it."""
+    """Fault 40 in a whole run."""
     (tmp_path / "run.events.jsonl").mkdir()
     loop = loop_of("torch", Faults(always=[9]))
     facts = train(loop, rules(), range(16), events=tmp_path / "run.events.jsonl")

@@ -85,7 +85,7 @@ def test_what_does_not_fit_is_seen_by_both(tmp_path, name):
 
 
 def test_the_two_checks_agree_on_every_field(tmp_path):
-    """Values of all sorts in every field: what the check in Python takes, the schema takes."""
+    """The schema accepts the values that the check in Python accepts, in every field."""
     values = [None, True, -1, 0, 3, 2.5, "nan", "text", [], [1], ["STOP"], [[0, 1]], {}, {"a": "b"}]
     base = written(tmp_path, "problem")
     for name in (*ENVELOPE, *FIELDS):
@@ -110,7 +110,7 @@ def calls() -> Iterator[tuple[str, str, set[str]]]:
 
 
 def test_what_the_runtime_writes_is_in_the_vocabulary():
-    """Rare branches too, which no run of a test takes."""
+    """Also rare branches, which no test run takes."""
     found = list(calls())
     for place, kind, fields in found:
         assert kind in KINDS, place

@@ -1,4 +1,4 @@
-"""The assessor alone: what it evaluates, with which weights, and what it answers."""
+"""The assessor alone: what it evaluates, with which weights, and its verdict."""
 
 from __future__ import annotations
 

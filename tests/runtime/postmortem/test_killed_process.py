@@ -1,4 +1,4 @@
-"""What is known of a killed run from its events."""
+"""The facts about a killed run that its events give."""
 
 from __future__ import annotations
 

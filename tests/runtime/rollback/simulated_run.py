@@ -48,7 +48,7 @@ POLICY: HostPolicy = HostPolicy.of(rules())._replace(probation=PROBATION, region
 
 
 class Killed(BaseException):
-    """Here and now."""
+    """Stands for the kill of the process at this point."""
 
 
 class Listed:
@@ -178,7 +178,7 @@ class Process:
         self.step = 0
 
     def begin(self) -> None:
-        """As `lifecycle.begin`."""
+        """The same steps as `lifecycle.begin`."""
         usable = [s.step for s in self.store.steps() if s.finite and s.status != "quarantined"]
         if self.journal.state.pending is not None:
             self.step, _ = self.rollbacks.finish_interrupted(self.journal.state.pending)
@@ -193,7 +193,7 @@ class Process:
             self.save("first")
 
     def take(self, *, alarm: bool, skip: bool, is_open: bool) -> None:
-        """A step, and all that comes after it except orders."""
+        """One step and its bookkeeping, without orders."""
         cause = Cause.NONFINITE_LOSS if alarm else Cause(0)
         judged = record(step=self.step + 1, cause=cause, skip=skip, incident_open=is_open)
         self.ledger.record(self.step, [judged])

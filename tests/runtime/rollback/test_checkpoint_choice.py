@@ -1,4 +1,4 @@
-"""Which checkpoint is gone back to: pure functions, checked by hand."""
+"""The choice of the checkpoint to return to: pure functions, cases made by hand."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def end(*processes: subprocess.Popen[str]) -> None:
 
 
 def left_behind(root: Path) -> None:
-    """What a killed process leaves."""
+    """The lock file that a killed process leaves."""
     process = hold(root)
     assert printed(process) == "held"
     end(process)
@@ -205,7 +205,7 @@ def test_what_is_no_file_is_refused(what, tmp_path):
 
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
-    """What is left is the name: a living process of this machine is refused, others are not."""
+    """Without locks the holder's name decides: claims are refused while its process runs."""
     import fcntl
 
     def refuse(handle: int, how: int) -> None:

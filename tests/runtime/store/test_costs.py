@@ -1,4 +1,4 @@
-"""What a save costs, counted in bytes and in what is waited for. Never by the clock."""
+"""The cost of a save, counted in bytes and in waits, never by the clock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = Keep(good=1, candidates=2, quarantined=0)
 
 
 def large(case: StoreCase) -> dict[str, Any]:
-    """Twelve megabytes."""
+    """A state of twelve megabytes."""
     put = jax.device_put if case.state is jax_state else torch.from_numpy
     return {"weights": [put(np.full((SIDE, SIDE), i, np.float32)) for i in range(ARRAYS)]}
 
@@ -67,7 +67,7 @@ def test_tiers_take_the_copy_in_memory_to_disk_and_make_no_second_one(case, tmp_
 
 @over(*DISKS)
 def test_the_disk_holds_nobody_up(case, tmp_path):
-    """`save` returns with not a byte written, and the state is free to be changed."""
+    """`save` returns before a byte is written, and the state can be changed at once."""
     store, gate = case.make(tmp_path), threading.Event()
     write = store._write
 

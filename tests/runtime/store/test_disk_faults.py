@@ -1,4 +1,4 @@
-"""Disks that are full, read-only or gone, and what other processes left behind. All real."""
+"""Disks that are full, read-only or gone, and leftovers of other processes. All faults are real."""
 
 from __future__ import annotations
 

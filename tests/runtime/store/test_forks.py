@@ -1,4 +1,4 @@
-"""A child forked while a save is under way has none of our threads, and waits for none of them."""
+"""A child forked while a save is under way does not wait for its parent's threads."""
 
 from __future__ import annotations
 

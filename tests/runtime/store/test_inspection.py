@@ -1,4 +1,4 @@
-"""The finite check reads bits; here it meets numbers, in every float format there is."""
+"""The finite check reads bits; these tests give it values of every float format."""
 
 from __future__ import annotations
 

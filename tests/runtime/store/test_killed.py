@@ -45,7 +45,7 @@ def test_killed_many_times(rounds, stores, root):
 
 
 def test_killed_while_deleting(root):
-    """In the middle of it for certain: there are thousands of files, and some have gone."""
+    """Killed in the middle of a deletion: of thousands of files only some are gone."""
     store = store_cases.DCP.make(root)
     for step in (1, 2):
         store.save(step, store_cases.torch_state(step))

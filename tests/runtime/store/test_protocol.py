@@ -1,4 +1,4 @@
-"""What every store must do: one battery over all of them."""
+"""The same tests over every store."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_some_names_only(case, store):
 
 
 class Newcomer(Cursor):
-    """What a Healer adds: older checkpoints, and those of others, do not have it."""
+    """Stands for an entry that a Healer adds and that older or foreign checkpoints lack."""
 
     optional = True
 

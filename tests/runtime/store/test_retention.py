@@ -1,4 +1,4 @@
-"""Which checkpoints need not be kept."""
+"""Which checkpoints can be deleted."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_table(text, keep, dropped):
 
 
 def run_with(keep: Keep, steps: range) -> list[int]:
-    """What stays of a run that saves regularly and whose checkpoints all become known-good."""
+    """The checkpoints kept of a run that saves regularly and whose checkpoints all become good."""
     kept: list[Saved] = []
     for step in steps:
         kept.append(Saved(step, "good", True, 1, 0.0, True, None))
