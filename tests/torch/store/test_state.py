@@ -217,7 +217,7 @@ def test_layouts_and_views(case, tmp_path):
 
 @over(*CASES)
 def test_odd_objects_in_a_state_dictionary(case, tmp_path):
-    """Loaders and schedulers keep what they like."""
+    """Loaders and schedulers can hold any value in their state."""
 
     class Loader:
         def state_dict(self):
@@ -287,7 +287,7 @@ def test_the_memory_of_old_snapshots_is_used_again():
 
 
 def test_a_fresh_optimizer_is_not_stepped_by_a_save(tmp_path):
-    """As torch's own get_state_dict does, which fires hooks."""
+    """As torch's get_state_dict, which fires hooks."""
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([parameter])
     optimizer.register_step_pre_hook(lambda *_: pytest.fail("stepped"))
