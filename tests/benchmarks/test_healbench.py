@@ -110,7 +110,7 @@ def run_fake(job: Job) -> Result:
 
 @pytest.fixture
 def fakes(monkeypatch):
-    """The command, with the fakes in place of what there is."""
+    """The command, with the fakes in place of the real tasks and arms."""
     caches = (running.suite, running.policy_of, running.source_of)
     for each in caches:
         each.cache_clear()

@@ -73,7 +73,7 @@ class Demo(NamedTuple):
         return self.run(framework, arm).column("loss")
 
     def broken(self) -> list[str]:
-        """The claims that do not hold."""
+        """The claims that the results break."""
         return [claim.text for claim in self.result.claims if not claim.holds]
 
 

@@ -1,4 +1,4 @@
-"""What optax asks of its own contributed transformations (contrib/_common_test.py), of ours."""
+"""Optax's tests of contributed transformations (contrib/_common_test.py), on healcore's."""
 
 # optax types every tree as the union of all trees, so that no leaf has an attribute.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false

@@ -1,4 +1,4 @@
-"""What a step costs besides its arithmetic: arrays in the state, and what XLA makes of the engine.
+"""The fixed cost of a step: arrays in the state, and operations that XLA makes of the engine.
 
 Counted, not timed. A state of 108 scalars made a tiny step four times as slow, and an engine whose
 scalars XLA copied into everything that depends on them took seconds to compile.

@@ -117,7 +117,7 @@ class WithKey(HealTrainState):
     ids=["typed", "raw", "typed rbg", "raw rbg", "several"],
 )
 def test_random_keys_go_on_over_a_skip(make):
-    """Or a bad draw comes again at every step."""
+    """Otherwise a bad draw would repeat at every step."""
     tx = protect(optax.sgd(0.1), policies.ZCLIP)
     state: Any = WithKey.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx, key=make(0))
     bad = {"w": jnp.full(2, jnp.nan)}

@@ -1,4 +1,4 @@
-"""What a first use gets wrong: a TypeError with the rule, or a warning where it may be meant so."""
+"""Typical first mistakes: a TypeError with the rule, or a warning where it may be intended."""
 
 from __future__ import annotations
 

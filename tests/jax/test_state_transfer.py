@@ -61,6 +61,6 @@ def test_saved_and_restored_goes_on_the_same(through, tmp_path):
 
 
 def _unread(run):
-    """Without the records of single steps, which JSON does not carry and nothing depends on."""
+    """The state without the records of single steps: JSON leaves them out, nothing needs them."""
     state, decisions = run
     return state._replace(heal=state.heal._replace(heal_records=None)), decisions

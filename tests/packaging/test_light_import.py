@@ -1,4 +1,4 @@
-"""What importing healcore pulls in, in an interpreter of its own."""
+"""The modules that importing healcore loads, in an interpreter of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public surface: what is in here may not change by accident.
+"""The public surface, which must not change by accident.
 
 A deliberate change also changes this file and is listed in CHANGELOG.md.
 """

@@ -88,7 +88,7 @@ def _recorded(engine: Engine) -> Callable[[Any, Signals], Any]:
 
 
 def _stepwise(step: Callable[[Any, Signals], Any], wrap: Callable[[Any], Any]) -> Run:
-    """Calls step after step; an output is copied, so that nothing can change it afterwards."""
+    """Calls the engine step by step; outputs are copied, so that nothing can change them later."""
 
     def run(state: Any, trace: Signals) -> tuple[Any, EngineState, Any]:
         states, decisions = [], []

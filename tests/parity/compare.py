@@ -1,4 +1,4 @@
-"""Are two runs the same, bit for bit? If not, where do they part?"""
+"""Finds the first difference of two runs, compared bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparison sees a single bit, and the fuzz has in it what it claims to have."""
+"""The comparison detects a single bit, and the fuzzed traces contain what they claim."""
 
 from __future__ import annotations
 

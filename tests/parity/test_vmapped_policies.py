@@ -158,7 +158,7 @@ def limits(numbers: dict[str, Any]) -> EngineConfig:
 
 
 def test_vmap_over_thresholds_of_the_catalogue():
-    """The window is static, its numbers are not."""
+    """The window is static; its other settings are not."""
     rng = np.random.default_rng(72)
     many = 500
     numbers: dict[str, np.ndarray] = {

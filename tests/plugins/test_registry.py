@@ -1,4 +1,4 @@
-"""What adapters provide is found by name, and what they do not provide is named in the error."""
+"""Adapters' plugins are found by name; the error names what is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot work fails at load, with file, key, value, rule and remedy in the message."""
+"""A policy that cannot work fails at load; the message has file, key, value, rule and remedy."""
 
 from __future__ import annotations
 

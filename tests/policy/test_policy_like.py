@@ -1,4 +1,4 @@
-"""Whatever names a policy is taken alike by everything with a `policy` argument."""
+"""Everything with a `policy` argument accepts the same forms of a policy."""
 
 from __future__ import annotations
 

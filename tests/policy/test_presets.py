@@ -111,7 +111,7 @@ def other_data(steps=400):
 
 
 def blow_up(steps=240):
-    """Each step makes the next one worse."""
+    """A run in which each step makes the next one worse."""
     losses, norms = healthy(steps)
     grown = 1.5 ** np.arange(20)
     losses[200:220] += grown
@@ -126,7 +126,7 @@ def test_default_skips_no_finite_batch_and_pretraining_does():
 
 
 def test_default_asks_about_other_data_and_cuts_nothing_and_pretraining_cuts():
-    """The order to go back is a question: `confirm`."""
+    """`default` confirms before it rolls back; `pretraining` does not."""
     assert load("default").rollback.confirm
     assert not load("pretraining").rollback.confirm
     orders = {name: actions(load(name), *other_data()) for name in PRESETS[:2]}

@@ -1,4 +1,4 @@
-"""The tables of a policy file and the configs of the core are the same thing."""
+"""The tables of a policy file match the configs of the core."""
 
 from __future__ import annotations
 

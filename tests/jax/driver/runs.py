@@ -137,7 +137,7 @@ class Model(nnx.Module):
 
 
 def in_place(policy: Any = POLICY) -> Run:
-    """Nnx objects, with a metric that nobody differentiates."""
+    """Nnx objects, with a metric that is not differentiated."""
     model, (tx, step, traces) = Model(nnx.Rngs(0)), _nnx_program(policy)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     state = {"model": model, "optimizer": optimizer, "metric": nnx.metrics.Average("loss")}

@@ -106,7 +106,7 @@ def test_updates_of_several_steps_are_none_of_this():
 
 
 def test_only_the_first_step_after_it_is_looked_at():
-    """Whoever starts the optimizer again later, on purpose, may do so."""
+    """Starting the optimizer again later, on purpose, is allowed."""
     run = plain()
     driver, _ = went_back(run)
     advance(driver, run, [batch(2)])

@@ -1,4 +1,4 @@
-"""Healing states out of a live state and into it, and states without one."""
+"""Taking healing states from a live state and putting them back, and states without one."""
 
 from __future__ import annotations
 
