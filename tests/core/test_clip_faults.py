@@ -11,7 +11,7 @@ from healcore.core.clipping import RULES
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import EngineConfig
 from healcore.core.tree import leaves
-from tests.core.stepping import Runner
+from tests.core.engine_runner import Runner
 
 CLIPS = {
     "zclip": RULES["zclip"].ZClipConfig(max_norm=None),

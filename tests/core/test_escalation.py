@@ -7,7 +7,7 @@ import pytest
 
 from healcore.core.engine import BudgetConfig, IncidentConfig, RollbackConfig, RuleConfig
 from healcore.core.verdict import Action, Cause
-from tests.core.stepping import Runner, ordered, watching
+from tests.core.engine_runner import Runner, ordered, watching
 
 BAD = int(Cause.NONFINITE_LOSS)
 CONFIG = watching(

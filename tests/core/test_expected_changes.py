@@ -10,7 +10,7 @@ from healcore.core.signals import Signals
 from healcore.core.tree import leaves, map_leaves
 from healcore.core.verdict import Cause
 from tests.core import fuzz, policies
-from tests.core.stepping import Runner
+from tests.core.engine_runner import Runner
 
 NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
 CONFIG = policies.full("zclip")

@@ -12,7 +12,7 @@ from healcore.core.engine.enforce import pick
 from healcore.core.tree import leaves, map_leaves
 from healcore.core.verdict import Action, Cause
 from tests.core import fuzz, oracle, policies
-from tests.core.stepping import Runner, ordered
+from tests.core.engine_runner import Runner, ordered
 from tests.core.test_escalation import CONFIG as ESCALATION
 from tests.core.test_escalation import bad, depths
 

@@ -9,7 +9,7 @@ import pytest
 
 from healcore.core.engine import IncidentConfig
 from healcore.core.verdict import Action, Cause
-from tests.core.stepping import Runner, alarms, ordered, sustained, watching
+from tests.core.engine_runner import Runner, alarms, ordered, sustained, watching
 
 SPIKE = Cause.LOSS_SPIKE
 CONFIG = watching("loss_spike", sustained(SPIKE))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from healcore.core.engine import BudgetConfig, IncidentConfig, LrConfig, RuleConfig
 from healcore.core.tree import leaves
 from healcore.core.verdict import Action, Cause
+from tests.core.engine_runner import Runner, ordered, watching
 from tests.core.random_policies import BOUNDED
-from tests.core.stepping import Runner, ordered, watching
 
 CONFIG = watching(
     "nonfinite", RuleConfig(int(Cause.NONFINITE_LOSS), action=int(Action.CUT_LR))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from healcore.core.verdict import Action, Cause
-from tests.core.stepping import Runner, alarms, ordered, sustained, watching
+from tests.core.engine_runner import Runner, alarms, ordered, sustained, watching
 
 LANES = 100
 KINDS = {

@@ -6,7 +6,7 @@ import numpy as np
 
 from healcore.core.engine import RuleConfig
 from healcore.core.verdict import Cause
-from tests.core.stepping import Runner, watching
+from tests.core.engine_runner import Runner, watching
 
 SPIKES = RuleConfig(int(Cause.GRAD_SPIKE | Cause.NONFINITE_GRAD), skip=True)
 CONFIG = watching("grad_spike", SPIKES)._replace(max_skips=4)

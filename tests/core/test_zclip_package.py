@@ -13,7 +13,7 @@ from zclip import ZClip
 
 from healcore.core.clipping import RULES
 from healcore.core.engine import EngineConfig
-from tests.core.stepping import Runner
+from tests.core.engine_runner import Runner
 
 MODES = {
     "reciprocal": {"mode": "zscore", "clip_option": "adaptive_scaling"},

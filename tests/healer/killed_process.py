@@ -22,7 +22,7 @@ from healcore.runtime.loop import lifecycle
 from healcore.runtime.loop.action_executor import ActionExecutor
 from healcore.runtime.loop.setup import AlreadyCompleted
 from healcore.runtime.store import commit
-from tests.healer.loops import Faults, loop_of, rules, train
+from tests.healer.training_loops import Faults, loop_of, rules, train
 
 DATA = 45
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from healcore import policy as policies
 from healcore.runtime.store import tiered
-from tests.healer.loops import RULES, Faults, loop_of, rules, train
+from tests.healer.training_loops import RULES, Faults, loop_of, rules, train
 
 
 def killed(scenario: Callable[..., None], *arguments: object) -> None:

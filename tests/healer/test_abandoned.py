@@ -14,8 +14,8 @@ import pytest
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop.termination import AlreadyCompleted
 from healcore.runtime.store import StoreInUse
-from tests.healer.loops import loop_of, rules, train
 from tests.healer.run_directory import events
+from tests.healer.training_loops import loop_of, rules, train
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 

@@ -19,8 +19,8 @@ from healcore.runtime.rollback.manager import RollbackManager
 from healcore.runtime.store.tiered import TieredStore
 from tests.healer.crashes import Crash, end_without_log
 from tests.healer.killed_runs import at_step, killed
-from tests.healer.loops import Faults, loop_of, rules, same, train
 from tests.healer.run_directory import events, postmortems
+from tests.healer.training_loops import Faults, loop_of, rules, same, train
 
 POINTS = [
     (TieredStore, "mark"),

@@ -12,9 +12,9 @@ import pytest
 from healcore.runtime.store import NoGoodCheckpoint
 from healcore.torch.store import DCPStore
 from tests.healer import killed_runs
-from tests.healer.loops import Faults, loop_of, rules, train
 from tests.healer.run_directory import events
-from tests.runtime.store.disks import flip
+from tests.healer.training_loops import Faults, loop_of, rules, train
+from tests.runtime.store.disk_faults import flip
 
 
 @pytest.fixture(scope="module")

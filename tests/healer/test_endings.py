@@ -15,8 +15,8 @@ from healcore.runtime.loop.termination import (
     RunStopped,
     Terminated,
 )
-from tests.healer.loops import Faults, loop_of, rules, train
 from tests.healer.run_directory import events, postmortems
+from tests.healer.training_loops import Faults, loop_of, rules, train
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 

@@ -17,9 +17,9 @@ from flax import nnx
 from healcore.jax import HealStateError, protect
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop.termination import RunStopped
-from tests.healer.loops import rules
 from tests.healer.run_directory import events
-from tests.jax.driver.runs import batch, in_place, linen, mse, plain
+from tests.healer.training_loops import rules
+from tests.jax.driver.small_runs import batch, in_place, linen, mse, plain
 
 RULES = rules()
 EVERY = 4

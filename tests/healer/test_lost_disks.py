@@ -11,9 +11,9 @@ import pytest
 
 from healcore.runtime.loop.termination import LastStateNotSaved
 from healcore.runtime.store.errors import StoreError
-from tests.healer.loops import Faults, loop_of, rules, same, train
 from tests.healer.run_directory import events_of
-from tests.runtime.store.disks import read_only, small_disk
+from tests.healer.training_loops import Faults, loop_of, rules, same, train
+from tests.runtime.store.disk_faults import read_only, small_disk
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 BAD = 23

@@ -13,8 +13,8 @@ from healcore.runtime.healer import Healer
 from healcore.runtime.loop.termination import (
     RunStopped,
 )
-from tests.healer.loops import RULES, Faults, loop_of, rules, train
 from tests.healer.run_directory import events, postmortems
+from tests.healer.training_loops import RULES, Faults, loop_of, rules, train
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 

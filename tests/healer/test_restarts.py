@@ -16,8 +16,8 @@ from healcore.runtime.store import StateMismatch
 from healcore.runtime.store.directory import DirectoryStore
 from healcore.torch.store import DCPStore
 from tests.healer.crashes import crash
-from tests.healer.loops import Faults, loop_of, rules, same, train
 from tests.healer.run_directory import events, postmortems
+from tests.healer.training_loops import Faults, loop_of, rules, same, train
 
 BAD = [23, 24]
 

@@ -20,8 +20,8 @@ from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import Keep
 from healcore.runtime.store.ranks import Alone
 from healcore.torch import store as torch_stores
-from tests.healer.loops import Faults, loop_of, rules, train
 from tests.healer.run_directory import events, events_of
+from tests.healer.training_loops import Faults, loop_of, rules, train
 from tests.runtime.rollback.simulated_run import EventList, Listed
 
 EVERY = 5

@@ -13,8 +13,8 @@ from healcore.runtime.loop.termination import (
     LastStateNotSaved,
 )
 from healcore.runtime.store import SaveFailed, StateMismatch
-from tests.healer.loops import Faults, loop_of, rules, same, train
 from tests.healer.run_directory import events, flip_a_bit, postmortems
+from tests.healer.training_loops import Faults, loop_of, rules, same, train
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 

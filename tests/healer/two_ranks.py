@@ -23,7 +23,7 @@ from healcore.runtime.store import Keep
 from healcore.runtime.store.memory import SnapshotStore
 from healcore.runtime.store.tiered import TieredStore
 from healcore.torch.store import MemoryStore as TorchMemoryStore
-from tests.healer.loops import Faults, rules
+from tests.healer.training_loops import Faults, rules
 
 BAD = 23
 SECONDS = 600

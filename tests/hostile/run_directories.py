@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from healcore.runtime.store import checksummed_json, files, inspection, manifest
-from tests.healer.loops import loop_of, rules, train
+from tests.healer.training_loops import loop_of, rules, train
 
 STEPS = 12
 

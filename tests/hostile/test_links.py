@@ -16,7 +16,7 @@ from healcore.runtime.store import NotThere, StoreError, files
 from healcore.runtime.store.claim import LOCK
 from healcore.tools.output_files import replacing
 from healcore.torch.store import DCPStore
-from tests.healer.loops import loop_of, rules, train
+from tests.healer.training_loops import loop_of, rules, train
 from tests.hostile.run_directories import cut_short
 
 needs_pipes = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")

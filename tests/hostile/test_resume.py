@@ -312,7 +312,7 @@ def test_an_old_run_is_converted_by_trusting_it_once(framework, root):
 
 
 def cut_again(framework: str, root: Path) -> None:
-    from tests.healer.loops import loop_of, rules, train
+    from tests.healer.training_loops import loop_of, rules, train
     from tests.hostile.run_directories import Stopped
 
     def stop(healer, number):

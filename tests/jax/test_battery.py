@@ -15,7 +15,7 @@ import pytest
 from healcore.core.clipping.zclip import ZClipConfig
 from healcore.jax import HealState, heal, heal_zclip, last_decision, metrics, protect
 from tests.jax import policies
-from tests.jax.bits import assert_same_bits, differs
+from tests.jax.bit_comparison import assert_same_bits, differs
 
 # Small policies mostly: XLA takes two seconds for one with every detector.
 OPTIMIZERS = {

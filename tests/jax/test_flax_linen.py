@@ -12,7 +12,7 @@ import pytest
 from healcore.jax import HealStateError, protect
 from healcore.jax.flax_linen import HealTrainState
 from tests.jax import policies
-from tests.jax.bits import assert_same_bits, differs
+from tests.jax.bit_comparison import assert_same_bits, differs
 
 
 class Net(nn.Module):

@@ -19,7 +19,7 @@ import pytest
 from healcore.jax import SignalError, heal, heal_zclip, last_decision, metrics, protect
 from healcore.jax.state_transfer import without_heal_state
 from tests.jax import policies
-from tests.jax.bits import assert_same_bits
+from tests.jax.bit_comparison import assert_same_bits
 
 PARAMS = {"w": jnp.ones(3)}
 TRANSFORMATIONS = {

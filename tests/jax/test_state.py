@@ -23,7 +23,7 @@ from healcore.jax import (
     to_dict,
 )
 from tests.jax import policies
-from tests.jax.bits import assert_same_bits
+from tests.jax.bit_comparison import assert_same_bits
 
 PARAMS = {"w": jnp.linspace(-1.0, 1.0, 8), "b": jnp.ones(3)}
 NESTINGS = {

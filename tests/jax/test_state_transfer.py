@@ -15,7 +15,7 @@ from orbax.checkpoint import v1 as ocp
 
 from healcore.jax import from_dict, last_decision, protect, to_dict
 from tests.jax import policies
-from tests.jax.bits import assert_same_bits
+from tests.jax.bit_comparison import assert_same_bits
 
 TX = protect(optax.adamw(0.1), policies.EVERYTHING)
 PARAMS = {"w": jnp.linspace(-1.0, 1.0, 6)}

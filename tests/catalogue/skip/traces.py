@@ -10,7 +10,7 @@ import numpy as np
 from healcore.core.signals import Signals
 from healcore.policy import PolicySource, load
 from tests.core.fuzz import at
-from tests.parity import recorded
+from tests.parity import recorded_runs
 
 STEPS = 500
 
@@ -105,10 +105,10 @@ def synthetic() -> list[Trace]:
 
 def from_the_records(rows: int = 500, most: int = 10) -> list[Trace]:
     """Recorded runs with finite losses and norms, where they are; else none."""
-    if recorded.needed.args[0]:
+    if recorded_runs.needed.args[0]:
         return []
     runs = []
-    for name, loss, norm, onset in recorded.all_runs():
+    for name, loss, norm, onset in recorded_runs.all_runs():
         if norm is None or not (np.isfinite(loss).all() and np.isfinite(norm).all()):
             continue
         start = max(0, min(onset - rows // 2, len(loss) - rows))

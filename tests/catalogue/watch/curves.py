@@ -11,7 +11,7 @@ from healcore.core import host
 from healcore.core.signals import Signals
 from healcore.core.verdict import Action, Cause
 from healcore.policy import load
-from tests.parity import recorded
+from tests.parity import recorded_runs
 
 STEPS = 420
 
@@ -100,7 +100,7 @@ def from_runs(rows: int, most: int) -> dict[str, np.ndarray]:
     """Finite stretches of recorded runs about their first spike: at most `most` of each folder."""
     kept: dict[str, np.ndarray] = {}
     folders: dict[str, int] = {}
-    for name, losses, _, onset in recorded.all_runs():
+    for name, losses, _, onset in recorded_runs.all_runs():
         folder = name.rsplit("__", 1)[0].rsplit("/", 1)[0]
         start = max(0, min(onset - rows // 2, len(losses) - rows))
         part = losses[start : start + rows]

@@ -14,7 +14,7 @@ import pytest
 from healcore.core.verdict import Action, Cause
 from healcore.policy import load
 from tests.catalogue.watch import curves
-from tests.parity import recorded
+from tests.parity import recorded_runs
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 originals = pytest.importorskip("tests.catalogue.watch.originals")
@@ -58,7 +58,7 @@ def test_the_curves_have_both_answers():
     assert any(each is not None for each in answers)
 
 
-@recorded.needed
+@recorded_runs.needed
 @curves.SOME_AND_ALL
 def test_the_same_step_on_recorded_runs(most):
     runs, stops = curves.from_runs(200, most), 0

@@ -15,7 +15,7 @@ import pytest
 
 from healcore.core.verdict import Action, Cause
 from tests.catalogue.watch import curves
-from tests.parity import recorded
+from tests.parity import recorded_runs
 
 torch = pytest.importorskip("torch")
 spike = pytest.importorskip("lightning.fabric.utilities.spike", reason="lightning is not installed")
@@ -84,7 +84,7 @@ def test_the_same_at_every_step(name, original):
         assert found
 
 
-@recorded.needed
+@recorded_runs.needed
 @curves.SOME_AND_ALL
 def test_the_same_on_recorded_runs(original, most):
     runs = curves.from_runs(250, most)

@@ -13,7 +13,7 @@ import pytest
 from healcore.core.verdict import Action, Cause
 from tests.catalogue.watch import curves
 from tests.catalogue.watch.originals import KillLossSpike
-from tests.parity import recorded
+from tests.parity import recorded_runs
 
 NAME = "llm-foundry-kill-loss-spike"
 WINDOW, ESCAPE = 100, 25
@@ -60,7 +60,7 @@ def test_the_same_outliers(name):
         assert outliers
 
 
-@recorded.needed
+@recorded_runs.needed
 @curves.SOME_AND_ALL
 def test_the_same_outliers_on_recorded_runs(most):
     found = [compare(losses) for losses in curves.from_runs(400, most).values()]

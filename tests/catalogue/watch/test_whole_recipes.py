@@ -15,7 +15,7 @@ from healcore.core.verdict import Action, Cause
 from healcore.policy import load
 from healcore.runtime.host_policy import HostPolicy
 from tests.catalogue.watch import curves
-from tests.parity import recorded
+from tests.parity import recorded_runs
 
 
 def spiked(steps=600, at=400, length=15, height=1.5):
@@ -53,11 +53,11 @@ def test_palm_does_not_go_back_for_one_bad_batch():
     assert not decisions.orders(Action.ROLLBACK).any()
 
 
-@recorded.needed
+@recorded_runs.needed
 def test_palm_finds_the_spikes_of_recorded_runs():
     """On Llama-3.1-8B, whose spikes were labelled by hand."""
     found = 0
-    runs = [run for run in recorded.all_runs() if "llama31_8b" in run[0] and run[3]][:3]
+    runs = [run for run in recorded_runs.all_runs() if "llama31_8b" in run[0] and run[3]][:3]
     for _, losses, _, onset in runs:
         decisions = curves.decisions_of("palm-rollback", losses[onset - 250 : onset + 30])
         order = curves.first(decisions.orders(Action.ROLLBACK))

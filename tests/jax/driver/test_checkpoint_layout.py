@@ -18,8 +18,8 @@ from healcore.jax.driver import JaxDriver
 from healcore.jax.driver.checkpoint_layout import SIDE_STATE
 from healcore.runtime.store.errors import StateMismatch
 from tests.jax import policies
-from tests.jax.bits import assert_same_bits, bits
-from tests.jax.driver.runs import POLICY, RUNS, advance, batch, plain
+from tests.jax.bit_comparison import assert_same_bits, bits
+from tests.jax.driver.small_runs import POLICY, RUNS, advance, batch, plain
 
 BATCHES = [batch(seed) for seed in range(6)]
 

@@ -10,7 +10,7 @@ import pytest
 
 from healcore.jax import HealStateError
 from healcore.jax.driver import JaxDriver
-from tests.jax.driver.runs import POLICY, RUNS, advance, batch, every_third, plain
+from tests.jax.driver.small_runs import POLICY, RUNS, advance, batch, every_third, plain
 
 
 def went_back(run: Any, *, to: int = 2, steps: int = 5) -> tuple[JaxDriver, Any]:

@@ -23,8 +23,8 @@ from healcore.jax import (
 from healcore.jax.driver import JaxDriver
 from healcore.runtime.healer import Healer
 from tests.jax import policies
-from tests.jax.bits import assert_same_bits, bits
-from tests.jax.driver.runs import POLICY, RUNS, advance, batch, plain
+from tests.jax.bit_comparison import assert_same_bits, bits
+from tests.jax.driver.small_runs import POLICY, RUNS, advance, batch, plain
 
 PARAMS = {"w": jnp.ones(3), "b": jnp.zeros(2)}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.healer.loops import Faults, loop_of, rules, train
 from tests.healer.run_directory import events
+from tests.healer.training_loops import Faults, loop_of, rules, train
 
 
 class Forward:

@@ -15,8 +15,8 @@ from healcore.core.verdict import Cause
 from healcore.runtime.events.metrics import Metrics
 from healcore.runtime.events.models import MetricsModel
 from healcore.runtime.healer import Healer
-from tests.healer.loops import Faults, loop_of, rules, same, train
-from tests.healer.records import record
+from tests.healer.step_records import record
+from tests.healer.training_loops import Faults, loop_of, rules, same, train
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 

@@ -13,9 +13,9 @@ from healcore.runtime.events import read, schema
 from healcore.runtime.events.schema import KINDS
 from healcore.runtime.loop.termination import LastStateNotSaved, RunStopped
 from healcore.runtime.postmortem.postmortem import Postmortem, path_for
-from tests.healer.loops import Faults, loop_of, rules, train
 from tests.healer.run_directory import flip_a_bit
-from tests.runtime.store.disks import read_only
+from tests.healer.training_loops import Faults, loop_of, rules, train
+from tests.runtime.store.disk_faults import read_only
 
 EXPORTED = json.loads((Path(__file__).parents[3] / "docs" / "events.schema.json").read_text())
 VALIDATOR = jsonschema.Draft202012Validator(EXPORTED)

@@ -15,7 +15,7 @@ from healcore.runtime.events import Log, read, schema
 from healcore.runtime.events.models import EventFields
 from healcore.runtime.events.schema import ENVELOPE, KINDS
 from healcore.runtime.postmortem.postmortem import Postmortem
-from tests.runtime.events.samples import SAMPLES
+from tests.runtime.events.sample_events import SAMPLES
 
 ROOT = Path(__file__).parents[3]
 RUNTIME = ROOT / "healcore" / "runtime"

@@ -11,7 +11,7 @@ from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Action, Cause
 from healcore.runtime.incidents.assessment import AssessmentResult, Assessor
 from healcore.runtime.incidents.monitor import ActionRequest
-from tests.healer.records import record
+from tests.healer.step_records import record
 
 
 class Weights:

@@ -20,8 +20,8 @@ from healcore.runtime.loop.termination import (
     Interrupted,
     TerminationWatch,
 )
-from tests.healer.loops import SKIPS, Faults, loop_of, rules, train
 from tests.healer.run_directory import events, postmortems
+from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, train
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from healcore.runtime.postmortem.diagnosis import RollbackRecord
 from healcore.runtime.postmortem.postmortem import of, of_killed, path_for
 from tests.runtime.events.processes import first_line, python
 from tests.runtime.postmortem.test_diagnosis import STOPPED
-from tests.runtime.store.disks import read_only, small_disk
+from tests.runtime.store.disk_faults import read_only, small_disk
 
 
 @pytest.fixture

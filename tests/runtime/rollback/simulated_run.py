@@ -39,8 +39,8 @@ from healcore.runtime.store import (
     Status,
 )
 from healcore.runtime.store.ranks import Alone
-from tests.healer.loops import rules
-from tests.healer.records import record
+from tests.healer.step_records import record
+from tests.healer.training_loops import rules
 
 EVERY, PROBATION, REGION = 4, 3, 12
 KEEP = Keep(good=3, candidates=2, quarantined=2)

@@ -15,7 +15,7 @@ from healcore.runtime.store import (
     restore_first_intact,
 )
 from healcore.runtime.store.checksummed_json import ChecksumError
-from tests.runtime.store.disks import flip
+from tests.runtime.store.disk_faults import flip
 from tests.runtime.store.store_cases import DISKS, StoreCase, over, same_states
 
 FLIPS = 60

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from healcore.runtime.store import CheckpointDamaged, Keep, StoreError
-from tests.runtime.store.disks import flip
+from tests.runtime.store.disk_faults import flip
 from tests.runtime.store.store_cases import TIERS, over, same_states
 
 

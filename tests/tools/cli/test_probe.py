@@ -17,8 +17,8 @@ from healcore.tools.cli import app
 from healcore.torch.store import DCPStore
 from tests.runtime.store.store_cases import DISKS
 from tests.tools.probe.curves import falling, write
-from tests.tools.probe.networks import saved, trained
 from tests.tools.probe.test_checkpoint import filled
+from tests.tools.probe.trained_networks import saved, trained
 
 
 def run(*arguments: object) -> Any:

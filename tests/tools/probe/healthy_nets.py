@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from healcore.tools.probe.result import ProbeResult
-from tests.tools.probe.networks import probe, saved
+from tests.tools.probe.trained_networks import probe, saved
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 STEPS = (60, 201)

@@ -21,7 +21,7 @@ import healcore.jax
 from healcore.jax.store import OrbaxStore
 from healcore.tools.probe.contents.saved_state import parsed
 from healcore.tools.probe.result import NothingToProbe, ProbeError
-from tests.tools.probe.networks import probe, verdicts
+from tests.tools.probe.trained_networks import probe, verdicts
 
 STEPS, LAYERS = 60, 6
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from healcore.tools.probe.parameter_names import by_shape, in_order
 from healcore.tools.probe.result import NothingToProbe, ProbeError
 from healcore.torch.store import DCPStore
-from tests.tools.probe.networks import Net, probe, saved, train, trained, verdicts
+from tests.tools.probe.trained_networks import Net, probe, saved, train, trained, verdicts
 
 ADAMS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),

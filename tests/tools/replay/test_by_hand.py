@@ -16,7 +16,7 @@ from healcore.policy import load, loads
 from healcore.tools.replay import replay
 from healcore.tools.replay.report import facts
 from healcore.tools.report.descriptions import outcome
-from tests.healer.loops import rules
+from tests.healer.training_loops import rules
 from tests.tools.replay import logs
 from tests.tools.replay.test_backends import OVERFIT
 

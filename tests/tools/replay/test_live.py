@@ -12,7 +12,7 @@ import pytest
 from healcore.core.verdict import Action, Cause, names
 from healcore.policy import load
 from healcore.tools.replay import replay
-from tests.healer.loops import Faults, loop_of, rules, train
+from tests.healer.training_loops import Faults, loop_of, rules, train
 from tests.tools.replay import logs
 
 Step = tuple[tuple[str, ...], tuple[str, ...], bool, np.float32, np.float32]

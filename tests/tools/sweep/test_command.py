@@ -13,8 +13,8 @@ from healcore.policy import load, preset_text
 from healcore.tools.sweep import Plan, SweepError, sweep
 from healcore.tools.sweep.search import PLAN
 from healcore.tools.traces import open_traces
-from tests.tools.sweep import samples
-from tests.tools.sweep.samples import DULL, blunt, run
+from tests.tools.sweep import sample_series
+from tests.tools.sweep.sample_series import DULL, blunt, run
 
 
 def test_a_better_setting_is_found_and_written(logs, tmp_path):
@@ -123,7 +123,7 @@ def test_wrong_arguments_have_a_clear_message(logs, tmp_path, monkeypatch, argum
 
 
 def test_nothing_to_sweep(tmp_path):
-    short = samples.write_csv(tmp_path / "short.csv", np.ones(50))
+    short = sample_series.write_csv(tmp_path / "short.csv", np.ones(50))
     done = run(short, "-o", str(tmp_path / "x.toml"))
     assert done.exit_code == 2
     assert "fewer than 200 rows" in done.stderr

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from healcore.policy import load
-from tests.tools.sweep import samples
-from tests.tools.sweep.samples import DULL, blunt, run
+from tests.tools.sweep import sample_series
+from tests.tools.sweep.sample_series import DULL, blunt, run
 
 
 def test_events_of_one_family_are_held_out_run_by_run(logs, tmp_path):
@@ -48,7 +48,7 @@ def test_a_single_run_cannot_be_checked(logs, tmp_path):
 
 
 def test_attempts_are_not_runs(tmp_path):
-    loss = samples.losses(np.random.default_rng(5), 700, (300,))
+    loss = sample_series.losses(np.random.default_rng(5), 700, (300,))
     path = tmp_path / "resumed.csv"
     rows = [(i, loss[i]) for i in range(450)] + [(i, loss[i]) for i in range(400, 700)]
     path.write_text("\n".join(["step,loss", *(f"{i},{x:.6g}" for i, x in rows)]))
