@@ -90,7 +90,7 @@ def test_a_spike_in_warm_up_does_not_hide_later_ones(clip):
 
 
 @pytest.mark.parametrize("clip", CLIPS)
-def test_what_is_left_is_within_the_threshold(clip):
+def test_the_clipped_norm_is_within_the_threshold(clip):
     """`scale * norm` never exceeds the limit, however large the norm."""
     for norm in (5.0, 1e3, 1e8, 1e14, 9e14):
         per_tensor = clip == "adagc"

@@ -62,7 +62,7 @@ def test_the_next_trouble_is_another_incident_at_the_first_depth():
     assert runner.state.tally.rollbacks == 0
 
 
-def test_what_is_declined_never_uses_up_the_budget():
+def test_a_declined_rollback_never_uses_up_the_budget():
     config = ESCALATION._replace(budget=BudgetConfig(recoveries=1, lr_cuts=0, refund_after=1 << 20))
     runner = Runner(config)
     decisions = declining(runner, bad(400, *range(10, 400, 3)))

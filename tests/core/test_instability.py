@@ -148,7 +148,7 @@ def test_loss_alone_or_norm_alone_is_none():
     assert not run(np.full(t, 2.0), 1 + 20 * grown).any()
 
 
-def test_without_a_norm_it_rests():
+def test_without_a_norm_it_is_inactive():
     grown = growth(100, 50, 1.5).astype(np.float32)
     decisions = Runner(CONFIG).feed(loss=2 + grown)
     assert not any(d.cause for d in decisions)

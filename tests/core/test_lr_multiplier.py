@@ -108,7 +108,7 @@ def test_the_way_back_ends_at_the_ceiling():
 
 
 @pytest.mark.parametrize("oddity", [np.nan, np.inf, -np.inf, 0.0, -1.0, 1e-40, 1e13, 3e38])
-def test_what_is_no_rate_is_taken_as_one(oddity):
+def test_an_invalid_rate_is_taken_as_one(oddity):
     np.testing.assert_array_equal(under(np.full(40, oddity), 2, 30), under(np.ones(40), 2, 30))
 
 

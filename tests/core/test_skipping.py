@@ -25,7 +25,7 @@ def test_a_healthy_step_begins_a_new_row():
     assert skips(norms) == [50, 51, 52, 53, 57, 58]
 
 
-def test_what_is_not_finite_is_skipped_without_end_and_not_counted():
+def test_nonfinite_steps_are_skipped_without_limit_and_not_counted():
     assert skips([1.0] * 50 + [np.nan] * 30) == list(range(50, 80))
     norms = [1.0] * 50 + [100.0] * 2 + [np.inf] * 5 + [100.0] * 4
     assert skips(norms) == list(range(50, 59))

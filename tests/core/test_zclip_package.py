@@ -78,7 +78,7 @@ def test_the_tolerance_would_notice_another_threshold():
     assert not np.allclose(got, factors, rtol=TOLERANCE)
 
 
-def test_where_the_package_goes_blind_or_locks_in():
+def test_nan_blinds_the_package_and_a_shift_locks_it_in():
     """The published behaviour that healcore departs from is still published."""
     healthy = np.exp(0.1 * np.random.default_rng(0).normal(size=200)).astype(np.float32)
     one_nan = np.concatenate([healthy, [np.float32("nan")], healthy, [np.float32(50)]])

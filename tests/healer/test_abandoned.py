@@ -49,7 +49,7 @@ def test_the_same_loop_goes_on_in_a_new_one(framework, tmp_path):
 
 
 @BOTH
-def test_one_that_somebody_has_is_in_the_way(framework, tmp_path):
+def test_a_healer_that_is_still_referenced_blocks_the_next(framework, tmp_path):
     healer = enter(loop_of(framework, policy=rules()), tmp_path)
     with pytest.raises(StoreInUse, match="this process: leave the `with` block"):
         train(loop_of(framework, policy=rules()), rules(), range(12), store=tmp_path)

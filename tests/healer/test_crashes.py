@@ -92,7 +92,7 @@ def test_every_point_of_a_rollback(framework, tmp_path, monkeypatch):
         assert same(after.weights(), clean.weights()), passed[at]
 
 
-def test_what_a_rollback_has_cost_survives_a_crash_right_after_it(tmp_path):
+def test_the_budget_spent_by_a_rollback_survives_a_crash_right_after_it(tmp_path):
     def stumble(healer: Any, number: int) -> None:
         if healer.rollbacks == 1:
             raise RuntimeError("power")

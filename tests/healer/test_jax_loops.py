@@ -103,7 +103,7 @@ def test_a_gate_before_the_accumulator_saves_the_rollback(tmp_path):
     assert engine["state"]["step"] == 10
 
 
-def test_what_does_not_pass_spends_the_budget(tmp_path):
+def test_a_lasting_fault_spends_the_budget(tmp_path):
     run = plain(policy=RULES, wrap=accumulated)
     with pytest.raises(RunStopped, match="budget"):
         train(run, RULES, range(200), lambda number: number > 28, store=tmp_path, save_every=5)

@@ -59,7 +59,7 @@ def test_a_damaged_status_does_not_take_a_quarantine_back(how, killed, tmp_path)
     assert 20 in [event["checkpoint"] for event in events(tmp_path, "quarantine")[1:]]
 
 
-def test_what_a_person_has_marked_counts(killed, tmp_path):
+def test_a_mark_set_by_a_person_counts(killed, tmp_path):
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
     DCPStore(tmp_path).mark(20, "good")
     assert go_on(tmp_path)["at"] == 20

@@ -141,7 +141,7 @@ def outcome_of(kind: str, folder: Path, monkeypatch: Any, disk: Any) -> dict[str
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_where_it_goes_back_to_follows_from_the_steps(kind, tmp_path, monkeypatch):
+def test_the_rollback_target_depends_only_on_the_steps(kind, tmp_path, monkeypatch):
     outcomes = {
         name: outcome_of(kind, tmp_path / name, monkeypatch, disk) for name, disk in DISKS.items()
     }

@@ -93,7 +93,7 @@ def test_an_edited_policy_does_not_make_checkpoints_useless(tmp_path):
     assert any("warm-up again" in event["problem"] for event in events(tmp_path, "problem"))
 
 
-def test_what_resume_allows(tmp_path):
+def test_the_values_of_resume(tmp_path):
     train(loop_of("torch"), rules(), range(12), store=tmp_path)
     with pytest.raises(AlreadyCompleted, match="completed at step 12; resume=True"):
         train(loop_of("torch"), rules(), range(12), store=tmp_path)

@@ -64,7 +64,7 @@ def test_a_trial_is_no_rollback_and_its_verdict_is_known():
     assert unknown.rerun is None
 
 
-def test_what_an_observing_policy_would_have_done():
+def test_the_actions_that_an_observing_policy_would_have_taken():
     order = {"incident": 1, "observed": True, "cause": ["NONFINITE_LOSS"]}
     back, stop = {**order, "action": ["ROLLBACK"]}, {**order, "action": ["STOP"]}
     run = run_of(BEGIN, ("order", 6, back), ("order", 8, back), ("order", 9, stop))

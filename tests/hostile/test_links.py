@@ -101,7 +101,7 @@ def test_the_draft_of_an_output_cannot_be_foreseen(tmp_path, precious):
     assert precious.read_text() == "precious\n"
 
 
-def test_the_place_of_a_draft_is_nobody_elses(tmp_path):
+def test_a_temporary_file_is_in_a_private_folder(tmp_path):
     folder = tmp_path / "shared"
     folder.mkdir()
     folder.chmod(0o777)
@@ -203,7 +203,7 @@ def test_the_lock_is_held_as_long_as_the_run_lasts(root):
     assert not (root / LOCK).exists()
 
 
-def test_a_lock_that_somebody_holds_is_not_waited_for_without_end(root):
+def test_a_held_lock_is_not_waited_for_without_end(root):
     """The lock of a process that never writes its name."""
     pytest.importorskip("fcntl")
     out = in_time(

@@ -198,7 +198,7 @@ def test_the_index_of_dcp_runs_no_code(tmp_path, ran):
 
 
 @pytest.mark.parametrize("where", ["planner_data", "storage_meta", "version"])
-def test_nor_where_nobody_looks(where, tmp_path, ran):
+def test_unused_parts_of_the_index_run_no_code(where, tmp_path, ran):
     store, index = stored(tmp_path)
     metadata = pickle.loads(index.read_bytes())
     setattr(metadata, where, Code(ran))

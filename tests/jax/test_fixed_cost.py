@@ -39,7 +39,7 @@ def test_xla_does_not_copy_the_engine_into_each_of_its_results():
 
 
 @pytest.mark.parametrize("value", [np.bool_(False), np.bool_(True), 0, 1, 1023, 999_999])
-def test_what_is_shared_is_the_value_itself(value):
+def test_shared_constants_are_the_value_itself(value):
     array = jnp.asarray(value, jnp.bool_ if isinstance(value, np.bool_) else jnp.int32)
     found = jax.jit(namespace.shared)(array)
     assert found.dtype == array.dtype

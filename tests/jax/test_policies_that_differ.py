@@ -120,7 +120,7 @@ def test_a_run_goes_on_with_another_policy():
     tx.update(PARAMS, state, PARAMS, value=LOSS)
 
 
-def test_what_does_not_fit_is_not_taken():
+def test_a_state_that_does_not_fit_is_rejected():
     tx = protect(optax.adam(0.1), "default")
     with pytest.raises(HealStateError, match="structure"):
         with_heal_state(optax.adagrad(0.1).init(PARAMS), like=tx.init(PARAMS))

@@ -23,7 +23,7 @@ def test_an_unknown_framework_lists_the_known_ones():
         registry.find("tensorflow", "driver")
 
 
-def test_what_an_adapter_lacks_lists_what_it_has():
+def test_an_error_about_a_missing_plugin_lists_the_available_ones():
     pytest.importorskip("torch")
     with pytest.raises(registry.NotProvided, match=r"'sweep_scan'; it provides: .*driver"):
         registry.find("torch", "sweep_scan")

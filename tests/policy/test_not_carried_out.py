@@ -61,5 +61,5 @@ def test_a_misspelt_cause_still_gets_a_suggestion():
 
 
 @pytest.mark.parametrize("name", [*preset_names(), *recipe_names()])
-def test_what_comes_with_healcore_has_none_of_them(name):
+def test_the_policies_of_healcore_have_none_of_them(name):
     assert loads(dumps(load(name))) == load(name)

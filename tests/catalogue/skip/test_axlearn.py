@@ -34,7 +34,7 @@ def test_the_same_steps_are_dropped():
 
 
 @pytest.mark.parametrize("ratio", [3.0, 5.0])
-def test_and_with_smaller_multiples_which_drop_more(ratio):
+def test_smaller_multiples_drop_more_and_still_agree(ratio):
     policy = load(RECIPE)
     rule = policy.detect.grad_ema
     assert rule is not None

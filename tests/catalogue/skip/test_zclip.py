@@ -98,7 +98,7 @@ def test_an_inf_in_the_warm_up_ends_it_too():
     assert ours.grad_scale[300] < 0.1
 
 
-def test_after_a_true_shift_the_original_clips_for_ever():
+def test_after_a_true_shift_the_original_clips_forever():
     run = traces.healthy(0, 800)
     run.norm[400:] *= 2
     (ours,) = traces.port("zclip-paper", [run])

@@ -165,7 +165,7 @@ def test_sharded_and_committed_arrays_stay_so():
     assert run.compiled() == compiled
 
 
-def test_what_does_not_fit_touches_nothing():
+def test_a_state_that_does_not_fit_changes_nothing():
     run = RUNS["nnx"]()
     driver = JaxDriver(run.state, POLICY)
     items, before = driver.items(), saved(driver)

@@ -127,7 +127,7 @@ def test_without_its_healing_part_a_state_is_that_of_plain_optax(healed, plain_o
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
-def test_a_checkpoint_of_a_run_that_nobody_healed_restores(where, tmp_path):
+def test_a_checkpoint_of_a_run_without_healing_restores(where, tmp_path):
     run = plain(epoch=4)
     driver = JaxDriver(run.state, POLICY)
     store = driver.store(tmp_path if where == "disk" else None, ())

@@ -101,7 +101,7 @@ def test_between_two_epochs(kind):
 
 
 @over([kind for kind in REWINDING if kind.name in ("list", "stateful shuffled")])
-def test_what_is_left_out_stays_so(kind):
+def test_batches_left_out_stay_left_out(kind):
     cursor = Cursor(kind.make(), epochs=2)
     start = cursor.position()
     take(cursor, 2)

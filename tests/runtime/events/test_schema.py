@@ -47,7 +47,7 @@ def test_real_events_are_valid(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_kind_needs(tmp_path, kind):
+def test_required_fields_of_a_kind(tmp_path, kind):
     event = written(tmp_path, kind)
     for name in (*ENVELOPE, *KINDS[kind].needs):
         less = {key: value for key, value in event.items() if key != name}
@@ -78,7 +78,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_does_not_fit_is_seen_by_both(tmp_path, name):
+def test_both_checks_reject_wrong_events(tmp_path, name):
     event = {**written(tmp_path, "problem"), name: WRONG[name]}
     assert not VALIDATOR.is_valid(event)
     assert len(schema.problems(event)) == 1
@@ -109,7 +109,7 @@ def calls() -> Iterator[tuple[str, str, set[str]]]:
                 yield f"{path.name}:{node.lineno}", kind, fields
 
 
-def test_what_the_runtime_writes_is_in_the_vocabulary():
+def test_every_event_that_the_runtime_writes_is_in_the_schema():
     """Also rare branches, which no test run takes."""
     found = list(calls())
     for place, kind, fields in found:

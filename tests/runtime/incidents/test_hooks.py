@@ -107,7 +107,7 @@ def test_an_exception_is_contained_and_reported(error, message):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_what_is_meant_to_end_the_process_does(error):
+def test_an_exception_that_ends_the_process_is_not_caught(error):
     with pytest.raises(error):
         Hooks(raising(error())).run(INCIDENT)
 
@@ -115,7 +115,7 @@ def test_what_is_meant_to_end_the_process_does(error):
 @pytest.mark.parametrize(
     "returned", [True, 4, "rollback", Action(1024), Action.STOP | 64, Cause.DATA]
 )
-def test_what_is_no_action_counts_as_no_result(returned):
+def test_a_value_that_is_no_action_counts_as_no_result(returned):
     result = Hooks([lambda incident: returned, keep]).run(INCIDENT)
     assert result.action is None
     assert "Action.ROLLBACK" in result.problems[0]

@@ -45,7 +45,7 @@ def test_it_is_a_file_of_its_own_for_each_run(events):
     assert path_for(events, "a").parent == events.parent
 
 
-def test_of_this_process(events):
+def test_the_postmortem_of_this_process(events):
     log = Log(events)
     log.write("start", step=0, policy="default")
     found = of(STOPPED, log, seconds=1.5, trace="Traceback ...")
@@ -198,7 +198,7 @@ def test_files_without_a_run(events, content):
     assert os.listdir(events.parent) == [events.name]
 
 
-def test_events_that_nobody_can_make_sense_of_do_not_end_the_next_run(killed, caplog):
+def test_unreadable_events_do_not_end_the_next_run(killed, caplog):
     rewritten(killed, mono="now", pid="4711")
     assert of_killed(killed) is None
     assert "cannot be found out" in caplog.text

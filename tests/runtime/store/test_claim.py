@@ -63,7 +63,7 @@ def test_a_living_process_holds_it_and_a_killed_one_does_not(tmp_path):
 
 
 @pytest.mark.parametrize("stale", [False, True])
-def test_of_several_that_start_at_once_one_wins(tmp_path, stale):
+def test_one_of_several_that_start_at_once_wins(tmp_path, stale):
     for turn in range(3):
         root = tmp_path / str(turn)
         root.mkdir()

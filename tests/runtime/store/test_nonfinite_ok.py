@@ -41,7 +41,7 @@ def test_they_can_be_named_after_a_restart(case, tmp_path):
 
 
 @over(*ALL)
-def test_what_a_state_holds_is_found_without_a_save(case, tmp_path):
+def test_nonfinite_entries_are_found_without_a_save(case, tmp_path):
     store = case.make(tmp_path)
     assert store.nonfinite_in(case.state(0)) == ()
     assert store.nonfinite_in(case.with_nan()) == ("weights.bfloat16",)

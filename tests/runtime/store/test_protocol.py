@@ -170,7 +170,7 @@ def test_the_last_known_good_one_stays(case, store):
 
 
 @over(*ALL)
-def test_not_finite_is_never_known_good(case, store):
+def test_a_nonfinite_state_is_never_known_good(case, store):
     store.save(7, case.with_nan())
     store.wait()
     (saved,) = store.steps()
@@ -182,7 +182,7 @@ def test_not_finite_is_never_known_good(case, store):
 
 
 @over(*ALL)
-def test_not_finite_where_that_is_meant(case, tmp_path):
+def test_nonfinite_arrays_that_are_allowed(case, tmp_path):
     store = case.make(tmp_path, nonfinite_ok=["weights.b*16"])
     store.save(7, case.with_nan())
     store.wait()

@@ -69,7 +69,7 @@ def test_older_ones_stay_at_distances_that_grow_geometrically(every):
     assert len(left) <= 3 + math.log2(newest / every) + 1
 
 
-def test_without_older_the_newest_stay_and_no_other():
+def test_with_older_off_only_the_newest_stay():
     assert run_with(Keep(good=3), range(0, 1000, 10)) == [970, 980, 990]
     assert run_with(Keep(good=1), range(0, 1000, 10)) == [990]
 

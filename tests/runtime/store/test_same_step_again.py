@@ -122,7 +122,7 @@ def test_the_last_known_good_one_is_not_lost_to_a_newer_save_of_its_step(case, s
 
 
 @over(*DISKS)
-def test_what_went_wrong_stays_for_a_person_to_look_at_within_bounds(case, store):
+def test_superseded_saves_are_kept_up_to_a_limit(case, store):
     save(case, store, 1, seed=0)
     store.mark(1, "good")
     for seed in range(5):

@@ -53,7 +53,7 @@ def test_a_reader_that_leaves_does_not_change_the_verdict(dead, form):
     assert b"Traceback" not in found.stderr
 
 
-def test_nor_that_all_is_well(dead):
+def test_a_command_without_a_reader_ends_without_an_error(dead):
     for command in (["policy", "list"], ["policy", "show", "default"], ["replay", str(dead)]):
         found = unread(*command)
         assert (found.returncode, found.stderr) == (0, b""), command

@@ -71,7 +71,7 @@ def test_a_single_tensor(tmp_path):
     judged("optimizer", tmp_path / "one.pt", 3)
 
 
-def test_what_holds_itself(tmp_path):
+def test_a_value_that_contains_itself(tmp_path):
     state = adam()
     state["self"] = state
     torch.save(state, tmp_path / "self.pt")

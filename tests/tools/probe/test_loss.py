@@ -65,7 +65,7 @@ def test_a_slow_rise_below_its_noise_fails(tmp_path):
     assert verdict_of(probe_values(tmp_path, values), "progress") == "FAIL"
 
 
-def test_what_was_won_and_lost_again(tmp_path):
+def test_progress_that_is_lost_again(tmp_path):
     fall = np.linspace(10, 2, 400)
     for end, verdict in ((2.4, "PASS"), (3.5, "WARN"), (7.0, "FAIL")):
         values = np.concatenate([fall, np.linspace(2, end, 400)])

@@ -478,7 +478,7 @@ def test_names_are_right_or_left_out(shapes, data):
 
 
 @given(SHAPES, SHAPES)
-def test_by_shape_only_what_is_unique(shapes, model):
+def test_only_unique_shapes_are_matched(shapes, model):
     names = by_shape(shapes, [(str(at), shape) for at, shape in enumerate(model)])
     for shape, name in zip(shapes, names, strict=True):
         certain = shapes.count(shape) == 1 and model.count(shape) == 1

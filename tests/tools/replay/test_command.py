@@ -228,7 +228,7 @@ def test_a_policy_that_has_nothing_to_judge_in_one(spiked, tmp_path):
         ([], "Missing argument"),
     ],
 )
-def test_what_cannot_be_done(run, arguments, message):
+def test_invalid_arguments(run, arguments, message):
     before = run.read_bytes()
     done = healcore_replay(*(str(run) if each == "RUN" else each for each in arguments))
     assert done.exit_code == 2

@@ -82,7 +82,7 @@ def test_nothing_overflows_on_a_phone(stopped, tmp_path):
     assert 300 < found["plot"] <= 390
 
 
-def test_on_paper_everything_is_there(stopped, tmp_path):
+def test_the_printed_page_has_everything(stopped, tmp_path):
     pdf, console = print_page(page_of(read_reports(stopped).reports, tmp_path), tmp_path)
     assert console == ""
     assert pdf.startswith(b"%PDF")

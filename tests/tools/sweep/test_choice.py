@@ -88,7 +88,7 @@ def judged(in_time: np.ndarray):
     return choose_policy(tallies(in_time), UNITS, Splits(held, "family", runs), "balance", 0.1)
 
 
-def test_what_holds_on_every_run_is_taken():
+def test_a_setting_that_is_good_on_every_run_is_taken():
     good = np.where(plateau((0.6, 0.4), 0.2), 9, 5)
     verdict = judged(np.tile(good, (12, 1)))
     assert verdict.take == verdict.choice.index != 0
@@ -97,7 +97,7 @@ def test_what_holds_on_every_run_is_taken():
     assert abs(verdict.validation.chosen.gap) < 1e-9
 
 
-def test_what_each_run_likes_by_itself_is_not():
+def test_a_setting_that_is_best_for_one_run_only_is_not_taken():
     """Every run has a favourite region of its own, and the base policy is fair everywhere."""
     rows = []
     for _ in range(8):
@@ -135,7 +135,7 @@ def test_a_setting_that_no_held_out_event_supports_is_not_taken(objective):
         assert "no event was ever held out: cannot be checked" in verdict.reason
 
 
-def test_what_was_held_out_is_counted():
+def test_held_out_events_are_counted():
     checked = judged(np.tile(np.where(plateau((0.6, 0.4), 0.2), 9, 5), (12, 1))).validation
     assert checked is not None
     assert (checked.events, checked.ever) == ((30, 30, 30, 30), 120)

@@ -232,7 +232,7 @@ def test_odd_objects_in_a_state_dictionary(case, tmp_path):
 
 
 @over(*CASES)
-def test_what_cannot_be_saved_is_named(case, tmp_path):
+def test_an_entry_that_cannot_be_saved_is_named(case, tmp_path):
     store = case.make(tmp_path)
     with pytest.raises(UnsavableState, match=r"state\['x'\]\['f'\] is a function"):
         store.save(1, {"x": {"f": lambda: 0}})
