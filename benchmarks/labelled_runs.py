@@ -90,7 +90,7 @@ def _column(rows: list[dict[str, str]], name: str) -> np.ndarray | None:
 
 @dataclass
 class Score:
-    """What one rule did on one family of runs."""
+    """Counts of one rule on one family of runs."""
 
     files: int = 0
     rows: int = 0

@@ -127,7 +127,7 @@ def zclip_z(norms: Iterable[float]) -> list[bool]:
 
 
 def either(a: list[bool], b: list[bool]) -> list[bool]:
-    """Where one of two rules alarms."""
+    """Alarms where one of two rules does."""
     return [x or y for x, y in zip(a, b, strict=True)]
 
 

@@ -27,7 +27,7 @@ class Contender:
     step: Callable[[], Any]
     """The timed work; must have finished when it returns."""
     prepare: Callable[[], Any] = lambda: None
-    """What has to happen before each step, untimed."""
+    """Untimed preparation before each step."""
 
 
 @dataclass

@@ -18,7 +18,7 @@ from side_by_side import Contender, Timing, arguments, interleave, machine, writ
 PARAMS, TENSORS = 25_000_000, 192
 QUICK_PARAMS, QUICK_TENSORS = 400_000, 24
 TINY_PARAMS, TINY_TENSORS = 1_000, 6
-"""Where the step itself costs next to nothing, and what is fixed is all there is."""
+"""Sizes at which a step costs so little that only its fixed cost shows."""
 
 
 def shapes(params: int, tensors: int) -> list[tuple[int, ...]]:

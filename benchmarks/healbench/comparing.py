@@ -22,7 +22,7 @@ from scipy import special
 from benchmarks.healbench.running import DONE, UNAVAILABLE, Result
 
 LEVEL = 0.01
-"""Of the one-sided paired tests."""
+"""The level of the one-sided paired tests."""
 MARGIN = 2.0
 """Percent: an arm that is worse by more is worse whatever the test finds."""
 ROUNDING = 1e-6
@@ -62,7 +62,7 @@ class Difference:
     low: float = math.nan
     high: float = math.nan
     p_worse: float = math.nan
-    """Of the paired t-test against "not worse"; NaN with one pair or infinite differences."""
+    """P-value of the t-test against "not worse"; NaN with one pair or infinite differences."""
     p_better: float = math.nan
     pairs: int = 0
     """Seeds that both have."""
@@ -127,7 +127,7 @@ class Cell:
     worse: bool
     """Than the reference; also where some run failed."""
     metrics: dict[int, float]
-    """By seed, NaN and infinite ones included."""
+    """Metrics by seed, NaN and infinite ones included."""
     mean: float
     """Infinite where one of them is not finite; NaN where there are none."""
     reference: str
@@ -136,7 +136,7 @@ class Cell:
     gap: float
     """Percent from what a perfect cure reaches, of a sick task; NaN: not known."""
     totals: dict[str, int]
-    """Over seeds: runs, failed, stopped, and the counts of `Result`."""
+    """Sums over seeds: runs, failed, stopped, and the counts of `Result`."""
     wall_ratio: float
     """Median over seeds of the training time over that of the arm `nothing`."""
     notes: tuple[str, ...] = field(default=())
@@ -144,7 +144,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Of the task, with the framework where it is not torch."""
+        """The name of the task, with the framework where it is not torch."""
         return self.task if self.framework == "torch" else f"{self.task} ({self.framework})"
 
     def per_10k(self, count: str) -> float:
@@ -309,7 +309,7 @@ class Rule:
 
     text: str
     broken: tuple[str, ...]
-    """Where it does not hold, and how."""
+    """The cells that break it, and how."""
     checked: int
     """How many results it was checked on; 0 if there are none."""
 
@@ -320,7 +320,7 @@ class Rule:
 
 
 def rules(cells: Iterable[Cell]) -> list[Rule]:
-    """What issue 9 asks of healcore's arms, over the cells of `compare`."""
+    """The rules for healcore's arms from issue 9, checked on the cells of `compare`."""
     cells = list(cells)
     ours = [cell for cell in cells if cell.arm in HELD]
     healthy = [cell for cell in ours if cell.kind == "healthy"]
@@ -404,7 +404,7 @@ def _drastic(cell: Cell) -> str:
 
 
 def _too_many_skips(cells: list[Cell]) -> Iterator[str]:
-    """Over all tasks of an arm together: one task has too few steps to judge."""
+    """Judges all tasks of an arm together: one task has too few steps."""
     for arm in dict.fromkeys(cell.arm for cell in cells):
         its = [cell for cell in cells if cell.arm == arm]
         steps = sum(cell.totals["steps"] for cell in its)

@@ -71,7 +71,7 @@ class Result:
     steps_lost: int = 0
     """Iterations beyond one per batch, or, after a stop, batches that were never reached."""
     wall_s: float = 0.0
-    """Of the training alone: no building, no evaluation."""
+    """Seconds of the training alone, without building and evaluation."""
     cpu_s: float = 0.0
     """The same in processor time, for busy machines."""
     error: str = ""
@@ -80,7 +80,7 @@ class Result:
 
     @property
     def job(self) -> Job:
-        """What the result is kept under."""
+        """The key of the result."""
         return Job(self.framework, self.task, self.arm, self.seed, self.policy)
 
     @property
@@ -219,7 +219,7 @@ class Store:
         self.folder = folder
 
     def path(self, job: Job) -> Path:
-        """Where a job's result is."""
+        """The file of a job's result."""
         name = ".".join(part for part in (job.arm, job.policy, str(job.seed)) if part)
         return self.folder / job.framework / job.task / f"{name}.json"
 
@@ -372,7 +372,7 @@ ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
 }
-"""Of the workers: they share the cores among them."""
+"""Environment of the workers, which share the cores."""
 
 
 def _work(pipe: Connection, run: Run, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What several arms need: parameters, what an optimizer owns of a program, optional packages."""
+"""Shared by the arms: parameters, an optimizer's part of a program, optional packages."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ class SelfHealingTrainer(FixedClip):
         self._norm = 0.0
 
     def clip(self, optimizer: Optimizer) -> float:
-        """As it is; the norm is logged."""
+        """Clips unchanged and keeps the norm for the log."""
         self._norm = super().clip(optimizer)
         return self._norm
 

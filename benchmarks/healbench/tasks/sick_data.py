@@ -157,7 +157,7 @@ def _garbage(batch: Rows, generator: torch.Generator) -> Rows:
 
 
 def _random_bytes(windows: Tensor, generator: torch.Generator) -> Tensor:
-    """What a decompressor gives at the wrong offset."""
+    """Random bytes, as a decompressor gives at the wrong offset."""
     return torch.randint(256, windows.shape, generator=generator)
 
 
