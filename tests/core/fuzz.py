@@ -16,7 +16,7 @@ ODDITIES = np.array(
     [np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-40, -1e-42, 1e-30, 3.4e38, -3.4e38, 1e15, 1e20, -1.0],
     np.float32,
 )
-"""What a signal must never be, or is at the edge of being."""
+"""Values that a signal must never have, and values close to them."""
 
 
 def signals(

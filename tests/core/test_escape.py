@@ -35,7 +35,7 @@ SHIFTS = {
     "none": (1.0, 1), "x1.5": (1.5, 1), "x2": (2.0, 1), "x3": (3.0, 1), "ramp to x3": (3.0, 20),
 }  # fmt: skip
 NOISES = (0.0, 0.1, 0.3)
-"""Of the norms: lognormal."""
+"""Scales of the lognormal noise of the norms."""
 # Steps until the clipping is back, by noise.
 # docs/parity.md has what was measured; these are the promises.
 BOUNDS = {

@@ -1,4 +1,4 @@
-"""What the host reports: changes, externally skipped steps, rollbacks; and what a mode omits."""
+"""The host's reports: expected changes, externally skipped steps, rollbacks; and the modes."""
 
 from __future__ import annotations
 

@@ -55,14 +55,14 @@ PARTS: dict[ModuleType, tuple[str, ...]] = {
     grad_ceiling: ("ceilings",),
     **dict.fromkeys([judge, incident, budget, lr, rules, skipping], ("zclip", "adagc")),
 }
-"""What is broken, and the policies that are asked to notice.
+"""The modules to break, and the policies that must notice.
 
 Not engine.enforce: an error in its count of axes makes arrays of 24 GB before anybody can notice.
 """
 
 
 STOPS = (15, 40, 100, 250)
-"""Where a run is compared with the reference: most errors show early."""
+"""Steps after which a run is compared with the reference: most errors show early."""
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from tests.runtime.store.disk_faults import flip
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run leaves that was killed at step 22: checkpoints up to step 20."""
+    """The directory of a run that was killed at step 22, with checkpoints up to step 20."""
     folder = tmp_path_factory.mktemp("killed")
     killed_runs.killed(killed_runs.at_step, folder, 22)
     return folder

@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    """In memory where that is: to a kill all file systems are the same, and syncing takes time."""
+    """In memory if possible: a kill has the same effect on all file systems, and syncs are slow."""
     memory = Path("/dev/shm")
     at = memory if os.access(memory, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="healcore-killed-", dir=at) as folder:

@@ -91,7 +91,7 @@ def test_a_hook_that_overrides_an_order():
     ],
 )
 def test_which_processes_are_one_run(first, together):
-    """Also one that was killed before it could write that it has resumed."""
+    """Also a process that was killed before it could log that it resumed."""
     two = {"a": events(START, ("save", 3, {})), "b": events(first, ("save", 4, {}), run="b")}
     runs = runs_of(two)
     assert len(runs) == (1 if together else 2)

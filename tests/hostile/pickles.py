@@ -96,7 +96,7 @@ def changed_index(folder: Path, change: Any) -> Path:
 
 
 def packed(state: Any) -> bytes:
-    """What torch.save writes of it."""
+    """The bytes that torch.save writes for a value."""
     file = io.BytesIO()
     torch.save(state, file)
     return file.getvalue()

@@ -17,7 +17,7 @@ import sys
 
 LIMIT_SECONDS = 100
 LIMIT_BYTES = 12 << 30
-"""What a reader gets before it is stopped, so that a failing test leaves the machine alone."""
+"""Limits of a reader, so that a failing test does not use up the machine."""
 
 
 def cli(*args: str) -> dict:

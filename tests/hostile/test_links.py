@@ -119,7 +119,7 @@ def _umask() -> int:
 
 
 def in_time(code: str, *arguments: str, seconds: int = 120) -> str:
-    """What a child prints; far more time than it needs, and it must not wait for a pipe."""
+    """The output of a child within a generous time limit: it must not wait for a pipe."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *arguments],
         capture_output=True, text=True, timeout=seconds, check=False,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 MEMORY_MIB = 1 << 20
-"""Of the process that TensorStore runs in: half of the machine's memory is its own bound."""
+"""A memory limit for the process of TensorStore, whose own limit is half of the machine's."""
 
 
 def item(folder, content=b"", compressor=None, name="w", **zarray):

@@ -129,7 +129,7 @@ def test_every_public_module_has_a_page_in_the_reference(name):
 
 
 def signatures() -> list[tuple[str, inspect.Signature]]:
-    """Of every public function, and of every public method of a public class, of healcore's own."""
+    """The signatures of healcore's public functions and of its public classes' public methods."""
     found = []
     for name in ("healcore", "healcore.policy", "healcore.torch", "healcore.jax"):
         module = importlib.import_module(name)

@@ -102,7 +102,7 @@ def bad_batches(steps=300):
 
 
 def other_data(steps=400):
-    """From one step on a loss and a norm that are four times as high, and slowly learnt."""
+    """A run whose loss and norm quadruple at one step and then slowly fall."""
     losses, norms = healthy(steps)
     high = np.exp(-np.arange(steps - 200) / 300)
     losses[200:] += 6.0 * high

@@ -41,7 +41,7 @@ class Scenario(NamedTuple):
     policy: Engine = policies.LOSSES
     where: str = "host"
     wrapped: bool = True
-    """By DDP; else every rank steps with the gradients of its own data."""
+    """Wrapped by DDP; otherwise every rank steps with the gradients of its own data."""
     no_gradient: bool = False
     """Rank 1 has none at that step."""
     expects_change: bool = False

@@ -31,7 +31,7 @@ class Decisions(NamedTuple):
     skip: np.ndarray
     grad_scale: np.ndarray
     threshold: np.ndarray
-    """Of the clipping rule."""
+    """The limit of the clipping rule."""
 
 
 def port(policy: PolicySource, runs: list[Trace]) -> list[Decisions]:
@@ -120,5 +120,5 @@ def from_the_records(rows: int = 500, most: int = 10) -> list[Trace]:
 
 @functools.cache
 def everything() -> list[Trace]:
-    """Both kinds."""
+    """Synthetic and recorded runs."""
     return [*synthetic(), *from_the_records()]

@@ -154,7 +154,7 @@ def test_negative_and_zero_losses_are_not_killed(level):
 
 
 def test_a_true_level_shift_is_the_level_after_the_escape():
-    """In a run that only observes; in one that heals the fifth outlier has stopped it."""
+    """In observe mode; in heal mode the fifth outlier has stopped the run."""
     losses = np.full(400, 2.0)
     losses[150:] = 4.4
     assert np.flatnonzero(port(losses).reports(Cause.LOSS_SPIKE)).tolist() == list(range(150, 175))

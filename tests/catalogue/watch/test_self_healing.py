@@ -168,7 +168,7 @@ def test_the_halved_rate_takes_effect_and_stays():
 
 
 def test_a_noisy_ramp_is_divergence():
-    """From 2 to 22, with noise: 50 rises in a row never come."""
+    """A noisy ramp from 2 to 22 never has 50 rises in a row."""
     rng = np.random.default_rng(0)
     losses = np.concatenate([2 + rng.standard_normal(300) / 2, np.linspace(2, 22, 400)])
     losses[300:] += rng.standard_normal(400) / 2

@@ -83,7 +83,7 @@ def test_opt_goes_back_for_a_divergence_without_a_spike():
 
 
 def test_opt_the_cut_survives_the_restored_optimizer():
-    """In the logbook reloading the optimizer overwrote the settings made for the restart."""
+    """In OPT's logbook, reloading the optimizer overwrote the settings made for the restart."""
     engine = load("opt-restart").engine()
     losses, norms = spiked(at=400)
     state = saved = engine.init()

@@ -166,7 +166,7 @@ class Engine:
         self.lr = Multiplier(config.lr)
         self.report = Report()
         self.outlier: bool | None = None
-        """Whether the loss of this step stands out; None: nobody watches it."""
+        """Whether the loss of this step stands out; None if no detector watches it."""
         acting = int(Action.ROLLBACK | Action.CUT_LR | Action.STOP)
         self.trouble = BAD
         for rule in config.rules:

@@ -33,7 +33,7 @@ class Run(NamedTuple):
     """One kind of run."""
 
     state: Any
-    """What the user hands to the Healer."""
+    """The state that the user passes to the Healer."""
     step: Callable[[Any, Any], Any]
     """(live state, batch) -> new state, or None where it was changed in place."""
     compiled: Callable[[], int]

@@ -21,7 +21,7 @@ LARGE = 3 << 20
 
 @pytest.fixture
 def memory(tmp_path: Path) -> Path:
-    """In memory where that is: to a kill all file systems are the same, and disks are slow."""
+    """In memory if possible: a kill has the same effect on all file systems, and disks are slow."""
     shm = Path("/dev/shm")
     if not os.access(shm, os.W_OK):
         return tmp_path / "run.events.jsonl"

@@ -59,7 +59,7 @@ class Listed:
         self.healing: dict[int, dict[str, Any]] = {}
         self.damaged: set[int] = set()
         self.finite = True
-        """Of the state that is saved next."""
+        """Whether the state saved next is finite."""
         self.calls_left = -1
         """Changes until the process is killed; negative: it is not."""
 
@@ -214,5 +214,5 @@ class Process:
 
     @property
     def onset(self) -> int:
-        """Of the incident under way."""
+        """The onset of the incident under way."""
         return self.ledger.incidents[-1].onset

@@ -195,7 +195,7 @@ class History(RuleBasedStateMachine):
 
     @invariant()
     def the_way_down_stays_open(self) -> None:
-        """As long as the run is in the region; what was let go beyond it stays gone."""
+        """Only while the run is in the region: checkpoints deleted beyond it stay deleted."""
         if not getattr(self, "stays", None):
             return
         if len(self.healthy) < self.back[-1].onset + REGION:

@@ -125,7 +125,7 @@ def trainings(
 def named_when_multiplied(
     folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer, factor: float
 ) -> tuple[int, int]:
-    """Of every seventh parameter, multiplied by a factor: how many are called outliers."""
+    """Multiplies every seventh parameter by a factor; returns how many are reported as outliers."""
     hits = tries = 0
     for name, parameter in list(net.named_parameters())[::7]:
         second = optimizer.state[parameter]["exp_avg_sq"]

@@ -24,7 +24,7 @@ def flags(kind, names) -> tuple[str, ...]:
 
 
 def live_steps(path: Path) -> Iterator[Step]:
-    """What the live run decided, line by line."""
+    """The decisions of the live run, line by line."""
     for line in map(json.loads, path.open()):
         yield (
             flags(Cause, line["cause"]),
@@ -54,7 +54,7 @@ def replayed(path: Path, policy, rows: int):
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 @pytest.mark.parametrize("bad", [[23], [2], [9, 30]], ids=["late", "before a save", "twice"])
 def test_with_rollbacks(framework, bad, tmp_path):
-    """To a checkpoint, and to the very beginning."""
+    """With rollbacks to a checkpoint and to the beginning."""
     path = tmp_path / "run.metrics.jsonl"
     loop = loop_of(framework, Faults(once=bad), rules())
     facts = train(loop, rules(), range(40), metrics=path)

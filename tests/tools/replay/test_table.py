@@ -44,7 +44,7 @@ def results(tmp_path_factory):
 
 
 def troubled(result):
-    """With a curve that does not heal."""
+    """The result with a curve that does not heal."""
     summary = result.summary._replace(
         rollbacks=31, repeats=15, spent=3, stopped_step=209_408.0, lowest_lr_first=0.5
     )
@@ -92,7 +92,7 @@ def test_attempts_are_listed_one_by_one(results):
 
 
 def test_rows_that_were_not_judged_count_once(results):
-    """Not once for each policy."""
+    """They are counted once for all policies."""
     count = results[0].summary.unjudged
     assert count > 1
     assert f"{count} rows without a loss and a gradient norm: not judged" in notes(results)
