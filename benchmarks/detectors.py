@@ -1,4 +1,4 @@
-"""healcore's policies beside every published spike rule, on labelled recorded runs.
+"""Compares healcore's policies with every published spike rule on labelled recorded runs.
 
 For healcore an alarm is a row at which the whole engine orders a rollback, or would if the budget
 still paid for it; its skips (one bad batch) have lines of their own. A published rule's alarm is
@@ -84,12 +84,12 @@ def _scan(engine: Engine, trace: Signals) -> tuple[np.ndarray, np.ndarray]:
         import jax
         import jax.numpy as jnp
     except ImportError:
-        said = []
+        flag_rows = []
         for row in range(len(trace.loss)):
             seen = Signals(*(None if part is None else part[row] for part in trace))
             initial, flags = step(initial, seen, np)
-            said.append(flags)
-        due, skip = (np.stack(column) for column in zip(*said, strict=True))
+            flag_rows.append(flags)
+        due, skip = (np.stack(column) for column in zip(*flag_rows, strict=True))
         return due, skip
     scan = jax.jit(lambda state, xs: jax.lax.scan(lambda s, x: step(s, x, jnp), state, xs)[1])
     due, skip = scan(map_leaves(jnp.asarray, initial), map_leaves(jnp.asarray, trace))
@@ -165,7 +165,7 @@ def rows_of(scores: dict[str, dict[str, Score]]) -> list[list[str]]:
 
 
 def _largest(scores: dict[str, dict[str, Score]], family: str) -> Score:
-    """A rule that needs norms sees fewer files: the sizes are those of a rule that sees all."""
+    """The score of a rule that sees all files of a family: one that needs norms sees fewer."""
     seen = [families[family] for families in scores.values() if family in families]
     return max(seen, key=lambda one: (one.rows, one.nonfinite_files))
 
@@ -207,7 +207,7 @@ def as_markdown(table: list[list[str]]) -> str:
 
 
 def as_data(scores: dict[str, dict[str, Score]]) -> dict[str, Any]:
-    """Strict JSON: no NaN, None where there is nothing to say."""
+    """Strict JSON: no NaN, None where there is no value."""
     return {
         rule: {
             family: {

@@ -1,7 +1,7 @@
 """Recorded runs with labelled loss spikes, and the score of a rule's alarms on them.
 
 A folder with `labels.json`: a list of {"file", "spikes": [{"onset", "end"}], "ambiguous": [the
-same], ...} with rows counted from 0, beside CSV files with `loss` and perhaps `grad_norm`. How
+same], ...} with rows counted from 0, next to CSV files with `loss` and perhaps `grad_norm`. How
 alarms count is written down with the labels (README.md there): `_Around` below holds the margins.
 """
 
@@ -90,7 +90,7 @@ def _column(rows: list[dict[str, str]], name: str) -> np.ndarray | None:
 
 @dataclass
 class Score:
-    """What one rule did on one family of runs."""
+    """Counts of one rule on one family of runs."""
 
     files: int = 0
     rows: int = 0

@@ -1,6 +1,6 @@
 """Published spike rules, each in a few plain lines: what healcore's detectors are measured against.
 
-Written from the formulas, with the published defaults. Every rule sees a value, says yes or no,
+Written from the formulas, with the published defaults. Every rule sees a value, answers yes or no,
 and then learns it. Two kindnesses, so that a comparison is about spikes: a non-finite value is an
 alarm and is never learnt (in OLMo it stays in the window and 129 steps are skipped; ZClip's mean is
 NaN for ever after), and a rule that would stop the run goes on along the recorded curve.
@@ -127,7 +127,7 @@ def zclip_z(norms: Iterable[float]) -> list[bool]:
 
 
 def either(a: list[bool], b: list[bool]) -> list[bool]:
-    """Where one of two rules alarms."""
+    """Alarms where one of two rules does."""
     return [x or y for x, y in zip(a, b, strict=True)]
 
 

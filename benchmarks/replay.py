@@ -22,7 +22,7 @@ from healcore.tools.replay.summary import decided_line
 from healcore.tools.traces import open_traces
 
 SHARES = {"numpy": 10, "torch": 100, "jax": 1}
-"""What part of the rows a backend gets."""
+"""One in this many of the rows goes to a backend."""
 
 
 def log(path: Path, rows: int) -> Path:

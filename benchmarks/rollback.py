@@ -1,4 +1,4 @@
-"""What a checkpoint costs with healcore, beside copying and saving the same bytes without it.
+"""The cost of a checkpoint with healcore, compared with copying and saving the same bytes.
 
 In memory: MemoryStore against a plain copy, for saving into memory that was used before (what a
 ring of buffers written by hand would do), for restoring into one fresh block. On disk: DCPStore and
@@ -36,7 +36,7 @@ def weights(megabytes: int, arrays: int) -> list[np.ndarray]:
 
 
 def copied(arrays: list[np.ndarray]) -> list[np.ndarray]:
-    """Copies in fresh memory, in the fastest way there is: one block, which gets huge pages."""
+    """Copies into fresh memory in the fastest way: one block, which gets huge pages."""
     sizes = [-(-each.nbytes // 64) * 64 for each in arrays]
     block = np.empty(sum(sizes) + 64, np.uint8)
     at = -block.ctypes.data % 64  # XLA takes aligned memory as it is
@@ -62,13 +62,13 @@ class Fresh:
         self._root.mkdir(parents=True)
 
     def next(self) -> Path:
-        """A directory that is not there yet."""
+        """A directory that does not exist yet."""
         self._count += 1
         return self._root / str(self._count)
 
 
 def stored(store: Any, state: dict[str, Any]) -> Callable[[], None]:
-    """Saves and waits; every save is of another step."""
+    """Saves and waits; each save has a new step."""
     step = [0]
 
     def save() -> None:
@@ -104,7 +104,7 @@ def bench_torch(arrays: list[np.ndarray], root: Path, rounds: int) -> dict[str, 
     buffers = [np.empty_like(each) for each in arrays]
 
     def into_used() -> None:
-        # With NumPy: torch's copy_ is not faster here, and far slower beside a busy process.
+        # With NumPy: torch's copy_ is not faster here, and far slower next to a busy process.
         for buffer, each in zip(buffers, arrays, strict=True):
             np.copyto(buffer, each)
 
@@ -221,12 +221,12 @@ def newest(store: Any) -> int:
 
 
 def disk_rounds(rounds: int) -> int:
-    """Disks are slow: fewer rounds, but never fewer than three."""
+    """Fewer rounds for slow disks, but at least three."""
     return max(3, rounds // 2)
 
 
 def timed(contenders: list[Contender], rounds: int) -> list[Timing]:
-    """Times them; the first is what the ratios are over."""
+    """Times the contenders; ratios are relative to the first."""
     gc.collect()
     return interleave(contenders, reference=contenders[0].name, rounds=rounds, warmup=2)
 

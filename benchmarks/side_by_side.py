@@ -1,6 +1,6 @@
 """Timing contenders against each other in one process: interleaved rounds, paired ratios.
 
-These machines are noisy, so an absolute time says little. In each round every contender runs once,
+These machines are noisy, so an absolute time means little. In each round every contender runs once,
 in an order that changes from round to round; a ratio is the median over rounds of one contender's
 time over the reference's time in the same round.
 """
@@ -27,7 +27,7 @@ class Contender:
     step: Callable[[], Any]
     """The timed work; must have finished when it returns."""
     prepare: Callable[[], Any] = lambda: None
-    """What has to happen before each step, untimed."""
+    """Untimed preparation before each step."""
 
 
 @dataclass

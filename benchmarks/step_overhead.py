@@ -1,4 +1,4 @@
-"""What one optimizer step costs with healcore, beside what people use today.
+"""The cost of one optimizer step with healcore, compared with what people use today.
 
 torch, fused AdamW: nothing, clip_grad_norm_, healcore (host and device engine), and the packages
 zclip and smartclip. JAX, jitted with donation: adamw alone, clip_by_global_norm, heal_zclip,
@@ -18,7 +18,7 @@ from side_by_side import Contender, Timing, arguments, interleave, machine, writ
 PARAMS, TENSORS = 25_000_000, 192
 QUICK_PARAMS, QUICK_TENSORS = 400_000, 24
 TINY_PARAMS, TINY_TENSORS = 1_000, 6
-"""Where the step itself costs next to nothing, and what is fixed is all there is."""
+"""Sizes at which a step costs so little that only its fixed cost shows."""
 
 
 def shapes(params: int, tensors: int) -> list[tuple[int, ...]]:
@@ -173,7 +173,7 @@ def bench_torch(params: int, tensors: int, rounds: int, warmup: int) -> dict[str
 
 
 def bench_tiny_torch(rounds: int, warmup: int) -> list[dict[str, Any]]:
-    """Times a whole step of a net of 10,000 parameters, where what is fixed per step shows."""
+    """Times a whole step of a net of 10,000 parameters, where the fixed cost per step shows."""
     import torch
 
     import healcore.torch

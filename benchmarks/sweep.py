@@ -15,7 +15,7 @@ sweep       what `healcore sweep` runs: detectors that some rule acts on, those 
             every recovery that is due and every skip. The scoring of the orders is in it.
 engine      the whole decision: clipping, all rules, budgets, the LR multiplier.
 
-Compiling is not in the figures (it is printed); handing the words of every row to NumPy is.
+Compiling is not in the figures (it is printed); converting every row's packed bits to NumPy is.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def detectors_init(config: EngineConfig) -> tuple[Any, ...]:
 def detectors_step(
     config: EngineConfig, state: Any, signals: Signals, resumed: Any, *, xp: Any
 ) -> tuple[Any, variant_engine.VariantDecision]:
-    """Every detector whose signal is there; the verdict needs both words of each one."""
+    """Every detector whose signal is there; the verdict needs both 32-bit words of each one."""
     never = resumed != resumed
     seen = observe(signals, never, xp=xp)
     memories, sustained, alarm = [], never, never

@@ -1,4 +1,4 @@
-"""What adapters provide is found by name, and what they do not provide is named in the error."""
+"""Adapters' plugins are found by name; the error names what is missing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_an_unknown_framework_lists_the_known_ones():
         adapter_registry.find("tensorflow", "driver")
 
 
-def test_what_an_adapter_lacks_lists_what_it_has():
+def test_an_error_about_a_missing_plugin_lists_the_available_ones():
     pytest.importorskip("torch")
     with pytest.raises(adapter_registry.NotProvided, match=r"'sweep_scan'; it provides: .*driver"):
         adapter_registry.find("torch", "sweep_scan")

@@ -1,10 +1,10 @@
-"""Trains real small models whole, under every arm, in paired seeds, and says which rules hold.
+"""Trains real small models whole, under every arm, in paired seeds, and reports which rules hold.
 
     python -m benchmarks.healbench [--quick] [--tasks GLOB ...] [--arms NAME ...] [--seeds N]
 
 What has been run is kept and not run again; Ctrl-C leaves it, and the same command goes on. Without
 a choice of tasks or arms the tables go to docs/healbench.md and docs/healbench.png and the summary
-to benchmarks/results/healbench/summary.json, otherwise all three lie beside the runs. The exit
+to benchmarks/results/healbench/summary.json, otherwise all three lie next to the runs. The exit
 status is 0 if every rule that could be checked holds, 1 if not, 130 after Ctrl-C.
 """
 
@@ -47,10 +47,10 @@ def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    jobs, beside = _jobs(options, parser)
+    jobs, compared = _jobs(options, parser)
     store = Store(options.results)
     interrupted = False if options.report else _run(store, jobs, options)
-    kept = [result for job in beside if (result := store.read(job)) is not None]
+    kept = [result for job in compared if (result := store.read(job)) is not None]
     if not kept:
         print("there are no results")
         return 130 if interrupted else 1
@@ -99,10 +99,10 @@ def _cores() -> int:
 def _jobs(
     options: argparse.Namespace, parser: argparse.ArgumentParser
 ) -> tuple[list[Job], list[Job]]:
-    """What was asked for, and that with what it is compared with.
+    """The jobs asked for, and those together with the jobs that they are compared with.
 
     First seeds first, so that what there is after Ctrl-C can be compared. With `--arms` nothing is
-    run beside them.
+    run in addition to them.
     """
     suites = {framework: suite(framework) for framework in options.framework}
     arms = options.arms or (QUICK_ARMS if options.quick else ("*",))
@@ -115,7 +115,7 @@ def _jobs(
             if not fnmatch.filter(names, pattern):
                 parser.error(f"{pattern!r} is none of {', '.join(sorted(names))}")
     asked: list[Job] = []
-    beside: list[Job] = []
+    compared: list[Job] = []
     for seed in range(_seeds(options)):
         for framework, there in suites.items():
             for task in there.tasks.values():
@@ -126,12 +126,12 @@ def _jobs(
                     if fits(arm, arms):
                         asked.append(job)
                     if fits(arm, (*arms, *REFERENCES[task.kind])):
-                        beside.append(job)
+                        compared.append(job)
                 if task.reference:
                     cure = Job(framework, task.reference, CURED, seed, policy_of(framework, CURED))
                     asked += [] if options.arms else [cure]
-                    beside.append(cure)
-    return list(dict.fromkeys(asked)), list(dict.fromkeys(beside))
+                    compared.append(cure)
+    return list(dict.fromkeys(asked)), list(dict.fromkeys(compared))
 
 
 def _seeds(options: argparse.Namespace) -> int:

@@ -1,8 +1,8 @@
-"""Arms beside each other: paired differences over seeds, and what they say.
+"""Compares arms: paired differences over seeds, and the verdicts on them.
 
 Differences are taken seed by seed between two arms of one task, relative to the reference arm's
 mean. The interval is Student's t with n - 1 degrees of freedom at 98 %, so that its lower end is
-above zero exactly where the one-sided paired test says *worse* at 1 %. A metric that is NaN or
+above zero exactly where the one-sided paired test finds *worse* at 1 %. A metric that is NaN or
 infinite is infinitely bad: an arm with more of them than its reference is infinitely worse, with as
 many it is compared on the seeds where both are finite.
 """
@@ -22,9 +22,9 @@ from scipy import special
 from benchmarks.healbench.running import DONE, UNAVAILABLE, Result
 
 LEVEL = 0.01
-"""Of the one-sided paired tests."""
+"""The level of the one-sided paired tests."""
 MARGIN = 2.0
-"""Percent: an arm that is worse by more is worse whatever the test says."""
+"""Percent: an arm that is worse by more is worse whatever the test finds."""
 ROUNDING = 1e-6
 """Relative: differences that are smaller in every seed are none."""
 DIVERGED_FROM = 100.0
@@ -36,7 +36,7 @@ CURED = "fixed_clip"
 
 
 class Verdict(enum.StrEnum):
-    """What there is to say about an arm on a task; of several the first."""
+    """The result of an arm on a task; of several that hold, the first."""
 
     UNAVAILABLE = "unavailable"
     FAILED = "failed"
@@ -62,7 +62,7 @@ class Difference:
     low: float = math.nan
     high: float = math.nan
     p_worse: float = math.nan
-    """Of the paired t-test against "not worse"; NaN with one pair or infinite differences."""
+    """P-value of the t-test against "not worse"; NaN with one pair or infinite differences."""
     p_better: float = math.nan
     pairs: int = 0
     """Seeds that both have."""
@@ -127,7 +127,7 @@ class Cell:
     worse: bool
     """Than the reference; also where some run failed."""
     metrics: dict[int, float]
-    """By seed, NaN and infinite ones included."""
+    """Metrics by seed, NaN and infinite ones included."""
     mean: float
     """Infinite where one of them is not finite; NaN where there are none."""
     reference: str
@@ -136,7 +136,7 @@ class Cell:
     gap: float
     """Percent from what a perfect cure reaches, of a sick task; NaN: not known."""
     totals: dict[str, int]
-    """Over seeds: runs, failed, stopped, and the counts of `Result`."""
+    """Sums over seeds: runs, failed, stopped, and the counts of `Result`."""
     wall_ratio: float
     """Median over seeds of the training time over that of the arm `nothing`."""
     notes: tuple[str, ...] = field(default=())
@@ -144,7 +144,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Of the task, with the framework where it is not torch."""
+        """The name of the task, with the framework where it is not torch."""
         return self.task if self.framework == "torch" else f"{self.task} ({self.framework})"
 
     def per_10k(self, count: str) -> float:
@@ -192,7 +192,7 @@ def metrics_of(results: Iterable[Result]) -> dict[int, float]:
 
 
 def mean_of(metrics: Mapping[int, float]) -> float:
-    """Infinite where one is not finite, NaN of nothing."""
+    """The mean: infinite if a value is not finite, NaN without values."""
     if not metrics:
         return math.nan
     values = list(metrics.values())
@@ -305,22 +305,22 @@ GAPS = {HIGH_RATES: 5.0, ("*bad_shard*",): 1.0}
 
 @dataclass(frozen=True)
 class Rule:
-    """A promise, and whether the results keep it."""
+    """A rule for healcore's arms, and whether the results hold it."""
 
     text: str
     broken: tuple[str, ...]
-    """Where it does not hold, and how."""
+    """The cells that break it, and how."""
     checked: int
-    """0: there are no results that say anything about it."""
+    """How many results it was checked on; 0 if there are none."""
 
     @property
     def holds(self) -> bool:
-        """Nothing speaks against it."""
+        """No result breaks it."""
         return not self.broken
 
 
 def rules(cells: Iterable[Cell]) -> list[Rule]:
-    """What issue 9 asks of healcore's arms, over the cells of `compare`."""
+    """The rules for healcore's arms from issue 9, checked on the cells of `compare`."""
     cells = list(cells)
     ours = [cell for cell in cells if cell.arm in HELD]
     healthy = [cell for cell in ours if cell.kind == "healthy"]
@@ -363,7 +363,7 @@ def rules(cells: Iterable[Cell]) -> list[Rule]:
 
 
 def percent(value: float) -> str:
-    """With a sign, and no more digits than there is something in."""
+    """A percentage with its sign and only significant digits."""
     if math.isnan(value):
         return "?"
     if abs(value) >= 1000:
@@ -378,9 +378,9 @@ def listed(names: Iterable[str]) -> str:
 
 
 def _rule(text: str, cells: list[Cell], wrong: Callable[[Cell], str]) -> Rule:
-    """`wrong` says what is, empty where nothing is."""
-    said = ((cell, wrong(cell)) for cell in cells)
-    broken = tuple(f"{cell.name} {cell.arm}: {what}" for cell, what in said if what)
+    """`wrong` describes how a cell breaks the rule; empty where it does not."""
+    problems = ((cell, wrong(cell)) for cell in cells)
+    broken = tuple(f"{cell.name} {cell.arm}: {what}" for cell, what in problems if what)
     return Rule(text, broken, len(cells))
 
 
@@ -404,7 +404,7 @@ def _drastic(cell: Cell) -> str:
 
 
 def _too_many_skips(cells: list[Cell]) -> Iterator[str]:
-    """Over all tasks of an arm together: one task has too few steps to say."""
+    """Judges all tasks of an arm together: one task has too few steps."""
     for arm in dict.fromkeys(cell.arm for cell in cells):
         its = [cell for cell in cells if cell.arm == arm]
         steps = sum(cell.totals["steps"] for cell in its)

@@ -14,7 +14,7 @@ MAIN = "main"
 
 
 class Update(Protocol):
-    """What a program calls where it would write `zero_grad`, `backward`, clip and `step`."""
+    """Called by a program in place of `zero_grad`, `backward`, clip and `step`."""
 
     def __call__(self, loss: Tensor, optimizer: str = MAIN) -> None:
         """Backward of `loss` and one step of the named optimizer, as the arm takes it."""
@@ -38,7 +38,7 @@ class Problem:
     evaluate: Callable[[], float]
     """Held-out metric, lower is better; called once at the end, may be infinite or NaN."""
     schedulers: dict[str, LRScheduler] = field(default_factory=dict)
-    """By optimizer; `update` steps it after that optimizer's step."""
+    """Schedulers by optimizer; `update` steps each after its optimizer's step."""
     state: dict[str, Any] = field(default_factory=dict)
     """Further objects with `state_dict` and `load_state_dict`: environment, replay buffer."""
     loss_fn: Callable[[Any], Tensor] | None = None
@@ -55,7 +55,7 @@ class Task:
     name: str
     kind: Literal["healthy", "sick"]
     metric: str
-    """What `evaluate` returns: "held-out loss", "error rate", ..."""
+    """The name of the value of `evaluate`: "held-out loss", "error rate", ..."""
     build: Callable[[int], Problem]
     """The problem of one seed; seeds everything it uses."""
     about: str

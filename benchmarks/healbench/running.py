@@ -34,7 +34,7 @@ DONE, ERROR, UNAVAILABLE, TIMEOUT, CRASHED = "done", "error", "unavailable", "ti
 
 @dataclass(frozen=True)
 class Job:
-    """What a result is kept under."""
+    """The key of a result."""
 
     framework: str
     task: str
@@ -46,7 +46,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """What one run came to."""
+    """The result of one run."""
 
     framework: str
     task: str
@@ -71,7 +71,7 @@ class Result:
     steps_lost: int = 0
     """Iterations beyond one per batch, or, after a stop, batches that were never reached."""
     wall_s: float = 0.0
-    """Of the training alone: no building, no evaluation."""
+    """Seconds of the training alone, without building and evaluation."""
     cpu_s: float = 0.0
     """The same in processor time, for busy machines."""
     error: str = ""
@@ -80,7 +80,7 @@ class Result:
 
     @property
     def job(self) -> Job:
-        """What the result is kept under."""
+        """The key of the result."""
         return Job(self.framework, self.task, self.arm, self.seed, self.policy)
 
     @property
@@ -157,7 +157,7 @@ def _files_of(*things: Any) -> set[Path]:
 
 @functools.cache
 def _healcore(framework: str) -> bytes:
-    """What decides and acts in a run; not the tools."""
+    """Digest of the parts of healcore that run in training, without the tools."""
     parts = ("healcore/core", "healcore/policy", "healcore/runtime", f"adapters/{framework}")
     files = sorted(file for part in parts for file in (ROOT / part).rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).digest()
@@ -213,13 +213,13 @@ def failed(job: Job, status: str, error: str) -> Result:
 
 
 class Store:
-    """A folder of results. A file is there whole or not at all."""
+    """A folder of results. Files are written atomically."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def path(self, job: Job) -> Path:
-        """Where a job's result is."""
+        """The file of a job's result."""
         name = ".".join(part for part in (job.arm, job.policy, str(job.seed)) if part)
         return self.folder / job.framework / job.task / f"{name}.json"
 
@@ -240,9 +240,9 @@ class Store:
         if not ignored.exists():
             ignored.write_text("*\n")
         text = json.dumps(dataclasses.asdict(result), allow_nan=False)
-        aside = path.with_name(f"{path.name}.{os.getpid()}")
-        aside.write_text(text + "\n")
-        aside.replace(path)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        temporary.write_text(text + "\n")
+        temporary.replace(path)
 
 
 # -- many runs -----------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def run_all(
 
 
 class _Worker:
-    """A process that runs what it is given, and the processes after it where it dies or hangs."""
+    """A worker process, replaced by a new one where it dies or hangs."""
 
     def __init__(self, run: Run, limit: float, folder: Path) -> None:
         self.run, self.limit, self.folder = run, limit, folder
@@ -321,7 +321,7 @@ class _Worker:
 
     @property
     def idle(self) -> bool:
-        """It waits for a job."""
+        """Whether it waits for a job."""
         return self.ready and self.job is None
 
     @property
@@ -351,9 +351,9 @@ class _Worker:
 
     def _replace(self, status: str, error: str) -> Result | None:
         job, log = self.job, self.folder / "log"
-        said = log.read_text(errors="replace").split() if log.exists() else []
-        if status == CRASHED and said:
-            error += ": " + " ".join(said)[-300:]
+        output = log.read_text(errors="replace").split() if log.exists() else []
+        if status == CRASHED and output:
+            error += ": " + " ".join(output)[-300:]
         self.end()
         if not self.ready:
             raise RuntimeError(f"a worker does not start ({status}): {error}")
@@ -372,11 +372,11 @@ ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
 }
-"""Of the workers: they share the cores among them."""
+"""Environment of the workers, which share the cores."""
 
 
 def _work(pipe: Connection, run: Run, folder: Path) -> None:
-    """The life of a process. What packages print goes to a file, temporary files to its folder."""
+    """The loop of a worker. What packages print goes to a file, temporary files to its folder."""
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -123,8 +123,10 @@ def _extent(cells: Sequence[Cell]) -> str:
 def _of_rules(rules: Iterable[Rule]) -> str:
     lines = []
     for rule in rules:
-        says = "not checked" if not rule.checked else "holds" if rule.holds else "**does not hold**"
-        lines.append(f"- {rule.text}: {says}")
+        state = (
+            "not checked" if not rule.checked else "holds" if rule.holds else "**does not hold**"
+        )
+        lines.append(f"- {rule.text}: {state}")
         lines += [f"    - {where}" for where in rule.broken]
     return "\n".join(lines)
 
@@ -186,27 +188,27 @@ def _metric_text(cell: Cell) -> str:
     lost, stopped, runs = cell.totals["failed"], cell.totals["stopped"], cell.totals["runs"]
     if cell.verdict == Verdict.UNAVAILABLE:
         return "unavailable"
-    said = (
+    parts = (
         [f"{cell.mean:.3g}" if math.isfinite(cell.mean) else "not finite"] if cell.metrics else []
     )
     against = cell.difference
     if cell.arm == cell.reference:
-        said.append("(ref)")
+        parts.append("(ref)")
     elif not math.isnan(against.percent):
         half = (against.high - against.low) / 2
         spread = f" ± {_plain(half)}" if math.isfinite(half) else ""
-        said.append(f"({percent(against.percent).removesuffix(' %')}{spread} %)")
+        parts.append(f"({percent(against.percent).removesuffix(' %')}{spread} %)")
         mark = "▲" if against.worse else "▽" if against.better else ""
-        said += [mark] if mark else []
+        parts += [mark] if mark else []
     if not math.isnan(cell.gap):
-        said.append(f"gap {percent(cell.gap)}")
+        parts.append(f"gap {percent(cell.gap)}")
     if lost:
-        said.append(f"{lost}/{runs} failed")
+        parts.append(f"{lost}/{runs} failed")
     if cell.verdict == Verdict.DIVERGED:
-        said.append("diverged")
+        parts.append("diverged")
     if stopped:
-        said.append(f"{stopped}/{runs} stopped")
-    text = " ".join(said)
+        parts.append(f"{stopped}/{runs} stopped")
+    text = " ".join(parts)
     return f"**{text}**" if cell.worse else text
 
 
@@ -216,16 +218,16 @@ def _plain(value: float) -> str:
 
 def interventions(cell: Cell) -> str:
     """Skips per 10,000 steps, cuts, rollbacks and stops; only those there are."""
-    total, said = cell.totals, []
+    total, parts = cell.totals, []
     if total["finite_skips"] or total["nonfinite_skips"]:
         rates = [cell.per_10k(name) for name in ("finite_skips", "nonfinite_skips")]
-        said.append("skips {} + {}".format(*map(_rate, rates)))
+        parts.append("skips {} + {}".format(*map(_rate, rates)))
     for name, shown in (("lr_cuts", "cuts"), ("rollbacks", "rollbacks"), ("stopped", "stops")):
         if total[name]:
-            said.append(f"{shown} {total[name]}")
+            parts.append(f"{shown} {total[name]}")
     if total["failed"]:
-        said.append(f"{total['failed']}/{total['runs']} failed")
-    return ", ".join(said) or "-"
+        parts.append(f"{total['failed']}/{total['runs']} failed")
+    return ", ".join(parts) or "-"
 
 
 def _rate(value: float) -> str:
@@ -283,5 +285,5 @@ def as_text(cells: Sequence[Cell], rules: Iterable[Rule]) -> str:
         cells_of_row = [row[0].strip("`").ljust(widths[0])]
         cells_of_row += [text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True)]
         lines.append("  ".join(cells_of_row))
-    told = _of_rules(rules) + "\n\n" + by_chance(cells)
-    return "\n".join([*lines, "", told.replace("**", "").replace("`", "")])
+    text = _of_rules(rules) + "\n\n" + by_chance(cells)
+    return "\n".join([*lines, "", text.replace("**", "").replace("`", "")])

@@ -1,4 +1,4 @@
-"""The loop around a problem, and what an arm may do in it. The base class does nothing at all."""
+"""The loop around a problem, and the points where an arm can act. The base class does nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.healbench.problem import MAIN, Problem
 
 @dataclass
 class Counts:
-    """What an arm did to a run."""
+    """Counts of an arm's interventions in a run."""
 
     clips: int = 0
     finite_skips: int = 0
@@ -27,7 +27,7 @@ class Counts:
 
 
 class Stopped(Exception):
-    """The arm ends the run."""
+    """Raised by an arm to end the run."""
 
 
 class Run:

@@ -39,7 +39,7 @@ class FakeProblem:
 
 
 class FakeRun:
-    """Does what its keyword says."""
+    """Does what its `does` argument names."""
 
     def __init__(self, problem: FakeProblem, does: str = "", policy: str = "default") -> None:
         if does == "unavailable":
@@ -57,7 +57,7 @@ class FakeRun:
         if self.does == "raise":
             raise ValueError("no way")
         if self.does == "die":
-            os.write(2, b"last words")
+            os.write(2, b"last output")
             os._exit(3)
         if self.does == "hang":
             time.sleep(600)
@@ -103,14 +103,14 @@ ARMS: dict[str, Any] = {
 
 
 def run_fake(job: Job) -> Result:
-    """In a worker, which knows nothing of the fixture below."""
+    """In a worker process, which does not see the fixture below."""
     running.FRAMEWORKS["jax"] = (__name__, __name__)
     return running.run_one(job)
 
 
 @pytest.fixture
 def fakes(monkeypatch):
-    """The command, with the fakes in place of what there is."""
+    """The command, with the fakes in place of the real tasks and arms."""
     caches = (running.suite, running.policy_of, running.source_of)
     for each in caches:
         each.cache_clear()
@@ -169,7 +169,7 @@ def test_the_paired_test_and_the_interval_are_those_of_scipy(seeds):
         assert found.p_better == pytest.approx(better.pvalue)
         scale = 100 / theirs.mean()
         assert (found.low, found.high) == pytest.approx(tuple(scale * np.array(interval)))
-        # The interval's ends say what the one-sided tests say.
+        # The interval's ends agree with the one-sided tests.
         assert (found.low > 0) == (found.p_worse < 0.01)
         assert (found.high < 0) == (found.p_better < 0.01)
 
@@ -359,8 +359,8 @@ def test_high_rates_are_measured_against_the_best_rate_and_the_healer_against_at
     kept = results_of({"fixed_clip": [1.0, 2.0]}, "best")
     kept += results_of({"attach_default": [1.04, 2.04], "healer": [1.2, 2.2]}, "lr_10x")
     kept = [Result(**{**vars(each), "framework": "torch"}) for each in kept]
-    said = {rule.text: rule for rule in rules(compare(kept, tasks)) if "lr_10x" in rule.text}
-    within, behind = said.values()
+    lr_rules = {rule.text: rule for rule in rules(compare(kept, tasks)) if "lr_10x" in rule.text}
+    within, behind = lr_rules.values()
     assert within.broken == ("lr_10x healer: +13 %",)
     assert (within.checked, behind.checked) == (2, 1)
     assert behind.broken == ("lr_10x healer: +10 %",)
@@ -386,7 +386,7 @@ def test_no_run_stops_the_rest():
         "healer": "done",
     }
     assert found["raise"].error == "ValueError: no way"
-    assert found["die"].error == "the process ended with 3: last words"
+    assert found["die"].error == "the process ended with 3: last output"
     assert found["hang"].error == "longer than 3 s"
     assert (found["nan"].metric, found["nan"].metric_text) == (None, "nan")
     assert (found["stop"].stopped, found["stop"].steps, found["stop"].steps_lost) == (
@@ -434,7 +434,7 @@ def test_a_result_is_kept_under_its_policy(tmp_path, fakes):
 # -- what there really is --------------------------------------------------------------------------
 
 
-def test_tasks_and_arms_are_what_the_rules_speak_of():
+def test_the_rules_name_existing_tasks_and_arms():
     there = running.suite("torch")
     assert [task.name for task in there.tasks.values()] == list(there.tasks)
     kinds = [task.kind for task in there.tasks.values()]
@@ -505,11 +505,11 @@ def test_the_command_runs_what_is_missing_and_writes_what_there_is(tmp_path, fak
     verdicts = {
         c["arm"]: c["verdict"] for c in json.loads((tmp_path / "summary.json").read_text())["cells"]
     }
-    assert verdicts["stop"] == "stopped"  # beside the references that were there already
+    assert verdicts["stop"] == "stopped"  # in addition to the references that were there already
     assert verdicts["nothing"] == "reference"
 
 
-def test_what_other_sources_made_is_said_and_run_anew_if_asked(tmp_path, fakes, capsys):
+def test_results_of_other_sources_are_reported_and_run_again_if_asked(tmp_path, fakes, capsys):
     asked = ["--results", str(tmp_path), "--jobs", "1", "--tasks", "fine", "--arms", "nothing"]
     store = Store(tmp_path)
     for result in results_of({"nothing": [1.0, 1.0]}):
@@ -568,9 +568,9 @@ def test_only_everything_goes_to_the_docs(fakes):
 
     runs = "benchmarks/results/healbench/runs"
     docs = ["docs/healbench.md", "docs/healbench.png", "benchmarks/results/healbench/summary.json"]
-    beside = [f"{runs}/healbench.md", f"{runs}/healbench.png", f"{runs}/summary.json"]
+    other = [f"{runs}/healbench.md", f"{runs}/healbench.png", f"{runs}/summary.json"]
     assert places() == places("--report") == places("--seeds", "8") == docs
-    assert places("--quick") == places("--tasks", "a") == places("--arms", "a", "b") == beside
+    assert places("--quick") == places("--tasks", "a") == places("--arms", "a", "b") == other
 
 
 # -- what is written -------------------------------------------------------------------------------
@@ -597,17 +597,17 @@ def test_tables_and_figure_take_whatever_comes(tmp_path):
     tasks = {("jax", name): task for name, task in TASKS.items()}
     for some in (results, results[:1], []):
         cells = compare(some, tasks)
-        said = rules(cells)
-        text = table.as_markdown(cells, said, tasks, "x.png") if cells else ""
+        held = rules(cells)
+        text = table.as_markdown(cells, held, tasks, "x.png") if cells else ""
         assert "nan" not in text.replace("skip_nan", "").replace("non-finite", "")
-        table.write_json(tmp_path / "all.json", table.as_data(cells, said))
+        table.write_json(tmp_path / "all.json", table.as_data(cells, held))
         assert len(json.loads((tmp_path / "all.json").read_text())["cells"]) == len(cells)
         if cells:
             figure.draw(cells, tmp_path / "all.png")
-            table.as_text(cells, said)
+            table.as_text(cells, held)
 
 
 def test_percent_has_no_more_digits_than_it_needs():
     values = (0.04, -0.04, 3.14, -12.4, 1234.0, -INF, INF, NAN)
-    said = ["0.0 %", "0.0 %", "+3.1 %", "-12 %", "> +999 %", "< -999 %", "> +999 %", "?"]
-    assert [comparing.percent(value) for value in values] == said
+    expected = ["0.0 %", "0.0 %", "+3.1 %", "-12 %", "> +999 %", "< -999 %", "> +999 %", "?"]
+    assert [comparing.percent(value) for value in values] == expected

@@ -1,4 +1,4 @@
-"""healbench in JAX: the same programs as on the torch side, and what the arms do to them."""
+"""healbench in JAX: the same programs as on the torch side, and the effect of the arms on them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from benchmarks.healbench.tasks import sick_state
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """As in the workers: with more, small models wait for each other's threads."""
+    """One thread, as in the workers: with more, small models wait for each other's threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

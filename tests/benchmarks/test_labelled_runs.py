@@ -69,10 +69,10 @@ def test_a_short_run_is_only_asked_about_nan():
 
 
 def folder(path: Path) -> Path:
-    """A calm run, and one with norms, a spike of 40 rows at 400, and a NaN at 600."""
+    """A healthy run, and one with norms, a spike of 40 rows at 400, and a NaN at 600."""
     rng = np.random.default_rng(0)
     labels = []
-    for name in ("calm", "spiky"):
+    for name in ("healthy", "spiky"):
         loss = 2 + 0.05 * rng.normal(size=700)
         lines = ["step,loss,grad_norm"]
         spikes = []
@@ -91,8 +91,8 @@ def folder(path: Path) -> Path:
 
 
 def test_a_column_of_empty_cells_is_no_signal(tmp_path):
-    calm, spiky = load(folder(tmp_path))
-    assert calm.norm is None
+    healthy, spiky = load(folder(tmp_path))
+    assert healthy.norm is None
     assert spiky.norm is not None
     assert len(spiky.norm) == 700
     assert np.isnan(spiky.loss[600])
@@ -100,9 +100,9 @@ def test_a_column_of_empty_cells_is_no_signal(tmp_path):
 
 def test_the_benchmark_on_a_folder(tmp_path):
     script = ROOT / "benchmarks" / "detectors.py"
-    told = tmp_path / "told.json"
+    results = tmp_path / "results.json"
     done = subprocess.run(
-        [sys.executable, script, folder(tmp_path), "--policy", "default", "--json", told],
+        [sys.executable, script, folder(tmp_path), "--policy", "default", "--json", results],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -112,16 +112,16 @@ def test_the_benchmark_on_a_folder(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "healcore default: rollbacks" in done.stdout
 
-    def no_constant(word: str) -> None:
-        raise AssertionError(f"{word} is not JSON")
+    def no_constant(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
 
-    scores = json.loads(told.read_text(), parse_constant=no_constant)["scores"]
+    scores = json.loads(results.read_text(), parse_constant=no_constant)["scores"]
     healed = scores["healcore default: rollbacks"]
     assert healed["spiky"]["within_10"] == 1
-    assert healed["spiky"]["false_incidents"] == healed["calm"]["false_incidents"] == 0
+    assert healed["spiky"]["false_incidents"] == healed["healthy"]["false_incidents"] == 0
     assert scores["healcore default: skips"]["spiky"]["nonfinite_latencies"] == [0]
     assert scores["5x the median of 100"]["spiky"]["found"] == 0
-    assert "calm" not in scores["ZClip z > 2.5, on norms"], "it has no norms"
+    assert "healthy" not in scores["ZClip z > 2.5, on norms"], "it has no norms"
 
 
 def test_a_folder_without_labels_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""The published rules on small cases made by hand, and against the scorer beside the traces."""
+"""The published rules on small cases made by hand, and against the scorer next to the traces."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_a_recipe_names_its_sources_and_gives_its_reasons(name):
 
 
 def test_no_two_files_are_one_policy_by_accident():
-    """MaxText's rule is OLMo's, and the preset zclip is the package's defaults: said in tests."""
+    """MaxText's rule is OLMo's, and the preset zclip has the package's defaults."""
     from healcore.policy import fingerprint
 
     seen: dict[str, list[str]] = {}
@@ -68,7 +68,7 @@ def test_no_two_files_are_one_policy_by_accident():
     ]
 
 
-def test_a_name_that_is_nearly_one_is_told():
+def test_a_misspelt_name_gets_a_suggestion():
     with pytest.raises(PolicyError, match="did you mean 'olmo2-skip-step'"):
         load("olmo-skip-step")
 
@@ -93,8 +93,8 @@ def run(tmp_path_factory):
     return run_csv(tmp_path_factory.mktemp("runs"))
 
 
-def told(trace: Any, name: str, backend: str) -> list[Any]:
-    """What a replay says: the rows that are not neutral, and the counts."""
+def replayed(trace: Any, name: str, backend: str) -> list[Any]:
+    """A replay's rows that are not neutral, and its counts."""
     result = replay(trace, name, backend=backend)
     rows = list(result)
     assert result.summary.rows == 150
@@ -103,7 +103,7 @@ def told(trace: Any, name: str, backend: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", ALL)
 def test_it_replays_in_numpy(name, run):
-    assert 140 in [row.index for row in told(run, name, "numpy")[:-2]], "the NaN"
+    assert 140 in [row.index for row in replayed(run, name, "numpy")[:-2]], "the NaN"
 
 
 # A policy is half a minute of XLA for all of them: one of each kind of detector is always compiled.
@@ -114,12 +114,12 @@ FEW = ("default", "olmo2-skip-step", "axlearn-skip", "autoclip")
     "name", [x if x in FEW else pytest.param(x, marks=pytest.mark.stress) for x in ALL]
 )
 def test_it_replays_the_same_in_jax(name, run):
-    assert told(run, name, "jax") == told(run, name, "numpy")
+    assert replayed(run, name, "jax") == replayed(run, name, "numpy")
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_it_is_attached_in_torch_and_protects_in_jax(name):
-    """Not a line of framework in a policy: both skip the same steps, and both have good weights."""
+    """Both frameworks skip the same steps and end with finite weights."""
     weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
     optimizer = torch.optim.SGD(weights, lr=1e-2)
     heal = healcore.torch.attach(optimizer, name)

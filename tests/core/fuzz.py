@@ -1,6 +1,6 @@
 """Fuzzed signals: many independent runs side by side, each with troubles of its own.
 
-A trace is a `Signals` of arrays with the leading axes (steps, lanes). Some lanes are calm, some
+A trace is a `Signals` of arrays with the leading axes (steps, lanes). Some lanes are healthy, some
 are nothing but trouble, and the scales reach from what float32 can barely hold to what it cannot.
 """
 
@@ -16,7 +16,7 @@ ODDITIES = np.array(
     [np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-40, -1e-42, 1e-30, 3.4e38, -3.4e38, 1e15, 1e20, -1.0],
     np.float32,
 )
-"""What a signal must never be, or is at the edge of being."""
+"""Values that a signal must never have, and values close to them."""
 
 
 def signals(
@@ -64,7 +64,7 @@ def signals(
 
 
 def garbage(rng: np.random.Generator, steps: int, lanes: int) -> Signals:
-    """Calm runs whose every fifteenth batch, alone or in a row, is far out in loss and norm."""
+    """Healthy runs whose every fifteenth batch, alone or in a row, is far out in loss and norm."""
     shape = (steps, lanes)
     norm, loss = np.exp(rng.normal(0, 0.1, shape)), np.exp(rng.normal(0, 0.1, shape))
     bad = (rng.random(shape) < 1 / 15) & (np.arange(steps) > 60)[:, None]

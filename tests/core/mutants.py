@@ -1,4 +1,4 @@
-"""Planted errors: the core with one comparison turned round or one sign changed.
+"""Planted errors: the core with one comparison reversed or one sign changed.
 
 An oracle that no error can upset proves nothing. Errors are planted by position in the syntax
 tree, not by a text to replace, so that an edit to the core cannot make this stale.
@@ -91,7 +91,7 @@ def planted(mutant: Mutant) -> Iterator[None]:
 
 
 def _operator(node: ast.AST) -> type | None:
-    """The kind of its operator, if it is one that can be turned round."""
+    """The kind of its operator, if that can be reversed."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
         kind = type(node.ops[0])
     elif isinstance(node, ast.BinOp):

@@ -18,30 +18,30 @@ RTOL = 1e-4
 
 
 class Outcome(NamedTuple):
-    """What came of a comparison."""
+    """The result of a comparison."""
 
     steps: int
     """Steps compared: a lane ends at its first disagreement."""
     ties: int
-    """Lanes that ended where the reference says that it was too close to call."""
+    """Lanes that ended where the reference found the comparison too close to call."""
     wrong: str | None
     """The first other disagreement."""
 
 
-Told = dict[str, np.ndarray]
-"""What a run says at each step: arrays (steps, lanes), by name."""
+Columns = dict[str, np.ndarray]
+"""What a run decides at each step: arrays (steps, lanes), by name."""
 
 
 class Expected(NamedTuple):
-    """What the reference says."""
+    """What the reference decides."""
 
-    told: Told
+    columns: Columns
     close: np.ndarray
     """bool (steps, lanes): too close to call."""
 
     def until(self, stop: int) -> Expected:
-        """Of the steps before `stop`."""
-        return Expected({name: x[:stop] for name, x in self.told.items()}, self.close[:stop])
+        """The columns of the steps before `stop`."""
+        return Expected({name: x[:stop] for name, x in self.columns.items()}, self.close[:stop])
 
 
 def lanes_of(trace: Signals) -> tuple[int, int]:
@@ -70,14 +70,14 @@ def reference_run(
             close[i, lane] = machine.ties.close
             if host is not None:
                 host(machine, verdict, i, lane)
-    told = {}
+    by_name = {}
     for k, name in enumerate((*reference.Verdict._fields, *reference.Report._fields)):
         if rows[0][0][k] is not None:
-            told[name] = np.array([[row[k] for row in lane] for lane in rows])
-    return Expected(told, close)
+            by_name[name] = np.array([[row[k] for row in lane] for lane in rows])
+    return Expected(by_name, close)
 
 
-def core_run(config: EngineConfig, trace: Signals, *, groups: int = 0) -> Told:
+def core_run(config: EngineConfig, trace: Signals, *, groups: int = 0) -> Columns:
     """Runs the core on all lanes at once."""
     *_, whole = growing_run(config, trace, lanes_of(trace)[:1], groups=groups)
     return whole
@@ -85,29 +85,29 @@ def core_run(config: EngineConfig, trace: Signals, *, groups: int = 0) -> Told:
 
 def growing_run(
     config: EngineConfig, trace: Signals, stops: Iterable[int], *, groups: int = 0
-) -> Iterator[Told]:
-    """The same, told again after each of these numbers of steps: all from the first step on."""
+) -> Iterator[Columns]:
+    """The same, yielded after each of these numbers of steps, always from the first step on."""
     engine = Engine(config)
     state, rows = engine.init(groups=groups, batch=lanes_of(trace)[1:]), []
     for stop in stops:
         for i in range(len(rows), stop):
             state, decision = engine.step(state, fuzz.at(trace, i), xp=np)
-            rows.append(told(state, decision))
+            rows.append(columns_of(state, decision))
         yield {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def told(state: EngineState, decision: Decision) -> Told:
+def columns_of(state: EngineState, decision: Decision) -> Columns:
     """One step of a core run, under the reference's names."""
-    said = {k: v for k, v in decision._asdict().items() if v is not None}
-    said |= {"threshold": state.last.threshold, "z": state.last.z}
-    return said | state.tally._asdict() | {"incidents": state.incident.number}
+    named = {k: v for k, v in decision._asdict().items() if v is not None}
+    named |= {"threshold": state.last.threshold, "z": state.last.z}
+    return named | state.tally._asdict() | {"incidents": state.incident.number}
 
 
-def compare(expected: Expected, got: Told) -> Outcome:
-    """Lane by lane, up to the first disagreement."""
+def compare(expected: Expected, got: Columns) -> Outcome:
+    """Compares lane by lane, up to the first disagreement."""
     steps, lanes = expected.close.shape
     differs = np.zeros((steps, lanes), bool)
-    for name, a in expected.told.items():
+    for name, a in expected.columns.items():
         b = got[name]
         if a.dtype.kind == "f":
             # A z-score is a difference of norms over one percent of them, or more.
@@ -129,7 +129,7 @@ def compare(expected: Expected, got: Told) -> Outcome:
         elif wrong is None:
             wrong = f"lane {lane}, step {first}: " + ", ".join(
                 f"{name} {got[name][first, lane].tolist()} (reference: {a[first, lane].tolist()})"
-                for name, a in expected.told.items()
+                for name, a in expected.columns.items()
             )
     return Outcome(compared, ties, wrong)
 

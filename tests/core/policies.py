@@ -113,7 +113,7 @@ def published(which: str, **changes: Any) -> EngineConfig:
 
 
 def growing(**changes: Any) -> EngineConfig:
-    """Instability alone, which the other loss detectors would hide from the oracle."""
+    """Only the instability detector: the other loss detectors would hide it from the oracle."""
     return full(
         None,
         detectors=_watching(("nonfinite", "instability")),
@@ -128,5 +128,5 @@ def _watching(names: Iterable[str]) -> tuple[tuple[str, Any], ...]:
 
 
 def _known(module: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """Only settings that this detector has: thresholds are tuned, tests should not break."""
+    """Keeps the settings that this detector has, so that tuned thresholds do not break tests."""
     return {key: value for key, value in settings.items() if key in module.Config._fields}

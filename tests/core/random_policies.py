@@ -174,7 +174,7 @@ rules = st.builds(
 
 @st.composite
 def engine_configs(draw: Any, clips: tuple[str | None, ...] = (*CLIPS, None)) -> EngineConfig:
-    """A whole policy: any rule, any set of detectors, any ladder."""
+    """A whole policy: any rule, any set of detectors, any escalation."""
     clip = draw(st.sampled_from(clips))
     chosen = draw(st.lists(st.sampled_from(list(DETECTORS)), unique=True))
     small = st.integers(0, 12)

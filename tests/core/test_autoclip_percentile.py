@@ -7,7 +7,7 @@ import pytest
 
 from healcore.core.clipping import RULES
 from healcore.core.engine import EngineConfig
-from tests.core.stepping import Runner
+from tests.core.engine_runner import Runner
 
 BIN = 2 ** (1 / 16)
 

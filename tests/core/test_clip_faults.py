@@ -11,7 +11,7 @@ from healcore.core.clipping import RULES
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import EngineConfig
 from healcore.core.tree import leaves
-from tests.core.stepping import Runner
+from tests.core.engine_runner import Runner
 
 CLIPS = {
     "zclip": RULES["zclip"].ZClipConfig(max_norm=None),
@@ -46,21 +46,21 @@ def run(clip: str, norms) -> tuple[np.ndarray, np.ndarray, Runner]:
     return np.array(factors), np.array(skips), runner
 
 
-def calm(steps: int, seed: int = 0) -> list[float]:
+def healthy(steps: int, seed: int = 0) -> list[float]:
     return list(np.exp(0.05 * np.random.default_rng(seed).normal(size=steps)))
 
 
 @functools.cache
 def clean(clip: str) -> np.ndarray:
     """The factors of a run without a fault."""
-    return run(clip, [*calm(160), 50.0])[0]
+    return run(clip, [*healthy(160), 50.0])[0]
 
 
 @pytest.mark.parametrize("at", [0, 1, 10, 24, 60])
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("clip", CLIPS)
 def test_the_steps_after_a_fault_are_judged_as_if_it_had_not_been(clip, fault, at):
-    norms, faults = calm(160), FAULTS[fault]
+    norms, faults = healthy(160), FAULTS[fault]
     got, skips, runner = run(clip, [*norms[:at], *faults, *norms[at:], 50.0])
     without = np.concatenate([got[:at], got[at + len(faults) :]])
     np.testing.assert_array_equal(without, clean(clip))
@@ -82,7 +82,7 @@ def test_a_constant_norm_and_a_hundredth_of_a_percent_more(clip):
 @pytest.mark.parametrize("clip", ["zclip", "adagc"])
 def test_a_spike_in_warm_up_does_not_hide_later_ones(clip):
     for at in (0, 3, 20):
-        norms = calm(120)
+        norms = healthy(120)
         norms[at] = 1000.0
         norms[100] = 20.0
         factors, _, _ = run(clip, norms)
@@ -90,11 +90,11 @@ def test_a_spike_in_warm_up_does_not_hide_later_ones(clip):
 
 
 @pytest.mark.parametrize("clip", CLIPS)
-def test_what_is_left_is_within_the_threshold(clip):
+def test_the_clipped_norm_is_within_the_threshold(clip):
     """`scale * norm` never exceeds the limit, however large the norm."""
     for norm in (5.0, 1e3, 1e8, 1e14, 9e14):
         per_tensor = clip == "adagc"
-        factors, skips, runner = run(clip, [*calm(150), norm])
+        factors, skips, runner = run(clip, [*healthy(150), norm])
         limit = (
             float(CLIPS[clip].ratio * runner.state.clip.gamma[0])
             if per_tensor
@@ -104,7 +104,7 @@ def test_what_is_left_is_within_the_threshold(clip):
         assert 0 <= factors[-1] * norm <= limit * (1 + 1e-5)
 
 
-def test_a_tensor_with_a_zero_norm_in_warm_up_lives():
+def test_a_tensor_with_a_zero_norm_in_warm_up_still_learns():
     """Published AdaGC: gamma is 0 from then on, and the tensor never moves again."""
     config = CLIPS["adagc"]
     runner = Runner(EngineConfig(clip=("adagc", config)), groups=2)
@@ -126,7 +126,7 @@ def let_through(spikes: dict[int, float], steps: int = 240) -> dict[int, float]:
     watch = DETECTORS["loss_spike"].Config()
     runner = Runner(EngineConfig(clip=("zclip", rule), detectors=(("loss_spike", watch),)))
     left = {}
-    for step, loss in enumerate(calm(steps)):
+    for step, loss in enumerate(healthy(steps)):
         norm = spikes.get(step, 1.0)
         decision = runner.step(grad_norm=norm, loss=50.0 * loss if step in spikes else loss)
         if step in spikes:

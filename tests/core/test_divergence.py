@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from healcore.core.verdict import Cause
-from tests.core.stepping import Runner, alarms, watching
+from tests.core.engine_runner import Runner, alarms, watching
 
 CONFIG = watching("divergence")
 LANES = 50
@@ -25,7 +25,7 @@ def run(losses: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("spread", [0.05, 0.5, 1.0])
 def test_a_noisy_ramp_from_2_to_22_is_found(spread):
-    """The system that inspired this one asks for fifty rises in a row, and never sees it."""
+    """A published rule waits for fifty rises in a row and never finds it."""
     losses = 2 + spread * noise(1300)
     losses[300:] += np.linspace(0, 20, 1000)[:, None]
     found = run(losses)
@@ -74,7 +74,7 @@ def test_the_alarm_is_latched_and_ends():
 
 
 def test_there_is_no_alarm_while_the_trend_comes_back():
-    """And it is not over either: when the fall has ended on high, the alarm is there again."""
+    """The divergence is not over: once the fall ends at a high level, the alarm returns."""
     losses = 2 + 0.05 * noise(1200)
     losses[300:500] += np.linspace(0, 40, 200)[:, None]
     losses[500:700] += np.linspace(40, 25, 200)[:, None]

@@ -7,7 +7,7 @@ import pytest
 
 from healcore.core.engine import BudgetConfig, IncidentConfig, RollbackConfig, RuleConfig
 from healcore.core.verdict import Action, Cause
-from tests.core.stepping import Runner, ordered, watching
+from tests.core.engine_runner import Runner, ordered, watching
 
 BAD = int(Cause.NONFINITE_LOSS)
 CONFIG = watching(
@@ -97,7 +97,7 @@ def test_a_run_whose_numbers_are_finite_goes_on_with_an_alert():
     assert runner.state.budget.recoveries == 0
 
 
-def test_the_alert_comes_once_per_rung_not_at_each_step():
+def test_the_alert_comes_once_per_escalation_not_at_each_step():
     losses = np.ones(100)
     losses[10] = 9.0
     losses[30:60] = 9.0
@@ -114,7 +114,7 @@ def test_nothing_finite_stops_it_whatever_else_could_be_cut(cuts):
 
 
 def test_one_nan_within_a_finite_trouble_is_what_it_is_asked_at():
-    """The cause of the step at which the recovery is wanted counts, not what was before."""
+    """The cause at the step that requests the recovery counts, not earlier causes."""
     both = RuleConfig(
         int(Cause.DIVERGENCE | Cause.NONFINITE_LOSS), action=int(Action.ROLLBACK), consecutive=2
     )
@@ -133,7 +133,7 @@ def test_one_nan_within_a_finite_trouble_is_what_it_is_asked_at():
 
 
 def growing(runs: int) -> dict[str, np.ndarray]:
-    """Loss and norm that double for eight steps, again and again, each time from calm."""
+    """Loss and norm that double for eight steps, again and again, each time from the same level."""
     grown = np.tile(np.r_[np.zeros(42), 2.0 ** np.arange(8)], runs)
     return {"loss": 2 + grown, "grad_norm": 1 + 30 * grown}
 
@@ -157,7 +157,7 @@ def test_weights_that_get_worse_stop_it_where_no_rule_can_cut():
 
 
 def test_weights_that_get_worse_go_on_while_a_cut_is_left():
-    """Also at the step of the last cut: what it does is not known yet."""
+    """They also go on at the step of the last cut: its effect is not known yet."""
     both = RuleConfig(INSTABLE, action=int(Action.ROLLBACK | Action.CUT_LR))
     decisions = Runner(unstable(both, recoveries=1, lr_cuts=3)).feed(**growing(5))
     recovered, cut, alert, stop = (
@@ -180,7 +180,7 @@ def test_rollbacks_are_counted_where_they_are_carried_out():
     assert runner.engine.metrics(runner.state)["heal/rollbacks"] == 1
 
 
-def test_a_refund_after_long_health_and_never_above_the_full_purse():
+def test_a_refund_after_long_health_and_never_above_the_full_budget():
     runner = Runner(CONFIG)
     runner.feed(loss=bad(20, 10))
     assert runner.state.budget.recoveries == 2
@@ -200,7 +200,7 @@ def test_cuts_have_a_budget_of_their_own():
     assert len(depths(decisions)) == 3
 
 
-def test_a_cause_that_is_only_told_opens_no_incident():
+def test_a_cause_that_only_alerts_opens_no_incident():
     config = watching(
         "plateau",
         RuleConfig(int(Cause.PLATEAU), action=int(Action.ALERT)),

@@ -35,7 +35,7 @@ SHIFTS = {
     "none": (1.0, 1), "x1.5": (1.5, 1), "x2": (2.0, 1), "x3": (3.0, 1), "ramp to x3": (3.0, 20),
 }  # fmt: skip
 NOISES = (0.0, 0.1, 0.3)
-"""Of the norms: lognormal."""
+"""Scales of the lognormal noise of the norms."""
 # Steps until the clipping is back, by noise.
 # docs/parity.md has what was measured; these are the promises.
 BOUNDS = {
@@ -110,7 +110,7 @@ def test_after_constant_norms_exactly_patience_steps_are_clipped(clip, shift):
 
 @pytest.mark.parametrize("clip", ["zclip", "adagc"])
 def test_without_the_watch_it_locks_in(clip, monkeypatch):
-    """What the bound is worth: the same measurement on the rule as published."""
+    """The bound means something: the rule as published fails the same measurement."""
     kind, config = CLIPS[clip]
     never = config.shift._replace(patience=1 << 20)
     monkeypatch.setitem(CLIPS, "published", (kind, config._replace(shift=never)))
@@ -119,7 +119,7 @@ def test_without_the_watch_it_locks_in(clip, monkeypatch):
 
 
 def test_norms_that_run_away_are_no_level():
-    """Doubling at each step is an explosion: it goes on being clipped."""
+    """A norm that doubles at each step is an explosion and stays clipped."""
     engine = Engine(EngineConfig(clip=CLIPS["zclip"]))
     state = engine.init()
     for _ in range(100):

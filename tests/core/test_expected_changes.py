@@ -1,4 +1,4 @@
-"""What the host reports: changes, externally skipped steps, rollbacks; and what a mode omits."""
+"""The host's reports: expected changes, externally skipped steps, rollbacks; and the modes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from healcore.core.signals import Signals
 from healcore.core.tree import leaves, map_leaves
 from healcore.core.verdict import Cause
 from tests.core import fuzz, policies
-from tests.core.stepping import Runner
+from tests.core.engine_runner import Runner
 
 NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
 CONFIG = policies.full("zclip")
@@ -25,16 +25,18 @@ def test_an_announced_jump_is_no_alarm(way):
     rng = np.random.default_rng(0)
     steps = {"loss": 2 + 0.1 * rng.normal(size=100), "grad_norm": 0.1 + 0.01 * rng.random(100)}
     jump = {"loss": 9 + 0.1 * rng.normal(size=60), "grad_norm": 30 + rng.random(60)}
-    silent, told = Runner(CONFIG), Runner(CONFIG)
-    silent.feed(**steps)
-    told.feed(**steps)
-    assert any(d.cause for d in silent.feed(**jump))
+    uninformed, informed = Runner(CONFIG), Runner(CONFIG)
+    uninformed.feed(**steps)
+    informed.feed(**steps)
+    assert any(d.cause for d in uninformed.feed(**jump))
     if way == "method":
-        told.state = told.engine.expect_change(told.state, xp=np)
+        informed.state = informed.engine.expect_change(informed.state, xp=np)
         flags = np.zeros(60, bool)
     else:
         flags = np.arange(60) == 0
-    assert not any(d.cause & ~int(Cause.PLATEAU) for d in told.feed(**jump, change_expected=flags))
+    assert not any(
+        d.cause & ~int(Cause.PLATEAU) for d in informed.feed(**jump, change_expected=flags)
+    )
 
 
 def test_nan_is_caught_in_the_grace_window_and_in_warm_up():
@@ -57,7 +59,7 @@ def test_the_window_lasts_grace_steps():
         assert causes[after - 1] == alarm
 
 
-def test_a_void_step_changes_nothing_at_all():
+def test_an_externally_skipped_step_changes_nothing_at_all():
     trace = fuzz.signals(np.random.default_rng(3), 120, 20)
     trace = trace._replace(externally_skipped=np.zeros_like(trace.externally_skipped))
     engine = Engine(CONFIG)

@@ -1,4 +1,4 @@
-"""What the host says: a rollback that it declines, a cut of the rate that it asks for."""
+"""Requests of the host: it declines a rollback, or asks for a cut of the rate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from healcore.core.engine.enforce import pick
 from healcore.core.tree import leaves, map_leaves
 from healcore.core.verdict import Action, Cause
 from tests.core import fuzz, oracle, policies
-from tests.core.stepping import Runner, ordered
+from tests.core.engine_runner import Runner, ordered
 from tests.core.test_escalation import CONFIG as ESCALATION
 from tests.core.test_escalation import bad, depths
 
@@ -62,7 +62,7 @@ def test_the_next_trouble_is_another_incident_at_the_first_depth():
     assert runner.state.tally.rollbacks == 0
 
 
-def test_what_is_declined_never_uses_up_the_budget():
+def test_a_declined_rollback_never_uses_up_the_budget():
     config = ESCALATION._replace(budget=BudgetConfig(recoveries=1, lr_cuts=0, refund_after=1 << 20))
     runner = Runner(config)
     decisions = declining(runner, bad(400, *range(10, 400, 3)))
@@ -90,7 +90,7 @@ def test_a_cut_that_was_ordered_with_it_stays():
 
 @pytest.mark.parametrize("often", [1.0, 0.5])
 def test_the_core_goes_on_as_the_reference_does(often):
-    """Every lane in which a rollback is ordered declines it, or half of the time."""
+    """Lanes decline each ordered rollback, or half of them."""
     steps, lanes = 250, 40
     rng = np.random.default_rng(8)
     trace = fuzz.signals(rng, steps, lanes)
@@ -101,7 +101,7 @@ def test_the_core_goes_on_as_the_reference_does(often):
     state, rows, asked = engine.init(batch=(lanes,)), [], []
     for i in range(steps):
         state, decision = engine.step(state, fuzz.at(trace, i), xp=np)
-        rows.append(oracle.told(state, decision))
+        rows.append(oracle.columns_of(state, decision))
         asked.append((decision.action & int(Action.ROLLBACK) != 0) & coin[i])
         state = map_leaves(
             lambda old, new, where=asked[-1]: pick(where, new, old, xp=np),

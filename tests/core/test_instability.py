@@ -1,4 +1,4 @@
-"""Instability: loss and norm that grow from step to step, and nothing that is there at once."""
+"""Instability: loss and norm that grow from step to step; a single jump does not count."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from healcore.core.verdict import Cause
-from tests.core.stepping import Runner, alarms, watching
+from tests.core.engine_runner import Runner, alarms, watching
 
 CONFIG = watching("instability")
 LANES = 40
@@ -95,7 +95,7 @@ def test_steep_growth_counts_twice():
 
 
 def test_data_that_are_different_at_once_never_alarm():
-    """Of any height, with any norms, with a noise of up to 30 % of the height, learnt or not."""
+    """Steps of any height, any norms, noise up to 30 % of the height, learnt or not: no alarm."""
     rng, steps = np.random.default_rng(10), 300
     t, at = np.arange(steps)[:, None], rng.integers(250, size=MANY)
     learnt = rng.choice([0.0, 0.01, 0.1], MANY)
@@ -109,7 +109,7 @@ def test_data_that_are_different_at_once_never_alarm():
 
 
 def test_single_outliers_never_alarm():
-    """However large, however many, as long as no two are in a row."""
+    """Single bad steps never alarm, however large or many, if no two are in a row."""
     rng, steps = np.random.default_rng(11), 300
     wild = rng.random((steps, MANY)) < rng.uniform(0, 1, MANY)
     for i in range(1, steps):
@@ -121,7 +121,7 @@ def test_single_outliers_never_alarm():
 
 
 def test_no_alarm_while_the_loss_comes_back():
-    """Whatever was before: from the second falling step on there is none."""
+    """From the second falling step on there is no alarm, whatever came before."""
     rng, steps, top = np.random.default_rng(12), 200, 100
     losses = 2 + 0.05 * rng.normal(size=(steps, MANY))
     norms = np.exp(0.3 * rng.normal(size=(steps, MANY)))
@@ -148,7 +148,7 @@ def test_loss_alone_or_norm_alone_is_none():
     assert not run(np.full(t, 2.0), 1 + 20 * grown).any()
 
 
-def test_without_a_norm_it_rests():
+def test_without_a_norm_it_is_inactive():
     grown = growth(100, 50, 1.5).astype(np.float32)
     decisions = Runner(CONFIG).feed(loss=2 + grown)
     assert not any(d.cause for d in decisions)
@@ -217,7 +217,7 @@ def scenario(steps: int = 160) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_a_power_of_two_as_unit_changes_nothing():
-    """Scale-free to the bit, in the loss and in the norm on their own."""
+    """Scaling the loss or the norm alone changes no bit."""
     losses, norms = scenario()
     norms = norms.astype(np.float32)
     found = run(losses, norms)
@@ -246,8 +246,8 @@ def test_nan_and_inf_teach_nothing():
 
 
 @pytest.mark.parametrize("at", [0, 1, 30, 99, 100, 103, 108, 113, 159])
-def test_an_announced_change_begins_anew(at):
-    """From there on it says what it would of a run that begins there."""
+def test_an_announced_change_starts_over(at):
+    """From there on it decides as on a run that begins there."""
     losses, norms = scenario()
     change_expected = np.arange(160) == at
     flags = np.broadcast_to(change_expected[:, None], losses.shape)
@@ -256,7 +256,7 @@ def test_an_announced_change_begins_anew(at):
     np.testing.assert_array_equal(found[at:], run(losses[at:], norms[at:]))
 
 
-def test_a_change_announced_at_a_nan_step_begins_anew_too():
+def test_a_change_announced_at_a_nan_step_starts_over_too():
     losses, norms = scenario()
     losses[104] = np.nan
     change_expected = np.broadcast_to((np.arange(160) == 104)[:, None], losses.shape)

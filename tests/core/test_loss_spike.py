@@ -1,4 +1,4 @@
-"""Loss spike: fires on what is one, whatever the unit of the loss, and tells one step from many."""
+"""The loss spike detector fires on spikes in any unit of the loss, and separates one from many."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from healcore.core.engine import IncidentConfig
 from healcore.core.verdict import Action, Cause
-from tests.core.stepping import Runner, alarms, ordered, sustained, watching
+from tests.core.engine_runner import Runner, alarms, ordered, sustained, watching
 
 SPIKE = Cause.LOSS_SPIKE
 CONFIG = watching("loss_spike", sustained(SPIKE))
@@ -88,7 +88,7 @@ def test_a_high_row_that_comes_again_and_again_is_the_runs_own_noise():
 
 
 def test_a_power_of_two_as_unit_changes_nothing():
-    """Scale-free to the bit."""
+    """Scaling the loss changes no bit."""
     losses = (2.5 + 0.1 * noise(300)).astype(np.float32)
     losses[200:] += 1
     for factor in (2.0**-10, 2.0**10):
@@ -115,7 +115,7 @@ def test_a_falling_loss_is_no_spike():
 
 
 def test_a_climb_of_thirty_steps_soon_after_the_first_descent_is_found():
-    """Too slow to be a spike, too short to be a divergence; its noise grows as it climbs."""
+    """A climb too slow for a spike and too short for a divergence, with growing noise."""
     t = np.arange(300)[:, None]
     losses = 2 + 4 * np.exp(-t / 25) + 0.05 * noise(300)
     losses[[60, 75, 90]] += 1.0  # outliers before it, which raise the learnt threshold
@@ -127,27 +127,29 @@ def test_a_climb_of_thirty_steps_soon_after_the_first_descent_is_found():
 
 
 def lasts(losses: np.ndarray) -> np.ndarray:
-    """At which steps it is said to last, with a rule that fires at each of them."""
+    """At which steps the spike lasts, by a rule that fires at each of them."""
     losses = np.asarray(losses, np.float32)
     runner = Runner(
         CONFIG._replace(incident=IncidentConfig(quiet_steps=1, patience=1)), lanes=LANES
     )
-    said = []
+    lasting = []
     for loss in losses:
         runner.step(loss=loss)
-        said.append(runner.state.rules[0].age == 0)
-    return np.array(said)
+        lasting.append(runner.state.rules[0].age == 0)
+    return np.array(lasting)
 
 
 def test_a_step_that_is_at_the_level_orders_nothing_within_an_incident():
     losses = 2.5 + 0.05 * noise(600)
     losses[400:430] += 1.0
     losses[[412, 413, 420]] -= 1.0
-    said = lasts(losses)
-    assert said[408:412].all()
-    assert not said[[412, 413, 420]].any(), "the loss has come back"
-    assert said[[414, 415, 416, 421, 422]].all(), "the incident goes on: no new evidence is needed"
-    assert not said[430:].any()
+    lasting = lasts(losses)
+    assert lasting[408:412].all()
+    assert not lasting[[412, 413, 420]].any(), "the loss has come back"
+    assert lasting[[414, 415, 416, 421, 422]].all(), (
+        "the incident goes on: no new evidence is needed"
+    )
+    assert not lasting[430:].any()
 
 
 def test_nan_and_inf_teach_nothing():
@@ -162,7 +164,7 @@ def test_nan_and_inf_teach_nothing():
 
 
 def test_a_true_level_shift_is_accepted_in_the_end():
-    """Another dataset: an incident, and then the new level is the level."""
+    """A change of dataset opens one incident, and then the new level is learnt."""
     losses = 2.0 + 0.05 * noise(1500)
     losses[500:] += 3.0
     single, lasting = run(losses)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from healcore.core.engine import BudgetConfig, IncidentConfig, LrConfig, RuleConfig
 from healcore.core.tree import leaves
 from healcore.core.verdict import Action, Cause
+from tests.core.engine_runner import Runner, ordered, watching
 from tests.core.random_policies import BOUNDED
-from tests.core.stepping import Runner, ordered, watching
 
 CONFIG = watching(
     "nonfinite", RuleConfig(int(Cause.NONFINITE_LOSS), action=int(Action.CUT_LR))
@@ -74,7 +74,7 @@ def test_without_hold_and_ramp_it_is_back_at_once():
 
 
 def test_an_incident_stops_the_way_back():
-    calm, troubled = scales(30, 2), scales(30, 2, 10)
+    healthy, troubled = scales(30, 2), scales(30, 2, 10)
     quiet_rule = CONFIG._replace(
         rules=(
             *CONFIG.rules[:0],
@@ -82,7 +82,7 @@ def test_an_incident_stops_the_way_back():
         )
     )
     assert (scales(30, 2, config=quiet_rule) == 1).all()
-    assert troubled[12] < calm[12]
+    assert troubled[12] < healthy[12]
 
 
 # -- a ceiling ------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def test_the_way_back_ends_at_the_ceiling():
 
 
 @pytest.mark.parametrize("oddity", [np.nan, np.inf, -np.inf, 0.0, -1.0, 1e-40, 1e13, 3e38])
-def test_what_is_no_rate_is_taken_as_one(oddity):
+def test_an_invalid_rate_is_taken_as_one(oddity):
     np.testing.assert_array_equal(under(np.full(40, oddity), 2, 30), under(np.ones(40), 2, 30))
 
 
@@ -128,7 +128,7 @@ def test_a_schedule_that_decays_below_the_ceiling_is_untouched():
 
 
 def test_a_decay_while_it_is_held_keeps_the_rate_not_the_factor():
-    """Cut to a quarter, and the schedule falls to a quarter by itself: nothing is left to cut."""
+    """After a cut to a quarter, a schedule that falls to a quarter leaves nothing to cut."""
     schedule = np.where(np.arange(12) < 6, 1.0, 0.25)
     got = under(schedule, 2)
     np.testing.assert_allclose(got[2:6], 0.25, rtol=1e-6)
@@ -176,7 +176,7 @@ def test_it_never_ramps_into_the_rate_that_broke_it(seed, factor, ceiling, kind)
 def test_long_health_raises_it_until_the_schedule_is_back():
     budget = BudgetConfig(lr_cuts=100, refund_after=20)
     got = scales(120, 2, config=LIMITED._replace(budget=budget))
-    # Calm from 5 on: after 20 steps of health the ceiling is 0.5 / 0.25, which is above 1.
+    # Healthy from 5 on: after 20 steps of health the ceiling is 0.5 / 0.25, which is above 1.
     assert got[23] == np.float32(0.5)
     assert (got[25:] == 1).all()
     lower = LIMITED._replace(budget=budget, lr=LIMITED.lr._replace(factor=0.75, ceiling=0.5))
@@ -198,7 +198,7 @@ def test_health_without_end_overflows_nothing():
     assert all(np.isfinite(leaf) for leaf in floats)
 
 
-def test_the_engine_says_whether_it_wants_the_rate():
+def test_the_engine_reports_whether_it_needs_the_rate():
     assert Runner(LIMITED).engine.limits_lr
     assert not Runner(CONFIG).engine.limits_lr, "no ceiling"
     assert not Runner(LIMITED._replace(rules=())).engine.limits_lr, "no cut"

@@ -7,7 +7,7 @@ import pytest
 
 from healcore.core.engine import RuleConfig
 from healcore.core.verdict import Action, Cause
-from tests.core.stepping import Runner, ordered, watching
+from tests.core.engine_runner import Runner, ordered, watching
 
 BAD = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
 ROLLBACK = int(Action.ROLLBACK)
@@ -29,7 +29,7 @@ def test_each_signal_has_its_cause():
     assert runner.step(loss=1.0, grad_norm=1.0).cause == 0
 
 
-def test_a_loss_that_is_no_number_is_skipped_where_a_rule_says_so():
+def test_a_loss_that_is_no_number_is_skipped_where_a_rule_orders_it():
     without = Runner(watching("nonfinite")).step(loss=np.nan, grad_norm=1.0)
     skipping = Runner(watching("nonfinite", RuleConfig(BAD, skip=True)))
     assert not without.skip
@@ -70,7 +70,7 @@ def test_a_window_holds_exactly_within_steps():
         assert found.any() == hit
 
 
-def test_an_alert_is_said_once_until_it_has_been_quiet():
+def test_an_alert_comes_once_until_quiet_steps_have_passed():
     rule = RuleConfig(BAD, action=int(Action.ALERT))
     losses = np.ones(100)
     losses[[10, 11, 12, 20, 60]] = np.nan  # 20 quiet steps lie between the last two only

@@ -1,4 +1,4 @@
-"""Gradient and update spikes: both of the same make, on norms."""
+"""Gradient and update spikes: the same rule on two norms."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from healcore.core.verdict import Action, Cause
-from tests.core.stepping import Runner, alarms, ordered, sustained, watching
+from tests.core.engine_runner import Runner, alarms, ordered, sustained, watching
 
 LANES = 100
 KINDS = {
@@ -92,11 +92,11 @@ def test_zeros_and_non_numbers_teach_nothing(kind):
         np.testing.assert_array_equal(run(kind, faulty)[0][keep], clean)
 
 
-def test_an_update_spike_beside_calm_gradients():
-    """Marin 32B: update norms jumped while clipped gradients were calm."""
+def test_an_update_spike_with_steady_gradients():
+    """Marin 32B: update norms jumped while clipped gradients stayed steady."""
     runner = Runner(watching("update_spike"))
-    calm = np.ones(100)
+    steady = np.ones(100)
     updates = 1e-3 * np.ones(100)
     updates[80] = 0.1
-    decisions = runner.feed(grad_norm=calm, update_norm=updates)
+    decisions = runner.feed(grad_norm=steady, update_norm=updates)
     assert np.flatnonzero(alarms(decisions, Cause.UPDATE_SPIKE)).tolist() == [80]

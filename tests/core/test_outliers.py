@@ -1,4 +1,4 @@
-"""Outliers of a window, of a moving average and of the first norms: what they find, and escape."""
+"""Outliers of a window, a moving average and the first norms: their alarms and their escape."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from healcore.core.verdict import Action, Cause
-from tests.core.stepping import Runner, alarms, ordered, sustained, watching
+from tests.core.engine_runner import Runner, alarms, ordered, sustained, watching
 
 WINDOWS = {
     "loss_window": ("loss", Cause.LOSS_SPIKE),
@@ -46,7 +46,7 @@ def test_signed_losses(shift):
 
 @pytest.mark.parametrize("name", WINDOWS)
 def test_a_spike_does_not_hide_the_next(name):
-    """Entered as it is, the first would raise the limit to 500 for a window."""
+    """Entered unchanged, the first outlier would raise the limit to 500 for a window."""
     values = scatter(400)
     values[200], values[230] = 1000, 4
     assert np.flatnonzero(run(name, values)).tolist() == [200, 230]
@@ -74,7 +74,7 @@ def test_a_lasting_level_is_accepted_within_the_bound(name):
 
 @pytest.mark.parametrize("name", ["grad_window", "grad_ema"])
 def test_norms_that_run_away_are_no_level(name):
-    """Doubling at each step is an explosion: it goes on being out of line."""
+    """A norm that doubles at each step is an explosion and stays an outlier."""
     values = np.concatenate([scatter(200), 50 * 2.0 ** np.arange(30)])
     assert run(name, values)[200:].all()
 

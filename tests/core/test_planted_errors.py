@@ -55,19 +55,19 @@ PARTS: dict[ModuleType, tuple[str, ...]] = {
     grad_ceiling: ("ceilings",),
     **dict.fromkeys([judge, incident, budget, lr, rules, skip_limit], ("zclip", "adagc")),
 }
-"""What is broken, and the policies that are asked to notice.
+"""The modules to break, and the policies that must notice.
 
 Not engine.enforce: an error in its count of axes makes arrays of 24 GB before anybody can notice.
 """
 
 
 STOPS = (15, 40, 100, 250)
-"""Where a run is compared with the reference: most errors show early."""
+"""Steps after which a run is compared with the reference: most errors show early."""
 
 
 @functools.cache
 def trial(clip: str):
-    """A policy, its trace, and what the reference says of it."""
+    """A policy, its trace, and the reference's decisions on it."""
     groups = policies.GROUPS if clip == "adagc" else 0
     if clip == "growing":
         config = policies.growing()
@@ -81,7 +81,7 @@ def trial(clip: str):
 
 
 def complaint(clip: str) -> str | None:
-    """What the oracle says of the core as it is now, as soon as it has something to say."""
+    """The first disagreement that the oracle finds in the core as it is now; None without one."""
     config, trace, groups, expected = trial(clip)
     try:
         with np.errstate(all="ignore"):
@@ -96,7 +96,7 @@ def complaint(clip: str) -> str | None:
 
 
 def unnoticed(module: ModuleType, errors: list[mutants.Mutant]) -> list[str]:
-    """Those errors that no policy notices."""
+    """The errors that no policy detects."""
     left = []
     for mutant in errors:
         with mutants.planted(mutant):
@@ -132,5 +132,5 @@ def test_nearly_all_errors_in_each_file_are_noticed(module):
 
 
 def test_the_core_is_whole_again():
-    """Planting leaves nothing behind."""
+    """Planting an error leaves no trace."""
     assert complaint("zclip") is None

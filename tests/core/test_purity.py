@@ -49,7 +49,7 @@ def test_no_framework_is_imported(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_core_stays_on_its_own_floor(path):
-    """Nothing in the core imports a floor above it."""
+    """The core imports no higher layer."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("healcore"):
             assert (node.module or "").startswith("healcore.core"), ast.unparse(node)

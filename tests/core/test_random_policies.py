@@ -1,4 +1,4 @@
-"""Any policy, not only those we thought of: the core decides as the reference does."""
+"""The core decides as the reference does, under random policies."""
 
 from __future__ import annotations
 

@@ -25,24 +25,24 @@ def test_the_structure_comes_back():
         return Pair(pair.b, Pair(nothing, ints)), (pair.a + pair.b, None)
 
     program = record(swapped, (Pair(f32(1), f32(2)), None, (np.int32(3),)))
-    told = program((Pair(f32(5), f32(7)), None, (np.int32(9),)))
-    assert told == (Pair(f32(7), Pair(None, (np.int32(9),))), (f32(12), None))
-    assert type(told[0]) is type(told[0].b) is Pair
+    results = program((Pair(f32(5), f32(7)), None, (np.int32(9),)))
+    assert results == (Pair(f32(7), Pair(None, (np.int32(9),))), (f32(12), None))
+    assert type(results[0]) is type(results[0].b) is Pair
 
 
 def test_a_python_number_takes_the_dtype_of_the_other_side():
     def mixed(x: Any, n: Any, *, xp: Any) -> Any:
         return 0.1 * x, n + 1, xp.where(x > 0.1, 0.3, x), xp.astype(x > 0, xp.int32), (x < 0) | True
 
-    told = record(mixed, f32(1), np.int32(1))(f32(0.1), np.int32(4))
-    assert [type(each) for each in told] == [
+    results = record(mixed, f32(1), np.int32(1))(f32(0.1), np.int32(4))
+    assert [type(each) for each in results] == [
         np.float32,
         np.int32,
         np.float32,
         np.int32,
         np.bool_,
     ]
-    assert told == (f32(0.1) * f32(0.1), 5, f32(0.1), 1, True)
+    assert results == (f32(0.1) * f32(0.1), 5, f32(0.1), 1, True)
 
 
 def test_arrays_and_what_is_on_their_left():

@@ -81,7 +81,7 @@ def test_observe_mode_names_causes_and_orders_nothing():
 
 
 def test_the_traces_reach_everything():
-    """An oracle is worth what its traces provoke."""
+    """The traces provoke every kind of decision, otherwise the oracle would prove little."""
     trace = fuzz.signals(np.random.default_rng(105), STEPS, LANES)
     got = oracle.core_run(policies.full("zclip"), trace)
     assert np.bitwise_or.reduce(got["cause"], axis=None) == 1023  # all ten causes

@@ -1,4 +1,4 @@
-"""Finite outliers are skipped only so many times in a row; what is not finite, always."""
+"""Finite outliers are skipped a limited number of times in a row, non-finite steps always."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from healcore.core.engine import RuleConfig
 from healcore.core.verdict import Cause
-from tests.core.stepping import Runner, watching
+from tests.core.engine_runner import Runner, watching
 
 SPIKES = RuleConfig(int(Cause.GRAD_SPIKE | Cause.NONFINITE_GRAD), skip=True)
 CONFIG = watching("grad_spike", SPIKES)._replace(max_skips=4)
@@ -20,12 +20,12 @@ def test_a_row_of_outliers_ends_after_max_skips():
     assert skips([1.0] * 50 + [100.0] * 10) == [50, 51, 52, 53]
 
 
-def test_a_calm_step_begins_a_new_row():
+def test_a_healthy_step_begins_a_new_row():
     norms = [1.0] * 50 + [100.0] * 6 + [1.0] + [100.0] * 2
     assert skips(norms) == [50, 51, 52, 53, 57, 58]
 
 
-def test_what_is_not_finite_is_skipped_without_end_and_not_counted():
+def test_nonfinite_steps_are_skipped_without_limit_and_not_counted():
     assert skips([1.0] * 50 + [np.nan] * 30) == list(range(50, 80))
     norms = [1.0] * 50 + [100.0] * 2 + [np.inf] * 5 + [100.0] * 4
     assert skips(norms) == list(range(50, 59))

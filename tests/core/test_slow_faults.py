@@ -1,4 +1,4 @@
-"""Vanishing gradients, plateaus, overfitting: what only time shows."""
+"""Vanishing gradients, plateaus and overfitting: faults that show only over time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from healcore.core.verdict import Cause
-from tests.core.stepping import Runner, alarms, watching
+from tests.core.engine_runner import Runner, alarms, watching
 
 
 def noise(steps: int, seed: int = 2) -> np.ndarray:

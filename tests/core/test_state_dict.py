@@ -1,4 +1,4 @@
-"""The engine's state as plain data: exact, JSON-safe, and refused when it is not its own."""
+"""The engine's state as plain data: exact, JSON-safe, and refused if from another engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.core import fuzz, policies
 
 
 @functools.cache
-def lived(clip: str, steps: int = 80):
+def after_steps(clip: str, steps: int = 80):
     """An engine and its state after some steps."""
     groups = policies.GROUPS if clip == "adagc" else 0
     engine = Engine(policies.full(clip))
@@ -29,7 +29,7 @@ def lived(clip: str, steps: int = 80):
 
 @pytest.mark.parametrize("clip", policies.CLIPS)
 def test_through_json_and_back_to_the_bit(clip):
-    engine, state = lived(clip)
+    engine, state = after_steps(clip)
     text = json.dumps(engine.to_dict(state), allow_nan=False)
     back = engine.from_dict(json.loads(text))
     fresh = engine.init(groups=policies.GROUPS if clip == "adagc" else 0)
@@ -41,7 +41,7 @@ def test_through_json_and_back_to_the_bit(clip):
 
 
 def test_saved_and_restored_goes_on_as_if_it_had_never_stopped():
-    engine, state = lived("zclip")
+    engine, state = after_steps("zclip")
     other = engine.from_dict(json.loads(json.dumps(engine.to_dict(state))))
     trace = fuzz.signals(np.random.default_rng(9), 200, 1)
     for i in range(200):
@@ -97,7 +97,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_data_is_refused(damage):
-    engine, state = lived("zclip")
+    engine, state = after_steps("zclip")
     path, value = DAMAGE[damage]
     data = broken(json.loads(json.dumps(engine.to_dict(state))), *path, value=value)
     before = copy.deepcopy(data)
@@ -109,13 +109,13 @@ def test_damaged_data_is_refused(damage):
 
 @pytest.mark.parametrize("data", [None, 3, "state", [], [1, 2], {}, {"schema": 1}, {"schema": 2}])
 def test_foreign_data_is_refused(data):
-    engine, _ = lived("zclip", 1)
+    engine, _ = after_steps("zclip", 1)
     with pytest.raises(StateError):
         engine.from_dict(data)
 
 
 def test_the_message_names_the_place():
-    engine, state = lived("zclip")
+    engine, state = after_steps("zclip")
     data = broken(engine.to_dict(state), "state", "incident", "onset", value=0.5)
     with pytest.raises(StateError, match=r"state\.incident\.onset must be int32, got 0\.5"):
         engine.from_dict(data)
@@ -131,7 +131,7 @@ def test_another_number_of_tensors_is_taken_from_the_data():
 def test_no_random_damage_gets_through_or_crashes(seed):
     """Any one entry, replaced by any junk: refused with a StateError, or an equal value."""
     rng = np.random.default_rng(seed)
-    engine, state = lived("autoclip", 30)
+    engine, state = after_steps("autoclip", 30)
     data = json.loads(json.dumps(engine.to_dict(state)))
     path, place = [], data
     while isinstance(place, dict | list) and len(place):

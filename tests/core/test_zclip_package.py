@@ -13,7 +13,7 @@ from zclip import ZClip
 
 from healcore.core.clipping import RULES
 from healcore.core.engine import EngineConfig
-from tests.core.stepping import Runner
+from tests.core.engine_runner import Runner
 
 MODES = {
     "reciprocal": {"mode": "zscore", "clip_option": "adaptive_scaling"},
@@ -33,7 +33,7 @@ def norms(seed: int) -> np.ndarray:
 
 
 def published(values: np.ndarray, **settings) -> tuple[np.ndarray, np.ndarray, ZClip]:
-    """What the package does to a gradient of each norm: factors, means."""
+    """The package's factors and means on gradients of these norms."""
     rule = ZClip(alpha=0.97, warmup_steps=25, **settings)
     module = torch.nn.Linear(1, 1, bias=False)
     factors, means = [], []
@@ -67,7 +67,7 @@ def test_the_same_factors_and_statistics(target, max_norm):
 
 
 def test_the_tolerance_would_notice_another_threshold():
-    """z_threshold 2.45 for 2.5 is seen."""
+    """A z_threshold of 2.45 instead of 2.5 is detected."""
     values = norms(0)
     factors, _, _ = published(values, z_thresh=2.5, max_grad_norm=None, **MODES["reciprocal"])
     config = RULES["zclip"].ZClipConfig(z_threshold=2.45, max_norm=None)
@@ -78,11 +78,11 @@ def test_the_tolerance_would_notice_another_threshold():
     assert not np.allclose(got, factors, rtol=TOLERANCE)
 
 
-def test_where_the_package_goes_blind_or_locks_in():
-    """What healcore departs from is still published, and still departed from."""
-    calm = np.exp(0.1 * np.random.default_rng(0).normal(size=200)).astype(np.float32)
-    one_nan = np.concatenate([calm, [np.float32("nan")], calm, [np.float32(50)]])
-    shifted = np.concatenate([calm, 2 * np.tile(calm, 5)])
+def test_nan_blinds_the_package_and_a_shift_locks_it_in():
+    """The published behaviour that healcore departs from is still published."""
+    healthy = np.exp(0.1 * np.random.default_rng(0).normal(size=200)).astype(np.float32)
+    one_nan = np.concatenate([healthy, [np.float32("nan")], healthy, [np.float32(50)]])
+    shifted = np.concatenate([healthy, 2 * np.tile(healthy, 5)])
     settings = {"z_thresh": 2.5, "max_grad_norm": None, **MODES["reciprocal"]}
     config = EngineConfig(clip=("zclip", RULES["zclip"].ZClipConfig(max_norm=None)))
 

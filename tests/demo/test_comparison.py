@@ -73,7 +73,7 @@ class Demo(NamedTuple):
         return self.run(framework, arm).column("loss")
 
     def broken(self) -> list[str]:
-        """The claims that do not hold."""
+        """The claims that the results break."""
         return [claim.text for claim in self.result.claims if not claim.holds]
 
 
@@ -227,7 +227,7 @@ def test_a_rollback_is_printed_while_it_happens_and_in_the_table(gone_back, fram
     assert any(row[:2] == [framework, "healed"] and "48 → 20 0.5" in " ".join(row) for row in rows)
 
 
-def test_a_policy_that_stops_the_run_is_told(tmp_path):
+def test_a_policy_that_stops_the_run_is_reported(tmp_path):
     path = tmp_path / "stops.toml"
     path.write_text(GOES_BACK.replace('"rollback", "cut_lr"', '"stop"'))
     result = run_demo(

@@ -23,7 +23,7 @@ def test_a_batch_is_that_of_its_seed_and_step(text):
     assert not np.array_equal(Scenario(text, seed=4).training_batch(7).tokens, again.tokens)
 
 
-def test_the_faults_are_where_they_are_said_to_be(text):
+def test_the_faults_are_at_the_listed_places(text):
     scenario = Scenario(text)
     for step in range(scenario.steps):
         tokens, weights = scenario.training_batch(step)
@@ -49,7 +49,7 @@ def test_initial_weights_are_the_seeds(text):
     assert not np.array_equal(one.head, other.head)
 
 
-def test_sizes_that_do_not_fit_are_told(text):
+def test_sizes_that_do_not_fit_are_reported(text):
     with pytest.raises(ScenarioError, match="at least 30"):
         Scenario(text, steps=29)
     with pytest.raises(ScenarioError, match=r"multiple of twice the heads \(8\), got 60"):
@@ -83,7 +83,7 @@ def test_every_tenth_file_is_held_out(tmp_path):
     assert bytes(text.held_out) == b"x" * 2_000
 
 
-def test_a_python_without_sources_is_told(tmp_path):
+def test_a_python_without_sources_is_reported(tmp_path):
     (tmp_path / "one.py").write_text("pass")
     with pytest.raises(CorpusError, match=r"holds 1 of them with 4 bytes"):
         load_corpus(tmp_path)

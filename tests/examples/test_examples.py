@@ -1,4 +1,4 @@
-"""The examples run as they are, and the run survives what they do to it."""
+"""The examples run unchanged, and their runs survive the faults in them."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def test_example(tmp_path, capsys: pytest.CaptureFixture[str]):
 
 
 def test_the_same_loop_without_healcore(tmp_path, monkeypatch, capsys):
-    """`observe` decides the same and does nothing."""
+    """In `observe` mode the same is decided and nothing is carried out."""
     healer = torch_healer.healcore.Healer
     monkeypatch.setattr(
         torch_healer.healcore, "Healer", lambda _, **options: healer("observe", **options)

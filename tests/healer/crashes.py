@@ -1,4 +1,4 @@
-"""A process that is killed at a call, within one process: for tests."""
+"""Simulates, within one process, a process that is killed at a call."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 
 
 class Crash(BaseException):
-    """Nobody catches it, and nothing is tidied up behind it: see `crashing`."""
+    """Stands for the kill: not caught, and no cleanup runs after it; see `crashing`."""
 
 
-def quiet_end(run: Any, error: BaseException | None) -> None:
+def end_without_log(run: Any, error: BaseException | None) -> None:
     run.checkpoints.wait()
     run.termination.stop()
     run.driver.close()
@@ -44,6 +44,8 @@ def crash(
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, call)
-        patch.setattr("healcore.runtime.healer.close", lambda run, error: quiet_end(run, error))
+        patch.setattr(
+            "healcore.runtime.healer.close", lambda run, error: end_without_log(run, error)
+        )
         with pytest.raises(Crash):
             run()

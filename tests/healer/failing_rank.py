@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.healer.loops import loop_of, rules, train
+from tests.healer.training_loops import loop_of, rules, train
 
 
 class Loader:

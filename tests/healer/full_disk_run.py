@@ -11,7 +11,7 @@ from pathlib import Path
 
 from healcore.runtime.healer import Healer
 from healcore.runtime.store import Keep
-from tests.healer.loops import loop_of, rules
+from tests.healer.training_loops import loop_of, rules
 
 LEFT = 8192
 """Bytes that stay free: enough for the journal, too few for a checkpoint."""

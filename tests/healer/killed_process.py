@@ -1,4 +1,4 @@
-"""One process of a healed run that is going to be killed, and what it shows to its killer.
+"""One process of a healed run that will be killed, and its reports to the killing process.
 
 Imported by repeated_kills.py, which forks; nothing here runs before that.
 """
@@ -22,13 +22,13 @@ from healcore.runtime.loop import lifecycle
 from healcore.runtime.loop.action_executor import ActionExecutor
 from healcore.runtime.loop.setup import AlreadyCompleted
 from healcore.runtime.store import commit
-from tests.healer.loops import Faults, loop_of, rules, train
+from tests.healer.training_loops import Faults, loop_of, rules, train
 
 DATA = 45
 
 
 class Variant(NamedTuple):
-    """What kind of run it is."""
+    """The kind of run."""
 
     bad: tuple[int, ...]
     """Batches that are NaN each time."""
@@ -49,14 +49,14 @@ PHASES: tuple[str, ...] = (SAVE, WRITE, BACK)
 READY, USABLE, GOOD = b"r", b"u", b"g"
 BEGUN: dict[str, bytes] = {SAVE: b"S", WRITE: b"W", BACK: b"B"}
 CALLS = ("fsync", "rename", "replace", "write", "unlink", "mkdir", "rmdir")
-"""Of `os`: everything that changes the disk, except the framework's own writing of arrays."""
+"""Functions of `os` that change the disk; the framework's own writing of arrays is not in it."""
 
 
 class Aim(NamedTuple):
     """When this process is to be killed."""
 
     phase: str = ""
-    """In which phase; "" at any time."""
+    """The phase in which it is killed; "" for any time."""
     calls: bool = False
     """Before or after one of CALLS, by the process itself; else from outside, after some time."""
     part: float = 0.0
@@ -88,7 +88,7 @@ class Watched:
             self._count(name)
 
     def send(self, what: bytes) -> None:
-        """To the killer."""
+        """Sends a report to the killing process."""
         self._write(self._pipe, what)
 
     def _watch(self, owner: Any, name: str, phase: str) -> None:
@@ -178,7 +178,7 @@ def _run(
 
 
 def _there(framework: str, folder: Path) -> bytes:
-    """Whether there is a state to go on from, and a known-good one; all of them are intact."""
+    """Whether there are a state to resume from and a known-good one; checks that all are intact."""
     if framework == "torch":
         from healcore.torch.store import DCPStore as Store
     else:

@@ -26,7 +26,7 @@ def steps_of(root: Path) -> dict[tuple[int, int], list[Any]]:
 
 
 def rollbacks_of(root: Path) -> dict[int, tuple[Any, ...]]:
-    """Number -> what is logged of the rollback."""
+    """Number -> the logged rollback."""
     found: dict[int, tuple[Any, ...]] = {}
     for event in read(root / "store" / NAME).events:
         if event["kind"] == "rollback":
@@ -46,7 +46,7 @@ def rates_of(root: Path) -> set[tuple[Any, ...]]:
 
 
 def goes_on(root: Path, before: bytes) -> bytes:
-    """The events file now; what was in it before is there unchanged."""
+    """The events file now; checks that its earlier content is unchanged."""
     path = root / "store" / NAME
     now = path.read_bytes() if path.exists() else b""
     assert now.startswith(before), f"{root}: earlier events have changed"

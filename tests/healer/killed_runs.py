@@ -12,7 +12,7 @@ from typing import Any
 
 from healcore import policy as policies
 from healcore.runtime.store import tiered
-from tests.healer.loops import RULES, Faults, loop_of, rules, train
+from tests.healer.training_loops import RULES, Faults, loop_of, rules, train
 
 
 def killed(scenario: Callable[..., None], *arguments: object) -> None:
@@ -93,7 +93,7 @@ def never_known_good() -> Any:
 
 
 def poison(loop: Any) -> None:
-    """Makes the weights large, and finite: no loss shows it yet."""
+    """Makes the weights large but finite: no loss shows it yet."""
     if loop.framework == "torch":
         loop.model[0].bias.data += 1e8
     else:

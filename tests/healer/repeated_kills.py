@@ -54,7 +54,7 @@ PATIENCE = 60.0
 
 
 class Killed(NamedTuple):
-    """How a process has ended."""
+    """How a process ended."""
 
     sent: bytes
     during: tuple[str, ...]
@@ -63,7 +63,7 @@ class Killed(NamedTuple):
 
 
 class Kind:
-    """One kind of run, with what it does when nobody kills it."""
+    """One kind of run, with its result when it is not killed."""
 
     def __init__(self, framework: str, variant: Variant, root: Path) -> None:
         self.framework, self.variant, self.root = framework, variant, root

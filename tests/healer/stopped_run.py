@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.healer.loops import Faults, loop_of, rules, train
+from tests.healer.training_loops import Faults, loop_of, rules, train
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A Healer whose block is never left: what it held is free once nothing refers to it."""
+"""A Healer whose block is never left frees its resources once nothing refers to it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import pytest
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop.termination import AlreadyCompleted
 from healcore.runtime.store import StoreInUse
-from tests.healer.loops import loop_of, rules, train
 from tests.healer.run_directory import events
+from tests.healer.training_loops import loop_of, rules, train
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
 
 def enter(loop: Any, folder: Path) -> Healer:
-    """As a notebook does that enters by hand, and whose next cell fails."""
+    """As in a notebook that enters by hand and whose next cell fails."""
     healer = Healer(rules(), state=loop.state, store=folder, save_every=5)
     healer.__enter__()
     for number in healer.batches(range(12)):
@@ -49,7 +49,7 @@ def test_the_same_loop_goes_on_in_a_new_one(framework, tmp_path):
 
 
 @BOTH
-def test_one_that_somebody_has_is_in_the_way(framework, tmp_path):
+def test_a_healer_that_is_still_referenced_blocks_the_next(framework, tmp_path):
     healer = enter(loop_of(framework, policy=rules()), tmp_path)
     with pytest.raises(StoreInUse, match="this process: leave the `with` block"):
         train(loop_of(framework, policy=rules()), rules(), range(12), store=tmp_path)

@@ -12,8 +12,8 @@ from healcore.runtime.healer import Healer
 from healcore.runtime.loop.termination import (
     RunStopped,
 )
-from tests.healer.loops import SKIPS, Faults, loop_of, rules, same, train
 from tests.healer.run_directory import events
+from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, same, train
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 

@@ -17,10 +17,10 @@ from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.rollback.journal import Journal
 from healcore.runtime.rollback.manager import RollbackManager
 from healcore.runtime.store.tiered import TieredStore
-from tests.healer.crashes import Crash, quiet_end
+from tests.healer.crashes import Crash, end_without_log
 from tests.healer.killed_runs import at_step, killed
-from tests.healer.loops import Faults, loop_of, rules, same, train
 from tests.healer.run_directory import events, postmortems
+from tests.healer.training_loops import Faults, loop_of, rules, same, train
 
 POINTS = [
     (TieredStore, "mark"),
@@ -64,8 +64,10 @@ def crashing(monkeypatch: pytest.MonkeyPatch, at: int | None) -> Iterator[list[s
         patch.setattr(RollbackManager, "roll_back", watched)
         for kind, name in POINTS:
             patch.setattr(kind, name, counted(kind, name))
-        # A killed process says nothing at its end.
-        patch.setattr("healcore.runtime.healer.close", lambda run, error: quiet_end(run, error))
+        # A killed process logs nothing at its end.
+        patch.setattr(
+            "healcore.runtime.healer.close", lambda run, error: end_without_log(run, error)
+        )
         yield passed
 
 
@@ -90,7 +92,7 @@ def test_every_point_of_a_rollback(framework, tmp_path, monkeypatch):
         assert same(after.weights(), clean.weights()), passed[at]
 
 
-def test_what_a_rollback_has_cost_survives_a_crash_right_after_it(tmp_path):
+def test_the_budget_spent_by_a_rollback_survives_a_crash_right_after_it(tmp_path):
     def stumble(healer: Any, number: int) -> None:
         if healer.rollbacks == 1:
             raise RuntimeError("power")

@@ -12,14 +12,14 @@ import pytest
 from healcore.runtime.store import NoGoodCheckpoint
 from healcore.torch.store import DCPStore
 from tests.healer import killed_runs
-from tests.healer.loops import Faults, loop_of, rules, train
 from tests.healer.run_directory import events
-from tests.runtime.store.disks import flip
+from tests.healer.training_loops import Faults, loop_of, rules, train
+from tests.runtime.store.disk_faults import flip
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run leaves that was killed at step 22: checkpoints up to step 20."""
+    """The directory of a run that was killed at step 22, with checkpoints up to step 20."""
     folder = tmp_path_factory.mktemp("killed")
     killed_runs.killed(killed_runs.at_step, folder, 22)
     return folder
@@ -98,7 +98,7 @@ def test_damaged_checkpoints_are_named_and_the_newest_intact_one_is_used(
 
 
 def test_missing_checkpoints_are_reported(killed, tmp_path):
-    """The journal of a run that could say how it ended knows that it had saved."""
+    """The journal of a run that logged its end records that it had saved."""
     train(loop_of("torch"), rules(), range(12), store=tmp_path)
     for each in tmp_path.glob("step-*"):
         shutil.rmtree(each)
@@ -109,7 +109,7 @@ def test_missing_checkpoints_are_reported(killed, tmp_path):
 
 
 def test_a_rollback_names_what_it_passes_over(tmp_path):
-    """Damage that came while the run was under way: the listing alone would be silent about it."""
+    """Damage that came while the run was under way: the listing alone would not show it."""
 
     def damage(healer: Any, number: int) -> None:
         if number == 23:

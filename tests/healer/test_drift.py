@@ -10,8 +10,8 @@ from healcore import policy as policies
 from healcore.runtime.store import Keep
 from healcore.torch.store import DCPStore
 from tests.healer.killed_runs import is_poisoned, poison
-from tests.healer.loops import RULES, loop_of, train
 from tests.healer.run_directory import events
+from tests.healer.training_loops import RULES, loop_of, train
 
 BROKEN, SEEN = 70, 100
 

@@ -1,4 +1,4 @@
-"""Every way in which a run can end, and what is left of it."""
+"""Every way in which a run can end, and the files it leaves."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from healcore.runtime.loop.termination import (
     RunStopped,
     Terminated,
 )
-from tests.healer.loops import Faults, loop_of, rules, train
 from tests.healer.run_directory import events, postmortems
+from tests.healer.training_loops import Faults, loop_of, rules, train
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.healer.run_directory import postmortems
-from tests.runtime.store.disks import small_disk
+from tests.runtime.store.disk_faults import small_disk
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = "tests.healer.torchrun_worker"

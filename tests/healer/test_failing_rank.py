@@ -1,4 +1,4 @@
-"""A rank that fails alone ends: it does not wait for the others, which never come."""
+"""A rank that fails alone ends and does not wait for the others, which never arrive."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # flax and optax type every tree as the union of all trees.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
-"""Whole runs in JAX that are easily got wrong: accumulation, a state of one's own, BatchNorm."""
+"""Whole runs in JAX that are easy to get wrong: accumulation, a custom state, BatchNorm."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from flax import nnx
 from healcore.jax import HealStateError, protect
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop.termination import RunStopped
-from tests.healer.loops import rules
 from tests.healer.run_directory import events
-from tests.jax.driver.runs import batch, in_place, linen, mse, plain
+from tests.healer.training_loops import rules
+from tests.jax.driver.small_runs import batch, in_place, linen, mse, plain
 
 RULES = rules()
 EVERY = 4
@@ -56,7 +56,7 @@ def train_from(mine: Any, run: Any, numbers: Any, bad: int, **options: Any) -> N
 
 
 def loss_of(state: Any) -> float:
-    """In evaluation, by the running statistics."""
+    """Evaluates with the running statistics."""
     inputs = batch(1000)
     if isinstance(state, dict):
         model = nnx.clone(state["model"])
@@ -103,7 +103,7 @@ def test_a_gate_before_the_accumulator_saves_the_rollback(tmp_path):
     assert engine["state"]["step"] == 10
 
 
-def test_what_does_not_pass_spends_the_budget(tmp_path):
+def test_a_lasting_fault_spends_the_budget(tmp_path):
     run = plain(policy=RULES, wrap=accumulated)
     with pytest.raises(RunStopped, match="budget"):
         train(run, RULES, range(200), lambda number: number > 28, store=tmp_path, save_every=5)
@@ -130,7 +130,7 @@ def test_a_start_that_ignores_the_resumed_state_is_reported(tmp_path):
 
 @pytest.mark.parametrize("kind", [linen, in_place])
 def test_batch_statistics_of_a_skipped_batch_are_taken_back(kind, tmp_path):
-    """As docs/jax.md says: `HealTrainState`, or `update(..., before=snapshot(model))`."""
+    """As in docs/jax.md: `HealTrainState`, or `update(..., before=snapshot(model))`."""
     run = kind("default")
     losses = [loss_of(run.state)]
     healer = train(run, "default", range(120), lambda number: number == 60, store=tmp_path)

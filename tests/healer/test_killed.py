@@ -1,4 +1,4 @@
-"""SIGKILL at random moments of save and of rollback: the run comes out as if there were none."""
+"""SIGKILL at random moments of saves and rollbacks: the run ends as if never killed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    """In memory where that is: to a kill all file systems are the same, and syncing takes time."""
+    """In memory if possible: a kill has the same effect on all file systems, and syncs are slow."""
     memory = Path("/dev/shm")
     at = memory if os.access(memory, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="healcore-killed-", dir=at) as folder:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from healcore.runtime.healer import Healer
-from tests.healer.loops import SKIPS, Faults, loop_of, rules, train
 from tests.healer.run_directory import events
+from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, train
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])

@@ -11,9 +11,9 @@ import pytest
 
 from healcore.runtime.loop.termination import LastStateNotSaved
 from healcore.runtime.store.errors import StoreError
-from tests.healer.loops import Faults, loop_of, rules, same, train
 from tests.healer.run_directory import events_of
-from tests.runtime.store.disks import read_only, small_disk
+from tests.healer.training_loops import Faults, loop_of, rules, same, train
+from tests.runtime.store.disk_faults import read_only, small_disk
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 BAD = 23
@@ -65,7 +65,7 @@ def test_a_directory_that_was_deleted(framework, tmp_path, caplog):
 
 @BOTH
 def test_a_disk_that_comes_back_gets_the_quarantine(framework, tmp_path):
-    """Unmounted at the rollback. What lay on it is of a branch that the run has left."""
+    """Unmounted at the rollback. Its checkpoints are of a branch that the run has left."""
     folder, away = tmp_path / "disk", tmp_path / "away"
     seen: dict[str, Any] = {}
 
@@ -89,7 +89,7 @@ def test_a_disk_that_comes_back_gets_the_quarantine(framework, tmp_path):
     target = logged(found, "rollback")[0]["checkpoint"]
     assert target == 15
     assert seen["before"] == "gone"
-    assert seen["back"][20] == "candidate", "nobody could tell it"
+    assert seen["back"][20] == "candidate", "it could not be marked"
     quarantined = {each["checkpoint"] for each in logged(found, "quarantine")}
     assert 20 in quarantined
     assert logged(found, "end")[0]["last_good"] == 35

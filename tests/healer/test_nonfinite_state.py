@@ -1,4 +1,4 @@
-"""NaN in the state that no step has shown: a save finds it, and the policy decides."""
+"""NaN in the state that no step showed: a save finds it, and the policy decides."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from healcore.runtime.healer import Healer
 from healcore.runtime.loop.termination import (
     RunStopped,
 )
-from tests.healer.loops import RULES, Faults, loop_of, rules, train
 from tests.healer.run_directory import events, postmortems
+from tests.healer.training_loops import RULES, Faults, loop_of, rules, train
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
 
-def saying(what: str) -> Any:
+def policy_with(what: str) -> Any:
     text = RULES.format(cut="", skip_batches=0, recoveries=3)
     return policies.loads(text.replace("[rollback]", f'[rollback]\nnonfinite_state = "{what}"'))
 
@@ -75,15 +75,15 @@ def test_the_run_goes_back_by_default(framework, tmp_path):
 
 @BOTH
 def test_it_stops_if_the_policy_orders_it(framework, tmp_path):
-    it = Spoils(framework, saying("stop"), at=[22])
+    it = Spoils(framework, policy_with("stop"), at=[22])
     with pytest.raises(RunStopped, match="NaN or Inf in"):
-        train(it.loop, saying("stop"), range(60), store=tmp_path, before=it.before)
+        train(it.loop, policy_with("stop"), range(60), store=tmp_path, before=it.before)
 
 
 @BOTH
 def test_it_only_alerts_if_the_policy_orders_it(framework, tmp_path):
-    it = Spoils(framework, saying("alert"), at=[22])
-    facts = train(it.loop, saying("alert"), range(60), store=tmp_path, before=it.before)
+    it = Spoils(framework, policy_with("alert"), at=[22])
+    facts = train(it.loop, policy_with("alert"), range(60), store=tmp_path, before=it.before)
     assert (facts["rollbacks"], facts["step"]) == (0, 60)
     assert events(tmp_path, "order")[0]["action"] == ["ALERT"]
     assert "The run ends in that state" in postmortems(tmp_path)[0]["diagnosis"]

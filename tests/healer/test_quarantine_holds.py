@@ -1,4 +1,4 @@
-"""A quarantined checkpoint stays so, whatever becomes of its status file."""
+"""A checkpoint stays quarantined even if its status file is damaged or lost."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 from healcore.torch.store import DCPStore
 from tests.healer import killed_runs
-from tests.healer.loops import Faults, loop_of, rules, train
 from tests.healer.run_directory import events
-from tests.runtime.store.disks import flip
+from tests.healer.training_loops import Faults, loop_of, rules, train
+from tests.runtime.store.disk_faults import flip
 
 BAD = [23]
 
@@ -59,7 +59,7 @@ def test_a_damaged_status_does_not_take_a_quarantine_back(how, killed, tmp_path)
     assert 20 in [event["checkpoint"] for event in events(tmp_path, "quarantine")[1:]]
 
 
-def test_what_a_person_has_marked_counts(killed, tmp_path):
+def test_a_mark_set_by_a_person_counts(killed, tmp_path):
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
     DCPStore(tmp_path).mark(20, "good")
     assert go_on(tmp_path)["at"] == 20

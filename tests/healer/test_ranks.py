@@ -1,4 +1,4 @@
-"""Two ranks that see different things do the same, and neither waits for ever."""
+"""Two ranks that see different things do the same, and neither waits forever."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCENARIOS = [*ODD, *HOOKS]
 
 
 class Pair:
-    """What both ranks have said, scenario by scenario."""
+    """The results of both ranks, scenario by scenario."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -42,7 +42,7 @@ class Pair:
                 process.kill()
 
     def result(self, scenario: str) -> dict[str, Any]:
-        """The same on both."""
+        """The result, which must be the same on both ranks."""
         logged = []
         for out, errors in self._ends:
             lines = dict(zip(SCENARIOS, out.splitlines(), strict=False))

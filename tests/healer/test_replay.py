@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.healer.loops import Faults, loop_of, rules, same, train
 from tests.healer.run_directory import events
+from tests.healer.training_loops import Faults, loop_of, rules, same, train
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 

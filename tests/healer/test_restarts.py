@@ -1,4 +1,4 @@
-"""What a start after a crash must know, one thing at a time. All at once: test_killed.py."""
+"""What a start after a crash must know, one fact per test. All at once: test_killed.py."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from healcore.runtime.store import StateMismatch
 from healcore.runtime.store.directory import DirectoryStore
 from healcore.torch.store import DCPStore
 from tests.healer.crashes import crash
-from tests.healer.loops import Faults, loop_of, rules, same, train
 from tests.healer.run_directory import events, postmortems
+from tests.healer.training_loops import Faults, loop_of, rules, same, train
 
 BAD = [23, 24]
 
@@ -232,7 +232,7 @@ def test_a_start_does_not_log_an_earlier_cut_again(tmp_path):
 
 
 def test_no_end_is_logged_before_the_postmortem_is_written(tmp_path, monkeypatch):
-    """Killed between the two, the run would never have one."""
+    """If it were killed between the two, the run would never have one."""
     write, logged = postmortem.write, []
 
     def look(path: Any, found: Any) -> Any:

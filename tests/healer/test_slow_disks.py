@@ -1,4 +1,4 @@
-"""A disk decides neither where a run goes back to nor how fast it trains. Times are in steps."""
+"""A slow disk changes neither rollback targets nor training speed. Times are in steps."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import Keep
 from healcore.runtime.store.ranks import Alone
 from healcore.torch import store as torch_stores
-from tests.healer.loops import Faults, loop_of, rules, train
 from tests.healer.run_directory import events, events_of
+from tests.healer.training_loops import Faults, loop_of, rules, train
 from tests.runtime.rollback.simulated_run import EventList, Listed
 
 EVERY = 5
@@ -96,7 +96,7 @@ class Gates:
             self._changed.notify_all()
 
     def open(self, free: bool) -> None:
-        """Whether nothing is held up."""
+        """Whether no disk operation is held up."""
         with self._changed:
             self._free = free
             self._changed.notify_all()
@@ -122,7 +122,7 @@ DISKS = {
 
 
 def outcome_of(kind: str, folder: Path, monkeypatch: Any, disk: Any) -> dict[str, Any]:
-    """What a run does whose disk takes its time."""
+    """The outcome of a run on a slow disk."""
     framework, make = STORES[kind]
     loop = loop_of(framework, Faults(always=BAD), rules())
     with monkeypatch.context() as patch:
@@ -141,21 +141,21 @@ def outcome_of(kind: str, folder: Path, monkeypatch: Any, disk: Any) -> dict[str
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_where_it_goes_back_to_follows_from_the_steps(kind, tmp_path, monkeypatch):
-    stories = {
+def test_the_rollback_target_depends_only_on_the_steps(kind, tmp_path, monkeypatch):
+    outcomes = {
         name: outcome_of(kind, tmp_path / name, monkeypatch, disk) for name, disk in DISKS.items()
     }
-    fast = stories["a fast disk"]
+    fast = outcomes["a fast disk"]
     assert [onset for onset, _ in fast["back"]] == [43, 45]
     assert fast["good"][:8] == [0, 5, 10, 15, 20, 25, 30, 35]
     assert fast["failed"] == []
-    for name, other in stories.items():
+    for name, other in outcomes.items():
         assert other == fast, name
 
 
 @pytest.mark.parametrize("kind", ["torch tiers", "jax tiers"])
 def test_a_disk_that_stands_still_leaves_the_rollback_where_it_was(kind, tmp_path, monkeypatch):
-    """Not one write ends before the rollback: memory has what is needed, and nobody has waited."""
+    """No write ends before the rollback: memory has the checkpoint, and nothing waited."""
     framework, _ = STORES[kind]
     logged = {}
     for name, steps in (("fast", 0), ("still", 10_000)):
@@ -197,7 +197,7 @@ def test_a_save_that_would_wait_is_left_out_where_there_is_no_memory(kind, tmp_p
 
 @pytest.mark.parametrize("kind", STORES)
 def test_the_thread_that_trains_waits_for_no_disk(kind, tmp_path, monkeypatch):
-    """Marking, deleting and writing all wait for the disk at the end: somewhere else."""
+    """Marking, deleting and writing wait for the disk in another thread."""
     framework, make = STORES[kind]
     waited: list[int] = []
     fsync, at = os.fsync, {"step": -1}

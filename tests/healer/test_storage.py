@@ -1,4 +1,4 @@
-"""What disks do to a run, and what a run may find on them."""
+"""Disk faults during a run, and unexpected files in its directory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from healcore.runtime.loop.termination import (
     LastStateNotSaved,
 )
 from healcore.runtime.store import SaveFailed, StateMismatch
-from tests.healer.loops import Faults, loop_of, rules, same, train
 from tests.healer.run_directory import events, flip_a_bit, postmortems
+from tests.healer.training_loops import Faults, loop_of, rules, same, train
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
@@ -93,7 +93,7 @@ def test_an_edited_policy_does_not_make_checkpoints_useless(tmp_path):
     assert any("warm-up again" in event["problem"] for event in events(tmp_path, "problem"))
 
 
-def test_what_resume_allows(tmp_path):
+def test_the_values_of_resume(tmp_path):
     train(loop_of("torch"), rules(), range(12), store=tmp_path)
     with pytest.raises(AlreadyCompleted, match="completed at step 12; resume=True"):
         train(loop_of("torch"), rules(), range(12), store=tmp_path)
@@ -118,7 +118,7 @@ def test_another_model_is_refused_before_anything_is_touched(tmp_path):
     with pytest.raises(StateMismatch), Healer(rules(), state=state, store=tmp_path) as healer:
         del healer
     assert torch.equal(model.weight, before)
-    assert not optimizer._optimizer_step_pre_hooks, "nothing of healcore is left on it"
+    assert not optimizer._optimizer_step_pre_hooks, "no hook of healcore is left on it"
 
 
 def test_an_unsavable_state_is_an_error_at_the_start():
@@ -151,20 +151,20 @@ def test_read_only_directory(tmp_path):
 
 
 def test_a_state_that_becomes_unsavable_costs_checkpoints_and_not_the_run(tmp_path):
-    loop, beside = loop_of("torch"), []
+    loop, extra = loop_of("torch"), []
 
-    class Beside:
+    class Extra:
         def state_dict(self):
-            return {"beside": list(beside)}
+            return {"extra": list(extra)}
 
         def load_state_dict(self, state):
-            beside[:] = state["beside"]
+            extra[:] = state["extra"]
 
     def spoil(healer, number):
         if number == 12:
-            beside.append(lambda: None)
+            extra.append(lambda: None)
 
-    loop.state = {**loop.state, "beside": Beside()}
+    loop.state = {**loop.state, "extra": Extra()}
     with pytest.raises(LastStateNotSaved, match=r"at step 30.*checkpoint of step 10"):
         train(loop, rules(), range(30), store=tmp_path, before=spoil)
     assert "no plain form" in events(tmp_path, "save_failed")[0]["problem"]

@@ -1,4 +1,4 @@
-"""What torchrun does around a worker: `python -m tests.healer.torchrun_worker MODULE ARGUMENT`."""
+"""Acts as torchrun around a worker: `python -m tests.healer.torchrun_worker MODULE ARGUMENT`."""
 
 from __future__ import annotations
 

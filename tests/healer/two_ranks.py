@@ -1,6 +1,6 @@
 """One of two ranks that train together: python -m tests.healer.two_ranks RANK ROOT SCENARIO...
 
-Prints a JSON line for each scenario: what this rank did. What is odd is odd on rank 1 only.
+Prints a JSON line for each scenario: what this rank did. The faults are on rank 1 only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from healcore.runtime.store import Keep
 from healcore.runtime.store.memory import SnapshotStore
 from healcore.runtime.store.tiered import TieredStore
 from healcore.torch.store import MemoryStore as TorchMemoryStore
-from tests.healer.loops import Faults, rules
+from tests.healer.training_loops import Faults, rules
 
 BAD = 23
 SECONDS = 600

@@ -34,7 +34,7 @@ def test_nothing_in_nothing_out():
     cut=st.integers(1, 9_000),
     places=st.lists(st.tuples(st.integers(0, 39_999), st.sampled_from("^v?!")), max_size=3),
 )
-def test_what_stands_out_is_kept(length, limit, cut, places):
+def test_outliers_are_kept(length, limit, cut, places):
     generator = np.random.default_rng(length)
     loss = generator.normal(size=length).astype(np.float32)
     norm = np.abs(generator.normal(size=length)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""A run is what its events say: incidents, attempts, counts, and how it ended."""
+"""A run is read from its events: incidents, attempts, counts, and how it ended."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_trial_is_no_rollback_and_its_verdict_is_known():
     assert unknown.rerun is None
 
 
-def test_what_an_observing_policy_would_have_done():
+def test_the_actions_that_an_observing_policy_would_have_taken():
     order = {"incident": 1, "observed": True, "cause": ["NONFINITE_LOSS"]}
     back, stop = {**order, "action": ["ROLLBACK"]}, {**order, "action": ["STOP"]}
     run = run_of(BEGIN, ("order", 6, back), ("order", 8, back), ("order", 9, stop))
@@ -91,7 +91,7 @@ def test_a_hook_that_overrides_an_order():
     ],
 )
 def test_which_processes_are_one_run(first, together):
-    """Also one that was killed before it could write that it has resumed."""
+    """Also a process that was killed before it could log that it resumed."""
     two = {"a": events(START, ("save", 3, {})), "b": events(first, ("save", 4, {}), run="b")}
     runs = runs_of(two)
     assert len(runs) == (1 if together else 2)
@@ -131,7 +131,7 @@ def test_fields_that_are_not_in_their_shape_are_left_out_and_named():
 
 
 def test_the_history_has_no_sentences():
-    """Words for people are made by the tools; a reader's own errors are the exception."""
+    """The tools make the text for people; a reader's own errors are the exception."""
     folder = Path(healcore.history.__file__).parent
     for path in folder.glob("*.py"):
         tree = ast.parse(path.read_text())

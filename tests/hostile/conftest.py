@@ -1,15 +1,15 @@
-"""One process to read in for the whole session."""
+"""One reader process for the whole session."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.hostile.reading import Reader
+from tests.hostile.reader_process import Reader
 
 
 @pytest.fixture(scope="session")
 def reader():
-    """Commands and functions in processes of their own, held to seconds and MiB."""
+    """Runs commands and functions in child processes, within seconds and MiB."""
     reader = Reader()
     yield reader
     reader.close()

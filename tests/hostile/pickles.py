@@ -14,9 +14,9 @@ import torch
 BEGIN, END = b"\x80\x02", b"."
 
 
-def text(words: str) -> bytes:
+def text(value: str) -> bytes:
     """A text."""
-    data = words.encode()
+    data = value.encode()
     return b"X" + struct.pack("<I", len(data)) + data
 
 
@@ -27,7 +27,7 @@ def named(path: str) -> bytes:
 
 
 def called(path: str, *args: bytes) -> bytes:
-    """A call of it."""
+    """A call of a class or function."""
     return named(path) + b"(" + b"".join(args) + b"tR"
 
 
@@ -38,7 +38,7 @@ def number(value: int) -> bytes:
 
 
 def doubled(times: int) -> bytes:
-    """A list of 2**times leaves, in a few bytes for each doubling."""
+    """A list of 2**times leaves that takes a few bytes per doubling."""
     data = b"]q\x00K\x01a"
     for at in range(1, times):
         data += b"]q" + bytes([at]) + b"(h" + bytes([at - 1]) * 1 + b"h" + bytes([at - 1]) + b"e"
@@ -96,7 +96,7 @@ def changed_index(folder: Path, change: Any) -> Path:
 
 
 def packed(state: Any) -> bytes:
-    """What torch.save writes of it."""
+    """The bytes that torch.save writes for a value."""
     file = io.BytesIO()
     torch.save(state, file)
     return file.getvalue()

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from healcore.runtime.store import checksummed_json, files, inspection, manifest
-from tests.healer.loops import loop_of, rules, train
+from tests.healer.training_loops import loop_of, rules, train
 
 STEPS = 12
 
 
 class Stopped(Exception):
-    """The process ends here; the next one goes on."""
+    """Stands for the end of a process; the next one resumes."""
 
 
 class Code:

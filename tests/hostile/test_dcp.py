@@ -30,8 +30,8 @@ def test_a_file_that_changes_the_classes_of_the_index(reader, tmp_path):
     for at, name in enumerate(("Metadata", "TensorStorageMetadata", "TensorProperties")):
         attributes = b"N}" + text("__setstate__") + named("collections.OrderedDict") + b"s\x86b"
         evil = dcp(tmp_path / str(at), BEGIN + named(f"{_CLASSES}.{name}") + attributes + END)
-        told = reader.probe("checkpoint", evil, good, bad)
-        assert told.verdicts() == ["ERROR", "PASS", "FAIL"]
+        outcome = reader.probe("checkpoint", evil, good, bad)
+        assert outcome.verdicts() == ["ERROR", "PASS", "FAIL"]
 
 
 BOMBS = {
@@ -49,9 +49,9 @@ BOMBS = {
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_an_index_that_is_none(reader, tmp_path, name):
-    told = reader.probe("checkpoint", dcp(tmp_path / "c", BOMBS[name]))
-    assert told.status == 3
-    assert "damaged" in told.messages()
+    outcome = reader.probe("checkpoint", dcp(tmp_path / "c", BOMBS[name]))
+    assert outcome.status == 3
+    assert "damaged" in outcome.messages()
 
 
 def test_nested_planner_data(reader, tmp_path):
@@ -81,7 +81,7 @@ def replaced(what, **changes):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "expected"),
     [
         ({"relative_path": "../secret"}, "outside"),
         ({"relative_path": "/etc/passwd"}, "outside"),
@@ -92,14 +92,14 @@ def replaced(what, **changes):
         ({"relative_path": "."}, "cannot be read"),
     ],
 )  # fmt: skip
-def test_a_place_that_is_none(reader, tmp_path, changes, told):
+def test_a_place_that_is_none(reader, tmp_path, changes, expected):
     def move(metadata):
         for index, place in metadata.storage_data.items():
             metadata.storage_data[index] = replaced(place, **changes)
 
     result = reader.probe("checkpoint", changed_index(dcp(tmp_path / "c"), move))
     assert result.status == 3
-    assert told in result.messages()
+    assert expected in result.messages()
 
 
 def test_a_shape_of_large_numbers(reader, tmp_path):
@@ -119,9 +119,9 @@ def test_a_thousand_names_for_one_part(reader, tmp_path):
             metadata.storage_data[replaced(index, fqn=name)] = place
 
     folder = dcp(tmp_path / "c", w=torch.ones(1000))
-    told = reader.probe("checkpoint", changed_index(folder, repeat))
-    assert told.status == 3
-    assert "overlap" in told.messages()
+    outcome = reader.probe("checkpoint", changed_index(folder, repeat))
+    assert outcome.status == 3
+    assert "overlap" in outcome.messages()
 
 
 def test_a_pipe_in_the_place_of_a_part(reader, tmp_path):
@@ -145,7 +145,7 @@ def test_a_value_that_doubles(reader, tmp_path):
                 changes = {"relative_path": part.name, "offset": 0, "length": length}
                 metadata.storage_data[index] = replaced(place, **changes)
 
-    told = reader.probe("checkpoint", changed_index(folder, move))
-    (result,) = json.loads(told.answer["out"])["results"]
-    assert told.status == 0
+    outcome = reader.probe("checkpoint", changed_index(folder, move))
+    (result,) = json.loads(outcome.answer["out"])["results"]
+    assert outcome.status == 0
     assert "no end" in " ".join(result["notes"])

@@ -22,18 +22,18 @@ def filled(path, size):
 @pytest.mark.parametrize("function", ["read", "last"])
 def test_a_line_of_two_gigabytes(reader, tmp_path, function):
     path = filled(tmp_path / "run.events.jsonl", 2 << 30)
-    told = reader.call(f"{READING}:{function}", path)
-    assert told.answer["returned"] == ("History" if function == "read" else "dict")
+    outcome = reader.call(f"{READING}:{function}", path)
+    assert outcome.answer["returned"] == ("History" if function == "read" else "dict")
 
 
 def test_the_events_before_and_behind_a_long_line_are_read(reader, tmp_path):
     path = filled(tmp_path / "run.events.jsonl", 20 << 20)
     with path.open("ab") as file:
         file.write(EVENT.replace(b'"seq": 0', b'"seq": 1'))
-    told = reader.run("events", "show", path)
-    assert told.status == 1
-    assert told.text.count("start") == 2
-    assert "longer than" in told.text
+    outcome = reader.run("events", "show", path)
+    assert outcome.status == 1
+    assert outcome.text.count("start") == 2
+    assert "longer than" in outcome.text
 
 
 def test_a_long_line_of_metrics(reader, tmp_path):
@@ -48,8 +48,8 @@ def test_a_kind_that_is_the_name_of_a_method(reader, tmp_path, kind):
     path = tmp_path / "run.events.jsonl"
     event = {"schema": 1, "seq": 1, "run": "r", "kind": kind, "step": 3}
     path.write_bytes(EVENT + json.dumps(event).encode() + b"\n")
-    told = reader.run("report", path, "--out", tmp_path / "out.html")
-    assert told.status == 0
+    outcome = reader.run("report", path, "--out", tmp_path / "out.html")
+    assert outcome.status == 0
 
 
 LINES = {
@@ -80,7 +80,7 @@ POLICIES = {
     "a long key": "k" * 900_000 + " = 1\n",
     "digits": "schema = " + "9" * 900_000 + "\n",
     "quotes": '"' * 900_000,
-    "words": "a " * 450_000,
+    "tokens": "a " * 450_000,
     "dots": "." * 900_000,
 }
 
@@ -89,5 +89,5 @@ POLICIES = {
 def test_a_policy_that_is_none(reader, tmp_path, name):
     path = tmp_path / "p.toml"
     path.write_text(POLICIES[name])
-    told = reader.call("healcore.policy:load", path)
-    assert told.answer["raised"] == "PolicyError"
+    outcome = reader.call("healcore.policy:load", path)
+    assert outcome.answer["raised"] == "PolicyError"

@@ -161,7 +161,7 @@ READERS: dict[str, tuple[bytes, Callable[[bytes], object], tuple[type[Exception]
 
 @st.composite
 def changes(draw: st.DrawFn) -> list[tuple[float, str, bytes]]:
-    """Where to change a file (as a part of it), how, and to what."""
+    """Changes to a file: place (as a fraction of it), kind, and new value."""
     place = st.floats(0, 1, exclude_max=True)
     how = st.sampled_from(("set", "insert", "cut", "repeat"))
     tokens = st.sampled_from(

@@ -16,7 +16,7 @@ from healcore.runtime.store import NotThere, StoreError, files
 from healcore.runtime.store.claim import LOCK
 from healcore.tools.output_files import replacing
 from healcore.torch.store import DCPStore
-from tests.healer.loops import loop_of, rules, train
+from tests.healer.training_loops import loop_of, rules, train
 from tests.hostile.run_directories import cut_short
 
 needs_pipes = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
@@ -101,7 +101,7 @@ def test_the_draft_of_an_output_cannot_be_foreseen(tmp_path, precious):
     assert precious.read_text() == "precious\n"
 
 
-def test_the_place_of_a_draft_is_nobody_elses(tmp_path):
+def test_a_temporary_file_is_in_a_private_folder(tmp_path):
     folder = tmp_path / "shared"
     folder.mkdir()
     folder.chmod(0o777)
@@ -119,7 +119,7 @@ def _umask() -> int:
 
 
 def in_time(code: str, *arguments: str, seconds: int = 120) -> str:
-    """What a child prints; far more time than it needs, and it must not wait for a pipe."""
+    """The output of a child within a generous time limit: it must not wait for a pipe."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *arguments],
         capture_output=True, text=True, timeout=seconds, check=False,
@@ -203,8 +203,8 @@ def test_the_lock_is_held_as_long_as_the_run_lasts(root):
     assert not (root / LOCK).exists()
 
 
-def test_a_lock_that_somebody_holds_is_not_waited_for_without_end(root):
-    """Held by a process that has not written its name, and never will."""
+def test_a_held_lock_is_not_waited_for_without_end(root):
+    """The lock of a process that never writes its name."""
     pytest.importorskip("fcntl")
     out = in_time(
         """

@@ -9,13 +9,13 @@ import struct
 
 import pytest
 
-from tests.hostile.reading import Reader
+from tests.hostile.reader_process import Reader
 
 ROWS = "step,loss\n" + "".join(f"{step},{1 / (step + 1)}\n" for step in range(50))
 
 
 def refused(reader: Reader, *args: object, **bounds: float) -> str:
-    """Exit status 3, and the messages."""
+    """Checks for exit status 3; returns the messages."""
     result = reader.probe("loss", *args, **bounds)
     assert result.status == 3, result
     return result.messages()

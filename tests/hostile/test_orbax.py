@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 MEMORY_MIB = 1 << 20
-"""Of the process that TensorStore runs in: half of the machine's memory is its own bound."""
+"""A memory limit for the process of TensorStore, whose own limit is half of the machine's."""
 
 
 def item(folder, content=b"", compressor=None, name="w", **zarray):
@@ -64,16 +64,16 @@ def test_an_array_costs_no_other_path_its_verdict(reader, tmp_path, name):
     bad = item(tmp_path / "bad", **CRAFTED[name])
     good = item(tmp_path / "good", GOOD)
     nan = item(tmp_path / "nan", np.full(4, np.nan, np.float32).tobytes())
-    told = reader.probe("checkpoint", bad, good, nan, seconds=60)
-    assert told.verdicts() == ["ERROR", "PASS", "FAIL"]
+    outcome = reader.probe("checkpoint", bad, good, nan, seconds=60)
+    assert outcome.verdicts() == ["ERROR", "PASS", "FAIL"]
 
 
 def test_nor_another_array_of_its_own(reader, tmp_path):
     folder = item(tmp_path / "c", **CRAFTED["a chunk of more than any memory"])
     item(folder, np.full(4, np.nan, np.float32).tobytes(), name="nan")
-    told = reader.probe("checkpoint", folder, seconds=60)
-    assert told.verdicts() == ["FAIL"]
-    assert "nan" in told.messages()
+    outcome = reader.probe("checkpoint", folder, seconds=60)
+    assert outcome.verdicts() == ["FAIL"]
+    assert "nan" in outcome.messages()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""States of loaders and generators as text: all of it comes back, and nothing in it is called."""
+"""States of loaders and generators as text: they round-trip, and nothing in them is called."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_generators_of_python_and_numpy():
     assert (drawn.random(9) == new.random(9)).all()
 
 
-def test_what_torch_has():
+def test_values_of_torch():
     generator = torch.Generator().manual_seed(3)
     value = {
         "state": generator.get_state(),
@@ -90,7 +90,7 @@ def test_what_torch_has():
             assert type(found[name]) is type(each)
 
 
-def test_what_jax_has():
+def test_values_of_jax():
     key = jax.random.key(7)
     found = back({"key": key, "array": jax.numpy.arange(3, dtype="bfloat16")})
     assert (jax.random.key_data(found["key"]) == jax.random.key_data(key)).all()
@@ -112,7 +112,7 @@ def test_without_a_plain_form(value):
     assert type(plain.loads(text, ("x",), trust=True)["at"][1]) is type(value)
 
 
-def test_what_cannot_be_pickled_either():
+def test_a_value_that_cannot_be_pickled_either():
     with pytest.raises(UnsavableState, match="cannot be pickled"):
         plain.dumps(lambda: None, ("x",), trust=True)
 

@@ -1,4 +1,4 @@
-"""`healcore probe checkpoint` says which parts of a store are pickled."""
+"""`healcore probe checkpoint` reports which parts of a store are pickled."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_pickled_object_is_listed(tmp_path):
     assert result.verdict.value == "WARN"
 
 
-def test_what_has_a_plain_form_of_its_own_is_looked_at(tmp_path):
+def test_values_with_a_plain_form_of_their_own_are_checked(tmp_path):
     """A deque, a set, a dtype, a tensor made of others: no damage, and the arrays are found."""
     from collections import deque
 

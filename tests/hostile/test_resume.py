@@ -1,4 +1,4 @@
-"""Nothing that lies in a run directory runs code when a run goes on from it."""
+"""No file in a run directory runs code when a run resumes from it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_random_states_and_positions_of_a_checkpoint_run_no_code(framework, part
 
 @BOTH
 def test_the_state_of_a_loader_runs_no_code(framework, root, ran):
-    """A position of before, whose state is a pickle, inside of values that are plain."""
+    """A position of the old format, whose state is a pickle, within plain values."""
     cut_short(framework, root)
 
     def change(entries):
@@ -102,7 +102,7 @@ def test_a_cursor_takes_no_pickled_position(ran):
 
 @BOTH
 def test_a_checkpoint_holds_no_pickle(framework, root):
-    """Of all that an ordinary run writes: no byte of it is a pickle but DCP's own index."""
+    """An ordinary run writes no pickle except DCP's own index."""
     cut_short(framework, root)
     for folder in checkpoints(root):
         for file in sorted(folder.glob("state*.json")):
@@ -182,7 +182,7 @@ def stored(tmp_path: Path) -> tuple[DCPStore, Path]:
 
 
 def refused(store: DCPStore, index: Path, match: str) -> None:
-    """It is not restored, and the tensor is what it was."""
+    """Restoring fails, and the tensor is unchanged."""
     sealed_again(index.parent.parent)
     live = torch.zeros(4)
     with pytest.raises(StoreError, match=match):
@@ -198,7 +198,7 @@ def test_the_index_of_dcp_runs_no_code(tmp_path, ran):
 
 
 @pytest.mark.parametrize("where", ["planner_data", "storage_meta", "version"])
-def test_nor_where_nobody_looks(where, tmp_path, ran):
+def test_unused_parts_of_the_index_run_no_code(where, tmp_path, ran):
     store, index = stored(tmp_path)
     metadata = pickle.loads(index.read_bytes())
     setattr(metadata, where, Code(ran))
@@ -279,7 +279,7 @@ def test_an_index_that_is_damaged_in_a_clever_way(data, tmp_path):
 
 
 def test_shapes_that_nothing_lies_behind_take_no_memory(tmp_path):
-    """The state of an object is read as its structure says, and that lies in the directory."""
+    """The state of an object is read by its structure, which lies in the directory."""
 
     class Holder:
         def state_dict(self) -> dict[str, Any]:
@@ -312,7 +312,7 @@ def test_an_old_run_is_converted_by_trusting_it_once(framework, root):
 
 
 def cut_again(framework: str, root: Path) -> None:
-    from tests.healer.loops import loop_of, rules, train
+    from tests.healer.training_loops import loop_of, rules, train
     from tests.hostile.run_directories import Stopped
 
     def stop(healer, number):

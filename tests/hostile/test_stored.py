@@ -34,7 +34,7 @@ def changed(folder, **changes):
     )
 
 
-def test_the_checkpoint_is_sound(reader, folder):
+def test_the_checkpoint_is_valid(reader, folder):
     assert reader.probe("checkpoint", folder).status in (0, 1)
 
 
@@ -42,16 +42,16 @@ def test_the_checkpoint_is_sound(reader, folder):
 def test_a_manifest_that_lists_files_outside(reader, folder, name):
     digest = {"bytes": 1, "xxh3_128": "0" * 32}
     changed(folder, files={name: digest})
-    told = reader.probe("checkpoint", folder)
-    assert told.status == 2
-    assert "outside" in told.messages()
+    outcome = reader.probe("checkpoint", folder)
+    assert outcome.status == 2
+    assert "outside" in outcome.messages()
 
 
 def test_a_manifest_that_lists_nothing(reader, folder):
     changed(folder, files={})
-    told = reader.probe("checkpoint", folder)
-    assert told.status == 2
-    assert "no file" in told.messages()
+    outcome = reader.probe("checkpoint", folder)
+    assert outcome.status == 2
+    assert "no file" in outcome.messages()
 
 
 ARRAY = {"name": "model.w", "dtype": "float32", "shape": [8], "kind": "torch"}
@@ -86,7 +86,7 @@ def test_a_pipe_in_the_place_of_the_state(reader, folder):
     assert reader.probe("optimizer", folder).status == 3
 
 
-def test_a_pipe_beside_the_state(reader, folder):
+def test_a_pipe_next_to_the_state(reader, folder):
     """Named like the state of another rank, and in no manifest."""
     os.mkfifo(folder / "state-rank1.json")
     assert reader.probe("checkpoint", folder.parent).status == 3

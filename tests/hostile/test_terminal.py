@@ -1,4 +1,4 @@
-"""What a terminal would execute never leaves a command."""
+"""No command prints text that a terminal would execute."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_no_command_prints_what_a_terminal_executes(reader, tmp_path, number):
 
 
 def test_nothing_else_prints():
-    """One way out: `healcore.tools.terminal`."""
+    """All output goes through `healcore.tools.terminal`."""
     found = []
     for path in TOOLS.rglob("*.py"):
         if path.name == "terminal.py":

@@ -82,9 +82,9 @@ def test_storage_of_old_torch_that_is_not_there(reader, tmp_path):
     path = tmp_path / "old.pt"
     state = state_of(tensor((HUGE,), (1,), HUGE))
     path.write_bytes(begin + BEGIN + b"}" + END + state + BEGIN + b"](" + text("0") + b"e" + END)
-    told = reader.probe("checkpoint", path)
-    assert told.status == 3
-    assert "cut short" in told.messages()
+    outcome = reader.probe("checkpoint", path)
+    assert outcome.status == 3
+    assert "cut short" in outcome.messages()
 
 
 def test_old_files_of_torch_are_read(reader, tmp_path):
@@ -100,9 +100,9 @@ def test_records_that_unpack_to_gigabytes(reader, tmp_path):
         with archive.open("archive/data/0", "w", force_zip64=True) as file:
             for _ in range(2000):
                 file.write(bytes(1 << 20))
-    told = reader.probe("checkpoint", path, seconds=5)
-    assert told.status == 3
-    assert "compressed" in told.messages()
+    outcome = reader.probe("checkpoint", path, seconds=5)
+    assert outcome.status == 3
+    assert "compressed" in outcome.messages()
 
 
 def test_two_records_of_one_name(reader, tmp_path):
@@ -121,7 +121,7 @@ def test_nothing_runs(reader, tmp_path):
         called("builtins.getattr", named("os.path"), text("os")),
     ):
         path = torch_file(tmp_path / "evil.pt", BEGIN + code + END)
-        told = reader.probe("checkpoint", path)
-        assert told.status == 3
-        assert "could execute" in told.messages()
+        outcome = reader.probe("checkpoint", path)
+        assert outcome.status == 3
+        assert "could execute" in outcome.messages()
     assert not ran.exists()

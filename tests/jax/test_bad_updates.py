@@ -16,7 +16,7 @@ from healcore.core.verdict import Cause
 from healcore.jax import last_decision, metrics, protect
 from healcore.jax.gradients import SMALL
 from tests.jax import policies
-from tests.jax.bits import assert_same_bits
+from tests.jax.bit_comparison import assert_same_bits
 
 PARAMS = {"dead": jnp.asarray([0.5, -0.0]), "live": jnp.ones(3)}
 DEAD = {"dead": jnp.zeros(2), "live": jnp.ones(3)}

@@ -1,4 +1,4 @@
-"""What optax asks of its own contributed transformations (contrib/_common_test.py), of ours."""
+"""Optax's tests of contributed transformations (contrib/_common_test.py), on healcore's."""
 
 # optax types every tree as the union of all trees, so that no leaf has an attribute.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
@@ -15,7 +15,7 @@ import pytest
 from healcore.core.clipping.zclip import ZClipConfig
 from healcore.jax import HealState, heal, heal_zclip, last_decision, metrics, protect
 from tests.jax import policies
-from tests.jax.bits import assert_same_bits, differs
+from tests.jax.bit_comparison import assert_same_bits, differs
 
 # Small policies mostly: XLA takes two seconds for one with every detector.
 OPTIMIZERS = {
@@ -189,12 +189,12 @@ def test_multisteps_nested_in_a_chain_drops_the_loss_unless_wrapped():
     inner = optax.MultiSteps(optax.chain(heal_zclip(), optax.sgd(1.0)), every_k_schedule=1)
     wrapped = optax.GradientTransformationExtraArgs(inner.init, inner.update)
     params, grads = jnp.ones(2), jnp.asarray([0.1, 0.1])
-    for tx, heard in ((inner, False), (wrapped, True)):
+    for tx, skips in ((inner, False), (wrapped, True)):
         chain = optax.chain(optax.identity(), tx)
         state = chain.init(params)
         update = jax.jit(chain.update)
         _, state = update(grads, state, params, value=jnp.float32(jnp.nan))
-        assert bool(last_decision(state).skip) is heard
+        assert bool(last_decision(state).skip) is skips
 
 
 def test_a_bad_micro_batch_does_not_enter_the_accumulator_of_a_protected_multisteps():

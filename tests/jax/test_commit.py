@@ -13,7 +13,7 @@ import pytest
 from healcore.jax import CommitError, commit, heal_zclip, protect
 from healcore.jax.commit import step_or_keep
 from tests.jax import policies
-from tests.jax.bits import assert_same_bits
+from tests.jax.bit_comparison import assert_same_bits
 
 STATE = {
     "mean": jnp.asarray([-0.0, 1e-40, jnp.nan]),

@@ -1,4 +1,4 @@
-"""What a step costs besides its arithmetic: arrays in the state, and what XLA makes of the engine.
+"""The fixed cost of a step: arrays in the state, and operations that XLA makes of the engine.
 
 Counted, not timed. A state of 108 scalars made a tiny step four times as slow, and an engine whose
 scalars XLA copied into everything that depends on them took seconds to compile.
@@ -39,7 +39,7 @@ def test_xla_does_not_copy_the_engine_into_each_of_its_results():
 
 
 @pytest.mark.parametrize("value", [np.bool_(False), np.bool_(True), 0, 1, 1023, 999_999])
-def test_what_is_shared_is_the_value_itself(value):
+def test_shared_constants_are_the_value_itself(value):
     array = jnp.asarray(value, jnp.bool_ if isinstance(value, np.bool_) else jnp.int32)
     found = jax.jit(namespace.shared)(array)
     assert found.dtype == array.dtype

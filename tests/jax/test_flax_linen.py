@@ -12,7 +12,7 @@ import pytest
 from healcore.jax import HealStateError, protect
 from healcore.jax.flax_linen import HealTrainState
 from tests.jax import policies
-from tests.jax.bits import assert_same_bits, differs
+from tests.jax.bit_comparison import assert_same_bits, differs
 
 
 class Net(nn.Module):
@@ -117,7 +117,7 @@ class WithKey(HealTrainState):
     ids=["typed", "raw", "typed rbg", "raw rbg", "several"],
 )
 def test_random_keys_go_on_over_a_skip(make):
-    """Or a bad draw comes again at every step."""
+    """Otherwise a bad draw would repeat at every step."""
     tx = protect(optax.sgd(0.1), policies.ZCLIP)
     state: Any = WithKey.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx, key=make(0))
     bad = {"w": jnp.full(2, jnp.nan)}

@@ -8,7 +8,7 @@ from flax import nnx
 from healcore.jax import HealStateError, heal_zclip, protect
 from healcore.jax.flax_nnx import last_decision, metrics, snapshot, update
 from tests.jax import policies
-from tests.jax.bits import assert_same_bits, differs
+from tests.jax.bit_comparison import assert_same_bits, differs
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((8, 3)), jnp.float32)
 

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from healcore.jax import global_norm, gradients, leaf_norms
-from tests.jax.bits import assert_same_bits
+from tests.jax.bit_comparison import assert_same_bits
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 

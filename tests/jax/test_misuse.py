@@ -1,4 +1,4 @@
-"""What a first use gets wrong: a TypeError with the rule, or a warning where it may be meant so."""
+"""Typical first mistakes: a TypeError with the rule, or a warning where it may be intended."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_protect_takes_a_transformation(inner, message):
         protect(inner)
 
 
-def test_what_optax_calls_a_transformation_is_one():
+def test_a_transformation_of_optax_is_accepted():
     inners: list[Any] = [optax.adam(1e-3), optax.MultiSteps(optax.adam(1e-3), 2), optax.identity()]
     for inner in inners:
         protect(inner, policies.ZCLIP).init(PARAMS)

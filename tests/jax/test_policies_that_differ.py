@@ -120,14 +120,14 @@ def test_a_run_goes_on_with_another_policy():
     tx.update(PARAMS, state, PARAMS, value=LOSS)
 
 
-def test_what_does_not_fit_is_not_taken():
+def test_a_state_that_does_not_fit_is_rejected():
     tx = protect(optax.adam(0.1), "default")
     with pytest.raises(HealStateError, match="structure"):
         with_heal_state(optax.adagrad(0.1).init(PARAMS), like=tx.init(PARAMS))
 
 
 @pytest.mark.parametrize("make", [protect, lambda tx, p: optax.chain(heal(p), tx)])
-def test_a_forgotten_loss_is_said_once_and_is_nan_in_the_metrics(make):
+def test_a_forgotten_loss_is_reported_once_and_is_nan_in_the_metrics(make):
     tx = make(optax.sgd(0.1), "default")
     update = jax.jit(lambda g, s: tx.update(g, s, PARAMS))
     with pytest.warns(UserWarning, match="value=loss"):

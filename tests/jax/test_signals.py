@@ -19,7 +19,7 @@ import pytest
 from healcore.jax import SignalError, heal, heal_zclip, last_decision, metrics, protect
 from healcore.jax.state_transfer import without_heal_state
 from tests.jax import policies
-from tests.jax.bits import assert_same_bits
+from tests.jax.bit_comparison import assert_same_bits
 
 PARAMS = {"w": jnp.ones(3)}
 TRANSFORMATIONS = {
@@ -101,7 +101,7 @@ def test_a_given_norm_replaces_the_own_one_with_norms_per_tensor_too():
 
 @every_transformation
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 7.0])
-def test_a_void_step_is_not_applied_and_neither_learnt_nor_counted(name, bad):
+def test_an_externally_skipped_step_is_not_applied_learnt_or_counted(name, bad):
     """`externally_skipped=~finite` is what an fp16 user writes."""
     tx = TRANSFORMATIONS[name]()
     update = jax.jit(tx.update)

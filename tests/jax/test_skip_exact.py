@@ -13,7 +13,7 @@ import pytest
 
 from healcore.jax import last_decision, protect
 from tests.jax import policies
-from tests.jax.bits import assert_same_bits, differs
+from tests.jax.bit_comparison import assert_same_bits, differs
 
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(0.1),

@@ -23,7 +23,7 @@ from healcore.jax import (
     to_dict,
 )
 from tests.jax import policies
-from tests.jax.bits import assert_same_bits
+from tests.jax.bit_comparison import assert_same_bits
 
 PARAMS = {"w": jnp.linspace(-1.0, 1.0, 8), "b": jnp.ones(3)}
 NESTINGS = {
@@ -66,7 +66,7 @@ def test_the_decision_is_found_in_any_nesting(name):
     assert last_decision(state).group_scale is None
 
 
-def test_none_and_several_are_errors_that_say_where():
+def test_none_and_several_are_errors_that_name_the_place():
     with pytest.raises(HealStateError, match="no healing state in this tuple"):
         last_decision(optax.adamw(1e-3).init(PARAMS))
     both = optax.chain(heal(policies.ZCLIP), protect(optax.sgd(0.1), policies.SKIP))

@@ -15,7 +15,7 @@ from orbax.checkpoint import v1 as ocp
 
 from healcore.jax import from_dict, last_decision, protect, to_dict
 from tests.jax import policies
-from tests.jax.bits import assert_same_bits
+from tests.jax.bit_comparison import assert_same_bits
 
 TX = protect(optax.adamw(0.1), policies.EVERYTHING)
 PARAMS = {"w": jnp.linspace(-1.0, 1.0, 6)}
@@ -61,6 +61,6 @@ def test_saved_and_restored_goes_on_the_same(through, tmp_path):
 
 
 def _unread(run):
-    """Without the records of single steps, which JSON does not carry and nothing depends on."""
+    """The state without the records of single steps: JSON leaves them out, nothing needs them."""
     state, decisions = run
     return state._replace(heal=state.heal._replace(heal_records=None)), decisions

@@ -1,4 +1,4 @@
-"""The public names, and what importing loads and prints."""
+"""The public names, and the modules and output of the import."""
 
 import doctest
 import inspect

@@ -15,7 +15,7 @@ from healcore.core.clipping.zclip import ZClipConfig
 from healcore.core.engine import EngineConfig
 from healcore.jax import heal, heal_zclip, last_decision, metrics, protect
 from tests.jax import policies
-from tests.jax.bits import assert_same_bits
+from tests.jax.bit_comparison import assert_same_bits
 
 GRADS = np.random.default_rng(0).standard_normal((40, 4)).astype(np.float32)
 GRADS[10] = np.nan

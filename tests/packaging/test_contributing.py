@@ -1,4 +1,4 @@
-"""What CONTRIBUTING names is there: every `file.py:name` of its walks."""
+"""Every `file.py:name` in CONTRIBUTING exists."""
 
 from __future__ import annotations
 

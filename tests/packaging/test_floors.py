@@ -17,7 +17,7 @@ FLOORS = (
     ("healcore.plugins",),
     ("healcore.tools", "healcore.demo"),
 )
-"""From the lowest; a module is on the first floor that has its name's beginning."""
+"""From the lowest; a module is on the first floor that lists a prefix of its name."""
 MODULES = sorted(
     path
     for floor in ("core", "policy", "history", "runtime", "plugins")

@@ -1,4 +1,4 @@
-"""What importing healcore pulls in, in an interpreter of its own."""
+"""The modules that importing healcore loads, in an interpreter of its own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_import_healcore_is_almost_free():
     ("extra", "hidden"), [("jax", "jax"), ("jax", "optax"), ("torch", "torch")]
 )
 def test_a_missing_framework_names_the_extra(extra, hidden):
-    # A finder that knows nothing of the framework: what find_spec and import see in a bare venv.
+    # A finder that does not find the framework, as find_spec and import in a bare venv.
     code = f"""
 import importlib.abc, importlib.machinery, importlib.util, sys
 real = importlib.machinery.PathFinder.find_spec

@@ -79,7 +79,7 @@ def test_dependencies_are_pinned_for_the_makefile():
 
 
 def test_every_pin_but_torch_has_a_hash():
-    """What `make` installs is known by its content, not only by its version."""
+    """The packages that `make` installs are pinned by hash, not only by version."""
     lock = (ROOT / "requirements" / "lock.txt").read_text().splitlines()
     pins = {line.replace("_", "-") for line in lock if "==" in line and not line.startswith("#")}
     hashed = {}

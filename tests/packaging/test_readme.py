@@ -14,8 +14,8 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.M | re.S)
 
 
-def snippet(word: str) -> str:
-    (block,) = [block for block in blocks("python") if word in block]
+def snippet(part: str) -> str:
+    (block,) = [block for block in blocks("python") if part in block]
     return block
 
 

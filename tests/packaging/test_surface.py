@@ -1,6 +1,6 @@
-"""The public surface: what is in here may not change by accident.
+"""The public surface, which must not change by accident.
 
-A change on purpose changes this file too, and CHANGELOG.md says so.
+A deliberate change also changes this file and is listed in CHANGELOG.md.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def test_every_public_module_has_a_page_in_the_reference(name):
 
 
 def signatures() -> list[tuple[str, inspect.Signature]]:
-    """Of every public function, and of every public method of a public class, of healcore's own."""
+    """The signatures of healcore's public functions and of its public classes' public methods."""
     found = []
     for name in ("healcore", "healcore.policy", "healcore.torch", "healcore.jax"):
         module = importlib.import_module(name)
@@ -148,7 +148,7 @@ def signatures() -> list[tuple[str, inspect.Signature]]:
 @pytest.mark.parametrize(
     ("name", "signature"), signatures(), ids=lambda x: x if type(x) is str else ""
 )
-def test_no_public_signature_says_any(name, signature):
+def test_no_public_signature_contains_any(name, signature):
     kinds = {each.name: each.annotation for each in signature.parameters.values()}
     kinds["return"] = signature.return_annotation
     assert not [each for each, kind in kinds.items() if kind in ("Any", Any)]

@@ -88,7 +88,7 @@ def _recorded(engine: Engine) -> Callable[[Any, Signals], Any]:
 
 
 def _stepwise(step: Callable[[Any, Signals], Any], wrap: Callable[[Any], Any]) -> Run:
-    """Calls step after step; an output is copied, so that nothing can change it afterwards."""
+    """Calls the engine step by step; outputs are copied, so that nothing can change them later."""
 
     def run(state: Any, trace: Signals) -> tuple[Any, EngineState, Any]:
         states, decisions = [], []
@@ -115,8 +115,8 @@ def _jax(engine: Engine, *, one_by_one: bool) -> Run:
     @jax.jit
     def in_turn(state: Any, trace: Signals) -> Any:
         by_lane = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), trace)
-        state, told = jax.lax.map(lambda each: scan(*each), (state, by_lane))
-        return state, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), told)
+        state, outputs = jax.lax.map(lambda each: scan(*each), (state, by_lane))
+        return state, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), outputs)
 
     whole = in_turn if one_by_one else jax.jit(scan)
 

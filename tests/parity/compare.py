@@ -1,4 +1,4 @@
-"""Are two runs the same, bit for bit? If not, where do they part?"""
+"""Finds the first difference of two runs, compared bit for bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def first_difference(a: Any, b: Any) -> str | None:
-    """The earliest difference of two trees of (steps, ...) arrays, in words; None without one.
+    """Describes the earliest difference of two trees of (steps, ...) arrays; None without one.
 
     Floats are compared by their bits: 0.0 and -0.0 differ. Dtypes and shapes count too, but for
     the width of integers, which a torch sum makes 64.

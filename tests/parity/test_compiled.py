@@ -8,7 +8,7 @@ import pytest
 from healcore.core.engine import EngineConfig
 from healcore.core.signals import Signals
 from tests.core import fuzz, policies
-from tests.parity import backends, lockstep, recorded
+from tests.parity import backends, lockstep, recorded_runs
 
 reason = backends.missing("torch-compiled")
 pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
@@ -27,8 +27,8 @@ def test_a_full_policy_with_scalars():
     """As a training step has it. One compilation of some 40 seconds: the rest is `stress`."""
     trace = fuzz.signals(np.random.default_rng(52), 300, 3)
     traces = [lockstep.scalar(trace, lane) for lane in range(3)]
-    if not recorded.needed.args[0]:
-        runs = widened(recorded.lanes(300, norms=True))
+    if not recorded_runs.needed.args[0]:
+        runs = widened(recorded_runs.lanes(300, norms=True))
         traces += [lockstep.scalar(runs, lane) for lane in range(0, 100, 25)]
     lockstep.steps_equal(policies.full("zclip"), traces, ("torch-compiled",), reference="host")
 
@@ -37,8 +37,8 @@ def test_a_full_policy_with_scalars():
 def test_a_full_policy_on_fuzzed_steps_and_recorded_runs():
     """One shape and one policy, so that it is compiled once."""
     traces = [fuzz.signals(np.random.default_rng(50), 4000, LANES)]
-    if not recorded.needed.args[0]:
-        traces.append(widened(recorded.lanes(400, norms=True)))
+    if not recorded_runs.needed.args[0]:
+        traces.append(widened(recorded_runs.lanes(400, norms=True)))
     compared = lockstep.steps_equal(
         policies.full("zclip"), traces, ("torch-compiled",), lanes=LANES
     )

@@ -29,8 +29,8 @@ def test_from_jax_to_torch_to_numpy_and_on(clip):
         state, parts = fresh, []
         for leg, name in enumerate(LEGS):
             piece = fuzz.part(trace, leg * CHUNK, (leg + 1) * CHUNK)
-            after, *told = runs[name](backends.start(name, state), piece)
-            parts.append(tuple(told))
+            after, *outputs = runs[name](backends.start(name, state), piece)
+            parts.append(tuple(outputs))
             state = engine.from_dict(json.loads(json.dumps(engine.to_dict(after))))
         moved = map_leaves(lambda *pieces: np.concatenate(pieces), parts[0], *parts[1:])
         assert compare.first_difference(tuple(stayed), moved) is None

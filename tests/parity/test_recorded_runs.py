@@ -9,7 +9,7 @@ from healcore.core.clipping import RULES
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import EngineConfig
 from tests.core import policies
-from tests.parity import backends, lockstep, recorded
+from tests.parity import backends, lockstep, recorded_runs
 
 # Every threshold as it comes; the rules of the tests.
 CONFIG = EngineConfig(
@@ -19,28 +19,28 @@ CONFIG = EngineConfig(
 )
 
 
-@recorded.needed
+@recorded_runs.needed
 @pytest.mark.parametrize("norms", [True, False], ids=["with norms", "loss only"])
 def test_the_same_bits_on_every_recorded_run(norms):
-    trace = recorded.lanes(700, norms=norms)
+    trace = recorded_runs.lanes(700, norms=norms)
     assert trace.loss is not None
     lockstep.steps_equal(CONFIG, [trace], ("jax-scalars", "torch"), lanes=trace.loss.shape[1])
 
 
-@recorded.needed
+@recorded_runs.needed
 def test_something_happens_on_them():
     from tests.core.oracle import core_run
 
-    got = core_run(CONFIG, recorded.lanes(700, norms=True))
+    got = core_run(CONFIG, recorded_runs.lanes(700, norms=True))
     assert got["cause"].any()
     assert got["skip"].any()
     assert (got["grad_scale"] < 1).any()
 
 
-@recorded.needed
+@recorded_runs.needed
 def test_one_run_on_its_own_is_its_lane():
     """The host's scalar namespace, run by run, against the batch."""
-    trace = recorded.lanes(200, norms=True)
+    trace = recorded_runs.lanes(200, norms=True)
     from tests.core.oracle import core_run
 
     got = core_run(CONFIG, trace)
@@ -53,10 +53,12 @@ def test_one_run_on_its_own_is_its_lane():
 
 
 @pytest.mark.stress
-@recorded.needed
+@recorded_runs.needed
 @pytest.mark.parametrize("norms", [True, False], ids=["with norms", "loss only"])
 def test_every_row_of_them(norms):
-    rows = max(len(loss) for _, loss, norm, _ in recorded.all_runs() if (norm is not None) == norms)
-    trace = recorded.lanes(rows, norms=norms)
+    rows = max(
+        len(loss) for _, loss, norm, _ in recorded_runs.all_runs() if (norm is not None) == norms
+    )
+    trace = recorded_runs.lanes(rows, norms=norms)
     assert trace.loss is not None
     lockstep.steps_equal(CONFIG, [trace], ("jax-scalars", "torch"), lanes=trace.loss.shape[1])

@@ -1,4 +1,4 @@
-"""The comparison sees a single bit, and the fuzz has in it what it claims to have."""
+"""The comparison detects a single bit, and the fuzzed traces contain what they claim."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_fused_multiply_add_in_the_core_would_be_seen(monkeypatch):
         lockstep.steps_equal(config, [trace], ("jax",), lanes=100)
 
 
-def test_what_the_fuzz_has_in_it():
+def test_the_fuzzed_traces_contain_every_feature():
     trace = fuzz.signals(np.random.default_rng(1), 400, 550)
     for part in (trace.loss, trace.grad_norm):
         assert np.isnan(part).any()

@@ -135,13 +135,13 @@ def test_the_same_in_numpy_with_a_policy_per_lane():
     trace = map_leaves(lambda x: np.broadcast_to(x, (60, VARIANTS)).copy(), one)
     engine = Engine(policy(numbers))
     run = backends.runner("numpy", engine)
-    _, *told = run(engine.init(batch=(VARIANTS,)), trace)
+    _, *outputs = run(engine.init(batch=(VARIANTS,)), trace)
     for i in rng.choice(VARIANTS, 15, replace=False):
         alone = Engine(policy({k: v[i].item() for k, v in numbers.items()}))
         _, *single = backends.runner("host", alone)(
             backends.start("host", alone.init()), lockstep.scalar(one, 0)
         )
-        mine = map_leaves(lambda leaf, i=i: leaf[:, i], tuple(told))
+        mine = map_leaves(lambda leaf, i=i: leaf[:, i], tuple(outputs))
         assert compare.first_difference(mine, tuple(single)) is None
 
 
@@ -158,7 +158,7 @@ def limits(numbers: dict[str, Any]) -> EngineConfig:
 
 
 def test_vmap_over_thresholds_of_the_catalogue():
-    """The window is static, its numbers are not."""
+    """The window is static; its other settings are not."""
     rng = np.random.default_rng(72)
     many = 500
     numbers: dict[str, np.ndarray] = {
@@ -179,8 +179,8 @@ def test_vmap_over_thresholds_of_the_catalogue():
         body = lambda s, x: engine.step(s, x, xp=jnp)  # noqa: E731
         return jax.lax.scan(body, state, map_leaves(jnp.asarray, trace))
 
-    told = jax.jit(jax.vmap(run))({k: jnp.asarray(v) for k, v in numbers.items()})
-    last, decisions = map_leaves(np.asarray, told)
+    outputs = jax.jit(jax.vmap(run))({k: jnp.asarray(v) for k, v in numbers.items()})
+    last, decisions = map_leaves(np.asarray, outputs)
     assert len({tuple(each) for each in decisions.cause}) > many // 10, "the variants do differ"
     for i in rng.choice(many, 15, replace=False):
         plain = {k: v[i].item() for k, v in numbers.items()}
@@ -237,8 +237,8 @@ def test_vmap_over_instability_and_the_ceiling_of_the_learning_rate():
         body = lambda s, x: engine.step(s, x, xp=jnp)  # noqa: E731
         return jax.lax.scan(body, state, map_leaves(jnp.asarray, trace))
 
-    told = jax.jit(jax.vmap(run))({k: jnp.asarray(v) for k, v in numbers.items()})
-    last, decisions = map_leaves(np.asarray, told)
+    outputs = jax.jit(jax.vmap(run))({k: jnp.asarray(v) for k, v in numbers.items()})
+    last, decisions = map_leaves(np.asarray, outputs)
     assert len({tuple(each) for each in decisions.lr_scale}) > many // 2, "the variants do differ"
     for i in rng.choice(many, 25, replace=False):
         plain = {k: v[i].item() for k, v in numbers.items()}

@@ -1,4 +1,4 @@
-"""What cannot work fails at load, with file, key, value, rule and remedy in the message."""
+"""A policy that cannot work fails at load; the message has file, key, value, rule and remedy."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ WRONG = {
         NONFINITE + 'to = ["nonfinite"]\ndo = ["skip"]\nwhen = { sustained = 1 }\n',
         "respond[0].when.sustained", "1", "true or false", "sustained = false",
     ),
-    "no such limit word": (
+    "no such limit name": (
         ZCLIP + 'max_norm = "off"\n', "clip.max_norm", '"off"', 'or "none"', "max_norm = 1.0",
     ),
     "unknown mode": (HEAD + 'mode = "heel"\n', "mode", '"heel"', '"heal"', 'mode = "heal"'),
@@ -214,7 +214,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_the_message_says_where_what_and_what_instead(case):
+def test_the_message_names_the_key_the_rule_and_the_correction(case):
     document, key, value, rule, write = WRONG[case]
     with pytest.raises(PolicyError) as caught:
         loads(document, source="runs/my.toml")
@@ -235,7 +235,7 @@ def test_a_syntax_error_names_line_and_column():
         loads("schema = 1\nname = 'x'\nmode = =\n")
 
 
-def test_all_problems_are_told_at_once():
+def test_all_problems_are_reported_at_once():
     text = ZCLIP + "z_threshold = nan\nwarmup = 3\n[lr]\nfactor = 2\n"
     with pytest.raises(PolicyError, match="3 problems") as caught:
         loads(text)
@@ -247,7 +247,7 @@ def test_all_problems_are_told_at_once():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "said"),
+    ("wanted", "message"),
     [
         ("agressive", "did you mean 'aggressive'"),
         ("something", "default, pretraining, aggressive, conservative, observe, zclip"),
@@ -260,10 +260,10 @@ def test_all_problems_are_told_at_once():
         ({"schema": 1}, "from_dict"),
     ],
 )
-def test_what_cannot_be_read_is_said_in_words(wanted, said):
+def test_what_cannot_be_read_has_a_clear_message(wanted, message):
     with pytest.raises(PolicyError) as caught:
         load(wanted)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_files_that_are_no_policies(tmp_path):

@@ -1,4 +1,4 @@
-"""A key or word that nothing in healcore carries out is refused when the policy is loaded."""
+"""A key or value that nothing in healcore carries out is refused when the policy is loaded."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def test_keywords_are_refused_alike():
         load("default", budget={"shrinks": 2})
 
 
-def test_a_misspelt_word_is_still_told_from_these():
+def test_a_misspelt_cause_still_gets_a_suggestion():
     with pytest.raises(PolicyError, match='write: "nonfinite"'):
         loads(rule("nonfinit", "alert"))
 
 
 @pytest.mark.parametrize("name", [*preset_names(), *recipe_names()])
-def test_what_comes_with_healcore_has_none_of_them(name):
+def test_the_policies_of_healcore_have_none_of_them(name):
     assert loads(dumps(load(name))) == load(name)

@@ -76,7 +76,7 @@ def test_a_detector_is_switched_on_and_lists_are_replaced():
         ({"detect": {"instability": None}}, "respond[", '"instability"', "watched for"),
     ],
 )
-def test_what_cannot_be_names_key_value_and_rule(default, overrides, key, value, rule):
+def test_an_invalid_override_names_key_value_and_rule(default, overrides, key, value, rule):
     with pytest.raises(PolicyError) as caught:
         load(default, **overrides)
     problem = caught.value.problems[0]

@@ -1,4 +1,4 @@
-"""Whatever names a policy is taken alike by everything with a `policy` argument."""
+"""Everything with a `policy` argument accepts the same forms of a policy."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_overrides_are_taken_with_a_document_and_refused_with_an_engine(take, de
 
 
 @pytest.mark.parametrize("take", TAKERS)
-def test_what_is_no_policy_is_refused_in_the_same_words(take):
+def test_a_value_that_is_no_policy_is_refused_with_the_same_message(take):
     with pytest.raises(PolicyError, match="rule:  a preset's name, a path, or a Policy"):
         take(7)
 

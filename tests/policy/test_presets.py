@@ -25,7 +25,7 @@ def run(policy, losses, norms):
     return decisions
 
 
-def calm(steps, seed=0):
+def healthy(steps, seed=0):
     """A healthy run: falling loss, norms with a scatter of ten per cent, below every limit."""
     rng = np.random.default_rng(seed)
     losses = 2 + 3 * np.exp(-np.arange(steps) / 100) + 0.02 * rng.standard_normal(steps)
@@ -37,7 +37,7 @@ def test_names():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_each_says_what_it_is(name):
+def test_each_has_a_name_a_description_and_references(name):
     policy = load(name)
     assert policy.name == name
     assert policy.description.endswith(".")
@@ -48,7 +48,7 @@ def test_each_says_what_it_is(name):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_nonfinite_gradient_is_never_applied(name):
-    losses, norms = calm(60)
+    losses, norms = healthy(60)
     norms[40] = np.nan
     decision = run(load(name), losses, norms)[40]
     assert decision.cause == Cause.NONFINITE_GRAD
@@ -57,7 +57,7 @@ def test_a_nonfinite_gradient_is_never_applied(name):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_healthy_run_is_left_alone(name):
-    decisions = run(load(name), *calm(600))
+    decisions = run(load(name), *healthy(600))
     skipped = sum(bool(d.skip) for d in decisions)
     acted = sum(int(d.action) != 0 for d in decisions)
     assert (skipped, acted) == (0, 0)
@@ -68,7 +68,7 @@ def test_a_healthy_run_is_left_alone(name):
     ("name", "cuts"), [("default", 0), ("pretraining", 1), ("aggressive", 1), ("conservative", 1)]
 )
 def test_nans_that_go_on_are_a_rollback_and_a_cut_where_the_policy_cuts(name, cuts):
-    losses, norms = calm(200)
+    losses, norms = healthy(200)
     losses[100:120] = np.nan
     orders = actions(load(name), losses, norms)
     assert ordered(orders, Action.ROLLBACK) == 1
@@ -77,7 +77,7 @@ def test_nans_that_go_on_are_a_rollback_and_a_cut_where_the_policy_cuts(name, cu
 
 @pytest.mark.parametrize("name", ["default", "pretraining"])
 def test_every_other_step_nan_is_seen(name):
-    losses, norms = calm(200)
+    losses, norms = healthy(200)
     norms[100:200:2] = np.nan
     assert ordered(actions(load(name), losses, norms), Action.ROLLBACK)
 
@@ -95,15 +95,15 @@ def ordered(orders: list[int], action: Action) -> int:
 
 def bad_batches(steps=300):
     """A healthy run with single losses and norms far above the level."""
-    losses, norms = calm(steps)
+    losses, norms = healthy(steps)
     losses[150:280:13] += 5.0
     norms[150:280:13] *= 50.0
     return losses, norms
 
 
 def other_data(steps=400):
-    """From one step on a loss and a norm that are four times as high, and slowly learnt."""
-    losses, norms = calm(steps)
+    """A run whose loss and norm quadruple at one step and then slowly fall."""
+    losses, norms = healthy(steps)
     high = np.exp(-np.arange(steps - 200) / 300)
     losses[200:] += 6.0 * high
     norms[200:] *= 1 + 3 * high
@@ -111,8 +111,8 @@ def other_data(steps=400):
 
 
 def blow_up(steps=240):
-    """Each step makes the next one worse."""
-    losses, norms = calm(steps)
+    """A run in which each step makes the next one worse."""
+    losses, norms = healthy(steps)
     grown = 1.5 ** np.arange(20)
     losses[200:220] += grown
     norms[200:220] *= 1 + 10 * grown
@@ -126,7 +126,7 @@ def test_default_skips_no_finite_batch_and_pretraining_does():
 
 
 def test_default_asks_about_other_data_and_cuts_nothing_and_pretraining_cuts():
-    """The order to go back is a question: `confirm`."""
+    """`default` confirms before it rolls back; `pretraining` does not."""
     assert load("default").rollback.confirm
     assert not load("pretraining").rollback.confirm
     orders = {name: actions(load(name), *other_data()) for name in PRESETS[:2]}
@@ -156,7 +156,7 @@ def test_pretraining_comes_back_to_the_schedule_and_default_to_a_ceiling():
 
 
 def test_aggressive_acts_before_default_before_conservative():
-    losses, norms = calm(400)
+    losses, norms = healthy(400)
     losses[200:] = np.nan
     first = {}
     for name in ("aggressive", "default", "pretraining", "conservative"):
@@ -168,7 +168,7 @@ def test_aggressive_acts_before_default_before_conservative():
 def test_observe_is_default_in_another_mode():
     differing = {d.key for d in diff(load("default"), load("observe"))}
     assert differing == {"name", "description", "references", "mode"}
-    losses, norms = calm(100)
+    losses, norms = healthy(100)
     norms[50] = np.inf
     for decision in run(load("observe"), losses, norms):
         assert not decision.skip
@@ -184,7 +184,7 @@ def test_zclip_is_the_published_rule():
     assert not policy.engine().cuts_lr
 
 
-def test_fingerprints_tell_presets_apart_and_ignore_words():
+def test_fingerprints_differ_between_presets_and_ignore_name_and_description():
     assert len({fingerprint(load(name)) for name in PRESETS}) == len(PRESETS)
     renamed = load("default").model_copy(update={"name": "x", "description": "y"})
     assert fingerprint(renamed) == fingerprint(load("default"))

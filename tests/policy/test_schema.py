@@ -1,4 +1,4 @@
-"""The tables of a policy file and the configs of the core are the same thing."""
+"""The tables of a policy file match the configs of the core."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_floats_reach_the_core_as_float32_and_stay_what_they_were_in_the_policy(
     assert decay == float(np.float32(0.97)) != 0.97
 
 
-def test_words_become_flags():
+def test_names_become_flags():
     text = HEAD + '[detect.nonfinite]\n[[respond]]\nto = ["nonfinite"]\ndo = ["skip", "rollback"]\n'
     (rule,) = loads(text + "when = { consecutive = 3 }\n").config().rules
     assert rule == RuleConfig(causes=3, skip=True, action=int(Action.ROLLBACK), consecutive=3)

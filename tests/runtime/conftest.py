@@ -1,4 +1,4 @@
-"""Runs of a few steps are faster than any disk: those here wait for it as long as it takes."""
+"""Runs of a few steps are faster than any disk: the tests here wait for it without a limit."""
 
 from __future__ import annotations
 

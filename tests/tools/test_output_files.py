@@ -1,4 +1,4 @@
-"""Files that commands write: never over an input, and whole or not at all."""
+"""Files that commands write: never over an input, and atomically."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_outputs_need_names_of_their_own_and_a_folder(tmp_path):
         check_outputs([tmp_path], [])
 
 
-def test_what_was_there_stays_until_all_is_written(tmp_path):
+def test_the_old_file_stays_until_all_is_written(tmp_path):
     path = tmp_path / "out.jsonl"
     path.write_text("old")
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 
 def bits(value: Any) -> Any:
-    """Anything an optimizer holds, as something that compares by bits."""
+    """Any value of an optimizer's state in a form that compares by bits."""
     if isinstance(value, Tensor):
         value = value.detach()
         if value.layout is not torch.strided:

@@ -1,6 +1,6 @@
 """One of two ranks that train together under `attach`: python -m tests.torch.ddp_rank RANK ROOT.
 
-Prints a JSON line for each scenario: what this rank did. What is bad is bad on rank 1 only.
+Prints a JSON line for each scenario: what this rank did. The faults are on rank 1 only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SECONDS = 600
 
 
 class Scenario(NamedTuple):
-    """What rank 1 does at step `BAD`, and how the optimizer is attached to."""
+    """The fault of rank 1 at step `BAD`, and the setup of both ranks."""
 
     observed: float = 1.0
     """Its loss is observed times this."""
@@ -41,7 +41,7 @@ class Scenario(NamedTuple):
     policy: Engine = policies.LOSSES
     where: str = "host"
     wrapped: bool = True
-    """By DDP; else every rank steps with the gradients of its own data."""
+    """Wrapped by DDP; otherwise every rank steps with the gradients of its own data."""
     no_gradient: bool = False
     """Rank 1 has none at that step."""
     expects_change: bool = False

@@ -24,7 +24,7 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Case:
-    """One optimizer and what it asks of the loop."""
+    """One optimizer and its requirements on the loop."""
 
     name: str
     kind: type[Optimizer]

@@ -31,7 +31,7 @@ def optimizer(**options: Any) -> AdamW:
         (torch.optim.lr_scheduler.ConstantLR(optimizer()), r"scheduler\.optimizer"),
     ],
 )
-def test_what_is_no_optimizer_is_rejected(given: Any, message: str):
+def test_a_value_that_is_no_optimizer_is_rejected(given: Any, message: str):
     with pytest.raises(AttachError, match=message):
         attach(given, policies.SKIPS)
 

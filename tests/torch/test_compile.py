@@ -94,7 +94,7 @@ def test_a_compiler_that_fails_has_a_warning_and_eager_steps(monkeypatch: pytest
 
 
 def test_the_placed_namespace_traces_as_one_graph():
-    """The module itself is traced in tests/parity."""
+    """Only the calls: tests/parity traces the module itself."""
     engine, xp = policies.SKIPS, namespace.on("cpu")
     step = torch.compile(lambda s, x: engine.step(s, x, xp=xp), fullgraph=True)
     state = map_leaves(torch.tensor, engine.init())

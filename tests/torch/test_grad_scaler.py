@@ -117,7 +117,7 @@ def test_an_overflow_skipped_by_the_scaler_is_not_counted(fused: bool, where: Wh
 
 @host_and_device
 def test_overflow_at_the_first_step_of_fused_momentum(where: Where):
-    """Where torch alone goes on from uninitialised memory."""
+    """Without healcore, torch continues from uninitialised memory here."""
     mine, twin = (Loop(SGD, fused=True, momentum=0.9) for _ in range(2))
     heal = attach(mine.optimizer, policies.SKIPS, engine=where)
     torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN

@@ -1,4 +1,4 @@
-"""What `attach` logs on the logger `healcore`: once, and not at every step."""
+"""`attach` logs incidents on the logger `healcore` once, not at every step."""
 
 from __future__ import annotations
 

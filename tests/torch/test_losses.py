@@ -114,7 +114,7 @@ def test_a_loss_that_is_not_finite_is_a_loss_and_skips(where: Where, loss: Any):
     ids=lambda value: type(value).__name__,  # repr has an address: xdist collects by name
 )
 @pytest.mark.parametrize("method", ["observe", "observe_eval", "observe_update_norm"])
-def test_what_is_no_loss_is_rejected_and_changes_nothing(
+def test_a_value_that_is_no_loss_is_rejected_and_changes_nothing(
     where: Where, loss: Any, message: str, method: str
 ):
     p, optimizer, heal = healed(where)

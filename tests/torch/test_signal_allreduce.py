@@ -1,4 +1,4 @@
-"""Two ranks, one with a bad batch, decide the same: replicas stay the same to the bit."""
+"""Two ranks, one with a bad batch, decide the same; their replicas stay bitwise equal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Pair:
         )
 
     def outputs(self, scenario: str) -> list[dict[str, Any]]:
-        """By each rank."""
+        """The results of each rank."""
         found = []
         for out, errors in self._outputs:
             lines = dict(zip(SCENARIOS, out.splitlines(), strict=False))
@@ -31,7 +31,7 @@ class Pair:
         return found
 
     def agreed(self, scenario: str) -> dict[str, Any]:
-        """By both."""
+        """The result, which must be the same on both ranks."""
         first, second = self.outputs(scenario)
         assert first == second
         assert first["raised"] is None

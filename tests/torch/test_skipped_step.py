@@ -51,7 +51,7 @@ def test_a_skip_leaves_no_trace(name: str, closure: bool):
 
 
 class Counting(Optimizer):
-    """Gradient descent that counts, remembers, draws, and raises without gradients."""
+    """Gradient descent with a counter, a buffer and random draws; raises without gradients."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         self.calls, self.log = 0, []
@@ -200,7 +200,7 @@ def test_a_compiled_step_is_skipped_too():
 
 
 def test_a_restored_optimizer_that_moves_first_is_undone():
-    """Of its first step there is no copy: it finishes what it began, without gradients."""
+    """The state before its first step has no copy: it finishes the step without gradients."""
     theirs = pytest.importorskip("pytorch_optimizer")
     params = parameters_for("SAM")
     optimizer = theirs.SAM(params, SGD, lr=0.1, momentum=0.9)

@@ -178,7 +178,7 @@ def test_metrics_are_copies(where: Where):
 
 
 def test_the_device_state_keeps_its_addresses():
-    """What a CUDA graph needs."""
+    """A CUDA graph needs this: fixed addresses."""
     optimizer = CASE.build()
     heal = attach(optimizer, policies.EVERYTHING, engine="device")
     before = [leaf.data_ptr() for leaf in leaves(heal.live_engine.state)]

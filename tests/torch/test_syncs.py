@@ -54,7 +54,7 @@ def test_other_optimizers_wait_no_more_than_without_healcore(case: Case):
 
 
 def test_all_signals_are_copied_at_once():
-    """The accelerators' way to the host, on the CPU."""
+    """The path that accelerators take to the host, on the CPU."""
     signals = [torch.tensor(1.5), None, torch.tensor([2.0, 3.0, 4.0]), torch.tensor(5.0)]
     found = read_in_one_copy(signals)
     assert [None if f is None else f.tolist() for f in found] == [1.5, None, [2.0, 3.0, 4.0], 5.0]

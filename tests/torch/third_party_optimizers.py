@@ -26,7 +26,7 @@ LEFT_OUT = {
 
 
 def names() -> list[str]:
-    """Of all cases; the test skips what cannot be imported."""
+    """The names of all cases; the test skips those that cannot be imported."""
     try:
         import pytorch_optimizer
     except ImportError:
@@ -37,7 +37,7 @@ def names() -> list[str]:
 
 
 class Run:
-    """One of them, and the loop that it asks for.
+    """One optimizer, and the loop that it needs.
 
     Args:
         name: from `names`.
@@ -93,7 +93,7 @@ class Run:
 
 
 def parameters_for(name: str) -> list[Parameter]:
-    """Always equal ones; matrices only for the optimizers of matrices."""
+    """Parameters, always equal; only matrices for the optimizers of matrices."""
     random = torch.Generator().manual_seed(7)
     shapes: list[tuple[int, ...]] = [(6, 4), (4, 3), (5,)]
     if name == "lorarite":
@@ -176,14 +176,14 @@ def _with_inner(optimizer: Optimizer) -> list[tuple[str, Optimizer]]:
 
 
 def _is_its_own(name: str, value: Any) -> bool:
-    """Whether an attribute is none of torch's, nor a function."""
+    """Whether an attribute is neither torch's nor a function."""
     if name in ("param_groups", "state") or "hook" in name:
         return False
     return not callable(value) and not isinstance(value, Optimizer)
 
 
 def _plain(value: Any) -> Any:
-    """`bits`, of what lies in objects too: projectors, preconditioners, generators."""
+    """`bits`, also of values within objects: projectors, preconditioners, generators."""
     if isinstance(value, torch.Generator):
         return bits(value.get_state())
     if isinstance(value, dict):

@@ -65,7 +65,7 @@ class _Parameters(nn.Module):
 
 
 class ZClip(Training):
-    """The authors' package with its defaults, as its README has it: `zclip.step(model)`.
+    """The authors' package with its defaults, as in its README: `zclip.step(model)`.
 
     Its defaults include a fixed limit of 1.0 on top. One per optimizer.
     """

@@ -1,4 +1,4 @@
-"""What several arms need: parameters, what an optimizer owns of a program, optional packages."""
+"""Shared by the arms: parameters, an optimizer's part of a program, optional packages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def gradients(optimizer: Optimizer) -> list[Tensor]:
-    """The gradients there are."""
+    """The gradients that are not None."""
     return [each.grad for each in parameters(optimizer) if each.grad is not None]
 
 
@@ -61,7 +61,7 @@ def scaler_skips(problem: Problem, optimizer: Optimizer, norm: float) -> bool:
 
 
 def owned(problem: Problem, optimizer: str) -> nn.Module:
-    """What a package that knows one model and one optimizer is given as the model.
+    """The model to pass to a package that handles one model and one optimizer.
 
     The whole program's modules, or, of a program with several optimizers, the parameters of one.
     """
@@ -77,7 +77,7 @@ def principal(problem: Problem) -> str:
 
 @contextlib.contextmanager
 def silent(name: str) -> Iterator[None]:
-    """Nothing that this logger and those below it are told is shown."""
+    """Hides what this logger and those below it log."""
     logger, nobody = logging.getLogger(name), logging.NullHandler()
     level, propagate = logger.level, logger.propagate
     logger.addHandler(nobody)

@@ -29,7 +29,7 @@ class _Counting(Training):
     """The handle of each optimizer, by the problem's names."""
 
     def update(self, loss: Tensor, optimizer: str = MAIN) -> None:
-        """As it is; then looks at what was decided."""
+        """Takes the unchanged step, then reads the decision."""
         heal = self.heals[optimizer]
         before = heal.decision
         super().update(loss, optimizer)
@@ -41,10 +41,10 @@ class _Counting(Training):
             self.counts.finite_skips += 1
 
     def count(self) -> None:
-        """Takes over what the handles have counted themselves."""
-        told = [heal.metrics() for heal in self.heals.values()]
-        self.counts.clips = sum(int(each["heal/clips"]) for each in told)
-        self.counts.lr_cuts = sum(int(each["heal/lr_cuts"]) for each in told)
+        """Copies the counts that the handles keep."""
+        metrics = [heal.metrics() for heal in self.heals.values()]
+        self.counts.clips = sum(int(each["heal/clips"]) for each in metrics)
+        self.counts.lr_cuts = sum(int(each["heal/lr_cuts"]) for each in metrics)
 
 
 class _Rows(Sequence):

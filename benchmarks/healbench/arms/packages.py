@@ -26,7 +26,7 @@ SELF_HEALING_TRAINER = "self-healing-trainer==1.0.2"
 
 
 class Rate:
-    """What SelgisCore wants of a scheduler, beside the program's own schedule.
+    """The scheduler that SelgisCore needs, on top of the program's own schedule.
 
     selgis's SmartScheduler keeps a factor that `reduce_lr` halves, over a schedule of its own. Here
     the factor is over the program's schedule, and in force for the length of a step.
@@ -64,9 +64,9 @@ class Selgis(Training):
 
     `Trainer(model, config, train_dataloader).train()` of its README is, for every batch,
     `core.check_loss(loss)`, then `core.backward_step` and `core.optimizer_step`, which clips to
-    1.0. A loss that is not finite or 3 times the mean of the last 10 loads the weights that were
-    put aside last (every 100 steps, whatever their state), forgets the moments, halves the rate
-    for good, and drops the batch. Its Trainer itself cannot be given a program's loop or schedule:
+    1.0. A loss that is not finite or 3 times the mean of the last 10 loads the weights saved last
+    (every 100 steps, whatever their state), forgets the moments, halves the rate for good, and
+    drops the batch. Its Trainer itself cannot be given a program's loop or schedule:
     it computes the loss by itself, and only steps schedules of its own. Its early stopping and
     "final surge" need a second loader, which its README's first example has not either.
 
@@ -173,7 +173,7 @@ class SelfHealingTrainer(FixedClip):
         self._norm = 0.0
 
     def clip(self, optimizer: Optimizer) -> float:
-        """As it is; the norm is logged."""
+        """Clips unchanged and keeps the norm for the log."""
         self._norm = super().clip(optimizer)
         return self._norm
 
@@ -225,13 +225,13 @@ class _Supervised:
 
 @functools.cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    """Lives as long as the process."""
+    """Exists as long as the process."""
     return tempfile.TemporaryDirectory()
 
 
 @functools.cache
 def _trained() -> Path:
-    """The file of the meta-trainer, made once per process as its README says."""
+    """The file of the meta-trainer, made once per process as in its README."""
     meta = package("meta_trainer", SELF_HEALING_TRAINER)
     before = random.getstate()  # its generator seeds the one that everybody uses
     try:

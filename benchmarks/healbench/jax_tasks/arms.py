@@ -1,4 +1,4 @@
-"""What a JAX run is trained with: the arms of the torch side that differ in the optimizer alone.
+"""The arms of a JAX run: those of the torch side that differ only in the optimizer.
 
 An arm wraps the program's optax optimizer; the Healer's has another loop as well. What is counted
 leaves each step as a small output and is read at the end, so that no step waits for the host.
@@ -75,10 +75,10 @@ class Training(Run):
         return optimizer
 
     def record(self, grads: Arrays, opt_state: Any) -> Any:
-        """Within the compiled step: what `count` needs to know of it."""
+        """Within the compiled step: the values that `count` needs."""
 
     def keep(self, opt_state: Any, old: Arrays, new: Arrays) -> Arrays:
-        """Within the compiled step: the statistics of BatchNorm to go on with."""
+        """Within the compiled step: the BatchNorm statistics to continue with."""
         return new
 
     def loop(self, state: State) -> State:
@@ -136,8 +136,8 @@ def _nan_unless_finite() -> optax.GradientTransformationExtraArgs:
     """
 
     def update(updates: Any, state: Any, params: Any = None, **given: Any) -> tuple[Any, Any]:
-        sound = jnp.isfinite(given["value"]) & jnp.isfinite(optax.tree.norm(updates))
-        return jax.tree.map(lambda each: jnp.where(sound, each, jnp.nan), updates), state
+        finite = jnp.isfinite(given["value"]) & jnp.isfinite(optax.tree.norm(updates))
+        return jax.tree.map(lambda each: jnp.where(finite, each, jnp.nan), updates), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 

@@ -26,7 +26,7 @@ from benchmarks.healbench.tasks.models import textured_shapes
 
 
 def _table(params: Arrays, batch: Any) -> tuple[Array, Arrays]:
-    """Three categories of six levels each, embedded beside the numbers."""
+    """Three categories of six levels each, embedded together with the numbers."""
     numbers, categories, classes = batch
     embedded = params["embedding.weight"][categories + 6 * jnp.arange(3)]
     inputs = jnp.concatenate([numbers, embedded.reshape(len(numbers), -1)], 1)

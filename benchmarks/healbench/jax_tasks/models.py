@@ -1,7 +1,7 @@
 """The models of the torch side (tasks/models.py) as functions of their parameters, and losses.
 
 Parameters are a flat dictionary by the names of the torch modules. A loss returns the BatchNorm
-statistics of its batch beside its value: by the names of the running ones, {} without BatchNorm.
+statistics of its batch with its value: by the names of the running ones, {} without BatchNorm.
 """
 
 from __future__ import annotations
@@ -130,18 +130,18 @@ def cross_entropies(scores: Array, labels: Array) -> Array:
 
 
 def next_byte(params: Arrays, windows: Array) -> tuple[Array, Arrays]:
-    """Of `byte_model` on windows (batch, length + 1), in nats per byte."""
+    """The loss of `byte_model` on windows (batch, length + 1), in nats per byte."""
     return cross_entropies(byte_model(params, windows[:, :-1]), windows[:, 1:]).mean(), {}
 
 
 def classification(params: Arrays, batch: Any) -> tuple[Array, Arrays]:
-    """Of an MLP with three layers on inputs and labels."""
+    """The loss of an MLP with three layers on inputs and labels."""
     inputs, labels = batch
     return cross_entropies(mlp(params, inputs), labels).mean(), {}
 
 
 def squared_errors(params: Arrays, batch: Any, activation: Activation = jax.nn.relu) -> Array:
-    """Of an MLP with three layers on the inputs and targets that a batch ends with; one each."""
+    """The loss of an MLP with three layers on the last inputs and targets of a batch; one each."""
     *_, inputs, targets = batch
     outputs = mlp(params, inputs, activation=activation)
     return jnp.square(outputs.reshape(targets.shape) - targets)

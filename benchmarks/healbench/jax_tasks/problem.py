@@ -21,16 +21,16 @@ from benchmarks.healbench.problem import MAIN, Task
 from benchmarks.healbench.tasks import TASKS
 
 Loss = Callable[[Arrays, Any], tuple[jax.Array, Arrays]]
-"""Of parameters and a batch: the loss, and the BatchNorm statistics of this batch, if any."""
+"""Takes parameters and a batch; returns the loss and the batch's BatchNorm statistics, if any."""
 
 _MOMENTUM = 0.1  # of BatchNorm's running statistics, torch's default
 
 
 class State(NamedTuple):
-    """What a training step takes and returns, and what a checkpoint holds."""
+    """The state that a training step takes and returns, and that a checkpoint holds."""
 
     params: Arrays
-    """By the torch names."""
+    """Parameters by their torch names."""
     opt_state: Any
     stats: Arrays
     """Running statistics of BatchNorm, by the torch names."""

@@ -1,4 +1,4 @@
-"""Adversarial training: two optimizers, and losses that say nothing about how good the run is."""
+"""Adversarial training: two optimizers, and losses that do not show how good the run is."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Mixture:
         return self.centres[which] + 0.1 * torch.randn(*shape, _SIZE, generator=self.generator)
 
     def noise(self, *shape: int) -> Tensor:
-        """What a generator starts from, (*shape, _LATENT)."""
+        """The input of a generator, (*shape, _LATENT)."""
         return torch.randn(*shape, _LATENT, generator=self.generator)
 
 

@@ -38,7 +38,7 @@ def seeded(seed: int) -> torch.Generator:
 
 
 class Clusters:
-    """Classes of three Gaussian clusters each, which no linear model can tell apart.
+    """Classes of three Gaussian clusters each, which no linear model can separate.
 
     Args:
         classes: number of classes.

@@ -119,7 +119,7 @@ class Walkers:
         self.at[which] = fresh[which]
 
     def lost(self, chance: float) -> np.ndarray:
-        """Whose episode is cut short, bool (count,)."""
+        """Which episodes are cut short, bool (count,)."""
         return self.rng.random(len(self.at)) < chance
 
     def act(self, policy: np.ndarray) -> tuple[np.ndarray, ...]:

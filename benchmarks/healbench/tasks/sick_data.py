@@ -41,23 +41,23 @@ class Rows(NamedTuple):
     y: Tensor
     """int64 (64,)."""
     weight: Tensor
-    """float32 (64,): of each row in the loss; 1 in every sound batch."""
+    """float32 (64,): of each row in the loss; 1 in every healthy batch."""
 
 
 class Replaced(Sequence[_T]):
     """A sequence with some of its elements replaced, each when it is asked for.
 
     Args:
-        sound: what all other elements are.
-        bad: element by index, from the sound one.
+        healthy: all other elements.
+        bad: element by index, made from the healthy one.
     """
 
-    def __init__(self, sound: Sequence[_T], bad: Mapping[int, Callable[[_T], _T]]) -> None:
-        self.sound = sound
+    def __init__(self, healthy: Sequence[_T], bad: Mapping[int, Callable[[_T], _T]]) -> None:
+        self.healthy = healthy
         self.bad = bad
 
     def __len__(self) -> int:
-        return len(self.sound)
+        return len(self.healthy)
 
     @overload
     def __getitem__(self, i: int) -> _T: ...
@@ -69,10 +69,10 @@ class Replaced(Sequence[_T]):
         if isinstance(i, slice):
             return [self[k] for k in range(*i.indices(len(self)))]
         i = range(len(self))[i]
-        return self.bad[i](self.sound[i]) if i in self.bad else self.sound[i]
+        return self.bad[i](self.healthy[i]) if i in self.bad else self.healthy[i]
 
 
-# -- the sound run --------------------------------------------------------------------------------
+# -- the healthy run ------------------------------------------------------------------------------
 
 
 def clusters(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -129,7 +129,7 @@ def sick_base_mlp(seed: int) -> Problem:
 
 
 def fault_generator(seed: int, index: int = 0) -> torch.Generator:
-    """For a fault's own draws, so that the sound batches stay those of the healthy run."""
+    """For a fault's own draws, so that the other batches stay those of the healthy run."""
     return torch.Generator().manual_seed((seed << 20) + index + 1)
 
 
@@ -157,7 +157,7 @@ def _garbage(batch: Rows, generator: torch.Generator) -> Rows:
 
 
 def _random_bytes(windows: Tensor, generator: torch.Generator) -> Tensor:
-    """What a decompressor gives at the wrong offset."""
+    """Random bytes, as a decompressor gives at the wrong offset."""
     return torch.randint(256, windows.shape, generator=generator)
 
 

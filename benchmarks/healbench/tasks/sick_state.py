@@ -1,6 +1,6 @@
 """Training whose weights or optimizer state are damaged once, between two steps.
 
-The data are sound throughout, and the damage happens once in time: a run that goes back to a
+The data are healthy throughout, and the damage happens once in time: a run that goes back to a
 checkpoint from before it does not meet it again.
 """
 
@@ -26,11 +26,11 @@ def damaged_once(problem: Problem, before: int, damage: Callable[[Problem], None
     The count is no part of any checkpoint: going back does not bring the fault back.
 
     Args:
-        problem: the sound run.
+        problem: the healthy run.
         before: which iteration of the loop comes right after the damage, counted as executed.
         damage: changes weights or optimizer state in place.
     """
-    sound = problem.step
+    healthy_step = problem.step
     executed = 0
 
     def step(batch: Any, update: Update) -> None:
@@ -38,7 +38,7 @@ def damaged_once(problem: Problem, before: int, damage: Callable[[Problem], None
         if executed == before:
             damage(problem)
         executed += 1
-        sound(batch, update)
+        healthy_step(batch, update)
 
     problem.step = step
     return problem

@@ -1,6 +1,6 @@
 """adagc against pytorch_optimizer's AdaGC, tensor by tensor.
 
-Two tensors with a gradient in one place each, so that their norms are what the trace says. With
+Two tensors with a gradient in one place each, so that their norms are those of the trace. With
 b1 = b2 = 0 the first moment *is* the clipped gradient: what the rule made of it can be read.
 pytorch_optimizer ends its warm-up one step before ours (it counts from 1), and has the numbers of
 the paper's first version: so the comparison runs with its 1.05 and 0.98, from step 100 on.
@@ -56,12 +56,12 @@ def port(policy: Policy, norms: np.ndarray) -> np.ndarray:
     return np.array(factors)
 
 
-def norms(seed: int, steps: int = 400, *, calm_until: int = 0) -> np.ndarray:
+def norms(seed: int, steps: int = 400, *, healthy_until: int = 0) -> np.ndarray:
     """Two tensors: noise about a slow drift, and spikes; global norms of about 0.4."""
     rng = np.random.default_rng(seed)
     level = np.array([0.1, 0.4]) * (1 + 0.2 * np.sin(np.arange(steps) / 60))[:, None]
     spikes = np.where(rng.random((steps, 2)) < 0.02, rng.uniform(2, 30, (steps, 2)), 1.0)
-    spikes[:calm_until] = 1.0
+    spikes[:healthy_until] = 1.0
     return level * np.exp(0.1 * rng.normal(size=(steps, 2))) * spikes
 
 
@@ -76,7 +76,7 @@ def test_the_same_factors(seed, scale):
 
 
 def test_the_same_factors_with_the_escape_until_25_rejections_on_balance():
-    values = norms(0, calm_until=WARM)
+    values = norms(0, healthy_until=WARM)
     ours, theirs = port(with_the_package_s_numbers(), values), original(values)
     differs = np.flatnonzero(~np.isclose(ours, theirs, rtol=2e-5).all(axis=1))
     first = int(differs[0]) if len(differs) else len(values)
@@ -88,7 +88,7 @@ def test_the_same_factors_with_the_escape_until_25_rejections_on_balance():
 
 def test_one_spike_in_the_warm_up_holds_every_other_tensor_down_in_the_original():
     """The global clip scales all by the one out of line; gamma is the smallest norm ever seen."""
-    values = norms(0, calm_until=400)
+    values = norms(0, healthy_until=400)
     values[50, 0] = 100.0
     ours, theirs = port(with_the_package_s_numbers(), values), original(values)
     assert (theirs[WARM:, 1] < 0.1).all()
@@ -102,7 +102,7 @@ def test_the_numbers_are_those_of_the_paper_s_second_version():
 
 
 def test_a_tensor_with_one_zero_norm_in_warm_up_is_dead_in_the_original():
-    values = norms(0, calm_until=400)
+    values = norms(0, healthy_until=400)
     values[50, 0] = 0.0
     with np.errstate(invalid="ignore", divide="ignore"):
         assert (original_with_zeros(values)[WARM:, 0] < 1e-6).all()

@@ -42,7 +42,7 @@ def test_the_same_steps_are_clipped_but_for_norms_within_a_bin_of_the_limit():
 
 
 def test_the_package_clips_the_same_steps():
-    """Its limit is of the norms before this one."""
+    """The limit comes from the norms before this one."""
     autoclip = pytest.importorskip("autoclip.torch", exc_type=ImportError)
     runs = traces.synthetic()[:6]
     for run, ours in zip(runs, traces.port(RECIPE, runs), strict=True):
@@ -63,7 +63,7 @@ def test_the_package_clips_the_same_steps():
 
 
 def test_one_nan_makes_the_original_s_limit_nan():
-    run = traces.calm(0, 200)
+    run = traces.healthy(0, 200)
     run.norm[50] = np.nan
     (ours,) = traces.port(RECIPE, [run])
     assert np.isnan(published.autoclip(run.norm)[50:]).all()

@@ -34,7 +34,7 @@ def test_the_same_steps_are_dropped():
 
 
 @pytest.mark.parametrize("ratio", [3.0, 5.0])
-def test_and_with_smaller_multiples_which_drop_more(ratio):
+def test_smaller_multiples_drop_more_and_still_agree(ratio):
     policy = load(RECIPE)
     rule = policy.detect.grad_ema
     assert rule is not None
@@ -59,7 +59,7 @@ def test_the_same_steps_with_standard_deviations():
 
 
 def test_a_run_that_begins_at_20_never_takes_a_step_in_the_original():
-    run = traces.calm(0)
+    run = traces.healthy(0)
     run.norm[:] *= 100
     (ours,) = traces.port(RECIPE, [run])
     assert published.axlearn(run.norm).all()
@@ -67,7 +67,7 @@ def test_a_run_that_begins_at_20_never_takes_a_step_in_the_original():
 
 
 def test_after_a_true_shift_the_original_drops_every_step():
-    run = traces.calm(0, 800)
+    run = traces.healthy(0, 800)
     run.norm[500:] *= 30
     (ours,) = traces.port(RECIPE, [run])
     assert published.axlearn(run.norm)[500:].all()
@@ -75,8 +75,8 @@ def test_after_a_true_shift_the_original_drops_every_step():
 
 
 def test_constant_norms_are_the_end_of_the_original_with_standard_deviations():
-    """Its variance is 0, or negative by rounding; the root 0 or NaN; and nothing is below that."""
-    run = traces.calm(0)
+    """The original's variance is 0, or negative by rounding; its limit lets no step pass."""
+    run = traces.healthy(0)
     run.norm[:] = np.float32(0.7)
     (ours,) = traces.port(with_sigmas(20.0, 100), [run])
     theirs = published.axlearn(run.norm, ratio=None, sigmas=20.0, min_count=100)

@@ -37,7 +37,7 @@ def test_one_nan_is_a_nan_in_every_gradient_of_the_originals():
     weights[0].grad, weights[1].grad = torch.tensor([torch.nan]), torch.ones(1)
     torch.nn.utils.clip_grad_norm_(weights, 1.0)
     assert torch.isnan(weights[1].grad).all()
-    run = traces.calm(0, 100)
+    run = traces.healthy(0, 100)
     run.norm[50] = np.nan
     (ours,) = traces.port(RECIPE, [run])
     assert np.flatnonzero(ours.skip).tolist() == [50]

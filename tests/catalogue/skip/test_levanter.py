@@ -22,7 +22,7 @@ def test_equal_wherever_the_windows_are():
 
 
 def test_it_judges_one_step_later_than_olmo_s_rule():
-    run = traces.calm(0, 100)
+    run = traces.healthy(0, 100)
     run.loss[63] = 50.0
     (late,), (early,) = traces.port(RECIPE, [run]), traces.port("olmo2-skip-step", [run])
     assert not late.skip[63]
@@ -30,7 +30,7 @@ def test_it_judges_one_step_later_than_olmo_s_rule():
 
 
 def test_one_nan_costs_the_original_129_steps():
-    run = traces.calm(3, 400)
+    run = traces.healthy(3, 400)
     run.norm[200] = np.inf
     (ours,) = traces.port(RECIPE, [run])
     with np.errstate(invalid="ignore"):
@@ -41,7 +41,7 @@ def test_one_nan_costs_the_original_129_steps():
 
 def test_the_floor_of_the_deviation_has_the_unit_of_the_value():
     """Losses of a size of 1e-7 never rise 6e-6, whatever happens to them."""
-    run = traces.calm(3, 200)
+    run = traces.healthy(3, 200)
     run.loss[:] = 1e-7 * run.loss
     run.loss[150] *= 20
     (ours,) = traces.port(RECIPE, [run])

@@ -11,7 +11,7 @@ RECIPE = "maxtext-skip"
 
 
 def test_equal_wherever_the_windows_are():
-    """Given the norm before clipping, as the rule is meant."""
+    """The rule gets the norm before clipping, as intended."""
     runs, compared, skipped = traces.everything(), 0, 0
     for run, ours in zip(runs, traces.port(RECIPE, runs), strict=True):
         theirs = published.maxtext(run.loss, run.norm)
@@ -28,7 +28,7 @@ def test_it_is_olmo_s_rule_under_another_name():
 
 
 def test_after_clipping_there_is_nothing_left_to_see():
-    run = traces.calm(3, 300)
+    run = traces.healthy(3, 300)
     run.norm[:] *= 3  # all of them above the limit
     run.norm[200] *= 100
     (ours,) = traces.port(RECIPE, [run])
@@ -38,7 +38,7 @@ def test_after_clipping_there_is_nothing_left_to_see():
 
 
 def test_one_nan_costs_the_original_129_steps():
-    run = traces.calm(3, 400)
+    run = traces.healthy(3, 400)
     run.loss[200] = np.nan
     (ours,) = traces.port(RECIPE, [run])
     theirs = published.maxtext(run.loss, run.norm)

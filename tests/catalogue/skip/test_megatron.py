@@ -6,7 +6,7 @@ import numpy as np
 
 from healcore.core.verdict import Cause
 from tests.catalogue.skip import published, traces
-from tests.catalogue.watch.curves import told
+from tests.catalogue.watch.curves import decisions_of
 
 RECIPE = "megatron-threshold"
 
@@ -21,18 +21,18 @@ def test_the_same_norms_are_above_the_threshold():
 
 
 def test_the_same_losses_are_unexpectedly_large():
-    run = traces.calm(0)
+    run = traces.healthy(0)
     run.loss[[50, 200, 300]] *= 40
     for losses in (run.loss, np.where(np.arange(len(run.loss)) == 50, 2.0, run.loss)):
-        ours = told(RECIPE, losses, run.norm)
+        ours = decisions_of(RECIPE, losses, run.norm)
         theirs = published.megatron_spiky(losses)
-        np.testing.assert_array_equal(theirs, ours.says(Cause.DIVERGENCE))
-        assert not ours.skip.any(), "people are told, nothing is done"
+        np.testing.assert_array_equal(theirs, ours.reports(Cause.DIVERGENCE))
+        assert not ours.skip.any(), "it only alerts"
     assert theirs.any()
 
 
 def test_a_norm_that_stays_above_is_skipped_for_ever_by_the_original():
-    run = traces.calm(0, 300)
+    run = traces.healthy(0, 300)
     run.norm[100:] = 200.0
     (ours,) = traces.port(RECIPE, [run])
     assert published.megatron_skips(run.norm, 100.0)[100:].all()
@@ -41,7 +41,7 @@ def test_a_norm_that_stays_above_is_skipped_for_ever_by_the_original():
 
 
 def test_a_nan_is_not_above_any_number():
-    run = traces.calm(0, 200)
+    run = traces.healthy(0, 200)
     run.norm[100] = np.nan
     (ours,) = traces.port(RECIPE, [run])
     assert not published.megatron_skips(run.norm, 100.0).any()

@@ -45,11 +45,11 @@ def original(run: traces.Trace) -> np.ndarray:
 
 
 @functools.cache
-def both() -> list[tuple[traces.Trace, np.ndarray, traces.Told]]:
-    """Every run, with what the original and the port say."""
+def both() -> list[tuple[traces.Trace, np.ndarray, traces.Decisions]]:
+    """Every run, with the decisions of the original and of the port."""
     runs = traces.everything()
-    told = traces.port(RECIPE, runs)
-    return [(run, original(run), port) for run, port in zip(runs, told, strict=True)]
+    decisions = traces.port(RECIPE, runs)
+    return [(run, original(run), port) for run, port in zip(runs, decisions, strict=True)]
 
 
 def test_equal_wherever_the_windows_are():
@@ -96,7 +96,7 @@ def at_sigmas(sigmas: float):
 
 
 def test_one_nan_costs_the_original_129_steps():
-    run = traces.calm(3, 400)
+    run = traces.healthy(3, 400)
     run.loss[200] = np.nan
     (ours,) = traces.port(RECIPE, [run])
     assert np.flatnonzero(original(run)).tolist() == list(range(200, 329))
@@ -105,7 +105,7 @@ def test_one_nan_costs_the_original_129_steps():
 
 def test_the_original_lets_the_skipped_nan_into_the_weights():
     """0 * NaN is NaN. The port's adapters select (tests/torch, tests/jax)."""
-    run, rule = traces.calm(3, 100), Original()
+    run, rule = traces.healthy(3, 100), Original()
     for loss, norm in zip(run.loss, run.norm, strict=True):
         rule.skips(loss, norm)
     assert torch.isfinite(rule.weight).all()
@@ -114,7 +114,7 @@ def test_the_original_lets_the_skipped_nan_into_the_weights():
 
 
 def test_a_nan_at_the_beginning_is_applied_by_the_original():
-    run = traces.calm(3, 60)
+    run = traces.healthy(3, 60)
     run.norm[10] = np.nan
     assert not original(run)[:60].any()
     (ours,) = traces.port(RECIPE, [run])
@@ -122,7 +122,7 @@ def test_a_nan_at_the_beginning_is_applied_by_the_original():
 
 
 def test_an_outlier_blinds_the_original_for_a_window():
-    run = traces.calm(3, 500)
+    run = traces.healthy(3, 500)
     run.norm[200] *= 1000
     run.norm[[300, 450]] *= 5
     (ours,) = traces.port(RECIPE, [run])
@@ -131,7 +131,7 @@ def test_an_outlier_blinds_the_original_for_a_window():
 
 
 def test_after_constant_values_the_original_skips_any_rise():
-    run = traces.calm(3, 200)
+    run = traces.healthy(3, 200)
     run.loss[:], run.norm[:] = 2.0, 1.0
     run.loss[150] += np.float32(1e-6)
     (ours,) = traces.port(RECIPE, [run])

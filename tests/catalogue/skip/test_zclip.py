@@ -31,7 +31,7 @@ def original(norms: np.ndarray, limit: float | None) -> np.ndarray:
 
 
 def comparable(run: traces.Trace) -> int:
-    """Steps up to where the two have a reason to part: a shift, or quieter norms than 1 %."""
+    """Steps before the two can differ: a level shift, or norms with less than 1 % of noise."""
     return 300 if "shift" in run.name else len(run.norm)
 
 
@@ -49,7 +49,7 @@ def test_the_same_factors(recipe):
 
 @pytest.mark.parametrize("recipe", LIMITS)
 def test_on_recorded_runs_the_same_steps_are_clipped_until_one_escapes(recipe):
-    """A run whose norm shifts is where the published rule locks in: few, and told apart."""
+    """A run whose norm shifts is where the published rule locks in: few, and listed separately."""
     runs = traces.from_the_records()
     if not runs:
         pytest.skip("no recorded runs here")
@@ -79,7 +79,7 @@ def test_the_preset_is_the_package():
 
 
 def test_one_nan_ends_the_original():
-    run = traces.calm(0)
+    run = traces.healthy(0)
     run.norm[100] = np.nan
     run.norm[300] = 50.0
     (ours,) = traces.port("zclip-paper", [run])
@@ -90,7 +90,7 @@ def test_one_nan_ends_the_original():
 
 def test_an_inf_in_the_warm_up_ends_it_too():
     """An fp16 scaler overflows in its first steps, by design."""
-    run = traces.calm(0)
+    run = traces.healthy(0)
     run.norm[3] = np.inf
     run.norm[300] = 50.0
     (ours,) = traces.port("zclip-paper", [run])
@@ -98,8 +98,8 @@ def test_an_inf_in_the_warm_up_ends_it_too():
     assert ours.grad_scale[300] < 0.1
 
 
-def test_after_a_true_shift_the_original_clips_for_ever():
-    run = traces.calm(0, 800)
+def test_after_a_true_shift_the_original_clips_forever():
+    run = traces.healthy(0, 800)
     run.norm[400:] *= 2
     (ours,) = traces.port("zclip-paper", [run])
     assert (original(run.norm, None)[400:] < 1).mean() > 0.95

@@ -1,4 +1,4 @@
-"""The runs on which an original and its port are driven, and the port driven on them."""
+"""Runs on which an original rule and its port run, and the port's decisions on them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from healcore.core.signals import Signals
 from healcore.policy import PolicySource, load
 from tests.core.fuzz import at
-from tests.parity import recorded
+from tests.parity import recorded_runs
 
 STEPS = 500
 
@@ -23,18 +23,18 @@ class Trace(NamedTuple):
     norm: np.ndarray
 
 
-class Told(NamedTuple):
-    """What a policy says of one run, (steps,)."""
+class Decisions(NamedTuple):
+    """What a policy decides at each step of one run, (steps,)."""
 
     alarm: np.ndarray
     """bool: some detector finds the step out of line."""
     skip: np.ndarray
     grad_scale: np.ndarray
     threshold: np.ndarray
-    """Of the clipping rule."""
+    """The limit of the clipping rule."""
 
 
-def port(policy: PolicySource, runs: list[Trace]) -> list[Told]:
+def port(policy: PolicySource, runs: list[Trace]) -> list[Decisions]:
     """Drives a policy on all runs at once, a lane each; a shorter run ends in skipped steps."""
     steps = max(len(run.loss) for run in runs)
     shape = (steps, len(runs))
@@ -51,7 +51,7 @@ def port(policy: PolicySource, runs: list[Trace]) -> list[Told]:
         rows.append((d.cause != 0, d.skip, d.grad_scale, state.last.threshold))
     columns = [np.stack(column) for column in zip(*rows, strict=True)]
     return [
-        Told(*(column[: len(run.loss), lane] for column in columns))
+        Decisions(*(column[: len(run.loss), lane] for column in columns))
         for lane, run in enumerate(runs)
     ]
 
@@ -63,20 +63,20 @@ def after_none(flags: np.ndarray, steps: int) -> np.ndarray:
     return before[at] == before[np.maximum(0, at - steps)]
 
 
-def calm(seed: int, steps: int = STEPS) -> Trace:
+def healthy(seed: int, steps: int = STEPS) -> Trace:
     """A falling loss with Gaussian noise, norms with a lognormal scatter of ten percent."""
     rng = np.random.default_rng(seed)
     loss = 2 + 3 * np.exp(-np.arange(steps) / 120) + 0.05 * rng.normal(size=steps)
     norm = (0.6 + np.exp(-np.arange(steps) / 90)) * np.exp(0.1 * rng.normal(size=steps))
-    return Trace(f"calm {seed}", loss.astype(np.float32), norm.astype(np.float32))
+    return Trace(f"healthy {seed}", loss.astype(np.float32), norm.astype(np.float32))
 
 
 def synthetic() -> list[Trace]:
-    """Calm runs, single spikes, rows of them, ramps, level shifts and heavy tails; all finite."""
+    """Healthy runs, single spikes, rows of them, ramps, level shifts, heavy tails; all finite."""
     runs = []
     for seed in range(2):
         rng = np.random.default_rng(50 + seed)
-        base = calm(seed)
+        base = healthy(seed)
         single = rng.random(STEPS) < 0.01
         row = np.zeros(STEPS, bool)
         for start in (150, 270, 420):
@@ -105,10 +105,10 @@ def synthetic() -> list[Trace]:
 
 def from_the_records(rows: int = 500, most: int = 10) -> list[Trace]:
     """Recorded runs with finite losses and norms, where they are; else none."""
-    if recorded.needed.args[0]:
+    if recorded_runs.needed.args[0]:
         return []
     runs = []
-    for name, loss, norm, onset in recorded.all_runs():
+    for name, loss, norm, onset in recorded_runs.all_runs():
         if norm is None or not (np.isfinite(loss).all() and np.isfinite(norm).all()):
             continue
         start = max(0, min(onset - rows // 2, len(loss) - rows))
@@ -120,5 +120,5 @@ def from_the_records(rows: int = 500, most: int = 10) -> list[Trace]:
 
 @functools.cache
 def everything() -> list[Trace]:
-    """Both kinds."""
+    """Synthetic and recorded runs."""
     return [*synthetic(), *from_the_records()]

@@ -1,4 +1,4 @@
-"""The curves on which an original and its port are driven, and the port driven on them."""
+"""Loss curves on which an original rule and its port run, and the port's decisions on them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from healcore.core import host
 from healcore.core.signals import Signals
 from healcore.core.verdict import Action, Cause
 from healcore.policy import load
-from tests.parity import recorded
+from tests.parity import recorded_runs
 
 STEPS = 420
 
 
-class Told(NamedTuple):
-    """What a policy says along a curve, step by step."""
+class Decisions(NamedTuple):
+    """What a policy decides at each step of a curve, (steps,)."""
 
     cause: np.ndarray
     action: np.ndarray
@@ -25,22 +25,22 @@ class Told(NamedTuple):
     lr_scale: np.ndarray
     grad_scale: np.ndarray
 
-    def says(self, cause: Cause) -> np.ndarray:
-        """At which steps."""
+    def reports(self, cause: Cause) -> np.ndarray:
+        """At which steps, bool (steps,)."""
         return (self.cause & int(cause)) != 0
 
     def orders(self, action: Action) -> np.ndarray:
-        """At which steps."""
+        """At which steps, bool (steps,)."""
         return (self.action & int(action)) != 0
 
 
 def first(flags: Any) -> int | None:
-    """Where the first one is set."""
+    """The index of the first flag that is set; None without one."""
     where = np.flatnonzero(flags)
     return int(where[0]) if len(where) else None
 
 
-def told(policy: Any, losses: Any, norms: Any = None, evals: Any = None) -> Told:
+def decisions_of(policy: Any, losses: Any, norms: Any = None, evals: Any = None) -> Decisions:
     """Drives a policy with losses, and norms and evaluation losses where given."""
     engine = load(policy).engine()
     state = engine.init()
@@ -56,7 +56,7 @@ def told(policy: Any, losses: Any, norms: Any = None, evals: Any = None) -> Told
             rows.append(
                 (ordered.cause, ordered.action, ordered.skip, ordered.lr_scale, ordered.grad_scale)
             )
-    return Told(*(np.array(column) for column in zip(*rows, strict=True)))
+    return Decisions(*(np.array(column) for column in zip(*rows, strict=True)))
 
 
 def healthy(steps: int = STEPS, *, seed: int = 0, level: float = 2.0) -> np.ndarray:
@@ -67,7 +67,7 @@ def healthy(steps: int = STEPS, *, seed: int = 0, level: float = 2.0) -> np.ndar
 
 
 def synthetic() -> dict[str, np.ndarray]:
-    """Positive finite losses: calm ones, single spikes, rows, ramps, shifts, heavy tails."""
+    """Positive finite losses: healthy ones, single spikes, rows, ramps, shifts, heavy tails."""
     made = {}
     for seed in range(3):
         rng = np.random.default_rng(100 + seed)
@@ -77,7 +77,7 @@ def synthetic() -> dict[str, np.ndarray]:
         rows = healthy(seed=seed)
         for start in (150, 260, 340):
             rows[start : start + int(rng.integers(2, 9))] *= np.float32(rng.uniform(1.8, 4))
-        made[f"calm {seed}"] = healthy(seed=seed)
+        made[f"healthy {seed}"] = healthy(seed=seed)
         made[f"spikes {seed}"] = spikes
         made[f"rows {seed}"] = rows
         tails = 2 + rng.standard_t(1.5, STEPS)
@@ -100,7 +100,7 @@ def from_runs(rows: int, most: int) -> dict[str, np.ndarray]:
     """Finite stretches of recorded runs about their first spike: at most `most` of each folder."""
     kept: dict[str, np.ndarray] = {}
     folders: dict[str, int] = {}
-    for name, losses, _, onset in recorded.all_runs():
+    for name, losses, _, onset in recorded_runs.all_runs():
         folder = name.rsplit("__", 1)[0].rsplit("/", 1)[0]
         start = max(0, min(onset - rows // 2, len(losses) - rows))
         part = losses[start : start + rows]

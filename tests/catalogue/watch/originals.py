@@ -1,4 +1,4 @@
-"""What the originals do, in plain Python from their sources: an oracle where none can be run.
+"""The originals' rules in plain Python from their sources: an oracle where none can be run.
 
 `KillLossSpike` is llm-foundry's callback without Composer (which it needs, with GPUs' worth of
 dependencies); `LossWatchDog` is Axolotl's, on transformers' own callback classes. Written from the

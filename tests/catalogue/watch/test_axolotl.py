@@ -1,7 +1,7 @@
 """Axolotl's loss watchdog and its port, on transformers' own callback classes.
 
 With `logging_steps = 1` the two stop at the same loss on every finite curve (the original is asked
-before the step is logged, and so says it one step later). What differs has a test of its own.
+before the step is logged, and so reports it one step later). What differs has a test of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 from healcore.core.verdict import Action, Cause
 from healcore.policy import load
 from tests.catalogue.watch import curves
-from tests.parity import recorded
+from tests.parity import recorded_runs
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 originals = pytest.importorskip("tests.catalogue.watch.originals")
@@ -29,8 +29,8 @@ def stopped(losses, threshold=5.0):
     assert policy.detect.loss_ceiling is not None
     ceiling = policy.detect.loss_ceiling.model_copy(update={"ceiling": threshold})
     detect = policy.detect.model_copy(update={"loss_ceiling": ceiling})
-    told = curves.told(policy.model_copy(update={"detect": detect}), losses)
-    return curves.first(told.orders(Action.STOP))
+    decisions = curves.decisions_of(policy.model_copy(update={"detect": detect}), losses)
+    return curves.first(decisions.orders(Action.STOP))
 
 
 @functools.cache
@@ -40,7 +40,7 @@ def stopped_on(name, threshold):
 
 
 def asked(losses, threshold=5.0, **options):
-    """The step whose loss makes the original stop; it says so at the next."""
+    """The step whose loss makes the original stop; it reports this at the next."""
     losses = [*losses, losses[-1]]
     first = curves.first(originals.watched(losses, threshold=threshold, **options))
     return None if first is None else first - 1
@@ -58,7 +58,7 @@ def test_the_curves_have_both_answers():
     assert any(each is not None for each in answers)
 
 
-@recorded.needed
+@recorded_runs.needed
 @curves.SOME_AND_ALL
 def test_the_same_step_on_recorded_runs(most):
     runs, stops = curves.from_runs(200, most), 0
@@ -93,7 +93,7 @@ def test_a_loss_that_has_become_nan_stops_the_run():
     losses[30:] = np.nan
     assert asked(losses) is None
     assert stopped(losses) == 32
-    assert curves.told(NAME, losses).says(Cause.NONFINITE_LOSS)[30:].all()
+    assert curves.decisions_of(NAME, losses).reports(Cause.NONFINITE_LOSS)[30:].all()
 
 
 def test_one_high_log_entry_is_one():

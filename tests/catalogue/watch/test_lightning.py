@@ -1,7 +1,7 @@
 """Lightning's SpikeDetection and its port, decision by decision.
 
 The original raises and the run is over; here it is caught, so that every step of a curve compares.
-On positive, finite losses the two say the same at every step, until the port's escape: after 25
+On positive, finite losses both report the same at every step, until the port's escape: after 25
 rejections in a row the port takes the new level for the level, where the original rejects for ever.
 What else differs has a test of its own below.
 """
@@ -15,7 +15,7 @@ import pytest
 
 from healcore.core.verdict import Action, Cause
 from tests.catalogue.watch import curves
-from tests.parity import recorded
+from tests.parity import recorded_runs
 
 torch = pytest.importorskip("torch")
 spike = pytest.importorskip("lightning.fabric.utilities.spike", reason="lightning is not installed")
@@ -34,37 +34,37 @@ def fabric():
 
 @pytest.fixture
 def original(fabric, tmp_path):
-    """The callback as it comes: what it says of a curve, exceptions caught."""
+    """The unchanged callback: whether it raises at each step of a curve."""
 
     def drive(losses):
         callback = spike.SpikeDetection(exclude_batches_path=str(tmp_path / "skip.json"))
-        said = []
+        alarms = []
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for index, loss in enumerate(losses):
                 try:
                     callback.on_train_batch_end(fabric, torch.tensor(float(loss)), None, index)
-                    said.append(False)
+                    alarms.append(False)
                 except spike.TrainingSpikeException:
-                    said.append(True)
-        return np.array(said)
+                    alarms.append(True)
+        return np.array(alarms)
 
     return drive
 
 
 def port(losses):
-    """What the policy says: a spike, or a loss that is not finite."""
-    return curves.told(NAME, losses).says(Cause.LOSS_SPIKE | Cause.NONFINITE_LOSS)
+    """Where the policy reports a spike or a loss that is not finite."""
+    return curves.decisions_of(NAME, losses).reports(Cause.LOSS_SPIKE | Cause.NONFINITE_LOSS)
 
 
-def until_the_escape(said):
+def until_the_escape(alarms):
     """Steps before the port has rejected `ESCAPE` in a row."""
     row = 0
-    for i, each in enumerate(said):
+    for i, each in enumerate(alarms):
         row = row + 1 if each else 0
         if row == ESCAPE:
             return i + 1
-    return len(said)
+    return len(alarms)
 
 
 def compare(losses, original):
@@ -78,13 +78,13 @@ def compare(losses, original):
 def test_the_same_at_every_step(name, original):
     found, compared = compare(SYNTHETIC[name], original)
     assert compared == curves.STEPS or name == "shift"
-    if name.startswith(("calm", "ramp")):
+    if name.startswith(("healthy", "ramp")):
         assert found == 0
     elif not name.startswith("rows"):  # most of a row is below three means
         assert found
 
 
-@recorded.needed
+@recorded_runs.needed
 @curves.SOME_AND_ALL
 def test_the_same_on_recorded_runs(original, most):
     runs = curves.from_runs(250, most)
@@ -97,7 +97,7 @@ def test_the_same_on_recorded_runs(original, most):
 
 def test_it_stops_the_run_as_the_exception_does(original):
     losses = SYNTHETIC["spikes 0"]
-    stops = curves.told(NAME, losses).orders(Action.STOP)
+    stops = curves.decisions_of(NAME, losses).orders(Action.STOP)
     assert curves.first(stops) == curves.first(original(losses))
 
 
@@ -146,5 +146,5 @@ def test_the_original_cannot_load_its_own_state_and_the_port_can(original, fabri
     with pytest.raises((AttributeError, KeyError, RuntimeError)):
         callback.load_state_dict(callback.state_dict())
     engine = curves.load(NAME).engine()
-    told = engine.to_dict(engine.init())
-    assert engine.to_dict(engine.from_dict(told)) == told
+    saved = engine.to_dict(engine.init())
+    assert engine.to_dict(engine.from_dict(saved)) == saved

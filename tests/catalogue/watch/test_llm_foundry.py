@@ -13,7 +13,7 @@ import pytest
 from healcore.core.verdict import Action, Cause
 from tests.catalogue.watch import curves
 from tests.catalogue.watch.originals import KillLossSpike
-from tests.parity import recorded
+from tests.parity import recorded_runs
 
 NAME = "llm-foundry-kill-loss-spike"
 WINDOW, ESCAPE = 100, 25
@@ -27,14 +27,14 @@ def original(losses):
 
 
 def port(losses):
-    return curves.told(NAME, losses)
+    return curves.decisions_of(NAME, losses)
 
 
 def compare(losses):
     """Steps at which both had the same window, and outliers there."""
     theirs, _, _ = original(losses)
-    told = port(losses)
-    ours = told.says(Cause.LOSS_SPIKE)
+    decisions = port(losses)
+    ours = decisions.reports(Cause.LOSS_SPIKE)
     clean = outliers = 0
     for i in range(len(losses)):
         past = slice(max(0, i - WINDOW), i)
@@ -53,14 +53,14 @@ def compare(losses):
 def test_the_same_outliers(name):
     clean, outliers = compare(SYNTHETIC[name])
     assert clean >= WINDOW
-    if name.startswith("calm"):
+    if name.startswith("healthy"):
         assert outliers == 0
         assert clean == curves.STEPS
     elif name.startswith(("spikes", "rows", "heavy", "shift")):
         assert outliers
 
 
-@recorded.needed
+@recorded_runs.needed
 @curves.SOME_AND_ALL
 def test_the_same_outliers_on_recorded_runs(most):
     found = [compare(losses) for losses in curves.from_runs(400, most).values()]
@@ -74,8 +74,8 @@ def test_the_fifth_outlier_in_a_row_kills():
     losses = np.full(200, 2.0)
     losses[150:160] = 9.0
     _, spike, _ = original(losses)
-    told = port(losses)
-    assert curves.first(spike) == 154 == curves.first(told.orders(Action.STOP))
+    decisions = port(losses)
+    assert curves.first(spike) == 154 == curves.first(decisions.orders(Action.STOP))
     losses[154] = 2.0  # the row is broken
     _, spike, _ = original(losses)
     assert curves.first(spike) == 159 == curves.first(port(losses).orders(Action.STOP))
@@ -87,9 +87,9 @@ def test_half_a_window_above_ten_kills():
     losses[300:] = 11.0
     losses[300::5] = 4.0  # so that it is no row
     _, spike, high = original(losses)
-    told = port(losses)
+    decisions = port(losses)
     assert not spike[:150].any()
-    ours = curves.first(told.says(Cause.DIVERGENCE) & told.orders(Action.STOP))
+    ours = curves.first(decisions.reports(Cause.DIVERGENCE) & decisions.orders(Action.STOP))
     assert ours is not None
     assert curves.first(high) == ours + 1, "the original counts the steps before this one"
 
@@ -97,9 +97,11 @@ def test_half_a_window_above_ten_kills():
 def test_log_only_is_mode_observe():
     losses = np.full(200, 2.0)
     losses[150:160] = 9.0
-    told = curves.told(curves.load(NAME).model_copy(update={"mode": "observe"}), losses)
-    assert told.orders(Action.STOP).any()
-    assert told.says(Cause.LOSS_SPIKE).sum() == 10
+    decisions = curves.decisions_of(
+        curves.load(NAME).model_copy(update={"mode": "observe"}), losses
+    )
+    assert decisions.orders(Action.STOP).any()
+    assert decisions.reports(Cause.LOSS_SPIKE).sum() == 10
 
 
 # -- where the original is broken ---------------------------------------------------------------
@@ -111,8 +113,8 @@ def test_a_nan_does_not_switch_it_off():
     outlier, spike, _ = original(losses)
     assert not outlier.any()
     assert not spike.any()
-    told = port(losses)
-    assert curves.first(told.orders(Action.STOP)) == 164
+    decisions = port(losses)
+    assert curves.first(decisions.orders(Action.STOP)) == 164
 
 
 def test_the_cap_is_taken_from_the_first_window():
@@ -124,8 +126,11 @@ def test_the_cap_is_taken_from_the_first_window():
     _, spike, high = original(losses)
     assert not spike.any()
     assert not high.any(), "4.5 is below 10"
-    told = port(losses)
-    assert curves.first(told.says(Cause.DIVERGENCE) & told.orders(Action.STOP)) is not None
+    decisions = port(losses)
+    assert (
+        curves.first(decisions.reports(Cause.DIVERGENCE) & decisions.orders(Action.STOP))
+        is not None
+    )
 
 
 def test_an_outlier_does_not_raise_the_bar_for_the_next():
@@ -143,13 +148,13 @@ def test_negative_and_zero_losses_are_not_killed(level):
     losses = np.full(200, level)
     _, spike, _ = original(losses)
     assert curves.first(spike) == 104
-    told = port(losses)
-    assert not told.cause.any()
-    assert not told.orders(Action.STOP).any()
+    decisions = port(losses)
+    assert not decisions.cause.any()
+    assert not decisions.orders(Action.STOP).any()
 
 
 def test_a_true_level_shift_is_the_level_after_the_escape():
-    """In a run that only observes; in one that heals the fifth outlier has stopped it."""
+    """In observe mode; in heal mode the fifth outlier has stopped the run."""
     losses = np.full(400, 2.0)
     losses[150:] = 4.4
-    assert np.flatnonzero(port(losses).says(Cause.LOSS_SPIKE)).tolist() == list(range(150, 175))
+    assert np.flatnonzero(port(losses).reports(Cause.LOSS_SPIKE)).tolist() == list(range(150, 175))

@@ -73,46 +73,46 @@ def test_the_presets_differ_in_nothing_else():
 
 def test_a_healthy_run_is_left_alone(preset):
     policy, _ = preset
-    told = curves.told(policy, *quiet())
-    assert not told.action.any()
-    assert not told.skip.any()
+    decisions = curves.decisions_of(policy, *quiet())
+    assert not decisions.action.any()
+    assert not decisions.skip.any()
 
 
 def test_nan_loss_goes_back_and_halves_the_rate(preset):
     policy, (nan, *_) = preset
     losses, norms = quiet()
     losses[300 : 300 + nan], norms[300 : 300 + nan] = np.nan, np.nan
-    told = curves.told(policy, losses, norms)
-    assert told.skip[300 : 300 + nan].all()
-    (order,) = np.flatnonzero(told.orders(Action.ROLLBACK))
+    decisions = curves.decisions_of(policy, losses, norms)
+    assert decisions.skip[300 : 300 + nan].all()
+    (order,) = np.flatnonzero(decisions.orders(Action.ROLLBACK))
     assert order == 300 + nan - 1
-    assert told.lr_scale[order:].max() == 0.5
+    assert decisions.lr_scale[order:].max() == 0.5
     if nan > 1:
         losses[300 + nan - 1], norms[300 + nan - 1] = 2.0, 0.5
-        assert not curves.told(policy, losses, norms).orders(Action.ROLLBACK).any()
+        assert not curves.decisions_of(policy, losses, norms).orders(Action.ROLLBACK).any()
 
 
 def test_a_loss_spike_is_saved_and_clipped_and_no_more(preset):
     policy, (_, ratio, *_) = preset
     losses, norms = quiet()
     losses[300], norms[300] = losses[200:300].mean() * ratio * 1.01, 8.0
-    told = curves.told(policy, losses, norms)
-    assert np.flatnonzero(told.says(Cause.LOSS_SPIKE)).tolist() == [300]
-    assert told.action[300] == int(Action.SAVE | Action.ALERT)
-    assert told.grad_scale[300] < 0.15
+    decisions = curves.decisions_of(policy, losses, norms)
+    assert np.flatnonzero(decisions.reports(Cause.LOSS_SPIKE)).tolist() == [300]
+    assert decisions.action[300] == int(Action.SAVE | Action.ALERT)
+    assert decisions.grad_scale[300] < 0.15
     losses[300] *= 0.98
-    assert not curves.told(policy, losses, norms).says(Cause.LOSS_SPIKE).any()
+    assert not curves.decisions_of(policy, losses, norms).reports(Cause.LOSS_SPIKE).any()
 
 
 def test_divergence_goes_back_and_halves_the_rate(preset):
     policy, (_, _, patience, *_) = preset
     losses, norms = quiet(1200)
     losses[500:] += np.linspace(0, 7, 700).astype(np.float32)
-    told = curves.told(policy, losses, norms)
-    order = curves.first(told.orders(Action.ROLLBACK))
+    decisions = curves.decisions_of(policy, losses, norms)
+    order = curves.first(decisions.orders(Action.ROLLBACK))
     assert order is not None
     assert 500 < order < 500 + 2 * patience + 120
-    assert told.orders(Action.CUT_LR)[order]
+    assert decisions.orders(Action.CUT_LR)[order]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_divergence_goes_back_and_halves_the_rate(preset):
         ("overfit", Cause.OVERFIT),
     ],
 )
-def test_what_needs_a_person_is_told_and_no_more(preset, failure, cause):
+def test_what_needs_a_person_only_alerts(preset, failure, cause):
     policy, _ = preset
     losses, norms = quiet()
     evals = np.full(len(losses), np.nan, np.float32)
@@ -136,10 +136,10 @@ def test_what_needs_a_person_is_told_and_no_more(preset, failure, cause):
         losses = (0.693 + 0.005 * np.sin(np.arange(500))).astype(np.float32)
     else:
         evals[100::50] = 4.5
-    told = curves.told(policy, losses, norms, evals)
-    assert told.says(cause).any()
-    assert set(told.action[told.action != 0]) == {int(Action.ALERT)}
-    assert not told.skip.any()
+    decisions = curves.decisions_of(policy, losses, norms, evals)
+    assert decisions.reports(cause).any()
+    assert set(decisions.action[decisions.action != 0]) == {int(Action.ALERT)}
+    assert not decisions.skip.any()
 
 
 # -- its faults -----------------------------------------------------------------------------------
@@ -149,34 +149,34 @@ def test_the_clip_value_is_applied(preset):
     policy, _ = preset
     losses, norms = quiet()
     norms[:] = 4.0
-    assert (curves.told(policy, losses, norms).grad_scale <= 0.25).all(), "max_norm 1.0"
+    assert (curves.decisions_of(policy, losses, norms).grad_scale <= 0.25).all(), "max_norm 1.0"
 
 
 def test_a_lower_limit_of_the_trainer_s_own_is_not_loosened(preset):
-    """enable_grad_clip sets 1.0 where 0.3 stood. A factor can only take away."""
+    """enable_grad_clip raises the limit from 0.3 to 1.0. A factor can only lower it."""
     policy, _ = preset
     losses, norms = quiet()
     norms[:] = 0.3
-    assert (curves.told(policy, losses, norms).grad_scale == 1).all()
+    assert (curves.decisions_of(policy, losses, norms).grad_scale == 1).all()
 
 
 def test_the_halved_rate_takes_effect_and_stays():
     losses, norms = quiet(1200)
     norms[300:303] = np.nan
-    told = curves.told("self-healing-trl-default", losses, norms)
-    assert (told.lr_scale[302:] == 0.5).all()
+    decisions = curves.decisions_of("self-healing-trl-default", losses, norms)
+    assert (decisions.lr_scale[302:] == 0.5).all()
 
 
 def test_a_noisy_ramp_is_divergence():
-    """From 2 to 22, with noise: 50 rises in a row never come."""
+    """A noisy ramp from 2 to 22 never has 50 rises in a row."""
     rng = np.random.default_rng(0)
     losses = np.concatenate([2 + rng.standard_normal(300) / 2, np.linspace(2, 22, 400)])
     losses[300:] += rng.standard_normal(400) / 2
     rises = np.diff(losses) > 0
     rows = np.diff(np.flatnonzero(np.concatenate([[True], ~rises, [True]])))
     assert rows.max() < 20
-    told = curves.told("self-healing-trl-default", losses)
-    order = curves.first(told.orders(Action.ROLLBACK))
+    decisions = curves.decisions_of("self-healing-trl-default", losses)
+    order = curves.first(decisions.orders(Action.ROLLBACK))
     assert order is not None
     assert 300 < order < 480
 
@@ -185,14 +185,14 @@ def test_every_other_step_nan_is_seen(preset):
     policy, _ = preset
     losses, norms = quiet()
     norms[200:400:2] = np.nan
-    assert curves.told(policy, losses, norms).orders(Action.ROLLBACK).any()
+    assert curves.decisions_of(policy, losses, norms).orders(Action.ROLLBACK).any()
 
 
 def test_the_attempts_end_with_a_stop(preset):
     policy, (*_, recoveries) = preset
     losses, norms = quiet(1000)
     norms[200:] = np.nan
-    told = curves.told(policy, losses, norms)
-    assert told.orders(Action.ROLLBACK).sum() == recoveries
-    assert told.orders(Action.STOP).any()
-    assert told.orders(Action.CUT_LR).sum() <= 4
+    decisions = curves.decisions_of(policy, losses, norms)
+    assert decisions.orders(Action.ROLLBACK).sum() == recoveries
+    assert decisions.orders(Action.STOP).any()
+    assert decisions.orders(Action.CUT_LR).sum() <= 4

@@ -1,4 +1,4 @@
-"""PaLM's, OPT's and KempnerForge's recipes do what their sources say.
+"""PaLM's, OPT's and KempnerForge's recipes do what their sources describe.
 
 Two of them were carried out by people, so there is no program to drive: what is held here is which
 orders come, when, and with what behind them. The third is a wish list, taken item by item.
@@ -15,7 +15,7 @@ from healcore.core.verdict import Action, Cause
 from healcore.policy import load
 from healcore.runtime.host_policy import HostPolicy
 from tests.catalogue.watch import curves
-from tests.parity import recorded
+from tests.parity import recorded_runs
 
 
 def spiked(steps=600, at=400, length=15, height=1.5):
@@ -29,12 +29,12 @@ def spiked(steps=600, at=400, length=15, height=1.5):
 
 
 def test_palm_goes_back_once_for_a_spike_and_touches_nothing_else():
-    told = curves.told("palm-rollback", *spiked())
-    (order,) = np.flatnonzero(told.orders(Action.ROLLBACK))
+    decisions = curves.decisions_of("palm-rollback", *spiked())
+    (order,) = np.flatnonzero(decisions.orders(Action.ROLLBACK))
     assert 400 <= order <= 410
-    assert not told.orders(Action.CUT_LR).any()
-    assert (told.lr_scale == 1).all()
-    assert not told.skip.any()
+    assert not decisions.orders(Action.CUT_LR).any()
+    assert (decisions.lr_scale == 1).all()
+    assert not decisions.skip.any()
 
 
 def test_palm_goes_to_a_hundred_steps_before_and_leaves_out_two_hundred():
@@ -48,19 +48,19 @@ def test_palm_goes_to_a_hundred_steps_before_and_leaves_out_two_hundred():
 
 def test_palm_does_not_go_back_for_one_bad_batch():
     losses, norms = spiked(length=1, height=5.0)
-    told = curves.told("palm-rollback", losses, norms)
-    assert told.says(Cause.LOSS_SPIKE).any()
-    assert not told.orders(Action.ROLLBACK).any()
+    decisions = curves.decisions_of("palm-rollback", losses, norms)
+    assert decisions.reports(Cause.LOSS_SPIKE).any()
+    assert not decisions.orders(Action.ROLLBACK).any()
 
 
-@recorded.needed
+@recorded_runs.needed
 def test_palm_finds_the_spikes_of_recorded_runs():
-    """Llama-3.1-8B, in which people labelled them."""
+    """On Llama-3.1-8B, whose spikes were labelled by hand."""
     found = 0
-    runs = [run for run in recorded.all_runs() if "llama31_8b" in run[0] and run[3]][:3]
+    runs = [run for run in recorded_runs.all_runs() if "llama31_8b" in run[0] and run[3]][:3]
     for _, losses, _, onset in runs:
-        told = curves.told("palm-rollback", losses[onset - 250 : onset + 30])
-        order = curves.first(told.orders(Action.ROLLBACK))
+        decisions = curves.decisions_of("palm-rollback", losses[onset - 250 : onset + 30])
+        order = curves.first(decisions.orders(Action.ROLLBACK))
         found += order is not None and 245 <= order <= 265
     assert found == len(runs)
 
@@ -69,21 +69,21 @@ def test_palm_finds_the_spikes_of_recorded_runs():
 
 
 def test_opt_goes_back_with_a_lower_rate_that_stays():
-    told = curves.told("opt-restart", *spiked(steps=1200))
-    orders = told.orders(Action.ROLLBACK)
+    decisions = curves.decisions_of("opt-restart", *spiked(steps=1200))
+    orders = decisions.orders(Action.ROLLBACK)
     assert orders.sum() == 1
-    assert (told.orders(Action.CUT_LR) == orders).all()
-    assert (told.lr_scale[-700:] == np.float32(0.67)).all()
+    assert (decisions.orders(Action.CUT_LR) == orders).all()
+    assert (decisions.lr_scale[-700:] == np.float32(0.67)).all()
 
 
 def test_opt_goes_back_for_a_divergence_without_a_spike():
     losses = curves.healthy(900, seed=5)
     losses[300:] += np.linspace(0, 6, 600).astype(np.float32)
-    assert curves.told("opt-restart", losses).orders(Action.ROLLBACK).any()
+    assert curves.decisions_of("opt-restart", losses).orders(Action.ROLLBACK).any()
 
 
 def test_opt_the_cut_survives_the_restored_optimizer():
-    """In the logbook reloading the optimizer overwrote the settings made for the restart."""
+    """In OPT's logbook, reloading the optimizer overwrote the settings made for the restart."""
     engine = load("opt-restart").engine()
     losses, norms = spiked(at=400)
     state = saved = engine.init()
@@ -99,11 +99,11 @@ def test_opt_the_cut_survives_the_restored_optimizer():
 
 
 def test_opt_clips_at_0_3_from_the_first_step():
-    """What a policy cannot say is that the limit falls from 1.0 in answer to an incident."""
+    """A policy cannot express a limit that falls from 1.0 in answer to an incident."""
     losses, norms = spiked()
     norms[:] = 0.6
-    told = curves.told("opt-restart", losses, norms)
-    np.testing.assert_allclose(told.grad_scale, 0.5, rtol=1e-5)
+    decisions = curves.decisions_of("opt-restart", losses, norms)
+    np.testing.assert_allclose(decisions.grad_scale, 0.5, rtol=1e-5)
 
 
 # -- KempnerForge, issue 2 ------------------------------------------------------------------------
@@ -121,20 +121,20 @@ def nans(where, steps=400):
 
 
 def test_kempner_skips_nan_and_goes_back_at_the_tenth_in_a_row(kempner):
-    told = curves.told(kempner, *nans(slice(100, 112)))
-    assert told.skip[100:112].all()
-    assert np.flatnonzero(told.orders(Action.ROLLBACK)).tolist() == [109]
-    assert np.flatnonzero(told.orders(Action.CUT_LR)).tolist() == [109]
+    decisions = curves.decisions_of(kempner, *nans(slice(100, 112)))
+    assert decisions.skip[100:112].all()
+    assert np.flatnonzero(decisions.orders(Action.ROLLBACK)).tolist() == [109]
+    assert np.flatnonzero(decisions.orders(Action.CUT_LR)).tolist() == [109]
 
 
 def test_kempner_its_detector_misses_every_other_step_and_the_policy_does_not(kempner):
     where = np.arange(100, 299, 2)
-    told = curves.told(kempner, *nans(where))
-    assert curves.first(told.orders(Action.ROLLBACK)) == where[24]
+    decisions = curves.decisions_of(kempner, *nans(where))
+    assert curves.first(decisions.orders(Action.ROLLBACK)) == where[24]
 
 
 def test_kempner_the_rate_ramps_back_to_exactly_one(kempner):
-    scale = curves.told(kempner, *nans(slice(100, 112), steps=600)).lr_scale
+    scale = curves.decisions_of(kempner, *nans(slice(100, 112), steps=600)).lr_scale
     assert scale[109:200].max() == 0.5
     ramp = scale[300:380]
     assert (np.diff(ramp) > 0).all()
@@ -145,27 +145,29 @@ def test_kempner_gradient_anomalies_are_seen_in_the_step(kempner):
     losses, norms = spiked(at=600)
     norms *= np.exp(0.05 * np.random.default_rng(0).standard_normal(len(norms))).astype(np.float32)
     norms[300] = 5.0
-    told = curves.told(kempner, losses, norms)
-    assert np.flatnonzero(told.skip).tolist() == [300]
-    assert not told.orders(Action.ROLLBACK).any()
+    decisions = curves.decisions_of(kempner, losses, norms)
+    assert np.flatnonzero(decisions.skip).tolist() == [300]
+    assert not decisions.orders(Action.ROLLBACK).any()
 
 
 def test_kempner_retries_are_bounded_and_the_last_one_stops(kempner):
     assert kempner.budget.recoveries == 3
-    told = curves.told(kempner, *nans(slice(100, 1000), steps=1000))
-    assert told.orders(Action.ROLLBACK).sum() == 3
-    stop = curves.first(told.orders(Action.STOP))
+    decisions = curves.decisions_of(kempner, *nans(slice(100, 1000), steps=1000))
+    assert decisions.orders(Action.ROLLBACK).sum() == 3
+    stop = curves.first(decisions.orders(Action.STOP))
     assert stop is not None
-    assert stop > np.flatnonzero(told.orders(Action.ROLLBACK))[-1]
+    assert stop > np.flatnonzero(decisions.orders(Action.ROLLBACK))[-1]
 
 
-def test_kempner_the_action_on_nan_is_one_word(kempner):
+def test_kempner_the_action_on_nan_is_one_name(kempner):
     rule = kempner.respond[0]
-    for words in (("alert",), ("skip",), ("stop",)):
-        changed = (rule.model_copy(update={"do": words}), *kempner.respond[1:])
-        told = curves.told(kempner.model_copy(update={"respond": changed}), *nans([100]))
-        assert told.skip[100], "a gradient that is not finite is never applied"
-        assert told.orders(Action.STOP)[100] == (words == ("stop",))
+    for actions in (("alert",), ("skip",), ("stop",)):
+        changed = (rule.model_copy(update={"do": actions}), *kempner.respond[1:])
+        decisions = curves.decisions_of(
+            kempner.model_copy(update={"respond": changed}), *nans([100])
+        )
+        assert decisions.skip[100], "a gradient that is not finite is never applied"
+        assert decisions.orders(Action.STOP)[100] == (actions == ("stop",))
 
 
 # -- what the Healer reads ------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The reference's clipping rules, from their docstrings: Python floats, lists, ifs.
 
 Each has `see(norm, groups, learn, restart, outlier) -> Clipped`. `norm` and `groups` are finite;
-`outlier` says whether the loss stands out, None that nobody watches it.
+`outlier` is whether the loss stands out, None if no detector watches it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Clipped(NamedTuple):
 
 
 def factor(limit: float, norm: float) -> float:
-    """What brings `norm` down to `limit`."""
+    """The factor that brings `norm` down to `limit`."""
     return limit / (norm + 1e-6)
 
 
@@ -107,7 +107,7 @@ class ZClip:
 
 
 class Fixed:
-    """One limit."""
+    """A fixed limit."""
 
     def __init__(self, config: Any, ties: Ties) -> None:
         self.limit, self.ties = config.max_norm, ties

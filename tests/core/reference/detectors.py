@@ -15,7 +15,7 @@ from tests.core.reference.outliers import GradCeiling, GradEma, GradWindow, Loss
 from tests.core.reference.ties import Ties
 from tests.core.reference.watch import Watch, warmup
 
-Word = tuple[bool, bool, int]
+Finding = tuple[bool, bool, int]
 
 
 class Step(NamedTuple):
@@ -34,12 +34,12 @@ class Step(NamedTuple):
 
 
 class Nonfinite:
-    """Says what is not finite, at once."""
+    """Reports what is not finite, at once."""
 
     def __init__(self, config: Any, ties: Ties) -> None:
         del config, ties
 
-    def see(self, step: Step) -> Word:
+    def see(self, step: Step) -> Finding:
         bad_grad = step.bad_grad or step.bad_update  # the update is made of gradients
         flags = Cause.NONFINITE_LOSS * step.bad_loss | Cause.NONFINITE_GRAD * bad_grad
         return flags != 0, flags != 0, int(flags)
@@ -60,7 +60,7 @@ class NormSpike:
         assert step.norm is not None
         return step.norm
 
-    def see(self, step: Step) -> Word:
+    def see(self, step: Step) -> Finding:
         c, x = self.config, self.value(step)
         if step.restart:
             self.count = 0
@@ -111,7 +111,7 @@ class Vanishing:
     def __init__(self, config: Any, ties: Ties) -> None:
         self.config, self.ties, self.run = config, ties, 0
 
-    def see(self, step: Step) -> Word:
+    def see(self, step: Step) -> Finding:
         assert step.norm is not None
         if step.restart:
             self.run = 0
@@ -137,7 +137,7 @@ class Plateau:
         self.stale, self.at_chance = 0, False
         self.last, self.change = 0.0, 0.0
 
-    def see(self, step: Step) -> Word:
+    def see(self, step: Step) -> Finding:
         c, x = self.config, step.loss
         assert x is not None
         alarm = False
@@ -185,7 +185,7 @@ class Overfit:
         self.train: float | None = None
         self.run = 0
 
-    def see(self, step: Step) -> Word:
+    def see(self, step: Step) -> Finding:
         c, x = self.config, step.loss
         assert x is not None
         if step.finite:

@@ -20,7 +20,7 @@ BAD = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
 
 
 class Verdict(NamedTuple):
-    """What the core calls a Decision, in Python's numbers."""
+    """The core's Decision, in Python numbers."""
 
     grad_scale: float
     skip: bool
@@ -32,7 +32,7 @@ class Verdict(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What the core's metrics say: of the last step, and counts so far."""
+    """The core's metrics: of the last step, and counts so far."""
 
     threshold: float = 0.0
     z: float = 0.0
@@ -78,7 +78,7 @@ class Incident:
         self.escalations = 0
 
     def see(self, step: int, alarm: bool) -> None:
-        """Opens or closes."""
+        """Opens or closes the incident."""
         if alarm and not self.open:
             self.number += 1
             self.onset = step
@@ -89,7 +89,7 @@ class Incident:
             self.open = False
 
     def wants(self, what: str, wish: bool, alarm: bool, along: bool = False) -> bool:
-        """Whether a wish becomes an order: the first, or after `patience` more alarms."""
+        """Whether a request becomes an order: the first, or after `patience` more alarms."""
         since = self.since[what]
         if wish and (along or since is None or since >= self.config.patience):
             self.since[what] = 0
@@ -99,7 +99,7 @@ class Incident:
         return False
 
     def depth(self) -> int:
-        """Of a rollback ordered now; one more escalations in the same region."""
+        """The depth of a rollback ordered now; it grows with each one in the same region."""
         near = self.last_onset is not None and (self.onset - self.last_onset < self.rollback.region)
         self.escalations = self.escalations + 1 if near else 0
         self.last_onset = self.onset
@@ -107,7 +107,7 @@ class Incident:
 
 
 class Multiplier:
-    """The learning rate's: cut, hold, ramp. Rates are absolute where the schedule's is known."""
+    """The learning rate's multiplier: cut, hold, ramp; absolute where the schedule is known."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -166,7 +166,7 @@ class Engine:
         self.lr = Multiplier(config.lr)
         self.report = Report()
         self.outlier: bool | None = None
-        """Whether the loss of this step stands out; None: nobody watches it."""
+        """Whether the loss of this step stands out; None if no detector watches it."""
         acting = int(Action.ROLLBACK | Action.CUT_LR | Action.STOP)
         self.trouble = BAD
         for rule in config.rules:
@@ -262,7 +262,7 @@ class Engine:
         return True
 
     def decline(self) -> None:
-        """The rollback ordered last is not carried out; the incident goes on."""
+        """The host declines the last rollback; the incident goes on."""
         self.incident.last_onset = None
         self.recoveries = min(self.recoveries + 1, self.config.budget.recoveries)
 
@@ -314,7 +314,7 @@ def _observed(
     groups: list[float] | None,
     restart: bool,
 ) -> tuple[Step, list[float] | None]:
-    """Numbers made finite and of a size that float32 can square."""
+    """The numbers, made finite and small enough for float32 to square."""
     bad_loss = loss is not None and not math.isfinite(loss)
     bad_grad = not all(_is_norm(each) for each in [norm, *(groups or [])])
     bad_update = not _is_norm(update)
@@ -339,7 +339,7 @@ def _is_finite(x: float | None) -> bool:
 
 
 def _is_norm(x: float | None) -> bool:
-    """Not negative (but for rounding), and not so large that float32 cannot square it."""
+    """Whether it is not negative (except by rounding) and float32 can square it."""
     return x is None or -1e-12 < x <= 1e15
 
 

@@ -25,10 +25,10 @@ class LossRatio:
             return False, False, 0
         if self._judge(x):
             self.row += 1
-            word = True, self.row >= c.sustain, int(Cause.LOSS_SPIKE)
+            finding = True, self.row >= c.sustain, int(Cause.LOSS_SPIKE)
             if self.row >= c.escape:
                 self.accepted, self.last, self.row = [x], x, 0
-            return word
+            return finding
         self.row, self.last = 0, x
         self.accepted = [*self.accepted, x][-c.window :]
         return False, False, 0

@@ -7,7 +7,7 @@ from typing import Any
 from healcore.core.verdict import Cause
 from tests.core.reference.ties import Ties
 
-Word = tuple[bool, bool, int]
+Finding = tuple[bool, bool, int]
 
 
 def clamp(x: float, low: float, high: float) -> float:
@@ -34,7 +34,7 @@ class Level:
         return max(noise, 0.5 * min(self.grid, size / 2**5)), constant
 
     def elevation(self, unit: float) -> float:
-        """The level above the slow one, in its own wander."""
+        """The level above the slow level, in units of its own wander."""
         wander = max(self.wander, 0.3 * unit)
         return (self.mean - self.slow) / (wander if unit > 0 else 1.0)
 
@@ -89,14 +89,14 @@ class Level:
 
 
 class LossSpike:
-    """Votes of single steps, a learnt threshold, and an end to each incident."""
+    """Counts votes of single steps against a learnt threshold, and ends each incident."""
 
     def __init__(self, config: Any, ties: Ties) -> None:
         self.config, self.ties = config, ties
         self.level = Level(ties)
         self.tail, self.votes, self.lasted = 1.5, 0.0, 0
 
-    def see(self, step: Any) -> Word:
+    def see(self, step: Any) -> Finding:
         c, level, x = self.config, self.level, step.loss
         if step.restart:
             # The noise is remembered: what is expected is another level, not another noise.
@@ -123,7 +123,7 @@ class LossSpike:
         enough = self.ties.above(self.votes, c.evidence)
         fading = self.lasted > 0 and not self.ties.above(0.5, self.votes)
         lasting = enough or fading
-        # Within an incident only a step that casts a vote says so.
+        # Within an incident only a step that casts a vote counts.
         voting = self.ties.above(score, 1.0) or slow_vote > 0
         ended = (self.lasted > 0 and not lasting) or (lasting and self.lasted + 1 >= c.escape)
         level.learn(x, unit, constant, warm=warm, lasting=lasting, over=ended)
@@ -138,7 +138,7 @@ class LossSpike:
 
 
 class Divergence:
-    """A trend above the best there was, that does not come back."""
+    """A trend that rises above its best level and does not come back."""
 
     def __init__(self, config: Any, ties: Ties) -> None:
         self.config, self.ties = config, ties
@@ -146,7 +146,7 @@ class Divergence:
         self.trend = self.slow = self.best = self.top = 0.0
         self.noise = self.long = self.residual = 0.0
 
-    def see(self, step: Any) -> Word:
+    def see(self, step: Any) -> Finding:
         if step.restart:
             self.count, self.latched = 0, False
         if not step.finite:
@@ -199,7 +199,7 @@ class Instability:
     """Records of the loss, each far above the last, while the norm is many times its usual size."""
 
     def __init__(self, config: Any, ties: Ties) -> None:
-        self.config, self.said, self.ties = config, ties, Ties()
+        self.config, self.shared_ties, self.ties = config, ties, Ties()
         """A comparison too close to call, here in `ties`, bears on all that comes after it."""
         self.learnt = 0
         self.row: list[float] = []
@@ -209,7 +209,7 @@ class Instability:
         self.level = self.best = self.top = self.noise = self.usual = 0.0
         self.last = (0.0, 0.0)
 
-    def see(self, step: Any) -> Word:
+    def see(self, step: Any) -> Finding:
         c, x = self.config, step.loss
         if step.restart:
             self.learnt = 0
@@ -233,7 +233,7 @@ class Instability:
             if back or self.since >= c.patience:
                 self.row = []
         if self.ties.close:
-            self.said.recall(self.ties.closest)
+            self.shared_ties.recall(self.ties.closest)
         alarm = bool(new) and len(self.row) >= c.records
         settled = high and not new and self.since >= 4 * c.patience
         if not (high or self.row):
@@ -247,7 +247,7 @@ class Instability:
         return alarm, alarm, int(Cause.INSTABILITY) if alarm else 0
 
     def _records(self, height: float, high: bool, norm: float, sizes: Any) -> list[float]:
-        """What this step adds to the row: nothing, itself, or itself twice."""
+        """The records that this step adds: none, its height once, or twice."""
         c, above = self.config, self.ties.above
         large = c.norm_ratio * self.usual
         norms = above(norm, large) and above(self.last[1], large)
@@ -260,7 +260,7 @@ class Instability:
         return [height] * (1 + above(height, c.growth**2 * self.row[-1], *sizes))
 
     def _learn(self, x: float, norm: float) -> None:
-        """Of a quiet step: a fall in full, of a rise what the noise allows."""
+        """Learns a quiet step: a fall in full, a rise as far as the noise allows."""
         weight = max(1 / (self.learnt + 1), 1 / 8)
         off = x - self.level
         size = min(abs(off), 3 * self.noise) if self.noise > 0 else abs(off)
@@ -271,7 +271,7 @@ class Instability:
         self.usual += weight * (usual - self.usual)
 
     def _forget(self, *, quiet: bool) -> None:
-        """Best and highest level drift towards the level."""
+        """Lets the best and the highest level drift towards the level."""
         self.best = min(self.level, self.best + (self.level - self.best) / 512)
         self.top += (self.level - self.top) / 512
         if quiet:

@@ -9,8 +9,8 @@ from healcore.core.verdict import Cause
 from tests.core.reference.ties import Ties
 from tests.core.reference.watch import Watch, warmup
 
-Word = tuple[bool, bool, int]
-QUIET: Word = (False, False, 0)
+Finding = tuple[bool, bool, int]
+NO_FINDING: Finding = (False, False, 0)
 
 
 def flushed(square: float) -> float:
@@ -28,12 +28,12 @@ class LossWindow:
         self.held: list[float] = []
         self.row = 0
 
-    def see(self, step: Any) -> Word:
+    def see(self, step: Any) -> Finding:
         c, x = self.config, getattr(step, self.signal)
         if step.restart:
             self.held, self.row = [], 0
         if not step.finite:
-            return QUIET
+            return NO_FINDING
         limit = self._limit()
         alarm = limit is not None and self.ties.above(x, limit, *map(abs, self.held))
         self.row = self.row + 1 if alarm else 0
@@ -52,7 +52,7 @@ class LossWindow:
 
 
 class GradWindow(LossWindow):
-    """The same on the norm."""
+    """The same rule on the norm."""
 
     cause, signal = Cause.GRAD_SPIKE, "norm"
 
@@ -66,20 +66,20 @@ class GradEma:
         self.weight = self.mean = self.var = 0.0
         self.watch = Watch(config.shift, ties)
 
-    def see(self, step: Any) -> Word:
+    def see(self, step: Any) -> Finding:
         c, x = self.config, step.norm
         if step.restart:
             self.count = 0
             self.watch.clear()
         if not step.finite or x <= 0:
-            return QUIET
+            return NO_FINDING
         if self.count < c.warmup_steps:
             if self.count:
                 x, forget = warmup(x, self.mean, self.ties)
                 self.count = 0 if forget else self.count
             self._learn(x)
             self.count += 1
-            return QUIET
+            return NO_FINDING
         alarm = self._far(x)
         if not alarm:
             self._learn(x)
@@ -118,12 +118,12 @@ class GradCeiling:
         self.first: list[float] = []
         self.row = 0
 
-    def see(self, step: Any) -> Word:
+    def see(self, step: Any) -> Finding:
         c, x = self.config, step.norm
         if step.restart:
             self.first, self.row = [], 0
         if not step.finite or x <= 0:
-            return QUIET
+            return NO_FINDING
         known = len(self.first) >= c.first_steps
         alarm = c.ceiling is not None and x > c.ceiling
         if c.first_ratio is not None and known:

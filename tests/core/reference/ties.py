@@ -25,7 +25,7 @@ class Ties:
 
     @property
     def close(self) -> bool:
-        """Some comparison of this step was too close to call."""
+        """Whether some comparison of this step was too close to call."""
         return self.closest < TOLERANCE
 
     def recall(self, closest: float) -> None:

@@ -15,12 +15,12 @@ class Watch:
         self.clear()
 
     def clear(self) -> None:
-        """As if nothing had been seen."""
+        """Forgets everything."""
         self.run = 0
         self.level = self.spread = 0.0
 
     def see(self, value: float, rejected: bool) -> bool:
-        """Takes a learnt value; says whether `level` and `spread` are the new baseline."""
+        """Takes a learnt value; returns whether `level` and `spread` are the new baseline."""
         most = self.config.patience * self.config.gain
         if not rejected and self.run == 0:
             return False
@@ -41,7 +41,7 @@ class Watch:
 
 
 def warmup(value: float, mean: float, ties: Ties) -> tuple[float, bool]:
-    """What is learnt of a norm in warm-up, and whether what came before is forgotten."""
+    """The value to learn from a norm in warm-up, and whether earlier values are forgotten."""
     if ties.above(value, 10 * mean):
         return 10 * mean, False
     return value, ties.above(mean, 10 * value)

@@ -18,8 +18,8 @@ from healcore.jax.driver import JaxDriver
 from healcore.jax.driver.checkpoint_layout import SIDE_STATE
 from healcore.runtime.store.errors import StateMismatch
 from tests.jax import policies
-from tests.jax.bits import assert_same_bits, bits
-from tests.jax.driver.runs import POLICY, RUNS, advance, batch, plain
+from tests.jax.bit_comparison import assert_same_bits, bits
+from tests.jax.driver.small_runs import POLICY, RUNS, advance, batch, plain
 
 BATCHES = [batch(seed) for seed in range(6)]
 
@@ -165,7 +165,7 @@ def test_sharded_and_committed_arrays_stay_so():
     assert run.compiled() == compiled
 
 
-def test_what_does_not_fit_touches_nothing():
+def test_a_state_that_does_not_fit_changes_nothing():
     run = RUNS["nnx"]()
     driver = JaxDriver(run.state, POLICY)
     items, before = driver.items(), saved(driver)

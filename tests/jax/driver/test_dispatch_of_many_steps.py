@@ -19,7 +19,7 @@ from healcore import Healer, RunStopped
 from healcore.core.verdict import Action
 from healcore.jax import protect
 from healcore.jax.driver import JaxDriver
-from tests.jax.driver.runs import POLICY
+from tests.jax.driver.small_runs import POLICY
 
 PARAMS = {"w": jnp.full(4, 0.5)}
 

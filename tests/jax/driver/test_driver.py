@@ -10,7 +10,7 @@ import pytest
 
 from healcore.jax import HealStateError
 from healcore.jax.driver import JaxDriver
-from tests.jax.driver.runs import POLICY, RUNS, advance, batch, every_third, plain
+from tests.jax.driver.small_runs import POLICY, RUNS, advance, batch, every_third, plain
 
 
 def went_back(run: Any, *, to: int = 2, steps: int = 5) -> tuple[JaxDriver, Any]:
@@ -52,7 +52,7 @@ def test_accumulated_too():
 
 
 @pytest.mark.parametrize("fresh", [True, False])
-def test_a_resumed_run_is_not_begun_anew(fresh):
+def test_a_resumed_run_does_not_start_over(fresh):
     first = plain()
     driver = JaxDriver(first.state, POLICY)
     advance(driver, first, [batch(i) for i in range(3)])
@@ -106,7 +106,7 @@ def test_updates_of_several_steps_are_none_of_this():
 
 
 def test_only_the_first_step_after_it_is_looked_at():
-    """Whoever starts the optimizer again later, on purpose, may do so."""
+    """Starting the optimizer again later, on purpose, is allowed."""
     run = plain()
     driver, _ = went_back(run)
     advance(driver, run, [batch(2)])

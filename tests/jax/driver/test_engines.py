@@ -1,4 +1,4 @@
-"""Healing states out of a live state and into it, and states without one."""
+"""Taking healing states from a live state and putting them back, and states without one."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from healcore.jax import (
 from healcore.jax.driver import JaxDriver
 from healcore.runtime.healer import Healer
 from tests.jax import policies
-from tests.jax.bits import assert_same_bits, bits
-from tests.jax.driver.runs import POLICY, RUNS, advance, batch, plain
+from tests.jax.bit_comparison import assert_same_bits, bits
+from tests.jax.driver.small_runs import POLICY, RUNS, advance, batch, plain
 
 PARAMS = {"w": jnp.ones(3), "b": jnp.zeros(2)}
 
@@ -127,7 +127,7 @@ def test_without_its_healing_part_a_state_is_that_of_plain_optax(healed, plain_o
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
-def test_a_checkpoint_of_a_run_that_nobody_healed_restores(where, tmp_path):
+def test_a_checkpoint_of_a_run_without_healing_restores(where, tmp_path):
     run = plain(epoch=4)
     driver = JaxDriver(run.state, POLICY)
     store = driver.store(tmp_path if where == "disk" else None, ())

@@ -20,7 +20,7 @@ from healcore.core.engine import Engine
 from healcore.jax import heal, last_decision, protect, scale_by_heal_lr, set_lr_scale
 from healcore.jax.driver import JaxDriver
 from healcore.runtime.rollback.engine_states import after_rollback
-from tests.jax.driver.runs import POLICY, advance, batch, plain
+from tests.jax.driver.small_runs import POLICY, advance, batch, plain
 
 WARM = optax.warmup_cosine_decay_schedule(0.0, 1e-2, warmup_steps=6, decay_steps=40)
 PLATEAU = contrib.reduce_on_plateau(factor=0.5, patience=2, accumulation_size=1)

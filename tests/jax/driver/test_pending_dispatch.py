@@ -19,7 +19,7 @@ from healcore.jax import heal, metrics, protect
 from healcore.jax.driver import JaxDriver
 from healcore.policy import load
 from tests.jax import policies
-from tests.jax.driver.runs import POLICY, RUNS, advance, batch, every_third, plain
+from tests.jax.driver.small_runs import POLICY, RUNS, advance, batch, every_third, plain
 
 
 @pytest.mark.parametrize("kind", RUNS)

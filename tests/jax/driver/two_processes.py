@@ -15,7 +15,7 @@ def main(rank: int, port: str) -> None:
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=rank)
 
     from healcore.jax.driver import JaxDriver
-    from tests.jax.driver.runs import POLICY, plain
+    from tests.jax.driver.small_runs import POLICY, plain
 
     run = plain()
     mesh = jax.make_mesh((2,), ("data",))

@@ -165,7 +165,7 @@ def test_keys_of_another_kind_do_not_fit(case, tmp_path):
 
 
 @over(*CASES)
-def test_what_cannot_be_saved_is_named(case, tmp_path):
+def test_an_entry_that_cannot_be_saved_is_named(case, tmp_path):
     store = case.make(tmp_path)
     for bad in (lambda: 0, np.array(["text"]), np.array([object()])):
         with pytest.raises(UnsavableState, match=r"state\['x'\]\['f'\] is a"):

@@ -1,4 +1,4 @@
-"""Real loaders of every kind: what the tests of the cursor run over.
+"""Real loaders of every kind, for the tests of the cursor.
 
 A factory makes the same loader again and again, with the same batches in the same order: a second
 one stands for the loader of the next process.
@@ -41,7 +41,7 @@ class Squares(Dataset):
 
 
 class Shuffled:
-    """A user's own: a state on the iterator, and an order that only the state holds."""
+    """A user's loader whose iterator has a state, which alone determines the order."""
 
     class Pass:
         def __init__(self, seed: int) -> None:
@@ -166,7 +166,7 @@ Handed = tuple[BatchId, Any]
 
 
 def take(cursor: Cursor, count: int | None = None) -> list[Handed]:
-    """So many batches, or all; contents as plain values."""
+    """The first `count` batches, or all, as plain values."""
     handed: list[Handed] = []
     while count is None or len(handed) < count:
         try:

@@ -1,4 +1,4 @@
-"""Loaders that raise, lie or break."""
+"""Loaders that raise, report wrong positions, or break."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_a_state_of_other_workers_is_refused():
         Cursor([1]).position() | {"left_out": [[0]]},
     ],
 )
-def test_what_is_no_position(position):
+def test_a_value_that_is_no_position(position):
     cursor = Cursor([1, 2, 3])
     take(cursor, 1)
     assert not cursor.rewind(position)
@@ -216,13 +216,13 @@ def test_what_is_no_position(position):
 
 
 @pytest.mark.parametrize("ids", [[3], [(0,)], [(0, -1)], [(0.0, 1)], [(True, 1)], ["01"]])
-def test_what_is_no_batch_id(ids):
+def test_a_value_that_is_no_batch_id(ids):
     with pytest.raises(DataError, match="a batch id is BatchId"):
         Cursor([1]).leave_out(ids)
 
 
 @pytest.mark.parametrize("loader", [None, 3, len])
-def test_what_is_no_loader(loader):
+def test_a_value_that_is_no_loader(loader):
     with pytest.raises(UnusableLoader, match="a loader is something to iterate over"):
         Cursor(loader)
 

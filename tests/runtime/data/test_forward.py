@@ -1,4 +1,4 @@
-"""Loaders that cannot be rewound: the reason, and how a later process gets as far by reading."""
+"""Loaders that cannot be rewound: the reason, and how a later process reads up to the place."""
 
 from __future__ import annotations
 

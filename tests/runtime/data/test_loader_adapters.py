@@ -1,4 +1,4 @@
-"""Going back brings the same batches under the same names, from every place to every other."""
+"""Rewinding from any place to any other gives the same batches under the same names."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_between_two_epochs(kind):
 
 
 @over([kind for kind in REWINDING if kind.name in ("list", "stateful shuffled")])
-def test_what_is_left_out_stays_so(kind):
+def test_batches_left_out_stay_left_out(kind):
     cursor = Cursor(kind.make(), epochs=2)
     start = cursor.position()
     take(cursor, 2)
@@ -120,7 +120,7 @@ def test_what_is_left_out_stays_so(kind):
 
 @over([kind for kind in REWINDING if kind.name == "stateful shuffled"])
 def test_epochs_differ_where_the_loader_shuffles(kind):
-    """Or the tests above would show nothing about the order."""
+    """Otherwise the tests above would not test the order."""
     _, handed, _ = gone_through(kind)
     orders = {str([batch for which, batch in handed if which.epoch == epoch]) for epoch in range(3)}
     assert len(orders) == 3

@@ -1,11 +1,11 @@
-"""What becomes of the data when a run goes back."""
+"""The batches that a run reads after a rollback."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.healer.loops import Faults, loop_of, rules, train
 from tests.healer.run_directory import events
+from tests.healer.training_loops import Faults, loop_of, rules, train
 
 
 class Forward:
@@ -31,7 +31,7 @@ def test_a_loader_that_cannot_be_rewound_goes_on_forward_and_that_is_logged(fram
     assert facts["step"] == rollback["checkpoint"] + 15
 
 
-def test_more_batches_are_left_out_where_the_policy_says_so(tmp_path):
+def test_the_policy_sets_how_many_batches_are_left_out(tmp_path):
     loop = loop_of("torch", Faults(always=[23]))
     policy = rules(skip_batches=4)
     train(loop, policy, range(40), store=tmp_path)

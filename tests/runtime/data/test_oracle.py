@@ -25,7 +25,7 @@ STEPS = st.one_of(
 
 
 class Model:
-    """Every batch that there is, in a row, and a number: the next one."""
+    """The list of all batches and the index of the next one."""
 
     def __init__(self, row: list[Any]) -> None:
         self.row = row

@@ -1,4 +1,4 @@
-"""A training with dropout and shuffling, gone back and replayed bit by bit."""
+"""A training with dropout and shuffling is rolled back and replayed bit by bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.runtime.data.loaders import generator, stateful
 
 
 class Run:
-    """Dropout, momentum, a shuffled loader: all of what a step depends on."""
+    """Dropout, momentum, a shuffled loader: everything that a step depends on."""
 
     def __init__(self, loader) -> None:
         torch.manual_seed(3)

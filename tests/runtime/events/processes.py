@@ -29,7 +29,7 @@ def writer(path: Path, *, count: int = 0, size: int = 100) -> subprocess.Popen[s
 
 
 def output(process: subprocess.Popen[str]) -> str:
-    """All that it prints, when it has ended well."""
+    """Its whole output; checks that its exit status is 0."""
     printed, _ = process.communicate(timeout=600)
     assert process.returncode == 0
     return printed

@@ -1,4 +1,4 @@
-"""Reading: what is whole is read, whatever lies between."""
+"""Reading events: whole lines are read, whatever lies between them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_damaged_line_is_listed_and_left_out(path, junk, reason):
 
 
 def test_every_prefix_reads(path):
-    """Fault 39: cut anywhere, all whole lines are there."""
+    """Fault 39: a file cut anywhere still gives all its whole lines."""
     log = Log(path)
     for step in range(3):
         log.write("alarm", step=step, why="ü\n" * step)

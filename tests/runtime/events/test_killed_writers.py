@@ -21,7 +21,7 @@ LARGE = 3 << 20
 
 @pytest.fixture
 def memory(tmp_path: Path) -> Path:
-    """In memory where that is: to a kill all file systems are the same, and disks are slow."""
+    """In memory if possible: a kill has the same effect on all file systems, and disks are slow."""
     shm = Path("/dev/shm")
     if not os.access(shm, os.W_OK):
         return tmp_path / "run.events.jsonl"
@@ -89,7 +89,7 @@ def test_writers_at_once_lose_nothing(tmp_path):
     assert all("write at once" in problem.problem for problem in history.problems)
 
 
-def test_one_writer_is_killed_beside_another(tmp_path):
+def test_one_of_two_writers_is_killed(tmp_path):
     path = tmp_path / "run.events.jsonl"
     victim, other = writer(path, size=LARGE // 4), writer(path, count=400, size=2000)
     first_line(victim)

@@ -1,4 +1,4 @@
-"""The writer: what is in a line, how numbers go on, and what never raises."""
+"""The writer: the content of a line, the numbering across runs, and no exceptions."""
 
 from __future__ import annotations
 

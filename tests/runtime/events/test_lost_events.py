@@ -9,7 +9,7 @@ import pytest
 
 from healcore.runtime.events import Log, read
 from tests.runtime.events.processes import output, python
-from tests.runtime.store.disks import read_only, small_disk
+from tests.runtime.store.disk_faults import read_only, small_disk
 
 
 def test_full_disk(tmp_path):

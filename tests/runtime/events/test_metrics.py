@@ -15,8 +15,8 @@ from healcore.core.verdict import Cause
 from healcore.runtime.events.metrics import Metrics
 from healcore.runtime.events.models import MetricsModel
 from healcore.runtime.healer import Healer
-from tests.healer.loops import Faults, loop_of, rules, same, train
-from tests.healer.records import record
+from tests.healer.step_records import record
+from tests.healer.training_loops import Faults, loop_of, rules, same, train
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
@@ -82,7 +82,7 @@ def test_the_numbers_are_those_of_the_loop(tmp_path):
     assert [line["grad_norm"] for line in found] == pytest.approx(norms, rel=1e-6)
 
 
-def test_a_signal_that_nobody_gives_is_not_a_zero(tmp_path):
+def test_a_missing_signal_is_not_a_zero(tmp_path):
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     path = tmp_path / "m.jsonl"
@@ -148,7 +148,7 @@ def test_a_forked_child_does_not_write_the_parents_lines(tmp_path):
     assert len(path.read_text().splitlines()) == 1
 
 
-def test_by_default_they_lie_next_to_the_events(tmp_path):
+def test_metrics_lie_next_to_the_events_by_default(tmp_path):
     train(loop_of("torch", Faults(), rules()), rules(), range(12), store=tmp_path / "checkpoints")
     assert len(lines(tmp_path / "checkpoints" / "healcore.metrics.jsonl")) == 12
     loop = loop_of("torch", Faults(), rules())

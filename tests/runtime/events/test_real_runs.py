@@ -1,4 +1,4 @@
-"""Real runs of the Healer, in both frameworks: every line they write is as the schema says."""
+"""Real runs of the Healer, in both frameworks: every line that they write follows the schema."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from healcore.runtime.events import read, schema
 from healcore.runtime.events.schema import KINDS
 from healcore.runtime.loop.termination import LastStateNotSaved, RunStopped
 from healcore.runtime.postmortem.postmortem import Postmortem, path_for
-from tests.healer.loops import Faults, loop_of, rules, train
 from tests.healer.run_directory import flip_a_bit
-from tests.runtime.store.disks import read_only
+from tests.healer.training_loops import Faults, loop_of, rules, train
+from tests.runtime.store.disk_faults import read_only
 
 EXPORTED = json.loads((Path(__file__).parents[3] / "docs" / "events.schema.json").read_text())
 VALIDATOR = jsonschema.Draft202012Validator(EXPORTED)
@@ -82,7 +82,7 @@ def test_on_a_disk_that_cannot_be_written(tmp_path):
 
 
 def test_events_that_cannot_be_written_change_nothing(tmp_path):
-    """Fault 40, through the whole of it."""
+    """Fault 40 in a whole run."""
     (tmp_path / "run.events.jsonl").mkdir()
     loop = loop_of("torch", Faults(always=[9]))
     facts = train(loop, rules(), range(16), events=tmp_path / "run.events.jsonl")

@@ -15,7 +15,7 @@ from healcore.runtime.events import Log, read, schema
 from healcore.runtime.events.models import EventFields
 from healcore.runtime.events.schema import ENVELOPE, KINDS
 from healcore.runtime.postmortem.postmortem import Postmortem
-from tests.runtime.events.samples import SAMPLES
+from tests.runtime.events.sample_events import SAMPLES
 
 ROOT = Path(__file__).parents[3]
 RUNTIME = ROOT / "healcore" / "runtime"
@@ -47,7 +47,7 @@ def test_real_events_are_valid(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_kind_needs(tmp_path, kind):
+def test_required_fields_of_a_kind(tmp_path, kind):
     event = written(tmp_path, kind)
     for name in (*ENVELOPE, *KINDS[kind].needs):
         less = {key: value for key, value in event.items() if key != name}
@@ -78,14 +78,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_does_not_fit_is_seen_by_both(tmp_path, name):
+def test_both_checks_reject_wrong_events(tmp_path, name):
     event = {**written(tmp_path, "problem"), name: WRONG[name]}
     assert not VALIDATOR.is_valid(event)
     assert len(schema.problems(event)) == 1
 
 
 def test_the_two_checks_agree_on_every_field(tmp_path):
-    """Values of all sorts in every field: what the check in Python takes, the schema takes."""
+    """The schema accepts the values that the check in Python accepts, in every field."""
     values = [None, True, -1, 0, 3, 2.5, "nan", "text", [], [1], ["STOP"], [[0, 1]], {}, {"a": "b"}]
     base = written(tmp_path, "problem")
     for name in (*ENVELOPE, *FIELDS):
@@ -105,12 +105,12 @@ def calls() -> Iterator[tuple[str, str, set[str]]]:
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             kind = getattr(node.args[0], "value", None)
             if name in ("event", "write") and isinstance(kind, str):
-                fields = {word.arg for word in node.keywords if word.arg}
+                fields = {keyword.arg for keyword in node.keywords if keyword.arg}
                 yield f"{path.name}:{node.lineno}", kind, fields
 
 
-def test_what_the_runtime_writes_is_in_the_vocabulary():
-    """Rare branches too, which no run of a test takes."""
+def test_every_event_that_the_runtime_writes_is_in_the_schema():
+    """Also rare branches, which no test run takes."""
     found = list(calls())
     for place, kind, fields in found:
         assert kind in KINDS, place

@@ -1,4 +1,4 @@
-"""A process that writes events until it is killed, or as many as it is told.
+"""A process that writes events until it is killed, or a given number of them.
 
     python -m tests.runtime.events.writer PATH COUNT SIZE
 

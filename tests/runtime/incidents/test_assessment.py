@@ -1,4 +1,4 @@
-"""The assessor alone: what it evaluates, with which weights, and what it answers."""
+"""The assessor alone: what it evaluates, with which weights, and its verdict."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Action, Cause
 from healcore.runtime.incidents.assessment import AssessmentResult, Assessor
 from healcore.runtime.incidents.monitor import ActionRequest
-from tests.healer.records import record
+from tests.healer.step_records import record
 
 
 class Weights:
-    """A model in which each batch has the loss that is said here."""
+    """A model whose loss on each batch is given in `now`."""
 
     def __init__(self) -> None:
         self.now: dict[Any, float] = {}
@@ -86,7 +86,7 @@ def test_a_loss_that_comes_back_by_itself_is_no_damage(now, verdict):
 @pytest.mark.parametrize(
     ("later", "verdict"), [(5.1, "damage"), (4.9, "open"), (math.nan, "damage")]
 )
-def test_what_is_not_far_beyond_the_noise_has_to_last(later, verdict):
+def test_a_rise_near_the_noise_must_last(later, verdict):
     """As swings at the edge of stability do not: asked once more with the weights of then."""
     weights, assessor = alarmed({"a": 9.0, "b": 11.0, "new": 12.0}, loss=12.0, z=10.0)
     assert assessor.assess(order(41)).verdict.value == "open"
@@ -104,7 +104,7 @@ def test_a_loss_that_has_come_back_may_go_up_again():
         assert assessor.assess(order(index)).verdict.value == verdict
 
 
-def test_what_cannot_be_asked_again_is_not_known():
+def test_a_batch_that_cannot_be_evaluated_again_gives_no_verdict():
     weights, assessor = alarmed({"a": 9.0, "b": 11.0, "new": 12.0}, loss=12.0, z=10.0)
     weights.now = {}
     assert assessor.assess(order(60)).verdict.value == "unknown"

@@ -1,4 +1,4 @@
-"""`on_incident`: has its say, sees everything, can change and break nothing (fault 43)."""
+"""`on_incident` can change the actions and sees everything; it cannot break the run (fault 43)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from healcore.core.verdict import Action, Cause, Decision
 from healcore.runtime.incidents.hooks import Hooks, IncidentContext, RunFacts
-from tests.runtime.events.samples import EVIDENCE, READINGS
+from tests.runtime.events.sample_events import EVIDENCE, READINGS
 
 ORDERED = Action.ROLLBACK | Action.CUT_LR
 INCIDENT = IncidentContext(
@@ -57,7 +57,7 @@ def test_doing_nothing_is_an_result():
     assert Hooks(nothing).run(INCIDENT).action == Action(0)
 
 
-def test_the_last_to_result_is_right_and_sees_what_the_others_said():
+def test_the_last_result_counts_and_each_hook_sees_the_result_so_far():
     seen = []
 
     def look(incident):
@@ -89,7 +89,7 @@ def raising(error):
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (ValueError("on purpose"), "ValueError: on purpose"),
         (StopIteration(), "StopIteration"),
@@ -98,23 +98,25 @@ def raising(error):
     ],
     ids=["value", "stop", "deep", "unprintable"],
 )
-def test_an_exception_is_contained_and_told(error, said):
+def test_an_exception_is_contained_and_reported(error, message):
     result = Hooks([raising(error), stop, raising(error)]).run(INCIDENT)
-    assert result.action is Action.STOP, "the others are heard all the same"
+    assert result.action is Action.STOP, "the other hooks still count"
     assert len(result.problems) == 2
-    assert said in result.problems[0]
+    assert message in result.problems[0]
     assert "raising.<locals>.hook" in result.problems[0]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_what_is_meant_to_end_the_process_does(error):
+def test_an_exception_that_ends_the_process_is_not_caught(error):
     with pytest.raises(error):
         Hooks(raising(error())).run(INCIDENT)
 
 
-@pytest.mark.parametrize("said", [True, 4, "rollback", Action(1024), Action.STOP | 64, Cause.DATA])
-def test_what_is_no_action_counts_as_no_result(said):
-    result = Hooks([lambda incident: said, keep]).run(INCIDENT)
+@pytest.mark.parametrize(
+    "returned", [True, 4, "rollback", Action(1024), Action.STOP | 64, Cause.DATA]
+)
+def test_a_value_that_is_no_action_counts_as_no_result(returned):
+    result = Hooks([lambda incident: returned, keep]).run(INCIDENT)
     assert result.action is None
     assert "Action.ROLLBACK" in result.problems[0]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from healcore.runtime.store import directory
-from tests.healer.loops import loop_of, rules, train
+from tests.healer.training_loops import loop_of, rules, train
 
 
 def main(folder: str, how: str) -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.healer.loops import loop_of, rules, train
+from tests.healer.training_loops import loop_of, rules, train
 
 
 def before(healer: Any, number: int) -> None:

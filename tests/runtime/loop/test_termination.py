@@ -20,8 +20,8 @@ from healcore.runtime.loop.termination import (
     Interrupted,
     TerminationWatch,
 )
-from tests.healer.loops import SKIPS, Faults, loop_of, rules, train
 from tests.healer.run_directory import events, postmortems
+from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, train
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def test_the_first_one_saves_and_ends_with_130_and_a_plain_line(how, tmp_path):
 
 @pytest.mark.parametrize("how", ["", "disk hangs"])
 def test_the_second_one_stops_at_once(how, tmp_path):
-    """In the middle of a step, and with a save under way that would never end."""
+    """In the middle of a step, with a save under way that would never end."""
     with started(tmp_path, how) as process:
         interrupt(process)
         process.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""The diagnosis: what was seen, what was tried, where to look, for every cause and ending."""
+"""The diagnosis for every cause and ending: findings, attempted actions, and where to look."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a killed run from its events."""
+"""The facts about a killed run that its events give."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_run_in_which_nothing_happened():
     assert (end.last_good, end.readings, end.rollbacks, end.lr_scale) == (None, None, (), 1.0)
 
 
-def test_nothing_of_an_older_incident_is_reported_for_a_newer_one():
+def test_an_older_incident_is_not_reported_for_a_newer_one():
     evidence = [{"name": "old", "grad_norm": 1.0}]
     end = killed(
         history(

@@ -16,7 +16,7 @@ from healcore.runtime.postmortem.diagnosis import RollbackRecord
 from healcore.runtime.postmortem.postmortem import of, of_killed, path_for
 from tests.runtime.events.processes import first_line, python
 from tests.runtime.postmortem.test_diagnosis import STOPPED
-from tests.runtime.store.disks import read_only, small_disk
+from tests.runtime.store.disk_faults import read_only, small_disk
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_it_is_a_file_of_its_own_for_each_run(events):
     assert path_for(events, "a").parent == events.parent
 
 
-def test_of_this_process(events):
+def test_the_postmortem_of_this_process(events):
     log = Log(events)
     log.write("start", step=0, policy="default")
     found = of(STOPPED, log, seconds=1.5, trace="Traceback ...")
@@ -100,7 +100,7 @@ def test_kill_9(events):
     os.waitid(os.P_PID, run.pid, os.WEXITED | os.WNOWAIT)
     found = of_killed(events)  # a zombie that nobody has waited for is gone all the same
     run.communicate()
-    assert found == of_killed(events), "told twice, the same"
+    assert found == of_killed(events), "a second reading gives the same"
 
     assert found is not None
     assert found.run == name
@@ -109,18 +109,18 @@ def test_kill_9(events):
     assert found.incidents == 2
     assert found.rollbacks == (RollbackRecord(413, 4, 300, 1e-3, 5e-4, 2),)
     assert found.lr_scale == 0.5
-    assert found.last_good == 300, "400 was set aside"
+    assert found.last_good == 300, "400 was quarantined"
     assert found.process is not None
     assert found.process.pid == run.pid
     assert found.environment["python"]
     assert found.ended == read(events).events[-1]["time"]
     assert 0 <= (found.seconds or -1) < 60
-    words = " ".join(found.diagnosis.split())
-    assert "killed without notice; its last event is at step 350" in words
-    assert "loss_spike from step 412 on" in words
-    assert "layers.3.weight (nan)" in words
-    assert "Its data: epoch 0 batch 7." in words
-    assert "the checkpoint of step 300" in words
+    text = " ".join(found.diagnosis.split())
+    assert "killed without notice; its last event is at step 350" in text
+    assert "loss_spike from step 412 on" in text
+    assert "layers.3.weight (nan)" in text
+    assert "Its data: epoch 0 batch 7." in text
+    assert "the checkpoint of step 300" in text
     content = postmortem.read(path_for(events, name))
     assert content["ending"] == "killed"
     assert content["rollbacks"][0]["target"] == 300
@@ -149,7 +149,7 @@ def test_the_next_start_closes_the_case(killed):
     ]
 
 
-def test_a_run_that_told_its_end_was_not_killed(killed):
+def test_a_run_that_logged_its_end_was_not_killed(killed):
     Log(killed, run=read(killed).events[0]["run"]).write("end", step=9, ending="exception")
     assert of_killed(killed) is None
 
@@ -198,7 +198,7 @@ def test_files_without_a_run(events, content):
     assert os.listdir(events.parent) == [events.name]
 
 
-def test_events_that_nobody_can_make_sense_of_do_not_end_the_next_run(killed, caplog):
+def test_unreadable_events_do_not_end_the_next_run(killed, caplog):
     rewritten(killed, mono="now", pid="4711")
     assert of_killed(killed) is None
     assert "cannot be found out" in caplog.text

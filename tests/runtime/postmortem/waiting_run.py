@@ -9,7 +9,7 @@ import sys
 import time
 
 from healcore.runtime.events import Log
-from tests.runtime.events.samples import SAMPLES
+from tests.runtime.events.sample_events import SAMPLES
 
 
 def main(path: str) -> None:

@@ -39,8 +39,8 @@ from healcore.runtime.store import (
     Status,
 )
 from healcore.runtime.store.ranks import Alone
-from tests.healer.loops import rules
-from tests.healer.records import record
+from tests.healer.step_records import record
+from tests.healer.training_loops import rules
 
 EVERY, PROBATION, REGION = 4, 3, 12
 KEEP = Keep(good=3, candidates=2, quarantined=2)
@@ -48,7 +48,7 @@ POLICY: HostPolicy = HostPolicy.of(rules())._replace(probation=PROBATION, region
 
 
 class Killed(BaseException):
-    """Here and now."""
+    """Stands for the kill of the process at this point."""
 
 
 class Listed:
@@ -59,7 +59,7 @@ class Listed:
         self.healing: dict[int, dict[str, Any]] = {}
         self.damaged: set[int] = set()
         self.finite = True
-        """Of the state that is saved next."""
+        """Whether the state saved next is finite."""
         self.calls_left = -1
         """Changes until the process is killed; negative: it is not."""
 
@@ -178,7 +178,7 @@ class Process:
         self.step = 0
 
     def begin(self) -> None:
-        """As `lifecycle.begin`."""
+        """The same steps as `lifecycle.begin`."""
         usable = [s.step for s in self.store.steps() if s.finite and s.status != "quarantined"]
         if self.journal.state.pending is not None:
             self.step, _ = self.rollbacks.finish_interrupted(self.journal.state.pending)
@@ -193,7 +193,7 @@ class Process:
             self.save("first")
 
     def take(self, *, alarm: bool, skip: bool, is_open: bool) -> None:
-        """A step, and all that comes after it except orders."""
+        """One step and its bookkeeping, without orders."""
         cause = Cause.NONFINITE_LOSS if alarm else Cause(0)
         judged = record(step=self.step + 1, cause=cause, skip=skip, incident_open=is_open)
         self.ledger.record(self.step, [judged])
@@ -214,5 +214,5 @@ class Process:
 
     @property
     def onset(self) -> int:
-        """Of the incident under way."""
+        """The onset of the incident under way."""
         return self.ledger.incidents[-1].onset

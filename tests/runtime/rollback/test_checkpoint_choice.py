@@ -1,4 +1,4 @@
-"""Which checkpoint is gone back to: pure functions, checked by hand."""
+"""The choice of the checkpoint to return to: pure functions, cases made by hand."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_second_time_in_a_region_goes_deeper():
     assert choose(later, onset=345, past_rollbacks=past, region=100, depth=4).order == (100,)
 
 
-def test_when_there_is_nothing_deeper_it_says_so():
+def test_a_missing_deeper_checkpoint_is_reported():
     past = [PastRollback(150, 100)]
     found = choose(GOOD, onset=160, past_rollbacks=past, region=100)
     assert found == CheckpointChoice((100,), initial=False, repeated=True)

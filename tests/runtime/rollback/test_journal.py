@@ -22,8 +22,8 @@ from tests.healer.killed_runs import (
     show_poison,
     with_nothing_on_disk,
 )
-from tests.healer.loops import Faults, loop_of, rules, same, train
 from tests.healer.run_directory import events
+from tests.healer.training_loops import Faults, loop_of, rules, same, train
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 

@@ -1,4 +1,4 @@
-"""Random histories of a run against a plain oracle: where it goes back to, and what is kept."""
+"""Random histories of a run against a plain oracle: rollback targets and kept checkpoints."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class History(RuleBasedStateMachine):
     @precondition(lambda self: not self.over)
     @rule(steps=st.integers(1, 5), quiet=st.integers(0, 2))
     def trouble(self, steps: int, quiet: int) -> None:
-        """An incident that stays open, or goes on."""
+        """An incident that opens, or continues."""
         self.onset = len(self.healthy) if self.onset is None else self.onset
         for alarm in [True] * steps + [False] * quiet:
             self.healthy.append(not alarm)
@@ -81,7 +81,7 @@ class History(RuleBasedStateMachine):
     @precondition(lambda self: not self.over and self.onset is not None)
     @rule(depth=st.integers(1, 4), calls=st.integers(-1, 12))
     def goes_back(self, depth: int, calls: int) -> None:
-        """As ordered; killed after so many changes, if it takes that many."""
+        """A rollback as ordered; killed after some number of changes, if it makes so many."""
         assert self.onset is not None
         process, journal = self.process, self.process.journal
         process.checkpoints.verify_due(process.ledger, before=self.onset)
@@ -120,7 +120,7 @@ class History(RuleBasedStateMachine):
     # -- the oracle -----------------------------------------------------------------------------
 
     def target(self, depth: int) -> int | None:
-        """Where it has to go; None: nowhere."""
+        """The checkpoint that it must return to; None if there is none."""
         assert self.onset is not None
         usable = [s for s in self.store.steps() if s.finite and s.step <= self.onset]
         good = [s.step for s in usable if s.status == "good"]
@@ -195,7 +195,7 @@ class History(RuleBasedStateMachine):
 
     @invariant()
     def the_way_down_stays_open(self) -> None:
-        """As long as the run is in the region; what was let go beyond it stays gone."""
+        """Only while the run is in the region: checkpoints deleted beyond it stay deleted."""
         if not getattr(self, "stays", None):
             return
         if len(self.healthy) < self.back[-1].onset + REGION:

@@ -41,7 +41,7 @@ def fork(root: str) -> None:
 
 
 def outlived(root: str) -> None:
-    """Is killed while it holds the directory; a child of it lives on."""
+    """Is killed while it holds the directory; a child of it survives."""
     held = claim(root)
     reader, writer = os.pipe()
     if not os.fork():

@@ -1,6 +1,6 @@
 """Forks a child while a save is under way. Arguments: `saves` or `locks`, directory.
 
-A child has none of our threads, and must wait for none of them.
+A child has none of the parent's threads and must not wait for them.
 """
 
 from __future__ import annotations

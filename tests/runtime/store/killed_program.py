@@ -33,7 +33,7 @@ from tests.runtime.store import store_cases
 STATES = {case.name: case for case in (*store_cases.DISKS, *store_cases.TIERS)}
 KEEP = Keep(good=2, candidates=2, quarantined=1)
 LONGEST = {"dcp": 0.06, "torch-tiers": 0.06, "orbax": 0.2, "jax-tiers": 0.2}
-"""Seconds of the longest life: a few saves."""
+"""Seconds until the latest kill: a few saves."""
 READY, SAVED, BACK = "r", "s", "b"
 
 
@@ -46,7 +46,7 @@ def state(case: store_cases.StoreCase, step: int) -> dict[str, Any]:
 
 
 def child(case: store_cases.StoreCase, root: Path, pipe: int) -> NoReturn:
-    """One life: check what is there, report it, save until killed."""
+    """Checks what is there, reports it, and saves until it is killed."""
     store = case.make(root)
     saves = store.steps()
     for saved in saves:
@@ -58,7 +58,7 @@ def child(case: store_cases.StoreCase, root: Path, pipe: int) -> NoReturn:
     assert restored.healing == {"step": good[-1]}
     assert store.problems() == [], store.problems()
     report(pipe, READY, saves[-1].step)
-    prune(store, KEEP)  # most lives are too short for it further down
+    prune(store, KEEP)  # most processes are killed before the one further down
     step = max(saved.step for saved in saves if saved.status != "quarantined")
     for turn in itertools.count(1):
         step += 1
@@ -70,7 +70,7 @@ def child(case: store_cases.StoreCase, root: Path, pipe: int) -> NoReturn:
         if step % 2 == 0:
             store.mark(step, "good")
             prune(store, KEEP)
-        if turn % 4 == os.getpid() % 4:  # some lives are too short for more than one turn
+        if turn % 4 == os.getpid() % 4:  # some processes are killed after one turn
             step = roll_back(case, store, pipe)
     raise AssertionError
 

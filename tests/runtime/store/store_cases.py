@@ -1,4 +1,4 @@
-"""Every store with a state of its framework: what the shared battery runs over."""
+"""Every store with a state of its framework, for the shared tests."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def end(*processes: subprocess.Popen[str]) -> None:
 
 
 def left_behind(root: Path) -> None:
-    """What a killed process leaves."""
+    """The lock file that a killed process leaves."""
     process = hold(root)
     assert printed(process) == "held"
     end(process)
@@ -63,7 +63,7 @@ def test_a_living_process_holds_it_and_a_killed_one_does_not(tmp_path):
 
 
 @pytest.mark.parametrize("stale", [False, True])
-def test_of_several_that_start_at_once_one_wins(tmp_path, stale):
+def test_one_of_several_that_start_at_once_wins(tmp_path, stale):
     for turn in range(3):
         root = tmp_path / str(turn)
         root.mkdir()
@@ -127,7 +127,7 @@ def test_a_torn_lock_file_is_free(tmp_path, content):
     held.release()
 
 
-def test_another_boot_and_another_life_of_the_number_are_gone(tmp_path):
+def test_a_holder_of_another_boot_or_with_a_reused_pid_is_gone(tmp_path):
     for other in (current_process()._replace(boot="another"), current_process()._replace(born=1)):
         (tmp_path / LOCK).write_bytes(
             checksummed_json.dumps({"schema": 1, "token": "x", **other._asdict()})
@@ -205,7 +205,7 @@ def test_what_is_no_file_is_refused(what, tmp_path):
 
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
-    """What is left is the name: a living process of this machine is refused, others are not."""
+    """Without locks the holder's name decides: claims are refused while its process runs."""
     import fcntl
 
     def refuse(handle: int, how: int) -> None:

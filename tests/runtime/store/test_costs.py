@@ -1,4 +1,4 @@
-"""What a save costs, counted in bytes and in what is waited for. Never by the clock."""
+"""The cost of a save, counted in bytes and in waits, never by the clock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = Keep(good=1, candidates=2, quarantined=0)
 
 
 def large(case: StoreCase) -> dict[str, Any]:
-    """Twelve megabytes."""
+    """A state of twelve megabytes."""
     put = jax.device_put if case.state is jax_state else torch.from_numpy
     return {"weights": [put(np.full((SIDE, SIDE), i, np.float32)) for i in range(ARRAYS)]}
 
@@ -66,8 +66,8 @@ def test_tiers_take_the_copy_in_memory_to_disk_and_make_no_second_one(case, tmp_
 
 
 @over(*DISKS)
-def test_the_disk_holds_nobody_up(case, tmp_path):
-    """`save` returns with not a byte written, and the state is free to be changed."""
+def test_save_does_not_wait_for_the_disk(case, tmp_path):
+    """`save` returns before a byte is written, and the state can be changed at once."""
     store, gate = case.make(tmp_path), threading.Event()
     write = store._write
 
@@ -88,7 +88,7 @@ def test_the_disk_holds_nobody_up(case, tmp_path):
 
 
 @over(*MEMORIES)
-def test_digests_and_checks_hold_nobody_up(case, tmp_path, monkeypatch):
+def test_save_does_not_wait_for_digests_and_checks(case, tmp_path, monkeypatch):
     store, gate, inspect = case.make(tmp_path), threading.Event(), inspection.inspect
 
     def late(*arguments):
@@ -105,7 +105,7 @@ def test_digests_and_checks_hold_nobody_up(case, tmp_path, monkeypatch):
 
 
 @over(*TIERS)
-def test_neither_does_a_slow_disk_behind_memory(case, tmp_path):
+def test_a_memory_tier_does_not_wait_for_a_slow_disk(case, tmp_path):
     """Saves that stay in memory go on while one is being written."""
     store, gate = case.make(tmp_path, disk_every=4), threading.Event()
     write = store.disk._write

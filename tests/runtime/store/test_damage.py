@@ -1,4 +1,4 @@
-"""Bits that flip, files that go: it is noticed, and an older checkpoint is used."""
+"""Flipped bits and missing files are noticed, and an older checkpoint is used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from healcore.runtime.store import (
     restore_first_intact,
 )
 from healcore.runtime.store.checksummed_json import ChecksumError
-from tests.runtime.store.disks import flip
+from tests.runtime.store.disk_faults import flip
 from tests.runtime.store.store_cases import DISKS, StoreCase, over, same_states
 
 FLIPS = 60
@@ -155,7 +155,7 @@ def test_the_healer_s_own_file_is_no_problem(case, tmp_path):
 
 @over(*DISKS)
 def test_a_directory_that_was_renamed(case, tmp_path):
-    """The step in the name is not believed against the manifest."""
+    """A checkpoint whose directory name and manifest give different steps is not used."""
     newer = two_saves(case, tmp_path)
     newer.rename(tmp_path / newer.name.replace("0002.", "0009."))
     store = case.make(tmp_path)

@@ -1,4 +1,4 @@
-"""Disks that are full, read-only or gone, and what other processes left behind. All real."""
+"""Disks that are full, read-only or gone, and leftovers of other processes. All faults are real."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from healcore.runtime.store import SaveFailed, StoreError
 from healcore.runtime.store.files import place
 from tests.runtime.store import store_cases
+from tests.runtime.store.disk_faults import read_only, small_disk
 from tests.runtime.store.disk_faults_program import large
-from tests.runtime.store.disks import read_only, small_disk
 from tests.runtime.store.programs import run, start
 from tests.runtime.store.store_cases import DISKS, TIERS, over, same_states
 

@@ -1,4 +1,4 @@
-"""A child forked while a save is under way has none of our threads, and waits for none of them."""
+"""A child forked while a save is under way does not wait for its parent's threads."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from tests.runtime.store.programs import finish, start
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-@pytest.mark.parametrize("life", ["saves", "locks"])
-def test_a_child_does_not_wait_for_its_parents_threads(tmp_path, life):
-    finish(start("tests.runtime.store.forks_program", life, tmp_path))
+@pytest.mark.parametrize("what", ["saves", "locks"])
+def test_a_child_does_not_wait_for_its_parents_threads(tmp_path, what):
+    finish(start("tests.runtime.store.forks_program", what, tmp_path))

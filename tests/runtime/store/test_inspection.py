@@ -1,4 +1,4 @@
-"""The finite check reads bits; here it meets numbers, in every float format there is."""
+"""The finite check reads bits; these tests give it values of every float format."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_one_bad_number_anywhere(dtype):
 
 @pytest.mark.parametrize("number", [np.nan, -np.nan, np.inf, -np.inf, 1e39])
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64, np.complex128, np.float64])
-def test_what_is_finite_is_finite(number, dtype):
+def test_finite_values_are_finite(number, dtype):
     with np.errstate(over="ignore"):
         array = np.array([0.0, -0.0, number, 1e-45, 3.4e38]).astype(dtype)
     assert check(array) == bool(np.isfinite(array).all())

@@ -24,7 +24,7 @@ CLUTTER = 3000
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    """In memory where that is: to a kill all file systems are the same, and syncing takes time."""
+    """In memory if possible: a kill has the same effect on all file systems, and syncs are slow."""
     memory = Path("/dev/shm")
     at = memory if os.access(memory, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="healcore-killed-", dir=at) as folder:
@@ -39,13 +39,13 @@ def test_killed_many_times(rounds, stores, root):
     assert [counts["store"] for counts in counted] == list(stores)
     for counts in counted:
         assert counts["rounds"] >= rounds
-        assert counts["stale"] > 0, "no kill hit a save: make the lives shorter or longer"
-    # Over all stores: on a machine that is busy ten lives of one may all end too early.
+        assert counts["stale"] > 0, "no kill hit a save: change how long the processes run"
+    # Over all stores: on a busy machine all ten processes of one store may be killed too early.
     assert sum(counts["saves"] + counts["rollbacks"] for counts in counted) > 0
 
 
 def test_killed_while_deleting(root):
-    """In the middle of it for certain: there are thousands of files, and some have gone."""
+    """Killed in the middle of a deletion: of thousands of files only some are gone."""
     store = store_cases.DCP.make(root)
     for step in (1, 2):
         store.save(step, store_cases.torch_state(step))

@@ -1,4 +1,4 @@
-"""Arrays that are meant to hold NaN or Inf: which those are may be said at any time."""
+"""Arrays that are meant to hold NaN or Inf: they can be named at any time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.runtime.store.store_cases import ALL, DISKS, over
 
 
 @over(*ALL)
-def test_it_can_be_said_later(case, tmp_path):
+def test_they_can_be_named_later(case, tmp_path):
     store = case.make(tmp_path)
     store.save(1, case.with_nan())
     store.wait()
@@ -29,7 +29,7 @@ def test_it_can_be_said_later(case, tmp_path):
 
 
 @over(*(case for case in ALL if "memory" not in case.name))
-def test_it_can_be_said_after_a_restart(case, tmp_path):
+def test_they_can_be_named_after_a_restart(case, tmp_path):
     first = case.make(tmp_path)
     first.save(0, case.with_nan())
     first.wait()
@@ -41,7 +41,7 @@ def test_it_can_be_said_after_a_restart(case, tmp_path):
 
 
 @over(*ALL)
-def test_what_a_state_holds_is_found_without_a_save(case, tmp_path):
+def test_nonfinite_entries_are_found_without_a_save(case, tmp_path):
     store = case.make(tmp_path)
     assert store.nonfinite_in(case.state(0)) == ()
     assert store.nonfinite_in(case.with_nan()) == ("weights.bfloat16",)

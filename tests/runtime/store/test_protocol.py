@@ -1,4 +1,4 @@
-"""What every store must do: one battery over all of them."""
+"""The same tests over every store."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_some_names_only(case, store):
 
 
 class Newcomer(Cursor):
-    """What a Healer adds: older checkpoints, and those of others, do not have it."""
+    """Stands for an entry that a Healer adds and that older or foreign checkpoints lack."""
 
     optional = True
 
@@ -134,8 +134,8 @@ def test_another_state_does_not_fit(case, store):
         store.restore(7, like)
     differences = "; ".join(error.value.differences)
     assert all(each in differences for each in ("float32", "new", "int"))
-    with pytest.raises(StateMismatch, match="nothing of the kind"):
-        store.restore(7, {"nothing of the kind": like["weights"]})
+    with pytest.raises(StateMismatch, match="no such entry"):
+        store.restore(7, {"no such entry": like["weights"]})
 
 
 @over(*ALL)
@@ -170,7 +170,7 @@ def test_the_last_known_good_one_stays(case, store):
 
 
 @over(*ALL)
-def test_not_finite_is_never_known_good(case, store):
+def test_a_nonfinite_state_is_never_known_good(case, store):
     store.save(7, case.with_nan())
     store.wait()
     (saved,) = store.steps()
@@ -182,7 +182,7 @@ def test_not_finite_is_never_known_good(case, store):
 
 
 @over(*ALL)
-def test_not_finite_where_that_is_meant(case, tmp_path):
+def test_nonfinite_arrays_that_are_allowed(case, tmp_path):
     store = case.make(tmp_path, nonfinite_ok=["weights.b*16"])
     store.save(7, case.with_nan())
     store.wait()

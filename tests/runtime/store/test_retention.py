@@ -1,4 +1,4 @@
-"""Which checkpoints need not be kept."""
+"""Which checkpoints can be deleted."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_table(text, keep, dropped):
 
 
 def run_with(keep: Keep, steps: range) -> list[int]:
-    """What stays of a run that saves regularly and whose checkpoints all become known-good."""
+    """The checkpoints kept of a run that saves regularly and whose checkpoints all become good."""
     kept: list[Saved] = []
     for step in steps:
         kept.append(Saved(step, "good", True, 1, 0.0, True, None))
@@ -69,7 +69,7 @@ def test_older_ones_stay_at_distances_that_grow_geometrically(every):
     assert len(left) <= 3 + math.log2(newest / every) + 1
 
 
-def test_without_older_the_newest_stay_and_no_other():
+def test_with_older_off_only_the_newest_stay():
     assert run_with(Keep(good=3), range(0, 1000, 10)) == [970, 980, 990]
     assert run_with(Keep(good=1), range(0, 1000, 10)) == [990]
 

@@ -1,4 +1,4 @@
-"""After a rollback a run comes by the same steps again, and saves them again."""
+"""After a rollback a run repeats the same steps and saves them again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def statuses(store) -> list[tuple[int, str]]:
 
 
 def roll_back(store, target: int) -> None:
-    """What a Healer does with the saves after the one it went back to."""
+    """The Healer's treatment of the saves after its rollback target."""
     for step in saved_after(store.steps(), onset=target):
         store.mark(step, "quarantined")
 
@@ -59,7 +59,7 @@ def test_a_rollback_and_the_same_steps_again(case, store):
 
 @over(*ALL)
 def test_quarantining_twice_is_quarantining_once(case, store):
-    """A crash may have come in between; and there are older saves of the same steps."""
+    """With a crash in between, and older saves of the same steps."""
     for seed in (0, 10):
         for step in (1, 2, 3):
             save(case, store, step, seed=seed + step)
@@ -122,7 +122,7 @@ def test_the_last_known_good_one_is_not_lost_to_a_newer_save_of_its_step(case, s
 
 
 @over(*DISKS)
-def test_what_went_wrong_stays_for_a_person_to_look_at_within_bounds(case, store):
+def test_superseded_saves_are_kept_up_to_a_limit(case, store):
     save(case, store, 1, seed=0)
     store.mark(1, "good")
     for seed in range(5):

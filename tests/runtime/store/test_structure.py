@@ -112,7 +112,7 @@ def test_the_versions_of_modules_are_kept():
     assert back(value)._metadata == {"": {"version": 2}}
 
 
-def test_what_nobody_knows_is_named():
+def test_an_unsavable_value_is_named():
     with pytest.raises(UnsavableState, match=r"state\['a'\]\[1\] is a builtins.object"):
         structure.encode({"a": [1, object()]}, (), unknown)
     with pytest.raises(UnsavableState, match="keys are strings, numbers or tuples"):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from healcore.runtime.store import CheckpointDamaged, Keep, StoreError
-from tests.runtime.store.disks import flip
+from tests.runtime.store.disk_faults import flip
 from tests.runtime.store.store_cases import TIERS, over, same_states
 
 
@@ -89,7 +89,7 @@ def test_memory_is_not_used_again_while_it_is_written_to_disk(case, tmp_path):
 
 
 @over(*TIERS)
-def test_it_says_how_much_memory_it_takes(case, tmp_path):
+def test_it_reports_how_much_memory_it_takes(case, tmp_path):
     store = case.make(tmp_path, keep=Keep(good=1, candidates=2, quarantined=0))
     text = store.describe(100_000_000)
     assert text.startswith("at most 4 copies of the state in host memory (4 × 100.0 MB = 400.0 MB)")

@@ -1,4 +1,4 @@
-"""`healcore demo`: options and exit status; what it trains and prints is tested in tests/demo."""
+"""`healcore demo`: options and exit status; tests/demo tests its training and output."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from healcore.runtime.events import Log, schema
 from healcore.tools.cli import app
-from tests.runtime.events.samples import SAMPLES
+from tests.runtime.events.sample_events import SAMPLES
 
 
 def healcore_cli(*arguments: str):

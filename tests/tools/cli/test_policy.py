@@ -144,7 +144,7 @@ def test_a_wrong_command_line_exits_with_2(arguments):
 
 
 def test_the_policy_commands_need_no_framework():
-    """In an interpreter that has neither JAX nor torch, as far as it can tell."""
+    """In an interpreter that can import neither JAX nor torch."""
     code = """
 import sys
 for name in ("jax", "torch", "optax", "flax", "matplotlib"):
@@ -170,7 +170,7 @@ def test_show_with_a_value_replaced_is_a_policy_to_keep():
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "message"),
     [
         ("clip.max_norm", "KEY=VALUE"),
         ("clip.max_norm=", "KEY=VALUE"),
@@ -179,7 +179,7 @@ def test_show_with_a_value_replaced_is_a_policy_to_keep():
         ("clip.max_nrom=1", "did you mean 'max_norm'"),
     ],
 )
-def test_a_value_that_cannot_be_set(given, says):
+def test_a_value_that_cannot_be_set(given, message):
     done = healcore_cli("policy", "show", "default", "--set", given)
     assert done.exit_code == 2
-    assert says in done.output
+    assert message in done.output

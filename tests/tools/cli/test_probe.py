@@ -17,8 +17,8 @@ from healcore.tools.cli import app
 from healcore.torch.store import DCPStore
 from tests.runtime.store.store_cases import DISKS
 from tests.tools.probe.curves import falling, write
-from tests.tools.probe.networks import saved, trained
 from tests.tools.probe.test_checkpoint import filled
+from tests.tools.probe.trained_networks import saved, trained
 
 
 def run(*arguments: object) -> Any:
@@ -26,7 +26,7 @@ def run(*arguments: object) -> Any:
 
 
 def strict(text: str) -> dict[str, Any]:
-    """JSON without the tokens that only Python and JavaScript have."""
+    """Parses strict JSON: NaN and Infinity fail."""
 
     def refuse(token: str) -> None:
         raise ValueError(f"{token} is no JSON")
@@ -45,7 +45,7 @@ def test_exit_statuses_of_the_loss_probe(tmp_path, spiked):
     well = write(tmp_path, falling(300, 0.05), "well.csv")
     ends = write(tmp_path, np.append(falling(300, 0.05), np.nan), "ends.csv")
     short = write(tmp_path, falling(5, 0.0), "short.csv")
-    for path, status, word in (
+    for path, status, verdict in (
         (well, 0, "PASS"),
         (spiked, 1, "WARN"),
         (ends, 2, "FAIL"),
@@ -55,7 +55,7 @@ def test_exit_statuses_of_the_loss_probe(tmp_path, spiked):
         for more in ([], ["--json"]):
             result = run("loss", path, *more)
             assert result.exit_code == status, result.output
-            assert word in result.output
+            assert verdict in result.output
     assert run("loss", well, spiked, ends, short).exit_code == 2
     assert run("loss", well, spiked).exit_code == 1
     assert run("loss", well, short).exit_code == 3
@@ -132,7 +132,7 @@ def test_the_checkpoint_probe(tmp_path):
 
 
 def flat(text: str) -> str:
-    """Without the line breaks of a terminal."""
+    """The text without a terminal's line breaks."""
     return "".join(text.split())
 
 
@@ -141,10 +141,10 @@ def test_a_store_is_no_log(tmp_path):
     filled(DISKS[0], store, "good", "good", "candidate")
     result = run("loss", store)
     assert result.exit_code == 3
-    told = flat(result.output)
-    assert told.count("isacheckpointstore") == 1
-    assert flat(f"healcore probe checkpoint {store}") in told
-    assert "state.json" not in told
+    output = flat(result.output)
+    assert output.count("isacheckpointstore") == 1
+    assert flat(f"healcore probe checkpoint {store}") in output
+    assert "state.json" not in output
     (one,) = strict(run("loss", store, "--json").output)["results"]
     assert one["verdict"] == "ERROR"
     folder = sorted(store.iterdir())[0]
@@ -171,11 +171,11 @@ def test_every_checkpoint_of_a_store_is_counted(tmp_path):
         store.wait()
         if status != "candidate":
             store.mark(step, status)
-    store.save(2, state)  # again: the quarantined save of the same step stays beside it
+    store.save(2, state)  # again: the quarantined save of the same step stays next to it
     store.wait()
     folders = len(list(tmp_path.glob("step-*")))
-    told = flat(run("optimizer", tmp_path).output)
-    assert flat(f"of {folders} checkpoints in it (1 quarantined), that of step 1 (good)") in told
+    output = flat(run("optimizer", tmp_path).output)
+    assert flat(f"of {folders} checkpoints in it (1 quarantined), that of step 1 (good)") in output
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_help_is_no_error():
     "content",
     [b"", b"step,loss\n", b"a,b\n1,2\n", b"step,loss\n1,x\n2,y\n", b"\x00\xff\xfe" * 50, b"{}\n"],
 )
-def test_bad_input_is_told_in_words(tmp_path, content):
+def test_bad_input_has_a_clear_message(tmp_path, content):
     path = tmp_path / "bad.csv"
     path.write_bytes(content)
     result = run("loss", path)

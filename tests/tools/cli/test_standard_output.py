@@ -1,4 +1,4 @@
-"""What becomes of an exit status when standard output is closed, full, or knows only ASCII."""
+"""The exit status when standard output is closed, full, or takes only ASCII."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(*args, stdout: Any = subprocess.PIPE, **env):
 
 
 def unread(*args):
-    """With a standard output that nobody reads any more."""
+    """Runs a command whose standard output has no reader any more."""
     ours, theirs = os.pipe()
     os.close(ours)
     try:
@@ -53,14 +53,14 @@ def test_a_reader_that_leaves_does_not_change_the_verdict(dead, form):
     assert b"Traceback" not in found.stderr
 
 
-def test_nor_that_all_is_well(dead):
+def test_a_command_without_a_reader_ends_without_an_error(dead):
     for command in (["policy", "list"], ["policy", "show", "default"], ["replay", str(dead)]):
         found = unread(*command)
         assert (found.returncode, found.stderr) == (0, b""), command
 
 
 @full
-def test_a_full_disk_is_said_and_is_no_verdict(dead):
+def test_a_full_disk_is_reported_and_is_no_verdict(dead):
     with open("/dev/full", "wb") as nowhere:
         probe = run("probe", "loss", dead, "--json", stdout=nowhere)
         listed = run("policy", "list", stdout=nowhere)

@@ -1,4 +1,4 @@
-"""Loss curves as CSV files, and what the probe says of them."""
+"""Loss curves as CSV files, and the probe's results on them."""
 
 from __future__ import annotations
 

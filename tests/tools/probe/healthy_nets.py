@@ -1,4 +1,4 @@
-"""Small nets that train well, to see what the optimizer probe says of healthy states.
+"""Small nets that train well: healthy states for the optimizer probe.
 
     python -m tests.tools.probe.healthy_nets
 
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from healcore.tools.probe.result import ProbeResult
-from tests.tools.probe.networks import probe, saved
+from tests.tools.probe.trained_networks import probe, saved
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 STEPS = (60, 201)
@@ -74,7 +74,7 @@ def perceptron(depth: int, activation: Callable[[], nn.Module]) -> nn.Module:
 
 
 def sequences() -> Batch:
-    """Arithmetic progressions: the next number can be learnt."""
+    """Arithmetic progressions, whose next number can be learnt."""
     start, pace = torch.randint(0, 50, (8, 1)), torch.randint(1, 5, (8, 1))
     tokens = (start + pace * torch.arange(17)) % 50
     return tokens[:, :-1], tokens[:, 1:]
@@ -125,7 +125,7 @@ def trainings(
 def named_when_multiplied(
     folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer, factor: float
 ) -> tuple[int, int]:
-    """Of every seventh parameter, multiplied by a factor: how many are called outliers."""
+    """Multiplies every seventh parameter by a factor; returns how many are reported as outliers."""
     hits = tries = 0
     for name, parameter in list(net.named_parameters())[::7]:
         second = optimizer.state[parameter]["exp_avg_sq"]

@@ -105,7 +105,7 @@ def test_a_file_that_is_not_whole(case, tmp_path, how):
 
 
 @over(DISKS[0])
-def test_damage_that_is_put_aside_already_only_warns(case, tmp_path):
+def test_damage_that_is_quarantined_already_only_warns(case, tmp_path):
     first, _ = filled(case, tmp_path, "quarantined", "good")
     flip(first / "state.json", 100)
     result = probe(tmp_path)
@@ -113,7 +113,7 @@ def test_damage_that_is_put_aside_already_only_warns(case, tmp_path):
 
 
 @over(*DISKS)
-def test_nan_is_told_and_is_not_known_good(case, tmp_path):
+def test_nan_is_reported_and_is_not_known_good(case, tmp_path):
     store = case.make(tmp_path)
     store.save(1, case.with_nan())
     store.wait()

@@ -1,4 +1,4 @@
-"""Damaged checkpoints of any format: an answer or an error in words, never a traceback."""
+"""Damaged checkpoints of any format: an answer or an error message, never a traceback."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from healcore.tools.probe.optimizer import probe_optimizer
 from healcore.tools.probe.result import ProbeError, dumps
 from tests.tools.cli.test_probe import strict
 from tests.tools.probe.curves import probe_values
-from tests.tools.probe.networks import saved, trained
+from tests.tools.probe.trained_networks import saved, trained
 
 
 def torch_file(folder: Path) -> Path:

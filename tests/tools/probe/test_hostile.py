@@ -1,4 +1,4 @@
-"""Files that somebody broke on purpose: a sentence and its verdict, never a traceback."""
+"""Files broken on purpose: a message and a verdict, never a traceback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from healcore.tools.probe.result import ProbeResult, dumps
 from tests.tools.cli.test_probe import run
 
 
-def adam(**beside: Any) -> dict[str, Any]:
+def adam(**extra: Any) -> dict[str, Any]:
     """The state of twelve parameters."""
     generator = torch.Generator().manual_seed(0)
     state = {
@@ -31,7 +31,7 @@ def adam(**beside: Any) -> dict[str, Any]:
             "step": torch.tensor(200.0),
             "exp_avg": torch.randn(16, 16, generator=generator) * 1e-3,
             "exp_avg_sq": torch.rand(16, 16, generator=generator) * 1e-6 + 1e-7,
-            **beside,
+            **extra,
         }
         for number in range(12)
     }
@@ -39,13 +39,13 @@ def adam(**beside: Any) -> dict[str, Any]:
     return {"state": state, "param_groups": [group]}
 
 
-def judged(probe: str, path: Path, status: int, *told: str) -> None:
-    """Holds exit status and words against what is wanted."""
+def judged(probe: str, path: Path, status: int, *expected: str) -> None:
+    """Checks the exit status and that the messages contain what is expected."""
     result = run(probe, path, "--json")
     assert result.exit_code == status, (result.output, result.exception)
     (found,) = json.loads(result.output)["results"]
     messages = " ".join(check["message"] for check in found["checks"])
-    assert all(words in messages for words in told), messages
+    assert all(part in messages for part in expected), messages
 
 
 def test_whatever_reading_raises_is_an_error_that_names_the_path(tmp_path):
@@ -71,7 +71,7 @@ def test_a_single_tensor(tmp_path):
     judged("optimizer", tmp_path / "one.pt", 3)
 
 
-def test_what_holds_itself(tmp_path):
+def test_a_value_that_contains_itself(tmp_path):
     state = adam()
     state["self"] = state
     torch.save(state, tmp_path / "self.pt")
@@ -79,7 +79,7 @@ def test_what_holds_itself(tmp_path):
         judged(probe, tmp_path / "self.pt", 3, "holds itself")
 
 
-def test_nested_tensors_are_told(tmp_path):
+def test_nested_tensors_are_reported(tmp_path):
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     torch.save({"w": nested, "v": torch.ones(2)}, tmp_path / "n.pt")
     result = probe_checkpoint(tmp_path / "n.pt")
@@ -121,7 +121,7 @@ def test_a_name_in_the_list_of_an_archive(archive):
 @pytest.mark.parametrize(
     ("field", "bits"), [(6, 1), (8, 2), (38, 16)], ids=["version", "flags", "directory"]
 )
-def test_a_list_that_is_not_what_the_records_say(archive, field, bits):
+def test_a_list_that_does_not_match_the_records(archive, field, bits):
     spoil(archive, archive.read_bytes().rindex(b"PK\x01\x02") + field, bits)
     judged("checkpoint", archive, 2, "listed as something else")
 
@@ -168,7 +168,7 @@ def entry(first: int, last: int, dtype: str = "F32") -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "status", "told"),
+    ("text", "status", "expected"),
     [
         (f'{{"w":{entry(0, 8, "ZZ")},"v":{entry(8, 16)}}}', 3, "dtype ZZ"),
         (f'{{"w":{entry(0, 12)},"v":{entry(8, 16)}}}', 2, "overlaps"),
@@ -178,13 +178,13 @@ def entry(first: int, last: int, dtype: str = "F32") -> str:
         (f'{{"w":{entry(0, 16).replace("[4]", "[4.0]")}}}', 3, "not one"),
     ],
 )
-def test_safetensors_that_the_library_refuses(tmp_path, text, status, told):
+def test_safetensors_that_the_library_refuses(tmp_path, text, status, expected):
     from safetensors import SafetensorError, safe_open
 
     path = header(tmp_path / "f.safetensors", text, bytes(16))
     with pytest.raises(SafetensorError), safe_open(path, "np"):
         pass
-    judged("checkpoint", path, status, told)
+    judged("checkpoint", path, status, expected)
 
 
 def test_bare_exponents():
@@ -206,16 +206,16 @@ def test_a_view_of_one_number_is_one_number(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("beside", "status", "told"),
+    ("extra", "status", "expected"),
     [
         ({"exp_avg": torch.zeros(0, 3), "exp_avg_sq": torch.zeros(0, 3)}, 3, "has an element"),
         ({"exp_avg_sq": torch.ones(16, 16, dtype=torch.int8)}, 3, "whole numbers (int8)"),
         ({"step": torch.tensor(float("nan"))}, 2, "step is nan"),
     ],
 )
-def test_moments_of_which_nothing_can_be_verdict_of(tmp_path, beside, status, told):
-    torch.save(adam(**beside), tmp_path / "m.pt")
-    judged("optimizer", tmp_path / "m.pt", status, told)
+def test_moments_that_cannot_be_judged(tmp_path, extra, status, expected):
+    torch.save(adam(**extra), tmp_path / "m.pt")
+    judged("optimizer", tmp_path / "m.pt", status, expected)
 
 
 def test_complex_moments_have_two_parts(tmp_path):

@@ -1,4 +1,4 @@
-"""The loss probe: what healthy and ill curves are called."""
+"""The loss probe: its verdicts on healthy and bad curves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_run_that_ends_in_nan_fails(tmp_path):
         assert verdict_of(result, "finite") == "FAIL"
 
 
-def test_nan_that_was_survived_warns_and_says_where(tmp_path):
+def test_nan_that_was_survived_warns_and_names_the_steps(tmp_path):
     values = falling(200, 0.05)
     values[60:63] = np.nan
     result = probe_values(tmp_path, values)
@@ -47,7 +47,7 @@ def test_all_nan_fails_however_short(tmp_path):
     assert probe_values(tmp_path, [np.nan] * 500).verdict.value == "FAIL"
 
 
-def test_too_short_cannot_be_verdict_of(tmp_path):
+def test_too_short_cannot_be_judged(tmp_path):
     assert probe_values(tmp_path, falling(9, 0)).verdict.value == "SKIP"
     assert probe_values(tmp_path, falling(10, 0)).verdict.value == "PASS"
     assert probe_values(tmp_path, falling(10, 0), min_steps=11).verdict.value == "SKIP"
@@ -65,7 +65,7 @@ def test_a_slow_rise_below_its_noise_fails(tmp_path):
     assert verdict_of(probe_values(tmp_path, values), "progress") == "FAIL"
 
 
-def test_what_was_won_and_lost_again(tmp_path):
+def test_progress_that_is_lost_again(tmp_path):
     fall = np.linspace(10, 2, 400)
     for end, verdict in ((2.4, "PASS"), (3.5, "WARN"), (7.0, "FAIL")):
         values = np.concatenate([fall, np.linspace(2, end, 400)])
@@ -86,8 +86,8 @@ def test_noise_around_a_level_learns_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("goal", ["down", "up"])
-def test_the_number_beside_the_bound_is_the_one_that_decided(tmp_path, goal):
-    """A step up at the very end: its ends are apart, its trend is not."""
+def test_the_number_next_to_the_bound_is_the_one_that_decided(tmp_path, goal):
+    """A step up at the very end: start and end differ, the trend does not."""
     values = 3 + 0.02 * RANDOM.normal(size=400)
     values[-40:] += 2.0
     result = probe_values(tmp_path, values if goal == "down" else 10 - values, goal=goal)
@@ -133,7 +133,7 @@ def test_a_reward_should_rise(tmp_path):
     assert result.facts["best"] == pytest.approx(np.float32(rising.max()))
 
 
-def test_smoothness_is_what_it_is_said_to_be(tmp_path):
+def test_smoothness_follows_its_definition(tmp_path):
     values = falling(300, 0.2)
     recorded = values.astype(np.float32).astype(np.float64)
     expected = 1 - np.diff(recorded).var() / recorded.var()
@@ -163,7 +163,7 @@ def test_extreme_numbers_give_an_answer(tmp_path, values):
 
 
 def test_steps_trained_again_count_once(tmp_path):
-    """A run that diverged, went back and went well is a run that went well."""
+    """A run that diverged, rolled back and recovered passes."""
     good = falling(300, 0.02)
     bad = np.concatenate([good[:150], np.full(60, 50.0)])
     steps = np.concatenate([np.arange(210), np.arange(150, 300)])

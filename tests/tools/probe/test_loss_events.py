@@ -1,4 +1,4 @@
-"""Instability events, by windows and by healcore's own detector: spikes that last, not noise."""
+"""Instability events, by windows and by healcore's detector: sustained spikes, not noise."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_the_end_of_the_curve_within_an_incident():
     assert (event.step, event.last, event.back) == (590, 599, False)
 
 
-def test_of_a_long_curve_neighbours_are_judged_together():
+def test_neighbours_of_a_long_curve_are_judged_together():
     values = base(3 * MOST) + 0.02 * np.random.default_rng(4).normal(size=3 * MOST)
     values[40_000:40_060] += 3.0
     (event,) = incidents(values)
@@ -148,7 +148,7 @@ def test_of_a_long_curve_neighbours_are_judged_together():
     assert 56 <= event.values <= 68
 
 
-def test_what_both_find_is_one_event():
+def test_an_event_found_by_both_is_one_event():
     values = base(1000) + 0.02 * np.random.default_rng(5).normal(size=1000)
     values[600:620] += 3.0
     found = events(values)

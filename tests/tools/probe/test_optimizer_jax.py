@@ -21,7 +21,7 @@ import healcore.jax
 from healcore.jax.store import OrbaxStore
 from healcore.tools.probe.contents.saved_state import parsed
 from healcore.tools.probe.result import NothingToProbe, ProbeError
-from tests.tools.probe.networks import probe, verdicts
+from tests.tools.probe.trained_networks import probe, verdicts
 
 STEPS, LAYERS = 60, 6
 
@@ -175,7 +175,7 @@ def test_nan_in_any_parameter(tmp_path, adamw):
         (optax.adagrad(1e-3), "Adagrad"),
     ],
 )
-def test_not_of_adams_kind(tmp_path, tx, why):
+def test_optimizers_unlike_adam(tmp_path, tx, why):
     weights = params()
     save(tmp_path / "c", {"params": weights, "opt_state": tx.init(weights)})
     with pytest.raises(NothingToProbe, match=why):

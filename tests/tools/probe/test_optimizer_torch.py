@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from healcore.tools.probe.parameter_names import by_shape, in_order
 from healcore.tools.probe.result import NothingToProbe, ProbeError
 from healcore.torch.store import DCPStore
-from tests.tools.probe.networks import Net, probe, saved, train, trained, verdicts
+from tests.tools.probe.trained_networks import Net, probe, saved, train, trained, verdicts
 
 ADAMS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
@@ -138,7 +138,7 @@ class TestFormats:
 
     @pytest.mark.parametrize("weights", ["pytorch_model.bin", "model.safetensors"])
     def test_directory_of_the_trainer(self, tmp_path, ill, weights):
-        """Weights beside the optimizer, in groups with and without decay."""
+        """Weights next to the optimizer, in groups with and without decay."""
         from safetensors.torch import save_file
 
         net, optimizer = ill
@@ -153,7 +153,7 @@ class TestFormats:
             torch.save(net.state_dict(), tmp_path / weights)
             self.check(tmp_path)
         else:
-            # Sorted by name: which of the six alike is which cannot be known, so nothing is said.
+            # Sorted by name: the six alike cannot be distinguished, so nothing is reported.
             save_file(net.state_dict(), tmp_path / weights)
             result = probe(tmp_path)
             assert result.facts["top"][0]["parameter"] == "group 0, parameter 4"
@@ -174,7 +174,7 @@ class TestFormats:
         self.check(tmp_path / "optimizer.pt")
 
 
-def test_before_step_50_nothing_is_verdict_of(tmp_path):
+def test_before_step_50_nothing_is_judged(tmp_path):
     net, optimizer = trained(steps=49)
     result = probe(saved(tmp_path, net, optimizer))
     assert result.verdict.value == "SKIP"
@@ -182,7 +182,7 @@ def test_before_step_50_nothing_is_verdict_of(tmp_path):
     assert probe(saved(tmp_path, net, optimizer), min_step=49).verdict.value == "PASS"
 
 
-def test_nan_is_told_before_step_50_too(tmp_path):
+def test_nan_is_reported_before_step_50_too(tmp_path):
     net, optimizer = trained(steps=3)
     for slots in optimizer.state.values():
         slots["exp_avg_sq"].fill_(float("nan"))
@@ -191,7 +191,7 @@ def test_nan_is_told_before_step_50_too(tmp_path):
 
 @pytest.mark.parametrize("slot", ["exp_avg_sq", "exp_avg"])
 def test_one_nan_in_any_parameter_warns(tmp_path, net_and_optimizer, slot):
-    """One NaN, in each parameter in turn: none is overlooked, and its name is the right one."""
+    """One NaN in each parameter in turn: each is found and named correctly."""
     net, optimizer = net_and_optimizer
     for name, parameter in net.named_parameters():
         values = optimizer.state[parameter][slot].view(-1)
@@ -364,7 +364,7 @@ def test_a_bias_before_a_norm_is_not_ill(tmp_path):
 
 
 class TestNotAdam:
-    """What has no second moments is skipped, with the reason."""
+    """An optimizer without second moments is skipped, with the reason."""
 
     @pytest.mark.parametrize(
         ("make", "why"),
@@ -457,7 +457,7 @@ SHAPES = st.lists(st.sampled_from([(2,), (3,), (2, 3)]), max_size=8)
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SHAPES, st.data())
 def test_names_are_right_or_left_out(shapes, data):
-    """Against every way in which the parameters can lie in the model."""
+    """Checked against every assignment of the parameters to those of the model."""
     import itertools
 
     chosen = sorted(
@@ -478,7 +478,7 @@ def test_names_are_right_or_left_out(shapes, data):
 
 
 @given(SHAPES, SHAPES)
-def test_by_shape_only_what_is_unique(shapes, model):
+def test_only_unique_shapes_are_matched(shapes, model):
     names = by_shape(shapes, [(str(at), shape) for at, shape in enumerate(model)])
     for shape, name in zip(shapes, names, strict=True):
         certain = shapes.count(shape) == 1 and model.count(shape) == 1

@@ -1,4 +1,4 @@
-"""The public runs: what the probe says of them, with its defaults."""
+"""The probe's results on the public runs, with its defaults."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def labelled(pattern: str) -> tuple[int, int, int, int]:
         if not fnmatch.fnmatch(each["file"], pattern):
             continue
         steps = np.loadtxt(FOLDER / each["file"], delimiter=",", skiprows=1, usecols=0)
-        told = [
+        reported = [
             (np.searchsorted(steps, event.step), np.searchsorted(steps, event.last))
             for event in probed(FOLDER / each["file"]).facts["events"]
         ]
@@ -70,9 +70,9 @@ def labelled(pattern: str) -> tuple[int, int, int, int]:
 
         known = each["spikes"] + each["ambiguous"]
         spikes += len(each["spikes"])
-        found += sum(any(touches(span, spike) for span in told) for spike in each["spikes"])
-        events += len(told)
-        elsewhere += sum(not any(touches(span, label) for label in known) for span in told)
+        found += sum(any(touches(span, spike) for span in reported) for spike in each["spikes"])
+        events += len(reported)
+        elsewhere += sum(not any(touches(span, label) for label in known) for span in reported)
     return spikes, found, events, elsewhere
 
 

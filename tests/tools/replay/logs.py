@@ -14,7 +14,7 @@ Column = Sequence[float | str]
 
 
 def noisy(rows: int, seed: int = 0) -> dict[str, list[float | str]]:
-    """A calm run: a falling loss with noise, and a gradient norm about 0.5."""
+    """A healthy run: a falling loss with noise, and a gradient norm about 0.5."""
     rng = np.random.default_rng(seed)
     loss = 3 + 2 * np.exp(-np.arange(rows) / 300) + 0.02 * rng.standard_normal(rows)
     norm = np.exp(0.1 * rng.standard_normal(rows)) / 2

@@ -49,8 +49,8 @@ do = ["alert", "save"]
 
 def lines(trace, policy, backend):
     result = replay(trace, policy, backend=backend)
-    told = [decided_line(trace.name, result.policy, row) for row in result]
-    return [*told, summary_line(result.summary)]
+    decided = [decided_line(trace.name, result.policy, row) for row in result]
+    return [*decided, summary_line(result.summary)]
 
 
 def check(trace, policy, backends=("jax", "torch")):
@@ -62,20 +62,20 @@ def check(trace, policy, backends=("jax", "torch")):
 
 
 def test_rows_that_lack_signals_and_nan(tmp_path):
-    told = check(logs.trace(logs.write(tmp_path / "a.csv", logs.eventful(ROWS))), "pretraining")
-    text = "".join(told)
-    for word in ("NONFINITE_LOSS", "NONFINITE_GRAD", "LOSS_SPIKE", "ROLLBACK", "CUT_LR"):
-        assert word in text
+    output = check(logs.trace(logs.write(tmp_path / "a.csv", logs.eventful(ROWS))), "pretraining")
+    text = "".join(output)
+    for name in ("NONFINITE_LOSS", "NONFINITE_GRAD", "LOSS_SPIKE", "ROLLBACK", "CUT_LR"):
+        assert name in text
     assert '"skip": true' in text
-    assert '"unjudged": 0' not in told[-1]
+    assert '"unjudged": 0' not in output[-1]
 
 
 def test_one_combination_only(tmp_path):
     run = logs.eventful(ROWS)
     run["loss"] = [x or 3.5 for x in run["loss"]]
     del run["grad_norm"]
-    told = check(logs.trace(logs.write(tmp_path / "a.csv", run)), "pretraining")
-    assert '"ROLLBACK"' in "".join(told)
+    output = check(logs.trace(logs.write(tmp_path / "a.csv", run)), "pretraining")
+    assert '"ROLLBACK"' in "".join(output)
 
 
 def test_a_resumed_run(tmp_path):
@@ -84,12 +84,12 @@ def test_a_resumed_run(tmp_path):
     first = logs.write(tmp_path / "1.csv", logs.part(run, 0, 220))
     second = logs.write(tmp_path / "2.csv", logs.part(run, 140, 330), range(140, 330))
     third = logs.write(tmp_path / "3.csv", logs.part(run, 250, ROWS), range(250, ROWS))
-    told = check(logs.trace(first, second, third), "pretraining")
-    assert [f'"attempt": {n}' in "".join(told[:-1]) for n in range(3)] == [True] * 3
+    output = check(logs.trace(first, second, third), "pretraining")
+    assert [f'"attempt": {n}' in "".join(output[:-1]) for n in range(3)] == [True] * 3
 
 
 def test_observing_orders_the_same(tmp_path):
-    """What observe mode would have done is what the same policy in heal mode does."""
+    """Observe mode reports what the same policy does in heal mode."""
     trace = logs.trace(logs.write(tmp_path / "a.csv", logs.eventful(ROWS)))
     healing = load("pretraining").model_copy(update={"mode": "heal", "name": "same"})
     watching = healing.model_copy(update={"mode": "observe"})
@@ -99,11 +99,11 @@ def test_observing_orders_the_same(tmp_path):
 
 def test_adagc_without_norms_of_tensors(tmp_path):
     trace = logs.trace(logs.write(tmp_path / "a.csv", logs.eventful(ROWS)))
-    told = check(trace, loads(ADAGC))
-    assert '"clips": 0' in told[-1]
-    assert "gradient norm of every tensor" in told[-1]
-    assert '"ROLLBACK"' in "".join(told)
-    assert "threshold" not in "".join(told[:-1])
+    output = check(trace, loads(ADAGC))
+    assert '"clips": 0' in output[-1]
+    assert "gradient norm of every tensor" in output[-1]
+    assert '"ROLLBACK"' in "".join(output)
+    assert "threshold" not in "".join(output[:-1])
 
 
 def test_evaluations_and_updates(tmp_path):
@@ -112,9 +112,9 @@ def test_evaluations_and_updates(tmp_path):
     run["update_norm"] = [
         (90.0 if row % 101 == 100 else 0.1) if row % 7 else "" for row in range(ROWS)
     ]
-    told = "".join(check(logs.trace(logs.write(tmp_path / "a.csv", run)), loads(OVERFIT)))
-    assert "OVERFIT" in told
-    assert "UPDATE_SPIKE" in told
+    output = "".join(check(logs.trace(logs.write(tmp_path / "a.csv", run)), loads(OVERFIT)))
+    assert "OVERFIT" in output
+    assert "UPDATE_SPIKE" in output
 
 
 def test_longer_than_a_chunk(tmp_path):
@@ -123,8 +123,8 @@ def test_longer_than_a_chunk(tmp_path):
     run["grad_norm"][4090:4102] = [5.0] * 12
     first = logs.write(tmp_path / "1.csv", logs.part(run, 0, 8500))
     second = logs.write(tmp_path / "2.csv", logs.part(run, 4200, 9000), range(4200, 9000))
-    told = check(logs.trace(first, second), "pretraining", backends=("jax",))
-    assert all(f'"index": {index},' in "".join(told) for index in (4095, 4096, 4097))
+    output = check(logs.trace(first, second), "pretraining", backends=("jax",))
+    assert all(f'"index": {index},' in "".join(output) for index in (4095, 4096, 4097))
 
 
 @pytest.mark.parametrize("backend", ["numpy", "jax", "torch"])

@@ -1,4 +1,4 @@
-"""A replay against the engine driven by hand, row by row, without any of the replay's code."""
+"""Compares a replay with the engine driven row by row, without any of the replay's code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from healcore.policy import load, loads
 from healcore.tools.replay import replay
 from healcore.tools.replay.report import facts
 from healcore.tools.report.descriptions import outcome
-from tests.healer.loops import rules
+from tests.healer.training_loops import rules
 from tests.tools.replay import logs
 from tests.tools.replay.test_backends import OVERFIT
 
@@ -38,7 +38,7 @@ def rows_of(path: Path):
 
 
 def step(engine: Engine, state, row):
-    """(state, what was ordered) or None where the row has nothing to judge."""
+    """(state, decision), or None where the row has nothing to judge."""
     signals = {
         name: np.asarray(float(row[name]), np.float32)
         for name in ("loss", "grad_norm")
@@ -52,8 +52,8 @@ def step(engine: Engine, state, row):
     return new, new.last.decision
 
 
-def told(decision, action):
-    """What a line would say of it, without the scores."""
+def line_of(decision, action):
+    """The content of a decision's line, without the scores."""
     return (
         Cause(int(decision.cause)),
         Action(action),
@@ -78,7 +78,7 @@ def by_hand(engine: Engine, state, rows, index):
             if int(now.recovered) == 0 and fresh and (paid or int(now.number) != over):
                 action |= int(Action.ROLLBACK)
                 over = over if paid else int(now.number)
-            line = told(decision, action)
+            line = line_of(decision, action)
             if line != (Cause(0), Action(0), False, 1.0, 1.0):
                 found.append((number, line))
         states.append(state)
@@ -158,7 +158,7 @@ def test_another_file_from_the_start_is_another_run(tmp_path):
 
 
 def test_a_restart_within_one_file_keeps_the_budget(tmp_path):
-    """One file is one run: what its first attempt has spent is spent."""
+    """One file is one run: its attempts share one budget."""
     run = logs.eventful(300)
     twice = {name: cells * 2 for name, cells in run.items()}
     path = logs.write(tmp_path / "a.csv", twice, [*range(300), *range(300)])
@@ -183,7 +183,7 @@ def test_a_spent_budget_does_not_stop_what_is_finite_and_does_not_grow(tmp_path)
     assert all(Action.ALERT | Action.ROLLBACK in row.action for row in again)
 
 
-def test_a_spent_budget_is_told_and_the_replay_goes_on(tmp_path):
+def test_a_spent_budget_is_reported_and_the_replay_goes_on(tmp_path):
     run = logs.noisy(900)
     for onset in range(100, 900, 150):
         run["loss"][onset : onset + 20] = ["nan"] * 20
@@ -220,7 +220,7 @@ def test_an_incident_that_never_ends_is_denied_once(tmp_path):
 
 
 def test_the_first_rollback_of_an_incident_is_what_would_have_happened(tmp_path):
-    """The curve does not heal: `patience` alarms later the policy asks, and cuts, again."""
+    """The curve does not heal: `patience` alarms later the policy asks and cuts again."""
     run = logs.noisy(900)
     for onset in (200, 500):
         run["loss"][onset : onset + 8] = ["nan"] * 8
@@ -240,10 +240,10 @@ def test_the_first_rollback_of_an_incident_is_what_would_have_happened(tmp_path)
     assert "STOP" not in second.action
     assert "would roll back (once more if that had not helped)" in outcome(first)
     assert "would roll back (if that had not helped: it would stop)" in outcome(second)
-    told = facts(summary, "numpy")
-    assert told["rollbacks"] == "2, and 2 more if rollbacks had not helped, 1 beyond the budget"
-    assert told["cuts of the learning rate"] == "2, and 2 more if rollbacks had not helped"
-    assert told["smallest learning-rate multiplier"] == (
+    shown = facts(summary, "numpy")
+    assert shown["rollbacks"] == "2, and 2 more if rollbacks had not helped, 1 beyond the budget"
+    assert shown["cuts of the learning rate"] == "2, and 2 more if rollbacks had not helped"
+    assert shown["smallest learning-rate multiplier"] == (
         f"{summary.lowest_lr_first:g}, or {summary.lowest_lr:g} if rollbacks had not helped"
     )
 

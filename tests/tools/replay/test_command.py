@@ -76,7 +76,7 @@ def test_lines_of_json(run, tmp_path):
 
 
 def test_lines_on_standard_output(run, spiked, tmp_path):
-    """Nothing else is there: the table goes to standard error."""
+    """Standard output has nothing else: the table goes to standard error."""
     command = [sys.executable, "-c", "from healcore.tools.cli import main; main()"]
     command += ["replay", str(run), str(spiked), "--jsonl"]
     done = subprocess.run([*command, "-"], cwd=ROOT, capture_output=True, text=True, timeout=600)
@@ -159,21 +159,21 @@ def test_a_policy_is_scored_by_its_severest_answer(spiked, tmp_path, monkeypatch
     chosen = [part for name in scored for part in ("-p", name)]
     done = healcore_replay(spiked, "--labels", labels, *chosen)
     assert done.exit_code == 0, done.output
-    told = [line.split() for line in done.output.splitlines() if line.strip().startswith(". ")]
-    assert {line[1]: line[2] for line in told} == scored
+    scores = [line.split() for line in done.output.splitlines() if line.strip().startswith(". ")]
+    assert {line[1]: line[2] for line in scores} == scored
     for name in ("olmo2-skip-step", alerts.name, "default"):
-        assert ["1", "of", "1"] in [line[5:8] for line in told if line[1] == name]
+        assert ["1", "of", "1"] in [line[5:8] for line in scores if line[1] == name]
     assert "1 of 1 by skips" in done.output
     assert "1 of 1 by alarms" in done.output
     assert "of 1 by stops" in done.output
     assert "by rollbacks" not in done.output
 
 
-def test_damage_is_told_before_the_legend(spiked):
+def test_damage_is_reported_before_the_legend(spiked):
     with spiked.open("a") as file:
         file.write("300,wrong,0.5\n")
-    said = " ".join(healcore_replay(spiked).output.split())
-    assert 0 < said.index("wrong") < said.index("Judged with")
+    output = " ".join(healcore_replay(spiked).output.split())
+    assert 0 < output.index("wrong") < output.index("Judged with")
 
 
 def test_page_and_picture(spiked, tmp_path):
@@ -212,7 +212,7 @@ def test_a_policy_that_has_nothing_to_judge_in_one(spiked, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["RUN", "--policy", "defualt"], "did you mean 'default'"),
         (["RUN", "--policy", "no.toml"], "No such file"),
@@ -228,11 +228,11 @@ def test_a_policy_that_has_nothing_to_judge_in_one(spiked, tmp_path):
         ([], "Missing argument"),
     ],
 )
-def test_what_cannot_be_done(run, arguments, said):
+def test_invalid_arguments(run, arguments, message):
     before = run.read_bytes()
     done = healcore_replay(*(str(run) if each == "RUN" else each for each in arguments))
     assert done.exit_code == 2
-    assert said in done.output
+    assert message in done.output
     assert run.read_bytes() == before
 
 

@@ -12,7 +12,7 @@ import pytest
 from healcore.core.verdict import Action, Cause, names
 from healcore.policy import load
 from healcore.tools.replay import replay
-from tests.healer.loops import Faults, loop_of, rules, train
+from tests.healer.training_loops import Faults, loop_of, rules, train
 from tests.tools.replay import logs
 
 Step = tuple[tuple[str, ...], tuple[str, ...], bool, np.float32, np.float32]
@@ -23,8 +23,8 @@ def flags(kind, names) -> tuple[str, ...]:
     return tuple(each.name for each in kind if each.name in names)
 
 
-def lived(path: Path) -> Iterator[Step]:
-    """What the live run decided, line by line."""
+def live_steps(path: Path) -> Iterator[Step]:
+    """The decisions of the live run, line by line."""
     for line in map(json.loads, path.open()):
         yield (
             flags(Cause, line["cause"]),
@@ -54,12 +54,12 @@ def replayed(path: Path, policy, rows: int):
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 @pytest.mark.parametrize("bad", [[23], [2], [9, 30]], ids=["late", "before a save", "twice"])
 def test_with_rollbacks(framework, bad, tmp_path):
-    """To a checkpoint, and to the very beginning."""
+    """With rollbacks to a checkpoint and to the beginning."""
     path = tmp_path / "run.metrics.jsonl"
     loop = loop_of(framework, Faults(once=bad), rules())
     facts = train(loop, rules(), range(40), metrics=path)
     assert facts["rollbacks"] == len(bad)
-    live = list(lived(path))
+    live = list(live_steps(path))
     found, summary = replayed(path, rules(), len(live))
     assert found == live
     assert summary.rollbacks == len(bad)
@@ -72,7 +72,7 @@ def test_with_a_preset(tmp_path):
     path = tmp_path / "run.metrics.jsonl"
     loop = loop_of("torch", Faults(always=[50]), load("pretraining"))
     train(loop, load("pretraining"), range(90), metrics=path)
-    live = list(lived(path))
+    live = list(live_steps(path))
     assert sum(line[3] < 1 for line in live) > 0
     found, summary = replayed(path, "pretraining", len(live))
     assert found == live
@@ -80,13 +80,13 @@ def test_with_a_preset(tmp_path):
 
 
 def test_a_run_that_its_policy_stopped(tmp_path):
-    """The last order of a live run is what the replay calls spent."""
+    """The replay marks the last order of a live run as spent."""
     path = tmp_path / "run.metrics.jsonl"
     policy = rules(recoveries=1)
     loop = loop_of("torch", Faults(always=range(20, 60)), policy)
     with pytest.raises(SystemExit):
         train(loop, policy, range(60), metrics=path)
-    live = list(lived(path))
+    live = list(live_steps(path))
     found, summary = replayed(path, policy, len(live))
     assert found == live
     assert (summary.rollbacks, summary.spent) == (2, 1)

@@ -40,13 +40,13 @@ def test_a_window_in_every_backend(tmp_path, family, spikes):
         rows = list(csv.DictReader(file))[max(0, onset - 200) : onset + 60]
     columns = {name: [row[name] for row in rows] for name in rows[0] if name != "step"}
     path = logs.write(tmp_path / "a.csv", columns, [float(row["step"]) for row in rows])
-    told = check(logs.trace(path), "default")
-    assert '"ROLLBACK"' in "".join(told)
+    output = check(logs.trace(path), "default")
+    assert '"ROLLBACK"' in "".join(output)
 
 
 @needed
 def test_whole_runs_in_numpy_and_jax():
-    """The spike of the Llama run was labelled by eye."""
+    """The label of the Llama run's spike was set by eye."""
     for family in ("mlperf_v5.1/llama31_8b__Cisco", "algoperf/spiky", "algoperf/early"):
         label = labelled(family, spikes="early" not in family)
         rows = [

@@ -28,7 +28,7 @@ SCORER = Path(__file__).parents[4] / "shared" / "tools" / "score_detectors.py"
 
 
 def evidence_of(orders, loss, chunk=64):
-    """What a score needs of a run with rollbacks at these rows."""
+    """The input of a score for a run with rollbacks at these rows."""
     found = ScoreCollector()
     found_rows = empty_columns(len(loss))
     as_record(found_rows)[0].action[list(orders)] = int(Action.ROLLBACK)
@@ -155,11 +155,11 @@ def test_the_official_scorer_agrees(tmp_path):
         mine = mine.plus(evidence_of(orders, loss).score(known) or Score())
     (tmp_path / "labels.json").write_text(json.dumps(labels))
     command = [sys.executable, str(SCORER), str(tmp_path), "json", str(tmp_path / "alarms")]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
-    words = said.split()
-    assert int(words[words.index("files") + 1]) == mine.traces > 30
-    assert int(words[words.index("pts") + 1]) == mine.rows
-    assert int(words[words.index("recall") + 1]) == mine.found > 20
-    assert int(words[words.index("steps") + 1].rstrip(")")) == mine.in_time
-    assert float(words[words.index("latency") + 1]) == np.median(mine.latencies)
-    assert int(words[words.index("false") + 1]) == mine.false > 20
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
+    parts = output.split()
+    assert int(parts[parts.index("files") + 1]) == mine.traces > 30
+    assert int(parts[parts.index("pts") + 1]) == mine.rows
+    assert int(parts[parts.index("recall") + 1]) == mine.found > 20
+    assert int(parts[parts.index("steps") + 1].rstrip(")")) == mine.in_time
+    assert float(parts[parts.index("latency") + 1]) == np.median(mine.latencies)
+    assert int(parts[parts.index("false") + 1]) == mine.false > 20

@@ -14,7 +14,7 @@ from tests.tools.replay import logs
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Two policies on a run of three attempts and on a calm one."""
+    """Two policies on a run of three attempts and on a healthy one."""
     folder = tmp_path_factory.mktemp("logs") / "a_folder_with_quite_a_long_name"
     folder.mkdir()
     run = logs.eventful(400)
@@ -26,7 +26,7 @@ def results(tmp_path_factory):
         )
         for start, stop in ((0, 200), (150, 300), (250, 400))
     ]
-    traces = [logs.trace(*parts), logs.trace(logs.write(folder / "calm.csv", logs.noisy(300)))]
+    traces = [logs.trace(*parts), logs.trace(logs.write(folder / "healthy.csv", logs.noisy(300)))]
     policies = [NamedPolicy(name, load(name)) for name in ("default", "observe")]
     done = []
     found = list(
@@ -44,7 +44,7 @@ def results(tmp_path_factory):
 
 
 def troubled(result):
-    """With a curve that does not heal."""
+    """The result with a curve that does not heal."""
     summary = result.summary._replace(
         rollbacks=31, repeats=15, spent=3, stopped_step=209_408.0, lowest_lr_first=0.5
     )
@@ -77,9 +77,9 @@ def test_wide_enough_for_everything(results):
     assert "A wider terminal" not in text
 
 
-def test_attempts_are_told_one_by_one(results):
-    told = [line for line in notes(results) if "attempts" in line]
-    assert len(told) == 2
+def test_attempts_are_listed_one_by_one(results):
+    attempt_notes = [line for line in notes(results) if "attempts" in line]
+    assert len(attempt_notes) == 2
     attempts = results[0].summary.attempts
     counts = [f"{a.incidents} / {a.rollbacks - a.repeats}" for a in attempts]
     assert (
@@ -87,52 +87,52 @@ def test_attempts_are_told_one_by_one(results):
             f"{count} from step {step} on"
             for count, step in zip(counts, (0, 150, 250), strict=True)
         )
-        in told[0]
+        in attempt_notes[0]
     )
 
 
 def test_rows_that_were_not_judged_count_once(results):
-    """Not once for each policy."""
+    """They are counted once for all policies."""
     count = results[0].summary.unjudged
     assert count > 1
     assert f"{count} rows without a loss and a gradient norm: not judged" in notes(results)
 
 
 def test_what_is_inactive_is_reported_once_for_all_policies(tmp_path):
-    calm = logs.noisy(60)
-    del calm["grad_norm"]
+    healthy = logs.noisy(60)
+    del healthy["grad_norm"]
     traces = [
-        logs.trace(logs.write(tmp_path / "loss.csv", calm)),
+        logs.trace(logs.write(tmp_path / "loss.csv", healthy)),
         logs.trace(logs.write(tmp_path / "both.csv", logs.noisy(60))),
     ]
 
-    def told(*names, traces=traces):
+    def notes_of(*names, traces=traces):
         policies = [NamedPolicy(name, load(name)) for name in names]
         done = replay_all(
             traces, policies, backend="numpy", wanted=ReplayOptions(), advance=lambda *_: None
         )
         return notes([each for each in done if isinstance(each, ReplayResult)])
 
-    assert told("default", "observe", "olmo2-skip-step") == [
+    assert notes_of("default", "observe", "olmo2-skip-step") == [
         "no grad_norm logged in 1 of 2 traces: clip (3 policies), grad_spike (2 policies), "
         "instability (2 policies), vanishing (2 policies) and grad_window (olmo2-skip-step) "
         "are inactive"
     ]
-    assert told("olmo2-skip-step", traces=traces[:1]) == [
+    assert notes_of("olmo2-skip-step", traces=traces[:1]) == [
         "no grad_norm logged: clip and grad_window are inactive"
     ]
-    assert told("default", traces=traces[1:]) == []
+    assert notes_of("default", traces=traces[1:]) == []
 
 
-def test_the_legend_tells_of_what_is_there(results):
+def test_the_legend_covers_what_is_there(results):
     summary = results[0].summary
     whole = legend([troubled(results[0]), *results[1:]])
     assert len(whole) < 2 * 150, "two lines"
-    for word in ("incidents:", "again:", "denied:", "lowest LR:", "ends at:"):
-        assert word in whole
-    calm = [each for each in results if not each.summary.incidents]
-    assert calm
-    assert legend(calm) == "Judged with numpy."
+    for term in ("incidents:", "again:", "denied:", "lowest LR:", "ends at:"):
+        assert term in whole
+    healthy = [each for each in results if not each.summary.incidents]
+    assert healthy
+    assert legend(healthy) == "Judged with numpy."
     once = results[0]._replace(
         summary=summary._replace(repeats=0, spent=0, stopped_step=None, lowest_lr_first=1.0)
     )

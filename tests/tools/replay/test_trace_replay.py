@@ -1,4 +1,4 @@
-"""Policies on traces that do not have what they read."""
+"""Policies on traces that lack the signals that they read."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def without(tmp_path, *names):
 
 
 def test_what_is_inactive_is_reported(tmp_path):
-    (told,) = replay(without(tmp_path, "grad_norm"), "default").resting
-    assert told == (
+    (note,) = replay(without(tmp_path, "grad_norm"), "default").resting
+    assert note == (
         "clip zclip, grad_spike, instability and vanishing are inactive: no grad_norm was logged"
     )
     assert replay(without(tmp_path), "default").resting == ()
@@ -40,8 +40,8 @@ def test_nothing_left_to_judge(tmp_path):
     trace = without(tmp_path, "loss")
     with pytest.raises(ReplayError) as caught:
         replay(trace, loads(LOSS_ONLY))
-    for word in ("loss-only", "reads loss", "only grad_norm", trace.name):
-        assert word in str(caught.value)
+    for part in ("loss-only", "reads loss", "only grad_norm", trace.name):
+        assert part in str(caught.value)
 
 
 def test_rows_with_evaluations_only_are_not_judged(tmp_path):

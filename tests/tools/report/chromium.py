@@ -33,7 +33,7 @@ _BROWSER_S_OWN = r"https?://[\w.-]+\.(google|googleapis|gstatic|gvt1)\.com/"
 
 
 class Opened:
-    """What a page was like.
+    """A page as the browser showed it.
 
     Attributes:
         dom: its elements, after its scripts have run.
@@ -72,7 +72,7 @@ def open_page(page: Path, folder: Path, *, width: int = 1280) -> Opened:
 
 
 def print_page(page: Path, folder: Path) -> tuple[bytes, str]:
-    """A page on paper: the PDF, and what was said on the console."""
+    """A page on paper: the PDF, and the messages on the console."""
     pdf = folder / "page.pdf"
     done = _run(folder, "--no-pdf-header-footer", f"--print-to-pdf={pdf}", str(page))
     return pdf.read_bytes(), "\n".join(re.findall(r".*CONSOLE.*", done.stderr))

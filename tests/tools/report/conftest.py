@@ -16,7 +16,7 @@ def healed(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def stopped(tmp_path_factory) -> Path:
-    """The data is NaN from batch 300 on: the policy gives up."""
+    """A run whose data is NaN from batch 300 on, so that the policy stops it."""
     return train(tmp_path_factory.mktemp("stopped"), Loop(nan=range(300, 600)))
 
 

@@ -71,7 +71,7 @@ def train(
 
 
 class Broken(RuntimeError):
-    """What a training loop may raise."""
+    """The exception of the training loop."""
 
 
 def broken_and_resumed(folder: Path) -> Path:
@@ -87,5 +87,5 @@ def broken_and_resumed(folder: Path) -> Path:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """What is in a JSON-lines file."""
+    """The content of a JSON-lines file."""
     return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Files as they are found after a crash, a full disk, a mistake: a message, never a traceback."""
+"""Files as a crash, a full disk or a mistake leaves them: a message, never a traceback."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def healcore(*arguments: object):
 
 @pytest.fixture
 def copy(healed, tmp_path):
-    """Of a run's files, to be damaged."""
+    """A copy of a run's files, for a test to damage."""
     for name in ("run.events.jsonl", "run.metrics.jsonl"):
         (tmp_path / name).write_bytes(healed.with_name(name).read_bytes())
     return tmp_path / "run.events.jsonl"
 
 
-def test_a_report_is_written_beside_its_run(copy):
+def test_a_report_is_written_next_to_its_run(copy):
     done = healcore("report", copy, "--png", copy.with_name("run.png"))
     assert (done.exit_code, done.stderr) == (0, "")
     page = copy.with_name("run.report.html")
@@ -45,7 +45,7 @@ def test_a_report_is_written_beside_its_run(copy):
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         (b"", "is empty"),
         (b"\n\n", "is empty"),
@@ -56,12 +56,12 @@ def test_a_report_is_written_beside_its_run(copy):
         (b'{"a": 1}\n', "schema is not a whole number"),
     ],
 )
-def test_nothing_to_tell(content, words, tmp_path):
+def test_nothing_to_report(content, message, tmp_path):
     events = tmp_path / "run.events.jsonl"
     events.write_bytes(content)
     done = healcore("report", events)
     assert done.exit_code == 2
-    assert words in done.stderr
+    assert message in done.stderr
     assert str(events) in done.stderr
     assert not (tmp_path / "run.report.html").exists()
 
@@ -103,10 +103,10 @@ def test_metrics_that_cannot_be_read(copy, tmp_path):
     assert done.exit_code == 1
     assert "no.jsonl: the metrics cannot be read: No such file" in done.stderr
     assert "the metrics cannot be read" in copy.with_name("run.report.html").read_text()
-    (tmp_path / "words.csv").write_text("a,b\n1,2\n")
-    done = healcore("report", copy, "--metrics", tmp_path / "words.csv")
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    done = healcore("report", copy, "--metrics", tmp_path / "other.csv")
     assert done.exit_code == 1
-    assert "words.csv" in done.stderr
+    assert "other.csv" in done.stderr
 
 
 def test_metrics_of_another_run(copy, stopped):
@@ -132,7 +132,7 @@ def test_damaged_lines_are_reported_by_number_and_the_rest_is_used(copy):
     assert "run.metrics.jsonl: damaged: line 8: not JSON" in done.stderr
     (report,) = read_reports(copy).reports
     assert report.curves.rows == len(rows) - 1
-    # Its alarms still tell of the incident.
+    # Its alarms still show the incident.
     assert [case.number for case in report.incidents] == list(range(1, len(report.incidents) + 1))
     assert "damaged: line 8" in copy.with_name("run.report.html").read_text()
 

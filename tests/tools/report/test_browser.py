@@ -26,7 +26,7 @@ const found = { inner: innerWidth, page: document.documentElement.scrollWidth,
 
 
 def page_of(reports, folder: Path, script: str = "") -> Path:
-    """A page; with a script of the test's own, the policy that forbids such is taken out."""
+    """A page; for a test's own script the content security policy is removed."""
     text = render(reports)
     if script:
         text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text, count=1)
@@ -44,8 +44,8 @@ def test_it_draws_asks_for_nothing_and_has_no_error(healed, resumed, tmp_path):
     assert opened.asked == []
     assert opened.dom.count('class="main-svg"') >= 2
     assert opened.dom.count("scatterlayer") >= 2 * 4
-    for words in ("log loss", "as recorded", "whole run"):
-        assert opened.dom.count(f">{words}</button>") == 2
+    for label in ("log loss", "as recorded", "whole run"):
+        assert opened.dom.count(f">{label}</button>") == 2
 
 
 def test_a_page_that_asks_would_be_seen(tmp_path):
@@ -82,11 +82,11 @@ def test_nothing_overflows_on_a_phone(stopped, tmp_path):
     assert 300 < found["plot"] <= 390
 
 
-def test_on_paper_everything_is_there(stopped, tmp_path):
+def test_the_printed_page_has_everything(stopped, tmp_path):
     pdf, console = print_page(page_of(read_reports(stopped).reports, tmp_path), tmp_path)
     assert console == ""
     assert pdf.startswith(b"%PDF")
-    # Four sheets of A4, the policy unfolded. Columns too narrow for a word would make many more.
+    # Four sheets of A4, the policy unfolded. Columns narrower than their text would need many more.
     assert 3 <= len(re.findall(rb"/Type\s*/Page\b", pdf)) <= 5
 
 
@@ -95,8 +95,8 @@ def test_a_row_zooms_and_the_axes_switch(healed, tmp_path):
     const plot = document.querySelector(".plot"), found = [];
     const note = () => found.push(
       [plot.layout.xaxis.range, plot.layout.yaxis.type, plot.layout.xaxis.title.text]);
-    const press = (words) => [...document.querySelectorAll(".tools button")]
-      .find((each) => each.textContent === words).click();
+    const press = (label) => [...document.querySelectorAll(".tools button")]
+      .find((each) => each.textContent === label).click();
     note();
     document.querySelectorAll("tr[data-incident]")[0].querySelector("button").click(); note();
     press("log loss"); note();

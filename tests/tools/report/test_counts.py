@@ -1,4 +1,4 @@
-"""Counts are the same everywhere, also of what a policy would only have done."""
+"""Counts are the same everywhere, also those of a policy that only observes."""
 
 from __future__ import annotations
 

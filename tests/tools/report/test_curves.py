@@ -1,4 +1,4 @@
-"""Long runs are thinned: nothing that matters is lost, and memory stays what it is."""
+"""Long runs are thinned: outliers are kept, and memory stays bounded."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def long(tmp_path) -> Path:
     return tmp_path / "run.events.jsonl"
 
 
-def test_what_matters_stays(long):
+def test_outliers_stay(long):
     tracemalloc.start()
     (report,) = read_reports(long).reports
     peak = tracemalloc.get_traced_memory()[1]

@@ -1,4 +1,4 @@
-"""Where steps are missing the curve is broken, and a note says which."""
+"""Where steps are missing the curve is broken, and a note names them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def report_of(step, **more):
         ([], []),
     ],
 )
-def test_what_is_a_gap(step, expected):
+def test_which_gaps_are_reported(step, expected):
     found = report_of(step).gaps()
     assert len(found) == len(expected)
     assert all(one.startswith(other) for one, other in zip(found, expected, strict=True))

@@ -1,4 +1,4 @@
-"""The page as text: complete, self-contained, and safe whatever the files say."""
+"""The page as text: complete, self-contained, and safe whatever the files contain."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_texts_cannot_become_elements():
 
 
 def empty() -> RunReport:
-    """A run that has begun, and no more."""
+    """A run with no event but its start."""
     nothing = Curves(np.zeros(0), np.zeros(0, np.float32))
     state = RunState.RUNNING
     return RunReport("nothing", Mode.HEAL, "default", "", "", nothing, (), Counts(), {}, state)

@@ -1,4 +1,4 @@
-"""What is drawn behind a run, to compare it with others."""
+"""Other runs drawn behind a run, for comparison."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from healcore.tools.report.runs import read_reports
 
 
 def pixels(path, colour: str) -> int:
-    """How many have this colour."""
+    """How many elements have this colour."""
     found = image.imread(path)[..., :3]
     return int((np.abs(found - to_rgb(colour)) < 0.01).all(axis=-1).sum())
 

@@ -1,4 +1,4 @@
-"""The report of a run is that of its events and metrics: real runs, read back."""
+"""The report of a real run follows from its events and metrics."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_curves_are_the_metrics_row_by_row(run, request):
 
 
 @pytest.mark.parametrize("run", ["healed", "stopped", "resumed"])
-def test_what_was_undone_is_known(run, request):
+def test_undone_steps_are_marked(run, request):
     events = request.getfixturevalue(run)
     (report,) = read_reports(events).reports
     step = report.curves.step

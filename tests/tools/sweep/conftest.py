@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.tools.sweep import samples
+from tests.tools.sweep import sample_series
 
 
 @pytest.fixture(scope="session")
@@ -18,5 +18,5 @@ def logs(tmp_path_factory) -> list[str]:
         (folder / recipe).mkdir()
         for seed in range(2):
             path = folder / recipe / f"seed_{seed}.csv"
-            paths.append(samples.write_csv(path, samples.losses(rng, 340, spikes)))
+            paths.append(sample_series.write_csv(path, sample_series.losses(rng, 340, spikes)))
     return paths

@@ -1,4 +1,4 @@
-"""The middle of a plateau, not the luckiest setting; and nothing that does not hold elsewhere."""
+"""Chooses the middle of a plateau, not the luckiest setting, and only what holds elsewhere."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_families():
         inside = {f for f, out in zip(families, held, strict=True) if out}
         assert not inside & {f for f, out in zip(families, held, strict=True) if not out}
         sides = [{e for e, out in zip(events, held, strict=True) if out == side} for side in (0, 1)]
-        assert sides == [{True, False}, {True, False}], "both sides have events and calm runs"
+        assert sides == [{True, False}, {True, False}], "both sides have events and healthy runs"
 
 
 def test_one_family_is_split_by_run_and_one_run_not_at_all():
@@ -88,7 +88,7 @@ def judged(in_time: np.ndarray):
     return choose_policy(tallies(in_time), UNITS, Splits(held, "family", runs), "balance", 0.1)
 
 
-def test_what_holds_on_every_run_is_taken():
+def test_a_setting_that_is_good_on_every_run_is_taken():
     good = np.where(plateau((0.6, 0.4), 0.2), 9, 5)
     verdict = judged(np.tile(good, (12, 1)))
     assert verdict.take == verdict.choice.index != 0
@@ -97,7 +97,7 @@ def test_what_holds_on_every_run_is_taken():
     assert abs(verdict.validation.chosen.gap) < 1e-9
 
 
-def test_what_each_run_likes_by_itself_is_not():
+def test_a_setting_that_is_best_for_one_run_only_is_not_taken():
     """Every run has a favourite region of its own, and the base policy is fair everywhere."""
     rows = []
     for _ in range(8):
@@ -112,7 +112,7 @@ def test_what_each_run_likes_by_itself_is_not():
     assert verdict.validation.best.gap > 0.1, "what over-fitting would have promised"
 
 
-def test_without_anything_held_out_it_says_so():
+def test_a_verdict_without_held_out_runs_is_marked():
     good = np.where(plateau((0.6, 0.4), 0.2), 9, 5)
     asked = choose_policy(
         tallies(good[None]), UNITS, Splits((), "", 1), "balance", 0.1, wanted=False
@@ -122,20 +122,20 @@ def test_without_anything_held_out_it_says_so():
 
 
 @pytest.mark.parametrize("objective", ["balance", "recall", "lost"])
-def test_a_setting_that_no_held_out_event_speaks_for_is_not_taken(objective):
+def test_a_setting_that_no_held_out_event_supports_is_not_taken(objective):
     good = np.where(plateau((0.6, 0.4), 0.2), 9, 5)
     lost = np.where(plateau((0.6, 0.4), 0.2), 10, 900)
     runs = [each._replace(lost=lost) for each in tallies(good[None])]
-    calm = [each._replace(lost=lost) for each in tallies(np.zeros((4, len(UNITS)), int), 0)]
+    healthy = [each._replace(lost=lost) for each in tallies(np.zeros((4, len(UNITS)), int), 0)]
     held = tuple(np.arange(5) == k for k in range(1, 5))
-    for splits, part in ((Splits((), "", 1), runs), (Splits(held, "family", 5), runs + calm)):
+    for splits, part in ((Splits((), "", 1), runs), (Splits(held, "family", 5), runs + healthy)):
         verdict = choose_policy(part, UNITS, splits, objective, 0.1)
         assert verdict.choice.index != 0
         assert verdict.take == 0
         assert "no event was ever held out: cannot be checked" in verdict.reason
 
 
-def test_what_was_held_out_is_counted():
+def test_held_out_events_are_counted():
     checked = judged(np.tile(np.where(plateau((0.6, 0.4), 0.2), 9, 5), (12, 1))).validation
     assert checked is not None
     assert (checked.events, checked.ever) == ((30, 30, 30, 30), 120)
@@ -155,4 +155,4 @@ def test_a_base_in_the_middle_is_kept():
     verdict = choose_policy(tallies(scores[None]), UNITS_HERE, Splits((), "", 1), "balance", 0.1)
     assert verdict.take == 0
     assert verdict.reason.startswith("keep the base policy")
-    assert "cannot be checked" in verdict.reason, "said when the base is kept, too"
+    assert "cannot be checked" in verdict.reason, "reported when the base is kept, too"

@@ -13,8 +13,8 @@ from healcore.policy import load, preset_text
 from healcore.tools.sweep import Plan, SweepError, sweep
 from healcore.tools.sweep.search import PLAN
 from healcore.tools.traces import open_traces
-from tests.tools.sweep import samples
-from tests.tools.sweep.samples import DULL, blunt, run
+from tests.tools.sweep import sample_series
+from tests.tools.sweep.sample_series import DULL, blunt, run
 
 
 def test_a_better_setting_is_found_and_written(logs, tmp_path):
@@ -22,29 +22,30 @@ def test_a_better_setting_is_found_and_written(logs, tmp_path):
     policy = blunt(tmp_path)
     done = run(*logs, "-p", policy, "--vary", DULL, "--variants", "60", "-o", str(out), "--json")
     assert done.exit_code == 0, done.output
-    told = json.loads(done.output, parse_constant=pytest.fail)
-    assert told["take"] == "new", told["reason"]
-    assert told["base"]["recall"] == 0 < 0.9 < told["chosen"]["recall"]
-    assert (told["runs"], told["events"], told["labelled_runs"]) == (8, 6, 0)
-    assert told["held_out"]["by"] == "family"
-    assert told["held_out"]["events"] == [2 if n == 2 else 4 for n in told["held_out"]["events"]]
-    assert told["held_out"]["events_in_some_split"] == 6
-    assert told["held_out"]["chosen"]["held_out"] > told["held_out"]["base"]["held_out"]
+    result = json.loads(done.output, parse_constant=pytest.fail)
+    assert result["take"] == "new", result["reason"]
+    assert result["base"]["recall"] == 0 < 0.9 < result["chosen"]["recall"]
+    assert (result["runs"], result["events"], result["labelled_runs"]) == (8, 6, 0)
+    held_out = result["held_out"]
+    assert held_out["by"] == "family"
+    assert held_out["events"] == [2 if n == 2 else 4 for n in held_out["events"]]
+    assert held_out["events_in_some_split"] == 6
+    assert held_out["chosen"]["held_out"] > held_out["base"]["held_out"]
     written = load(str(out))
     assert written.name == "blunt-swept"
     assert written.detect.loss_spike is not None
-    assert written.detect.loss_spike.evidence == told["chosen"]["values"][DULL.split("=")[0]]
-    # The file does what the sweep said: a replay's count of recoveries.
-    engine_told = sweep(open_traces(logs)[0], written, vary=["max_skips=10,11"], plan=PLAN)
-    assert engine_told.verdict.rates.recall[0] == told["chosen"]["recall"]
+    assert written.detect.loss_spike.evidence == result["chosen"]["values"][DULL.split("=")[0]]
+    # The written policy has the recall that the sweep reported.
+    swept = sweep(open_traces(logs)[0], written, vary=["max_skips=10,11"], plan=PLAN)
+    assert swept.verdict.rates.recall[0] == result["chosen"]["recall"]
 
 
 def test_the_table(logs, tmp_path):
     out = tmp_path / "mine.toml"
     done = run(*logs, "--variants", "20", "-o", str(out))
     assert done.exit_code == 0, done.output
-    for words in ("20 settings of policy default on 8 runs", "held out", "hindsight", str(out)):
-        assert words in done.output
+    for message in ("20 settings of policy default on 8 runs", "held out", "hindsight", str(out)):
+        assert message in done.output
     assert load(str(out))
     again = run(*logs, "--variants", "20", "-o", str(out))
     assert again.exit_code == 2
@@ -74,19 +75,20 @@ def test_labels_decide_what_is_an_event(logs, tmp_path):
     labels.write_text(json.dumps(entries))
     out = str(tmp_path / "mine.toml")
     done = run(*logs, "--labels", str(labels), "--vary", "max_skips=9,11", "-o", out, "--json")
-    told = json.loads(done.output)
-    assert (told["events"], told["labelled_runs"]) == (0, 8)
-    assert told["base"]["false"] > 0, "what was a spike is a false recovery now"
-    assert told["base"]["recall"] is told["base"]["found"] is told["base"]["latency_rows"] is None
-    assert "all settings score alike: nothing was learnt" in told["reason"]
+    result = json.loads(done.output)
+    assert (result["events"], result["labelled_runs"]) == (0, 8)
+    assert result["base"]["false"] > 0, "what was a spike is a false recovery now"
+    base = result["base"]
+    assert base["recall"] is base["found"] is base["latency_rows"] is None
+    assert "all settings score alike: nothing was learnt" in result["reason"]
     table = run(
         *logs, "--labels", str(labels), "--vary", "max_skips=9,11", "-o", out, "--overwrite"
     )
     assert "100.0%" not in table.output
-    assert "no event" in " ".join(told["notes"])
+    assert "no event" in " ".join(result["notes"])
 
 
-def test_a_trace_that_cannot_be_read_is_told(logs, tmp_path):
+def test_a_trace_that_cannot_be_read_is_reported(logs, tmp_path):
     bad = tmp_path / "empty.csv"
     bad.write_text("")
     out = str(tmp_path / "mine.toml")
@@ -97,7 +99,7 @@ def test_a_trace_that_cannot_be_read_is_told(logs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (("--policy", "nobody"), "default"),
         (("--policy", "zclip"), "never goes back"),
@@ -111,17 +113,17 @@ def test_a_trace_that_cannot_be_read_is_told(logs, tmp_path):
         (("--column", "loss"), "SIGNAL=NAME"),
     ],
 )
-def test_what_is_wrong_is_said_in_words(logs, tmp_path, monkeypatch, arguments, words):
+def test_wrong_arguments_have_a_clear_message(logs, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     done = run(*logs, "--variants", "4", *arguments)
     assert done.exit_code == 2, done.output
-    assert words in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "swept.toml").exists()
 
 
 def test_nothing_to_sweep(tmp_path):
-    short = samples.write_csv(tmp_path / "short.csv", np.ones(50))
+    short = sample_series.write_csv(tmp_path / "short.csv", np.ones(50))
     done = run(short, "-o", str(tmp_path / "x.toml"))
     assert done.exit_code == 2
     assert "fewer than 200 rows" in done.stderr
@@ -130,16 +132,16 @@ def test_nothing_to_sweep(tmp_path):
 
 
 def test_jax_and_numpy_give_one_result(logs, tmp_path):
-    told = []
+    results = []
     for backend in ("numpy", "jax"):
         out = tmp_path / f"{backend}.toml"
         arguments = ("-p", blunt(tmp_path), "--vary", DULL, "--variants", "20", "--json")
         done = run(*logs, *arguments, "--backend", backend, "-o", str(out))
         assert done.exit_code == 0, done.output
-        told.append(json.loads(done.output))
+        results.append(json.loads(done.output))
         for key in ("backend", "seconds", "written"):
-            del told[-1][key]
-    assert told[0] == told[1]
+            del results[-1][key]
+    assert results[0] == results[1]
 
 
 def test_the_command_starts_without_jax():

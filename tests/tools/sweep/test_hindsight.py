@@ -1,4 +1,4 @@
-"""Events seen in hindsight agree with the labels, as far as docs/sweep.md says."""
+"""Events found in hindsight agree with the labels as docs/sweep.md describes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 import numpy as np
 
 from healcore.tools.sweep.hindsight import events_in
-from tests.parity import recorded
-from tests.tools.sweep import samples
+from tests.parity import recorded_runs
+from tests.tools.sweep import sample_series
 
 
 def seen(loss: np.ndarray):
@@ -16,22 +16,22 @@ def seen(loss: np.ndarray):
 
 
 def test_spikes_of_a_made_up_run():
-    loss = samples.losses(np.random.default_rng(0), 1200, (400, 900))
+    loss = sample_series.losses(np.random.default_rng(0), 1200, (400, 900))
     zones = seen(loss).spikes
     assert [abs(zone.onset - onset) <= 1 for zone, onset in zip(zones, (400, 900), strict=True)]
     assert all(20 <= zone.end - zone.onset <= 60 for zone in zones)
 
 
 def test_one_bad_batch_is_no_event():
-    loss = samples.losses(np.random.default_rng(1), 800)
+    loss = sample_series.losses(np.random.default_rng(1), 800)
     loss[500] += 5
-    told = seen(loss)
-    assert not told.spikes
-    assert not told.ambiguous
+    events = seen(loss)
+    assert not events.spikes
+    assert not events.ambiguous
 
 
 def test_holes_do_not_matter():
-    loss = samples.losses(np.random.default_rng(2), 800, (500,))
+    loss = sample_series.losses(np.random.default_rng(2), 800, (500,))
     holes = loss.copy()
     holes[300:320] = np.nan
     holes[505] = np.inf
@@ -45,13 +45,13 @@ def test_short_or_constant_runs():
     assert not seen(np.zeros(0)).spikes
 
 
-@recorded.needed
+@recorded_runs.needed
 def test_against_the_labels():
     found = {"llama": 0, "spiky": 0, "calm": 0}
     labelled = dict(found)
     extra = dict(found)
-    runs = {name: loss for name, loss, _, _ in recorded.all_runs()}
-    for entry in json.loads((recorded.FOLDER / "labels.json").read_text()):
+    runs = {name: loss for name, loss, _, _ in recorded_runs.all_runs()}
+    for entry in json.loads((recorded_runs.FOLDER / "labels.json").read_text()):
         loss = runs[entry["file"]]
         if len(loss) < 200:
             continue
@@ -70,4 +70,4 @@ def test_against_the_labels():
     assert found["spiky"] >= 52
     assert extra["llama"] == 0
     assert extra["spiky"] <= 4
-    assert extra["calm"] == 0, "nothing on calm runs, bad batches and hard negatives"
+    assert extra["calm"] == 0, "nothing on healthy runs, bad batches and hard negatives"

@@ -1,4 +1,4 @@
-"""What the tables and the JSON say about how far a sweep may be believed."""
+"""The tables and the JSON show how far a sweep can be trusted."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from healcore.policy import load
-from tests.tools.sweep import samples
-from tests.tools.sweep.samples import DULL, blunt, run
+from tests.tools.sweep import sample_series
+from tests.tools.sweep.sample_series import DULL, blunt, run
 
 
 def test_events_of_one_family_are_held_out_run_by_run(logs, tmp_path):
@@ -18,10 +18,10 @@ def test_events_of_one_family_are_held_out_run_by_run(logs, tmp_path):
     done = run(
         *some, "-p", blunt(tmp_path), "--vary", DULL, "--variants", "20", "-o", out, "--json"
     )
-    told = json.loads(done.output)
-    assert (told["events"], told["held_out"]["by"]) == (4, "run")
-    assert told["held_out"]["events"] == [2] * 8
-    assert "only one family of runs has events" in " ".join(told["notes"])
+    result = json.loads(done.output)
+    assert (result["events"], result["held_out"]["by"]) == (4, "run")
+    assert result["held_out"]["events"] == [2] * 8
+    assert "only one family of runs has events" in " ".join(result["notes"])
 
 
 def test_lost_is_shown_once_and_its_gap_in_steps(logs, tmp_path):
@@ -48,7 +48,7 @@ def test_a_single_run_cannot_be_checked(logs, tmp_path):
 
 
 def test_attempts_are_not_runs(tmp_path):
-    loss = samples.losses(np.random.default_rng(5), 700, (300,))
+    loss = sample_series.losses(np.random.default_rng(5), 700, (300,))
     path = tmp_path / "resumed.csv"
     rows = [(i, loss[i]) for i in range(450)] + [(i, loss[i]) for i in range(400, 700)]
     path.write_text("\n".join(["step,loss", *(f"{i},{x:.6g}" for i, x in rows)]))
@@ -61,5 +61,5 @@ def test_attempts_are_not_runs(tmp_path):
         "--overwrite",
     )
     assert "on 1 run (2 attempts):" in run(*arguments).output
-    told = json.loads(run(*arguments, "--json").output)
-    assert (told["runs"], told["attempts"]) == (1, 2)
+    result = json.loads(run(*arguments, "--json").output)
+    assert (result["runs"], result["attempts"]) == (1, 2)

@@ -16,8 +16,8 @@ from healcore.tools.sweep.series import RecoveryOrders, Series, pack, series_of,
 from healcore.tools.sweep.space import draw, parse
 from healcore.tools.traces import open_traces
 from tests.core import fuzz, policies
-from tests.parity import recorded
-from tests.tools.sweep import samples
+from tests.parity import recorded_runs
+from tests.tools.sweep import sample_series
 
 VARIANTS, ROWS = 32, 200
 SIGNALS = ("loss", "grad_norm", "update_norm", "eval_loss")
@@ -57,7 +57,7 @@ def fuzzed(rng: np.random.Generator, *, resumed: bool) -> Series:
     trace = Signals(*(None if x is None else x[:, 0] for x in fuzz.signals(rng, ROWS, 1)))
     kinds = (SIGNALS, ("grad_norm", "eval_loss"))
     kind = np.where(rng.random(ROWS) < 0.1, 1, 0)
-    series = samples.series_of(trace, kinds, kind)
+    series = sample_series.series_of(trace, kinds, kind)
     if resumed:
         series.resumed[ROWS // 2] = True
         series = series._replace(own=ROWS // 2)
@@ -82,8 +82,8 @@ def assert_as_alone(
     compared = 0
     for i in which:
         plain = tuple(each[i].item() for each in values)  # Python numbers, as from a policy file
-        expected = samples.alone(configure(config, places, plain), series)
-        assert samples.of_variant(orders, int(i)) == expected, (series.trace, i, plain)
+        expected = sample_series.alone(configure(config, places, plain), series)
+        assert sample_series.of_variant(orders, int(i)) == expected, (series.trace, i, plain)
         compared += len(expected[0])
     return compared
 
@@ -113,7 +113,7 @@ def test_jax_equals_numpy_on_fuzzed_runs():
     assert seen > 4 * VARIANTS, "the runs are in trouble"
 
 
-@recorded.needed
+@recorded_runs.needed
 def test_recorded_runs_in_jax():
     policy = load("default")
     axes = tuple(
@@ -128,7 +128,7 @@ def test_recorded_runs_in_jax():
     variants = draw(policy, axes, 32)
     places = tuple(axis.place for axis in axes)
     scan = JaxSweepScan(trimmed(policy.config()), places)
-    files = sorted(str(f) for f in recorded.FOLDER.glob("algoperf/spiky/*.csv"))[::6]
+    files = sorted(str(f) for f in recorded_runs.FOLDER.glob("algoperf/spiky/*.csv"))[::6]
     opened, unreadable = open_traces(files)
     assert not unreadable
     compared = 0
@@ -141,7 +141,7 @@ def test_recorded_runs_in_jax():
     assert compared > 20
 
 
-def test_what_is_trimmed_has_no_say():
+def test_what_is_trimmed_changes_no_decision():
     config = load("default").config()
     fewer = trimmed(config)
     assert fewer.clip is None
@@ -157,16 +157,16 @@ def test_what_is_trimmed_has_no_say():
 def test_an_own_policy_for_every_preset():
     """The preset policies, unvaried but for one number, on a run with spikes."""
     rng = np.random.default_rng(3)
-    loss = samples.losses(rng, 700, (300, 500)).astype(np.float32)
+    loss = sample_series.losses(rng, 700, (300, 500)).astype(np.float32)
     loss[600:630] = np.nan
     norm = np.exp(rng.standard_normal(700) * 0.2).astype(np.float32)
     norm[300:312] *= 50
-    series = samples.series_of(
+    series = sample_series.series_of(
         Signals(loss=loss, grad_norm=norm), (("loss", "grad_norm"),), np.zeros(700)
     )
     for name in ("default", "aggressive", "conservative", "observe"):
         config = load(name).config()
         values = (np.array([config.max_skips, 1], np.int32),)
         orders = one(NumpySweepScan(trimmed(config), (("max_skips",),)), values, series)
-        told = assert_as_alone(config, (("max_skips",),), values, orders, series, range(2))
-        assert told > 0, name
+        checked = assert_as_alone(config, (("max_skips",),), values, orders, series, range(2))
+        assert checked > 0, name

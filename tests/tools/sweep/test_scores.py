@@ -15,8 +15,8 @@ from healcore.core.verdict import Action
 from healcore.tools.replay.scores import Label, ScoreCollector, Zone
 from healcore.tools.sweep.scores import Costs, count_orders, latency, rates, score, series_events
 from healcore.tools.sweep.series import RecoveryOrders, pack, unpack
-from tests.parity import recorded
-from tests.tools.sweep import samples
+from tests.parity import recorded_runs
+from tests.tools.sweep import sample_series
 
 ROWS = 900
 
@@ -24,7 +24,7 @@ ROWS = 900
 def series(bad: tuple[int, ...] = ()):
     loss = np.ones(ROWS, np.float32)
     loss[list(bad)] = np.nan
-    return samples.series_of(Signals(loss=loss), (("loss",),), np.zeros(ROWS))
+    return sample_series.series_of(Signals(loss=loss), (("loss",),), np.zeros(ROWS))
 
 
 def counted(
@@ -75,12 +75,14 @@ def test_as_a_replay_of_each():
             chunk = SimpleNamespace(index=np.arange(ROWS), values={"loss": loss})
             action = np.full(len(each), int(Action.ROLLBACK))
             evidence.add(chunk, SimpleNamespace(index=np.array(each, int), action=action))  # type: ignore[arg-type]
-            told = evidence.score(label)
-            assert told is not None
-            assert got.found[i] == told.found
-            assert got.in_time[i] == told.in_time
-            assert tuple(delay for delay in got.delay[i].tolist() if delay >= 0) == told.latencies
-            assert got.false[i] == told.false
+            expected = evidence.score(label)
+            assert expected is not None
+            assert got.found[i] == expected.found
+            assert got.in_time[i] == expected.in_time
+            assert (
+                tuple(delay for delay in got.delay[i].tolist() if delay >= 0) == expected.latencies
+            )
+            assert got.false[i] == expected.false
         assert got.events == 4
 
 
@@ -92,15 +94,16 @@ def test_rows_of_an_earlier_attempt_do_not_count():
     assert ground.spikes[:, 0].tolist() == [500], "the first is the earlier attempt's"
 
 
-def test_words_of_bits():
+def test_packed_bits():
     rng = np.random.default_rng(1)
     due = rng.random((96, 5)) < 0.1
-    words = np.zeros((3, 5), np.uint32)
+    packed_orders = np.zeros((3, 5), np.uint32)
     for row, variant in np.argwhere(due):
-        words[row // 32, variant] |= np.uint32(1) << np.uint32(row % 32)
-    each = samples.series_of(Signals(loss=due[:, 0]), (("loss",),), np.zeros(96))._replace(own=40)
+        packed_orders[row // 32, variant] |= np.uint32(1) << np.uint32(row % 32)
+    signals = Signals(loss=due[:, 0])
+    each = sample_series.series_of(signals, (("loss",),), np.zeros(96))._replace(own=40)
     (packed,) = pack([each])
-    (orders,) = unpack([each], packed, words, *np.zeros((2, 3, 5), np.int32))
+    (orders,) = unpack([each], packed, packed_orders, *np.zeros((2, 3, 5), np.int32))
     expected = [(v, r) for v in range(5) for r in range(40, 96) if due[r, v]]
     assert list(zip(orders.variant.tolist(), orders.row.tolist(), strict=True)) == expected
 
@@ -115,10 +118,10 @@ def test_the_objectives():
     assert score(both, "recall", 0.1).argsort().tolist() == [2, 1, 0]
     assert score(both, "false", 0.1).argsort().tolist() == [1, 2, 0]
     assert score(both, "lost", 0.1).argsort().tolist() == [1, 0, 2], "a spike of 31 rows, let be"
-    calm = rates([counted([[], [500]], Label("x", ROWS, (), ()))])
-    assert calm.events == 0
-    assert np.isnan(calm.recall).all(), "nothing to find is not all of it found"
-    assert np.isfinite(score(calm, "balance", 0.1)).all()
+    healthy = rates([counted([[], [500]], Label("x", ROWS, (), ()))])
+    assert healthy.events == 0
+    assert np.isnan(healthy.recall).all(), "nothing to find is not all of it found"
+    assert np.isfinite(score(healthy, "balance", 0.1)).all()
 
 
 def test_latency_is_the_median_as_in_a_replay():
@@ -135,10 +138,10 @@ def test_an_order_repeated_within_its_incident_costs_nothing():
     assert once.false.tolist() == counted([[210, 260]], label).false.tolist(), "as a replay has it"
 
 
-@recorded.needed
+@recorded_runs.needed
 def test_as_the_shared_scorer(tmp_path):
     """tools/score_detectors.py, on random orders for some recorded runs."""
-    sys.path.insert(0, str(recorded.FOLDER.parent / "tools"))
+    sys.path.insert(0, str(recorded_runs.FOLDER.parent / "tools"))
     try:
         import score_detectors  # type: ignore[import-not-found]
     except ImportError:
@@ -146,8 +149,8 @@ def test_as_the_shared_scorer(tmp_path):
     finally:
         sys.path.pop(0)
     rng = np.random.default_rng(2)
-    chosen = json.loads((recorded.FOLDER / "labels.json").read_text())[::7]
-    runs = {name: loss for name, loss, _, _ in recorded.all_runs()}
+    chosen = json.loads((recorded_runs.FOLDER / "labels.json").read_text())[::7]
+    runs = {name: loss for name, loss, _, _ in recorded_runs.all_runs()}
     alarms, mine = {}, {"events": 0, "hit": 0, "hit10": 0, "false": 0}
     for entry in chosen:
         loss = runs[entry["file"]]
@@ -157,7 +160,7 @@ def test_as_the_shared_scorer(tmp_path):
             continue
         zones = {k: tuple(Zone(z["onset"], z["end"]) for z in entry[k]) for k in ("spikes",)}
         vague = tuple(Zone(z["onset"], z["end"]) for z in entry["ambiguous"])
-        each = samples.series_of(Signals(loss=loss), (("loss",),), np.zeros(len(loss)))
+        each = sample_series.series_of(Signals(loss=loss), (("loss",),), np.zeros(len(loss)))
         orders = RecoveryOrders(np.zeros(len(rows), int), rows, *np.zeros((2, 1), np.int32))
         ground = series_events(each, Label(entry["file"], len(loss), zones["spikes"], vague))
         got = count_orders(each, ground, orders, Costs())
@@ -165,7 +168,7 @@ def test_as_the_shared_scorer(tmp_path):
         mine["hit"] += int(got.found[0])
         mine["hit10"] += int(got.in_time[0])
         mine["false"] += int(got.false[0])
-    total = score_detectors.score(str(recorded.FOLDER), lambda name, x, g: alarms.get(name))
+    total = score_detectors.score(str(recorded_runs.FOLDER), lambda name, x, g: alarms.get(name))
     theirs = {key: sum(family[key] for family in total.values()) for key in mine}
     assert mine == theirs
     assert mine["events"] > 5

@@ -1,4 +1,4 @@
-"""What can be varied, and what is drawn."""
+"""The settings that can be varied, and the values drawn for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEFAULT = load("default")
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("detect.loss_spike.z_threshold", "KEY=LOW..HIGH"),
         ("detect.loss_spike.z=3..5", "no 'z' there"),
@@ -38,11 +38,11 @@ DEFAULT = load("default")
         ("detect..x=1..2", "no key of a policy"),
     ],
 )
-def test_what_cannot_be_varied_is_said_in_words(text, words):
+def test_what_cannot_be_varied_has_a_clear_message(text, message):
     if text.endswith("rise=5"):
         assert parse(DEFAULT, text).listed == (5.0,)
         return
-    with pytest.raises(SweepError, match=words.replace("[", r"\[")):
+    with pytest.raises(SweepError, match=message.replace("[", r"\[")):
         parse(DEFAULT, text)
 
 
@@ -106,7 +106,7 @@ def test_settings_that_conflict_are_dropped():
 
 
 def test_a_variant_is_the_policy_that_would_be_written():
-    """The numbers that the scan is given are those that the core makes of the file."""
+    """The scan gets the numbers that the core makes of the file."""
     axes = default_axes(DEFAULT)
     variants = draw(DEFAULT, axes, 40)
     places = tuple(axis.place for axis in axes)

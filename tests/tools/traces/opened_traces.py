@@ -1,4 +1,4 @@
-"""Opening one trace in a test, and looking at all of it."""
+"""Opens one trace in a test and reads all of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def open_one(path: str | os.PathLike[str], **options: Any) -> Trace:
 
 
 def refusal(path: str | os.PathLike[str], **options: Any) -> str:
-    """Why a path gives no trace."""
+    """The message that says why a path gives no trace."""
     traces, unreadable = open_traces([os.fspath(path)], **options)
     assert not traces
     assert [failure.path for failure in unreadable] == [os.fspath(path)]
@@ -43,5 +43,5 @@ def lineage_of(trace: Trace) -> list[int]:
 
 
 def column(values: Any) -> list[float | str]:
-    """Comparable, NaN included."""
+    """The values in a form that compares NaN as equal."""
     return ["nan" if np.isnan(value) else float(value) for value in np.asarray(values)]

@@ -24,7 +24,7 @@ def test_a_plain_file(tmp_path):
     assert table.step.tolist() == [1, 2, 3]
     assert column(table.values["loss"]) == [2.5, "nan", 2.25]
     assert column(table.values["grad_norm"]) == [0.5, np.inf, "nan"]
-    assert table.given["loss"].all()  # the word nan is a value
+    assert table.given["loss"].all()  # the text nan is a value
     assert table.given["grad_norm"].tolist() == [True, True, False]  # an empty cell is not
     survey = trace.survey()
     assert survey.signals == {"loss", "grad_norm"}
@@ -124,7 +124,7 @@ def test_a_column_can_be_named(tmp_path):
     assert "it has 't', 'a', 'b'" in refusal(path, columns={"loss": "c"})
 
 
-def test_extras_are_read_beside_the_signals(tmp_path):
+def test_extras_are_read_in_addition_to_the_signals(tmp_path):
     path = write(tmp_path / "run.csv", "step,loss,threshold\n1,2,7\n2,1,\n")
     trace = open_one(path, extras=["threshold", "absent"])
     assert column(load(trace).values["threshold"]) == [7, "nan"]

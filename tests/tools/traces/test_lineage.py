@@ -1,4 +1,4 @@
-"""Resumed runs: attempts, stale tails, and what is left of the run in the end."""
+"""Resumed runs: attempts, stale tails, and the final lineage of the run."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_signals_that_are_written_one_after_the_other_meet(tmp_path):
     assert trace.survey().rows == 200
 
 
-def test_tables_beside_each_other_are_runs_and_continuations_are_not(tmp_path):
+def test_tables_in_one_folder_are_runs_and_continuations_are_not(tmp_path):
     write(tmp_path / "run-2.csv", csv([1, 2, 3]))
     write(tmp_path / "run-3.csv", csv([3, 4]))
     write(tmp_path / "run-10.csv", csv([1, 2]))

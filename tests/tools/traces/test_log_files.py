@@ -1,4 +1,4 @@
-"""What is no log, or is one without anything in it: one sentence that names the reason."""
+"""Files that are no log, or an empty one: one sentence names the reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.tools.traces.opened_traces import column, open_one, refusal, write
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("", "it is empty"),
         (" \r\n\n", "it is empty"),
@@ -27,7 +27,7 @@ from tests.tools.traces.opened_traces import column, open_one, refusal, write
             "no usable row: 2 problems, the first: line 2: column 'loss': 'x'",
         ),
         ("step,loss\nx,1\n", "no usable row: line 2: column 'step': 'x' is not a number"),
-        ("a log in words\nof two lines\n", "its first line is 'a log in words'. It is not a CSV"),
+        ("a log in prose\nof two lines\n", "its first line is 'a log in prose'. It is not a CSV"),
         ("\0\1\2", "it is binary"),
         ('{"torn', "it is JSON, but has no 'log_history'"),
         ('{"step": 1, "loss": "x"}\n', "no usable row: line 1: 'loss': 'x' is not a number"),
@@ -35,8 +35,8 @@ from tests.tools.traces.opened_traces import column, open_one, refusal, write
         ("x" * (2 << 20), "first line has no end within a megabyte"),
     ],
 )
-def test_files_without_a_usable_row(tmp_path, text, words):
-    assert words in refusal(write(tmp_path / "run.csv", text))
+def test_files_without_a_usable_row(tmp_path, text, message):
+    assert message in refusal(write(tmp_path / "run.csv", text))
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
@@ -71,7 +71,7 @@ def test_a_directory_without_a_log(tmp_path):
     assert "run.csv: no usable row" in refusal(tmp_path)
 
 
-def test_a_directory_of_several_kinds_says_what_it_reads(tmp_path):
+def test_a_directory_of_several_kinds_reports_what_it_reads(tmp_path):
     write(tmp_path / "train-1.jsonl", '{"type":"step","step":1,"loss":2}\n')
     write(tmp_path / "train-2.jsonl", '{"type":"step","step":2,"lo\n')
     write(tmp_path / "train-3.jsonl", '{"type":"step","step":2,"loss":1}\n')
@@ -89,7 +89,7 @@ def test_a_directory_of_several_kinds_says_what_it_reads(tmp_path):
     ]
 
 
-def test_a_file_that_goes_away_is_an_error_in_words(tmp_path):
+def test_a_file_that_goes_away_is_a_clear_error(tmp_path):
     path = write(tmp_path / "run.csv", "step,loss\n1,2\n")
     trace = open_one(path)
     path.unlink()
@@ -107,6 +107,6 @@ def test_a_file_of_a_directory_that_may_not_be_read_is_reported(tmp_path):
     assert failed == [(str(tmp_path / "a.csv"), "it cannot be read: Permission denied")]
 
 
-def test_a_pipe_is_refused_in_words_and_without_waiting(tmp_path):
+def test_a_pipe_is_refused_with_a_message_and_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "log")
     assert "pipe or a device" in refusal(tmp_path / "log")

@@ -1,4 +1,4 @@
-"""The names that trainers give to what we read."""
+"""The names that trainers give to the signals."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_very_name_wins_among_equals():
 
 
 @pytest.mark.parametrize(
-    ("names", "columns", "words"),
+    ("names", "columns", "message"),
     [
         (["step", "a"], {}, "It has 'step', 'a'. Name one: --column loss=NAME"),
         (["train_loss", "train/loss"], {}, "may each be the loss"),
@@ -79,10 +79,10 @@ def test_the_very_name_wins_among_equals():
         (["a", "a"], {"loss": "a"}, "two columns have the name 'a': rename one"),
     ],
 )
-def test_refusals(names, columns, words):
+def test_refusals(names, columns, message):
     with pytest.raises(TraceError) as error:
         resolve(names, columns)
-    assert words in str(error.value)
+    assert message in str(error.value)
 
 
 def test_a_name_that_was_given_away_is_not_taken_twice():

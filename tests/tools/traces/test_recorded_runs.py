@@ -1,4 +1,4 @@
-"""The public runs beside the repository: every row, under the number that pandas gives it."""
+"""The public runs next to the repository: every row has the number that pandas gives it."""
 
 from __future__ import annotations
 

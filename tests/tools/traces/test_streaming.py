@@ -37,7 +37,7 @@ def document(count):
 
 @pytest.mark.parametrize("written", [table, records, document])
 def test_memory_does_not_grow_with_the_file(tmp_path, written):
-    """Three chunks, and three times as many."""
+    """A file of three chunks, and one three times as long."""
     peaks = []
     for name, count in (("short", 3 * CHUNK), ("long", 9 * CHUNK)):
         trace = open_one(write(tmp_path / name, written(count)))

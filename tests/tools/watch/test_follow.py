@@ -1,4 +1,4 @@
-"""Following a run: while its file grows, is torn, is emptied, is not there yet."""
+"""Following a run while its file grows, is torn, is emptied, or does not exist yet."""
 
 from __future__ import annotations
 
@@ -172,14 +172,14 @@ def test_a_log_gives_the_terminal_no_commands():
 
 
 @pytest.mark.parametrize(
-    ("loop", "status", "words"),
+    ("loop", "status", "text"),
     [
         (Loop(nan=range(120, 132)), 0, "end: completed"),
         (Loop(nan=range(120, 400)), 1, "end: stopped"),
     ],
     ids=["completed", "stopped"],
 )
-def test_a_live_run_to_its_end(loop, status, words, tmp_path):
+def test_a_live_run_to_its_end(loop, status, text, tmp_path):
     process = watch(tmp_path / "run.events.jsonl")
     assert process.stdout is not None
     assert process.stdout.readline().startswith("waiting for")
@@ -188,7 +188,7 @@ def test_a_live_run_to_its_end(loop, status, words, tmp_path):
     assert (process.returncode, errors) == (status, "")
     assert "incident 1: nonfinite loss and nonfinite grad" in out
     assert "back to the checkpoint of step" in out
-    assert words in out
+    assert text in out
     assert "\x1b" not in out
 
 
@@ -221,11 +221,11 @@ def test_in_a_terminal_there_is_a_panel(tmp_path):
     assert "╭" in seen
 
 
-def read_until(terminal: int, words: str) -> str:
-    """What a terminal shows, up to some words."""
+def read_until(terminal: int, text: str) -> str:
+    """What a terminal shows, up to and including `text`."""
     seen, end = "", time.monotonic() + 60
-    while words not in seen and time.monotonic() < end:
+    while text not in seen and time.monotonic() < end:
         if select.select([terminal], [], [], 1)[0]:
             seen += os.read(terminal, 4096).decode(errors="replace")
-    assert words in seen, seen
+    assert text in seen, seen
     return seen

@@ -31,7 +31,7 @@ STEPS, FIRST = 12, 7
 
 
 class WideMoment(SGD):
-    """Keeps a sum of its gradients in float32, whatever the parameters are in."""
+    """Keeps a sum of its gradients in float32, whatever the parameters' dtype."""
 
     def step(self, closure: Any = None) -> None:
         """Plain descent."""
@@ -75,7 +75,7 @@ def built(name: str) -> tuple[nn.Module, Optimizer]:
 
 
 def digests(name: str, store: Path, steps: int) -> str:
-    """One process's part of a run; a digest of what it leaves."""
+    """One process's part of a run; returns a digest of its final state."""
     net, optimizer = built(name)
     state = {"model": net, "optimizer": optimizer}
     rank = 0 if name == "tensor parallel" else dist.get_rank()

@@ -99,7 +99,7 @@ class Run:
 
 
 def roll_back(driver: TorchDriver, saved: Any, *, engine: Engine = ROLLS_BACK) -> None:
-    """What the Healer does of a rollback: state and detectors of then, budget and cut of now."""
+    """The Healer's part of a rollback: state and detectors of then, the current budget and cut."""
     live = driver.healing()
     driver.replace(saved.state)
     merged = {

@@ -1,4 +1,4 @@
-"""A step that was skipped leaves no trace in batch statistics either."""
+"""A skipped step leaves no trace in batch statistics either."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def mean(model: nn.Sequential) -> Tensor:
 
 
 class NormRun:
-    """A model with statistics, healed; batches of small numbers, or of whatever is asked for."""
+    """A healed model with statistics, on batches of small numbers or of given values."""
 
     def __init__(
         self, optimizer: Any, policy: Any = ROLLS_BACK, where: str = "host", **options: Any

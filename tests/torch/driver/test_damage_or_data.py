@@ -136,7 +136,7 @@ def test_only_a_policy_with_rollbacks_rolls_back(tmp_path, change):
 
 
 def test_evaluating_earlier_weights_changes_nothing(tmp_path):
-    """A run that is looked at again and again ends with the same bits as one that is not."""
+    """A run that is assessed again and again ends with the same bits as one that is not."""
     runs = []
     for asks in (False, True):
         run = Run(dropout=0.3)
@@ -189,7 +189,7 @@ def test_a_rate_that_is_too_high_is_cut_and_stays_cut(tmp_path):
 
 
 def test_evaluating_losses_changes_nothing_of_the_run(tmp_path):
-    """Dropout draws, running statistics and modes are those of a run that is not asked."""
+    """Dropout draws, running statistics and modes are those of a run without an assessment."""
     ended = []
     for asks in (False, True):
         run = Run(dropout=0.2)

@@ -53,7 +53,7 @@ SCALES = [0.5] * HOLD + [0.625, 0.75, 0.875, 1.0, 1.0]
 def both(
     optimizer: str, scheduler: str, where: str = "host", policy: Any = ROLLS_BACK
 ) -> tuple[Any, ...]:
-    """A run that was rolled back after a NaN, and one that did without."""
+    """A run that was rolled back after a NaN, and one without a rollback."""
     runs = []
     for factor in (NAN, 1.0):
         run = Run(OPTIMIZERS[optimizer], SCHEDULERS[scheduler])
@@ -106,7 +106,7 @@ def test_an_observing_policy_cuts_nothing(scheduler):
 
 
 def test_lbfgs_reads_its_rate_before_it_is_judged_and_still_has_the_cut():
-    """In a new process too, which has seen no step before."""
+    """Also in a new process, which has seen no step."""
     moved = []
     for factor in (NAN, 1.0):
         run = Run(partial(LBFGS, lr=0.1, max_iter=1))

@@ -1,4 +1,4 @@
-"""The driver's part of a rollback: everything is loaded, nothing is left over."""
+"""The driver's part of a rollback: everything is restored, and no later state remains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two processes with one sharded model decide the same, and go back to the same checkpoint."""
+"""Two processes with one sharded model decide the same and return to the same checkpoint."""
 
 from __future__ import annotations
 

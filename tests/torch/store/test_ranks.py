@@ -11,5 +11,5 @@ def test_two_ranks_save_one_checkpoint(tmp_path):
     finish(start("tests.torch.store.one_rank_program", tmp_path))
 
 
-def test_what_is_wrong_with_one_memory_is_an_error_on_both(tmp_path):
+def test_damage_in_one_ranks_memory_is_an_error_on_both(tmp_path):
     finish(*(start("tests.torch.store.tiers_of_ranks_program", rank, tmp_path) for rank in (0, 1)))

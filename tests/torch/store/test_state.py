@@ -217,7 +217,7 @@ def test_layouts_and_views(case, tmp_path):
 
 @over(*CASES)
 def test_odd_objects_in_a_state_dictionary(case, tmp_path):
-    """Loaders and schedulers keep what they like."""
+    """Loaders and schedulers can hold any value in their state."""
 
     class Loader:
         def state_dict(self):
@@ -232,7 +232,7 @@ def test_odd_objects_in_a_state_dictionary(case, tmp_path):
 
 
 @over(*CASES)
-def test_what_cannot_be_saved_is_named(case, tmp_path):
+def test_an_entry_that_cannot_be_saved_is_named(case, tmp_path):
     store = case.make(tmp_path)
     with pytest.raises(UnsavableState, match=r"state\['x'\]\['f'\] is a function"):
         store.save(1, {"x": {"f": lambda: 0}})
@@ -244,7 +244,7 @@ def test_what_cannot_be_saved_is_named(case, tmp_path):
     assert store.steps() == []
 
 
-def test_memory_holds_no_more_than_it_says(tmp_path):
+def test_memory_holds_no_more_than_it_reports(tmp_path):
     from healcore.torch.store import MemoryStore
 
     keep = Keep(good=1, candidates=2, quarantined=0)
@@ -287,7 +287,7 @@ def test_the_memory_of_old_snapshots_is_used_again():
 
 
 def test_a_fresh_optimizer_is_not_stepped_by_a_save(tmp_path):
-    """As torch's own get_state_dict does, which fires hooks."""
+    """As torch's get_state_dict, which fires hooks."""
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([parameter])
     optimizer.register_step_pre_hook(lambda *_: pytest.fail("stepped"))

@@ -27,7 +27,7 @@ def saved_and_restored(store: Any, state: dict[str, Any], into: dict[str, Any]) 
 
 
 @over(*CASES)
-def test_of_a_tree_in_place(case, tmp_path):
+def test_a_subclass_is_restored_in_place(case, tmp_path):
     saved, live = two(), two(seed=9)
     saved_and_restored(case.make(tmp_path), {"x": {"y": saved}}, {"x": {"y": live}})
     assert torch.equal(live.a, saved.a)
@@ -35,7 +35,7 @@ def test_of_a_tree_in_place(case, tmp_path):
 
 
 @over(*CASES)
-def test_of_tensors_within_tensors(case, tmp_path):
+def test_tensors_within_tensors(case, tmp_path):
     inner, outer = two(3), TwoTensor(two(1), two(2))
     store = case.make(tmp_path)
     state = {"x": {"y": outer, "z": inner}}
@@ -48,7 +48,7 @@ def test_of_tensors_within_tensors(case, tmp_path):
 
 
 @over(*CASES)
-def test_of_an_optimizer(case, tmp_path):
+def test_moments_of_an_optimizer(case, tmp_path):
     def built() -> torch.optim.Optimizer:
         p = nn.Parameter(torch.ones(2, 3))
         p.grad = torch.ones(2, 3)
@@ -65,7 +65,7 @@ def test_of_an_optimizer(case, tmp_path):
     assert torch.equal(found["exp_avg"].b, state["exp_avg"].b)
 
 
-def test_of_a_class_that_nobody_can_find_again(tmp_path):
+def test_a_subclass_that_cannot_be_imported_again(tmp_path):
     class Local(TwoTensor):
         pass
 

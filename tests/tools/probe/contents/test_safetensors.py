@@ -61,7 +61,7 @@ def test_a_damaged_file_is_an_error_and_never_a_traceback(tmp_path_factory, data
         assert str(path) in str(error)
 
 
-def test_memory_stays_small_beside_the_file(tmp_path):
+def test_memory_stays_small_compared_with_the_file(tmp_path):
     save_file({"big": torch.zeros(12 << 20), "other": torch.ones(3)}, tmp_path / "f")
     contents = read_safetensors(tmp_path / "f")
     tracemalloc.start()

@@ -1,4 +1,4 @@
-"""Small networks that were really trained, and their checkpoints."""
+"""Small trained networks and their checkpoints."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 
 def train(net: nn.Module, optimizer: Any, steps: int, seed: int = 0) -> None:
-    """Lets it learn the successor of a number."""
+    """Trains it to predict the successor of a number."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         tokens = torch.randint(0, 20, (32,), generator=generator)
@@ -60,7 +60,7 @@ def adamw(parameters: Any) -> Any:
 def trained(
     make: Callable[[Any], Any] = adamw, steps: int = 60, blocks: int = 6
 ) -> tuple[Net, Any]:
-    """A network and its optimizer, to change at will."""
+    """A copy of a network and its optimizer, for a test to change."""
     return copy.deepcopy(_trained(make, steps, blocks))
 
 

@@ -39,8 +39,7 @@ def alone(config: EngineConfig, series: Series) -> tuple[list[int], int, int]:
 
     A recovery is an incident with a row at which one was due.
 
-    Where the series goes on from a checkpoint, the engine is told so, with the state of a run that
-    was in trouble.
+    Where the series goes on from a checkpoint, the engine gets the state of a run in trouble.
     """
     engine = Engine(config)
     runner = NumpyRowRunner(engine, series.layout)

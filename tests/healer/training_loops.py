@@ -1,7 +1,7 @@
 """The same small training loop in both frameworks, with faults where a test wants them.
 
 Batches are numbers; what is in one follows from its number. So any list, generator or data loader
-of numbers is a data set, and a test can say which batches are bad, always or only once.
+of numbers is a data set, and a test can choose which batches are bad, always or only once.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Faults:
 
 
 class TorchLoop:
-    """Dropout, AdamW, a cosine schedule: everything that a rollback has to put back."""
+    """Dropout, AdamW, a cosine schedule: everything that a rollback must restore."""
 
     framework = "torch"
     rate = 1e-2
@@ -186,7 +186,7 @@ class JaxLoop:
             healer.update(self.state)
 
     def weights(self) -> list[np.ndarray]:
-        """Everything that a step changes, as NumPy arrays; the healing state aside."""
+        """Everything that a step changes, as NumPy arrays, without the healing state."""
         from healcore.jax.state_transfer import without_heal_state
 
         return [np.asarray(leaf) for leaf in jax.tree.leaves(without_heal_state(self.state))]

@@ -1,4 +1,4 @@
-"""A step record with a few numbers of one's own."""
+"""A step record in which a test replaces some fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of disks: small and read-only ones, where the system allows it, and flipped bits."""
+"""Disk faults: small and read-only disks, where the system allows it, and flipped bits."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class Runner:
         self.state: EngineState = self.engine.init(groups=groups, batch=(lanes,) if lanes else ())
 
     def step(self, **signals: Any) -> Decision:
-        """Takes numbers or arrays; None is absent."""
+        """Feeds one step of numbers or arrays; None is absent."""
         flags = ("change_expected", "externally_skipped")
         arrays = {
             name: np.asarray(value, bool if name in flags else np.float32)[()]
@@ -30,7 +30,7 @@ class Runner:
         return decision
 
     def feed(self, **signals: Any) -> list[Decision]:
-        """Takes sequences of one length."""
+        """Feeds sequences of one length; returns the decisions."""
         names = list(signals)
         return [
             self.step(**dict(zip(names, each, strict=True)))
@@ -39,13 +39,13 @@ class Runner:
 
 
 def watching(name: str, *rules: RuleConfig, **settings: Any) -> EngineConfig:
-    """One detector, its thresholds, and rules; skips in number unlimited, no grace."""
+    """A config with one detector, its thresholds and rules; unlimited skips, no grace window."""
     config = DETECTORS[name].Config(**settings)
     return EngineConfig(detectors=((name, config),), rules=rules, max_skips=1 << 20, grace_steps=0)
 
 
 def sustained(cause: Cause) -> RuleConfig:
-    """A rollback when it lasts: what a one-step alarm may not cause."""
+    """A rule that rolls back on a sustained alarm, which one step cannot cause."""
     return RuleConfig(int(cause), action=int(Action.ROLLBACK), sustained=True)
 
 

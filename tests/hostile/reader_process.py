@@ -1,4 +1,4 @@
-"""Reading a crafted file in a process of its own, held to seconds and MiB."""
+"""Runs commands and functions on crafted files in a child process, within seconds and MiB."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 SECONDS, MIB = 20, 300
-"""Over the imports. Far above what any of the files here needs."""
+"""Bounds beyond the imports, far above what any file here needs."""
 _IMPORTS = (
     "torch", "matplotlib", "plotly", "healcore.torch.checkpoint_contents",
     "healcore.tools.report.page", "healcore.tools.report.runs", "healcore.tools.probe.optimizer",
@@ -21,8 +21,8 @@ _IMPORTS = (
 )  # fmt: skip
 
 
-class Told(NamedTuple):
-    """How the reading of a file went."""
+class Outcome(NamedTuple):
+    """What one command or function did, as `reader_server` reports it."""
 
     answer: dict[str, Any]
 
@@ -33,25 +33,25 @@ class Told(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What a command printed, on both streams."""
+        """The output of a command on both streams."""
         return self.answer["out"] + self.answer["err"]
 
     def verdicts(self) -> list[str]:
-        """Of a probe that was asked for JSON."""
+        """The verdicts of a probe with `--json`."""
         return [result["verdict"] for result in json.loads(self.answer["out"])["results"]]
 
     def messages(self) -> str:
-        """Of all checks of such a probe."""
+        """The messages of all checks of a probe with `--json`, joined."""
         results = json.loads(self.answer["out"])["results"]
         return " ".join(check["message"] for result in results for check in result["checks"])
 
 
 class Reader:
-    """Commands and functions in processes of their own."""
+    """Runs commands and functions, each in a process of its own."""
 
     def __init__(self) -> None:
         self._server = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("server.py")), *_IMPORTS],
+            [sys.executable, str(Path(__file__).with_name("reader_server.py")), *_IMPORTS],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -64,7 +64,7 @@ class Reader:
         assert self._server.stdout is not None
         return self._server.stdout.readline().strip()
 
-    def _ask(self, how: str, *args: object, seconds: float, mib: float) -> Told:
+    def _ask(self, how: str, *args: object, seconds: float, mib: float) -> Outcome:
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps({"how": how, "args": list(map(str, args))}) + "\n")
         self._server.stdin.flush()
@@ -72,19 +72,19 @@ class Reader:
         assert "crashed" not in answer, answer
         assert answer["seconds"] < seconds, answer
         assert answer["mib"] < mib, answer
-        return Told(answer)
+        return Outcome(answer)
 
-    def run(self, *args: object, seconds: float = SECONDS, mib: float = MIB) -> Told:
+    def run(self, *args: object, seconds: float = SECONDS, mib: float = MIB) -> Outcome:
         """`healcore ARGS`, within its bounds."""
         return self._ask("cli", *args, seconds=seconds, mib=mib)
 
-    def probe(self, *args: object, **bounds: float) -> Told:
+    def probe(self, *args: object, **bounds: float) -> Outcome:
         """`healcore probe ARGS --json`; no crash is a verdict, and no traceback is printed."""
-        told = self.run("probe", *args, "--json", **bounds)
-        assert "Traceback" not in told.text, told
-        return told
+        outcome = self.run("probe", *args, "--json", **bounds)
+        assert "Traceback" not in outcome.text, outcome
+        return outcome
 
-    def call(self, name: str, *args: object, seconds: float = SECONDS, mib: float = MIB) -> Told:
+    def call(self, name: str, *args: object, seconds: float = SECONDS, mib: float = MIB) -> Outcome:
         """`module:function(ARGS)`, within its bounds."""
         return self._ask("call", name, *args, seconds=seconds, mib=mib)
 

@@ -1,4 +1,4 @@
-"""The process that the hostile files are read in: one child of it for each file.
+"""Reads each hostile file in a forked child of this process.
 
 Imports what the readers need once, and forks for each request, so that a file costs its own time
 and memory only. A request is a line of JSON, and so is the answer.
@@ -17,7 +17,7 @@ import sys
 
 LIMIT_SECONDS = 100
 LIMIT_BYTES = 12 << 30
-"""What a reader gets before it is stopped, so that a failing test leaves the machine alone."""
+"""Limits of a reader, so that a failing test does not use up the machine."""
 
 
 def cli(*args: str) -> dict:
@@ -49,16 +49,16 @@ def _child(request: dict, answer: int) -> None:
     signal.alarm(LIMIT_SECONDS)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
-        told: dict = {"cli": cli, "call": call}[request["how"]](*request["args"])
+        outcome: dict = {"cli": cli, "call": call}[request["how"]](*request["args"])
     except BaseException as error:
-        told = {"crashed": f"{type(error).__name__}: {error}"[:500]}
+        outcome = {"crashed": f"{type(error).__name__}: {error}"[:500]}
     # Of this process and its children: a busy machine makes nothing slower.
-    told["seconds"] = sum(os.times()[:4])
+    outcome["seconds"] = sum(os.times()[:4])
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    told["mib"], told["children_mib"] = own / 1024, children / 1024
+    outcome["mib"], outcome["children_mib"] = own / 1024, children / 1024
     with os.fdopen(answer, "w") as pipe:
-        json.dump(told, pipe)
+        json.dump(outcome, pipe)
 
 
 def main() -> None:

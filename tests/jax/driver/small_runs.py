@@ -33,7 +33,7 @@ class Run(NamedTuple):
     """One kind of run."""
 
     state: Any
-    """What the user hands to the Healer."""
+    """The state that the user passes to the Healer."""
     step: Callable[[Any, Any], Any]
     """(live state, batch) -> new state, or None where it was changed in place."""
     compiled: Callable[[], int]
@@ -137,7 +137,7 @@ class Model(nnx.Module):
 
 
 def in_place(policy: Any = POLICY) -> Run:
-    """Nnx objects, with a metric that nobody differentiates."""
+    """Nnx objects, with a metric that is not differentiated."""
     model, (tx, step, traces) = Model(nnx.Rngs(0)), _nnx_program(policy)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     state = {"model": model, "optimizer": optimizer, "metric": nnx.metrics.Average("loss")}
