@@ -39,7 +39,7 @@ class Rollback(Table):
 
 
 class Lr(Table):
-    """The cut of the learning rate, and its way back to exactly 1, or to the ceiling."""
+    """The cut of the learning rate, and the ramp after it, to exactly 1 or to the ceiling."""
 
     core = LrConfig
 
