@@ -60,8 +60,8 @@ class LrConfig(NamedTuple):
     ramp_steps: Any = 200
     """Steps of the linear ramp, which ends at exactly 1.0, or at the ceiling."""
     ceiling: Any = 0.0
-    """Upper limit of the ramp, as a fraction of the rate at the cut; long health raises it. 0 = none,
-    the ramp ends at the full schedule, even if that rate broke the run."""
+    """Upper limit of the ramp, as a fraction of the rate at the cut; long health raises it. 0: the
+    ramp ends at the full schedule, even if that rate broke the run."""
 
 
 class BudgetConfig(NamedTuple):
