@@ -12,7 +12,9 @@ import pytest
 import healcore
 
 # Raised and caught within healcore; nobody outside ever sees one.
-INTERNAL = {"StepSkipped", "BadPickle", "ChecksumError", "BadManifest", "NotRecordable"}
+INTERNAL = {
+    "StepSkipped", "BadPickle", "ChecksumError", "BadManifest", "NotRecordable", "NotProvided",
+}  # fmt: skip
 HOMES = ("healcore", "healcore.jax", "healcore.torch", "healcore.policy")
 ENDS = {"RunStopped", "AlreadyCompleted", "LastStateNotSaved", "Terminated", "Interrupted"}
 
