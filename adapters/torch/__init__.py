@@ -52,11 +52,14 @@ __all__ = [
     "attach",
 ]
 
-_STORES = frozenset({"DCPStore", "Keep", "MemoryStore", "TieredStore"})
+_ON_FIRST_USE = {
+    **dict.fromkeys(("DCPStore", "Keep", "MemoryStore", "TieredStore"), "healcore.torch.store"),
+}
+"""Name -> module that has it: stores load torch's distributed checkpoints, trainers their library."""
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the stores on first use (PEP 562): they load torch's distributed checkpoints."""
-    if name in _STORES:
-        return getattr(importlib.import_module("healcore.torch.store"), name)
+    """Imports what is expensive on first use (PEP 562)."""
+    if name in _ON_FIRST_USE:
+        return getattr(importlib.import_module(_ON_FIRST_USE[name]), name)
     raise AttributeError(f"module 'healcore.torch' has no attribute {name!r}; it has {__all__}")

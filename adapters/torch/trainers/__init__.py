@@ -1,0 +1,1 @@
+"""healcore within the trainers that people use; each imports its library on first use."""

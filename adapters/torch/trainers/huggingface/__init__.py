@@ -1,0 +1,1 @@
+"""Hugging Face: transformers.Trainer, and the trainers of TRL, which are Trainers."""

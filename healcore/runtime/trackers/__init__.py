@@ -1,0 +1,1 @@
+"""Trackers: events and metrics of a run, sent to a client that the user has already."""
