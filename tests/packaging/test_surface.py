@@ -101,6 +101,7 @@ SURFACE = {
         "Decision",
         "Healing",
         "Keep",
+        "LightningHealingCallback",
         "MemoryStore",
         "ObservedTooLateError",
         "ParametersChangedError",
