@@ -49,7 +49,8 @@ def attach(
             an EngineConfig.
         scaler: the GradScaler, if one is used. Only needed for an optimizer that is not fused,
             which it does not call at an overflow: the losses of such a step are dropped, and
-            overflows that do not end are counted as non-finite steps.
+            overflows that do not end are counted as non-finite steps. That of accelerate's wrapper
+            is found.
         engine: where decisions are made. "device": in torch, next to the parameters, without a
             sync if the optimizer is fused. "host": in NumPy, one sync per step on an accelerator,
             none on a CPU. "auto": device for fused optimizers on accelerators, else host. Both
@@ -74,6 +75,7 @@ def attach(
     """
     from healcore.policy import engine_of  # here: `import healcore.torch` loads no pydantic
 
+    scaler = scaler_of(optimizer) if scaler is None else scaler
     optimizer = unwrapped(optimizer)
     if engine not in ("auto", "host", "device"):
         raise AttachError(f"engine must be 'auto', 'host' or 'device', got {engine!r}")
@@ -182,6 +184,12 @@ def unwrapped(optimizer: Any) -> Optimizer:
     raise AttachError(
         f"attach takes a torch.optim.Optimizer, got {type(optimizer).__name__}: {hint}"
     )
+
+
+def scaler_of(optimizer: Any) -> torch.amp.GradScaler | None:
+    """The GradScaler by which accelerate's wrapper steps the optimizer inside it, if it does."""
+    found = vars(optimizer).get("scaler") if isinstance(optimizer, Optimizer) else None
+    return found if isinstance(found, torch.amp.GradScaler) else None
 
 
 def healing_of(optimizer: Optimizer) -> Healing | None:

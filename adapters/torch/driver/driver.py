@@ -63,15 +63,16 @@ class TorchDriver:
             raise
         names = partial(live_state.parameter_names, self._state)
         self._pending = PendingEntries()
+        self.warnings: list[str] = []
         self._recorders = [
-            Recorder(name, healing, names, self._pending) for name, healing in self.healings.items()
+            Recorder(name, healing, names, self._pending, self.warnings.append)
+            for name, healing in self.healings.items()
         ]
         self._accumulations = [Accumulation(healing) for healing in self.healings.values()]
         self._all_stepped = False
         self._statistics = BatchStatistics(self._state, self.healings)
         self._ranks: Ranks | None = None
         self._polled_steps = 0
-        self.warnings: list[str] = []
         self._untracked = UntrackedOptimizers(self._state, self.healings, self.warnings.append)
 
     # -- signals from the loop ------------------------------------------------------------------

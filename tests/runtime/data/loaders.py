@@ -146,9 +146,7 @@ REWINDING = [
     ),
     Kind(
         "accelerate shuffled",
-        lambda: accelerated(
-            shuffle=True, use_stateful_dataloader=True, use_seedable_sampler=True
-        ),
+        lambda: accelerated(shuffle=True, use_stateful_dataloader=True, use_seedable_sampler=True),
         needs="accelerate",
     ),
     Kind("torchdata nodes", nodes, needs="torchdata"),
