@@ -39,11 +39,11 @@ def test_it_is_reported_as_what_it_is(tmp_path, healer, caplog):
         for size in run.batches(sizes):
             _step(model, optimizer, size, run.observe)
     found = read(events).events
-    alarms = [each for each in found if each["event"] == "alarm"]
+    alarms = [each for each in found if each["kind"] == "alarm"]
     assert [(each["step"], each["action"], each["lr_scale"]) for each in alarms] == [
         (6, ["SOFT_STEP"], pytest.approx(0.1))
     ]
-    assert not [each for each in found if each["event"] in ("lr", "order")]
+    assert not [each for each in found if each["kind"] in ("lr", "order")]
 
 
 def _step(model, optimizer, size, observe=None):
