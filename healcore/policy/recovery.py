@@ -65,7 +65,9 @@ class Budget(Table):
     """How often. With no recovery left a run that gets worse is stopped, any other goes on."""
 
     core = BudgetConfig
+    host_only = frozenset({"shrinks"})
 
     recoveries: _Few = _budget.recoveries
     lr_cuts: _Few = _budget.lr_cuts
+    shrinks: _Few = 6
     refund_after: Steps = _budget.refund_after
