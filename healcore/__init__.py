@@ -54,6 +54,7 @@ __all__ = [
     "Terminated",
     "UnknownState",
     "UnsavableState",
+    "UnsplittableBatch",
     "Untrusted",
     "UnusableLoader",
     "__version__",

@@ -23,6 +23,7 @@ from healcore.runtime.loop.termination import Interrupted as Interrupted
 from healcore.runtime.loop.termination import LastStateNotSaved as LastStateNotSaved
 from healcore.runtime.loop.termination import RunStopped as RunStopped
 from healcore.runtime.loop.termination import Terminated as Terminated
+from healcore.runtime.microbatches.splitting import UnsplittableBatch as UnsplittableBatch
 from healcore.runtime.rollback.journal import JournalError as JournalError
 from healcore.runtime.store import CheckpointDamaged as CheckpointDamaged
 from healcore.runtime.store import CheckpointStore as CheckpointStore

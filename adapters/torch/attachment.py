@@ -103,6 +103,11 @@ def attach(
             "attach after they are materialised"
         )
     core = engine_of(policy, overrides)
+    if core.softens and core.mode != "observe" and isinstance(optimizer, torch.optim.LBFGS):
+        raise AttachError(
+            "the policy has soft_step, and LBFGS reads its learning rate before the loss of the "
+            "step is known: use another optimizer, or a rule with skip instead"
+        )
     obstacle = _fused_obstacle(optimizer, fused)
     where, reason = _choose_engine(engine, obstacle, home, type(optimizer).__name__)
     if where == "device":
@@ -114,7 +119,7 @@ def attach(
         optimizer,
         live_engine,
         Measurer(core, optimizer, home, scaler),
-        Enforcer(optimizer, by_kernel=obstacle is None, cuts_lr=core.cuts_lr),
+        Enforcer(optimizer, by_kernel=obstacle is None, scales_lr=core.scales_lr),
         SignalAllReduce(process_group, home),
     )
     return Healing(hooks, engine_reason=reason, obstacle=obstacle)

@@ -104,9 +104,11 @@ class IncidentLog:
         new, self._incident = record.incident > self._incident, record.incident
         if new and cause and _is_logged(record.incident):
             self._write(self._incident_line(record, cause))
-        before, self._lr_scale = self._lr_scale, record.lr_scale
+        before = self._lr_scale
+        if not record.action & Action.SOFT_STEP:  # that multiplier is of one step
+            self._lr_scale = record.lr_scale
         observes = self._engine.mode == "observe"
-        if record.lr_scale < before and not observes and _is_logged(record.incident):
+        if self._lr_scale < before and not observes and _is_logged(record.incident):
             self._write(f"step {record.step - 1}: learning rate × {record.lr_scale:g}")
         if observes or self.is_polled:
             return

@@ -9,8 +9,10 @@ from pydantic import BeforeValidator, Field
 
 from healcore.core.detectors import CAUSES, DETECTORS
 from healcore.core.engine import Engine, EngineConfig
+from healcore.core.verdict import Cause
 from healcore.policy.clip import Clip, NoClip
 from healcore.policy.detect import Detect
+from healcore.policy.faults import FAULTS, Retry, SkipBatch
 from healcore.policy.recovery import Budget, IncidentPolicy, Lr, Rollback
 from healcore.policy.respond import Respond
 from healcore.policy.table import Conflict, Table
@@ -20,7 +22,7 @@ SCHEMA = 1
 """Version of the file format that this release reads and writes."""
 
 
-_BUDGETED = (("rollback", "recoveries"), ("cut_lr", "lr_cuts"))
+_BUDGETED = (("rollback", "recoveries"), ("cut_lr", "lr_cuts"), ("shrink_microbatch", "shrinks"))
 
 
 def _entries(value: Any) -> Any:
@@ -37,6 +39,8 @@ class Policy(Table):
     its errors name what to write instead. Built by hand it raises pydantic's `ValidationError`.
     """
 
+    host_only = frozenset({"retry", "skip_batch"})
+
     schema_version: Annotated[int, Whole(least=SCHEMA, most=SCHEMA)] = Field(alias="schema")
     name: Name
     description: Words = ""
@@ -51,11 +55,13 @@ class Policy(Table):
     rollback: Rollback = Rollback()
     lr: Lr = Lr()
     budget: Budget = Budget()
+    retry: Retry = Retry()
+    skip_batch: SkipBatch = SkipBatch()
 
     def conflicts(self) -> Iterator[Conflict]:
         """Every rule has to be able to fire and to be carried out."""
         for i, rule in enumerate(self.respond):
-            for j, cause in enumerate(rule.to):
+            for j, cause in enumerate(rule.to if not rule.for_faults else ()):
                 detector = detector_of(cause)
                 if getattr(self.detect, detector) is None:
                     yield Conflict(
@@ -98,7 +104,7 @@ class Policy(Table):
             mode=self.mode,
             clip=None if isinstance(clip, NoClip) else (clip.kind, clip.config()),
             detectors=tuple((name, table.config()) for name, table in watched if table is not None),
-            rules=tuple(rule.config() for rule in self.respond),
+            rules=tuple(rule.config() for rule in self.respond if not rule.for_faults),
             incident=self.incident.config(),
             rollback=self.rollback.config(),
             lr=self.lr.config(),
@@ -106,6 +112,15 @@ class Policy(Table):
             max_skips=self.max_skips,
             grace_steps=self.grace_steps,
         )
+
+    def fault_actions(self) -> dict[Cause, frozenset[str]]:
+        """What the rules answer to each fault that they name; the engine does not have these."""
+        found: dict[Cause, frozenset[str]] = {}
+        for rule in self.respond:
+            for name in rule.to if rule.for_faults else ():
+                cause = FAULTS[name][0]
+                found[cause] = found.get(cause, frozenset()) | set(rule.do)
+        return found
 
     def engine(self) -> Engine:
         """The pure state machine of this policy; every call gives an equal one."""

@@ -29,6 +29,8 @@ class Overrides(TypedDict, total=False):
     rollback: _Table
     lr: _Table
     budget: _Table
+    retry: _Table
+    skip_batch: _Table
 
 
 def merged(data: _Table, overrides: _Table) -> dict[str, Any]:

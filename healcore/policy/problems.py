@@ -31,16 +31,11 @@ _EXAMPLES = {
 }
 """What to write for a key without a default of its own."""
 
-_SEES, _DOES = "that this version of healcore sees", "that this version of healcore carries out"
-_NOT_CARRIED_OUT = {
-    ("retry",): f"a table {_DOES}",
-    ("budget", "shrinks"): f"a key {_DOES}",
-    **{("to", name): f"a cause {_SEES}" for name in ("oom", "data", "network", "hang", "unknown")},
-    **{
-        ("do", name): f"an action {_DOES}" for name in ("shrink_microbatch", "clear_cache", "retry")
-    },
+_NOT_CARRIED_OUT: dict[tuple[str | int, ...], str] = {
+    ("to", "hang"): "a cause that healcore answers: nothing watches from outside of the step for "
+    "one that never returns (an exception such as NCCL's timeout ends the run, with a diagnosis)",
 }
-"""What later versions may have, and nothing carries out yet: key, or list and entry -> rule."""
+"""What later versions may have, and nothing carries out yet: list and entry -> rule."""
 
 
 def problems_in(error: ValidationError) -> tuple[Problem, ...]:
@@ -65,8 +60,6 @@ def _problems(detail: ErrorDetails) -> Iterator[Problem]:
         yield Problem(dotted(path), "", "required, and missing", _EXAMPLES[str(path[-1])])
     elif kind == "extra_forbidden":
         rule, write = "a key of this table", _known_keys(str(path[-1]), table)
-        if path in _NOT_CARRIED_OUT:
-            rule, write = _NOT_CARRIED_OUT[path], f"drop {dotted(path)}"
         yield Problem(dotted(path), value, rule, write)
     elif kind in ("union_tag_not_found", "union_tag_invalid"):
         received = detail["input"].get("kind") if isinstance(detail["input"], dict) else None

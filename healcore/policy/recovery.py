@@ -39,7 +39,7 @@ class Rollback(Table):
 
 
 class Lr(Table):
-    """The cut of the learning rate, and the ramp after it, to exactly 1 or to the ceiling."""
+    """Soft steps; the cut of the rate, and the ramp after it, to exactly 1 or to the ceiling."""
 
     core = LrConfig
 
@@ -48,6 +48,7 @@ class Lr(Table):
     hold_steps: StepsOrZero = _lr.hold_steps
     ramp_steps: StepsOrZero = _lr.ramp_steps
     ceiling: Annotated[float, Number(least=0, most=1)] = _lr.ceiling
+    soft_step: Fraction = _lr.soft_step
 
     def conflicts(self) -> Iterator[Conflict]:
         """The first cut has to be possible."""
@@ -64,7 +65,9 @@ class Budget(Table):
     """How often. With no recovery left a run that gets worse is stopped, any other goes on."""
 
     core = BudgetConfig
+    host_only = frozenset({"shrinks"})
 
     recoveries: _Few = _budget.recoveries
     lr_cuts: _Few = _budget.lr_cuts
+    shrinks: _Few = 6
     refund_after: Steps = _budget.refund_after

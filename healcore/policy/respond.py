@@ -8,12 +8,14 @@ from typing import Annotated
 from healcore.core.detectors import CAUSES
 from healcore.core.engine import RuleConfig
 from healcore.core.verdict import Action
+from healcore.policy.faults import FAULT_ACTIONS, FAULTS
 from healcore.policy.table import Conflict, Table
 from healcore.policy.values import Listed, OneOf, OnOff, Whole
 
 SKIP = "skip"
 ACTIONS = {action.name.lower(): action for action in Action if action.name}
 """What `do` may name besides "skip", which is no action: the device does it within the step."""
+_DO = tuple(dict.fromkeys((SKIP, *ACTIONS, *FAULT_ACTIONS)))
 
 
 class When(Table):
@@ -45,14 +47,50 @@ class When(Table):
 
 
 class Respond(Table):
-    """One rule."""
+    """One rule: for causes that detectors find, or for faults; never for both."""
 
-    to: Annotated[tuple[str, ...], Listed(OneOf(tuple(CAUSES)))]
-    do: Annotated[tuple[str, ...], Listed(OneOf((SKIP, *ACTIONS)))]
+    to: Annotated[tuple[str, ...], Listed(OneOf((*CAUSES, *FAULTS)))]
+    do: Annotated[tuple[str, ...], Listed(OneOf(_DO))]
     when: When = When()
 
+    @property
+    def for_faults(self) -> bool:
+        """Whether it answers faults, and the engine does not have it."""
+        return self.to[0] in FAULTS
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """One kind of cause, and only what answers all of them."""
+        for j, cause in enumerate(self.to):
+            if (cause in FAULTS) is not self.for_faults:
+                kinds = ("a step", "an exception")
+                here, there = kinds if self.for_faults else kinds[::-1]
+                yield Conflict(
+                    ("to", j),
+                    cause,
+                    f"of the same kind as {self.to[0]!r}: one is found in {here}, the other in "
+                    f"{there}",
+                    f"a rule of its own for {cause!r}",
+                )
+                return
+        for cause in self.to:
+            allowed = FAULTS[cause][1] if self.for_faults else (SKIP, *ACTIONS)
+            for j, word in enumerate(self.do):
+                if word not in allowed:
+                    words = ", ".join(f'"{each}"' for each in allowed)
+                    yield Conflict(
+                        ("do", j), word, f"an answer to {cause!r}: one of {words}", f"drop {word!r}"
+                    )
+        if self.for_faults and self.when != When():
+            yield Conflict(
+                ("when",),
+                self.when.model_dump(exclude_defaults=True),
+                "for causes of a step: the limits of a fault are in [retry], [skip_batch] and "
+                "[budget]",
+                "drop when",
+            )
+
     def config(self) -> RuleConfig:
-        """The core's rule: names become flags."""
+        """The core's rule: names become flags. Not for a rule for faults."""
         causes = action = 0
         for name in self.to:
             causes |= int(CAUSES[name])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from healcore.core.engine import Engine
 from healcore.core.verdict import Action, Cause
 from healcore.policy import PolicyLike, dumps
+from healcore.policy.faults import Retry, SkipBatch
 from healcore.policy.loader import resolve
 from healcore.policy.recovery import Rollback
 
@@ -33,6 +35,12 @@ class HostPolicy(NamedTuple):
     """Going back needs evidence that the model is worse."""
     nonfinite_state: str = "rollback"
     """What follows if a save finds NaN or Inf in the state: alert, rollback or stop."""
+    faults: Mapping[Cause, frozenset[str]] = MappingProxyType({})
+    """What the rules answer to a fault: words such as "retry"; see `healcore.policy.faults`."""
+    retry: Retry = Retry()
+    skip_batch: SkipBatch = SkipBatch()
+    shrinks: int = 0
+    """How often a micro-batch that does not fit into memory may be halved."""
 
     @classmethod
     def of(cls, policy: PolicyLike, overrides: Mapping[str, Any] = {}) -> HostPolicy:
@@ -40,8 +48,11 @@ class HostPolicy(NamedTuple):
         found = resolve(policy, overrides)
         if isinstance(found, Engine):
             name, text, engine, host = "(engine)", None, found, Rollback()
+            faults, retry, skip_batch, shrinks = {}, Retry(), SkipBatch(), 0
         else:
             name, text, engine, host = found.name, dumps(found), found.engine(), found.rollback
+            faults, retry, skip_batch = found.fault_actions(), found.retry, found.skip_batch
+            shrinks = found.budget.shrinks
         config = engine.config
         return cls(
             name,
@@ -55,6 +66,10 @@ class HostPolicy(NamedTuple):
             refund_after=int(config.budget.refund_after),
             confirm=host.confirm,
             nonfinite_state=host.nonfinite_state,
+            faults=MappingProxyType(faults),
+            retry=retry,
+            skip_batch=skip_batch,
+            shrinks=shrinks,
         )
 
     def goes_back_for(self, causes: Cause) -> bool:
@@ -62,6 +77,10 @@ class HostPolicy(NamedTuple):
         rules = self.engine.config.rules
         back = any(rule.action & Action.ROLLBACK and rule.causes & causes for rule in rules)
         return back and not self.observes
+
+    def answers(self, fault: Cause) -> frozenset[str]:
+        """What is done about a fault; nothing if the policy has no rule for it or only observes."""
+        return frozenset() if self.observes else self.faults.get(fault, frozenset())
 
     @property
     def observes(self) -> bool:

@@ -52,6 +52,7 @@ SURFACE = {
         "Terminated",
         "UnknownState",
         "UnsavableState",
+        "UnsplittableBatch",
         "Untrusted",
         "UnusableLoader",
         "__version__",

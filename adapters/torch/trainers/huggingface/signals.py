@@ -1,0 +1,132 @@
+"""What a policy has to see of a transformers Trainer: unclipped norms and the true loss of a step.
+
+Each function changes one Trainer for the duration of a `with` block, and nothing in its arguments:
+those are saved with every checkpoint and read by the trackers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from healcore.policy import Policy, load
+
+_WITH_LIMIT = ("zclip", "fixed", "autoclip")
+"""Kinds of clipping whose `max_norm` holds at every step."""
+
+
+def max_grad_norm(trainer: Any) -> float | None:
+    """The limit that the Trainer clips at (TrainingArguments.max_grad_norm); None: it does not."""
+    limit = trainer.args.max_grad_norm
+    return float(limit) if limit is not None and limit > 0 else None
+
+
+@contextmanager
+def unclipped(trainer: Any) -> Iterator[None]:
+    """The Trainer measures the norm of the gradients, for its log, and does not clip them.
+
+    It clips before the optimizer's step hooks: a norm of 700 would be judged as its limit, 1.0. The
+    limit has to be kept otherwise, by `with_limit` or `clipped_after`.
+    """
+    accelerator = trainer.accelerator
+    measure = accelerator.clip_grad_norm_
+
+    @functools.wraps(measure)
+    def without_limit(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+        return measure(parameters, math.inf, *args, **kwargs)
+
+    with _replaced(accelerator, "clip_grad_norm_", without_limit):
+        # Parameters on several device meshes: the Trainer has a function of its own for them.
+        of_meshes = getattr(trainer, "_mixed_mesh_grad_norm", None)
+        if of_meshes is None:
+            yield
+            return
+        whole = lambda model, max_norm: of_meshes(model, math.inf)  # noqa: E731
+        with _replaced(trainer, "_mixed_mesh_grad_norm", whole):
+            yield
+
+
+def with_limit(policy: Policy, limit: float | None) -> Policy:
+    """The policy with the Trainer's limit as its own `max_norm`, unless that is lower already.
+
+    Unchanged if `keeps_limit` is False for it.
+    """
+    if limit is None or not keeps_limit(policy):
+        return policy
+    own = getattr(policy.clip, "max_norm", None)
+    if isinstance(own, int | float) and own <= limit:
+        return policy
+    return load(policy, clip={"max_norm": limit})
+
+
+def keeps_limit(policy: Policy) -> bool:
+    """Whether the policy's clipping can hold a fixed limit at every step.
+
+    Not without clipping, not in observe mode, where nothing is clipped, and not with AdaGC, whose
+    limit ends with its warm-up. There `clipped_after` has to.
+    """
+    return policy.mode == "heal" and policy.clip.kind in _WITH_LIMIT
+
+
+@contextmanager
+def clipped_after(trainer: Any, optimizer: Optimizer, limit: float) -> Iterator[None]:
+    """Clips the global norm to `limit` at each step, after hooks that were registered before.
+
+    As the Trainer does it, and with the same bits where those hooks changed nothing: the order of
+    the parameters is the model's. `optimizer` is the torch optimizer, not accelerate's wrapper.
+    """
+
+    def clip(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), limit)
+
+    handle = optimizer.register_step_pre_hook(torch.compiler.disable(clip))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def observed_losses(trainer: Any, observe: Callable[[Tensor], None]) -> Iterator[None]:
+    """Calls `observe` after each micro-batch, so that their mean is the loss of the step.
+
+    That is the loss whose gradients the step applies: before the Trainer filters NaN, averages over
+    its logging steps and rounds. A Trainer adds up the gradients of what `training_step` returns,
+    which is divided either by the number of micro-batches, or by the items of all of them (tokens
+    of a causal language model). In both cases the step's loss is their sum, so each is multiplied
+    by the number of micro-batches. No host sync.
+    """
+    original = trainer.training_step
+
+    @functools.wraps(original)
+    def training_step(*args: Any, **kwargs: Any) -> Any:
+        loss = original(*args, **kwargs)
+        micro_batches = trainer.current_gradient_accumulation_steps
+        observe(loss if micro_batches == 1 else loss * micro_batches)
+        return loss
+
+    with _replaced(trainer, "training_step", training_step):
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
+    """One object's attribute, replaced for the block, unless other code has replaced it since."""
+    own = vars(owner)
+    had, before = name in own, own.get(name)
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        if own.get(name) is new:
+            if had:
+                setattr(owner, name, before)
+            else:
+                delattr(owner, name)

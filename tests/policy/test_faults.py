@@ -1,0 +1,122 @@
+"""Rules for faults: which are valid, and that they reach the host and never the engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from healcore.core.engine import EngineConfig
+from healcore.core.verdict import Action, Cause
+from healcore.policy import PolicyError, diff, dumps, fingerprint, load, loads, preset_names
+from healcore.policy.faults import FAULTS, Retry, SkipBatch
+from healcore.runtime.host_policy import HostPolicy
+
+HEAD = 'schema = 1\nname = "x"\n[detect.nonfinite]\n'
+ALL = "".join(
+    f'[[respond]]\nto = ["{cause}"]\ndo = {list(words)}\n' for cause, (_, words) in FAULTS.items()
+)
+NUMBERS = "[budget]\nshrinks = 2\n[retry]\nbase_delay_s = 30\nmax_delay_s = 600\n"
+
+
+def rule(to: list[str], do: list[str], more: str = "") -> str:
+    return f"{HEAD}[[respond]]\nto = {to}\ndo = {do}\n{more}"
+
+
+def test_every_fault_and_every_answer_can_be_written_and_reaches_the_host():
+    policy = loads(HEAD + ALL + NUMBERS)
+    assert loads(dumps(policy)) == policy
+    host = HostPolicy.of(policy)
+    for flag, words in FAULTS.values():
+        assert host.answers(flag) == set(words)
+    assert (host.shrinks, host.retry.base_delay_s, host.retry.max_delay_s) == (2, 30, 600)
+    assert host.answers(Cause.HANG) == set()
+
+
+def test_nothing_of_it_reaches_the_engine():
+    with_faults, without = loads(HEAD + ALL + NUMBERS), loads(HEAD)
+    assert with_faults.config() == without.config()
+    assert fingerprint(with_faults) == fingerprint(without)
+    on_the_device = [cause for cause in Cause if cause < Cause.OOM]
+    assert not any(flag in on_the_device for flag, _ in FAULTS.values())
+
+
+def test_rules_for_the_same_fault_add_up():
+    text = rule(["oom"], ["clear_cache"]) + '[[respond]]\nto = ["oom", "data"]\ndo = ["save"]\n'
+    host = HostPolicy.of(loads(text))
+    assert host.answers(Cause.OOM) == {"clear_cache", "save"}
+    assert host.answers(Cause.DATA) == {"save"}
+
+
+def test_a_policy_that_observes_answers_nothing():
+    host = HostPolicy.of("default", {"mode": "observe"})
+    assert host.faults
+    assert not any(host.answers(flag) for flag, _ in FAULTS.values())
+
+
+def test_an_engine_has_no_rules_for_faults():
+    host = HostPolicy.of(EngineConfig())
+    assert not any(host.answers(flag) for flag, _ in FAULTS.values())
+    assert host.retry == Retry()
+
+
+def test_diff_shows_them():
+    differing = {each.key for each in diff(load("default"), load("default", retry={"attempts": 2}))}
+    assert differing == {"retry.attempts"}
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value", "part", "write"),
+    [
+        (rule(["oom", "nonfinite"], ["save"]), "respond[0].to[1]", '"nonfinite"', "same kind",
+         "rule of its own"),
+        (rule(["nonfinite", "data"], ["skip"]), "respond[0].to[1]", '"data"', "same kind",
+         "rule of its own"),
+        (rule(["oom"], ["rollback"]), "respond[0].do[0]", '"rollback"', "answer to 'oom'", "drop"),
+        (rule(["network"], ["skip_batch"]), "respond[0].do[0]", '"skip_batch"', '"retry"', "drop"),
+        (rule(["nonfinite"], ["retry"]), "respond[0].do[0]", '"retry"', "answer to 'nonf", "drop"),
+        (rule(["oom"], ["save"], "when = { consecutive = 2 }\n"), "respond[0].when",
+         "{'consecutive': 2}", "causes of a step", "drop when"),
+        (rule(["oom"], ["shrink_microbatch"], "[budget]\nshrinks = 0\n"), "respond[0].do[0]",
+         '"shrink_microbatch"', "budget.shrinks is 0", "budget.shrinks = 3"),
+        (HEAD + "[retry]\nbase_delay_s = 90\n", "retry.max_delay_s", "60.0", "at least base", "90"),
+        (HEAD + "[retry]\njitter = 1.5\n", "retry.jitter", "1.5", "at most 1", "jitter = 0.5"),
+        (HEAD + "[retry]\nattempts = 0\n", "retry.attempts", "0", "from 1", "attempts = 8"),
+        (HEAD + "[skip_batch]\ncount = 2\n", "skip_batch.consecutive", "3", "at most count", "= 2"),
+        (HEAD + "[skip_batch]\nwithin = 5\n", "skip_batch.count", "10", "at most within", "= 5"),
+    ],
+)  # fmt: skip
+def test_a_rule_that_cannot_work_is_refused(text, key, value, part, write):
+    with pytest.raises(PolicyError) as caught:
+        loads(text)
+    problem = caught.value.problems[0]
+    assert (problem.key, problem.value) == (key, value)
+    assert part in problem.rule
+    assert write in problem.write
+
+
+@pytest.mark.parametrize("name", [name for name in preset_names() if name != "zclip"])
+def test_the_presets_answer_all_faults(name):
+    host = load(name).fault_actions()
+    assert host == {
+        Cause.OOM: {"shrink_microbatch", "clear_cache"},
+        Cause.DATA: {"skip_batch"},
+        Cause.NETWORK: {"retry"},
+        Cause.UNKNOWN: {"save"},
+    }
+
+
+@pytest.mark.parametrize("name", ["default", "aggressive", "conservative"])
+def test_the_published_system_with_its_own_numbers(name):
+    policy = load(f"self-healing-trl-{name}")
+    assert policy.fault_actions() == load("default").fault_actions()
+    assert (policy.retry.base_delay_s, policy.retry.factor, policy.retry.max_delay_s) == (
+        30,
+        2,
+        600,
+    )
+    assert policy.budget.shrinks == 3
+    assert policy.skip_batch == SkipBatch()
+
+
+def test_saves_on_the_host_are_no_orders_of_the_engine():
+    rules = load("default").config().rules
+    assert not any(each.action & Action.SAVE for each in rules)

@@ -1,0 +1,95 @@
+"""Small runs of a real transformers Trainer under its default arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+
+BATCH = 4
+
+
+class Net(nn.Module):
+    """A regression that returns its loss, as the models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        out = self.layers(x).squeeze(-1)
+        return {"loss": nn.functional.mse_loss(out, labels), "logits": out}
+
+
+class Rows(torch.utils.data.Dataset):
+    """Learnable rows; those of the batches in `scaled` are multiplied, by NaN or a large one."""
+
+    def __init__(self, batches: int, scaled: dict[int, float] | None = None) -> None:
+        draw = torch.Generator().manual_seed(3)
+        self.x = torch.randn(batches * BATCH, 4, generator=draw)
+        self.y = self.x.sum(-1) + 0.1 * torch.randn(batches * BATCH, generator=draw)
+        for batch, factor in (scaled or {}).items():
+            self.y[batch * BATCH : (batch + 1) * BATCH] *= factor
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": self.x[index], "labels": self.y[index]}
+
+
+class InOrder(Trainer):
+    """A Trainer that takes its rows in order, so that a test knows which step has which batch."""
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+def trainer(
+    folder: Path,
+    *,
+    steps: int = 40,
+    scaled: dict[int, float] | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
+    seed: int = 0,
+    cls: Callable[..., Trainer] = InOrder,
+    eval_dataset: Any = None,
+    **arguments: Any,
+) -> Trainer:
+    """A Trainer on `steps` batches, under HF's default arguments but for what is given."""
+    set_seed(seed)
+    given = {
+        "per_device_train_batch_size": BATCH,
+        "num_train_epochs": 1,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "log_level": "error",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+        "save_strategy": "no",
+        **arguments,
+    }
+    accumulated = given.get("gradient_accumulation_steps", 1)
+    return cls(
+        model=Net(),
+        args=TrainingArguments(output_dir=str(folder), **given),
+        train_dataset=Rows(steps * accumulated, scaled),
+        eval_dataset=eval_dataset,
+        callbacks=list(callbacks),
+    )
+
+
+def weights(of: Trainer) -> Tensor:
+    """All parameters, as one vector."""
+    return torch.cat([p.detach().reshape(-1).clone() for p in of.model.parameters()])
+
+
+def logged(of: Trainer, name: str) -> list[float]:
+    """The values of one key of the log."""
+    return [row[name] for row in of.state.log_history if name in row]
