@@ -101,6 +101,10 @@ class Driver(Protocol):
         """False within an accumulation: a checkpoint does not hold accumulated gradients."""
         ...
 
+    def interrupted(self) -> bool:
+        """Whether an exception has interrupted an update: the state may be half updated."""
+        ...
+
     def finite(self) -> bool:
         """Whether all parameters are finite now. Waits for the device."""
         ...

@@ -137,6 +137,10 @@ class JaxDriver:
         """Reports to every engine that the rollback it ordered is not carried out."""
         self._accessor.write(in_state.declined(self._engine, self._accessor.read()))
 
+    def interrupted(self) -> bool:
+        """False: an update makes new arrays, and the state is replaced as a whole."""
+        return False
+
     def finite(self) -> bool:
         """Whether the state is finite, except arrays that were not at the start (masks of -inf).
 

@@ -153,6 +153,10 @@ class TorchDriver:
             return True
         return not any(accumulation.in_progress for accumulation in self._accumulations)
 
+    def interrupted(self) -> bool:
+        """Whether an `optimizer.step()` has begun and not ended."""
+        return any(healing.in_step for healing in self.healings.values())
+
     def learning_rate(self) -> float | None:
         """The first optimizer's, of its first group. A sync if it is a tensor on a device."""
         self._settle()

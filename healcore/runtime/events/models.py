@@ -198,6 +198,10 @@ class EventFields(_EventsModel):
     rise_remembered: MaybeNumber = _may(
         "Of the loss of the remembered batches with the present weights."
     )
+    sign: Text = _may("What an exception was recognised by: its type, an HTTP status, an errno.")
+    answer: Text = _may("What is done about a fault: a word of the policy's `do`.")
+    attempt: WholeFromOne = _may("Number of the attempt at a network call.")
+    wait_s: Seconds = _may("Seconds until the next attempt.")
     hook: Text = _may("Name of the hook.")
     seconds: Seconds = _may("How long it took.")
     diagnosis: Text = _may("For a person, in plain words.")
