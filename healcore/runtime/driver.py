@@ -81,6 +81,17 @@ class Driver(Protocol):
         """
         ...
 
+    def reset_moments(self) -> None:
+        """Sets the optimizers' moments and their bias correction back to the start of a run.
+
+        Learning-rate schedules stay where they are. Only if `moments_obstacle` is empty.
+        """
+        ...
+
+    def moments_obstacle(self) -> str:
+        """Why `reset_moments` cannot know what an optimizer began with; "": it does."""
+        ...
+
     def healing(self) -> dict[str, dict[str, Any]]:
         """Engine name -> `Engine.to_dict` of its present state. Waits for the device."""
         ...

@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 
 from healcore.jax import state_layout
 from healcore.jax.driver import engines as in_state
+from healcore.jax.driver import moments
 from healcore.jax.driver.checkpoint_layout import CheckpointLayout
 from healcore.jax.driver.pending_dispatch import Dispatch, PendingReadback
 from healcore.jax.driver.state_accessor import accessor_for, value
@@ -113,6 +114,14 @@ class JaxDriver:
     def replace(self, restored: Mapping[str, Any]) -> None:
         """Replaces the live state by a restored one; the healing state stays."""
         self._put(self._layout.restored(restored, self._accessor.read()))
+
+    def reset_moments(self) -> None:
+        """Sets moments and bias correction to zero; the counts of schedules stay."""
+        self._accessor.write(moments.reset(self._accessor.read()))
+
+    def moments_obstacle(self) -> str:
+        """Names an array of the optimizers whose first value is not known."""
+        return moments.obstacle(self._accessor.read(), [each.path for each in self._engines])
 
     def may_save(self) -> bool:
         """False during an accumulation by optax.MultiSteps; reads the device then."""

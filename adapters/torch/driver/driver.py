@@ -17,7 +17,7 @@ from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.torch import gradients
 from healcore.torch.attachment import attach as attach_to
 from healcore.torch.attachment import healing_of
-from healcore.torch.driver import live_state
+from healcore.torch.driver import live_state, moments
 from healcore.torch.driver.batch_statistics import BatchStatistics
 from healcore.torch.driver.optimizer_hooks import Accumulation, UntrackedOptimizers
 from healcore.torch.driver.pending_step import PendingEntries, PendingStep, Recorder
@@ -111,6 +111,17 @@ class TorchDriver:
         for healing in self.healings.values():
             healing.discard()
         self._statistics.save()
+
+    def reset_moments(self) -> None:
+        """Empties every optimizer's `state`, which torch's optimizers fill at their next step."""
+        for healing in self.healings.values():
+            moments.reset(healing.optimizer)
+
+    def moments_obstacle(self) -> str:
+        """Names an optimizer that is not torch's own."""
+        return next(
+            filter(None, (moments.obstacle(h.optimizer) for h in self.healings.values())), ""
+        )
 
     def healing(self) -> dict[str, dict[str, Any]]:
         """The engines' states by optimizer name, JSON-safe. A sync on an accelerator."""

@@ -181,6 +181,7 @@ class EventFields(_EventsModel):
     checkpoint: Whole = _may("Step of the checkpoint that was used, or that the event is about.")
     repeated: Truth = _may("An earlier rollback went there too, and nothing is older.")
     initial: Truth = _may("It is the snapshot that the run started from.")
+    moments_reset: Truth = _may("The optimizers' moments are as at the start of a run.")
     rewound: Truth = _may("The data was rewound; false: it goes on forward.")
     outcome: Text = _may(
         f"The result. Of a rollback: {', '.join(RollbackOutcome)}; of a re-run: "
