@@ -58,7 +58,7 @@ _ON_FIRST_USE = {
     **dict.fromkeys(("DCPStore", "Keep", "MemoryStore", "TieredStore"), "healcore.torch.store"),
     "LightningHealingCallback": "healcore.torch.trainers.lightning.callback",
 }
-"""Name -> module that has it: stores load distributed checkpoints, trainers their library."""
+"""Name -> module that has it: stores load torch's distributed checkpoints, trainers a library."""
 
 
 def __getattr__(name: str) -> Any:
