@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,7 +20,11 @@ from healcore.torch.healing import Healing
 from healcore.torch.trainers.lightning.clipping import ClipValue, with_limit_of
 from healcore.torch.trainers.lightning.in_step import InStep
 from healcore.torch.trainers.lightning.losses import Losses
+from healcore.torch.trainers.lightning.options import FitOptions
 from healcore.torch.trainers.lightning.whole_run import WholeRun
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
 
 if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
     from lightning.pytorch import Callback
@@ -28,6 +32,7 @@ else:
     require("lightning", "pytorch_lightning")
     from pytorch_lightning import Callback
 
+_OVERRIDES = frozenset(Overrides.__annotations__)
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 
 
@@ -53,8 +58,8 @@ class LightningHealingCallback(Callback):
         loss_fn: the loss of one batch on the module's device, `lambda batch: module.loss(batch)`,
             by which a damaged model is told from different data; see `healcore.Healer`.
         eval_loss: name of the metric that validation logs and the policy reads as `eval_loss`.
-        **options: further arguments of `healcore.Healer` (`events`, `save_every`, `resume`, ...),
-            with `in_step_only` of `healcore.torch.attach`, and values to replace in the policy.
+        **options: further arguments of `healcore.Healer` (`events`, `save_every`, `resume`, ...)
+            and values to replace in the policy. With `in_step_only` only `attach` and the latter.
 
     Raises:
         healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
@@ -69,17 +74,22 @@ class LightningHealingCallback(Callback):
         in_step_only: bool = False,
         loss_fn: Callable[[Any], Any] | None = None,
         eval_loss: str | None = None,
-        **options: Any,
+        **options: Unpack[FitOptions],
     ) -> None:
         self._policy = policy
         self._in_step_only = in_step_only
         self._loss_fn = loss_fn
         self._eval_loss = eval_loss
-        self._options = options
+        self._options: dict[str, Any] = dict(options)
         if in_step_only:
             if store is not None or loss_fn is not None:
                 raise ValueError(
                     "in_step_only=True has no checkpoints: leave store and loss_fn out"
+                )
+            if unknown := options.keys() - _OVERRIDES - {"attach"}:
+                raise TypeError(
+                    f"in_step_only=True has no Healer to give {', '.join(sorted(unknown))} to: "
+                    "leave it out; values of the policy and attach={...} are taken"
                 )
             resolve(policy, self._overrides())
         else:
@@ -108,7 +118,7 @@ class LightningHealingCallback(Callback):
 
     # -- hooks of Lightning ---------------------------------------------------------------------
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks what can be known before the fit, and takes its gradient clipping over."""
         if stage != "fit":
             return
@@ -124,14 +134,11 @@ class LightningHealingCallback(Callback):
         if limited is not overrides:
             self._clip_value = ClipValue(trainer)
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attaches, or puts the Healer between Lightning and its dataloaders."""
-        if self._in_step_only or trainer.fast_dev_run:
-            options = {
-                name: value
-                for name, value in self._fit_options.items()
-                if self._in_step_only or name in Overrides.__annotations__
-            }
+        if self._in_step_only or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            overrides = {n: v for n, v in self._fit_options.items() if n in _OVERRIDES}
+            options = {**(self._fit_options.get("attach") or {}), **overrides}
             self._run = InStep(trainer, self._policy, options, self._engines)
         else:
             self._run = WholeRun(
@@ -141,37 +148,43 @@ class LightningHealingCallback(Callback):
         self._last_run = self._run
         self._losses = Losses(trainer, self._run.observe)
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Feeds dataloaders that were loaded anew (`reload_dataloaders_every_n_epochs`)."""
         if isinstance(self._run, WholeRun):
             self._run.feed()
 
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+    ) -> None:
         """Observes the loss of one (micro-)batch."""
         if self._losses is not None:
             self._losses.before_backward(loss)
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
         """Gives the losses to the optimizer that steps."""
         if self._losses is not None:
             self._losses.before_step(optimizer)
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Observes the loss of the evaluation."""
         if self._run is not None and not trainer.sanity_checking and self._eval_loss is not None:
             value = trainer.callback_metrics.get(self._eval_loss)
             if value is not None:
                 self._run.observe_eval(value)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves the last state."""
         self._close(None)
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         """Ends the run in the Healer's way: a postmortem, and a journal for the next start."""
         self._close(exception)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Puts the Trainer's options back."""
         self._close(None)
         if self._clip_value is not None:
@@ -190,7 +203,7 @@ class LightningHealingCallback(Callback):
     # -- within ---------------------------------------------------------------------------------
 
     def _overrides(self) -> dict[str, Any]:
-        return {n: v for n, v in self._options.items() if n in Overrides.__annotations__}
+        return {n: v for n, v in self._options.items() if n in _OVERRIDES}
 
     def _close(self, error: BaseException | None) -> None:
         run, self._run, self._losses = self._run, None, None
