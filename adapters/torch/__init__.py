@@ -32,6 +32,7 @@ from healcore.torch.healing import Healing, Report  # noqa: E402
 
 if TYPE_CHECKING:
     from healcore.torch.store import DCPStore, Keep, MemoryStore, TieredStore
+    from healcore.torch.trainers.deepspeed import engine_state, heal_engine
 
 __all__ = [
     "Action",
@@ -50,10 +51,13 @@ __all__ = [
     "StateError",
     "TieredStore",
     "attach",
+    "engine_state",
+    "heal_engine",
 ]
 
 _ON_FIRST_USE = {
     **dict.fromkeys(("DCPStore", "Keep", "MemoryStore", "TieredStore"), "healcore.torch.store"),
+    **dict.fromkeys(("engine_state", "heal_engine"), "healcore.torch.trainers.deepspeed"),
 }
 """Name -> module that has it: stores load torch's distributed checkpoints, trainers a library."""
 
