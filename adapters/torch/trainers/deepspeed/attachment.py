@@ -7,6 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
+from torch import nn
+
 from healcore.core.engine import Engine
 from healcore.torch.attachment import heal_optimizer
 from healcore.torch.healing import Healing
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def heal_engine(
-    engine: Any, policy: PolicyLike = "default", **overrides: Unpack[Overrides]
+    engine: nn.Module, policy: PolicyLike = "default", **overrides: Unpack[Overrides]
 ) -> Healing:
     """Heals a DeepSpeed engine: the policy judges every step, then clips it or skips it.
 

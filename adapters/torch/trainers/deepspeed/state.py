@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from healcore.core.engine import Engine
@@ -24,7 +24,7 @@ COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-def engine_state(engine: Any) -> dict[str, Any]:
+def engine_state(engine: nn.Module) -> dict[str, Any]:
     """The `state` of a Healer for a DeepSpeed engine.
 
         with Healer("default", state=engine_state(engine), store="checkpoints") as healer:
@@ -47,14 +47,15 @@ def engine_state(engine: Any) -> dict[str, Any]:
     Raises:
         AttachError: as for `heal_engine`.
     """
-    supported.check(engine)
+    deepspeed: Any = engine
+    supported.check(deepspeed)
     parts: dict[str, Any] = {
-        "model": engine.module,
-        "optimizer": BasicOptimizer(engine),
-        "deepspeed": EngineParts(engine),
+        "model": deepspeed.module,
+        "optimizer": BasicOptimizer(deepspeed),
+        "deepspeed": EngineParts(deepspeed),
     }
-    if engine.lr_scheduler is not None:
-        parts["scheduler"] = engine.lr_scheduler
+    if deepspeed.lr_scheduler is not None:
+        parts["scheduler"] = deepspeed.lr_scheduler
     return parts
 
 
