@@ -32,6 +32,7 @@ from healcore.torch.healing import Healing, Report  # noqa: E402
 
 if TYPE_CHECKING:
     from healcore.torch.store import DCPStore, Keep, MemoryStore, TieredStore
+    from healcore.torch.trainers.lightning.callback import LightningHealingCallback
 
 __all__ = [
     "Action",
@@ -41,6 +42,7 @@ __all__ = [
     "Decision",
     "Healing",
     "Keep",
+    "LightningHealingCallback",
     "MemoryStore",
     "ObservedTooLateError",
     "ParametersChangedError",
@@ -54,6 +56,7 @@ __all__ = [
 
 _ON_FIRST_USE = {
     **dict.fromkeys(("DCPStore", "Keep", "MemoryStore", "TieredStore"), "healcore.torch.store"),
+    "LightningHealingCallback": "healcore.torch.trainers.lightning.callback",
 }
 """Name -> module that has it: stores load torch's distributed checkpoints, trainers a library."""
 

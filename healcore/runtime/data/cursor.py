@@ -138,6 +138,14 @@ class Cursor:
             self._skipped.append(which)
         raise StopIteration
 
+    def is_last(self, length: int) -> bool:
+        """Whether no batch of this epoch, which has `length` batches, is to come.
+
+        Those that are left out do not come. Call it between a batch and the next one.
+        """
+        epoch, index = self._reader.next_id
+        return all(BatchId(epoch, i) in self._left_out for i in range(index, length))
+
     def abandon(self) -> None:
         """Drops the rest of the epoch, after a loop that was left by `break`."""
         self._reader.abandon()

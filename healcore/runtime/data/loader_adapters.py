@@ -204,7 +204,13 @@ def iterate(loader: Any) -> Iterator[Any]:
 
 
 def adapter_for(loader: Any) -> LoaderAdapter:
-    """The adapter for a loader. Begins an epoch where only its iterator shows what it can do."""
+    """The adapter for a loader. Begins an epoch where only its iterator shows what it can do.
+
+    A loader around another one, which has methods for a state whatever that one can do, says with
+    an attribute `why_not` that it cannot be rewound.
+    """
+    if isinstance(why_not := getattr(loader, "why_not", None), str):
+        return LoaderAdapter(loader, why_not=why_not)
     if _is(loader, "accelerate.data_loader", "DataLoaderShard", "DataLoaderDispatcher"):
         why_not = _not_of_accelerate(loader)
         return LoaderAdapter(loader, why_not=why_not) if why_not else _AccelerateLoader(loader)
@@ -217,7 +223,7 @@ def adapter_for(loader: Any) -> LoaderAdapter:
     for names in (_GET_STATE, _STATE_DICT):
         if _has_both(first, names):
             return _StatefulIterator(loader, first, names)
-    return LoaderAdapter(loader, why_not=_no_state(loader), first=first)
+    return LoaderAdapter(loader, why_not=why_no_state(loader), first=first)
 
 
 def samplers_of(loader: Any) -> tuple[Any, Any, Any]:
@@ -234,7 +240,8 @@ def class_name(thing: Any) -> str:
 # -- why a loader cannot be rewound ---------------------------------------------------------------
 
 
-def _no_state(loader: Any) -> str:
+def why_no_state(loader: Any) -> str:
+    """Why a loader without a state cannot be rewound, and what to use instead."""
     name = class_name(loader)
     if isinstance(loader, Generator):
         return (
