@@ -32,6 +32,7 @@ from healcore.torch.healing import Healing, Report  # noqa: E402
 
 if TYPE_CHECKING:
     from healcore.torch.store import DCPStore, Keep, MemoryStore, TieredStore
+    from healcore.torch.trainers.huggingface.self_healing import SelfHealingTrainer, heal
 
 __all__ = [
     "Action",
@@ -46,16 +47,21 @@ __all__ = [
     "ParametersChangedError",
     "RanksDisagreeError",
     "Report",
+    "SelfHealingTrainer",
     "SignalError",
     "StateError",
     "TieredStore",
     "attach",
+    "heal",
 ]
 
 _ON_FIRST_USE = {
     **dict.fromkeys(("DCPStore", "Keep", "MemoryStore", "TieredStore"), "healcore.torch.store"),
+    **dict.fromkeys(
+        ("SelfHealingTrainer", "heal"), "healcore.torch.trainers.huggingface.self_healing"
+    ),
 }
-"""Name -> module that has it: stores load torch's distributed checkpoints, trainers their library."""
+"""Name -> module that has it: stores load distributed checkpoints, trainers their library."""
 
 
 def __getattr__(name: str) -> Any:

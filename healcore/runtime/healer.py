@@ -10,6 +10,7 @@ from typing import Any, Generic, Literal, Self, SupportsFloat, TypeVar, Unpack
 from healcore.core.errors import HealcoreError
 from healcore.policy import Overrides, PolicyLike
 from healcore.runtime.data.cursor import Loader
+from healcore.runtime.data.position import BatchId
 from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.hooks import Hook, Hooks
@@ -187,8 +188,12 @@ class Healer(Generic[State]):
         """
         return self._live.batches(loader, epochs)
 
-    def after_step(self) -> bool:
+    def after_step(self, *, last: bool = False) -> bool:
         """Does what `batches` does between two steps, for loops that get their data elsewhere.
+
+        Args:
+            last: the loop ends here unless the run goes back: the decisions that are still on
+                their way (`lag`) are waited for, as `batches` does at the end of the data.
 
         Returns:
             Whether the run was rolled back: `step` has changed then, and in JAX `state`.
@@ -196,7 +201,7 @@ class Healer(Generic[State]):
         Raises:
             RunStopped, Terminated: as in `batches`.
         """
-        return self._live.after_step()
+        return self._live.after_step(last=last)
 
     def observe(self, loss: SupportsFloat, optimizer: str | None = None) -> None:
         """torch: reports the loss of one (micro-)batch, see `healcore.torch.Healing.observe`.
@@ -245,6 +250,12 @@ class Healer(Generic[State]):
     def rollbacks(self) -> int:
         """Rollbacks so far, in earlier processes too."""
         return self._loop.journal.state.rollbacks
+
+    @property
+    def left_out(self) -> frozenset[BatchId]:
+        """Ids of the batches that rollbacks have left out so far, of all loaders."""
+        ids = self._loop.loaders.left_out().values()
+        return frozenset(BatchId(*each) for some in ids for each in some)
 
     @property
     def store(self) -> CheckpointStore:

@@ -107,10 +107,12 @@ SURFACE = {
         "ParametersChangedError",
         "RanksDisagreeError",
         "Report",
+        "SelfHealingTrainer",
         "SignalError",
         "StateError",
         "TieredStore",
         "attach",
+        "heal",
     ],
 }
 

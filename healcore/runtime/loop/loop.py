@@ -158,10 +158,7 @@ class Loop:
             try:
                 batch, name = self._next(number)
             except StopIteration:
-                # Steps that are not read yet may send the run back into this data. The state check
-                # is collective, and an evaluation may run on one rank only.
-                alone = self.ranks.world == 1
-                if not (self._read(all=True) or (alone and self._leave_bad_state())):
+                if not self._read_last():
                     break
                 continue
             finally:
@@ -176,7 +173,7 @@ class Loop:
                 self._warn_no_step()
         self.loaders.close(number)
 
-    def after_step(self) -> bool:
+    def after_step(self, *, last: bool = False) -> bool:
         """See `Healer.after_step`."""
         pending = self.driver.poll_step()
         if pending is not None:
@@ -184,6 +181,8 @@ class Loop:
             if self._read() or self._save_when_due():
                 return True
             self.checkpoints.poll(self.ledger, self.step)
+        if last and self._read_last():
+            return True
         self._log_driver_warnings()
         # Within an accumulation the state cannot be saved: the run ends after it.
         number = self.termination.signal_number
@@ -235,6 +234,14 @@ class Loop:
             if result.save:
                 self.save("ordered")
         return False
+
+    def _read_last(self) -> bool:
+        """Reads the steps that are not read yet; whether the run has gone back.
+
+        The state check is collective, and an evaluation may run on one rank only.
+        """
+        alone = self.ranks.world == 1
+        return self._read(all=True) or (alone and self._leave_bad_state())
 
     def _process_due(self, *, all: bool) -> Iterator[tuple[StepResult, ActionRequest | None]]:
         for step in self.reader.due(all=all):
