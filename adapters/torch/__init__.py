@@ -61,7 +61,7 @@ _ON_FIRST_USE = {
         ("SelfHealingTrainer", "heal"), "healcore.torch.trainers.huggingface.self_healing"
     ),
 }
-"""Name -> module that has it: stores load distributed checkpoints, trainers their library."""
+"""Name -> module that has it: stores load torch's distributed checkpoints, trainers a library."""
 
 
 def __getattr__(name: str) -> Any:

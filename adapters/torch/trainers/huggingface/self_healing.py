@@ -132,7 +132,7 @@ class SelfHealingTrainer:
         self.healer: Healer[Any] | None = None
         if store == "auto":
             # Trainer.push_to_hub leaves out what begins with an underscore.
-            store = os.path.join(trainer.args.output_dir, "_healcore")
+            store = os.path.join(trainer.args.output_dir or "trainer_output", "_healcore")
         self._loss_fn = loss_fn_of(trainer) if loss_fn == "auto" else loss_fn
         self._options = {**options, "policy": policy, "store": store, "loss_fn": self._loss_fn}
         if self._options["resume"] == "auto":
@@ -147,13 +147,18 @@ class SelfHealingTrainer:
             raise AttributeError(name)
         return getattr(self.trainer, name)
 
-    def train(self, resume_from_checkpoint: bool | None = None, **kwargs: object) -> TrainOutput:
+    def train(
+        self,
+        resume_from_checkpoint: bool | None = None,
+        *,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
         """Trains as `Trainer.train` does, and returns what it returns.
 
         Args:
             resume_from_checkpoint: True or None. Both continue from the store, if there is
                 something in it.
-            **kwargs: further arguments of the trainer's own `train`.
+            ignore_keys_for_eval: as for `Trainer.train`.
 
         Raises:
             AttachError: another checkpoint is named: only the store can be resumed from.
@@ -169,7 +174,7 @@ class SelfHealingTrainer:
         _check(self.trainer)
         with ExitStack() as stack:
             _Run(self, stack).replace_methods()
-            return self.trainer.train(**kwargs)
+            return self.trainer.train(ignore_keys_for_eval=ignore_keys_for_eval)
 
     def _open(self, state: dict[str, Any], stack: ExitStack) -> Healer[Any]:
         self.healer = stack.enter_context(Healer(state=state, **self._options))
