@@ -33,6 +33,7 @@ from healcore.torch.healing import Healing, Report  # noqa: E402
 if TYPE_CHECKING:
     from healcore.torch.store import DCPStore, Keep, MemoryStore, TieredStore
     from healcore.torch.trainers.huggingface.self_healing import SelfHealingTrainer, heal
+    from healcore.torch.trainers.lightning.callback import LightningHealingCallback
 
 __all__ = [
     "Action",
@@ -42,6 +43,7 @@ __all__ = [
     "Decision",
     "Healing",
     "Keep",
+    "LightningHealingCallback",
     "MemoryStore",
     "ObservedTooLateError",
     "ParametersChangedError",
@@ -60,6 +62,7 @@ _ON_FIRST_USE = {
     **dict.fromkeys(
         ("SelfHealingTrainer", "heal"), "healcore.torch.trainers.huggingface.self_healing"
     ),
+    "LightningHealingCallback": "healcore.torch.trainers.lightning.callback",
 }
 """Name -> module that has it: stores load torch's distributed checkpoints, trainers a library."""
 

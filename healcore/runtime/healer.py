@@ -194,16 +194,25 @@ class Healer(Generic[State]):
         """Does what `batches` does between two steps, for loops that get their data elsewhere.
 
         Args:
-            last: the loop ends here unless the run goes back: the decisions that are still on
-                their way (`lag`) are waited for, as `batches` does at the end of the data.
+            last: the loop would end after this step. Steps that were not read yet are read, and
+                nothing is saved, which the end of the block does.
 
         Returns:
-            Whether the run was rolled back: `step` has changed then, and in JAX `state`.
+            Whether the run was rolled back: `step` has changed then, and in JAX `state`. After the
+            last step the loop has to go on.
 
         Raises:
             RunStopped, Terminated: as in `batches`.
         """
         return self._live.after_step(last=last)
+
+    def is_last_batch(self, length: int) -> bool:
+        """Whether the batch that `batches` yielded last is the last one of its epoch.
+
+        Args:
+            length: batches of the epoch. Those after this one may all be left out by a rollback.
+        """
+        return self._live.loaders.is_last(length)
 
     def observe(self, loss: SupportsFloat, optimizer: str | None = None) -> None:
         """torch: reports the loss of one (micro-)batch, see `healcore.torch.Healing.observe`.

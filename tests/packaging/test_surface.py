@@ -105,6 +105,7 @@ SURFACE = {
         "Decision",
         "Healing",
         "Keep",
+        "LightningHealingCallback",
         "MemoryStore",
         "ObservedTooLateError",
         "ParametersChangedError",

@@ -167,7 +167,7 @@ class Loop:
             try:
                 batch, name = self._next(number)
             except StopIteration:
-                if not self._read_last():
+                if not self._back_from_the_end():
                     break
                 continue
             finally:
@@ -187,11 +187,12 @@ class Loop:
         pending = self.driver.poll_step()
         if pending is not None:
             self._push(pending)
+        if last:
+            return self._back_from_the_end()
+        if pending is not None:
             if self._read() or self._save_when_due():
                 return True
             self.checkpoints.poll(self.ledger, self.step)
-        if last and self._read_last():
-            return True
         self._log_driver_warnings()
         # Within an accumulation the state cannot be saved: the run ends after it.
         number = self.termination.signal_number
@@ -200,6 +201,12 @@ class Loop:
         ):
             raise exit_for(number)
         return False
+
+    def _back_from_the_end(self) -> bool:
+        """Whether steps that were not read yet send the run back although it would end."""
+        # The state check is collective, and an evaluation may run on one rank only.
+        alone = self.ranks.world == 1
+        return self._read(all=True) or (alone and self._leave_bad_state())
 
     @property
     def between_steps(self) -> bool:
@@ -243,14 +250,6 @@ class Loop:
             if result.save:
                 self.save("ordered")
         return False
-
-    def _read_last(self) -> bool:
-        """Reads the steps that are not read yet; whether the run has gone back.
-
-        The state check is collective, and an evaluation may run on one rank only.
-        """
-        alone = self.ranks.world == 1
-        return self._read(all=True) or (alone and self._leave_bad_state())
 
     def _process_due(self, *, all: bool) -> Iterator[tuple[StepResult, ActionRequest | None]]:
         for step in self.reader.due(all=all):
