@@ -111,10 +111,12 @@ SURFACE = {
         "ParametersChangedError",
         "RanksDisagreeError",
         "Report",
+        "SelfHealingTrainer",
         "SignalError",
         "StateError",
         "TieredStore",
         "attach",
+        "heal",
     ],
 }
 
