@@ -111,10 +111,14 @@ SURFACE = {
         "ParametersChangedError",
         "RanksDisagreeError",
         "Report",
+        "SelfHealingTrainer",
         "SignalError",
         "StateError",
         "TieredStore",
         "attach",
+        "engine_state",
+        "heal",
+        "heal_engine",
     ],
 }
 

@@ -36,7 +36,7 @@ class LoaderAdapter:
     def start(self) -> Iterator[Any]:
         """Begins an epoch."""
         first, self._first = self._first, None
-        return iter(self._loader) if first is None else first
+        return iterate(self._loader) if first is None else first
 
     def state(self) -> Any:
         """The state of the current epoch, right after its last batch."""
@@ -180,6 +180,29 @@ class _IndexedSequence(LoaderAdapter):
         return self._loader[self._next - 1]
 
 
+class _ByIndex:
+    """An object with only `__getitem__`. Python's own iterator stays at an item that raises."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._next = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self._next += 1
+        try:
+            return self._loader[self._next - 1]
+        except IndexError:
+            raise StopIteration from None
+
+
+def iterate(loader: Any) -> Iterator[Any]:
+    """The batches of one epoch; after one that cannot be read comes the next."""
+    return iter(loader) if hasattr(loader, "__iter__") else _ByIndex(loader)
+
+
 def adapter_for(loader: Any) -> LoaderAdapter:
     """The adapter for a loader. Begins an epoch where only its iterator shows what it can do.
 
@@ -196,7 +219,7 @@ def adapter_for(loader: Any) -> LoaderAdapter:
         return LoaderAdapter(loader, why_not=why_not) if why_not else _StatefulLoader(loader)
     if isinstance(loader, Sequence):
         return _IndexedSequence(loader)
-    first = iter(loader)
+    first = iterate(loader)
     for names in (_GET_STATE, _STATE_DICT):
         if _has_both(first, names):
             return _StatefulIterator(loader, first, names)
