@@ -23,7 +23,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import healcore.jax
 import healcore.torch
 from healcore.core.verdict import Cause
-from healcore.torch import HealingCallback, LightningHealingCallback
+from healcore.torch import LightningHealingCallback
 
 RATE = 0.125
 STEPS = 160
@@ -139,7 +139,7 @@ def torch_loop(policy: Path) -> list[Decided]:
 
 
 def huggingface_loop(policy: Path) -> list[Decided]:
-    healing, decided = HealingCallback(policy, events=None), []
+    healing, decided = healcore.torch.HealingCallback(policy, events=None), []
 
     class Keep(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -225,7 +225,6 @@ def jax_loop(policy: Path) -> list[Decided]:
 
 
 LOOPS = {
-    "huggingface": huggingface_loop,
     "lightning": lightning_loop,
     "lightning, in step": lambda policy: lightning_loop(policy, in_step_only=True),
     "jax": jax_loop,
