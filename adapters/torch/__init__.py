@@ -32,6 +32,7 @@ from healcore.torch.healing import Healing, Report  # noqa: E402
 
 if TYPE_CHECKING:
     from healcore.torch.store import DCPStore, Keep, MemoryStore, TieredStore
+    from healcore.torch.trainers.huggingface.callback import HealingCallback
 
 __all__ = [
     "Action",
@@ -40,6 +41,7 @@ __all__ = [
     "DCPStore",
     "Decision",
     "Healing",
+    "HealingCallback",
     "Keep",
     "MemoryStore",
     "ObservedTooLateError",
@@ -54,8 +56,9 @@ __all__ = [
 
 _ON_FIRST_USE = {
     **dict.fromkeys(("DCPStore", "Keep", "MemoryStore", "TieredStore"), "healcore.torch.store"),
+    "HealingCallback": "healcore.torch.trainers.huggingface.callback",
 }
-"""Name -> module that has it: stores load torch's distributed checkpoints, trainers their library."""
+"""Name -> module: stores load torch's distributed checkpoints, trainers their own library."""
 
 
 def __getattr__(name: str) -> Any:
