@@ -100,6 +100,7 @@ SURFACE = {
         "DCPStore",
         "Decision",
         "Healing",
+        "HealingCallback",
         "Keep",
         "MemoryStore",
         "ObservedTooLateError",
