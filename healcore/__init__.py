@@ -28,6 +28,7 @@ __all__ = [
     "DataError",
     "Decision",
     "EmptyLoader",
+    "Fault",
     "HealcoreError",
     "Healer",
     "HealerError",
@@ -54,11 +55,14 @@ __all__ = [
     "Terminated",
     "UnknownState",
     "UnsavableState",
+    "UnsplittableBatch",
     "Untrusted",
     "UnusableLoader",
     "__version__",
+    "classify",
     "jax",
     "policy",
+    "retrying",
     "torch",
 ]
 

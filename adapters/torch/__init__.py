@@ -33,6 +33,7 @@ from healcore.torch.healing import Healing, Report  # noqa: E402
 if TYPE_CHECKING:
     from healcore.torch.store import DCPStore, Keep, MemoryStore, TieredStore
     from healcore.torch.trainers.huggingface.callback import HealingCallback
+    from healcore.torch.trainers.lightning.callback import LightningHealingCallback
 
 __all__ = [
     "Action",
@@ -43,6 +44,7 @@ __all__ = [
     "Healing",
     "HealingCallback",
     "Keep",
+    "LightningHealingCallback",
     "MemoryStore",
     "ObservedTooLateError",
     "ParametersChangedError",
@@ -57,8 +59,9 @@ __all__ = [
 _ON_FIRST_USE = {
     **dict.fromkeys(("DCPStore", "Keep", "MemoryStore", "TieredStore"), "healcore.torch.store"),
     "HealingCallback": "healcore.torch.trainers.huggingface.callback",
+    "LightningHealingCallback": "healcore.torch.trainers.lightning.callback",
 }
-"""Name -> module: stores load torch's distributed checkpoints, trainers their own library."""
+"""Name -> module that has it: stores load torch's distributed checkpoints, trainers a library."""
 
 
 def __getattr__(name: str) -> Any:

@@ -36,7 +36,7 @@ class LoaderAdapter:
     def start(self) -> Iterator[Any]:
         """Begins an epoch."""
         first, self._first = self._first, None
-        return iter(self._loader) if first is None else first
+        return iterate(self._loader) if first is None else first
 
     def state(self) -> Any:
         """The state of the current epoch, right after its last batch."""
@@ -101,6 +101,34 @@ class _StatefulLoader(LoaderAdapter):
             self._loader.restart_on_stop_iteration = True
 
 
+class _AccelerateLoader(LoaderAdapter):
+    """Accelerate's DataLoaderShard around torchdata's StatefulDataLoader.
+
+    It reads one batch ahead, so its state after the last batch of an epoch is already that of the
+    next one. It also seeds its sampler by `iteration`, the epoch, which its state lacks.
+    """
+
+    kind = "accelerate"
+
+    def state(self) -> Any:
+        return {
+            "loader": self._loader.state_dict(),
+            "iteration": self._loader.iteration,
+            "ended": bool(self._loader.end_of_dataloader),
+        }
+
+    def state_between(self) -> Any:
+        return {"loader": None, "iteration": self._loader.iteration, "ended": False}
+
+    def resume(self, state: Any) -> Iterator[Any]:
+        self._loader.iteration = state["iteration"] + state["ended"]
+        if state["ended"]:
+            return iter(())
+        if state["loader"] is not None:
+            self._loader.load_state_dict(state["loader"])
+        return iter(self._loader)
+
+
 class _StatefulIterator(LoaderAdapter):
     """A getter and a setter on the iterator, such as Grain's `get_state` and `set_state`."""
 
@@ -152,18 +180,50 @@ class _IndexedSequence(LoaderAdapter):
         return self._loader[self._next - 1]
 
 
+class _ByIndex:
+    """An object with only `__getitem__`. Python's own iterator stays at an item that raises."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._next = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self._next += 1
+        try:
+            return self._loader[self._next - 1]
+        except IndexError:
+            raise StopIteration from None
+
+
+def iterate(loader: Any) -> Iterator[Any]:
+    """The batches of one epoch; after one that cannot be read comes the next."""
+    return iter(loader) if hasattr(loader, "__iter__") else _ByIndex(loader)
+
+
 def adapter_for(loader: Any) -> LoaderAdapter:
-    """The adapter for a loader. Begins an epoch where only its iterator shows what it can do."""
+    """The adapter for a loader. Begins an epoch where only its iterator shows what it can do.
+
+    A loader around another one, which has methods for a state whatever that one can do, says with
+    an attribute `why_not` that it cannot be rewound.
+    """
+    if isinstance(why_not := getattr(loader, "why_not", None), str):
+        return LoaderAdapter(loader, why_not=why_not)
+    if _is(loader, "accelerate.data_loader", "DataLoaderShard", "DataLoaderDispatcher"):
+        why_not = _not_of_accelerate(loader)
+        return LoaderAdapter(loader, why_not=why_not) if why_not else _AccelerateLoader(loader)
     if _has_both(loader, _STATE_DICT):
         why_not = _unrecorded_order(loader)
         return LoaderAdapter(loader, why_not=why_not) if why_not else _StatefulLoader(loader)
     if isinstance(loader, Sequence):
         return _IndexedSequence(loader)
-    first = iter(loader)
+    first = iterate(loader)
     for names in (_GET_STATE, _STATE_DICT):
         if _has_both(first, names):
             return _StatefulIterator(loader, first, names)
-    return LoaderAdapter(loader, why_not=_no_state(loader), first=first)
+    return LoaderAdapter(loader, why_not=why_no_state(loader), first=first)
 
 
 def samplers_of(loader: Any) -> tuple[Any, Any, Any]:
@@ -180,7 +240,8 @@ def class_name(thing: Any) -> str:
 # -- why a loader cannot be rewound ---------------------------------------------------------------
 
 
-def _no_state(loader: Any) -> str:
+def why_no_state(loader: Any) -> str:
+    """Why a loader without a state cannot be rewound, and what to use instead."""
     name = class_name(loader)
     if isinstance(loader, Generator):
         return (
@@ -220,6 +281,24 @@ def _unrecorded_order(loader: Any) -> str | None:
             return _order_of(sampler, loader, "a DistributedSampler")
         node = getattr(node, "source", None)
     return None
+
+
+def _not_of_accelerate(loader: Any) -> str | None:
+    """Why a loader that Accelerate has prepared cannot be rewound."""
+    name, options = class_name(loader), ["use_stateful_dataloader=True"]
+    if _is(loader, "accelerate.data_loader", "DataLoaderDispatcher"):
+        return f"{name} reads for all ranks on one of them: use dispatch_batches=False"
+    sampler = loader.get_sampler()
+    shuffles = _is(sampler, "torch.utils.data", *_UNRECORDED)
+    seeded = _is(sampler, "accelerate.data_loader", "SeedableRandomSampler")
+    if getattr(loader, "use_stateful_dataloader", False) and (seeded or not shuffles):
+        return None
+    if shuffles:
+        options.append("use_seedable_sampler=True")
+    return (
+        f"{name} does not record where it is: give the Accelerator "
+        f"dataloader_config=DataLoaderConfiguration({', '.join(options)})"
+    )
 
 
 def _order_of(sampler: Any, loader: Any, instead: str) -> str:

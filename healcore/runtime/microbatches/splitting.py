@@ -1,0 +1,216 @@
+"""Splits a batch along its samples, without knowing the framework of its arrays.
+
+A batch is an array or a structure of arrays: dictionaries, tuples, dataclasses and lists. Arrays
+are split along their first axis, by slicing: torch and NumPy give views. A list, and a tuple within
+the batch, is either a structure or holds one entry for each sample:
+
+- entries that are all dictionaries, tuples or dataclasses, or have no array in them: samples.
+- arrays: a structure if their first axes agree (torch's default collate makes lists of tuples),
+  else samples; in a batch with other arrays whichever fits those.
+
+All else goes whole into each part: numbers, texts, arrays of one row, lists of another length.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import Any, NamedTuple
+
+from healcore.core.errors import HealcoreError
+
+
+class UnsplittableBatch(HealcoreError, ValueError):
+    """A batch without a common number of samples."""
+
+
+class BatchSize(NamedTuple):
+    """How large a batch is."""
+
+    samples: int
+    elements: int
+    """Of the arrays that are split; a sample without arrays counts as one."""
+    kind: str
+    """Names and numbers of axes of what is split: batches of one kind differ only in size."""
+
+
+def measure(batch: Any) -> BatchSize:
+    """Counts samples and array elements. Reads shapes only.
+
+    Raises:
+        UnsplittableBatch: nothing in it has samples, or arrays disagree on their number.
+    """
+    leaves: list[_Leaf] = []
+
+    def collect(leaf: _Leaf) -> Any:
+        leaves.append(leaf)
+        return leaf.value
+
+    _mapped(batch, "", collect)
+    samples = _samples(leaves, batch)
+    divided = [leaf for leaf in leaves if samples in (leaf.rows, leaf.entries)]
+    return BatchSize(
+        samples,
+        sum(_elements(leaf.value) for leaf in divided),
+        " ".join(f"{leaf.path or 'batch'}:{_axes(leaf.value)}" for leaf in divided),
+    )
+
+
+def split(batch: Any, parts: int) -> list[Any]:
+    """Splits a batch into parts of its structure, whose sizes differ by at most one sample.
+
+    Args:
+        batch: see the module.
+        parts: how many. 1 gives the batch itself, whatever it is.
+
+    Raises:
+        UnsplittableBatch: as `measure`.
+        ValueError: `parts` is below 1 or above the number of samples.
+    """
+    if parts == 1:
+        return [batch]
+    samples = measure(batch).samples
+    if not 1 <= parts <= samples:
+        raise ValueError(f"parts is from 1 to the {samples} samples of the batch, not {parts}")
+    ends = [samples * number // parts for number in range(parts + 1)]
+    return [_cut(batch, slice(*ends[i : i + 2]), samples) for i in range(parts)]
+
+
+# -- within ---------------------------------------------------------------------------------------
+
+
+class _Leaf(NamedTuple):
+    """What may be divided."""
+
+    path: str
+    value: Any
+    rows: int | None
+    """Length of the array's first axis, or of those of the arrays in a list."""
+    entries: int | None
+    """Length of the list, if that may be the number of samples."""
+
+
+def _mapped(node: Any, path: str, change: Callable[[_Leaf], Any]) -> Any:
+    """The structure with each leaf replaced by `change(leaf)`."""
+
+    def child(name: Any, value: Any) -> Any:
+        return _mapped(value, f"{path}.{name}" if path else str(name), change)
+
+    if _is_array(node):
+        return change(_Leaf(path, node, node.shape[0], None))
+    if isinstance(node, list) or (type(node) is tuple and path):
+        leaf = _of_list(path, node)
+        if leaf is not None:
+            return change(leaf)
+    if isinstance(node, (list, tuple)):
+        inner = [child(i, each) for i, each in enumerate(node)]
+        return type(node)(*inner) if hasattr(node, "_fields") else type(node)(inner)
+    if isinstance(node, Mapping):
+        entries = {name: child(name, each) for name, each in node.items()}
+        if not isinstance(node, MutableMapping):
+            return type(node)(entries)  # type: ignore[call-arg]
+        changed = copy.copy(node)  # keeps what a subclass has besides
+        for name, each in entries.items():
+            changed[name] = each
+        return changed
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        changed = copy.copy(node)
+        for field in dataclasses.fields(node):
+            object.__setattr__(changed, field.name, child(field.name, getattr(node, field.name)))
+        return changed
+    return node
+
+
+def _of_list(path: str, node: Any) -> _Leaf | None:
+    """A list, or a tuple within the batch, as a leaf; None: a structure of other leaves."""
+    if not node:
+        return None
+    if all(map(_is_array, node)):
+        return _Leaf(path, node, _common(each.shape[0] for each in node), len(node))
+    records = any(all(isinstance(each, kind) for each in node) for kind in (Mapping, tuple))
+    records = records or all(dataclasses.is_dataclass(each) for each in node)
+    if records or not _holds_array(node):
+        return _Leaf(path, node, None, len(node))
+    return None
+
+
+def _samples(leaves: list[_Leaf], batch: Any) -> int:
+    """The number of samples: by the arrays, else by the lists of samples, else by other lists."""
+    arrays = [leaf for leaf in leaves if leaf.entries is None]
+    lists = [leaf for leaf in leaves if leaf.rows is None]
+    rest = [leaf for leaf in leaves if leaf.rows is not None]
+    for found in (arrays, lists, rest):
+        lengths = [leaf.rows if leaf.rows is not None else leaf.entries or 0 for leaf in found]
+        samples = _common(lengths)
+        if samples is not None:
+            return samples
+        if found:
+            shown = ", ".join(
+                f"{leaf.path or 'the batch'} has {length}"
+                for leaf, length in zip(found, lengths, strict=True)
+            )
+            raise UnsplittableBatch(
+                "a batch is split along the first axis of its arrays, which has one entry for "
+                f"each sample in all of them, and here {shown}: give the batch arrays of one "
+                "length, and what belongs to no sample a first axis of length 1"
+            )
+    raise UnsplittableBatch(
+        "a batch is split along the first axis of its arrays, or is a list of samples; "
+        f"{batch!r:.80} of type {type(batch).__name__} has neither: pass arrays in dictionaries, "
+        "tuples, lists or dataclasses"
+    )
+
+
+def _cut(batch: Any, part: slice, samples: int) -> Any:
+    def change(leaf: _Leaf) -> Any:
+        if leaf.entries is None or leaf.rows == samples:
+            arrays = [leaf.value] if leaf.entries is None else leaf.value
+            cut = [each[part] if each.shape[0] == samples else each for each in arrays]
+            return cut[0] if leaf.entries is None else type(leaf.value)(cut)
+        return leaf.value[part] if leaf.entries == samples else leaf.value
+
+    return _mapped(batch, "", change)
+
+
+def _common(lengths: Iterable[int]) -> int | None:
+    """The length that all have; one row serves all samples, and does not count beside others."""
+    found = set(lengths)
+    found = found - {1} or found
+    return found.pop() if len(found) == 1 else None
+
+
+def _is_array(node: Any) -> bool:
+    return len(getattr(node, "shape", ())) > 0 and hasattr(node, "__getitem__")
+
+
+def _arrays(node: Any) -> list[Any]:
+    found: list[Any] = []
+
+    def collect(leaf: _Leaf) -> Any:
+        if _is_array(leaf.value):
+            found.append(leaf.value)
+        else:
+            for each in leaf.value:
+                found.extend(_arrays(each))
+        return leaf.value
+
+    if not isinstance(node, str):
+        _mapped(node, "", collect)
+    return found
+
+
+def _holds_array(node: Any) -> bool:
+    return any(_arrays(each) for each in node)
+
+
+def _elements(node: Any) -> int:
+    """Of an array, or of the samples of a list."""
+    if _is_array(node):
+        return math.prod(node.shape)
+    return sum(sum(math.prod(array.shape) for array in _arrays(each)) or 1 for each in node)
+
+
+def _axes(node: Any) -> str:
+    return str(len(node.shape)) if _is_array(node) else "list"

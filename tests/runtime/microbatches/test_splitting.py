@@ -1,0 +1,128 @@
+"""Batches of every structure are split, put together again, and refused in words."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import BatchEncoding
+
+from healcore.runtime.microbatches.splitting import UnsplittableBatch, measure, split
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclass(frozen=True)
+class Record:
+    x: Any
+    name: str = "a"
+
+
+def rows(n: int, *more: int) -> torch.Tensor:
+    return torch.arange(n * int(np.prod(more))).reshape(n, *more)
+
+
+@given(n=st.integers(1, 40), data=st.data(), framework=st.sampled_from([np, jnp, torch]))
+def test_parts_put_together_are_the_batch(n, data, framework):
+    parts = data.draw(st.integers(1, n))
+    x = framework.arange(3 * n).reshape(n, 3)
+    pieces = split({"x": x, "names": [str(i) for i in range(n)], "scale": 2.0}, parts)
+    lengths = [len(piece["names"]) for piece in pieces]
+    assert len(pieces) == parts
+    assert max(lengths) - min(lengths) <= 1
+    assert np.array_equal(np.concatenate([np.asarray(piece["x"]) for piece in pieces]), x)
+    assert [name for piece in pieces for name in piece["names"]] == [str(i) for i in range(n)]
+    assert {piece["scale"] for piece in pieces} == {2.0}
+    assert {type(piece["x"]) for piece in pieces} == {type(x)}
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        rows(4, 2),
+        (rows(4, 2), rows(4)),
+        [rows(4, 2), rows(4)],
+        [{"a": rows(4)}, rows(4)],
+        Pair(rows(4, 2), rows(4)),
+        Record(rows(4)),
+        {"x": [rows(4), rows(4, 5)], "lr": torch.tensor(0.1), "n": None},
+        OrderedDict(x=rows(4)),
+        UserDict(x=rows(4)),
+        MappingProxyType({"x": rows(4)}),
+        BatchEncoding({"input_ids": rows(4, 7), "labels": rows(4, 7)}),
+        ["a", "b", "c", "d"],
+        [{"x": rows(3)}, {"x": rows(3)}, {"x": rows(3)}, {"x": rows(3)}],  # not split along 3
+        [(rows(3), 0), (rows(3), 1), (rows(3), 2), (rows(3), 3)],
+        [rows(5), rows(7), rows(2), rows(9)],
+        [Record(rows(3))] * 4,
+        {"image": rows(4, 3, 2, 2), "boxes": [rows(2, 4), rows(1, 4), rows(5, 4), rows(3, 4)]},
+        # torchvision's detection collate, tuple(zip(*samples)): pictures of three channels
+        (tuple(rows(3, 8, w) for w in (5, 6, 7, 8)), tuple({"boxes": rows(2, 4)} for _ in "abcd")),
+        {"text": ["a", "b", "c", "d"], "label": [0, 1, 0, 1]},
+    ],
+)
+def test_structures(batch):
+    assert measure(batch).samples == 4
+    pieces = split(batch, 2)
+    assert [measure(piece).samples for piece in pieces] == [2, 2]
+    assert {type(piece) for piece in pieces} == {type(batch)}
+    assert sum(measure(piece).elements for piece in pieces) == measure(batch).elements
+    assert {measure(piece).kind for piece in pieces} == {measure(batch).kind}
+
+
+def test_what_belongs_to_no_sample_is_passed_on():
+    batch = {"x": rows(4), "mask": rows(1, 4), "sizes": [224, 224], "id": "run", "keep": object()}
+    for piece in split(batch, 4):
+        assert all(piece[name] is batch[name] for name in ("mask", "sizes", "id", "keep"))
+
+
+def test_one_part_is_the_batch_itself_whatever_it_is():
+    batch = object()
+    assert split(batch, 1)[0] is batch
+
+
+def test_a_slice_copies_nothing():
+    x = torch.zeros(4, 2)
+    assert [each.data_ptr() for each in split(x, 2)] == [x.data_ptr(), x[2:].data_ptr()]
+
+
+def test_elements_and_kind():
+    long, short = (measure({"ids": rows(2, n), "y": rows(2)}) for n in (100, 10))
+    assert (long.elements, short.elements) == (202, 22)
+    assert long.kind == short.kind == "ids:2 y:1"
+    assert measure([rows(5), rows(7)]).elements == 12
+    assert measure(["a", "b"]).elements == 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"x": rows(4), "y": rows(5)}, "x has 4, y has 5"),
+        ({"text": ["a"] * 3, "label": [0] * 4}, "text has 3, label has 4"),
+        (7, "7 of type int has neither"),
+        ({}, "has neither"),
+        ({"x": torch.tensor(1.0)}, "has neither"),
+        (None, "has neither"),
+    ],
+)
+def test_no_common_length(batch, message):
+    for refuse in (measure, lambda batch: split(batch, 2)):
+        with pytest.raises(UnsplittableBatch, match=message):
+            refuse(batch)
+
+
+@pytest.mark.parametrize("parts", [0, -1, 5])
+def test_number_of_parts(parts):
+    with pytest.raises(ValueError, match=f"from 1 to the 4 samples of the batch, not {parts}"):
+        split(rows(4), parts)
