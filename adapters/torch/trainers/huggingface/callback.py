@@ -14,7 +14,12 @@ from healcore.extras import require
 
 require("huggingface", "transformers", "accelerate")
 
-from transformers import TrainerCallback  # noqa: E402
+from transformers import (  # noqa: E402
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_callback import ExportableState  # noqa: E402
 
 from healcore.policy import Overrides, Policy, PolicySource, from_dict, load, to_dict  # noqa: E402
@@ -94,13 +99,25 @@ class HealingCallback(TrainerCallback, ExportableState):
 
     # -- events of the Trainer ------------------------------------------------------------------
 
-    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_init_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
         """Guards the Trainer's `train()`, see `_guard`."""
         trainer = _trainer_of(self)
         if trainer is not None:
             _guard(trainer)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
         """Attaches the policy; the Trainer has restored its own state by now."""
         if self._run is not None:  # auto_find_batch_size begins anew; or it raised, unguarded
             self.close(RuntimeError("train() was begun again"))
@@ -113,11 +130,18 @@ class HealingCallback(TrainerCallback, ExportableState):
         _guard(trainer)
         saved = self._saved_in(state)
         # transformers 5.23 raises KeyError at the next save if the checkpoint did not have it.
-        state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        exported: Any = state.stateful_callbacks
+        exported.setdefault(type(self).__name__, self.state())
         self._run = TrainingRun(trainer, self.policy, self._options)
         self._run.start(saved)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> TrainerControl:
         """Reads the decisions, and carries out what a callback can."""
         run = self._run
         if run is None:
@@ -127,22 +151,47 @@ class HealingCallback(TrainerCallback, ExportableState):
             control.should_save, run.wants_save = True, False
         return self._checked(control)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+    def on_epoch_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> TrainerControl:
         """Checks a checkpoint of the end of an epoch before it is saved."""
         return self._checked(control)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
         """Reports the evaluation's loss to policies that read it."""
-        loss = (kwargs.get("metrics") or {}).get("eval_loss")
+        metrics = kwargs.get("metrics")
+        loss = metrics.get("eval_loss") if isinstance(metrics, dict) else None
         if self._run is not None and loss is not None:
             self._run.driver.observe_eval(loss)
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
         """Records the checkpoint that was written."""
         if self._run is not None:
             self._run.saved()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
         """Detaches everything."""
         self.close(None)
 
@@ -155,12 +204,12 @@ class HealingCallback(TrainerCallback, ExportableState):
 
     # -- within ---------------------------------------------------------------------------------
 
-    def _checked(self, control: Any) -> Any:
+    def _checked(self, control: TrainerControl) -> TrainerControl:
         if self._run is not None and control.should_save:
             control.should_save = self._run.may_save()
         return control
 
-    def _saved_in(self, state: Any) -> Any:
+    def _saved_in(self, state: TrainerState) -> Any:
         """This callback's state in the checkpoint that the Trainer has resumed from, if any.
 
         Read here because the Trainer restores callbacks only if it is told to
@@ -168,7 +217,8 @@ class HealingCallback(TrainerCallback, ExportableState):
         """
         if self.saved is not None:
             return self.saved
-        found = state.stateful_callbacks.get(type(self).__name__)
+        exported: Any = state.stateful_callbacks
+        found = exported.get(type(self).__name__)
         found = found[0] if isinstance(found, list) else found
         return None if found is None else found.get("attributes", {}).get("saved")
 

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,8 @@ _LOGGED = (
     "heal/incidents",
 )
 """Metrics of the engine that each training row of the Trainer's log gets."""
+
+_REPORTED = ("heal/skips", "heal/clips", "heal/lr_scale", "heal/lr_cuts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,8 +191,7 @@ class TrainingRun:
                 f"begins anew: {error}"
             )
             return
-        scale = float(self._healing.metrics()["heal/lr_scale"])
-        self.monitor.set_lr_scale({"optimizer": scale})
+        self.monitor.set_lr_scale({"optimizer": self._values(_REPORTED)["heal/lr_scale"]})
 
     def close(self, error: BaseException | None) -> None:
         """Detaches everything, and writes how the run has ended. A second call does nothing."""
@@ -339,16 +341,19 @@ class TrainingRun:
 
     def metrics(self) -> dict[str, float]:
         """The engine's numbers of the last step, for a row of the log. One sync."""
+        return self._values(_LOGGED)
+
+    def _values(self, names: Sequence[str]) -> dict[str, float]:
         found = self._healing.metrics()
-        values = torch.stack([found[name].float() for name in _LOGGED]).cpu().numpy()
-        return {name: float(value) for name, value in zip(_LOGGED, values, strict=True)}
+        values = torch.stack([found[name].float() for name in names]).cpu().numpy()
+        return {name: float(value) for name, value in zip(names, values, strict=True)}
 
     def report(self) -> TrainingReport:
         """What was seen and done so far."""
         return self.final if self.ending else self._report()
 
     def _report(self) -> TrainingReport:
-        values = {name: float(value) for name, value in self._healing.metrics().items()}
+        values = self._values(_REPORTED)
         return TrainingReport(
             policy=self.policy.name,
             steps=self.step,

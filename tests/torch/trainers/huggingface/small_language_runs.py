@@ -1,5 +1,7 @@
 """TRL's trainers on a tiny Llama, with a tokenizer built in code."""
 
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from healcore.runtime.events import log as events_log
 from healcore.runtime.events import schema
@@ -197,7 +197,7 @@ def test_a_rollback_that_a_callback_cannot_do_is_said_once(
         rollback={"confirm": False},
         incident={"patience": 2, "quiet_steps": 2},
     )
-    scaled = dict.fromkeys((10, 20, 30), math.nan)
+    scaled = dict.fromkeys(range(10, 31, 10), math.nan)
     run = trainer(tmp_path, scaled=scaled, callbacks=[callback])
     run.train()
     lines = [e for e in capsys.readouterr().err.splitlines() if "heal(trainer, policy)" in e]
@@ -323,9 +323,10 @@ def test_an_order_to_save_saves(tmp_path: Path):
     )
 
 
-def test_a_callback_without_a_trainer_is_refused():
+def test_a_callback_without_a_trainer_is_refused(tmp_path: Path):
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     with pytest.raises(AttachError, match="found no Trainer"):
-        HealingCallback().on_train_begin(None, None, None)
+        HealingCallback().on_train_begin(arguments, TrainerState(), TrainerControl())
 
 
 @pytest.mark.parametrize(("kind", "word"), [("DEEPSPEED", "DeepSpeed"), ("FSDP", "FSDP 2")])

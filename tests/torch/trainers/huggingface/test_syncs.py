@@ -34,5 +34,5 @@ def test_no_sync_is_added_to_a_step(
         for steps in (short, long)
     ]
     assert healed[1] - healed[0] == plain[1] - plain[0]
-    # Nor at the beginning and the end.
-    assert healed[0] == plain[0]
+    # And hardly any at the beginning and the end.
+    assert healed[0] - plain[0] <= 2

@@ -55,7 +55,7 @@ class Poisons(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step:
-            layer = kwargs["model"].lm_head
+            layer = kwargs["model"].model.layers[0]
             self.handle = layer.register_forward_hook(lambda module, inputs, out: out * math.nan)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
