@@ -10,6 +10,7 @@ from typing import Any, Generic, Literal, ParamSpec, Self, SupportsFloat, TypeVa
 from healcore.core.errors import HealcoreError
 from healcore.policy import Overrides, PolicyLike
 from healcore.runtime.data.cursor import Loader
+from healcore.runtime.data.position import BatchId
 from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.hooks import Hook, Hooks
@@ -276,6 +277,12 @@ class Healer(Generic[State]):
     def rollbacks(self) -> int:
         """Rollbacks so far, in earlier processes too."""
         return self._loop.journal.state.rollbacks
+
+    @property
+    def left_out(self) -> frozenset[BatchId]:
+        """Ids of the batches that rollbacks have left out so far, of all loaders."""
+        ids = self._loop.loaders.left_out().values()
+        return frozenset(BatchId(*each) for some in ids for each in some)
 
     @property
     def store(self) -> CheckpointStore:

@@ -112,10 +112,14 @@ SURFACE = {
         "ParametersChangedError",
         "RanksDisagreeError",
         "Report",
+        "SelfHealingTrainer",
         "SignalError",
         "StateError",
         "TieredStore",
         "attach",
+        "engine_state",
+        "heal",
+        "heal_engine",
     ],
 }
 
