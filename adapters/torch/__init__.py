@@ -32,8 +32,8 @@ from healcore.torch.healing import Healing, Report  # noqa: E402
 
 if TYPE_CHECKING:
     from healcore.torch.store import DCPStore, Keep, MemoryStore, TieredStore
-    from healcore.torch.trainers.huggingface.callback import HealingCallback
     from healcore.torch.trainers.deepspeed import engine_state, heal_engine
+    from healcore.torch.trainers.huggingface.callback import HealingCallback
     from healcore.torch.trainers.huggingface.self_healing import SelfHealingTrainer, heal
     from healcore.torch.trainers.lightning.callback import LightningHealingCallback
 

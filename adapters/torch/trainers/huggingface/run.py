@@ -425,7 +425,7 @@ def _check(trainer: Any) -> None:
     if kind == "DEEPSPEED":
         raise AttachError(
             "HealingCallback does not heal a Trainer with DeepSpeed, whose engine clips, skips and "
-            "steps by itself: heal the engine, see docs/trainers, or train without DeepSpeed"
+            "steps by itself: use healcore.torch.heal_engine on the engine, or train without DeepSpeed"
         )
     if kind == "FSDP" and not trainer.accelerator.is_fsdp2:
         raise AttachError(
