@@ -13,7 +13,8 @@ class Overrides(TypedDict, total=False):
 
     A table is a mapping with the keys to change, `clip={"max_norm": None}`; its other keys stay.
     None is no limit for a number that may be absent, no detector for a table under `detect`, and no
-    clipping for `clip` and `update_clip`. Lists are replaced as a whole, and so is `clip` if its `kind` changes.
+    clipping for `clip` and `update_clip`. Lists are replaced as a whole, and so is `clip` if its
+    `kind` changes.
     """
 
     name: str
