@@ -116,7 +116,9 @@ SURFACE = {
         "StateError",
         "TieredStore",
         "attach",
+        "engine_state",
         "heal",
+        "heal_engine",
     ],
 }
 
