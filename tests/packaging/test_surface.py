@@ -104,6 +104,7 @@ SURFACE = {
         "DCPStore",
         "Decision",
         "Healing",
+        "HealingCallback",
         "Keep",
         "LightningHealingCallback",
         "MemoryStore",
