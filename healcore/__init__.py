@@ -52,6 +52,7 @@ __all__ = [
     "StoreInUse",
     "StoreNotEmpty",
     "Terminated",
+    "Tracker",
     "UnknownState",
     "UnsavableState",
     "UnsplittableBatch",

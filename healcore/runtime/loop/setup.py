@@ -36,6 +36,7 @@ from healcore.runtime.store.claim import Claim, claim, open_to_others
 from healcore.runtime.store.memory import SnapshotStore
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_first
 from healcore.runtime.store.snapshot import fits
+from healcore.runtime.trackers import Selection, TrackedRun, Trackers
 
 _logger = logging.getLogger("healcore")
 
@@ -68,6 +69,7 @@ class Options(NamedTuple):
     driver: Driver | None
     loss_fn: Callable[..., Any] | None
     trust: bool
+    trackers: tuple[Selection, ...] = ()
 
     def checked(self) -> Options:
         """Returns itself; raises ValueError if a number or a choice is out of range."""
@@ -116,7 +118,7 @@ def open_run(options: Options) -> Loop:
 
 def _clean_up(driver: Driver, termination: TerminationWatch, log: RunLog) -> None:
     """Cleans up for a Healer deleted within its block; the claim has its own finalizer."""
-    for end in (termination.stop, driver.close, log.detach_console):
+    for end in (termination.stop, driver.close, log.detach_console, log.trackers.leave):
         with contextlib.suppress(Exception):
             end()
 
@@ -167,21 +169,19 @@ def _start(
         log.info(str(completed))
         log.detach_console()
         raise
-    log.event(
-        "start",
-        step=None,
-        policy=policy.name,
-        fingerprint=policy.fingerprint,
-        policy_toml=policy.text,
-        mode=policy.engine.mode,
-        framework=driver.framework,
-        rank=ranks.rank,
-        world=ranks.world,
-        lag=options.lag,
-        save_every=loop.checkpoints.every,
-        store=describe(store),
-        resumes=bool(saves),
-    )
+    config = {
+        "policy": policy.name,
+        "fingerprint": policy.fingerprint,
+        "policy_toml": policy.text,
+        "mode": policy.engine.mode,
+        "framework": driver.framework,
+        "rank": ranks.rank,
+        "world": ranks.world,
+        "lag": options.lag,
+        "save_every": loop.checkpoints.every,
+        "store": describe(store),
+    }
+    log.event("start", step=None, **config, resumes=bool(saves))
     folder = _folder(store)
     shared = open_to_others(folder) if folder is not None and ranks.rank == 0 else None
     warnings = [each for each in (warning, shared) if each is not None]
@@ -200,6 +200,9 @@ def _start(
         log.detach_console()
         log.events.close()
         raise
+    log.trackers.start(
+        TrackedRun(loop.journal.state.lineage or log.events.run, bool(saves), config)
+    )
     return loop
 
 
@@ -208,7 +211,8 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
     store = _store(options, driver, ranks)
     folder = _folder(store)
     events = _events(options.events, folder, ranks)
-    log = RunLog(events, console=ranks.rank == 0)
+    selected = () if ranks.rank else options.trackers  # every rank has the same numbers
+    log = RunLog(events, console=ranks.rank == 0, trackers=Trackers(selected, run=events.run))
     journal = Journal(None if folder is None else folder / NAME, writes=ranks.rank == 0)
     ledger, loaders = Ledger(), LoaderRegistry(trust=options.trust)
     every = options.save_every or policy.probation
@@ -247,7 +251,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         reader=DelayedReader(options.lag),
         hooks=options.hooks,
         log=log,
-        metrics=_metrics(options.metrics, events, ranks),
+        metrics=_metrics(options.metrics, events, ranks, tracked=len(log.trackers) > 0),
         rerun=options.rerun,
         loss_fn=options.loss_fn,
         claim=own_claim,
@@ -321,14 +325,14 @@ def _refuse_link(path: Path, option: str) -> None:
         )
 
 
-def _metrics(given: Any, log: Log, ranks: Ranks) -> Metrics:
+def _metrics(given: Any, log: Log, ranks: Ranks, *, tracked: bool) -> Metrics:
     if ranks.rank or given != "auto":  # every rank has the same numbers
-        return Metrics(None if ranks.rank else given, run=log.run)
+        return Metrics(None if ranks.rank else given, run=log.run, tracked=tracked)
     to_file = log.path is not None and (log.path.is_file() or not log.path.exists())
     path = path_next_to(log.path) if log.path is not None and to_file else None
     if path is not None:
         _refuse_link(path, "metrics")
-    return Metrics(path, run=log.run, thinned=True, follow_links=False)
+    return Metrics(path, run=log.run, thinned=True, follow_links=False, tracked=tracked)
 
 
 def _check_resume(
