@@ -28,6 +28,7 @@ __all__ = [
     "DataError",
     "Decision",
     "EmptyLoader",
+    "Fault",
     "HealcoreError",
     "Healer",
     "HealerError",
@@ -59,8 +60,10 @@ __all__ = [
     "Untrusted",
     "UnusableLoader",
     "__version__",
+    "classify",
     "jax",
     "policy",
+    "retrying",
     "torch",
 ]
 

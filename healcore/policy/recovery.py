@@ -27,7 +27,9 @@ class Rollback(Table):
     """How far back."""
 
     core = RollbackConfig
-    host_only = frozenset({"probation", "skip_batches", "confirm", "nonfinite_state"})
+    host_only = frozenset(
+        {"probation", "skip_batches", "confirm", "nonfinite_state", "reset_moments"}
+    )
 
     depth: Annotated[int, Whole(least=1, most=1000)] = _rollback.depth
     deepen: _Few = _rollback.deepen
@@ -36,6 +38,7 @@ class Rollback(Table):
     skip_batches: StepsOrZero = 0
     confirm: OnOff = False
     nonfinite_state: Annotated[_Answer, OneOf.of(_Answer)] = "rollback"
+    reset_moments: OnOff = False
 
 
 class Lr(Table):

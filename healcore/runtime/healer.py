@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Generic, Literal, Self, SupportsFloat, TypeVar, Unpack
+from typing import Any, Generic, Literal, ParamSpec, Self, SupportsFloat, TypeVar, Unpack
 
 from healcore.core.errors import HealcoreError
 from healcore.policy import Overrides, PolicyLike
 from healcore.runtime.data.cursor import Loader
+from healcore.runtime.data.position import BatchId
 from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.hooks import Hook, Hooks
@@ -22,6 +23,8 @@ from healcore.runtime.trackers import select
 
 State = TypeVar("State")
 Batch = TypeVar("Batch")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class HealerError(HealcoreError, RuntimeError):
@@ -196,16 +199,29 @@ class Healer(Generic[State]):
         """
         return self._live.batches(loader, epochs)
 
-    def after_step(self) -> bool:
+    def after_step(self, *, last: bool = False) -> bool:
         """Does what `batches` does between two steps, for loops that get their data elsewhere.
 
+        Args:
+            last: the loop would end after this step. Steps that were not read yet are read, and
+                nothing is saved, which the end of the block does.
+
         Returns:
-            Whether the run was rolled back: `step` has changed then, and in JAX `state`.
+            Whether the run was rolled back: `step` has changed then, and in JAX `state`. After the
+            last step the loop has to go on.
 
         Raises:
             RunStopped, Terminated: as in `batches`.
         """
-        return self._live.after_step()
+        return self._live.after_step(last=last)
+
+    def is_last_batch(self, length: int) -> bool:
+        """Whether the batch that `batches` yielded last is the last one of its epoch.
+
+        Args:
+            length: batches of the epoch. Those after this one may all be left out by a rollback.
+        """
+        return self._live.loaders.is_last(length)
 
     def observe(self, loss: SupportsFloat, optimizer: str | None = None) -> None:
         """torch: reports the loss of one (micro-)batch, see `healcore.torch.Healing.observe`.
@@ -234,6 +250,22 @@ class Healer(Generic[State]):
         """Announces that the next step differs on purpose (LR, batch size, data, weights)."""
         self._live.driver.expect_change()
 
+    def retrying(self, call: Callable[P, T]) -> Callable[P, T]:
+        """A function that makes a call, and makes it again after a failure that passes.
+
+            upload = healer.retrying(api.upload_file)
+
+        As `healcore.retrying`, under this run's policy: each attempt that fails is an event and a
+        line in the log, and a signal that asks the run to end ends a wait too.
+
+        Args:
+            call: what to call; it has to be one that may be made twice.
+
+        Raises:
+            TypeError: `call` is a coroutine function or a generator.
+        """
+        return self._live.faults.retrying(call)
+
     def save(self) -> None:
         """Saves a checkpoint now, in addition to the regular ones. Call it between two steps."""
         self._live.save("requested")
@@ -254,6 +286,12 @@ class Healer(Generic[State]):
     def rollbacks(self) -> int:
         """Rollbacks so far, in earlier processes too."""
         return self._loop.journal.state.rollbacks
+
+    @property
+    def left_out(self) -> frozenset[BatchId]:
+        """Ids of the batches that rollbacks have left out so far, of all loaders."""
+        ids = self._loop.loaders.left_out().values()
+        return frozenset(BatchId(*each) for some in ids for each in some)
 
     @property
     def store(self) -> CheckpointStore:

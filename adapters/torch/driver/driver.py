@@ -17,7 +17,7 @@ from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.torch import gradients
 from healcore.torch.attachment import attach as attach_to
 from healcore.torch.attachment import healing_of
-from healcore.torch.driver import live_state
+from healcore.torch.driver import live_state, moments
 from healcore.torch.driver.batch_statistics import BatchStatistics
 from healcore.torch.driver.optimizer_hooks import Accumulation, UntrackedOptimizers
 from healcore.torch.driver.pending_step import PendingEntries, PendingStep, Recorder
@@ -112,6 +112,17 @@ class TorchDriver:
             healing.discard()
         self._statistics.save()
 
+    def reset_moments(self) -> None:
+        """Empties every optimizer's `state`, which torch's optimizers fill at their next step."""
+        for healing in self.healings.values():
+            moments.reset(healing.optimizer)
+
+    def moments_obstacle(self) -> str:
+        """Names an optimizer that is not torch's own."""
+        return next(
+            filter(None, (moments.obstacle(h.optimizer) for h in self.healings.values())), ""
+        )
+
     def healing(self) -> dict[str, dict[str, Any]]:
         """The engines' states by optimizer name, JSON-safe. A sync on an accelerator."""
         return {name: healing.state_dict() for name, healing in self.healings.items()}
@@ -149,9 +160,15 @@ class TorchDriver:
         If several have all stepped, gradients that are left are by-products that `zero_grad` drops
         (those that a GAN's generator leaves in its discriminator).
         """
+        if any(getattr(item, "mid_accumulation", False) for item in self._state.values()):
+            return False
         if self._all_stepped and len(self._accumulations) > 1:
             return True
         return not any(accumulation.in_progress for accumulation in self._accumulations)
+
+    def interrupted(self) -> bool:
+        """Whether an `optimizer.step()` has begun and not ended."""
+        return any(healing.in_step for healing in self.healings.values())
 
     def learning_rate(self) -> float | None:
         """The first optimizer's, of its first group. A sync if it is a tensor on a device."""
@@ -254,7 +271,9 @@ class TorchDriver:
         for name, optimizer in live_state.optimizers(self._state).items():
             healing = healing_of(optimizer)
             if healing is None:
-                healing = attach_to(optimizer, engine, **options)
+                heal = getattr(self._state[name], "heal", None)  # of a trainer's own optimizer
+                made = heal or partial(attach_to, optimizer)
+                healing = made(engine, **options)
                 self._own.append(healing)
             elif healing.hooks.on_judged is not None:
                 raise AttachError(

@@ -92,12 +92,21 @@ class LoaderRegistry:
             del self._entries[next(n for n in self._entries if n not in (number, self.current))]
         return number
 
-    def next(self, number: int) -> tuple[Any, BatchId]:
-        """The next batch of a loader; StopIteration after its last epoch."""
+    def next(self, number: int, *, after: Exception | None = None) -> tuple[Any, BatchId]:
+        """The next batch of a loader; StopIteration after its last epoch. See `Cursor.next`."""
         entry = self._entries[number]
         if entry.exhausted:
             raise StopIteration
-        return entry.cursor.next()
+        return entry.cursor.next(after=after)
+
+    def unreadable(self, number: int) -> BatchId | None:
+        """The batch whose reading made the last `next` of this loader raise."""
+        return self._entries[number].cursor.unreadable
+
+    def leave_out(self, number: int, batch: BatchId) -> None:
+        """Leaves a batch out from now on, also after a rollback and a restart."""
+        self._left_out.setdefault(number, set()).add(batch)
+        self._entries[number].cursor.leave_out([batch])
 
     def stepped(self, number: int, last: BatchId | None) -> None:
         """Makes this loader the one that rollbacks rewind, because a step used its batches.
@@ -111,6 +120,14 @@ class LoaderRegistry:
         """Ends the loop over this loader."""
         if number in self._entries:
             self._entries[number].in_loop = False
+
+    def is_last(self, length: int) -> bool:
+        """Whether all batches of an epoch of the loader in use are read or left out.
+
+        The loader in use is the one that `begin` was called with last.
+        """
+        entry = next(reversed(self._entries.values()), None)
+        return entry is not None and entry.cursor.is_last(length)
 
     @property
     def can_rewind(self) -> bool:

@@ -68,6 +68,12 @@ KINDS: dict[str, EventKind] = {
     "rerun": EventKind("A suspicious step is taken once more from a snapshot.", ("checkpoint",)),
     "verdict": EventKind("What the re-run showed.", ("outcome",)),
     "hook": EventKind("A hook overrode an order, or raised."),
+    "fault": EventKind(
+        "An exception was classified. With `answer` something is done about it; otherwise it goes "
+        "on.",
+        ("cause", "problem"),
+    ),
+    "retried": EventKind("A network call has succeeded after it had failed.", ("attempt",)),
     "stop": EventKind("The policy ends the run.", ("why", "diagnosis")),
     "problem": EventKind(
         "Something that did not stop the run and that a person should know.", ("problem",)
@@ -75,7 +81,7 @@ KINDS: dict[str, EventKind] = {
     "end": EventKind("The process ends; a process that is killed writes none.", ("ending",)),
 }
 
-GRAVE = frozenset({"rollback", "stop", "problem", "save_failed", "damaged"})
+GRAVE = frozenset({"rollback", "stop", "problem", "save_failed", "damaged", "fault"})
 """Kinds that a person should see at once: highlighted by `healcore watch`, alerts in trackers."""
 
 
