@@ -117,7 +117,7 @@ class Healer(Generic[State]):
         attach: Mapping[str, Any] | None = None,
         driver: Driver | None = None,
         trust: bool = False,
-        trackers: Any = (),
+        trackers: object = (),
         **overrides: Unpack[Overrides],
     ) -> None:
         self._options = Options(

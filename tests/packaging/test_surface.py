@@ -51,6 +51,7 @@ SURFACE = {
         "StoreInUse",
         "StoreNotEmpty",
         "Terminated",
+        "Tracker",
         "UnknownState",
         "UnsavableState",
         "UnsplittableBatch",

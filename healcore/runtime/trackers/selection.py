@@ -7,9 +7,8 @@ thread.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from healcore.extras import MissingExtraError
@@ -17,19 +16,49 @@ from healcore.runtime.trackers.tracker import Tracker
 
 
 class _Client(NamedTuple):
-    module: str
-    """Here, with a class `Client(where, own)`."""
+    open: Callable[[str | None, Any], Tracker]
+    """Makes it; its library is imported only now."""
     library: str | None
     about: str
     """What `where` is in "name:where"."""
 
 
+def _wandb(where: str | None, own: Any) -> Tracker:
+    from healcore.runtime.trackers.wandb_run import Client
+
+    return Client(where, own)
+
+
+def _trackio(where: str | None, own: Any) -> Tracker:
+    from healcore.runtime.trackers.trackio_run import Client
+
+    return Client(where, own)
+
+
+def _mlflow(where: str | None, own: Any) -> Tracker:
+    from healcore.runtime.trackers.mlflow_run import Client
+
+    return Client(where, own)
+
+
+def _tensorboard(where: str | None, own: Any) -> Tracker:
+    from healcore.runtime.trackers.tensorboard_files import Client
+
+    return Client(where, own)
+
+
+def _stdout(where: str | None, own: Any) -> Tracker:
+    from healcore.runtime.trackers.stdout import Client
+
+    return Client(where, own)
+
+
 _CLIENTS = {
-    "wandb": _Client("wandb_run", "wandb", "project"),
-    "trackio": _Client("trackio_run", "trackio", "project"),
-    "mlflow": _Client("mlflow_run", "mlflow", "experiment"),
-    "tensorboard": _Client("tensorboard_files", "tensorboard", "directory"),
-    "stdout": _Client("stdout", None, ""),
+    "wandb": _Client(_wandb, "wandb", "project"),
+    "trackio": _Client(_trackio, "trackio", "project"),
+    "mlflow": _Client(_mlflow, "mlflow", "experiment"),
+    "tensorboard": _Client(_tensorboard, "tensorboard", "directory"),
+    "stdout": _Client(_stdout, None, ""),
 }
 _NAMES = ", ".join(
     f'"{name}" or "{name}:{each.about.upper()}"' if each.about else f'"{name}"'
@@ -48,19 +77,18 @@ class Selection(NamedTuple):
 
     def open(self) -> Tracker:
         """The tracker; its library is imported now."""
-        if self.name not in _CLIENTS:
+        if isinstance(self.given, Tracker):
             return self.given
-        module = f"healcore.runtime.trackers.{_CLIENTS[self.name].module}"
-        return importlib.import_module(module).Client(self.where, self.given)
+        return _CLIENTS[self.name].open(self.where, self.given)
 
 
 def select(trackers: Any) -> tuple[Selection, ...]:
     """Checks the argument `trackers`; raises ValueError, or MissingExtraError for a library."""
     if trackers is None:
         return ()
-    if isinstance(trackers, str) or not isinstance(trackers, Iterable):
-        trackers = (trackers,)
-    return tuple(_selection(each) for each in trackers)
+    # Not any iterable: a run of mlflow is one, over its fields.
+    several = trackers if isinstance(trackers, list | tuple) else (trackers,)
+    return tuple(_selection(each) for each in several)
 
 
 def _selection(given: Any) -> Selection:

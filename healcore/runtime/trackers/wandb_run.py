@@ -11,7 +11,6 @@ from healcore.runtime.events.schema import GRAVE
 from healcore.runtime.trackers.event_table import EventTable
 from healcore.runtime.trackers.tracker import TrackedRun, text_of
 
-
 _SETTINGS: Any = {"console": "off"}
 """Of a run of its own: it leaves the program's standard output alone."""
 
