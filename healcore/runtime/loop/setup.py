@@ -38,7 +38,7 @@ from healcore.runtime.store.claim import Claim, claim, open_to_others
 from healcore.runtime.store.memory import SnapshotStore
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_first
 from healcore.runtime.store.snapshot import fits
-from healcore.runtime.trackers import Selection, TrackedRun, Trackers
+from healcore.runtime.trackers import Selection, Trackers
 
 _logger = logging.getLogger("healcore")
 
@@ -181,19 +181,21 @@ def _start(
         log.info(str(completed))
         log.detach_console()
         raise
-    config = {
-        "policy": policy.name,
-        "fingerprint": policy.fingerprint,
-        "policy_toml": policy.text,
-        "mode": policy.engine.mode,
-        "framework": driver.framework,
-        "rank": ranks.rank,
-        "world": ranks.world,
-        "lag": options.lag,
-        "save_every": loop.checkpoints.every,
-        "store": describe(store),
-    }
-    log.event("start", step=None, **config, resumes=bool(saves))
+    log.event(
+        "start",
+        step=None,
+        policy=policy.name,
+        fingerprint=policy.fingerprint,
+        policy_toml=policy.text,
+        mode=policy.engine.mode,
+        framework=driver.framework,
+        rank=ranks.rank,
+        world=ranks.world,
+        lag=options.lag,
+        save_every=loop.checkpoints.every,
+        store=describe(store),
+        resumes=bool(saves),
+    )
     folder = _folder(store)
     shared = open_to_others(folder) if folder is not None and ranks.rank == 0 else None
     warnings = [each for each in (warning, shared) if each is not None]
@@ -212,9 +214,7 @@ def _start(
         log.detach_console()
         log.events.close()
         raise
-    log.trackers.start(
-        TrackedRun(loop.journal.state.lineage or log.events.run, bool(saves), config)
-    )
+    log.trackers.start(loop.journal.state.lineage or log.events.run)
     return loop
 
 

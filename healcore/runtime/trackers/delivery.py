@@ -33,6 +33,7 @@ class Trackers:
         self._run = run
         self._deliveries: list[_Delivery] = []
         self._problems: list[str] = []
+        self._config: dict[str, Any] = {}
         for each in selected:
             try:
                 self._deliveries.append(_Delivery(each.name, each.open()))
@@ -43,10 +44,10 @@ class Trackers:
     def __len__(self) -> int:
         return len(self._deliveries)
 
-    def start(self, run: TrackedRun) -> None:
-        """Begins to deliver, also what has been sent before."""
+    def start(self, run: str) -> None:
+        """Begins to deliver, also what was sent before; `run` is an id for all its processes."""
         for each in self._deliveries:
-            each.start(run)
+            each.start(TrackedRun(run, self._config))
 
     def metrics(self, step: int, record: StepRecord, fields: Mapping[str, Any]) -> None:
         """Sends a step; `fields` is its line in the metrics file."""
@@ -65,6 +66,8 @@ class Trackers:
             return
         known = {name: value for name, value in fields.items() if value is not None}
         event = {"kind": kind, "step": step, "run": self._run, "time": now(), **known}
+        if kind == "start":
+            self._config = known
         for each in self._deliveries:
             each.put(lambda to: to.event(dict(event)), MOST + _EVENTS)
 

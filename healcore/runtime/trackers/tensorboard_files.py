@@ -32,7 +32,7 @@ class Client:
         """Opens a new event file; a restarted program adds one in the same directory."""
         if not self._users:
             self._writer = _Files(self._folder or os.path.join("runs", run.id))
-        policy = run.config["policy_toml"] or run.config["policy"]
+        policy = run.config.get("policy_toml", run.config["policy"])
         self._writer.add_text("heal/policy", f"```\n{policy}\n```")
 
     def metrics(self, step: int, values: dict[str, float]) -> None:

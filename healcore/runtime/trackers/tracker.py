@@ -18,9 +18,8 @@ class TrackedRun(NamedTuple):
 
     id: str
     """The same in every process of a run that is resumed from its store."""
-    resumed: bool
     config: dict[str, Any]
-    """The policy, its mode and text, the framework and the Healer's numbers; values of JSON."""
+    """The fields of the event `start`: the policy, its text and mode, the framework, ..."""
 
 
 @runtime_checkable

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,8 +45,13 @@ def stored(name: str, folder: Path, out: str = "") -> Stored:
 def _wandb(folder: Path) -> Stored:
     rows, texts, ids = [], [], set()
     for path in sorted(Path(os.environ["WANDB_DIR"]).rglob("*.wandb"), key=os.path.getmtime):
-        records = [(each.WhichOneof("record_type"), each) for each in wandb_records(path)]
-        runs = [each.run for kind, each in records if kind == "run"]
+        for _ in range(200):  # W&B's own process may still be writing when `finish` returns
+            records = [(each.WhichOneof("record_type"), each) for each in wandb_records(path)]
+            runs = [each.run for kind, each in records if kind == "run"]
+            ended = any(kind == "exit" for kind, _ in records)
+            if runs and (ended or runs[0].project != folder.name):
+                break
+            time.sleep(0.05)
         if runs[0].project != folder.name:
             continue
         ids.add(runs[0].run_id)
@@ -74,6 +80,8 @@ def wandb_records(path: Path) -> Iterator[Any]:
             at += left
             continue
         length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        if at + 7 + length > len(data):
+            return
         record += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # whole, or the last part

@@ -92,7 +92,7 @@ def test_own_objects_get_everything(folder):
             self.calls: list[str] = []
 
         def start(self, run):
-            self.calls.append(f"start {run.resumed} {run.config['policy']}")
+            self.calls.append(f"start {run.config['policy']}")
 
         def metrics(self, step, values):
             self.calls.append(f"step {step}")
@@ -105,7 +105,7 @@ def test_own_objects_get_everything(folder):
 
     mine = Mine()
     train(loop_of("torch"), rules(), range(3), trackers=mine)
-    assert mine.calls[:2] == ["start False test", "start"]
+    assert mine.calls[:2] == ["start test", "start"]
     assert [each for each in mine.calls if "step" in each] == ["step 0", "step 1", "step 2"]
     assert mine.calls[-2:] == ["end", "close"]
 
