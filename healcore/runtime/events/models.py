@@ -198,6 +198,10 @@ class EventFields(_EventsModel):
     rise_remembered: MaybeNumber = _may(
         "Of the loss of the remembered batches with the present weights."
     )
+    samples: WholeFromOne = _may("Samples of the batch.")
+    size_before: WholeFromOne = _may("Samples in its largest part until now.")
+    size: WholeFromOne = _may("Samples in its largest part from now on.")
+    bytes: Whole = _may("What could not be allocated, where the message says it.")
     hook: Text = _may("Name of the hook.")
     seconds: Seconds = _may("How long it took.")
     diagnosis: Text = _may("For a person, in plain words.")

@@ -65,6 +65,13 @@ KINDS: dict[str, EventKind] = {
     "lr": EventKind(
         "The learning-rate multiplier was cut, or is back at 1.", ("lr_scale_before", "lr_scale")
     ),
+    "shrink": EventKind(
+        "A part of a batch did not fit into memory; the step is done again with smaller parts.",
+        ("samples", "size_before", "size", "why"),
+    ),
+    "grow": EventKind(
+        "Larger parts of a batch are tried again.", ("samples", "size_before", "size")
+    ),
     "rerun": EventKind("A suspicious step is taken once more from a snapshot.", ("checkpoint",)),
     "verdict": EventKind("What the re-run showed.", ("outcome",)),
     "hook": EventKind("A hook overrode an order, or raised."),

@@ -37,6 +37,7 @@ def begin(loop: Loop, *, resume: bool, died: Any | None) -> None:
     if not resume:
         _begin_lineage(loop)
     state = loop.journal.state
+    loop.out_of_memory.resume()
     loop.checkpoints.allow_nonfinite(state.nonfinite_ok or [])
     _repeat_quarantine(loop)
     if died is not None:
