@@ -28,6 +28,7 @@ __all__ = [
     "DataError",
     "Decision",
     "EmptyLoader",
+    "Fault",
     "HealcoreError",
     "Healer",
     "HealerError",
@@ -58,8 +59,10 @@ __all__ = [
     "Untrusted",
     "UnusableLoader",
     "__version__",
+    "classify",
     "jax",
     "policy",
+    "retrying",
     "torch",
 ]
 

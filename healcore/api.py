@@ -14,6 +14,9 @@ from healcore.runtime.data import DataError as DataError
 from healcore.runtime.data import EmptyLoader as EmptyLoader
 from healcore.runtime.data import UnusableLoader as UnusableLoader
 from healcore.runtime.driver import UnknownState as UnknownState
+from healcore.runtime.faults import Fault as Fault
+from healcore.runtime.faults import classify as classify
+from healcore.runtime.faults.retry import retrying as retrying
 from healcore.runtime.healer import Healer as Healer
 from healcore.runtime.healer import HealerError as HealerError
 from healcore.runtime.incidents.hooks import IncidentContext as IncidentContext

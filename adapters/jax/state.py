@@ -18,7 +18,7 @@ from healcore.core import tree
 from healcore.core.engine import Engine, EngineState, StateError, neutral
 from healcore.core.errors import HealcoreError
 from healcore.core.signals import Signals
-from healcore.core.verdict import Decision
+from healcore.core.verdict import Action, Decision
 from healcore.jax import namespace, state_layout
 from healcore.jax.gradients import is_gradient
 from healcore.jax.state_layout import StateLayout
@@ -84,7 +84,10 @@ def step(
     if leaf_norms is not None and leaf_norms.shape == jnp.shape(norms):
         norms = leaf_norms
     header = state_layout.header(state.heal_ints)
-    ordered = (new.last.decision.action != 0) & (new.step > old.step)
+    # A soft step is done already: it must not push an order of the host out of its ring.
+    action = new.last.decision.action
+    action = action & ~int(Action.SOFT_STEP) if engine.softens else action
+    ordered = (action != 0) & (new.step > old.step)
     orders = header.orders
     if signals.loss is not None:
         header = header._replace(loss_seen=header.loss_seen | jnp.isfinite(signals.loss))

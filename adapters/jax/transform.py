@@ -62,6 +62,9 @@ def heal(
         **overrides: values to replace in the policy, ``clip={"max_norm": 1.0}``; see
             `healcore.policy.Overrides`.
 
+    Raises:
+        ValueError: the policy has `soft_step`, which takes `protect`, or `on_skip` is unknown.
+
     Returns:
         A transformation whose `update` takes, all optional and by keyword: `value` (loss, one
         floating number), `eval_loss` (NaN at steps without evaluation), `grad_norm` (when it has
@@ -84,7 +87,13 @@ def heal(
 
     _check_on_skip(on_skip)
     axes = Axes.of(axis_name, shard_axis_name)
-    return _transformation(engine_of(policy, overrides), on_skip, axes, check_records(records))
+    engine = engine_of(policy, overrides)
+    if engine.softens and engine.mode != "observe":
+        raise ValueError(
+            "soft_step scales this step's update, which heal() does not see, as it comes before "
+            "the optimizer in a chain: write protect(optimizer, policy)"
+        )
+    return _transformation(engine, on_skip, axes, check_records(records))
 
 
 def heal_zclip(
@@ -267,7 +276,7 @@ def protect(
             updates, inner_state = step_or_keep(
                 inner_step, decision.skip, updates, state.inner_state, params
             )
-            if engine.cuts_lr:
+            if engine.scales_lr:
                 updates = gradients.scale(updates, decision.lr_scale)
             norm, bad = measured(updates)
             skipped, bad = decision.skip | bad, bad & ~decision.skip

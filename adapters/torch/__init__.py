@@ -55,7 +55,7 @@ __all__ = [
 _ON_FIRST_USE = {
     **dict.fromkeys(("DCPStore", "Keep", "MemoryStore", "TieredStore"), "healcore.torch.store"),
 }
-"""Name -> module that has it: stores load torch's distributed checkpoints, trainers their library."""
+"""Name -> module that has it: stores load torch's distributed checkpoints, trainers a library."""
 
 
 def __getattr__(name: str) -> Any:

@@ -49,7 +49,8 @@ def attach(
             an EngineConfig.
         scaler: the GradScaler, if one is used. Only needed for an optimizer that is not fused,
             which it does not call at an overflow: the losses of such a step are dropped, and
-            overflows that do not end are counted as non-finite steps.
+            overflows that do not end are counted as non-finite steps. That of accelerate's wrapper
+            is found.
         engine: where decisions are made. "device": in torch, next to the parameters, without a
             sync if the optimizer is fused. "host": in NumPy, one sync per step on an accelerator,
             none on a CPU. "auto": device for fused optimizers on accelerators, else host. Both
@@ -74,6 +75,7 @@ def attach(
     """
     from healcore.policy import engine_of  # here: `import healcore.torch` loads no pydantic
 
+    scaler = scaler_of(optimizer) if scaler is None else scaler
     optimizer = unwrapped(optimizer)
     if engine not in ("auto", "host", "device"):
         raise AttachError(f"engine must be 'auto', 'host' or 'device', got {engine!r}")
@@ -101,6 +103,11 @@ def attach(
             "attach after they are materialised"
         )
     core = engine_of(policy, overrides)
+    if core.softens and core.mode != "observe" and isinstance(optimizer, torch.optim.LBFGS):
+        raise AttachError(
+            "the policy has soft_step, and LBFGS reads its learning rate before the loss of the "
+            "step is known: use another optimizer, or a rule with skip instead"
+        )
     obstacle = _fused_obstacle(optimizer, fused)
     where, reason = _choose_engine(engine, obstacle, home, type(optimizer).__name__)
     if where == "device":
@@ -112,7 +119,7 @@ def attach(
         optimizer,
         live_engine,
         Measurer(core, optimizer, home, scaler),
-        Enforcer(optimizer, by_kernel=obstacle is None, cuts_lr=core.cuts_lr),
+        Enforcer(optimizer, by_kernel=obstacle is None, scales_lr=core.scales_lr),
         SignalAllReduce(process_group, home),
     )
     return Healing(hooks, engine_reason=reason, obstacle=obstacle)
@@ -182,6 +189,12 @@ def unwrapped(optimizer: Any) -> Optimizer:
     raise AttachError(
         f"attach takes a torch.optim.Optimizer, got {type(optimizer).__name__}: {hint}"
     )
+
+
+def scaler_of(optimizer: Any) -> torch.amp.GradScaler | None:
+    """The GradScaler by which accelerate's wrapper steps the optimizer inside it, if it does."""
+    found = vars(optimizer).get("scaler") if isinstance(optimizer, Optimizer) else None
+    return found if isinstance(found, torch.amp.GradScaler) else None
 
 
 def healing_of(optimizer: Optimizer) -> Healing | None:

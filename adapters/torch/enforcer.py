@@ -23,15 +23,15 @@ _ABSENT = object()
 class Enforcer:
     """Enforces orders on one optimizer.
 
-    `by_kernel`: its fused kernels take `grad_scale` and `found_inf`. `cuts_lr`: the policy may
+    `by_kernel`: its fused kernels take `grad_scale` and `found_inf`. `scales_lr`: the policy may
     scale the learning rate.
     """
 
-    def __init__(self, optimizer: Optimizer, *, by_kernel: bool, cuts_lr: bool) -> None:
+    def __init__(self, optimizer: Optimizer, *, by_kernel: bool, scales_lr: bool) -> None:
         self.by_kernel = by_kernel
         self.step_skipper = StepSkipper(optimizer)
         self._optimizer = optimizer
-        self._cuts_lr = cuts_lr
+        self._scales_lr = scales_lr
         self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
         """Dictionary, name, value for one step, value before."""
         self._hidden: list[tuple[Tensor, Tensor]] = []
@@ -77,7 +77,7 @@ class Enforcer:
         self._set_amp_flag("grad_scale", order.grad_divisor)
         self._set_amp_flag("found_inf", order.found_inf)
         self._momentum.before_step(params, order.found_inf)
-        if self._cuts_lr:
+        if self._scales_lr:
             self.scale_lr(order.lr_scale)
 
     def skip(self, params: Sequence[Tensor]) -> None:

@@ -15,6 +15,7 @@ from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Action, Cause, names
 from healcore.torch.engines import HostEngine, LiveEngine, PendingRecord
 from healcore.torch.measurement import AsyncCopy
+from healcore.torch.norm_ceiling import NormCeiling
 
 _log = logging.getLogger("healcore")
 
@@ -44,6 +45,7 @@ class IncidentLog:
         self._incident = 0
         self._lr_scale = 1.0
         self._logged: set[str] = set()
+        self._ceiling = NormCeiling()
         self._flags: Tensor | None = None
         """int32 (2,): causes and actions since the last copy, on the device."""
         self._pending: tuple[PendingRecord, AsyncCopy] | None = None
@@ -70,6 +72,8 @@ class IncidentLog:
                 "before each optimizer.step(); detectors that read it are inactive",
             )
         if isinstance(live_engine, HostEngine):
+            if clipped := self._ceiling.add(float(live_engine.state.last.grad_norm)):
+                self._write(clipped)
             decision = live_engine.state.last.decision
             cause, action = int(decision.cause), int(decision.action)
             if cause or action or self._lr_scale < 1.0:
@@ -100,9 +104,11 @@ class IncidentLog:
         new, self._incident = record.incident > self._incident, record.incident
         if new and cause and _is_logged(record.incident):
             self._write(self._incident_line(record, cause))
-        before, self._lr_scale = self._lr_scale, record.lr_scale
+        before = self._lr_scale
+        if not record.action & Action.SOFT_STEP:  # that multiplier is of one step
+            self._lr_scale = record.lr_scale
         observes = self._engine.mode == "observe"
-        if record.lr_scale < before and not observes and _is_logged(record.incident):
+        if self._lr_scale < before and not observes and _is_logged(record.incident):
             self._write(f"step {record.step - 1}: learning rate × {record.lr_scale:g}")
         if observes or self.is_polled:
             return

@@ -35,6 +35,8 @@ class Action(enum.IntFlag):
     STOP = 8
     CUT_LR = 16
     """The LR multiplier was cut at this step; `Decision.lr_scale` has it already."""
+    SOFT_STEP = 32
+    """This step alone is a fraction of an ordinary one; `Decision.lr_scale` has it already."""
 
 
 def names(flags: int) -> list[str]:

@@ -30,7 +30,7 @@ Place = tuple[str | int, ...]
 """The path from an `EngineConfig` to a number: names of fields and detectors, indices of rules."""
 
 _NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
-_ACTS = int(Action.ROLLBACK | Action.CUT_LR | Action.STOP)
+_ACTS = int(Action.ROLLBACK | Action.CUT_LR | Action.STOP | Action.SOFT_STEP)
 
 
 class PackedRows(NamedTuple):
@@ -174,7 +174,7 @@ def step(
         memories.append(memory)
 
     never = resumed != resumed
-    wished = recovery = cuts = never
+    wished = softened = recovery = cuts = never
     remembered = []
     for rule, memory in zip(config.rules, state.rules, strict=True):
         hit = _heard(readings, rule.causes, rule.sustained, never)
@@ -183,12 +183,16 @@ def step(
         remembered.append(watched._replace(age=memory.age))
         if rule.skip:
             wished = wished | firing.fired
+        if rule.action & Action.SOFT_STEP:
+            softened = softened | firing.fired
         if rule.action & Action.ROLLBACK:
             recovery = recovery | firing.fired
         if rule.action & Action.CUT_LR:
             cuts = cuts | firing.fired
 
-    skips, skip = skip_limit.update(config.max_skips, state.skips, wished, seen, xp=xp)
+    skips, skip, _ = skip_limit.update_soft(
+        config.max_skips, state.skips, wished, softened, seen, xp=xp
+    )
     trouble = _trouble(config)
     alarm = _heard(readings, trouble, False, never) | _heard(readings, trouble, True, never)
     before = state.incident

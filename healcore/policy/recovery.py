@@ -27,7 +27,9 @@ class Rollback(Table):
     """How far back."""
 
     core = RollbackConfig
-    host_only = frozenset({"probation", "skip_batches", "confirm", "nonfinite_state"})
+    host_only = frozenset(
+        {"probation", "skip_batches", "confirm", "nonfinite_state", "reset_moments"}
+    )
 
     depth: Annotated[int, Whole(least=1, most=1000)] = _rollback.depth
     deepen: _Few = _rollback.deepen
@@ -36,10 +38,11 @@ class Rollback(Table):
     skip_batches: StepsOrZero = 0
     confirm: OnOff = False
     nonfinite_state: Annotated[_Answer, OneOf.of(_Answer)] = "rollback"
+    reset_moments: OnOff = False
 
 
 class Lr(Table):
-    """The cut of the learning rate, and the ramp after it, to exactly 1 or to the ceiling."""
+    """Soft steps; the cut of the rate, and the ramp after it, to exactly 1 or to the ceiling."""
 
     core = LrConfig
 
@@ -48,6 +51,7 @@ class Lr(Table):
     hold_steps: StepsOrZero = _lr.hold_steps
     ramp_steps: StepsOrZero = _lr.ramp_steps
     ceiling: Annotated[float, Number(least=0, most=1)] = _lr.ceiling
+    soft_step: Fraction = _lr.soft_step
 
     def conflicts(self) -> Iterator[Conflict]:
         """The first cut has to be possible."""

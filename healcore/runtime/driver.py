@@ -82,6 +82,17 @@ class Driver(Protocol):
         """
         ...
 
+    def reset_moments(self) -> None:
+        """Sets the optimizers' moments and their bias correction back to the start of a run.
+
+        Learning-rate schedules stay where they are. Only if `moments_obstacle` is empty.
+        """
+        ...
+
+    def moments_obstacle(self) -> str:
+        """Why `reset_moments` cannot know what an optimizer began with; "": it does."""
+        ...
+
     def healing(self) -> dict[str, dict[str, Any]]:
         """Engine name -> `Engine.to_dict` of its present state. Waits for the device."""
         ...
@@ -100,6 +111,10 @@ class Driver(Protocol):
 
     def may_save(self) -> bool:
         """False within an accumulation: a checkpoint does not hold accumulated gradients."""
+        ...
+
+    def interrupted(self) -> bool:
+        """Whether an exception has interrupted an update: the state may be half updated."""
         ...
 
     def finite(self) -> bool:

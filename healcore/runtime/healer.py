@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Generic, Literal, Self, SupportsFloat, TypeVar, Unpack
+from typing import Any, Generic, Literal, ParamSpec, Self, SupportsFloat, TypeVar, Unpack
 
 from healcore.core.errors import HealcoreError
 from healcore.policy import Overrides, PolicyLike
@@ -22,6 +22,8 @@ from healcore.runtime.store.ranks import Ranks
 
 State = TypeVar("State")
 Batch = TypeVar("Batch")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class HealerError(HealcoreError, RuntimeError):
@@ -277,6 +279,22 @@ class Healer(Generic[State]):
     def expect_change(self) -> None:
         """Announces that the next step differs on purpose (LR, batch size, data, weights)."""
         self._live.driver.expect_change()
+
+    def retrying(self, call: Callable[P, T]) -> Callable[P, T]:
+        """A function that makes a call, and makes it again after a failure that passes.
+
+            upload = healer.retrying(api.upload_file)
+
+        As `healcore.retrying`, under this run's policy: each attempt that fails is an event and a
+        line in the log, and a signal that asks the run to end ends a wait too.
+
+        Args:
+            call: what to call; it has to be one that may be made twice.
+
+        Raises:
+            TypeError: `call` is a coroutine function or a generator.
+        """
+        return self._live.faults.retrying(call)
 
     def save(self) -> None:
         """Saves a checkpoint now, in addition to the regular ones. Call it between two steps."""

@@ -35,6 +35,8 @@ class HostPolicy(NamedTuple):
     """Going back needs evidence that the model is worse."""
     nonfinite_state: str = "rollback"
     """What follows if a save finds NaN or Inf in the state: alert, rollback or stop."""
+    reset_moments: bool = False
+    """A rollback resets the optimizers' moments too."""
     faults: Mapping[Cause, frozenset[str]] = MappingProxyType({})
     """What the rules answer to a fault: words such as "retry"; see `healcore.policy.faults`."""
     retry: Retry = Retry()
@@ -66,6 +68,7 @@ class HostPolicy(NamedTuple):
             refund_after=int(config.budget.refund_after),
             confirm=host.confirm,
             nonfinite_state=host.nonfinite_state,
+            reset_moments=host.reset_moments,
             faults=MappingProxyType(faults),
             retry=retry,
             skip_batch=skip_batch,

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from healcore.core.step_record import StepRecord
-from healcore.core.verdict import Cause, names
+from healcore.core.verdict import Action, Cause, names
 
 _MAX_INCIDENTS = 1000
 """Incidents kept; the oldest are dropped."""
@@ -78,7 +78,9 @@ class Ledger:
             incident.first.setdefault(name, index)
         incident.alarms += 1
         incident.skips += any(each.skip for each in records)
-        incident.lr_scale = min(each.lr_scale for each in records)
+        # A soft step's multiplier is not the one in force.
+        lasting = [each.lr_scale for each in records if not each.action & Action.SOFT_STEP]
+        incident.lr_scale = min(lasting, default=incident.lr_scale)
         return incident
 
     def _current(self, index: int) -> IncidentRecord:

@@ -38,6 +38,11 @@ CUT_LR = SKIP._replace(
     lr=LrConfig(factor=0.5, floor=0.1, hold_steps=4, ramp_steps=4),
 )
 
+SOFT = SKIP._replace(
+    rules=(RuleConfig(int(Cause.GRAD_SPIKE), action=int(Action.SOFT_STEP)),),
+    lr=LrConfig(soft_step=0.25),
+)
+
 UPDATES = EngineConfig(
     detectors=(("update_spike", update_spike.Config(warmup_steps=WARMUP)),),
     rules=(RuleConfig(int(Cause.UPDATE_SPIKE), skip=True),),

@@ -26,6 +26,7 @@ SURFACE = {
         "DataError",
         "Decision",
         "EmptyLoader",
+        "Fault",
         "HealcoreError",
         "Healer",
         "HealerError",
@@ -56,8 +57,10 @@ SURFACE = {
         "Untrusted",
         "UnusableLoader",
         "__version__",
+        "classify",
         "jax",
         "policy",
+        "retrying",
         "torch",
     ],
     "healcore.policy": [

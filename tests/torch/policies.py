@@ -33,6 +33,14 @@ CUTS = Engine(
 )
 """Halves the learning rate after every non-finite step."""
 
+SOFTENS = Engine(
+    _SKIP._replace(
+        rules=(RuleConfig(int(Cause.GRAD_SPIKE), action=int(Action.SOFT_STEP)),),
+        lr=LrConfig(soft_step=0.25),
+    )
+)
+"""A quarter of a step for every finite spike."""
+
 ADAGC = Engine(
     EngineConfig(
         clip=("adagc", AdaGCConfig(warmup_steps=WARMUP, max_norm=1e9)),

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from torch.optim import LBFGS, SGD, AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 
-from healcore.torch import attach
+from healcore.torch import AttachError, attach
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, snapshot
 from tests.torch.optimizer_cases import FUSED, NAN, Case, Where, host_and_device
@@ -48,6 +48,30 @@ def test_a_cut_scales_the_update_of_every_group(where: Where, fused: bool, as_te
     assert scales[-1] == 1.0
     assert [4 * x for x, _ in moved] == [y for _, y in moved]
     assert float(heal.metrics()["heal/lr_scale"]) == 1.0
+
+
+@host_and_device
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_soft_step_is_exactly_a_fraction_of_one_update(where: Where, fused: bool):
+    healed, plain = Parameter(torch.zeros(1)), Parameter(torch.zeros(1))
+    ours = SGD([healed], lr=1.0, momentum=0.5, fused=fused)
+    theirs = SGD([plain], lr=1.0, momentum=0.5, fused=fused)
+    attach(ours, policies.SOFTENS, engine=where)
+    for g in [1.0, 1.5, 0.5, 1.0, 1024.0, 1.0]:
+        before = healed.item(), plain.item()
+        for p, optimizer in ((healed, ours), (plain, theirs)):
+            p.grad = torch.full((1,), g)
+            optimizer.step()
+        share = 0.25 if g == 1024.0 else 1.0
+        assert healed.item() - before[0] == share * (plain.item() - before[1])
+        buffers = [o.state[p]["momentum_buffer"] for o, p in ((ours, healed), (theirs, plain))]
+        assert torch.equal(*buffers)
+        assert ours.param_groups[0]["lr"] == 1.0
+
+
+def test_lbfgs_has_read_its_rate_before_the_loss_is_known():
+    with pytest.raises(AttachError, match="LBFGS"):
+        attach(LBFGS([Parameter(torch.ones(1))]), policies.SOFTENS)
 
 
 @host_and_device

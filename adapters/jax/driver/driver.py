@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 
 from healcore.jax import state_layout
 from healcore.jax.driver import engines as in_state
+from healcore.jax.driver import moments
 from healcore.jax.driver.checkpoint_layout import CheckpointLayout
 from healcore.jax.driver.gradient_window import GradientWindow
 from healcore.jax.driver.pending_dispatch import Dispatch, PendingReadback
@@ -115,6 +116,14 @@ class JaxDriver:
         """Replaces the live state by a restored one; the healing state stays."""
         self._put(self._layout.restored(restored, self._accessor.read()))
 
+    def reset_moments(self) -> None:
+        """Sets moments and bias correction to zero; the counts of schedules stay."""
+        self._accessor.write(moments.reset(self._accessor.read()))
+
+    def moments_obstacle(self) -> str:
+        """Names an array of the optimizers whose first value is not known."""
+        return moments.obstacle(self._accessor.read(), [each.path for each in self._engines])
+
     def may_save(self) -> bool:
         """False during an accumulation by optax.MultiSteps; reads the device then."""
         return self._layout.between_steps(self._accessor.read())
@@ -137,6 +146,10 @@ class JaxDriver:
     def decline(self) -> None:
         """Reports to every engine that the rollback it ordered is not carried out."""
         self._accessor.write(in_state.declined(self._engine, self._accessor.read()))
+
+    def interrupted(self) -> bool:
+        """False: an update makes new arrays, and the state is replaced as a whole."""
+        return False
 
     def finite(self) -> bool:
         """Whether the state is finite, except arrays that were not at the start (masks of -inf).

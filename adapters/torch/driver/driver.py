@@ -17,7 +17,7 @@ from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.torch import gradients
 from healcore.torch.attachment import attach as attach_to
 from healcore.torch.attachment import healing_of
-from healcore.torch.driver import live_state
+from healcore.torch.driver import live_state, moments
 from healcore.torch.driver.batch_statistics import BatchStatistics
 from healcore.torch.driver.gradient_window import GradientWindow
 from healcore.torch.driver.optimizer_hooks import Accumulation, UntrackedOptimizers
@@ -64,15 +64,16 @@ class TorchDriver:
             raise
         names = partial(live_state.parameter_names, self._state)
         self._pending = PendingEntries()
+        self.warnings: list[str] = []
         self._recorders = [
-            Recorder(name, healing, names, self._pending) for name, healing in self.healings.items()
+            Recorder(name, healing, names, self._pending, self.warnings.append)
+            for name, healing in self.healings.items()
         ]
         self._accumulations = [Accumulation(healing) for healing in self.healings.values()]
         self._all_stepped = False
         self._statistics = BatchStatistics(self._state, self.healings)
         self._ranks: Ranks | None = None
         self._polled_steps = 0
-        self.warnings: list[str] = []
         self._untracked = UntrackedOptimizers(self._state, self.healings, self.warnings.append)
 
     # -- signals from the loop ------------------------------------------------------------------
@@ -117,6 +118,17 @@ class TorchDriver:
         for healing in self.healings.values():
             healing.discard()
         self._statistics.save()
+
+    def reset_moments(self) -> None:
+        """Empties every optimizer's `state`, which torch's optimizers fill at their next step."""
+        for healing in self.healings.values():
+            moments.reset(healing.optimizer)
+
+    def moments_obstacle(self) -> str:
+        """Names an optimizer that is not torch's own."""
+        return next(
+            filter(None, (moments.obstacle(h.optimizer) for h in self.healings.values())), ""
+        )
 
     def healing(self) -> dict[str, dict[str, Any]]:
         """The engines' states by optimizer name, JSON-safe. A sync on an accelerator."""
@@ -163,6 +175,10 @@ class TorchDriver:
         """The gradients since the last step, of all optimizers."""
         scaler = live_state.scaler(self._state)
         return GradientWindow(self._accumulations, self.healings.values(), self._statistics, scaler)
+
+    def interrupted(self) -> bool:
+        """Whether an `optimizer.step()` has begun and not ended."""
+        return any(healing.in_step for healing in self.healings.values())
 
     def learning_rate(self) -> float | None:
         """The first optimizer's, of its first group. A sync if it is a tensor on a device."""

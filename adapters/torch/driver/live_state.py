@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from healcore.torch import gradients
-from healcore.torch.attachment import unwrapped
+from healcore.torch.attachment import scaler_of, unwrapped
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
 
@@ -56,9 +56,10 @@ def optimizers(state: Mapping[str, Any]) -> dict[str, Optimizer]:
 
 
 def scaler(state: Mapping[str, Any]) -> torch.amp.GradScaler | None:
-    """The GradScaler, if there is exactly one."""
-    found = [value for value in state.values() if isinstance(value, torch.amp.GradScaler)]
-    return found[0] if len(found) == 1 else None
+    """The GradScaler, if there is exactly one, in the state or in accelerate's wrapper."""
+    found = [v for v in state.values() if isinstance(v, torch.amp.GradScaler)]
+    found += [s for v in state.values() if isinstance(v, Optimizer) and (s := scaler_of(v))]
+    return found[0] if len({*map(id, found)}) == 1 else None
 
 
 def parameter_names(state: Mapping[str, Any], params: Sequence[object]) -> list[str]:
@@ -163,19 +164,34 @@ def _check_complete(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -
             f"{_EXAMPLE}"
         )
     scheduled = getattr(optimizer.step, "_wrapped_by_lr_sched", False)
-    if scheduled and not any(isinstance(value, LRScheduler) for value in state.values()):
+    if scheduled and not any(_is_scheduler(value) for value in state.values()):
         warnings.warn(
             f'a learning-rate scheduler drives "{name}" and none is in the state: a rollback would '
             f"not restore it; add it, as in {_EXAMPLE}",
             UserWarning,
             stacklevel=4,
         )
+    scales = scaler_of(state[name])
+    if scales is not None and not any(value is scales for value in state.values()):
+        warnings.warn(
+            f'"{name}" steps by a GradScaler that is not in the state: a rollback would not '
+            'restore its scale; add it, as in state={..., "scaler": accelerator.scaler}',
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def _is_scheduler(value: Any) -> bool:
+    """Whether it is a learning-rate scheduler, or accelerate's wrapper of one."""
+    return isinstance(value, LRScheduler) or isinstance(
+        getattr(value, "scheduler", None), LRScheduler
+    )
 
 
 def _is_opaque(value: Any) -> bool:
     """Whether a value may hold parameters that are not known: a trainer, an EMA."""
-    known = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
-    return hasattr(value, "state_dict") and not isinstance(value, known)
+    known = (nn.Module, Optimizer, torch.amp.GradScaler)
+    return hasattr(value, "state_dict") and not (isinstance(value, known) or _is_scheduler(value))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

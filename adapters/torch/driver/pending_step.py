@@ -15,6 +15,7 @@ from healcore.torch.engines import PendingRecord
 from healcore.torch.errors import RanksDisagreeError
 from healcore.torch.healing import Healing
 from healcore.torch.measurement import StepNorms
+from healcore.torch.norm_ceiling import NormCeiling
 
 _log = logging.getLogger("healcore")
 
@@ -81,9 +82,12 @@ class Recorder:
         healing: Healing,
         names: Callable[[Sequence[object]], list[str]],
         pending: PendingEntries,
+        warn: Callable[[str], object],
     ) -> None:
         self.name = name
         self.healing = healing
+        self._warn = warn
+        self._ceiling = NormCeiling()
         self._names = names
         self._pending = pending
         self._before: PendingRecord | int = 0
@@ -108,6 +112,8 @@ class Recorder:
         if record.step == before:
             # A GradScaler has skipped it, and the state still holds the record of the step before.
             return record.unjudged()
+        if clipped := self._ceiling.add(record.grad_norm):
+            self._warn(clipped)
         if record.cause:
             return record._replace(evidence=self._evidence(entry.norms))
         self._usual = entry.norms if entry.norms.params else self._usual

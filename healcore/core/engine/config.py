@@ -62,6 +62,8 @@ class LrConfig(NamedTuple):
     ceiling: Any = 0.0
     """Upper limit of the ramp, as a fraction of the rate at the cut; long health raises it. 0: the
     ramp ends at the full schedule, even if that rate broke the run."""
+    soft_step: Any = 0.1
+    """Fraction of the update that SOFT_STEP leaves of one step, in (0, 1)."""
 
 
 class BudgetConfig(NamedTuple):
@@ -90,6 +92,6 @@ class EngineConfig(NamedTuple):
     lr: LrConfig = LrConfig()
     budget: BudgetConfig = BudgetConfig()
     max_skips: Any = 10
-    """Finite steps skipped in a row; then they pass, clipped, until an alarm-free one."""
+    """Finite steps skipped or softened in a row; then they pass until an alarm-free one."""
     grace_steps: Any = 50
     """Steps after an expected change in which only non-finite values are alarms."""

@@ -85,6 +85,16 @@ class Engine:
         return any(rule.action & int(Action.CUT_LR) for rule in self.config.rules)
 
     @cached_property
+    def softens(self) -> bool:
+        """Whether a rule can order a soft step."""
+        return any(rule.action & int(Action.SOFT_STEP) for rule in self.config.rules)
+
+    @property
+    def scales_lr(self) -> bool:
+        """Whether `Decision.lr_scale` of a step can be other than 1."""
+        return self.cuts_lr or self.softens
+
+    @cached_property
     def limits_lr(self) -> bool:
         """Whether a cut limits the rate in absolute terms, which needs `Signals.learning_rate`."""
         return self.cuts_lr and bool(np.any(np.asarray(self.config.lr.ceiling) > 0))

@@ -19,7 +19,7 @@ from healcore.core.signals import Observed, Signals, observe
 from healcore.core.verdict import Action, Cause, Decision, Reading, Telemetry, flag
 
 _NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
-_ACTS = int(Action.ROLLBACK | Action.CUT_LR | Action.STOP)
+_ACTS = int(Action.ROLLBACK | Action.CUT_LR | Action.STOP | Action.SOFT_STEP)
 _ONCE = int(Action.ALERT | Action.SAVE | Action.STOP)
 
 
@@ -44,9 +44,18 @@ def judge(
 
     never = cause != cause
     wished = _any([f.fired for rule, f in fired if rule.skip], never)
-    skips, skip = skip_limit.update(config.max_skips, state.skips, wished, seen, xp=xp)
+    softened = [f.fired for rule, f in fired if rule.action & Action.SOFT_STEP]
+    soft = None
+    if softened:
+        skips, skip, soft = skip_limit.update_soft(
+            config.max_skips, state.skips, wished, _any(softened, never), seen, xp=xp
+        )
+        soft = numerics.shared(soft, xp=xp)
+    else:
+        skips, skip = skip_limit.update(config.max_skips, state.skips, wished, seen, xp=xp)
     skip = numerics.shared(skip, xp=xp)
-    clip_state, clip = _clip(config, state, seen, seen.finite & ~skip, xp=xp)
+    learn = seen.finite & ~skip if soft is None else seen.finite & ~skip & ~soft
+    clip_state, clip = _clip(config, state, seen, learn, xp=xp)
 
     incident_state, wanted = incident.update(
         config.incident,
@@ -82,11 +91,17 @@ def judge(
         if rule.action & _ONCE:
             action = action | flag(firing.fresh, rule.action & _ONCE, xp=xp)
 
+    lr_scale = lr_state.scale
+    if soft is not None:
+        action = action | flag(soft, Action.SOFT_STEP, xp=xp)
+        less = numerics.product(config.lr.soft_step, lr_scale, xp=xp)
+        lr_scale = xp.where(soft, less, lr_scale)
+
     grad_scale, group_scale, clipped = _scales(clip, skip, lr_state.scale, xp=xp)
     ordered = Decision(
         grad_scale=grad_scale,
         skip=skip,
-        lr_scale=lr_state.scale,
+        lr_scale=lr_scale,
         action=action,
         cause=cause,
         rollback_depth=xp.where(granted.recover, wanted.depth, 0),

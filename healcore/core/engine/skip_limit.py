@@ -1,4 +1,4 @@
-"""Skipped steps: non-finite gradients always, finite outliers at most `max_skips` in a row.
+"""Skipped and soft steps: non-finite gradients always, outliers at most `max_skips` in a row.
 
 When batch after batch looks bad, the batches are not the cause: the spike is sustained by then, a
 recovery has been ordered, and more skips would not help. The count restarts after an alarm-free
@@ -22,3 +22,17 @@ def update(max_skips: Any, run: Any, wished: Any, seen: Observed, *, xp: Any) ->
     if seen.bad_grad is not None:
         skip = skip | seen.bad_grad  # whatever the policy
     return run, skip
+
+
+def update_soft(
+    max_skips: Any, run: Any, wished: Any, soft_wished: Any, seen: Observed, *, xp: Any
+) -> tuple[Any, Any, Any]:
+    """`update` where rules may order soft steps too, which count alike: (run, skip, soft step).
+
+    A skip that another rule orders has precedence.
+    """
+    run, held = update(max_skips, run, wished | soft_wished, seen, xp=xp)
+    skip = held & wished
+    if seen.bad_grad is not None:
+        skip = skip | seen.bad_grad
+    return run, skip, held & ~skip

@@ -58,6 +58,8 @@ class Cursor:
         self._left_out: frozenset[BatchId] = frozenset()
         self._skipped: list[BatchId] = []
         self._refused: str | None = None
+        self.unreadable: BatchId | None = None
+        """The batch whose reading raised, if the last `next` did for that reason."""
         self._until: int | None = 0
         self.extend(epochs)
 
@@ -96,18 +98,22 @@ class Cursor:
         """Why it cannot be rewound, or why the last `rewind` was refused."""
         return self._reader.adapter.why_not or self._refused
 
-    def next(self) -> tuple[Any, BatchId]:
+    def next(self, *, after: Exception | None = None) -> tuple[Any, BatchId]:
         """The next batch that is not left out, and its id.
 
         Exceptions of the loader pass through, with the batch's id as a note. That batch counts as
         read, and the next call continues after it if the loader does. For a batch that is left out
-        nothing is raised.
+        nothing is raised, unless the loader ends there: the exception of a generator is its end,
+        and it would pass for the end of the epoch.
+
+        Args:
+            after: what the last call raised; raised again if the loader has ended with it.
 
         Raises:
             StopIteration: there are no more epochs.
             EmptyLoader: an epoch without any batch.
         """
-        reader = self._reader
+        reader, self.unreadable = self._reader, None
         while not reader.exhausted and (self._until is None or reader.epoch < self._until):
             reader.begin()  # an exception of iter() belongs to no batch
             which = reader.next_id
@@ -115,13 +121,20 @@ class Cursor:
             try:
                 batch = reader.read()
             except StopIteration:
+                if after is not None and reader.should_have(which.index):
+                    raise after from None
                 continue
+            except DataError:
+                raise
             except Exception as error:
-                if not left_out or isinstance(error, DataError):
+                if not left_out:
+                    self.unreadable = which
                     raise
+                after = error
             else:
                 if not left_out:
                     return batch, which
+                after = None
             self._skipped.append(which)
         raise StopIteration
 
@@ -204,7 +217,7 @@ class Cursor:
         reached = first = self._reader.index
         try:
             while reached < goal.index:
-                self._reader.read()
+                self._drop()
                 reached += 1
         except StopIteration:
             return (
@@ -232,6 +245,17 @@ class Cursor:
         """The batches left out since the last call, in order."""
         skipped, self._skipped = self._skipped, []
         return skipped
+
+    def _drop(self) -> None:
+        """Reads a batch for nothing; one that is left out may be unreadable."""
+        which = self._reader.next_id
+        try:
+            self._reader.read()
+        except StopIteration:
+            raise
+        except Exception as error:
+            if which not in self._left_out or isinstance(error, DataError):
+                raise
 
     def _encoded(self) -> dict[str, Any]:
         return positions.encode(self._reader.position(), self._left_out, trust=self._trust)

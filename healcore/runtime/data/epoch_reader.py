@@ -102,6 +102,13 @@ class EpochReader:
         self.index += 1
         return batch
 
+    def should_have(self, index: int) -> bool:
+        """Whether an epoch has a batch of this index, by the loader's length; True without one."""
+        try:
+            return index < len(self._loader)
+        except TypeError:
+            return True
+
     def position(self) -> Position:
         """The position with the state to return to; may raise anything that the loader raises."""
         if self.adapter.why_not is not None:

@@ -101,6 +101,34 @@ class _StatefulLoader(LoaderAdapter):
             self._loader.restart_on_stop_iteration = True
 
 
+class _AccelerateLoader(LoaderAdapter):
+    """Accelerate's DataLoaderShard around torchdata's StatefulDataLoader.
+
+    It reads one batch ahead, so its state after the last batch of an epoch is already that of the
+    next one. It also seeds its sampler by `iteration`, the epoch, which its state lacks.
+    """
+
+    kind = "accelerate"
+
+    def state(self) -> Any:
+        return {
+            "loader": self._loader.state_dict(),
+            "iteration": self._loader.iteration,
+            "ended": bool(self._loader.end_of_dataloader),
+        }
+
+    def state_between(self) -> Any:
+        return {"loader": None, "iteration": self._loader.iteration, "ended": False}
+
+    def resume(self, state: Any) -> Iterator[Any]:
+        self._loader.iteration = state["iteration"] + state["ended"]
+        if state["ended"]:
+            return iter(())
+        if state["loader"] is not None:
+            self._loader.load_state_dict(state["loader"])
+        return iter(self._loader)
+
+
 class _StatefulIterator(LoaderAdapter):
     """A getter and a setter on the iterator, such as Grain's `get_state` and `set_state`."""
 
@@ -154,6 +182,9 @@ class _IndexedSequence(LoaderAdapter):
 
 def adapter_for(loader: Any) -> LoaderAdapter:
     """The adapter for a loader. Begins an epoch where only its iterator shows what it can do."""
+    if _is(loader, "accelerate.data_loader", "DataLoaderShard", "DataLoaderDispatcher"):
+        why_not = _not_of_accelerate(loader)
+        return LoaderAdapter(loader, why_not=why_not) if why_not else _AccelerateLoader(loader)
     if _has_both(loader, _STATE_DICT):
         why_not = _unrecorded_order(loader)
         return LoaderAdapter(loader, why_not=why_not) if why_not else _StatefulLoader(loader)
@@ -220,6 +251,24 @@ def _unrecorded_order(loader: Any) -> str | None:
             return _order_of(sampler, loader, "a DistributedSampler")
         node = getattr(node, "source", None)
     return None
+
+
+def _not_of_accelerate(loader: Any) -> str | None:
+    """Why a loader that Accelerate has prepared cannot be rewound."""
+    name, options = class_name(loader), ["use_stateful_dataloader=True"]
+    if _is(loader, "accelerate.data_loader", "DataLoaderDispatcher"):
+        return f"{name} reads for all ranks on one of them: use dispatch_batches=False"
+    sampler = loader.get_sampler()
+    shuffles = _is(sampler, "torch.utils.data", *_UNRECORDED)
+    seeded = _is(sampler, "accelerate.data_loader", "SeedableRandomSampler")
+    if getattr(loader, "use_stateful_dataloader", False) and (seeded or not shuffles):
+        return None
+    if shuffles:
+        options.append("use_seedable_sampler=True")
+    return (
+        f"{name} does not record where it is: give the Accelerator "
+        f"dataloader_config=DataLoaderConfiguration({', '.join(options)})"
+    )
 
 
 def _order_of(sampler: Any, loader: Any, instead: str) -> str:

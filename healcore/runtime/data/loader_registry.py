@@ -92,12 +92,21 @@ class LoaderRegistry:
             del self._entries[next(n for n in self._entries if n not in (number, self.current))]
         return number
 
-    def next(self, number: int) -> tuple[Any, BatchId]:
-        """The next batch of a loader; StopIteration after its last epoch."""
+    def next(self, number: int, *, after: Exception | None = None) -> tuple[Any, BatchId]:
+        """The next batch of a loader; StopIteration after its last epoch. See `Cursor.next`."""
         entry = self._entries[number]
         if entry.exhausted:
             raise StopIteration
-        return entry.cursor.next()
+        return entry.cursor.next(after=after)
+
+    def unreadable(self, number: int) -> BatchId | None:
+        """The batch whose reading made the last `next` of this loader raise."""
+        return self._entries[number].cursor.unreadable
+
+    def leave_out(self, number: int, batch: BatchId) -> None:
+        """Leaves a batch out from now on, also after a rollback and a restart."""
+        self._left_out.setdefault(number, set()).add(batch)
+        self._entries[number].cursor.leave_out([batch])
 
     def stepped(self, number: int, last: BatchId | None) -> None:
         """Makes this loader the one that rollbacks rewind, because a step used its batches.

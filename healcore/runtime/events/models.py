@@ -181,6 +181,7 @@ class EventFields(_EventsModel):
     checkpoint: Whole = _may("Step of the checkpoint that was used, or that the event is about.")
     repeated: Truth = _may("An earlier rollback went there too, and nothing is older.")
     initial: Truth = _may("It is the snapshot that the run started from.")
+    moments_reset: Truth = _may("The optimizers' moments are as at the start of a run.")
     rewound: Truth = _may("The data was rewound; false: it goes on forward.")
     outcome: Text = _may(
         f"The result. Of a rollback: {', '.join(RollbackOutcome)}; of a re-run: "
@@ -198,6 +199,10 @@ class EventFields(_EventsModel):
     rise_remembered: MaybeNumber = _may(
         "Of the loss of the remembered batches with the present weights."
     )
+    sign: Text = _may("What an exception was recognised by: its type, an HTTP status, an errno.")
+    answer: Text = _may("What is done about a fault: a word of the policy's `do`.")
+    attempt: WholeFromOne = _may("Number of the attempt at a network call.")
+    wait_s: Seconds = _may("Seconds until the next attempt.")
     samples: WholeFromOne = _may("Samples of the batch.")
     size_before: WholeFromOne = _may("Samples in its largest part until now.")
     size: WholeFromOne = _may("Samples in its largest part from now on.")

@@ -65,16 +65,19 @@ KINDS: dict[str, EventKind] = {
     "lr": EventKind(
         "The learning-rate multiplier was cut, or is back at 1.", ("lr_scale_before", "lr_scale")
     ),
-    "shrink": EventKind(
-        "A part of a batch did not fit into memory; the step is done again with smaller parts.",
-        ("samples", "size_before", "size", "why"),
-    ),
-    "grow": EventKind(
-        "Larger parts of a batch are tried again.", ("samples", "size_before", "size")
-    ),
     "rerun": EventKind("A suspicious step is taken once more from a snapshot.", ("checkpoint",)),
     "verdict": EventKind("What the re-run showed.", ("outcome",)),
     "hook": EventKind("A hook overrode an order, or raised."),
+    "fault": EventKind(
+        "An exception was classified. With `answer` something is done about it; otherwise it goes "
+        "on.",
+        ("cause", "problem"),
+    ),
+    "grow": EventKind(
+        "Larger parts of a batch, which once ran out of memory, are tried again.",
+        ("samples", "size_before", "size"),
+    ),
+    "retried": EventKind("A network call has succeeded after it had failed.", ("attempt",)),
     "stop": EventKind("The policy ends the run.", ("why", "diagnosis")),
     "problem": EventKind(
         "Something that did not stop the run and that a person should know.", ("problem",)

@@ -20,6 +20,8 @@ from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
 
 _ON_HOST = (Action.STOP, Action.ROLLBACK, Action.SAVE)
+_NO_ORDER = Action.ALERT | Action.CUT_LR | Action.SOFT_STEP
+"""What the engine has done, or what only asks for an event."""
 _MIN_REMEMBERED = 1000
 """Steps whose batch ids are remembered; more if the policy's region is longer."""
 
@@ -184,7 +186,7 @@ class IncidentMonitor:
             for flags, depth_of_rank in of_ranks:
                 action |= Action(flags)
                 depth = max(depth, depth_of_rank)
-        if self.policy.observes or action & ~Action.ALERT & ~Action.CUT_LR:
+        if self.policy.observes or action & ~_NO_ORDER:
             self.log.event(
                 "order",
                 step=step.index,
@@ -235,6 +237,8 @@ class IncidentMonitor:
 
     def _log_lr_change(self, step: StepResult, record: StepRecord) -> None:
         """One event for each cut and one at the end of the ramp, none for the steps of the ramp."""
+        if record.action & Action.SOFT_STEP:
+            return  # `lr_scale` is of this step alone, and its alarm has it
         now = record.lr_scale
         before = self._lr_scale.get(record.engine, 1.0)
         self._lr_scale[record.engine] = now

@@ -283,6 +283,7 @@ class ActionExecutor:
     ) -> None:
         before, after = self.monitor.lr_scale_before, self._lr_scale()
         moved = result.moved
+        resets = self.policy.reset_moments and not rerun
         self.log.event(
             "rollback",
             step=step,
@@ -297,6 +298,7 @@ class ActionExecutor:
             batches=[] if rerun else [list(each) for each in request.bad],
             repeated=result.repeated,
             initial=result.initial,
+            moments_reset=True if resets else None,
         )
         data = "rewound" if moved.rewound else f"goes on forward: {moved.why_not}"
         self.log.event("data", step=result.target, outcome=data, rewound=moved.rewound)
@@ -306,7 +308,8 @@ class ActionExecutor:
         changed = (
             "nothing else is changed, to see whether it happens again"
             if rerun
-            else f"learning rate × {after:g}, data {data.split(':')[0]}"
+            else f"learning rate × {after:g}, {'moments reset, ' if resets else ''}"
+            f"data {data.split(':')[0]}"
         )
         kind = "first snapshot" if result.initial else "known-good checkpoint"
         self.log.warning(

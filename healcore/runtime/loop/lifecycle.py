@@ -13,8 +13,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from healcore.core.verdict import Cause
 from healcore.runtime.events import read
 from healcore.runtime.events.models import Ending, RollbackOutcome
+from healcore.runtime.faults import Fault, classify
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.termination import LastStateNotSaved, RunStopped, Terminated
 from healcore.runtime.postmortem import postmortem
@@ -202,9 +204,15 @@ def ending_of(error: BaseException | None, signal_number: int | None = None) -> 
     return Ending.EXCEPTION
 
 
+_OF_FAULTS = (Ending.EXCEPTION, Ending.STOPPED)
+"""Endings that an exception may have brought about."""
+
+
 def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
     """Ends a run; returns what the block must raise although the loop has completed."""
     ending = ending_of(error, loop.termination.signal_number)
+    raised = error.__cause__ if isinstance(error, RunStopped) else error
+    fault = classify(raised) if ending in _OF_FAULTS and raised is not None else None
     problems: list[str] = []
 
     def attempt(what: str, action: Callable[[], object]) -> bool:
@@ -220,9 +228,12 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
     saved, together = True, completed or loop.ranks.world == 1
     if completed:
         attempt("the last steps could not be read", loop.read_remaining)
-    if together and (
-        ending == Ending.COMPLETED or (loop.between_steps and ending != Ending.STOPPED)
-    ):
+    if together and isinstance(error, Terminated):  # in a wait of `healer.retrying`, say
+        attempt("the last step could not be counted", loop.take_last_step)
+    between_steps = loop.between_steps
+    if fault is not None and isinstance(error, Exception):
+        attempt("the fault could not be dealt with", lambda: _answer(loop, fault, error))
+    if together and (ending == Ending.COMPLETED or (between_steps and ending != Ending.STOPPED)):
         # Not after an exception within a step, which leaves the state half changed.
         saved = attempt("the last state could not be saved", loop.save_last)
     attempt("checkpoints being written", loop.checkpoints.wait)
@@ -242,7 +253,7 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
         loop.log.info(f"{ended} after step {loop.step}: {on_disk}")
     for problem in problems:
         loop.warn(problem)
-    _write_end(loop, ending, error)
+    _write_end(loop, ending, error, Cause(0) if fault is None else fault.cause)
     for end in (
         loop.termination.stop,
         loop.checkpoints.close,
@@ -255,6 +266,19 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
         with contextlib.suppress(Exception):
             end()
     return not_saved
+
+
+def _answer(loop: Loop, fault: Fault, error: Exception) -> None:
+    """Logs the exception that ends the run, after a save if the policy has a rule for one."""
+    answer, why_not = None, ""
+    # The ranks that have not raised do not take part in a save.
+    if "save" in loop.policy.answers(fault.cause) and loop.ranks.world == 1:
+        why_not = loop.save_emergency()
+        answer = None if why_not else "save"
+    what = "".join(traceback.format_exception_only(error)).strip()
+    loop.faults.report(fault, f"the loop raised {what:.300}", answer=answer)
+    if why_not:
+        loop.warn(f"no checkpoint was saved at the exception: {why_not}")
 
 
 def _last_state_lost(loop: Loop, saved: bool) -> bool:
@@ -280,13 +304,13 @@ def _not_saved(loop: Loop, problems: list[str]) -> str:
     )
 
 
-def _write_end(loop: Loop, ending: Ending, error: BaseException | None) -> None:
+def _write_end(loop: Loop, ending: Ending, error: BaseException | None, fault: Cause) -> None:
     """Writes the postmortem and the last event."""
     exception = trace = None
     if ending == Ending.EXCEPTION and error is not None:
         exception = "".join(traceback.format_exception_only(error)).strip()
         trace = "".join(traceback.format_exception(error))
-    end = loop.run_end(ending, _why(error), exception)
+    end = loop.run_end(ending, _why(error), exception, fault)
     # Before the event: the next start looks for a missing postmortem only if there is no end event.
     events = loop.log.events
     if events.path is not None and not loop.ranks.rank:

@@ -23,6 +23,7 @@ from healcore.runtime.incidents.hooks import Hooks, RunFacts
 from healcore.runtime.incidents.monitor import ActionRequest, IncidentMonitor
 from healcore.runtime.ledger import Ledger
 from healcore.runtime.loop.action_executor import ActionExecutor, Reruns
+from healcore.runtime.loop.fault_answers import FaultAnswers
 from healcore.runtime.loop.out_of_memory import OutOfMemory
 from healcore.runtime.loop.saves import SaveSchedule, StateCheck
 from healcore.runtime.loop.termination import TerminationWatch, exit_for
@@ -86,6 +87,14 @@ class Loop:
             log=self.log,
         )
         self._assessor = Assessor(driver, self.loss_fn, self.warn)
+        self.faults = FaultAnswers(
+            policy=policy,
+            loaders=self.loaders,
+            ranks=ranks,
+            termination=self.termination,
+            log=self.log,
+            step=lambda: self.step,
+        )
         self._batch: Any = None
         # Ranks see different losses, and would come to different results.
         self._assesses_batches = self.loss_fn is not None and policy.confirm and ranks.world == 1
@@ -109,9 +118,10 @@ class Loop:
             ranks=ranks,
             ledger=ledger,
             rollbacks=self.rollbacks,
+            faults=self.faults,
             log=self.log,
             step=lambda: self.step,
-            run_end=lambda why: self.run_end(Ending.STOPPED, why),
+            run_end=lambda why: self.run_end(Ending.STOPPED, why, fault=Cause.OOM),
         )
         self._state_check = StateCheck(
             policy=policy,
@@ -215,9 +225,9 @@ class Loop:
 
     def _next(self, number: int) -> tuple[Any, BatchId]:
         if not self.between_steps:
-            return self.loaders.next(number)
+            return self.faults.next_batch(number)
         with self.termination.waiting_for_data():
-            return self.loaders.next(number)
+            return self.faults.next_batch(number)
 
     def _push(self, pending: PendingDispatch) -> None:
         """Queues a dispatch, with the batches of the loader that yielded last."""
@@ -278,6 +288,33 @@ class Loop:
         """Saves a checkpoint of the last step, if the last one is older."""
         self._saves.save_last(self.step)
 
+    def take_last_step(self) -> bool:
+        """Counts a step that was finished before the loop was left; False: it was not finished."""
+        if self.driver.interrupted():
+            return False
+        pending = self.driver.poll_step()
+        if pending is not None:
+            self._push(pending)
+        return True
+
+    def save_emergency(self) -> str:
+        """Saves before an exception ends the run; returns why not, or "".
+
+        If the exception came after the step, or between two steps, the checkpoint is exact. If it
+        came within a step, the batches of that step count as read: a restart does not fail on them
+        again.
+        """
+        if not self.take_last_step():
+            return "the exception interrupted the optimizer's update"
+        for _ in self._process_due(all=True):
+            pass
+        why_not = self._saves.save_emergency(self.step)
+        lost = self._ids.get(self._current, ())
+        if lost and not why_not:
+            batches = [list(each) for each in lost]
+            self.log.event("skipped_batches", step=self.step, batches=batches)
+        return why_not
+
     def _save_when_due(self) -> bool:
         """A regular save, if one is due; whether the run has gone back instead."""
         if not self._saves.due(self.step):
@@ -326,7 +363,13 @@ class Loop:
         self.journal.state.ending = ending
         self.rollbacks.write_journal(self.step)
 
-    def run_end(self, ending: Ending, why: str = "", exception: str | None = None) -> RunEnd:
+    def run_end(
+        self,
+        ending: Ending,
+        why: str = "",
+        exception: str | None = None,
+        fault: Cause = Cause(0),  # noqa: B008 -- immutable
+    ) -> RunEnd:
         """The facts for a diagnosis; `why` is the reason of a stop, or the signal."""
         ledger, checkpoints, alarm = self.ledger, self.checkpoints, self.monitor.first_alarm
         last = ledger.incidents[-1] if ledger.incidents else None
@@ -355,6 +398,7 @@ class Loop:
             last_good=checkpoints.good,
             path=next(iter(newest_good), None),
             exception=exception,
+            fault=fault,
         )
 
     def _listed(self) -> list[Saved]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from healcore.core.verdict import Cause, names
 from healcore.runtime.driver import Driver
+from healcore.runtime.faults import classify
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.ledger import Ledger
+from healcore.runtime.loop.fault_answers import FaultAnswers
 from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.microbatches.sizes import CannotShrink, MicrobatchSizes, Resize
 from healcore.runtime.microbatches.splitting import UnsplittableBatch
@@ -33,6 +35,7 @@ class OutOfMemory:
     ranks: Ranks
     ledger: Ledger
     rollbacks: RollbackManager
+    faults: FaultAnswers
     log: RunLog
     step: Callable[[], int]
     run_end: Callable[[str], RunEnd]
@@ -61,7 +64,8 @@ class OutOfMemory:
     def _failed(self, failure: Failure) -> bool:
         """Whether to do the window again; RunStopped if there is no smaller part."""
         error = failure.error
-        if not _is_out_of_memory(error):
+        fault = classify(error)
+        if fault.cause is not Cause.OOM or not isinstance(error, Exception):
             return False
         why_not = self._why_not(failure)
         if why_not:
@@ -75,13 +79,15 @@ class OutOfMemory:
             return False
         except CannotShrink as problem:
             self._stop(str(problem), error)
-        self._changed(
-            "shrink", resize, cause=names(Cause.OOM), why=_first_line(error), bytes=_bytes(error)
+        self.faults.report(
+            fault,
+            f"{resize.before} of {resize.samples} samples do not fit into memory, the step is done "
+            f"again with {resize.after} at a time: {_first_line(error)}",
+            answer="shrink_microbatch",
+            bytes=_bytes(error),
+            **_fields(resize),
         )
-        self.log.warning(
-            f"step {self.step()}: out of memory with {resize.before} of {resize.samples} samples; "
-            f"the step is done again with {resize.after} at a time, and so are those to come"
-        )
+        self._save_sizes()
         return True
 
     def _why_not(self, failure: Failure) -> str:
@@ -106,27 +112,19 @@ class OutOfMemory:
         return ""
 
     def _grown(self, resize: Resize) -> None:
-        self._changed("grow", resize)
+        self.log.event("grow", step=self.step(), **_fields(resize))
         self.log.info(
             f"step {self.step()}: tries {resize.after} samples at a time again, not {resize.before}"
         )
+        self._save_sizes()
 
-    def _changed(self, kind: str, resize: Resize, **fields: object) -> None:
-        """Writes an event, and the new sizes for the next process."""
-        step = self.step()
-        self.log.event(
-            kind,
-            step=step,
-            samples=resize.samples,
-            size_before=resize.before,
-            size=resize.after,
-            **fields,
-        )
+    def _save_sizes(self) -> None:
+        """Writes the sizes for the next process."""
         self.rollbacks.journal.state.microbatches = self.sizes.to_dict()
-        self.rollbacks.write_journal(step)
+        self.rollbacks.write_journal(self.step())
 
     def _stop(self, why: str, error: Exception) -> NoReturn:
-        end = self.run_end(why)._replace(cause=Cause.OOM, onset=None, open=None, readings=None)
+        end = self.run_end(why)
         text = explain(end)
         self.log.event(
             "stop",
@@ -140,12 +138,8 @@ class OutOfMemory:
         raise RunStopped(text, why, end.last_good) from error
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    names = {each.__name__ for each in type(error).__mro__}
-    texts = ("DefaultCPUAllocator: can't allocate memory", "RESOURCE_EXHAUSTED", "Out of memory allocating")
-    return bool(names & {"OutOfMemoryError", "MemoryError"}) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
-    )
+def _fields(resize: Resize) -> dict[str, Any]:
+    return {"samples": resize.samples, "size_before": resize.before, "size": resize.after}
 
 
 def _first_line(error: Exception) -> str:

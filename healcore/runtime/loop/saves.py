@@ -61,10 +61,12 @@ class SaveSchedule:
         open most of the time. A checkpoint from after an onset does no harm: a rollback quarantines
         it.
         """
-        unhealthy = self.ledger.unhealthy
-        alarmed = bool(unhealthy) and unhealthy[-1] >= step - 2
         late = step - self._overdue >= self.checkpoints.every
-        return not alarmed or late or self.observes
+        return not self._alarmed(step) or late or self.observes
+
+    def _alarmed(self, step: int) -> bool:
+        unhealthy = self.ledger.unhealthy
+        return bool(unhealthy) and unhealthy[-1] >= step - 2
 
     def save(self, step: int, why: str) -> None:
         """Saves a checkpoint of this step."""
@@ -72,6 +74,21 @@ class SaveSchedule:
         self.checkpoints.save(step, *self.rollbacks.contents(step), why)
         if self.rollbacks.journal_outdated:
             self.rollbacks.write_journal(step)
+
+    def save_emergency(self, step: int) -> str:
+        """Saves before an exception ends the run; returns why not, or "".
+
+        A restart resumes from this checkpoint, which has passed no probation: so only of a state
+        that nothing speaks against.
+        """
+        if step == self._saved:
+            return ""
+        if self.ledger.open or self._alarmed(step):
+            return "the last steps had an alarm"
+        if not self.driver.finite():
+            return "the weights are not finite"
+        self.save(step, "emergency")
+        return ""
 
     def save_last(self, step: int) -> None:
         """Saves a checkpoint of the last step, if the last one is older."""

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from healcore.policy import PolicyError
+from healcore.policy.errors import Problem
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data.loader_registry import LoaderRegistry
@@ -100,6 +102,7 @@ def open_run(options: Options) -> Loop:
     )
     own_claim: Claim | None = None
     try:
+        _check_moments(options.policy, driver)
         ranks = options.ranks or driver.ranks()
         own_claim, warning = _claim(options.store, ranks)
         loop = _start(options, driver, ranks, own_claim, warning)
@@ -112,6 +115,15 @@ def open_run(options: Options) -> Loop:
         driver.close()
         raise
     return loop
+
+
+def _check_moments(policy: HostPolicy, driver: Driver) -> None:
+    """Raises PolicyError if the policy resets moments and the driver cannot."""
+    obstacle = driver.moments_obstacle() if policy.reset_moments and not policy.observes else ""
+    if obstacle:
+        rule = f"false where the moments cannot be reset: {obstacle}"
+        problem = Problem("rollback.reset_moments", "true", rule, "reset_moments = false")
+        raise PolicyError(policy.name, (problem,))
 
 
 def _clean_up(driver: Driver, termination: TerminationWatch, log: RunLog) -> None:

@@ -15,12 +15,16 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
 from healcore.core.errors import HealcoreError
+
+_SLICE_S = 0.1
+"""A handler of Python's does not end a sleep, so a long one is cut into pieces."""
 
 
 class RunStopped(HealcoreError, SystemExit):
@@ -115,6 +119,17 @@ class TerminationWatch:
             yield
         finally:
             self._waiting_for_data = False
+
+    def sleep(self, seconds: float) -> None:
+        """Waits; raises what ends the run soon after a signal, in any thread."""
+        until = time.monotonic() + seconds
+        while True:
+            if self.signal_number is not None:
+                raise exit_for(self.signal_number)
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            time.sleep(min(left, _SLICE_S))
 
     def on_signal(self, number: int) -> bool:
         """Takes a signal; returns whether the run can end at once."""

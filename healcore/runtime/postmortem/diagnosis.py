@@ -13,57 +13,14 @@ from healcore.core.evidence import Evidence
 from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause
 from healcore.runtime.events.models import Ending, RerunVerdict
+from healcore.runtime.faults.failures import FAILURES
 from healcore.runtime.incidents.hooks import Batch
 
 _WIDTH = 96
 _SHOWN = 5
 
-_BY_CAUSE: dict[Cause, tuple[str, ...]] = {
-    Cause.NONFINITE_LOSS: (
-        "The loss itself was NaN or Inf: a log or a division of 0 in it, an empty or fully masked "
-        "batch (a mean over nothing), a label outside its range, float16 overflow.",
-    ),
-    Cause.NONFINITE_GRAD: (
-        "Gradients were NaN or Inf: a square root or a norm at exactly 0, a softmax over a fully "
-        "masked row, float16 overflow. The tensors named above are where it showed.",
-    ),
-    Cause.GRAD_SPIKE: (
-        "The gradient norm ran away from its own history: the data of those steps, the learning "
-        "rate, and whether warm-up was long enough.",
-    ),
-    Cause.LOSS_SPIKE: (
-        "The loss left its level and stayed there: the data of those steps first, then the "
-        "learning rate and the second-moment decay (a lower beta2 forgets sooner).",
-    ),
-    Cause.DIVERGENCE: (
-        "The loss was climbing without one bad step: the learning rate is too high for this phase "
-        "of the training, or the data has changed.",
-    ),
-    Cause.INSTABILITY: (
-        "Each update made the model worse: the learning rate is too high for this phase of the "
-        "training. The run goes on below the rate that broke it; lower your own schedule to that.",
-    ),
-    Cause.GRAD_VANISHING: (
-        "Gradients were next to nothing: a detached graph, frozen parameters, dead activations, a "
-        "learning rate or a loss scale of 0.",
-    ),
-    Cause.PLATEAU: ("The loss has stopped moving: the schedule, or there is no more to learn.",),
-    Cause.OVERFIT: (
-        "The evaluation loss rose while the training loss fell: regularisation, more data, or an "
-        "earlier end.",
-    ),
-    Cause.UPDATE_SPIKE: (
-        "The optimizer's update stood out while its gradient did not: its second moments are too "
-        "small or too old (epsilon, beta2), or a restored optimizer state is not this model's.",
-    ),
-    Cause.OOM: (
-        "Memory ran out: a smaller micro-batch, activation checkpointing; whether one input was "
-        "longer than the others.",
-    ),
-    Cause.DATA: ("The data could not be read: the batch named above, then the storage behind it.",),
-    Cause.NETWORK: ("A network call failed for good: the service, its quota, the credentials.",),
-    Cause.HANG: ("A step never came back: the slowest rank, its device and its network.",),
-}
+_FAULTS = Cause.OOM | Cause.DATA | Cause.NETWORK | Cause.HANG | Cause.UNKNOWN
+"""Of an exception: no rollback follows from them."""
 
 _TRANSIENT = (
     "A fault that does not come again on the same data is not the model's: check the device (ECC "
@@ -142,6 +99,8 @@ class RunEnd(NamedTuple):
     path: str | None = None
     """Directory of the checkpoint `last_good`."""
     exception: str | None = None
+    fault: Cause = Cause(0)
+    """Of that exception; 0: there was none."""
 
 
 def explain(end: RunEnd) -> str:
@@ -255,7 +214,7 @@ def _look_at(end: RunEnd) -> Iterator[str]:
     if end.ending == Ending.COMPLETED and end.open is False:
         return
     hints = advice(
-        end.cause,
+        end.cause | end.fault,
         verdict=end.verdict,
         rollbacks=len(end.rollbacks),
         left_out=any(each.left_out for each in end.rollbacks),
@@ -345,9 +304,7 @@ def advice(
         hints.append(_TRANSIENT)
     elif verdict == RerunVerdict.REPRODUCIBLE:
         hints.append(_REPRODUCIBLE)
-    for flag, sentences in _BY_CAUSE.items():
-        if flag in cause:
-            hints += sentences
-    if cause and rollbacks > 1:
+    hints += [row.diagnosis for flag, row in FAILURES.items() if flag in cause]
+    if cause & ~_FAULTS and rollbacks > 1:
         hints.append(_REPEATED[left_out, lr_lowered])
     return hints

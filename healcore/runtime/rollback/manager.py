@@ -201,7 +201,7 @@ class RollbackManager:
         self.checkpoints.retry_quarantine(result.step)
         merge = after_rollback if plan.rerun is None else for_rerun
         engines = merge(self.policy.engine, plan.engines, self._saved_engines(result, now))
-        host_state = self._load_state(result, engines)
+        host_state = self._load_state(result, engines, reset=self._resets(plan))
         self.ledger.on_rollback(plan.onset, result.step, counts=plan.rerun is None)
         return AppliedPlan(result.step, engines, host_state)
 
@@ -241,14 +241,15 @@ class RollbackManager:
         engines = self._saved_engines(result, result.step)
         healing = result.restored.healing or {}
         ledger = healing.get("ledger") if healing.get("schema") == HEALING_SCHEMA else None
-        last, forward = self.journal.state.last_rollback, {}
+        last, forward, reset = self.journal.state.last_rollback, {}, False
         if last is not None and result.step <= last.target:
             # Killed between the rollback and the first save after it, or that one is damaged.
             live, _ = compatible(self.policy.engine, last.engines)
             older = result.step < last.target
             engines = after_rollback(self.policy.engine, live, engines) if older else live
             ledger, forward = self.journal.state.ledger, last.plan.forward
-        host_state = self._load_state(result, engines)
+            reset = self._resets(last.plan)
+        host_state = self._load_state(result, engines, reset=reset)
         if ledger is not None:
             self.ledger.take_over(Ledger.from_dict(ledger), result.step)
         else:
@@ -302,11 +303,19 @@ class RollbackManager:
             self.log.event("problem", step=now, problem=problem)
         return dict(engines)
 
-    def _load_state(self, result: RestoreResult, engines: dict[str, Any]) -> HostParts | None:
+    def _resets(self, plan: RollbackPlan) -> bool:
+        """Whether a rollback resets the moments; a re-run changes nothing."""
+        return self.policy.reset_moments and plan.rerun is None
+
+    def _load_state(
+        self, result: RestoreResult, engines: dict[str, Any], *, reset: bool
+    ) -> HostParts | None:
         """Loads state and engines; returns the part for `HostState`, which is checked first."""
         state = dict(result.restored.state)
         host_state = self.host.read(state.pop(ITEM, None))
         self.driver.replace(state)
+        if reset:
+            self.driver.reset_moments()
         self.driver.load_healing(engines)
         return host_state
 

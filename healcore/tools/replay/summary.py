@@ -104,7 +104,9 @@ class SummaryCounter:
             if self.first_rollback is None:
                 self.first_rollback = float(judged.step[back[0]])
             self.last_rollback = float(judged.step[back[-1]])
-        self.lowest_lr = min(self.lowest_lr, float(str(record.lr_scale.min())))
+        lasting = record.lr_scale[record.action & int(Action.SOFT_STEP) == 0]
+        if lasting.size:
+            self.lowest_lr = min(self.lowest_lr, float(str(lasting.min())))
         cuts = action & int(Action.CUT_LR) != 0
         self.repeat_cuts += int(np.count_nonzero(cuts & judged.again))
         firsts = record.lr_scale[cuts & ~judged.again]

@@ -9,7 +9,7 @@ from healcore.tools.report.descriptions import counted, flag_names
 from healcore.tools.terminal import clean
 from healcore.tools.watch.live_run import LiveRun
 
-GRAVE = frozenset({"rollback", "stop", "problem", "save_failed", "damaged"})
+GRAVE = frozenset({"rollback", "stop", "problem", "save_failed", "damaged", "fault"})
 """Kinds of events that are highlighted."""
 
 
@@ -79,6 +79,10 @@ _TEXTS: dict[str, Callable[[EventRecord], str]] = {
     "lr": _lr,
     "verdict": lambda event: f"the re-run showed it to be {_or(event.outcome)}",
     "hook": _hook,
+    "fault": lambda event: (
+        f"fault: {event.problem or ''}" + (f"; {event.answer}" if event.answer else "")
+    ),
+    "retried": lambda event: event.why or f"a call has succeeded at attempt {_or(event.attempt)}",
     "stop": lambda event: f"stopped: {event.why or ''}",
     "problem": lambda event: f"problem: {event.problem or ''}",
     "save_failed": lambda event: f"a checkpoint was not written: {event.problem or ''}",

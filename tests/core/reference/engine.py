@@ -167,7 +167,7 @@ class Engine:
         self.report = Report()
         self.outlier: bool | None = None
         """Whether the loss of this step stands out; None if no detector watches it."""
-        acting = int(Action.ROLLBACK | Action.CUT_LR | Action.STOP)
+        acting = int(Action.ROLLBACK | Action.CUT_LR | Action.STOP | Action.SOFT_STEP)
         self.trouble = BAD
         for rule in config.rules:
             if rule.skip or rule.action & acting:
@@ -210,17 +210,23 @@ class Engine:
             (rule.config, *rule.see(alarmed, sustained, self.config.incident.quiet_steps))
             for rule in self.rules
         ]
-        skip = self._skip(step, any(f for rule, f, _ in fired if rule.skip))
+        skip_wished = any(f for rule, f, _ in fired if rule.skip)
+        soft_wished = any(f for rule, f, _ in fired if rule.action & Action.SOFT_STEP)
+        held = self._skip(step, skip_wished or soft_wished)
+        skip = held and (skip_wished or step.bad_grad)
+        soft = held and not skip
         scale, group_scale = 1.0, [1.0] * self.groups if self.per_tensor else None
         clipped = clips.Clipped(1.0, False, self.report.threshold, self.report.z)
         if self.clip is not None and grad_norm is not None:
-            learn = step.finite and not skip
+            learn = step.finite and not held
             clipped = self.clip.see(step.norm or 0.0, groups, learn, restart, self.outlier)
             if not skip and self.per_tensor:
                 group_scale = clipped.scale
             elif not skip:
                 scale = clipped.scale
         action, depth = self._recovery_orders(cause, fired, _bounded(learning_rate))
+        action |= int(Action.SOFT_STEP) * soft
+        lr_scale = self.lr.scale * (self.config.lr.soft_step if soft else 1.0)
         self.step += 1
         old = self.report
         self.report = Report(
@@ -235,7 +241,7 @@ class Engine:
         )
         if self.config.mode == "observe":
             return self.neutral(1.0, cause)
-        return Verdict(scale, skip, self.lr.scale, action, cause, depth, group_scale)
+        return Verdict(scale, skip, lr_scale, action, cause, depth, group_scale)
 
     def _causes(self, step: Step, absent: dict[str, bool]) -> tuple[int, int]:
         alarmed = sustained = 0

@@ -88,6 +88,16 @@ def generator() -> Any:
     return stateful(shuffle=True, generator=torch.Generator().manual_seed(5))
 
 
+def accelerated(*, shuffle: bool = False, **config: Any) -> Any:
+    """Prepared by Accelerate, whose loader reads one batch ahead."""
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+
+    torch.manual_seed(5)
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**config))
+    return accelerator.prepare(plain(shuffle=shuffle))
+
+
 def nodes() -> Any:
     import torchdata.nodes as nodes
 
@@ -129,6 +139,16 @@ REWINDING = [
     Kind("stateful shuffled", lambda: stateful(shuffle=True), needs="torchdata"),
     Kind("stateful generator", generator, needs="torchdata"),
     Kind("stateful worker", lambda: stateful(shuffle=True, num_workers=1), 2, "torchdata"),
+    Kind(
+        "accelerate",
+        lambda: accelerated(use_stateful_dataloader=True),
+        needs="accelerate",
+    ),
+    Kind(
+        "accelerate shuffled",
+        lambda: accelerated(shuffle=True, use_stateful_dataloader=True, use_seedable_sampler=True),
+        needs="accelerate",
+    ),
     Kind("torchdata nodes", nodes, needs="torchdata"),
     Kind("grain map", grain_map, needs="grain"),
     Kind("grain iter", lambda: grain_map().to_iter_dataset(), needs="grain"),
@@ -138,6 +158,7 @@ REWINDING = [
 FORWARD = [
     Kind("DataLoader", plain),
     Kind("DataLoader workers", lambda: plain(num_workers=2), 2),
+    Kind("accelerate without a state", accelerated, needs="accelerate"),
     Kind("generator", lambda: ([at] for at in range(BATCHES)), 1),
     Kind("map", lambda: map(list, ["ab", "cd"]), 1),
     Kind("tensor", lambda: torch.arange(8).reshape(4, 2)),

@@ -10,6 +10,7 @@ from tests.runtime.data.loaders import (
     FORWARD,
     REWINDING,
     Shuffled,
+    accelerated,
     generator,
     over,
     plain,
@@ -37,6 +38,11 @@ def test_a_rewind_is_refused_and_moves_nothing(kind):
     [
         (plain, "StatefulDataLoader takes the same arguments"),
         (lambda: (at for at in range(3)), "generator only runs forward: pass a list"),
+        (accelerated, "DataLoaderConfiguration(use_stateful_dataloader=True)"),
+        (
+            lambda: accelerated(shuffle=True, use_stateful_dataloader=True),
+            "(use_stateful_dataloader=True, use_seedable_sampler=True)",
+        ),
         (lambda: iter(plain()), "pass the loader that it was made from"),
         (lambda: {0: "a"}, "neither dict nor its iterator has state_dict"),
     ],

@@ -79,6 +79,16 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "rerun": {"checkpoint": 300, "onset": 4},
     "verdict": {"outcome": "transient", "onset": 4},
     "hook": {"hook": "mine.watch", "ordered": Action.ROLLBACK, "action": Action(0)},
+    "fault": {
+        "cause": ["NETWORK"],
+        "sign": "HTTP 503",
+        "problem": "upload failed (HTTP 503, attempt 2), again in 1.5 s",
+        "answer": "retry",
+        "attempt": 2,
+        "wait_s": 1.5,
+    },
+    "grow": {"samples": 32, "size_before": 8, "size": 16},
+    "retried": {"attempt": 3},
     "stop": {
         "why": "the budget is spent",
         "diagnosis": "healcore stopped the run.",

@@ -76,13 +76,13 @@ def test_an_ending_that_is_none():
         explain(RunEnd("finished", 1))
 
 
-@pytest.mark.parametrize("cause", [each for each in Cause if each != Cause.UNKNOWN])
+@pytest.mark.parametrize("cause", Cause)
 def test_every_cause_has_its_advice(cause):
     (hint,) = advice(cause)
     text = explain(RunEnd("stopped", 7, cause=cause, onset=3))
     assert f"Seen: {cause.name.lower()} from step 3 on." in text
     assert " ".join(hint.split()[:5]) in text
-    others = [advice(other)[0] for other in Cause if other not in (cause, Cause.UNKNOWN)]
+    others = [advice(other)[0] for other in Cause if other != cause]
     assert hint not in others
 
 
@@ -138,3 +138,9 @@ def test_a_schedule_that_was_rewound_is_no_cut():
     text = explain(RunEnd("stopped", 340, rollbacks=(rollback,)))
     assert "went back from step 340 to 200" in text
     assert "learning rate 0.004" not in text
+
+
+def test_an_exception_adds_what_it_means():
+    end = RunEnd("exception", 7, exception="OSError: [Errno 5] input/output error")
+    assert "Look at" not in explain(end)
+    assert "The data could not be read" in explain(end._replace(fault=Cause.DATA))

@@ -1,4 +1,4 @@
-"""Training runs that run out of memory at a chosen operation, in the forward or the backward pass."""
+"""Training runs that run out of memory at a chosen operation of a forward or backward pass."""
 
 from __future__ import annotations
 

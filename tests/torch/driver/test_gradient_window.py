@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from healcore.runtime.microbatches.window import MicrobatchError
-from healcore.torch.driver.gradient_window import free_graphs
+from healcore.runtime.healer import Healer
 from tests.torch.bit_comparison import bits
-from tests.torch.driver.out_of_memory_runs import ACCUMULATED, BATCH, STEPS, FailAt, healed, train
+from tests.torch.driver.out_of_memory_runs import ACCUMULATED, BATCH, STEPS, FailAt, train
 
 HALF = BATCH // 2
 
@@ -39,7 +38,9 @@ def test_a_failure_at_any_operation_of_forward_and_backward(tmp_path, every):
     whole = train(fails_never, tmp_path / "whole")
     assert whole.sizes == [[BATCH] * ACCUMULATED] * STEPS
     expected = [
-        train(FailAt(), tmp_path / f"from {step}", most=lambda now, s=step: HALF if now >= s else None)
+        train(
+            FailAt(), tmp_path / f"from {step}", most=lambda now, s=step: HALF if now >= s else None
+        )
         for step in range(STEPS)
     ]
     steps = set()
@@ -62,7 +63,7 @@ def test_a_redone_window_may_fail_again(tmp_path):
 
 
 def test_activations_of_the_failed_part_are_freed_before_it_is_done_again():
-    """Those in variables of functions that have ended, and those in the graph of the loop's `loss`."""
+    """In variables of functions that have ended, and in the graph of the loop's `loss`."""
     alive: list[weakref.ref[torch.UntypedStorage]] = []
     at_begin: list[int] = []
     x, model = torch.randn(8, 64), nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
@@ -87,8 +88,6 @@ def test_activations_of_the_failed_part_are_freed_before_it_is_done_again():
             return grad
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    from healcore.runtime.healer import Healer
-
     with Healer(state={"model": model, "optimizer": optimizer}) as healer:
         for batch in healer.batches([x]):
             for part in healer.microbatches(batch):

@@ -143,7 +143,7 @@ def test_a_window_of_batches_weighted_by_its_total(run, batches, most):
 
 def test_a_part_without_a_token_that_counts_is_left_out(run):
     """Its mean is NaN, and 0 times that too."""
-    healer, model = run
+    healer, _ = run
     batch = tokens(0, 4, 3, 0.0)
     batch["labels"][2:] = IGNORED
     parts: list[Any] = []

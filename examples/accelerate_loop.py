@@ -1,0 +1,63 @@
+"""A loop with Accelerate that goes back by itself: the lines that healcore adds are marked.
+
+The learning rate warms up to one that is far too high. The loss and the gradient norm begin to
+grow; the run goes back to a checkpoint that is known to be good, batches included, and goes on with
+a quarter of the rate. Without healcore it ends as NaN.
+
+python examples/accelerate_loop.py [DIRECTORY]
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+from torch import nn
+from torch.optim.lr_scheduler import LinearLR
+from torch.utils.data import DataLoader, TensorDataset
+
+import healcore  # <- healcore
+
+STEPS, BATCH, ACCUMULATE = 400, 32, 2
+
+
+def main(directory: str) -> None:
+    """Train a small regression, and print how it went."""
+    # A rollback rewinds this loader exactly. Without the two options it goes on with new batches.
+    data = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True)
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=ACCUMULATE, dataloader_config=data
+    )
+    torch.manual_seed(0)
+    inputs = torch.randn(STEPS * ACCUMULATE * BATCH, 8)
+    targets = inputs.sum(dim=1, keepdim=True).sin() + 0.1 * torch.randn(len(inputs), 1)
+    model = nn.Sequential(
+        nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0, momentum=0.9)
+    scheduler = LinearLR(optimizer, start_factor=0.01, total_iters=300)
+    loader = DataLoader(TensorDataset(inputs, targets), batch_size=BATCH, shuffle=True)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    loss = torch.zeros(())
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}  # <- healcore
+    with healcore.Healer("default", state=state, store=directory) as healer:  # <- healcore
+        for x, y in healer.batches(loader):  # <- healcore
+            with accelerator.accumulate(model):
+                loss = (model(x) - y).square().mean()
+                healer.observe(loss)  # <- healcore
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        print(f"loss {loss.item():.3f}, steps {healer.step}, rollbacks {healer.rollbacks}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        main(sys.argv[1])
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            main(folder)

@@ -1,0 +1,178 @@
+"""What can go wrong in a training run: one row for each cause, with diagnosis and recipe.
+
+The diagnosis of a run's end, the report and docs/faults.md read this table. The recipe is what the
+default policy does, in the words of a policy file; tests hold it to policies/default.toml, and
+bring about each row in a real run.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+from healcore.core.verdict import Cause
+
+
+class Severity(enum.StrEnum):
+    """Whether a run can go on as it is."""
+
+    WARNING = "warning"
+    """It may recover by itself, or needs a person's decision."""
+    ERROR = "error"
+    """Going on unchanged loses the run, or has ended it already."""
+
+
+class Failure(NamedTuple):
+    """One row: a cause and what is known about it."""
+
+    name: str
+    """The type of failure; two causes may be of one type."""
+    severity: Severity
+    diagnosis: str
+    """What it usually means and what a person should look at."""
+    recipe: tuple[str, ...]
+    """What the default policy does: words of a rule's `do`, or `clip` for the table [clip]."""
+    references: tuple[str, ...] = ()
+
+
+_PALM = "arXiv:2204.02311 (PaLM: go back about 100 steps and skip batches)"
+_OPT = "arXiv:2205.01068 (OPT: restart with a lower learning rate)"
+_ZCLIP = "arXiv:2504.02507 (ZClip)"
+_TABLE = "the self-healing training system for Hugging Face's Trainer and TRL"
+
+FAILURES: dict[Cause, Failure] = {
+    # Published for NaN: rollback, half the learning rate, clipping on. Here a bad step is skipped
+    # exactly, so that the weights stay finite and there is nothing to go back from; the rollback
+    # follows when it goes on. The rate is left alone: a masked batch is no fault of the rate.
+    Cause.NONFINITE_LOSS: Failure(
+        "nan_loss",
+        Severity.ERROR,
+        "The loss itself was NaN or Inf: a log or a division of 0 in it, an empty or fully masked "
+        "batch (a mean over nothing), a label outside its range, float16 overflow.",
+        ("skip", "alert", "rollback", "clip"),
+        (_PALM, _TABLE),
+    ),
+    Cause.NONFINITE_GRAD: Failure(
+        "nan_loss",
+        Severity.ERROR,
+        "Gradients were NaN or Inf: a square root or a norm at exactly 0, a softmax over a fully "
+        "masked row, float16 overflow. The tensors named above are where it showed.",
+        ("skip", "alert", "rollback", "clip"),
+        (_PALM, _TABLE),
+    ),
+    # Published: clip by ZClip and alarm at once, on an absolute norm of 100. Absolute norms ignore
+    # the run's own scale, so the spike is judged against the run's history.
+    Cause.GRAD_SPIKE: Failure(
+        "gradient_explosion",
+        Severity.WARNING,
+        "The gradient norm ran away from its own history: the data of those steps, the learning "
+        "rate, and whether warm-up was long enough.",
+        ("clip", "alert"),
+        (_ZCLIP, "BLOOM-176B's log: the norm grows before the loss does"),
+    ),
+    # Published: an emergency checkpoint at the spike. That would be a checkpoint of the damage; the
+    # regular ones are proven first, and the run goes back to one if the model is found to be worse.
+    Cause.LOSS_SPIKE: Failure(
+        "loss_spike",
+        Severity.WARNING,
+        "The loss left its level and stayed there: the data of those steps first, then the "
+        "learning rate and the second-moment decay (a lower beta2 forgets sooner).",
+        ("clip", "alert", "rollback"),
+        (_PALM, _ZCLIP),
+    ),
+    # Published: half the learning rate with each rollback. A loss that climbs may be other data, so
+    # the Healer asks first; the rate is cut at the second rollback of the same trouble.
+    Cause.DIVERGENCE: Failure(
+        "divergence",
+        Severity.ERROR,
+        "The loss was climbing without one bad step: the learning rate is too high for this phase "
+        "of the training, or the data has changed.",
+        ("rollback", "alert"),
+        (_OPT, _PALM),
+    ),
+    Cause.INSTABILITY: Failure(
+        "divergence",
+        Severity.ERROR,
+        "Each update made the model worse: the learning rate is too high for this phase of the "
+        "training. The run goes on below the rate that broke it; lower your own schedule to that.",
+        ("rollback", "cut_lr", "alert"),
+        (_OPT,),
+    ),
+    # Published: increase the learning rate, check the initialisation. A higher rate makes a healthy
+    # run worse, and does nothing for a dead network: both are a person's.
+    Cause.GRAD_VANISHING: Failure(
+        "gradient_vanishing",
+        Severity.WARNING,
+        "Gradients were next to nothing: a detached graph, frozen parameters, dead activations, a "
+        "learning rate or a loss scale of 0.",
+        ("alert",),
+        (_TABLE,),
+    ),
+    # Published: increase the learning rate, check the data. As above; and a flat loss is what a
+    # run that has learnt everything looks like. Not watched by the default policy.
+    Cause.PLATEAU: Failure(
+        "slow_convergence",
+        Severity.WARNING,
+        "The loss has stopped moving: the schedule, or there is no more to learn.",
+        (),
+        (_TABLE,),
+    ),
+    # Not watched by the default policy either: it needs an evaluation loss and a decision.
+    Cause.OVERFIT: Failure(
+        "overfit",
+        Severity.WARNING,
+        "The evaluation loss rose while the training loss fell: regularisation, more data, or an "
+        "earlier end.",
+        (),
+        (_TABLE,),
+    ),
+    Cause.UPDATE_SPIKE: Failure(
+        "update_spike",
+        Severity.WARNING,
+        "The optimizer's update stood out while its gradient did not: its second moments are too "
+        "small or too old (epsilon, beta2), or a restored optimizer state is not this model's.",
+        (),
+        ("Marin 32B's log: spikes of the update come before those of the loss",),
+    ),
+    # Published: half the batch, with accumulation, and gradient checkpointing. The second is a
+    # change of the model's own code, which the host cannot make in any loop: advice.
+    Cause.OOM: Failure(
+        "oom",
+        Severity.ERROR,
+        "Memory ran out: a smaller micro-batch, activation checkpointing; whether one input was "
+        "longer than the others.",
+        ("shrink_microbatch", "clear_cache"),
+        (_TABLE,),
+    ),
+    Cause.DATA: Failure(
+        "data_error",
+        Severity.ERROR,
+        "The data could not be read: the batch named above, then the storage behind it.",
+        ("skip_batch",),
+        (_TABLE,),
+    ),
+    Cause.NETWORK: Failure(
+        "api_error",
+        Severity.ERROR,
+        "A network call failed for good: the service, its quota, the credentials.",
+        ("retry",),
+        (_TABLE, "RFC 9110, 10.2.3 (Retry-After)"),
+    ),
+    # No recipe: a call that never returns can only be ended from outside of the process. A timeout
+    # that a library raises ends the run with this diagnosis.
+    Cause.HANG: Failure(
+        "hang",
+        Severity.ERROR,
+        "A step never came back: the slowest rank, its device and its network.",
+        (),
+        ("arXiv:2509.16293 (ByteRobust)",),
+    ),
+    Cause.UNKNOWN: Failure(
+        "unknown",
+        Severity.ERROR,
+        "Something that healcore does not know: the message and the traceback of the exception.",
+        ("save",),
+        (_TABLE,),
+    ),
+}
+"""Every `Cause`, in its order."""

@@ -1,0 +1,138 @@
+"""What a run does about faults: repeats network calls, leaves out unreadable batches."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+from healcore.core.verdict import Cause, names
+from healcore.runtime.data import BatchId
+from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.faults import Fault, classify
+from healcore.runtime.faults.retry import Attempt, repeated
+from healcore.runtime.host_policy import HostPolicy
+from healcore.runtime.loop.termination import TerminationWatch
+from healcore.runtime.run_log import RunLog
+from healcore.runtime.store.ranks import Ranks
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(eq=False, kw_only=True)
+class FaultAnswers:
+    """Carries out the policy's rules for faults, and logs each fault."""
+
+    policy: HostPolicy
+    loaders: LoaderRegistry
+    ranks: Ranks
+    termination: TerminationWatch
+    log: RunLog
+    step: Callable[[], int]
+    """The step that the run is at, for the events."""
+
+    def __post_init__(self) -> None:
+        self._reads = 0
+        self._unreadable: deque[int] = deque()
+        """Numbers of the reads that failed, among the last `within`."""
+        self._in_a_row = 0
+
+    # -- network --------------------------------------------------------------------------------
+
+    def retrying(self, call: Callable[P, T]) -> Callable[P, T]:
+        """See `Healer.retrying`."""
+        answers = "retry" in self.policy.answers(Cause.NETWORK)
+        return repeated(
+            call,
+            self.policy.retry if answers else None,
+            report=self._report_attempt,
+            sleep=self.termination.sleep,
+        )
+
+    def _report_attempt(self, attempt: Attempt) -> None:
+        if attempt.error is None or attempt.fault is None:
+            self.log.event("retried", step=self.step(), attempt=attempt.number, why=str(attempt))
+            self.log.info(str(attempt))
+            return
+        again = attempt.wait_s is not None
+        self.report(
+            attempt.fault,
+            str(attempt),
+            answer="retry" if again else None,
+            attempt=attempt.number,
+            wait_s=attempt.wait_s,
+        )
+
+    # -- data -----------------------------------------------------------------------------------
+
+    def next_batch(self, number: int) -> tuple[Any, BatchId]:
+        """The next batch of a loader that can be read, and its id; StopIteration after the last."""
+        failed: Exception | None = None
+        while True:
+            self._reads += 1
+            try:
+                found = self.loaders.next(number, after=failed)
+            except Exception as error:
+                ends = isinstance(error, StopIteration) or error is failed
+                if ends or not self._leave_out(number, error):
+                    raise
+                failed = error
+            else:
+                self._in_a_row = 0
+                return found
+
+    def _leave_out(self, number: int, error: Exception) -> bool:
+        """Whether the batch that has raised is left out; otherwise its error goes on."""
+        batch = self.loaders.unreadable(number)
+        fault = classify(error)
+        if batch is None or self.termination.signal_number is not None:
+            return False  # no batch is at fault; a signal kills a loader's workers too
+        if fault.cause not in (Cause.DATA, Cause.UNKNOWN):
+            return False
+        fault = fault._replace(cause=Cause.DATA)  # whatever it is, this batch cannot be read
+        limits = self.policy.skip_batch
+        while self._unreadable and self._unreadable[0] <= self._reads - limits.within:
+            self._unreadable.popleft()
+        skips = (
+            "skip_batch" in self.policy.answers(Cause.DATA)
+            # One rank with fewer batches ends its epoch while the others wait for its gradients.
+            and self.ranks.world == 1
+            and self._in_a_row < limits.consecutive
+            and len(self._unreadable) < limits.count
+        )
+        if not skips:
+            return False
+        self._unreadable.append(self._reads)
+        self._in_a_row += 1
+        what = f"{type(error).__name__}: {error}"
+        problem = f"batch {batch.index} of epoch {batch.epoch} cannot be read: {what:.300}"
+        self.report(fault, problem, answer="skip_batch", batches=[list(batch)])
+        self.loaders.leave_out(number, batch)
+        return True
+
+    # -- the log --------------------------------------------------------------------------------
+
+    def report(
+        self,
+        fault: Fault,
+        problem: str,
+        *,
+        answer: str | None,
+        **fields: Any,
+    ) -> None:
+        """Writes the event of a fault, and logs a warning; `answer` None: the exception goes on.
+
+        `fields` are further ones of the event.
+        """
+        self.log.event(
+            "fault",
+            step=self.step(),
+            cause=names(fault.cause),
+            sign=fault.sign,
+            problem=problem,
+            answer=answer,
+            **fields,
+        )
+        self.log.warning(f"step {self.step()}: {problem}")
