@@ -36,6 +36,7 @@ SURFACE = {
         "Keep",
         "LastGoodKept",
         "LastStateNotSaved",
+        "MicrobatchError",
         "MissingExtraError",
         "NoGoodCheckpoint",
         "NotFinite",

@@ -50,7 +50,7 @@ class GradientWindow:
         """Remembers the state that a window begins with."""
         self._steps, self._updates = self._count(), self._scaler_records()
         self._random = self._generators.state_dict()
-        self._node = torch.autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
+        self._node = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
     def has_stepped(self) -> bool:
         """Whether an optimizer has stepped, or a GradScaler has dropped its step."""

@@ -120,12 +120,11 @@ class FaultAnswers:
         problem: str,
         *,
         answer: str | None,
-        **fields: Any,
+        attempt: int | None = None,
+        wait_s: float | None = None,
+        batches: list[list[int]] | None = None,
     ) -> None:
-        """Writes the event of a fault, and logs a warning; `answer` None: the exception goes on.
-
-        `fields` are further ones of the event.
-        """
+        """Writes the event of a fault, and logs a warning; `answer` None: the exception goes on."""
         self.log.event(
             "fault",
             step=self.step(),
@@ -133,6 +132,8 @@ class FaultAnswers:
             sign=fault.sign,
             problem=problem,
             answer=answer,
-            **fields,
+            attempt=attempt,
+            wait_s=wait_s,
+            batches=batches,
         )
         self.log.warning(f"step {self.step()}: {problem}")

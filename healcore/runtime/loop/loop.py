@@ -118,7 +118,6 @@ class Loop:
             ranks=ranks,
             ledger=ledger,
             rollbacks=self.rollbacks,
-            faults=self.faults,
             log=self.log,
             step=lambda: self.step,
             run_end=lambda why: self.run_end(Ending.STOPPED, why, fault=Cause.OOM),

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from healcore.core.verdict import Cause, names
 from healcore.runtime.driver import Driver
 from healcore.runtime.faults import classify
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.ledger import Ledger
-from healcore.runtime.loop.fault_answers import FaultAnswers
 from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.microbatches.sizes import CannotShrink, MicrobatchSizes, Resize
 from healcore.runtime.microbatches.splitting import UnsplittableBatch
@@ -35,7 +34,6 @@ class OutOfMemory:
     ranks: Ranks
     ledger: Ledger
     rollbacks: RollbackManager
-    faults: FaultAnswers
     log: RunLog
     step: Callable[[], int]
     run_end: Callable[[str], RunEnd]
@@ -74,19 +72,28 @@ class OutOfMemory:
         try:
             size = failure.size()
             resize = self.sizes.shrink(size, failure.parts, self.step())
-        except UnsplittableBatch as problem:
-            error.add_note(f"healcore has not tried smaller parts of the batch: {problem}")
+        except UnsplittableBatch as reason:
+            error.add_note(f"healcore has not tried smaller parts of the batch: {reason}")
             return False
-        except CannotShrink as problem:
-            self._stop(str(problem), error)
-        self.faults.report(
-            fault,
+        except CannotShrink as reason:
+            self._stop(str(reason), error)
+        problem = (
             f"{resize.before} of {resize.samples} samples do not fit into memory, the step is done "
-            f"again with {resize.after} at a time: {_first_line(error)}",
-            answer="shrink_microbatch",
-            bytes=_bytes(error),
-            **_fields(resize),
+            f"again with {resize.after} at a time: {_first_line(error)}"
         )
+        self.log.event(
+            "fault",
+            step=self.step(),
+            cause=names(fault.cause),
+            sign=fault.sign,
+            problem=problem,
+            answer="shrink_microbatch",
+            samples=resize.samples,
+            size_before=resize.before,
+            size=resize.after,
+            bytes=_bytes(error),
+        )
+        self.log.warning(f"step {self.step()}: {problem}")
         self._save_sizes()
         return True
 
@@ -112,7 +119,13 @@ class OutOfMemory:
         return ""
 
     def _grown(self, resize: Resize) -> None:
-        self.log.event("grow", step=self.step(), **_fields(resize))
+        self.log.event(
+            "grow",
+            step=self.step(),
+            samples=resize.samples,
+            size_before=resize.before,
+            size=resize.after,
+        )
         self.log.info(
             f"step {self.step()}: tries {resize.after} samples at a time again, not {resize.before}"
         )
@@ -136,10 +149,6 @@ class OutOfMemory:
             bytes=_bytes(error),
         )
         raise RunStopped(text, why, end.last_good) from error
-
-
-def _fields(resize: Resize) -> dict[str, Any]:
-    return {"samples": resize.samples, "size_before": resize.before, "size": resize.after}
 
 
 def _first_line(error: Exception) -> str:
