@@ -32,6 +32,9 @@ from healcore.torch.healing import Healing, Report  # noqa: E402
 
 if TYPE_CHECKING:
     from healcore.torch.store import DCPStore, Keep, MemoryStore, TieredStore
+    from healcore.torch.trainers.deepspeed import engine_state, heal_engine
+    from healcore.torch.trainers.huggingface.self_healing import SelfHealingTrainer, heal
+    from healcore.torch.trainers.lightning.callback import LightningHealingCallback
 
 __all__ = [
     "Action",
@@ -41,19 +44,29 @@ __all__ = [
     "Decision",
     "Healing",
     "Keep",
+    "LightningHealingCallback",
     "MemoryStore",
     "ObservedTooLateError",
     "ParametersChangedError",
     "RanksDisagreeError",
     "Report",
+    "SelfHealingTrainer",
     "SignalError",
     "StateError",
     "TieredStore",
     "attach",
+    "engine_state",
+    "heal",
+    "heal_engine",
 ]
 
 _ON_FIRST_USE = {
     **dict.fromkeys(("DCPStore", "Keep", "MemoryStore", "TieredStore"), "healcore.torch.store"),
+    **dict.fromkeys(("engine_state", "heal_engine"), "healcore.torch.trainers.deepspeed"),
+    **dict.fromkeys(
+        ("SelfHealingTrainer", "heal"), "healcore.torch.trainers.huggingface.self_healing"
+    ),
+    "LightningHealingCallback": "healcore.torch.trainers.lightning.callback",
 }
 """Name -> module that has it: stores load torch's distributed checkpoints, trainers a library."""
 

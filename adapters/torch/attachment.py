@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
@@ -20,6 +21,7 @@ from healcore.torch.step_hooks import StepHooks
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from healcore.core.engine import Engine
     from healcore.policy import Overrides, PolicyLike
 
 
@@ -77,6 +79,33 @@ def attach(
 
     scaler = scaler_of(optimizer) if scaler is None else scaler
     optimizer = unwrapped(optimizer)
+    return heal_optimizer(
+        optimizer,
+        lambda: engine_of(policy, overrides),
+        scaler=scaler,
+        engine=engine,
+        fused=fused,
+        compile=compile,
+        process_group=process_group,
+    )
+
+
+def heal_optimizer(
+    optimizer: Optimizer,
+    core_of: Callable[[], Engine],
+    *,
+    scaler: torch.amp.GradScaler | None = None,
+    engine: str = "auto",
+    fused: bool | Literal["auto"] = "auto",
+    compile: bool | Literal["auto"] = "auto",
+    process_group: Any = "auto",
+    measurer: Callable[..., Measurer] = Measurer,
+    hooks: Callable[..., StepHooks] = StepHooks,
+) -> Healing:
+    """`attach` for an optimizer without a wrapper; `core_of` is called when all else is checked.
+
+    A trainer that steps the optimizer in its own way passes subclasses of the last two.
+    """
     if engine not in ("auto", "host", "device"):
         raise AttachError(f"engine must be 'auto', 'host' or 'device', got {engine!r}")
     if compile not in (True, False, "auto"):
@@ -102,7 +131,7 @@ def attach(
             "the parameters are on the meta device and have no values: "
             "attach after they are materialised"
         )
-    core = engine_of(policy, overrides)
+    core = core_of()
     if core.softens and core.mode != "observe" and isinstance(optimizer, torch.optim.LBFGS):
         raise AttachError(
             "the policy has soft_step, and LBFGS reads its learning rate before the loss of the "
@@ -115,14 +144,14 @@ def attach(
         live_engine = DeviceEngine(core, len(params), home, compile=compiled)
     else:
         live_engine = HostEngine(core, len(params))
-    hooks = StepHooks(
+    step_hooks = hooks(
         optimizer,
         live_engine,
-        Measurer(core, optimizer, home, scaler),
+        measurer(core, optimizer, home, scaler),
         Enforcer(optimizer, by_kernel=obstacle is None, scales_lr=core.scales_lr),
         SignalAllReduce(process_group, home),
     )
-    return Healing(hooks, engine_reason=reason, obstacle=obstacle)
+    return Healing(step_hooks, engine_reason=reason, obstacle=obstacle)
 
 
 def _fused_obstacle(optimizer: Optimizer, wanted: bool | Literal["auto"]) -> str | None:
@@ -176,7 +205,9 @@ def unwrapped(optimizer: Any) -> Optimizer:
         inner = vars(inner).get("optimizer") or vars(inner).get("_optimizer")
     if isinstance(inner, Optimizer):
         return inner
-    if isinstance(optimizer, torch.nn.Module):
+    if any(kind.__module__.startswith("deepspeed.") for kind in type(optimizer).__mro__):
+        hint = "for DeepSpeed use healcore.torch.heal_engine(engine)"
+    elif isinstance(optimizer, torch.nn.Module):
         hint = "pass the optimizer, not the model"
     elif isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
         hint = "pass scheduler.optimizer"

@@ -47,12 +47,13 @@ class Overflows:
     """Distinguishes a GradScaler that is still searching its scale from one that never finds it.
 
     A skip after an overflow, at which the scaler halves its scale, is normal and not counted. After
-    `SEARCH` overflows in a row the gradients must be bad at any scale, and the steps count as
+    `search` overflows in a row the gradients must be bad at any scale, and the steps count as
     non-finite.
     """
 
-    def __init__(self, home: torch.device) -> None:
+    def __init__(self, home: torch.device, search: int = SEARCH) -> None:
         self._home = home
+        self._search = search
         self._in_row: Tensor | None = None
         self._dropped = 0
 
@@ -62,12 +63,12 @@ class Overflows:
             self._in_row = torch.zeros((), dtype=torch.int32, device=self._home)
         overflowed = found_inf > 0
         self._in_row = torch.where(overflowed, self._in_row + 1, 0)
-        return overflowed & (self._in_row <= SEARCH)
+        return overflowed & (self._in_row <= self._search)
 
     def count_dropped(self) -> bool:
         """Counts a step that never reached the optimizer; whether the engine has to judge it."""
         self._dropped += 1
-        return self._dropped > SEARCH
+        return self._dropped > self._search
 
     def reset(self) -> None:
         """Ends the row: a step has reached the optimizer."""

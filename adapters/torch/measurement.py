@@ -108,8 +108,8 @@ class Measurer:
         """Norm of each gradient at the last step, 0-d float32, on the gradient's device."""
         self._optimizer = optimizer
         self._losses = LossMean(home)
-        self._dropped = DroppedSteps(scaler, optimizer)
-        self._overflows = Overflows(home)
+        self.dropped = DroppedSteps(scaler, optimizer)
+        self.overflows = Overflows(home)
         self._side_signals: dict[str, Tensor | float] = {}
 
     def add_loss(self, loss: Tensor | float, name: str = "loss", *, weight: float = 1.0) -> None:
@@ -138,8 +138,8 @@ class Measurer:
         found_inf: Tensor | None,
     ) -> Measurement:
         """Measures the step about to be taken; `everything` is all parameters of the optimizer."""
-        self._dropped.stepped = True
-        self._overflows.reset()
+        self.dropped.stepped = True
+        self.overflows.reset()
         each = gradients.norms([p.grad for p in everything if p.grad is not None])
         self.tensor_norms = each
         group_norms = None
@@ -168,7 +168,7 @@ class Measurer:
         """Marks an overflow: externally skipped, or non-finite after too many in a row."""
         if measured.found_inf is None or measured.grad_norm is None:
             return measured
-        skipped = self._overflows.externally_skipped(measured.found_inf)
+        skipped = self.overflows.externally_skipped(measured.found_inf)
         counted = (measured.found_inf > 0) & ~skipped
         return measured._replace(
             externally_skipped=skipped,
@@ -181,11 +181,11 @@ class Measurer:
         Drops its losses. Only if this rank is `alone` is the step judged by its loss, which other
         ranks do not know.
         """
-        if not self._dropped.found():
+        if not self.dropped.found():
             return None
         loss = self._losses.mean() if alone else None
         measured = None
-        if self._overflows.count_dropped():
+        if self.overflows.count_dropped():
             bad = torch.full((), math.nan, dtype=torch.float32, device=self.home)
             measured = Measurement(
                 grad_norm=bad,

@@ -18,7 +18,7 @@ from healcore.torch.engines import DeviceOrder, HostOrder, LiveEngine
 from healcore.torch.errors import ParametersChangedError
 from healcore.torch.incident_log import IncidentLog
 from healcore.torch.losses import LateLoss
-from healcore.torch.measurement import Measurer, StepNorms
+from healcore.torch.measurement import Measurement, Measurer, StepNorms
 from healcore.torch.signal_allreduce import SignalAllReduce
 from healcore.torch.skipped_step import ClosureUndo, StepSkipped
 
@@ -219,12 +219,17 @@ class StepHooks:
                 self._skipped = order.found_inf
             else:
                 order = order.on_host() if isinstance(order, DeviceOrder) else order
+                order = self.limited(order, measured)
                 self._order, self._skipped = order, order.skip
                 if self._undo.reevaluates:  # too late for this step, see `_before`
                     order = order._replace(lr_scale=1.0)
                 self.enforcer.enforce(everything, order, measured.grad_divisor)
         self.last_norms = StepNorms(params, self.measurer.tensor_norms, measured.grad_divisor)
         self._report(self.last_norms)
+
+    def limited(self, order: HostOrder, measured: Measurement) -> HostOrder:
+        """The order with a limit of the trainer on top; here there is none."""
+        return order
 
     def _report(self, norms: StepNorms) -> None:
         """Reports a judged step to the Healer, or without one to the log."""

@@ -10,6 +10,7 @@ from typing import Any, Generic, Literal, ParamSpec, Self, SupportsFloat, TypeVa
 from healcore.core.errors import HealcoreError
 from healcore.policy import Overrides, PolicyLike
 from healcore.runtime.data.cursor import Loader
+from healcore.runtime.data.position import BatchId
 from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.hooks import Hook, Hooks
@@ -235,16 +236,29 @@ class Healer(Generic[State]):
             most=most,
         )
 
-    def after_step(self) -> bool:
+    def after_step(self, *, last: bool = False) -> bool:
         """Does what `batches` does between two steps, for loops that get their data elsewhere.
 
+        Args:
+            last: the loop would end after this step. Steps that were not read yet are read, and
+                nothing is saved, which the end of the block does.
+
         Returns:
-            Whether the run was rolled back: `step` has changed then, and in JAX `state`.
+            Whether the run was rolled back: `step` has changed then, and in JAX `state`. After the
+            last step the loop has to go on.
 
         Raises:
             RunStopped, Terminated: as in `batches`.
         """
-        return self._live.after_step()
+        return self._live.after_step(last=last)
+
+    def is_last_batch(self, length: int) -> bool:
+        """Whether the batch that `batches` yielded last is the last one of its epoch.
+
+        Args:
+            length: batches of the epoch. Those after this one may all be left out by a rollback.
+        """
+        return self._live.loaders.is_last(length)
 
     def observe(self, loss: SupportsFloat, optimizer: str | None = None) -> None:
         """torch: reports the loss of one (micro-)batch, see `healcore.torch.Healing.observe`.
@@ -316,6 +330,12 @@ class Healer(Generic[State]):
     def rollbacks(self) -> int:
         """Rollbacks so far, in earlier processes too."""
         return self._loop.journal.state.rollbacks
+
+    @property
+    def left_out(self) -> frozenset[BatchId]:
+        """Ids of the batches that rollbacks have left out so far, of all loaders."""
+        ids = self._loop.loaders.left_out().values()
+        return frozenset(BatchId(*each) for some in ids for each in some)
 
     @property
     def store(self) -> CheckpointStore:

@@ -35,3 +35,18 @@ def test_example(name):
 
 def test_the_policy_of_the_examples_loads():
     assert load(ROOT / "examples" / "mine.toml").name == "mine"
+
+
+def test_a_call_that_fails_twice_is_repeated():
+    done = subprocess.run(
+        [sys.executable, "examples/retrying_hub.py"],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"loss \S+, uploads 3\n", done.stdout)
+    assert "HTTP 503, attempt 2" in done.stderr
+    assert "upload has succeeded at attempt 3" in done.stderr

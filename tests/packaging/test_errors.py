@@ -14,7 +14,7 @@ import healcore
 # Raised and caught within healcore; nobody outside ever sees one.
 INTERNAL = {
     "StepSkipped", "BadPickle", "ChecksumError", "BadManifest", "NotRecordable", "NotProvided",
-    "CannotShrink",
+    "CannotShrink", "WentBack",
 }  # fmt: skip
 HOMES = ("healcore", "healcore.jax", "healcore.torch", "healcore.policy")
 ENDS = {"RunStopped", "AlreadyCompleted", "LastStateNotSaved", "Terminated", "Interrupted"}

@@ -16,11 +16,12 @@ def run_two_ranks(module: str, *args: Path | str, seconds: float) -> list[tuple[
     Raises:
         subprocess.TimeoutExpired: one has not ended in time. Both are killed then.
     """
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     running = [
         subprocess.Popen(
             [sys.executable, "-m", module, rank, *map(str, args)],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -167,6 +167,8 @@ class TorchDriver:
         If several have all stepped, gradients that are left are by-products that `zero_grad` drops
         (those that a GAN's generator leaves in its discriminator).
         """
+        if any(getattr(item, "mid_accumulation", False) for item in self._state.values()):
+            return False
         if self._all_stepped and len(self._accumulations) > 1:
             return True
         return not any(accumulation.in_progress for accumulation in self._accumulations)
@@ -281,7 +283,9 @@ class TorchDriver:
         for name, optimizer in live_state.optimizers(self._state).items():
             healing = healing_of(optimizer)
             if healing is None:
-                healing = attach_to(optimizer, engine, **options)
+                heal = getattr(self._state[name], "heal", None)  # of a trainer's own optimizer
+                made = heal or partial(attach_to, optimizer)
+                healing = made(engine, **options)
                 self._own.append(healing)
             elif healing.hooks.on_judged is not None:
                 raise AttachError(

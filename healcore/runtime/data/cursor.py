@@ -138,6 +138,14 @@ class Cursor:
             self._skipped.append(which)
         raise StopIteration
 
+    def is_last(self, length: int) -> bool:
+        """Whether no batch of this epoch, which has `length` batches, is to come.
+
+        Those that are left out do not come. Call it between a batch and the next one.
+        """
+        epoch, index = self._reader.next_id
+        return all(BatchId(epoch, i) in self._left_out for i in range(index, length))
+
     def abandon(self) -> None:
         """Drops the rest of the epoch, after a loop that was left by `break`."""
         self._reader.abandon()
@@ -247,15 +255,13 @@ class Cursor:
         return skipped
 
     def _drop(self) -> None:
-        """Reads a batch for nothing; one that is left out may be unreadable."""
-        which = self._reader.next_id
+        """Reads a batch for nothing. One that raises is one that the run has left out before."""
         try:
             self._reader.read()
-        except StopIteration:
+        except (StopIteration, DataError):
             raise
-        except Exception as error:
-            if which not in self._left_out or isinstance(error, DataError):
-                raise
+        except Exception:
+            return
 
     def _encoded(self) -> dict[str, Any]:
         return positions.encode(self._reader.position(), self._left_out, trust=self._trust)

@@ -36,7 +36,7 @@ class LoaderAdapter:
     def start(self) -> Iterator[Any]:
         """Begins an epoch."""
         first, self._first = self._first, None
-        return iter(self._loader) if first is None else first
+        return iterate(self._loader) if first is None else first
 
     def state(self) -> Any:
         """The state of the current epoch, right after its last batch."""
@@ -180,8 +180,37 @@ class _IndexedSequence(LoaderAdapter):
         return self._loader[self._next - 1]
 
 
+class _ByIndex:
+    """An object with only `__getitem__`. Python's own iterator stays at an item that raises."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._next = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self._next += 1
+        try:
+            return self._loader[self._next - 1]
+        except IndexError:
+            raise StopIteration from None
+
+
+def iterate(loader: Any) -> Iterator[Any]:
+    """The batches of one epoch; after one that cannot be read comes the next."""
+    return iter(loader) if hasattr(loader, "__iter__") else _ByIndex(loader)
+
+
 def adapter_for(loader: Any) -> LoaderAdapter:
-    """The adapter for a loader. Begins an epoch where only its iterator shows what it can do."""
+    """The adapter for a loader. Begins an epoch where only its iterator shows what it can do.
+
+    A loader around another one, which has methods for a state whatever that one can do, says with
+    an attribute `why_not` that it cannot be rewound.
+    """
+    if isinstance(why_not := getattr(loader, "why_not", None), str):
+        return LoaderAdapter(loader, why_not=why_not)
     if _is(loader, "accelerate.data_loader", "DataLoaderShard", "DataLoaderDispatcher"):
         why_not = _not_of_accelerate(loader)
         return LoaderAdapter(loader, why_not=why_not) if why_not else _AccelerateLoader(loader)
@@ -190,11 +219,11 @@ def adapter_for(loader: Any) -> LoaderAdapter:
         return LoaderAdapter(loader, why_not=why_not) if why_not else _StatefulLoader(loader)
     if isinstance(loader, Sequence):
         return _IndexedSequence(loader)
-    first = iter(loader)
+    first = iterate(loader)
     for names in (_GET_STATE, _STATE_DICT):
         if _has_both(first, names):
             return _StatefulIterator(loader, first, names)
-    return LoaderAdapter(loader, why_not=_no_state(loader), first=first)
+    return LoaderAdapter(loader, why_not=why_no_state(loader), first=first)
 
 
 def samplers_of(loader: Any) -> tuple[Any, Any, Any]:
@@ -211,7 +240,8 @@ def class_name(thing: Any) -> str:
 # -- why a loader cannot be rewound ---------------------------------------------------------------
 
 
-def _no_state(loader: Any) -> str:
+def why_no_state(loader: Any) -> str:
+    """Why a loader without a state cannot be rewound, and what to use instead."""
     name = class_name(loader)
     if isinstance(loader, Generator):
         return (

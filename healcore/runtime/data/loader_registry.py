@@ -121,6 +121,14 @@ class LoaderRegistry:
         if number in self._entries:
             self._entries[number].in_loop = False
 
+    def is_last(self, length: int) -> bool:
+        """Whether all batches of an epoch of the loader in use are read or left out.
+
+        The loader in use is the one that `begin` was called with last.
+        """
+        entry = next(reversed(self._entries.values()), None)
+        return entry is not None and entry.cursor.is_last(length)
+
     @property
     def can_rewind(self) -> bool:
         """Whether the current loader can be rewound."""

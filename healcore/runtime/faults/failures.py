@@ -49,7 +49,7 @@ FAILURES: dict[Cause, Failure] = {
         Severity.ERROR,
         "The loss itself was NaN or Inf: a log or a division of 0 in it, an empty or fully masked "
         "batch (a mean over nothing), a label outside its range, float16 overflow.",
-        ("skip", "alert", "rollback", "clip"),
+        ("skip", "alert", "rollback"),
         (_PALM, _TABLE),
     ),
     Cause.NONFINITE_GRAD: Failure(
@@ -57,7 +57,7 @@ FAILURES: dict[Cause, Failure] = {
         Severity.ERROR,
         "Gradients were NaN or Inf: a square root or a norm at exactly 0, a softmax over a fully "
         "masked row, float16 overflow. The tensors named above are where it showed.",
-        ("skip", "alert", "rollback", "clip"),
+        ("skip", "alert", "rollback"),
         (_PALM, _TABLE),
     ),
     # Published: clip by ZClip and alarm at once, on an absolute norm of 100. Absolute norms ignore
@@ -175,4 +175,4 @@ FAILURES: dict[Cause, Failure] = {
         (_TABLE,),
     ),
 }
-"""Every `Cause`, in its order."""
+"""A row for every `Cause`."""

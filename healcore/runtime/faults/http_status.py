@@ -30,7 +30,7 @@ def fault_of(error: BaseException) -> Fault | None:
         headers = getattr(error, "headers", None)
         if headers is None or not hasattr(headers, "get"):
             return None
-        status = getattr(error, "code", None) or getattr(error, "status", None)
+        status = getattr(error, "status", None) or getattr(error, "code", None)
     if isinstance(status, bool) or not isinstance(status, int) or not 400 <= status <= 599:
         return None
     transient = status in _FOR_A_WHILE or (status >= 500 and status not in _FOR_GOOD)

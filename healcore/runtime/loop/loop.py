@@ -178,10 +178,7 @@ class Loop:
             try:
                 batch, name = self._next(number)
             except StopIteration:
-                # Steps that are not read yet may send the run back into this data. The state check
-                # is collective, and an evaluation may run on one rank only.
-                alone = self.ranks.world == 1
-                if not (self._read(all=True) or (alone and self._leave_bad_state())):
+                if not self._back_from_the_end():
                     break
                 continue
             finally:
@@ -196,11 +193,14 @@ class Loop:
                 self._warn_no_step()
         self.loaders.close(number)
 
-    def after_step(self) -> bool:
+    def after_step(self, *, last: bool = False) -> bool:
         """See `Healer.after_step`."""
         pending = self.driver.poll_step()
         if pending is not None:
             self._push(pending)
+        if last:
+            return self._back_from_the_end()
+        if pending is not None:
             if self._read() or self._save_when_due():
                 return True
             self.checkpoints.poll(self.ledger, self.step)
@@ -212,6 +212,12 @@ class Loop:
         ):
             raise exit_for(number)
         return False
+
+    def _back_from_the_end(self) -> bool:
+        """Whether steps that were not read yet send the run back although it would end."""
+        # The state check is collective, and an evaluation may run on one rank only.
+        alone = self.ranks.world == 1
+        return self._read(all=True) or (alone and self._leave_bad_state())
 
     @property
     def between_steps(self) -> bool:

@@ -1,0 +1,171 @@
+"""Trainer's loop over the epochs, which goes back into an earlier one after a rollback.
+
+`Trainer._run_epoch` counts batches in local variables. So a rollback leaves it by an exception, and
+it is called again for the rest of the epoch that the run has gone back to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from transformers import TrainerCallback
+
+from healcore.runtime.healer import Healer
+from healcore.torch.trainers.huggingface.train_data import RewindableBatches
+
+
+class WentBack(BaseException):
+    """Leaves `Trainer._run_epoch` after a rollback; caught in `run_epochs`."""
+
+
+class EpochFeed:
+    """Hands the Healer's batches to Trainer, epoch by epoch.
+
+    Attributes:
+        epoch: that Trainer is in.
+        count: batches of it that Trainer has received. Lower than the loader's own index if a
+            rollback has left some out.
+        length: batches that this epoch has in all; None: unknown.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._data = RewindableBatches(loader)
+        self._healer: Healer[Any] | None = None
+        self._batches: Iterator[Any] | None = None
+        self._held: list[Any] = []
+        """The batch that was read to see which epoch it is of; empty: none."""
+        self._data_epoch = 0
+        self.epoch = 0
+        self.count = 0
+        self.length: int | None = None
+
+    def open(self, healer: Healer[Any]) -> None:
+        """Takes the Healer that reads the batches."""
+        self._healer = healer
+
+    def go_to(self, epoch: int, count: int) -> None:
+        """Takes the position of a checkpoint; the Healer moves the data itself."""
+        self.epoch, self.count = epoch, count
+        self._held.clear()
+
+    def __iter__(self) -> Iterator[Any]:
+        """The rest of the epoch; raises WentBack in the middle of it after a rollback."""
+        while self.has_batch():
+            self.count += 1
+            yield self._held.pop()
+
+    def has_batch(self) -> bool:
+        """Whether there is another batch of this epoch. Reads it; may raise WentBack."""
+        if not self._held:
+            self._read()
+        return bool(self._held) and self._data_epoch == self.epoch
+
+    def remaining(self) -> int | None:
+        """Batches of this epoch that are still to come, after `has_batch`; None: unknown."""
+        try:
+            length = len(self._loader)
+        except TypeError:
+            return None
+        first = self._data.index - 1
+        left_out = [each.index for each in self._open.left_out if each.epoch == self.epoch]
+        return length - first - sum(first <= index < length for index in left_out)
+
+    def next_epoch(self) -> None:
+        """Goes to the next epoch, once this one has no more batches."""
+        self.epoch, self.count = self.epoch + 1, 0
+
+    def stop(self) -> bool:
+        """Reads the last decisions when Trainer stops; whether the run has gone back."""
+        return self._open.after_step(last=True)
+
+    def abandon(self) -> None:
+        """Drops the rest of the epoch, which a callback has stopped."""
+        if self.stop():
+            raise WentBack
+        self._batches = None
+        self._held.clear()
+        self.next_epoch()
+
+    @property
+    def _open(self) -> Healer[Any]:
+        assert self._healer is not None
+        return self._healer
+
+    def _read(self) -> None:
+        healer = self._open
+        if self._batches is None:
+            # After a restart these are all epochs so far; the finished ones are not read again.
+            done = self._data.epoch if self._data.index else self._data.epoch - 1
+            epochs = max(self.epoch - done, 1)
+            self._batches = healer.batches(self._data, epochs=epochs)
+        rollbacks = healer.rollbacks
+        try:
+            self._held = [next(self._batches)]
+            self._data_epoch = self._data.epoch
+        except StopIteration:
+            self._batches = None
+        if healer.rollbacks != rollbacks:
+            raise WentBack
+
+
+class EpochFraction(TrainerCallback):
+    """Corrects `state.epoch` after a rollback: Trainer takes the rest of an epoch for a whole one.
+
+    The first of the callbacks, so that the others read the corrected value.
+    """
+
+    def __init__(self, feed: EpochFeed) -> None:
+        self._feed = feed
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Sets `state.epoch`."""
+        if self._feed.length:
+            state.epoch = self._feed.epoch + self._feed.count / self._feed.length
+
+
+def run_epochs(trainer: Any, feed: EpochFeed, run_epoch: Callable[..., None], call: Any) -> None:
+    """Carries out one call of `_run_epoch`: what is left up to the end of that epoch.
+
+    In the last epoch, batches that rollbacks have left out are made up for from further ones, so
+    that the run takes `max_steps` steps, and its learning-rate schedule ends where it was to end.
+
+    Args:
+        trainer: the Trainer.
+        feed: its batches.
+        run_epoch: Trainer's own `_run_epoch`.
+        call: the keyword arguments that it was called with.
+    """
+    state, control = trainer.state, trainer.control
+    last = call["epoch"] >= state.num_train_epochs - 1
+    per_step = trainer.args.gradient_accumulation_steps
+    while feed.epoch <= call["epoch"] or last:
+        if state.global_step >= state.max_steps:
+            control.should_training_stop = True  # the run had completed before this start
+            return
+        try:
+            if feed.has_batch():
+                rest = feed.remaining()
+                feed.length = None if rest is None else feed.count + rest
+                more = (
+                    {}
+                    if rest is None
+                    else {
+                        "steps_in_epoch": rest,
+                        "num_update_steps_per_epoch": math.ceil(rest / per_step),
+                    }
+                )
+                run_epoch(**{**call, **more, "epoch": feed.epoch, "train_dataloader": feed})
+                control = trainer.control
+            if control.should_training_stop:
+                if feed.stop():
+                    continue
+                return
+            if control.should_epoch_stop:
+                feed.abandon()
+            elif not feed.has_batch():
+                feed.next_epoch()
+        except WentBack:
+            continue

@@ -1,0 +1,92 @@
+"""What a `transformers.Trainer` counts in Python, saved and restored together with the weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from healcore.torch.trainers.huggingface.epochs import EpochFeed
+
+_STATE = (
+    "epoch",
+    "global_step",
+    "num_input_tokens_seen",
+    "total_flos",
+    "log_history",
+    "best_metric",
+    "best_global_step",
+    "best_model_checkpoint",
+)
+"""Fields of `TrainerState`; the others (max_steps, save_steps, ...) are settings."""
+_LOGGING = ("_total_loss_scalar", "_globalstep_last_logged")
+_COUNTERS = ("current_flos", "_step", "_total_train_tokens")
+"""Of Trainer, of GRPO and RLOO, of SFT and DPO; an attribute that is not there is left out."""
+
+
+class Progress:
+    """An item of the Healer's state: without it global_step would go on while weights go back.
+
+    One JSON text, because TrainerState holds None, text and dictionaries.
+
+    Attributes:
+        training: whether Trainer's loop has begun. Before, it sets its sums of the loss itself.
+    """
+
+    def __init__(self, trainer: Any, feed: EpochFeed) -> None:
+        self._trainer = trainer
+        self._feed = feed
+        self.training = False
+
+    def state_dict(self) -> dict[str, str]:
+        """The present counters. Reads one scalar from the device."""
+        trainer, state = self._trainer, self._trainer.state
+        counters = {name: getattr(trainer, name) for name in _COUNTERS if hasattr(trainer, name)}
+        saved = {
+            "state": {name: getattr(state, name) for name in _STATE},
+            "counters": {name: _plain(value) for name, value in counters.items()},
+            "logging": {name: getattr(trainer, name) for name in _LOGGING if self.training},
+            "tr_loss": float(trainer._tr_loss) if self.training else 0.0,
+            "callbacks": [[type(each).__name__, each.state()] for each in self._stateful()],
+            "data": [self._feed.epoch, self._feed.count],
+        }
+        return {"json": json.dumps(saved)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sets the counters; what the callbacks have counted too."""
+        trainer, saved = self._trainer, json.loads(state["json"])
+        for name, value in saved["state"].items():
+            setattr(trainer.state, name, value)
+        for name, value in saved["counters"].items():
+            setattr(trainer, name, value)
+        if self.training:
+            # A first snapshot is older than Trainer's sums: they were 0 then.
+            for name in _LOGGING:
+                setattr(trainer, name, saved["logging"].get(name, 0))
+            trainer._tr_loss.fill_(saved["tr_loss"])
+        for callback, (name, own) in zip(self._stateful(), saved["callbacks"], strict=False):
+            if type(callback).__name__ == name:
+                for key, value in own["attributes"].items():
+                    setattr(callback, key, value)
+        self._feed.go_to(*saved["data"])
+        # The steps that asked to stop, to save or to evaluate are taken back.
+        for flag in vars(trainer.control):
+            setattr(trainer.control, flag, False)
+        if hasattr(trainer, "_buffered_inputs"):
+            trainer._buffered_inputs = None  # completions of other weights: generated again
+        metrics = getattr(trainer, "_metrics", None)  # TRL's, since the last log
+        if isinstance(metrics, dict) and "train" in metrics:
+            metrics["train"].clear()
+
+    def _stateful(self) -> list[Any]:
+        """Callbacks that count, such as EarlyStoppingCallback."""
+        from transformers.trainer_callback import ExportableState
+
+        callbacks = self._trainer.callback_handler.callbacks
+        return [each for each in callbacks if isinstance(each, ExportableState)]
+
+
+def _plain(value: Any) -> Any:
+    """A counter as Python's number: some are tensors."""
+    return value.item() if hasattr(value, "item") else value

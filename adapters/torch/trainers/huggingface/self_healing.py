@@ -1,0 +1,275 @@
+"""`heal(trainer)`: rollback inside a running `Trainer.train()`."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Literal, Unpack
+
+from healcore.core.engine import Engine
+from healcore.policy import Overrides, Policy, PolicyLike
+from healcore.policy.loader import resolve
+from healcore.runtime.healer import Healer
+from healcore.runtime.incidents.hooks import Hook
+from healcore.runtime.store import CheckpointStore, Keep
+from healcore.torch.attachment import unwrapped
+from healcore.torch.errors import AttachError
+from healcore.torch.trainers.huggingface import signals
+from healcore.torch.trainers.huggingface.epochs import EpochFeed, EpochFraction, run_epochs
+from healcore.torch.trainers.huggingface.evidence import loss_fn_of
+from healcore.torch.trainers.huggingface.progress import Progress
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+    from transformers.trainer_utils import TrainOutput
+
+Store = str | os.PathLike[str] | CheckpointStore | None
+
+
+def heal(
+    trainer: Trainer,
+    policy: PolicyLike = "default",
+    *,
+    store: Store | Literal["auto"] = "auto",
+    events: str | os.PathLike[str] | None = None,
+    metrics: str | os.PathLike[str] | None = "auto",
+    save_every: int | None = None,
+    keep: Keep | None = None,
+    loss_fn: Callable[[Any], Any] | Literal["auto"] | None = "auto",
+    on_incident: Hook | Iterable[Hook] = (),
+    rerun: bool = False,
+    resume: bool | Literal["auto"] = "auto",
+    nonfinite_ok: Iterable[str] = (),
+    attach: Mapping[str, Any] | None = None,
+    trust: bool = False,
+    **overrides: Unpack[Overrides],
+) -> SelfHealingTrainer:
+    """Heals a `transformers.Trainer`, or a trainer of TRL, while it trains.
+
+        healed = heal(trainer, "default")
+        healed.train()
+
+    Every step is judged by its loss and its gradient norm, then clipped or skipped. When the model
+    is damaged, weights, optimizer, learning-rate schedule, random states, data and Trainer's own
+    counters go back together to a known-good checkpoint, within the same call of `train()`.
+
+    The policy clips, and has to see the norm before clipping: `max_grad_norm` of the
+    TrainingArguments becomes the `max_norm` of the policy's clipping where that is higher.
+
+    Args:
+        trainer: the Trainer, built as usual.
+        policy: as for `healcore.Healer`.
+        store: a directory for checkpoints, a store, or None: host memory only, which is lost with
+            the process. "auto": `_healcore` in the trainer's `output_dir`. Started again with the
+            same store, the program continues.
+        events: the events file; None: `healcore.events.jsonl` in the store.
+        metrics: a file with one line per step; "auto": next to the events; None: no file.
+        save_every: steps between two checkpoints; None: the policy's `rollback.probation`.
+        keep: how many checkpoints of each kind stay.
+        loss_fn: the loss of one batch, by which a damaged model is told from different data.
+            "auto": the trainer's own `compute_loss`, except where the trainer generates what it is
+            trained on (GRPO, RLOO). None: without that evidence.
+        on_incident: functions that receive an incident and may override what is done.
+        rerun: go back once with nothing changed before a rollback.
+        resume: "auto" and True continue an interrupted run, and do not train one again that has
+            completed; False refuses a store that is not empty.
+        nonfinite_ok: patterns of array names in which NaN and Inf are allowed.
+        attach: options of `healcore.torch.attach`.
+        trust: pickle and unpickle what has no plain form, as for `healcore.Healer`.
+        **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`.
+
+    Returns:
+        The trainer with healing; everything but `train` is the trainer's own.
+
+    Raises:
+        AttachError: it is no Trainer, or it is set up in a way that cannot be healed.
+        healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
+    """
+    options: dict[str, Any] = {
+        "events": events,
+        "metrics": metrics,
+        "save_every": save_every,
+        "keep": keep,
+        "on_incident": on_incident,
+        "rerun": rerun,
+        "resume": resume,
+        "nonfinite_ok": nonfinite_ok,
+        "attach": attach,
+        "trust": trust,
+    }
+    return SelfHealingTrainer(
+        trainer, resolve(policy, overrides), store=store, loss_fn=loss_fn, options=options
+    )
+
+
+class SelfHealingTrainer:
+    """A trainer that goes back by itself. Created by `heal`.
+
+    While it trains, methods of this one trainer object are replaced; afterwards, whatever happens,
+    they are as before. Methods of a subclass of the user's are called as always.
+
+    Attributes:
+        trainer: the trainer that was given.
+        healer: of the running or the last `train()`; None before the first.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        policy: Policy | Engine,
+        *,
+        store: Store,
+        loss_fn: Callable[[Any], Any] | Literal["auto"] | None,
+        options: dict[str, Any],
+    ) -> None:
+        _check(trainer)
+        self.trainer = trainer
+        self._limit = signals.max_grad_norm(trainer)
+        if isinstance(policy, Policy) and signals.keeps_limit(policy):
+            policy, self._limit = signals.with_limit(policy, self._limit), None
+        self.healer: Healer[Any] | None = None
+        if store == "auto":
+            # Trainer.push_to_hub leaves out what begins with an underscore.
+            store = os.path.join(trainer.args.output_dir or "trainer_output", "_healcore")
+        self._loss_fn = loss_fn_of(trainer) if loss_fn == "auto" else loss_fn
+        self._options = {**options, "policy": policy, "store": store, "loss_fn": self._loss_fn}
+        if self._options["resume"] == "auto":
+            # "auto" of a Healer ends the program if the run had completed, and what comes after
+            # train(), such as save_model(), would never run again.
+            self._options["resume"] = True
+        Healer(state={}, **self._options)  # raises at once if an option or the policy is invalid
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the trainer's own."""
+        if name == "trainer":  # not set: __init__ has raised
+            raise AttributeError(name)
+        return getattr(self.trainer, name)
+
+    def train(
+        self,
+        resume_from_checkpoint: bool | None = None,
+        *,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Trains as `Trainer.train` does, and returns what it returns.
+
+        Args:
+            resume_from_checkpoint: True or None. Both continue from the store, if there is
+                something in it.
+            ignore_keys_for_eval: as for `Trainer.train`.
+
+        Raises:
+            AttachError: another checkpoint is named: only the store can be resumed from.
+            RunStopped: the policy ends the run, with a diagnosis; a SystemExit of status 1.
+        """
+        if resume_from_checkpoint not in (None, True, False):
+            raise AttachError(
+                f"resume_from_checkpoint={resume_from_checkpoint!r} beside heal(): only one of the "
+                "two can own the position of the run. Leave it out: the run continues from the "
+                f"store, {self._options['store']}; to begin a new run from those weights, load the "
+                "model from that directory and pass an empty store"
+            )
+        _check(self.trainer)
+        with ExitStack() as stack:
+            _Run(self, stack).replace_methods()
+            return self.trainer.train(ignore_keys_for_eval=ignore_keys_for_eval)
+
+    def _open(self, state: dict[str, Any], stack: ExitStack) -> Healer[Any]:
+        self.healer = stack.enter_context(Healer(state=state, **self._options))
+        return self.healer
+
+
+class _Run:
+    """One call of `train()`: what is replaced on the trainer, until `stack` is closed."""
+
+    def __init__(self, healed: SelfHealingTrainer, stack: ExitStack) -> None:
+        self._healed = healed
+        self._trainer = healed.trainer
+        self._stack = stack
+        self._feed: EpochFeed | None = None
+        self._progress: Progress | None = None
+
+    def replace_methods(self) -> None:
+        """Replaces what `train()` calls, until the stack is closed."""
+        trainer, stack = self._trainer, self._stack
+        for name in ("_prepare_for_training", "_run_epoch", "_evaluate"):
+            stack.enter_context(_replaced(trainer, name, getattr(self, f"on_{name}")))
+        stack.enter_context(signals.unclipped(trainer))
+        stack.enter_context(signals.observed_losses(trainer, self._observe))
+
+    def on__prepare_for_training(self, own: Any, *args: Any, **kwargs: Any) -> Any:
+        """Opens the Healer: the optimizer exists from here on, and nothing has been trained."""
+        trainer = self._trainer
+        model, loader = own(*args, **kwargs)
+        self._feed = EpochFeed(loader)
+        self._progress = Progress(trainer, self._feed)
+        state = {
+            "model": trainer.accelerator.unwrap_model(trainer.model),
+            "optimizer": trainer.optimizer,
+            "scheduler": trainer.lr_scheduler,
+            "scaler": getattr(trainer.accelerator, "scaler", None),
+            "progress": self._progress,
+        }
+        state = {name: each for name, each in state.items() if each is not None}
+        self._feed.open(self._healed._open(state, self._stack))
+        if self._healed._limit is not None:  # the policy's clipping does not hold it
+            optimizer = unwrapped(trainer.optimizer)
+            self._stack.enter_context(
+                signals.clipped_after(trainer, optimizer, self._healed._limit)
+            )
+        callbacks = trainer.callback_handler.callbacks
+        fraction = EpochFraction(self._feed)
+        callbacks.insert(0, fraction)
+        self._stack.callback(callbacks.remove, fraction)
+        return model, loader
+
+    def on__run_epoch(self, own: Any, **call: Any) -> None:
+        """Runs the epoch, again from an earlier batch after a rollback."""
+        assert self._feed is not None
+        assert self._progress is not None
+        self._progress.training = True
+        run_epochs(self._trainer, self._feed, own, call)
+
+    def _observe(self, loss: Any) -> None:
+        assert self._healed.healer is not None
+        self._healed.healer.observe(loss)
+
+    def on__evaluate(self, own: Any, *args: Any, **kwargs: Any) -> Any:
+        """Reports the loss of an evaluation."""
+        metrics = own(*args, **kwargs)
+        healer = self._healed.healer
+        if healer is not None and "eval_loss" in metrics:
+            healer.observe_eval(metrics["eval_loss"])
+        return metrics
+
+
+@contextmanager
+def _replaced(trainer: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Lets `replacement` be called with the trainer's own method before the arguments."""
+    attributes = vars(trainer)
+    was_set, own = name in attributes, getattr(trainer, name)
+    setattr(trainer, name, functools.partial(replacement, own))
+    try:
+        yield
+    finally:
+        if was_set:
+            setattr(trainer, name, own)
+        else:
+            delattr(trainer, name)
+
+
+def _check(trainer: Any) -> None:
+    from transformers import Trainer
+
+    if not isinstance(trainer, Trainer):
+        raise AttachError(
+            f"heal takes a transformers.Trainer or a trainer of TRL, not {type(trainer).__name__}: "
+            "for a loop of your own use healcore.Healer"
+        )
+    if trainer.args.auto_find_batch_size:
+        raise AttachError(
+            "auto_find_batch_size=True begins the training again when memory runs out, and changes "
+            "the batch size: set it to False; heal() splits the batch and keeps its size"
+        )

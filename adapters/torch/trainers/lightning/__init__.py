@@ -1,0 +1,1 @@
+"""Lightning: a callback that heals `trainer.fit`."""

@@ -1,0 +1,76 @@
+"""Lightning's counters of a fit, saved and restored with the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class Progress:
+    """The counters of `trainer.fit_loop`, an item of the Healer's state.
+
+    `global_step` is the number of optimizer steps. It goes back with the weights. Epoch and batch
+    are the position in the data: they go back only if the data do, because a run that goes on
+    forward through its loader is not at the checkpoint's batch again.
+
+    The Healer saves and restores them between two batches, where Lightning asks for the next one.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._fit = trainer.fit_loop
+        self.data_goes_back = True
+        """Whether the data return to the checkpoint too."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether `max_steps` or `max_epochs` is reached."""
+        fit = self._fit
+        steps = fit.max_steps is not None and 0 <= fit.max_steps <= fit.epoch_loop.global_step
+        epochs = fit.max_epochs is not None and fit.max_epochs >= 0
+        return steps or (epochs and fit.epoch_progress.current.processed >= fit.max_epochs)
+
+    def count_left_out(self, length: int) -> None:
+        """Before the last of `length` batches: counts those of its epoch that were left out.
+
+        Validation at the end of an epoch begins at the number of batches, not at the last one.
+        """
+        batch = self._fit.epoch_loop.batch_progress
+        batch.increment_by(max(length - 1 - batch.current.ready, 0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """All counters, as numbers."""
+        loop = self._fit.epoch_loop
+        epoch, batch = self._fit.epoch_progress.state_dict(), loop.batch_progress.state_dict()
+        _to_next_epoch(epoch, batch)
+        return {
+            "epoch": epoch,
+            "batch": batch,
+            "scheduler": loop.scheduler_progress.state_dict(),
+            "automatic": loop.automatic_optimization.optim_progress.state_dict(),
+            "manual": loop.manual_optimization.optim_step_progress.state_dict(),
+            "batches_that_stepped": loop._batches_that_stepped,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Puts them into the running loops."""
+        loop = self._fit.epoch_loop
+        if self.data_goes_back:
+            self._fit.epoch_progress.load_state_dict(state["epoch"])
+            loop.batch_progress.load_state_dict(state["batch"])
+        loop.scheduler_progress.load_state_dict(state["scheduler"])
+        loop.automatic_optimization.optim_progress.load_state_dict(state["automatic"])
+        loop.manual_optimization.optim_step_progress.load_state_dict(state["manual"])
+        loop._batches_that_stepped = state["batches_that_stepped"]
+
+
+def _to_next_epoch(epoch: dict[str, Any], batch: dict[str, Any]) -> None:
+    """Moves counters that were taken after an epoch's last batch to the start of the next epoch."""
+    current = epoch["current"]
+    if not batch["is_last_batch"] and current["processed"] < current["ready"]:
+        return
+    for counts in epoch.values():
+        finished = max(counts["ready"], counts["processed"])
+        counts.update(ready=finished + 1, started=finished + 1, processed=finished)
+        counts["completed"] = finished
+    batch["current"] = dict.fromkeys(batch["current"], 0)
+    batch["is_last_batch"] = False

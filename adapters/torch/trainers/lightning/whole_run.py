@@ -1,0 +1,143 @@
+"""A Healer within `trainer.fit`: checkpoints, rollbacks, the data, the end of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from healcore.runtime.healer import Healer
+from healcore.runtime.loop.setup import StoreNotEmpty
+from healcore.torch.errors import AttachError
+from healcore.torch.healing import Healing
+from healcore.torch.trainers.lightning.feed import Feed
+from healcore.torch.trainers.lightning.in_step import load_engines, named_optimizers
+from healcore.torch.trainers.lightning.progress import Progress
+
+
+class WholeRun:
+    """Puts a Healer into the running fit loop, between Lightning and its dataloaders.
+
+    The Healer is opened when Lightning asks for the first batch: from there on every checkpoint is
+    of the same moment of the loop, whose counters can be exchanged.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        module: Any,
+        policy: Any,
+        options: dict[str, Any],
+        loss_fn: Callable[[Any], Any] | None,
+        engines: Mapping[str, Any],
+    ) -> None:
+        self.healer: Healer[Any] | None = None
+        self._trainer = trainer
+        self._module = module
+        self._policy = policy
+        self._options = options
+        self._loss_fn = loss_fn
+        self._engines = engines
+        self._progress = Progress(trainer)
+        self._read_at_the_end()
+
+    @property
+    def healings(self) -> Mapping[str, Healing]:
+        """The handle of each optimizer; empty before the first batch."""
+        return {} if self.healer is None else self.healer.driver.healings  # type: ignore[attr-defined]
+
+    def feed(self) -> None:
+        """Puts a `Feed` in front of the dataloaders, which Lightning may have loaded anew."""
+        fit = self._trainer.fit_loop
+        if isinstance(fit._data_fetcher, Feed):
+            return
+        if any(c.__name__ == "_DataLoaderIterDataFetcher" for c in type(fit._data_fetcher).__mro__):
+            raise AttachError(
+                "training_step takes dataloader_iter and reads the data itself, so no rollback can "
+                "lead it back: write training_step(self, batch, batch_idx), or pass "
+                "in_step_only=True to the callback"
+            )
+        fit._data_fetcher = Feed(self._trainer, fit._data_fetcher, self._progress, self._open)
+
+    def observe(self, loss: Tensor, optimizer: Optimizer | None) -> None:
+        """Reports a loss to one optimizer, or to the only one."""
+        if self.healer is not None:
+            self.healer.driver.observe(loss, optimizer)  # type: ignore[attr-defined]
+
+    def observe_eval(self, loss: Any) -> None:
+        """Reports an evaluation's loss."""
+        if self.healer is not None:
+            self.healer.observe_eval(loss)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Ends the Healer's block, with the exception that ends the fit, if any."""
+        vars(self._trainer.fit_loop.epoch_loop).pop("on_advance_end", None)
+        if self.healer is None:
+            return
+        if type(error).__name__ == "SIGTERMException":
+            # Lightning raises it after a step, before the Healer has seen that step.
+            try:
+                self.healer.after_step()
+            except BaseException as ended:
+                error = ended
+        self.healer.__exit__(type(error) if error else None, error, None)
+
+    # -- within ---------------------------------------------------------------------------------
+
+    def _open(self, feed: Feed) -> Healer[Any]:
+        """The Healer, opened once; a run that is in its store is resumed now."""
+        assert feed.loader is not None
+        if self.healer is None:
+            ckpt_path = self._trainer.ckpt_path
+            options = self._options if ckpt_path is None else {**self._options, "resume": False}
+            loss_fn = None if self._loss_fn is None else self._loss_of
+            healer = Healer(self._policy, state=self._state(), loss_fn=loss_fn, **options)
+            self._progress.data_goes_back = True
+            try:
+                self.healer = healer.__enter__()
+            except StoreNotEmpty as error:
+                if ckpt_path is None:
+                    raise
+                raise AttachError(
+                    f"both ckpt_path={str(ckpt_path)!r} and the callback's store have a run to "
+                    "resume, and only one can: leave ckpt_path out to go on from the store, or "
+                    "pass an empty store to begin from ckpt_path"
+                ) from error
+            if ckpt_path is not None:
+                load_engines(self.healings, self._engines)
+        self._progress.data_goes_back = feed.loader.why_not is None
+        return self.healer
+
+    def _state(self) -> dict[str, Any]:
+        trainer = self._trainer
+        configs = trainer.lr_scheduler_configs
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        return {
+            "model": self._module,
+            **named_optimizers(trainer),
+            **{f"scheduler{i}": each.scheduler for i, each in enumerate(configs)},
+            **({} if scaler is None else {"scaler": scaler}),
+            "progress": self._progress,
+        }
+
+    def _loss_of(self, batch: Any) -> Any:
+        assert self._loss_fn is not None
+        return self._loss_fn(self._trainer.strategy.batch_to_device(batch.fetched[0]))
+
+    def _read_at_the_end(self) -> None:
+        """Lets steps that are read at the end of an epoch still send the run back into it.
+
+        Lightning asks for no batch after the last one, and its hooks of that moment come before
+        the loop's counters are complete, or after the loop has been left.
+        """
+        loop = self._trainer.fit_loop.epoch_loop
+        original = loop.on_advance_end
+
+        def on_advance_end(data_fetcher: Any) -> None:
+            original(data_fetcher)
+            if self.healer is not None and loop.done:
+                self.healer.after_step(last=True)
+
+        loop.on_advance_end = on_advance_end

@@ -1,0 +1,327 @@
+"""Faults of whole runs: unreadable batches, exceptions within a step, network calls."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import requests
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from healcore import Terminated
+from healcore.policy import load, to_dict
+from healcore.runtime.healer import Healer
+from tests.healer.run_directory import events, postmortems
+from tests.healer.training_loops import Faults, loop_of, rules, train
+from tests.runtime.faults.local_server import serving
+
+BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
+
+ANSWERS = [
+    {"to": ["data"], "do": ["skip_batch"]},
+    {"to": ["network"], "do": ["retry"]},
+    {"to": ["unknown"], "do": ["save"]},
+]
+
+
+def with_answers(**more: Any) -> Any:
+    """The policy of the other tests, which also answers faults."""
+    policy = rules()
+    return load(policy, respond=[*to_dict(policy)["respond"], *ANSWERS], **more)
+
+
+class Corrupt(Dataset):
+    """Batch numbers, some of which cannot be read."""
+
+    def __init__(self, count: int, bad: Iterable[int]) -> None:
+        self.count, self.bad, self.read = count, frozenset(bad), []
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        if index >= self.count:
+            raise IndexError(index)
+        self.read.append(index)
+        if index in self.bad:
+            raise ValueError(f"sample {index} is no image")
+        return index
+
+
+def loader(count: int, bad: Iterable[int]) -> DataLoader:
+    return DataLoader(Corrupt(count, bad), batch_size=None)
+
+
+# -- data -----------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_an_unreadable_batch_is_left_out_and_logged(framework, tmp_path):
+    policy = with_answers()
+    loop = loop_of(framework, policy=policy)
+    facts = train(loop, policy, loader(20, [5, 11, 12]), store=tmp_path)
+    assert loop.faults.order == [n for n in range(20) if n not in (5, 11, 12)]
+    assert facts["step"] == 17
+    faults = events(tmp_path, "fault")
+    assert [each["batches"] for each in faults] == [[[0, 5]], [[0, 11]], [[0, 12]]]
+    assert {each["answer"] for each in faults} == {"skip_batch"}
+    assert "batch 5 of epoch 0 cannot be read: ValueError" in faults[0]["problem"]
+
+
+def test_the_last_batch_of_an_epoch(tmp_path):
+    loop = loop_of("torch")
+    train(loop, with_answers(), loader(10, [9]), store=tmp_path, epochs=2)
+    assert loop.faults.order == [*range(9), *range(9)]
+
+
+@pytest.mark.parametrize(
+    ("bad", "limits", "last"),
+    [
+        ([4, 5, 6, 7], {}, 7),
+        (range(2, 20, 2), {"consecutive": 1, "count": 3}, 8),
+        (range(2, 20, 2), {"consecutive": 1, "count": 3, "within": 6}, None),
+    ],
+)
+def test_beyond_the_limits_the_error_ends_the_run(bad, limits, last, tmp_path):
+    policy, loop = with_answers(skip_batch=limits), loop_of("torch")
+    if last is None:
+        train(loop, policy, loader(20, bad), store=tmp_path)
+        return
+    with pytest.raises(ValueError, match=f"sample {last} is no image"):
+        train(loop, policy, loader(20, bad), store=tmp_path)
+    (found,) = postmortems(tmp_path)
+    assert "ValueError" in found["exception"]
+
+
+@pytest.mark.parametrize("policy", [rules(), with_answers(mode="observe")])
+def test_without_a_rule_and_where_the_policy_observes_the_error_goes_on(policy, tmp_path):
+    with pytest.raises(ValueError, match="sample 5"):
+        train(loop_of("torch"), policy, loader(20, [5]), store=tmp_path)
+    (fault,) = events(tmp_path, "fault")
+    assert "answer" not in fault
+
+
+def test_a_generator_that_has_died_does_not_pass_for_the_end_of_the_data(tmp_path):
+    def numbers():
+        yield from range(5)
+        raise ValueError("no image")
+
+    with pytest.raises(ValueError, match="no image"):
+        train(loop_of("torch"), with_answers(), numbers(), store=tmp_path)
+    assert [each["ending"] for each in postmortems(tmp_path)] == ["exception"]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), ConnectionResetError("x")])
+def test_what_is_no_fault_of_the_data_goes_on(error, tmp_path):
+    class Failing(Corrupt):
+        def __getitem__(self, index: int) -> int:
+            if index == 5:
+                raise error
+            return super().__getitem__(index)
+
+    with pytest.raises(type(error)):
+        train(loop_of("torch"), with_answers(), Failing(20, []), store=tmp_path)
+
+
+@pytest.mark.parametrize("data", [Corrupt, loader])
+def test_it_stays_left_out_after_a_rollback_and_a_restart(data, tmp_path):
+    """Also by a loader that cannot be rewound, which reads it again to come to where it was."""
+    policy = with_answers()
+
+    def stop(healer, number):
+        if number == 24:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    loop = loop_of("torch", Faults(always=[18]))
+    with pytest.raises(Terminated):
+        train(loop, policy, data(30, [12]), store=tmp_path, before=stop)
+    assert len(events(tmp_path, "rollback")) == 1
+    after = loop_of("torch")
+    train(after, policy, data(30, [12]), store=tmp_path)
+    assert after.faults.order == [25, 26, 27, 28, 29]
+    assert len(events(tmp_path, "fault")) == 1
+    assert 12 not in {*loop.faults.order, *after.faults.order}
+
+
+# -- exceptions of the loop -----------------------------------------------------------------------
+
+
+@BOTH
+def test_a_checkpoint_before_an_exception_within_the_step_ends_the_run(framework, tmp_path):
+    policy, loop = with_answers(), None
+
+    def fail(healer, number):
+        if number == 7:
+            raise ZeroDivisionError("mine")
+
+    loop = loop_of(framework, policy=policy)
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        train(loop, policy, range(12), store=tmp_path, before=fail)
+    save = events(tmp_path, "save")[-1]
+    assert (save["step"], save["why"]) == (7, "emergency")
+    (fault,) = events(tmp_path, "fault")
+    assert (fault["cause"], fault["answer"]) == (["UNKNOWN"], "save")
+    assert events(tmp_path, "skipped_batches")[-1]["batches"] == [[0, 7]]
+    after = loop_of(framework, policy=policy)
+    assert train(after, policy, range(12), store=tmp_path)["step"] == 11
+    assert after.faults.order == [8, 9, 10, 11]
+
+
+@BOTH
+def test_after_the_step_the_checkpoint_is_exact(framework, tmp_path):
+    policy = with_answers()
+    loop = loop_of(framework, policy=policy)
+
+    def run():
+        with Healer(policy, state=loop.state, store=tmp_path, save_every=5) as healer:
+            for number in healer.batches(range(12)):
+                loop.step(healer, number)
+                if number == 7:
+                    raise ZeroDivisionError("in the user's logging")
+
+    with pytest.raises(ZeroDivisionError):
+        run()
+    assert events(tmp_path, "save")[-1]["step"] == 8
+    assert events(tmp_path, "skipped_batches") == []
+    after = loop_of(framework, policy=policy)
+    train(after, policy, range(12), store=tmp_path)
+    assert after.faults.order == [8, 9, 10, 11]
+
+
+class Breaking(torch.optim.SGD):
+    """Its third step raises when half of the parameters are updated."""
+
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        if self.steps == 3:
+            half = self.param_groups[0]["params"][:2]
+            with torch.no_grad():
+                for each in half:
+                    each.add_(1.0)
+            raise ZeroDivisionError("halfway")
+        return super().step(closure)
+
+
+def test_a_half_updated_state_is_not_saved(tmp_path):
+    loop = loop_of("torch")
+    loop.optimizer = Breaking(loop.model.parameters(), lr=0.01)
+    loop.state = {"model": loop.model, "optimizer": loop.optimizer}
+    loop.scheduler = torch.optim.lr_scheduler.ConstantLR(loop.optimizer)
+    with pytest.raises(ZeroDivisionError):
+        train(loop, with_answers(), range(12), store=tmp_path)
+    assert [each["step"] for each in events(tmp_path, "save")] == [0]
+    assert any("interrupted" in each["problem"] for each in events(tmp_path, "problem"))
+
+
+def test_nor_a_state_after_an_alarm_or_with_nan(tmp_path):
+    def fail(healer, number):
+        if number == 9:
+            raise ZeroDivisionError("mine")
+
+    def poison(healer, number):
+        if number == 9:
+            with torch.no_grad():
+                loop.model[0].weight[0, 0] = float("nan")
+            raise ZeroDivisionError("mine")
+
+    skips = load(with_answers(), respond=[{"to": ["nonfinite"], "do": ["skip"]}, *ANSWERS])
+    for folder, faults, before, why in (
+        ("alarm", Faults(always=[8]), fail, "alarm"),
+        ("nan", Faults(), poison, "not finite"),
+    ):
+        loop = loop_of("torch", faults)
+        with pytest.raises(ZeroDivisionError):
+            train(loop, skips, range(12), store=tmp_path / folder, before=before)
+        assert events(tmp_path / folder, "save")[-1]["step"] == 5
+        assert any(why in each["problem"] for each in events(tmp_path / folder, "problem"))
+
+
+def test_the_postmortem_says_what_the_exception_means(tmp_path):
+    def fail(healer, number):
+        if number == 7:
+            torch.empty(1 << 50)
+
+    with pytest.raises(RuntimeError):
+        train(loop_of("torch"), with_answers(), range(12), store=tmp_path, before=fail)
+    (found,) = postmortems(tmp_path)
+    assert "Memory ran out" in found["diagnosis"]
+    (fault,) = events(tmp_path, "fault")
+    assert (fault["cause"], fault["sign"]) == (["OOM"], "ENOMEM")
+
+
+# -- network --------------------------------------------------------------------------------------
+
+
+def get(url: str) -> int:
+    answer = requests.get(url, timeout=5)
+    answer.raise_for_status()
+    return answer.status_code
+
+
+QUICK = {"base_delay_s": 0.01, "max_delay_s": 0.02}
+
+
+@BOTH
+def test_the_call_is_repeated_and_not_the_run(framework, tmp_path):
+    policy = with_answers(retry=QUICK)
+    loop = loop_of(framework, policy=policy)
+    with serving(503, 429, 200) as server:
+
+        def upload(healer, number):
+            if number == 7:
+                assert healer.retrying(get)(server.url) == 200
+
+        train(loop, policy, range(12), store=tmp_path, before=upload)
+    assert loop.faults.order == list(range(12))
+    faults = events(tmp_path, "fault")
+    assert [(e["step"], e["sign"], e["attempt"], e["answer"]) for e in faults] == [
+        (7, "HTTP 503", 1, "retry"),
+        (7, "HTTP 429", 2, "retry"),
+    ]
+    assert all(0 < each["wait_s"] <= 0.02 for each in faults)
+    (done,) = events(tmp_path, "retried")
+    assert (done["step"], done["attempt"]) == (7, 3)
+
+
+def test_a_call_that_fails_for_good_ends_the_run_with_its_diagnosis(tmp_path):
+    with serving(403) as server, pytest.raises(requests.HTTPError):
+        train(
+            loop_of("torch"),
+            with_answers(retry=QUICK),
+            range(12),
+            store=tmp_path,
+            before=lambda healer, number: healer.retrying(get)(server.url),
+        )
+    assert server.requests == 1
+    (found,) = postmortems(tmp_path)
+    assert "the credentials" in found["diagnosis"]
+
+
+def test_a_signal_ends_a_wait_and_saves_the_step_that_was_done(tmp_path):
+    policy = with_answers(retry={"base_delay_s": 60.0})
+    loop, began = loop_of("torch"), time.monotonic()
+
+    def run(url):
+        with Healer(policy, state=loop.state, store=tmp_path, save_every=5) as healer:
+            for number in healer.batches(range(12)):
+                loop.step(healer, number)
+                if number == 7:
+                    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+                    healer.retrying(get)(url)
+
+    with serving(503) as server, pytest.raises(Terminated) as ended:
+        run(server.url)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 30
+    assert events(tmp_path, "save")[-1]["step"] == 8
+    after = loop_of("torch")
+    train(after, policy, range(12), store=tmp_path)
+    assert after.faults.order == [8, 9, 10, 11]

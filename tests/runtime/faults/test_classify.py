@@ -1,0 +1,434 @@
+"""Real exceptions of real libraries are the fault that they are, and prose is never one."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gzip
+import http.client
+import io
+import json
+import socket
+import ssl
+import threading
+import time
+import urllib.request
+import zipfile
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from email.utils import formatdate
+
+import aiohttp
+import grpc
+import httpx
+import huggingface_hub
+import jax.numpy as jnp
+import numpy as np
+import pyarrow.parquet
+import pytest
+import requests
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from torch import distributed
+
+from healcore import DataError, classify
+from healcore.core.verdict import Cause
+from tests.runtime.faults.local_server import serving
+
+
+def error_of(action, *arguments, **options) -> BaseException:
+    """What a call raises."""
+    try:
+        action(*arguments, **options)
+    except BaseException as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def chained(outer: BaseException, inner: BaseException) -> BaseException:
+    """`outer`, raised from `inner`."""
+
+    def act():
+        raise outer from inner
+
+    return error_of(act)
+
+
+def while_handling(inner: BaseException, outer: BaseException) -> BaseException:
+    """`outer`, raised while `inner` was handled, without `from`."""
+
+    def act():
+        try:
+            raise inner
+        except BaseException:
+            raise outer  # noqa: B904
+
+    return error_of(act)
+
+
+# -- HTTP -----------------------------------------------------------------------------------------
+
+
+def by_requests(url):
+    requests.get(url, timeout=5).raise_for_status()
+
+
+def by_httpx(url):
+    httpx.get(url, timeout=5).raise_for_status()
+
+
+def by_urllib(url):
+    urllib.request.urlopen(url, timeout=5).close()
+
+
+def by_hub(url):
+    huggingface_hub.HfApi(endpoint=url).model_info("somebody/model")
+
+
+def by_aiohttp(url):
+    async def get():
+        async with aiohttp.ClientSession() as session, session.get(url) as response:
+            response.raise_for_status()
+
+    asyncio.run(get())
+
+
+CLIENTS = [by_requests, by_httpx, by_urllib, by_hub, by_aiohttp]
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize(
+    ("status", "transient"),
+    [(400, False), (401, False), (403, False), (404, False), (429, True), (500, True),
+     (501, False), (503, True)],
+)  # fmt: skip
+def test_a_status(client, status, transient):
+    with serving(status) as server:
+        fault = classify(error_of(client, server.url))
+    assert fault == (Cause.NETWORK, f"HTTP {status}", transient, None)
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_nobody_listens(client):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    fault = classify(error_of(client, f"http://127.0.0.1:{port}"))
+    assert (fault.cause, fault.transient) == (Cause.NETWORK, True)
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_the_connection_is_lost(client):
+    with serving(0) as server:
+        fault = classify(error_of(client, server.url))
+    assert (fault.cause, fault.transient) == (Cause.NETWORK, True)
+
+
+@pytest.mark.parametrize("client", [requests.get, httpx.get, urllib.request.urlopen])
+def test_a_timeout(client):
+    with serving(-1) as server:
+        fault = classify(error_of(client, server.url, timeout=0.05))
+    assert (fault.cause, fault.transient) == (Cause.NETWORK, True)
+
+
+@pytest.mark.parametrize("client", [requests.get, httpx.get])
+@pytest.mark.parametrize("url", ["no url", "http://[::1", "ftp://127.0.0.1"])
+def test_a_wrong_url_stays_wrong(client, url):
+    fault = classify(error_of(client, url))
+    assert (fault.cause, fault.transient) == (Cause.NETWORK, False)
+
+
+def test_redirects_without_end():
+    with serving(302, headers={"Location": "/"}) as server:
+        fault = classify(error_of(requests.get, server.url))
+    assert (fault.cause, fault.transient) == (Cause.NETWORK, False)
+
+
+@pytest.mark.parametrize("client", [by_requests, by_httpx, by_urllib, by_hub])
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({"Retry-After": "7"}, 7.0),
+        ({"retry-after": "120"}, 120.0),
+        ({"Retry-After": "soon"}, None),
+        ({"Retry-After": "-3"}, None),
+        ({"RateLimit": '"api";r=0;t=55'}, 55.0),
+        ({"RateLimit": '"api";r=9;t=55'}, None),
+    ],
+)
+def test_how_long_the_server_asks_to_wait(client, headers, seconds):
+    with serving(429, headers=headers) as server:
+        assert classify(error_of(client, server.url)).retry_after_s == seconds
+
+
+def test_a_date_to_wait_until():
+    headers = {"Retry-After": formatdate(time.time() + 100, usegmt=True)}
+    with serving(503, headers=headers) as server:
+        wait = classify(error_of(by_requests, server.url)).retry_after_s
+    assert wait is not None
+    assert 0 < wait <= 100
+
+
+def test_a_refused_certificate_does_not_pass():
+    inner = ssl.SSLCertVerificationError("self-signed certificate")
+    for outer in (requests.ConnectionError("x"), httpx.ConnectError("x"), ConnectionError("x")):
+        fault = classify(chained(outer, inner))
+        assert fault == (Cause.NETWORK, "ssl.SSLCertVerificationError", False, None)
+
+
+def test_the_hub_is_offline_on_purpose():
+    error = huggingface_hub.errors.OfflineModeIsEnabled("x")
+    assert classify(error) == (
+        Cause.NETWORK, "huggingface_hub.errors.OfflineModeIsEnabled", False, None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("code", "transient"), [("UNAVAILABLE", True), ("PERMISSION_DENIED", False)]
+)
+def test_grpc(code, transient):
+    def handler(request, context):
+        context.abort(getattr(grpc.StatusCode, code), "the capital")
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    method = grpc.unary_unary_rpc_method_handler(handler)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("s", {"m": method}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            fault = classify(error_of(channel.unary_unary("/s/m"), b""))
+    finally:
+        server.stop(None)
+    assert fault == (Cause.NETWORK, f"gRPC {code}", transient, None)
+
+
+# -- memory, data, hangs --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "allocate",
+    [lambda: torch.empty(1 << 50), lambda: jnp.ones((1 << 44,)), lambda: np.ones(1 << 50)],
+)
+def test_memory_runs_out(allocate):
+    assert classify(error_of(allocate)).cause is Cause.OOM
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("MPS backend out of memory (MPS allocated: 1.0 GB)"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+    ],
+)
+def test_messages_of_accelerators(error):
+    """As torch writes them; there is no accelerator here."""
+    assert classify(error).cause is Cause.OOM
+
+
+def image():
+    Image.open(io.BytesIO(b"no image"))
+
+
+def parquet():
+    pyarrow.parquet.read_table(io.BytesIO(b"no parquet"))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        image,
+        parquet,
+        lambda: zlib.decompress(b"x"),
+        lambda: gzip.decompress(b"xx"),
+        lambda: zipfile.ZipFile(io.BytesIO(b"xx")),
+        lambda: json.loads("{"),
+        lambda: b"\xff".decode(),
+    ],
+)
+def test_data_that_cannot_be_read(read):
+    assert classify(error_of(read)).cause is Cause.DATA
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_disk_that_fails(number):
+    assert classify(OSError(number, "x")) == (
+        Cause.DATA, f"errno {errno.errorcode[number]}", False, None,
+    )  # fmt: skip
+
+
+def test_a_store_that_nobody_writes_to():
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True)
+    wait = timedelta(milliseconds=50)
+    assert classify(error_of(store.wait, ["never"], wait)).cause is Cause.HANG
+
+
+def test_a_rank_that_does_not_come():
+    """Two ranks of gloo in two threads; the second one never sends."""
+    store = distributed.HashStore()
+    wait = timedelta(milliseconds=300)
+    groups: dict[int, distributed.ProcessGroupGloo] = {}
+
+    def join(rank: int) -> None:
+        groups[rank] = distributed.ProcessGroupGloo(store, rank, 2, wait)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    error = error_of(lambda: groups[0].recv([torch.zeros(1)], 1, 0).wait())
+    assert classify(error) == (Cause.HANG, "gloo timeout", False, None)
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (
+            distributed.DistBackendError(
+                "[PG ID 0 PG GUID 0(default_pg) Rank 0] Watchdog caught collective operation "
+                "timeout: WorkNCCL(SeqNum=1, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600001"
+            ),
+            Cause.HANG,
+        ),
+        (
+            distributed.DistBackendError(
+                "NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited or there was a "
+                "network error, NCCL version 2.21.5\nncclRemoteError: A call failed possibly due "
+                "to a network error or a remote process exiting prematurely."
+            ),
+            Cause.NETWORK,
+        ),
+        (distributed.DistNetworkError("The client socket has timed out"), Cause.NETWORK),
+    ],
+)
+def test_messages_of_nccl(error, cause):
+    """As torch's sources write them; there is no NCCL here."""
+    fault = classify(error)
+    assert (fault.cause, fault.transient) == (cause, False)
+
+
+def test_an_empty_loader_of_our_own():
+    assert classify(DataError("x")).cause is Cause.DATA
+
+
+# -- chains and groups ----------------------------------------------------------------------------
+
+
+class Wrapped(Exception):
+    """An error of somebody's library."""
+
+
+def test_an_error_that_is_raised_from_another_is_that_one():
+    inner = ConnectionResetError(errno.ECONNRESET, "x")
+    assert classify(chained(Wrapped("y"), inner)).transient
+    assert classify(while_handling(inner, Wrapped("y"))).transient
+    assert classify(chained(Wrapped("y"), chained(Wrapped("z"), MemoryError()))).cause is Cause.OOM
+
+
+def test_a_bug_in_a_handler_is_a_bug():
+    inner = ConnectionResetError(errno.ECONNRESET, "x")
+    assert classify(while_handling(inner, NameError("y"))).cause is Cause.UNKNOWN
+    suppressed = error_of(lambda: (_ for _ in ()).throw(Wrapped("y")))
+    suppressed.__context__, suppressed.__suppress_context__ = inner, True
+    assert classify(suppressed).cause is Cause.UNKNOWN
+
+
+def test_the_type_comes_before_what_it_was_raised_from():
+    assert classify(chained(MemoryError(), ConnectionResetError("x"))).cause is Cause.OOM
+
+
+@pytest.mark.parametrize(
+    ("members", "cause", "transient"),
+    [
+        ([ConnectionResetError("x"), TimeoutError("y")], Cause.NETWORK, True),
+        ([ConnectionResetError("x"), ValueError("y")], Cause.UNKNOWN, False),
+        ([ConnectionResetError("x"), MemoryError()], Cause.OOM, False),
+        ([ExceptionGroup("in", [TimeoutError("x")])], Cause.NETWORK, True),
+    ],
+)
+def test_the_worst_of_a_group_decides(members, cause, transient):
+    fault = classify(ExceptionGroup("several", members))
+    assert (fault.cause, fault.transient) == (cause, transient)
+
+
+def test_what_is_no_error_is_no_fault_of_the_network():
+    error = while_handling(ConnectionResetError("x"), KeyboardInterrupt())
+    assert classify(error) == (Cause.UNKNOWN, "KeyboardInterrupt", False, None)
+    assert classify(SystemExit(503)).cause is Cause.UNKNOWN
+
+
+def test_chains_without_an_end():
+    first, second = Wrapped("a"), Wrapped("b")
+    first.__cause__, second.__cause__ = second, ExceptionGroup("c", [first])
+    assert classify(first).cause is Cause.UNKNOWN
+    error: Exception = ConnectionResetError("x")
+    for _ in range(5000):
+        outer = Wrapped("y")
+        outer.__cause__, error = error, outer
+    assert classify(error).cause is Cause.UNKNOWN
+
+
+class Hostile(RuntimeError):
+    """Attributes and text raise."""
+
+    @property
+    def response(self):
+        raise ValueError("no")
+
+    def __str__(self):
+        raise ValueError("no")
+
+
+def test_an_error_that_raises_when_it_is_looked_at():
+    assert classify(Hostile()).cause is Cause.UNKNOWN
+
+
+# -- prose ----------------------------------------------------------------------------------------
+
+WORDS = ["capital", "API", "rate limit", "429", "503", "timeout", "out of memory", "CUDA", "NCCL",
+         "connection reset", "OOM", "RESOURCE_EXHAUSTED", "http", "errno 104", "data"]  # fmt: skip
+PROSE = st.lists(st.one_of(st.sampled_from(WORDS), st.text(max_size=20)), max_size=8).map(" ".join)
+TYPES = [ValueError, KeyError, IndexError, ZeroDivisionError, Exception, Wrapped, TypeError]
+
+
+@given(PROSE, st.sampled_from(TYPES))
+def test_prose_is_never_searched(text, kind):
+    assert classify(kind(text)).cause is Cause.UNKNOWN
+
+
+@given(PROSE)
+def test_nor_that_of_a_runtime_error_beyond_its_codes(text):
+    """Torch's codes stand at the beginning of the message, in a form that no sentence has."""
+    assert classify(RuntimeError(f"the model said: {text}")).cause is Cause.UNKNOWN
+    assert classify(OSError(f"the model said: {text}")).cause is Cause.UNKNOWN
+
+
+@given(st.integers(), st.booleans())
+def test_a_number_alone_is_no_status(number, as_code):
+    error = Wrapped("x")
+    setattr(error, "code" if as_code else "status", number)
+    assert classify(error).cause is Cause.UNKNOWN
+
+
+@given(st.integers(-1000, 1000))
+def test_only_errors_of_http_are_transient_or_network(status):
+    error = Wrapped("x")
+    error.response = requests.Response()
+    error.response.status_code = status
+    fault = classify(error)
+    assert (fault.cause is Cause.NETWORK) == (400 <= status <= 599)
+    for_a_while = {408, 425, 429, *range(500, 600)} - {501, 505}
+    assert fault.transient == (status in for_a_while)
+
+
+def test_python_s_own_client():
+    assert classify(http.client.IncompleteRead(b"")).transient
+    assert classify(http.client.RemoteDisconnected("x")).transient
+    assert not classify(http.client.InvalidURL("x")).transient

@@ -1,0 +1,251 @@
+"""Network calls are repeated: which ones, how often, after which waits."""
+
+from __future__ import annotations
+
+import errno
+import logging
+
+import httpx
+import huggingface_hub
+import pytest
+import requests
+from hypothesis import given
+from hypothesis import strategies as st
+
+import healcore
+from healcore.core.verdict import Cause
+from healcore.policy import PolicyError, load
+from healcore.policy.faults import Retry
+from healcore.runtime.faults import Fault
+from healcore.runtime.faults.retry import Attempt, delay, repeated
+from tests.runtime.faults.local_server import serving
+
+RETRY = Retry(base_delay_s=1.0, factor=2.0, max_delay_s=5.0, jitter=0.0, attempts=5)
+LOST = Fault(Cause.NETWORK, "x", transient=True)
+
+
+class Record:
+    """The waits and the attempts of a call; nothing waits for real."""
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+        self.attempts: list[Attempt] = []
+
+    def around(self, call, retry=RETRY, **options):
+        return repeated(
+            call, retry, report=self.attempts.append, sleep=self.waits.append, **options
+        )
+
+
+@pytest.fixture
+def record():
+    return Record()
+
+
+def by_requests(url):
+    requests.get(url, timeout=5).raise_for_status()
+    return "done"
+
+
+def by_httpx(url):
+    httpx.get(url, timeout=5).raise_for_status()
+    return "done"
+
+
+def by_hub(url):
+    huggingface_hub.HfApi(endpoint=url).whoami(token="x")
+    return "done"
+
+
+CLIENTS = [by_requests, by_httpx, by_hub]
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_the_failed_call_is_made_again_until_it_succeeds(record, client):
+    with serving(503, 0, 429, 200) as server:
+        assert record.around(client)(server.url) == "done"
+    assert server.requests == 4
+    assert record.waits == [1, 2, 4]
+    assert [each.number for each in record.attempts] == [1, 2, 3, 4]
+    assert [each.wait_s for each in record.attempts] == [1, 2, 4, None]
+    assert record.attempts[0].fault.sign == "HTTP 503"
+    assert record.attempts[-1].error is None
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 501])
+def test_what_stays_is_raised_at_once(record, client, status):
+    with serving(status) as server, pytest.raises(Exception) as caught:  # noqa: PT011
+        record.around(client)(server.url)
+    assert healcore.classify(caught.value).sign == f"HTTP {status}"
+    assert (server.requests, record.waits) == (1, [])
+    (attempt,) = record.attempts
+    assert attempt.wait_s is None
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_the_last_error_is_raised_as_it_is(record, client):
+    with serving(503) as server, pytest.raises(Exception, match="503") as caught:
+        record.around(client)(server.url)
+    assert server.requests == 5
+    assert record.waits == [1, 2, 4, 5]
+    assert type(caught.value).__module__.partition(".")[0] in {
+        "requests", "httpx", "huggingface_hub",
+    }  # fmt: skip
+    assert record.attempts[-1].error is caught.value
+    assert "gives up" in str(record.attempts[-1])
+
+
+def test_a_server_that_asks_for_more_time_gets_it(record):
+    with serving(429, 200, headers={"Retry-After": "42"}) as server:
+        record.around(by_requests)(server.url)
+    assert record.waits == [42]
+
+
+def test_a_server_that_asks_for_a_day_does_not(record):
+    day = {"Retry-After": "86400"}
+    with serving(429, headers=day) as server, pytest.raises(requests.HTTPError):
+        record.around(by_requests)(server.url)
+    assert (server.requests, record.waits) == (1, [])
+
+
+def test_other_errors_go_on_and_are_not_reported(record):
+    def call():
+        raise ValueError("the capital of the API: 503, timeout")
+
+    with pytest.raises(ValueError, match="capital"):
+        record.around(call)()
+    assert record.attempts == []
+
+
+def test_an_error_of_another_kind_ends_the_attempts(record):
+    errors = [ConnectionResetError(errno.ECONNRESET, "x"), MemoryError()]
+
+    def call():
+        raise errors.pop(0)
+
+    with pytest.raises(MemoryError):
+        record.around(call)()
+    assert record.waits == [1]
+
+
+def test_each_call_has_its_own_attempts(record):
+    with serving(503, 200, 503, 200) as server:
+        get = record.around(by_requests)
+        get(server.url)
+        get(server.url)
+    assert record.waits == [1, 1]
+
+
+def test_without_a_rule_nothing_is_repeated(record):
+    with serving(503) as server, pytest.raises(requests.HTTPError):
+        record.around(by_requests, None)(server.url)
+    assert server.requests == 1
+    assert len(record.attempts) == 1
+
+
+def test_what_ends_the_wait_ends_the_call():
+    def sleep(seconds):
+        raise SystemExit(143)
+
+    with serving(503) as server, pytest.raises(SystemExit):
+        repeated(by_requests, RETRY, report=lambda _: None, sleep=sleep)(server.url)
+    assert server.requests == 1
+
+
+def test_arguments_name_and_result_are_those_of_the_call(record):
+    def add(a: int, *, b: int) -> int:
+        """Adds."""
+        return a + b
+
+    call = record.around(add)
+    assert call(1, b=2) == 3
+    assert (call.__name__, call.__doc__) == ("add", "Adds.")
+    assert record.attempts == []
+
+
+async def coroutine():
+    """Fails when it is awaited."""
+
+
+def generator():
+    """Fails when it is iterated over."""
+    yield 1
+
+
+@pytest.mark.parametrize("call", [coroutine, generator])
+def test_what_fails_later_is_refused(record, call):
+    with pytest.raises(TypeError, match="ordinary function"):
+        record.around(call)
+
+
+# -- waits ----------------------------------------------------------------------------------------
+
+RETRIES = st.builds(
+    lambda base, more, factor, jitter: Retry(
+        base_delay_s=base, max_delay_s=base * more, factor=factor, jitter=jitter
+    ),
+    st.floats(1e-3, 1e3),
+    st.floats(1, 1e4),
+    st.floats(1, 1e6),
+    st.integers(0, 100).map(lambda percent: percent / 100),
+)
+
+
+@given(RETRIES, st.integers(1, 1000), st.floats(0, 1))
+def test_a_wait_is_within_its_limits(retry, attempt, random):
+    wait = delay(retry, attempt, LOST, random)
+    assert 0 <= wait <= retry.max_delay_s
+    assert wait >= delay(retry, attempt, LOST, 0.0) * (1 - retry.jitter) * (1 - 1e-9)
+
+
+@given(RETRIES, st.integers(1, 999))
+def test_waits_grow_by_the_factor_up_to_the_limit(retry, attempt):
+    first, then = (delay(retry, n, LOST, 0.0) for n in (attempt, attempt + 1))
+    assert then >= first
+    assert then == pytest.approx(min(first * retry.factor, retry.max_delay_s))
+
+
+@given(RETRIES, st.integers(1, 1000), st.floats(0, 1), st.floats(0, 3600))
+def test_a_wait_is_never_shorter_than_the_server_asks(retry, attempt, random, seconds):
+    assert delay(retry, attempt, LOST._replace(retry_after_s=seconds), random) >= seconds
+
+
+@given(RETRIES, st.lists(st.floats(0, 1), min_size=2, max_size=2, unique=True))
+def test_the_random_part_spreads_the_waits(retry, randoms):
+    waits = [delay(retry, 1, LOST, random) for random in sorted(randoms)]
+    assert waits[0] >= waits[1]
+
+
+# -- the public function --------------------------------------------------------------------------
+
+
+def test_without_a_healer(caplog):
+    waits: list[float] = []
+    with serving(503, 503, 200) as server, caplog.at_level(logging.INFO, "healcore"):
+        get = healcore.retrying(by_requests, sleep=waits.append, random=lambda: 0.0)
+        assert get(server.url) == "done"
+    assert waits == [1, 2]
+    lines = [each.getMessage() for each in caplog.records]
+    assert lines[0].startswith("by_requests failed (HTTP 503, attempt 1), again in 1.0 s: HTTPErr")
+    assert lines[-1] == "by_requests has succeeded at attempt 3"
+
+
+def test_its_policy_has_the_numbers():
+    waits: list[float] = []
+    policy = load("default", retry={"attempts": 3, "jitter": 0.0, "base_delay_s": 0.5})
+    with serving(503) as server, pytest.raises(requests.HTTPError):
+        healcore.retrying(by_requests, policy, sleep=waits.append)(server.url)
+    assert waits == [0.5, 1]
+
+
+@pytest.mark.parametrize("policy", ["observe", "zclip"])
+def test_a_policy_that_does_not_repeat(policy):
+    with serving(503) as server, pytest.raises(requests.HTTPError):
+        healcore.retrying(by_requests, policy)(server.url)
+    assert server.requests == 1
+
+
+def test_a_policy_that_does_not_exist():
+    with pytest.raises(PolicyError):
+        healcore.retrying(by_requests, "nope")

@@ -1,0 +1,265 @@
+"""`heal(trainer)` goes back inside a running `train()`, on the real trainers."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback
+
+from healcore.runtime.loop.termination import RunStopped
+from healcore.torch import AttachError, heal
+from tests.torch.trainers.huggingface import tiny_trainers as tiny
+
+ROOT = Path(__file__).parents[4]
+DIVERGES = {
+    "optim": "sgd",
+    "learning_rate": 30.0,
+    "warmup_steps": 80,
+    "max_steps": 50,
+    "lr_scheduler_type": "constant_with_warmup",
+    "max_grad_norm": 0.0,
+}
+OFTEN = {"save_every": 5, "rollback": {"probation": 10}}
+KINDS = ["plain", "sft", "dpo", "grpo"]
+
+
+class LRScales(TrainerCallback):
+    """Records the factor on the learning rate that healcore applied to each step."""
+
+    def __init__(self) -> None:
+        self.healed: Any = None
+        self.scales: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        (healing,) = self.healed.healer.driver.healings.values()
+        self.scales.append(float(healing.last_decision().lr_scale))
+
+
+@pytest.mark.parametrize("kind", ["plain", "sft"])
+def test_a_divergence_is_rolled_back_in_place(kind: str, tmp_path: Path):
+    trainer = getattr(tiny, kind)(tmp_path, **DIVERGES)
+    steps, scales = tiny.Steps(), LRScales()
+    trainer.add_callback(steps)
+    trainer.add_callback(scales)
+    scales.healed = healed = heal(trainer, store=tmp_path / "store", **OFTEN)
+    healed.train()
+    # The steps go back, and on to the end that was planned.
+    (back,) = steps.returns
+    first, before = steps.steps[back], steps.steps[back - 1]
+    assert 1 < first <= before
+    assert steps.steps[back:] == list(range(first, 51))
+    assert healed.healer.rollbacks == 1
+    assert trainer.state.global_step == healed.healer.step == 50
+    # The cut learning rate is effective at the next step: same weights, same batch, shorter step.
+    earlier = steps.steps.index(first)
+    assert steps.epochs[back] == steps.epochs[earlier]
+    assert scales.scales[back] < 0.9
+    expected = steps.moved[earlier] * scales.scales[back] / scales.scales[earlier]
+    assert steps.moved[back] == pytest.approx(expected, rel=1e-4)
+    # The log has each step once, and the sums of the loss have gone back with it.
+    logged = [row["step"] for row in trainer.state.log_history if "loss" in row]
+    assert logged == list(range(1, 51))
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert trainer.state.log_history[-1]["train_loss"] == pytest.approx(sum(losses) / 50, rel=1e-4)
+    # Without healing the same run is lost.
+    alone = getattr(tiny, kind)(tmp_path, **DIVERGES)
+    alone.train()
+    assert losses[-1] < losses[0]
+    assert not torch.isfinite(tiny.weights(alone)).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_healthy_run_is_bit_identical(kind: str, tmp_path: Path):
+    arguments: dict[str, Any] = {"max_steps": 20}
+    if kind in ("plain", "sft"):
+        arguments |= {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 3}
+    alone = getattr(tiny, kind)(tmp_path, **arguments)
+    alone.train()
+    trainer = getattr(tiny, kind)(tmp_path, **arguments)
+    healed = heal(trainer, store=tmp_path / "store", clip=None, **OFTEN)
+    healed.train()
+    assert torch.equal(tiny.weights(trainer), tiny.weights(alone))
+    assert trainer.state.epoch == alone.state.epoch
+    assert trainer.state.global_step == alone.state.global_step == healed.healer.step
+    timed = ("runtime", "per_second", "step_time")
+    histories = [
+        [{k: v for k, v in row.items() if not any(t in k for t in timed)} for row in of.log_history]
+        for of in (trainer.state, alone.state)
+    ]
+    assert histories[0] == histories[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_healthy_run_with_clipping_ends_within_noise(kind: str, tmp_path: Path):
+    """The same clipping as Trainer's own default, with the norm summed in another order."""
+    alone = getattr(tiny, kind)(tmp_path)
+    alone.train()
+    trainer = getattr(tiny, kind)(tmp_path)
+    heal(trainer, store=tmp_path / "store", clip={"kind": "fixed"}).train()
+    assert torch.allclose(tiny.weights(trainer), tiny.weights(alone), atol=1e-5)
+
+
+def test_epochs_workers_and_evaluation(tmp_path: Path):
+    """A rollback over the end of an epoch, into one that an evaluation has closed."""
+    arguments = {
+        **DIVERGES,
+        "max_steps": -1,
+        "num_train_epochs": 3,
+        "gradient_accumulation_steps": 2,
+        "dataloader_num_workers": 2,
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "warmup_steps": 24,
+        "learning_rate": 40.0,
+    }
+    trainer = tiny.plain(tmp_path / "out", **arguments)
+    steps = tiny.Steps()
+    trainer.add_callback(steps)
+    healed = heal(trainer, store=tmp_path / "store", **OFTEN)
+    healed.train()
+    assert steps.returns
+    assert trainer.state.global_step == trainer.state.max_steps == 24
+    evaluated = [row["step"] for row in trainer.state.log_history if "eval_loss" in row]
+    assert evaluated == [8, 16, 24]
+    assert {each.name for each in (tmp_path / "out").glob("checkpoint-*")} == {
+        f"checkpoint-{step}" for step in (8, 16, 24)
+    }
+    assert trainer.state.epoch == 3.0
+
+
+def test_batches_left_out_are_made_up_for(tmp_path: Path):
+    """A hook sends the run back once, past batches of NaN: max_steps is reached all the same."""
+    trainer = tiny.plain(tmp_path, max_steps=-1, num_train_epochs=2, cls=NaNBatches)
+    steps = tiny.Steps()
+    trainer.add_callback(steps)
+    rules = [{"to": ["nonfinite"], "do": ["skip"]}]
+    rules += [{"to": ["nonfinite"], "when": {"consecutive": 3}, "do": ["rollback"]}]
+    healed = heal(
+        trainer, store=tmp_path / "store", respond=rules, save_every=5,
+        rollback={"probation": 5, "confirm": False},
+    )  # fmt: skip
+    healed.train()
+    assert healed.healer.rollbacks == 1
+    assert len(healed.healer.left_out) == 3
+    assert trainer.state.global_step == trainer.state.max_steps == 32
+    assert 2.0 < trainer.state.epoch < 2.5
+    assert all(math.isfinite(each) for each in tiny.weights(trainer).tolist())
+
+
+class NaNBatches(Trainer):
+    """The loss of three batches in the first epoch is NaN, whenever they come."""
+
+    def get_train_dataloader(self) -> Any:
+        loader = super().get_train_dataloader()
+        order = [batch["input_ids"] for batch in loader]
+        self.bad = [each[:, :3].tolist() for each in order[9:12]]
+        return loader
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        bad = inputs["input_ids"][:, :3].tolist() in self.bad
+        return loss * float("nan") if bad else loss
+
+
+def test_with_budgets_spent_it_stops_with_a_diagnosis(tmp_path: Path):
+    arguments = {**DIVERGES, "learning_rate": 3000.0, "max_steps": 80}
+    trainer = tiny.sft(tmp_path, **arguments)
+    rules = [{"to": ["instability", "nonfinite", "loss_spike"], "do": ["rollback"]}]
+    healed = heal(
+        trainer, store=tmp_path / "store", respond=rules, budget={"recoveries": 1},
+        rollback={"confirm": False},
+    )  # fmt: skip
+    with pytest.raises(RunStopped, match="the budget of recoveries is exhausted") as stopped:
+        healed.train()
+    assert isinstance(stopped.value, SystemExit)
+    assert stopped.value.code not in (0, None)
+    assert list((tmp_path / "store").glob("*.postmortem.*.json"))
+
+
+def test_the_trainer_is_as_before(tmp_path: Path):
+    """Also after an exception, and with methods that the user has set on the object."""
+    trainer = tiny.plain(tmp_path, max_steps=5, cls=Failing)
+    trainer.training_step = own = trainer.training_step
+    before = dict(vars(trainer))
+    callbacks = list(trainer.callback_handler.callbacks)
+    with pytest.raises(KeyError, match="the user's"):
+        heal(trainer, store=tmp_path / "store").train()
+    assert trainer.training_step is own
+    assert trainer.args.max_grad_norm == 1.0
+    assert trainer.callback_handler.callbacks == callbacks
+    assert {"_run_epoch", "_prepare_for_training", "_evaluate"}.isdisjoint(vars(trainer))
+    assert set(vars(trainer)) >= set(before)
+
+
+class Failing(Trainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step == 3:
+            raise KeyError("the user's")
+        return super().compute_loss(*args, **kwargs)
+
+
+SCRIPT = """
+import os, sys, torch
+from pathlib import Path
+from healcore.torch import heal
+from tests.torch.trainers.huggingface import tiny_trainers as tiny
+
+def run(folder, kill_at):
+    trainer = getattr(tiny, kind)(folder, max_steps=24, gradient_accumulation_steps=2)
+    steps = tiny.Steps()
+    class Kill(tiny.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == kill_at: os.kill(os.getpid(), 9)
+    for each in (steps, Kill()): trainer.add_callback(each)
+    heal(trainer, store=folder / "store", save_every=5).train()
+    logged = [row["step"] for row in trainer.state.log_history if "loss" in row]
+    return tiny.weights(trainer), steps.steps, logged
+
+folder, kind, kill_at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+ends = [run(folder / "killed", kill_at), run(folder / "killed", -1), run(folder / "whole", -1)]
+torch.save(ends, folder / "ends.pt")
+"""
+
+
+@pytest.mark.parametrize(
+    "kind", ["sft", *(pytest.param(k, marks=pytest.mark.stress) for k in ("plain", "dpo", "grpo"))]
+)
+def test_killed_and_started_again(kind: str, tmp_path: Path):
+    """After kill -9 the same command ends with the weights of a run without interruption."""
+
+    def run(kill_at: int) -> int:
+        command = [sys.executable, "-c", SCRIPT, str(tmp_path), kind, str(kill_at)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        return subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode
+
+    assert run(19) == -signal.SIGKILL
+    assert run(-1) == 0
+    (weights, steps, logged), again, whole = torch.load(tmp_path / "ends.pt")
+    assert 1 < steps[0] <= 19
+    assert steps[-1] == 24
+    assert logged == list(range(1, 25))
+    assert torch.equal(weights, whole[0])
+    # Once more, after it has completed: nothing is trained, and the program goes on.
+    assert again[1] == []
+    assert torch.equal(again[0], weights)
+
+
+def test_what_cannot_be_healed_is_refused_in_words(tmp_path: Path):
+    with pytest.raises(AttachError, match=r"takes a transformers\.Trainer"):
+        heal(torch.nn.Linear(1, 1))
+    with pytest.raises(AttachError, match="auto_find_batch_size"):
+        heal(tiny.plain(tmp_path, auto_find_batch_size=True))
+    healed = heal(tiny.plain(tmp_path))
+    with pytest.raises(AttachError, match="only one of the two can own"):
+        healed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
+    with pytest.raises(ValueError, match="save_every"):
+        heal(tiny.plain(tmp_path), save_every=0)
+    assert not (tmp_path / "_healcore").exists()

@@ -1,0 +1,156 @@
+"""Real trainers of transformers and TRL on a tiny language model; nothing is downloaded."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+WORDS = 32
+"""The size of the vocabulary; the last two are padding and the end."""
+
+
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=WORDS - 2,
+        eos_token_id=WORDS - 1,
+        bos_token_id=WORDS - 1,
+    )
+    return LlamaForCausalLM(config)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {f"w{i}": i for i in range(WORDS - 2)} | {"<pad>": WORDS - 2, "<eos>": WORDS - 1}
+    own = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=own, pad_token="<pad>", eos_token="<eos>")
+
+
+def rows(count: int = 64, length: int = 12) -> list[list[int]]:
+    """Arithmetic sequences, which the model can learn."""
+    draw = torch.Generator().manual_seed(0)
+    starts = torch.randint(0, WORDS - 2, (count,), generator=draw).tolist()
+    return [
+        [(s + (1 + i % 3) * j) % (WORDS - 2) for j in range(length)] for i, s in enumerate(starts)
+    ]
+
+
+def arguments(folder: Path, kind: Any = TrainingArguments, **given: Any) -> Any:
+    usual = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "max_steps": 40,
+        "learning_rate": 1e-2,
+        "seed": 3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "log_level": "error",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+        "dataloader_pin_memory": False,
+    }
+    return kind(**{**usual, **given})
+
+
+def plain(folder: Path, *, cls: Any = Trainer, data: Any = None, **given: Any) -> Trainer:
+    own = Dataset.from_dict({"input_ids": rows(), "labels": rows()}) if data is None else data
+    return cls(model=model(), args=arguments(folder, **given), train_dataset=own, eval_dataset=own)
+
+
+def sft(folder: Path, **given: Any) -> Trainer:
+    from trl import SFTConfig, SFTTrainer
+
+    return SFTTrainer(
+        model=model(),
+        args=arguments(folder, SFTConfig, **{"gradient_checkpointing": False, **given}),
+        train_dataset=Dataset.from_dict({"input_ids": rows()}),
+        processing_class=tokenizer(),
+    )
+
+
+def dpo(folder: Path, **given: Any) -> Trainer:
+    from trl import DPOConfig, DPOTrainer
+
+    text = [[f"w{i}" for i in row] for row in rows()]
+    data = {
+        "prompt": [" ".join(row[:4]) for row in text],
+        "chosen": [" " + " ".join(row[4:]) for row in text],
+        "rejected": [" " + " ".join(reversed(row[4:])) for row in text],
+    }
+    return DPOTrainer(
+        model=model(),
+        ref_model=model(),
+        args=arguments(folder, DPOConfig, **{"gradient_checkpointing": False, **given}),
+        train_dataset=Dataset.from_dict(data),
+        processing_class=tokenizer(),
+    )
+
+
+def grpo(folder: Path, **given: Any) -> Trainer:
+    from trl import GRPOConfig, GRPOTrainer
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(re.findall(r"w1\d", each))) for each in completions]
+
+    text = [" ".join(f"w{i}" for i in row[:4]) for row in rows()]
+    usual = {"num_generations": 4, "max_completion_length": 6, "max_steps": 10}
+    return GRPOTrainer(
+        model=model(),
+        args=arguments(folder, GRPOConfig, **{**usual, "gradient_checkpointing": False, **given}),
+        train_dataset=Dataset.from_dict({"prompt": text}),
+        processing_class=tokenizer(),
+        reward_funcs=reward,
+    )
+
+
+def weights(of: Trainer) -> torch.Tensor:
+    """All parameters, as one vector."""
+    return torch.cat([p.detach().reshape(-1).clone() for p in of.model.parameters()])
+
+
+class Steps(TrainerCallback):
+    """Records each optimizer step: global_step after it, epoch, and how far the weights moved."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.epochs: list[float] = []
+        self.moved: list[float] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._before = _vector(kwargs["model"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps.append(state.global_step)
+        self.epochs.append(state.epoch)
+        self.moved.append(float((_vector(kwargs["model"]) - self._before).norm()))
+
+    @property
+    def returns(self) -> list[int]:
+        """Indices of the first step after each rollback."""
+        return [i for i in range(1, len(self.steps)) if self.steps[i] <= self.steps[i - 1]]
+
+
+def _vector(of: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().double().reshape(-1) for p in of.parameters()])

@@ -1,0 +1,99 @@
+"""Small fits: a regression as a LightningModule, its data, and a quiet Trainer."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import lightning
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+NAN = float("nan")
+
+
+class Seen(NamedTuple):
+    """A batch that was trained on, and Lightning's counters then."""
+
+    epoch: int
+    index: int
+    step: int
+    inputs: float
+
+
+class Regression(lightning.LightningModule):
+    """Learns the sine of the inputs' sum with SGD.
+
+    Attributes:
+        seen: every batch that it was trained on.
+    """
+
+    def __init__(self, rate: float = 0.05, *, warmup: int = 0) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
+        self.rate, self.warmup = rate, warmup
+        self.seen: list[Seen] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return (self.net(x) - y).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        trainer = self.trainer
+        inputs = float(batch[0].sum())
+        self.seen.append(Seen(trainer.current_epoch, batch_idx, trainer.global_step, inputs))
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.rate)
+        if not self.warmup:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.01, total_iters=self.warmup)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Displacement(lightning.Callback):
+    """The learning rate of each SGD step, from how far the parameters have moved.
+
+    Attributes:
+        rates: length of the update over that of the gradient.
+    """
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+        self._before: Any = None
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        params = list(pl_module.parameters())
+        self._before = [(p.detach().clone(), p.grad.clone()) for p in params]
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        moved, gradient = 0.0, 0.0
+        for p, (old, grad) in zip(pl_module.parameters(), self._before, strict=True):
+            moved += float((p.detach() - old).square().sum())
+            gradient += float(grad.square().sum())
+        self.rates.append((moved / gradient) ** 0.5)
+
+
+def data(batches: int = 8, batch: int = 8, *, bad: int | None = None) -> TensorDataset:
+    """A data set; `bad`: the batch that holds a NaN if it is not shuffled."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(batches * batch, 8, generator=generator)
+    y = x.sum(1, keepdim=True).sin()
+    if bad is not None:
+        x[bad * batch] = NAN
+    return TensorDataset(x, y)
+
+
+def trainer(*callbacks: Any, library: Any = lightning, **options: Any) -> Any:
+    """A Trainer on the CPU that prints and writes nothing."""
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return library.Trainer(accelerator="cpu", callbacks=[*callbacks], **{**quiet, **options})

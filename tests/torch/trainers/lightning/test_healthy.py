@@ -1,0 +1,170 @@
+"""A healthy fit ends bit for bit as it does without the callback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from healcore.torch import LightningHealingCallback
+from tests.torch.trainers.lightning.fits import Regression, data, trainer
+
+# Without clipping: ZClip may clip a healthy step, which is a decision and not an accident.
+KINDS = {
+    "in_step": {"in_step_only": True, "clip": None},
+    "memory": {"clip": None},
+    "fixed": {"clip": {"kind": "fixed", "max_norm": 1e6}, "save_every": 3},
+}
+
+
+class Gan(lightning.LightningModule):
+    """Two networks, two optimizers, manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.maker, self.judge = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, _ = batch
+        self.seen.append((self.trainer.global_step, float(x.sum())))
+        make, judge = self.optimizers()  # type: ignore[misc]
+        self.toggle_optimizer(make)
+        self.manual_backward((self.judge(self.maker(torch.randn_like(x))) - 1).square().mean())
+        make.step()
+        make.zero_grad()
+        self.untoggle_optimizer(make)
+        fake = self.maker(torch.randn_like(x)).detach()
+        loss = (self.judge(x) - 1).square().mean() + self.judge(fake).square().mean()
+        self.manual_backward(loss)
+        judge.step()
+        judge.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.Adam(self.maker.parameters(), 1e-3),
+            torch.optim.Adam(self.judge.parameters(), 1e-3),
+        ]
+
+
+class Leaver(Regression):
+    """Leaves every epoch after five batches."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 5 else None
+
+
+class Stream(IterableDataset):
+    """A data set without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        rows = data()
+        return (rows[i] for i in range(len(rows)))
+
+
+class Once(IterableDataset):
+    """One that can be read only once, as a socket."""
+
+    def __init__(self) -> None:
+        self.rows = iter(Stream())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.rows
+
+
+def shuffled() -> Any:
+    return DataLoader(data(), batch_size=8, shuffle=True)
+
+
+def stateful() -> Any:
+    return StatefulDataLoader(data(), batch_size=8, shuffle=True)
+
+
+def fit(module: type, loaders: Any, *callbacks: Any, library: Any = lightning, **options: Any):
+    torch.manual_seed(0)
+    fitted: Any = module()
+    options.setdefault("max_epochs", 3)
+    running = trainer(*callbacks, library=library, **options)
+    running.fit(fitted, *loaders())
+    return fitted, running
+
+
+class Several(Regression):
+    """Takes its batches from two loaders of different lengths."""
+
+    @staticmethod
+    def loaders() -> Any:
+        return {"a": shuffled(), "b": DataLoader(data(3), batch_size=8, shuffle=True)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch["a"], batch_idx) + self.loss(batch["b"])
+
+
+CASES = {
+    "automatic": (Regression, lambda: [shuffled()], {}),
+    "stateful": (Regression, lambda: [stateful()], {}),
+    "manual": (Gan, lambda: [stateful()], {}),
+    "accumulated": (Regression, lambda: [shuffled()], {"accumulate_grad_batches": 3}),
+    "limited": (Regression, lambda: [stateful()], {"limit_train_batches": 5}),
+    "max_steps": (Regression, lambda: [shuffled()], {"max_steps": 13, "max_epochs": -1}),
+    "validated": (Regression, lambda: [shuffled(), shuffled()], {"val_check_interval": 3}),
+    "reloaded": (Regression, lambda: [shuffled()], {"reload_dataloaders_every_n_epochs": 1}),
+    "left early": (Leaver, lambda: [stateful()], {}),
+    "iterable": (Regression, lambda: [DataLoader(Stream(), 8), shuffled()], {}),
+    "read once": (Regression, lambda: [DataLoader(Once(), 8)], {}),
+    "no length, limited": (
+        Regression,
+        lambda: [DataLoader(Stream(), 8)],
+        {"limit_train_batches": 5, "accumulate_grad_batches": 2},
+    ),
+    "several": (Several, lambda: [Several.loaders()], {}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_bits(case: str, kind: str):
+    module, loaders, options = CASES[case]
+    plain, running = fit(module, loaders, **options)
+    callback = LightningHealingCallback(**KINDS[kind])
+    healed, healing = fit(module, loaders, callback, **options)
+    assert healed.seen == plain.seen
+    assert all(map(torch.equal, plain.parameters(), healed.parameters()))
+    for name in ("global_step", "current_epoch", "callback_metrics"):
+        assert getattr(running, name) == getattr(healing, name), name
+    ours, theirs = healing.fit_loop.state_dict(), running.fit_loop.state_dict()
+    assert {n: c for n, c in ours.items() if n != "state_dict"} == {
+        n: c for n, c in theirs.items() if n != "state_dict"
+    }, "all of Lightning's counters"
+    taken = [int(each.live_engine.state.step) for each in callback.healings.values()]
+    assert sum(taken) == running.global_step, "every step was judged"
+
+
+def test_the_older_package():
+    """`pytorch_lightning` is the same library under another name."""
+    older = pytest.importorskip("pytorch_lightning")
+
+    class Older(older.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(8, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return (self.net(batch[0]) - batch[1]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+    plain, _ = fit(Older, lambda: [stateful()], library=older)
+    callback = LightningHealingCallback(clip=None)
+    healed, _ = fit(Older, lambda: [stateful()], callback, library=older)
+    assert all(map(torch.equal, plain.parameters(), healed.parameters()))
+    assert callback.healer is not None
+    assert callback.healer.step == 24

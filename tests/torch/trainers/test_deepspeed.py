@@ -1,0 +1,171 @@
+"""One process under DeepSpeed's engine: a bad batch, a healthy run, clipping, rollback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from healcore.runtime.healer import Healer
+from healcore.torch import AttachError, attach, engine_state, heal_engine
+from tests.torch import policies
+from tests.torch.optimizer_cases import NAN
+from tests.torch.sync_counter import CountSyncs
+from tests.torch.trainers.deepspeed_engines import FP16, KINDS, SCALED, Loop, prepare, zero
+from tests.torch.trainers.first_nan import ROLLS_BACK
+
+pytest.importorskip("deepspeed", reason="run by .ci/run with DeepSpeed on its path")
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process() -> Iterator[None]:
+    prepare()
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@every_kind
+def test_one_nan_batch_is_noticed_and_changes_nothing(kind: str):
+    loop = Loop(KINDS[kind])
+    heal = heal_engine(loop.engine, policies.SKIPS)
+    for i in range(8):
+        before, moments = loop.weights, loop.moments
+        loop.step(i, NAN if i == 5 else 1.0)
+        assert all(map(torch.equal, before, loop.weights)) == (i == 5)
+        if i == 5:
+            assert all(map(torch.equal, moments, loop.moments))
+    heal.judge_dropped()
+    assert not heal.has_loss
+    assert all(bool(p.isfinite().all()) for p in loop.weights)
+    if kind == SCALED:
+        assert int(heal.metrics()["heal/skips"]) == 0
+        assert loop.engine.skipped_steps == 1
+    else:
+        assert int(heal.metrics()["heal/skips"]) == 1
+
+
+@every_kind
+def test_a_finite_spike_is_skipped_in_every_group(kind: str):
+    """DeepSpeed takes such a step; with ZeRO it steps each parameter group on its own."""
+    loop = Loop(KINDS[kind])
+    heal = heal_engine(loop.engine, policies.SKIPS)
+    for i in range(8):
+        before, moments = loop.weights, loop.moments
+        loop.step(i, 20.0 if i == 5 else 1.0)
+        unchanged = [*map(torch.equal, before, loop.weights)]
+        assert all(unchanged) if i == 5 else not any(unchanged)
+        if i == 5:
+            assert all(map(torch.equal, moments, loop.moments))
+    assert int(heal.metrics()["heal/skips"]) == 1
+    assert loop.engine.skipped_steps == 0
+
+
+@every_kind
+def test_a_healthy_run_is_the_same_to_the_bit_and_waits_for_nothing_more(kind: str):
+    found, syncs = [], []
+    for policy in (None, policies.SKIPS):
+        loop = Loop(KINDS[kind])
+        heal = None if policy is None else heal_engine(loop.engine, policy)
+        with CountSyncs() as counter:
+            for i in range(6):
+                loop.step(i)
+        found.append(loop.weights)
+        syncs.append(counter.count)
+        assert heal is None or int(heal.metrics()["heal/skips"]) == 0
+    assert all(map(torch.equal, *found))
+    assert syncs[0] == syncs[1]
+
+
+@every_kind
+def test_the_policy_sees_the_norm_of_the_whole_step_before_clipping(kind: str):
+    """And DeepSpeed's own limit stays in force."""
+    norms, ends = [], []
+    for clip, policy in ((0.0, policies.SKIPS), (0.05, None), (0.05, policies.SKIPS)):
+        loop = Loop({**KINDS[kind], "gradient_clipping": clip})
+        heal = None if policy is None else heal_engine(loop.engine, policy)
+        loop.step(0)
+        if heal is not None:
+            norms.append(float(heal.metrics()["heal/grad_norm"]))
+        ends.append(loop.weights)
+    assert norms[0] == norms[1] > 1
+    for theirs, ours in zip(ends[1], ends[2], strict=True):
+        assert torch.allclose(theirs, ours, rtol=1e-2, atol=1e-6)
+
+
+def test_detach_gives_the_engine_back():
+    loop = Loop({"gradient_clipping": 0.5, **zero(1)})
+    heal_engine(loop.engine, policies.SKIPS).detach()
+    assert loop.engine.gradient_clipping() == 0.5
+    assert loop.engine.optimizer.clip_grad == 0.5
+    assert "backward" not in vars(loop.engine)
+    loop.step(0, NAN)
+
+
+@every_kind
+def test_a_rollback_restores_every_part(kind: str, tmp_path: Any):
+    """The steps after it are those of a run that never saw the bad batch."""
+    runs: dict[bool, Any] = {}
+    for bad in (True, False):
+        loop = Loop(KINDS[kind])
+        engine, seen = loop.engine, []
+        state = engine_state(engine)
+        with Healer(
+            ROLLS_BACK, state=state, store=tmp_path / str(bad), save_every=2, lr={"factor": 0.999}
+        ) as healer:
+            trace = []
+            for i in healer.batches(list(range(24))):
+                went_back = healer.rollbacks == 1 and not seen
+                if went_back:
+                    seen.append((healer.step, i))
+                    assert engine.global_steps == healer.step
+                    assert engine.micro_steps == 2 * healer.step
+                trace.append((healer.step, i, loop.weights))
+                loop.micro_step(i, NAN if bad and i in (12, 13) and not healer.rollbacks else 1.0)
+        runs[bad] = healer, trace, seen
+    healer, trace, seen = runs[True]
+    if kind == SCALED:  # the scale was lowered, nothing went back
+        assert healer.rollbacks == 0
+        return
+    assert healer.rollbacks == 1
+    (step, batch) = seen[0]
+    reference = {(s, i): w for s, i, w in runs[False][1]}
+    first = next(w for s, i, w in trace[::-1] if (s, i) == (step, batch))
+    assert all(map(torch.equal, first, reference[step, batch]))
+    assert all(bool(p.isfinite().all()) for p in trace[-1][2])
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (zero(3), "ZeRO-3 partitions the weights"),
+        (
+            {
+                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+                "zero_force_ds_cpu_optimizer": False,
+            },
+            "with offloading the update runs outside",
+        ),
+        ({"zero_optimization": {"stage": 1, "compute_grad_norm": False}}, "compute_grad_norm is"),
+        (FP16, "divides the gradients by its loss scale"),
+    ],
+)
+def test_what_cannot_be_healed_is_refused_in_words(config: Any, reason: str):
+    engine = Loop(config, groups=1).engine
+    with pytest.raises(AttachError, match=reason):
+        heal_engine(engine)
+    assert "backward" not in vars(engine)
+
+
+def test_mistakes_are_refused_in_words():
+    loop = Loop(zero(1))
+    with pytest.raises(AttachError, match=r"pass what deepspeed\.initialize returns first"):
+        heal_engine(loop.engine.optimizer)
+    for wrong in (loop.engine, loop.engine.optimizer):
+        with pytest.raises(AttachError, match=r"heal_engine\(engine\)"):
+            attach(wrong)
+    with pytest.raises(AttachError, match="steps flattened groups"):
+        heal_engine(loop.engine, policies.ADAGC)
