@@ -105,6 +105,7 @@ SURFACE = {
         "DCPStore",
         "Decision",
         "Healing",
+        "HealingCallback",
         "Keep",
         "LightningHealingCallback",
         "MemoryStore",
