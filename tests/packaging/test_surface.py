@@ -115,6 +115,7 @@ SURFACE = {
         "SignalError",
         "StateError",
         "TieredStore",
+        "arctic_callbacks",
         "attach",
         "engine_state",
         "heal",
