@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from healcore.torch.store import DCPStore, Keep, MemoryStore, TieredStore
     from healcore.torch.trainers.arctic.callbacks import arctic_callbacks
     from healcore.torch.trainers.deepspeed import engine_state, heal_engine
+    from healcore.torch.trainers.huggingface.callback import HealingCallback
     from healcore.torch.trainers.huggingface.self_healing import SelfHealingTrainer, heal
     from healcore.torch.trainers.lightning.callback import LightningHealingCallback
 
@@ -44,6 +45,7 @@ __all__ = [
     "DCPStore",
     "Decision",
     "Healing",
+    "HealingCallback",
     "Keep",
     "LightningHealingCallback",
     "MemoryStore",
@@ -65,6 +67,7 @@ __all__ = [
 _ON_FIRST_USE = {
     **dict.fromkeys(("DCPStore", "Keep", "MemoryStore", "TieredStore"), "healcore.torch.store"),
     "arctic_callbacks": "healcore.torch.trainers.arctic.callbacks",
+    "HealingCallback": "healcore.torch.trainers.huggingface.callback",
     **dict.fromkeys(("engine_state", "heal_engine"), "healcore.torch.trainers.deepspeed"),
     **dict.fromkeys(
         ("SelfHealingTrainer", "heal"), "healcore.torch.trainers.huggingface.self_healing"
