@@ -271,9 +271,13 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
 def _answer(loop: Loop, fault: Fault, error: Exception) -> None:
     """Logs the exception that ends the run, after a save if the policy has a rule for one."""
     answer, why_not = None, ""
-    # The ranks that have not raised do not take part in a save.
-    if "save" in loop.policy.answers(fault.cause) and loop.ranks.world == 1:
-        why_not = loop.save_emergency()
+    # The ranks that have not raised do not take part in a save; memory ends with the process.
+    alone = loop.ranks.world == 1 and not isinstance(loop.checkpoints.store, SnapshotStore)
+    if alone and "save" in loop.policy.answers(fault.cause):
+        try:
+            why_not = loop.save_emergency()
+        except Exception as problem:  # a step in JAX that failed may have donated the state
+            why_not = f"{type(problem).__name__}: {problem}"
         answer = None if why_not else "save"
     what = "".join(traceback.format_exception_only(error)).strip()
     loop.faults.report(fault, f"the loop raised {what:.300}", answer=answer)
