@@ -117,6 +117,7 @@ SURFACE = {
         "SignalError",
         "StateError",
         "TieredStore",
+        "arctic_callbacks",
         "attach",
         "engine_state",
         "heal",
