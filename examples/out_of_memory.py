@@ -14,7 +14,7 @@ from torch import nn
 
 import healcore  # <- healcore
 
-STEPS, BATCH, FITS = 100, 32, 8
+STEPS, BATCH, FITS = 200, 32, 8
 
 
 class Model(nn.Sequential):

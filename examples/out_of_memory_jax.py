@@ -20,7 +20,7 @@ import optax
 
 import healcore  # <- healcore
 
-STEPS, BATCH, FITS = 100, 32, 8
+STEPS, BATCH, FITS = 400, 32, 8
 
 
 def batch(index: int) -> tuple[np.ndarray, np.ndarray]:
