@@ -253,12 +253,15 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
         loop.log.info(f"{ended} after step {loop.step}: {on_disk}")
     for problem in problems:
         loop.warn(problem)
+    attempt("trackers", loop.log.trackers.drain)
+    loop.log.report_trackers(loop.step)
     _write_end(loop, ending, error, Cause(0) if fault is None else fault.cause)
     for end in (
         loop.termination.stop,
         loop.checkpoints.close,
         loop.driver.close,
         loop.release,
+        lambda: [loop.log.warning(each) for each in loop.log.trackers.close()],
         loop.log.detach_console,
         loop.metrics.close,
         loop.log.events.close,
@@ -271,9 +274,13 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
 def _answer(loop: Loop, fault: Fault, error: Exception) -> None:
     """Logs the exception that ends the run, after a save if the policy has a rule for one."""
     answer, why_not = None, ""
-    # The ranks that have not raised do not take part in a save.
-    if "save" in loop.policy.answers(fault.cause) and loop.ranks.world == 1:
-        why_not = loop.save_emergency()
+    # The ranks that have not raised do not take part in a save; memory ends with the process.
+    alone = loop.ranks.world == 1 and not isinstance(loop.checkpoints.store, SnapshotStore)
+    if alone and "save" in loop.policy.answers(fault.cause):
+        try:
+            why_not = loop.save_emergency()
+        except Exception as problem:  # a step in JAX that failed may have donated the state
+            why_not = f"{type(problem).__name__}: {problem}"
         answer = None if why_not else "save"
     what = "".join(traceback.format_exception_only(error)).strip()
     loop.faults.report(fault, f"the loop raised {what:.300}", answer=answer)

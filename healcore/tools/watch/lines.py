@@ -9,9 +9,6 @@ from healcore.tools.report.descriptions import counted, flag_names
 from healcore.tools.terminal import clean
 from healcore.tools.watch.live_run import LiveRun
 
-GRAVE = frozenset({"rollback", "stop", "problem", "save_failed", "damaged", "fault"})
-"""Kinds of events that are highlighted."""
-
 
 def one_line(text: str) -> str:
     """The text in one line, without terminal escape sequences."""
