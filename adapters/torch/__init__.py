@@ -33,6 +33,8 @@ from healcore.torch.healing import Healing, Report  # noqa: E402
 if TYPE_CHECKING:
     from healcore.torch.store import DCPStore, Keep, MemoryStore, TieredStore
     from healcore.torch.trainers.deepspeed import engine_state, heal_engine
+    from healcore.torch.trainers.huggingface.dry_run import DryRun
+    from healcore.torch.trainers.huggingface.report import HealingReport
     from healcore.torch.trainers.huggingface.self_healing import SelfHealingTrainer, heal
     from healcore.torch.trainers.lightning.callback import LightningHealingCallback
 
@@ -42,7 +44,9 @@ __all__ = [
     "Cause",
     "DCPStore",
     "Decision",
+    "DryRun",
     "Healing",
+    "HealingReport",
     "Keep",
     "LightningHealingCallback",
     "MemoryStore",
@@ -63,6 +67,8 @@ __all__ = [
 _ON_FIRST_USE = {
     **dict.fromkeys(("DCPStore", "Keep", "MemoryStore", "TieredStore"), "healcore.torch.store"),
     **dict.fromkeys(("engine_state", "heal_engine"), "healcore.torch.trainers.deepspeed"),
+    "DryRun": "healcore.torch.trainers.huggingface.dry_run",
+    "HealingReport": "healcore.torch.trainers.huggingface.report",
     **dict.fromkeys(
         ("SelfHealingTrainer", "heal"), "healcore.torch.trainers.huggingface.self_healing"
     ),

@@ -122,14 +122,14 @@ class ActionExecutor:
                 self._decline(request, result)
                 return ActionResult(save=save)
         if request.action & Action.STOP:
-            self._stop(step, self._why_stop(request))
+            self.stop(step, self._why_stop(request))
         if request.action & Action.ROLLBACK:
             exhausted = self._exhausted(request)
             if not exhausted:
                 return ActionResult(target=self._roll_back(request, step))
             finite = self.ranks.gather(self.driver.finite())
             if not self._needs_evidence(request) or not all(finite):
-                self._stop(step, exhausted)
+                self.stop(step, exhausted)
             result = AssessmentResult(DamageVerdict.DAMAGE, "budget")
             self._log_assessment(request, step, result)
             self._decline(request, result)
@@ -232,7 +232,7 @@ class ActionExecutor:
             )
         except StoreError as error:
             self.rollbacks.abandon_plan(step)
-            self._stop(step, str(error))
+            self.stop(step, str(error))
         self.monitor.on_rollback(result.target)
         if rerun:
             self.reruns.start(request.onset, request.index)
@@ -317,7 +317,8 @@ class ActionExecutor:
             f"back to the {kind} of step {result.target}; {changed}"
         )
 
-    def _stop(self, step: int, why: str) -> NoReturn:
+    def stop(self, step: int, why: str) -> NoReturn:
+        """Ends the run with a diagnosis and an event; raises RunStopped."""
         end = self.run_end(why)
         text = explain(end)
         self.log.event("stop", step=step, why=why, diagnosis=text, checkpoint=end.last_good)
