@@ -99,6 +99,17 @@ def step(
     return HealState(floats, ints, rings, _flat_decision(decision), norms), decision
 
 
+def clip_update(
+    engine: Engine, state: HealState, norm: chex.Array, skipped: chex.Array
+) -> tuple[HealState, chex.Array]:
+    """The factor on this step's update, of L2 norm `norm`; see `Engine.clip_update`."""
+    layout = _layout_of(engine, state)
+    old = layout.unpack(state.heal_floats, state.heal_ints)
+    new, factor = engine.clip_update(old, norm, skipped, xp=namespace)
+    floats, ints = layout.pack(new, state_layout.header(state.heal_ints))
+    return state._replace(heal_floats=floats, heal_ints=ints), factor
+
+
 def engine_state(engine: Engine, state: HealState) -> EngineState:
     """The core's form of the state; HealStateError if it is of another policy, or no HealState."""
     _check(engine, state)

@@ -63,7 +63,8 @@ def heal(
             `healcore.policy.Overrides`.
 
     Raises:
-        ValueError: the policy has `soft_step`, which takes `protect`, or `on_skip` is unknown.
+        ValueError: the policy has `soft_step` or `update_clip`, which take `protect`; or `on_skip`
+            is unknown.
 
     Returns:
         A transformation whose `update` takes, all optional and by keyword: `value` (loss, one
@@ -88,10 +89,10 @@ def heal(
     _check_on_skip(on_skip)
     axes = Axes.of(axis_name, shard_axis_name)
     engine = engine_of(policy, overrides)
-    if engine.softens and engine.mode != "observe":
+    if (engine.softens or engine.clips_updates) and engine.mode != "observe":
         raise ValueError(
-            "soft_step scales this step's update, which heal() does not see, as it comes before "
-            "the optimizer in a chain: write protect(optimizer, policy)"
+            "soft_step and [update_clip] scale this step's update, which heal() does not see, as "
+            "it comes before the optimizer in a chain: write protect(optimizer, policy)"
         )
     return _transformation(engine, on_skip, axes, check_records(records))
 
@@ -241,7 +242,7 @@ def protect(
         return on_mesh_of(params, state)
 
     def measured(updates: optax.Updates) -> tuple[chex.Array | None, chex.Array]:
-        if not reads_update_norm:
+        if not (reads_update_norm or engine.clips_updates):
             return None, axes.any(gradients.not_finite(updates))
         norm = axes.norm(updates)
         return norm, ~jnp.isfinite(norm)
@@ -269,6 +270,8 @@ def protect(
         if engine.mode == "observe" and "externally_skipped" not in given:
             updates, inner_state = inner_step(updates, state.inner_state, params)
             norm, bad = measured(updates)
+            if engine.clips_updates:
+                heal, _ = heal_state.clip_update(engine, heal, norm, decision.skip)
         else:
             # Zeros instead of the bad gradients: with them a loop in the optimizer (line search,
             # Newton-Schulz) terminates. It costs nothing: XLA fuses the select with the scaling.
@@ -276,13 +279,19 @@ def protect(
             updates, inner_state = step_or_keep(
                 inner_step, decision.skip, updates, state.inner_state, params
             )
-            if engine.scales_lr:
-                updates = gradients.scale(updates, decision.lr_scale)
-            norm, bad = measured(updates)
+            factor = decision.lr_scale
+            if engine.clips_updates:
+                norm, bad = measured(updates)
+                heal, share = heal_state.clip_update(engine, heal, norm, decision.skip)
+                norm, factor = norm * factor, factor * share
+            if engine.scales_lr or engine.clips_updates:
+                updates = gradients.scale(updates, factor)
+            if not engine.clips_updates:
+                norm, bad = measured(updates)
             skipped, bad = decision.skip | bad, bad & ~decision.skip
             updates = gradients.no_update_where(skipped, updates)
             norm = None if norm is None else jnp.where(skipped, 0.0, norm)
-        return updates, ProtectState(heal, norm, bad, inner_state)
+        return updates, ProtectState(heal, norm if reads_update_norm else None, bad, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -33,8 +33,9 @@ from healcore.torch.healing import Healing, Report  # noqa: E402
 if TYPE_CHECKING:
     from healcore.torch.store import DCPStore, Keep, MemoryStore, TieredStore
     from healcore.torch.trainers.deepspeed import engine_state, heal_engine
+    from healcore.torch.trainers.huggingface.callback import HealingCallback
     from healcore.torch.trainers.huggingface.dry_run import DryRun
-    from healcore.torch.trainers.huggingface.report import HealingReport
+    from healcore.torch.trainers.huggingface.healing_report import HealingReport
     from healcore.torch.trainers.huggingface.self_healing import SelfHealingTrainer, heal
     from healcore.torch.trainers.lightning.callback import LightningHealingCallback
 
@@ -46,6 +47,7 @@ __all__ = [
     "Decision",
     "DryRun",
     "Healing",
+    "HealingCallback",
     "HealingReport",
     "Keep",
     "LightningHealingCallback",
@@ -66,9 +68,10 @@ __all__ = [
 
 _ON_FIRST_USE = {
     **dict.fromkeys(("DCPStore", "Keep", "MemoryStore", "TieredStore"), "healcore.torch.store"),
+    "HealingCallback": "healcore.torch.trainers.huggingface.callback",
     **dict.fromkeys(("engine_state", "heal_engine"), "healcore.torch.trainers.deepspeed"),
     "DryRun": "healcore.torch.trainers.huggingface.dry_run",
-    "HealingReport": "healcore.torch.trainers.huggingface.report",
+    "HealingReport": "healcore.torch.trainers.huggingface.healing_report",
     **dict.fromkeys(
         ("SelfHealingTrainer", "heal"), "healcore.torch.trainers.huggingface.self_healing"
     ),

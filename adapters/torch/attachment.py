@@ -132,10 +132,11 @@ def heal_optimizer(
             "attach after they are materialised"
         )
     core = core_of()
-    if core.softens and core.mode != "observe" and isinstance(optimizer, torch.optim.LBFGS):
+    if (core.softens or core.clips_updates) and isinstance(optimizer, torch.optim.LBFGS):
         raise AttachError(
-            "the policy has soft_step, and LBFGS reads its learning rate before the loss of the "
-            "step is known: use another optimizer, or a rule with skip instead"
+            "the policy has soft_step or [update_clip], and LBFGS reads its learning rate before "
+            "the loss of the step is known, and chooses the length of its updates itself: use "
+            "another optimizer, or a policy without them"
         )
     obstacle = _fused_obstacle(optimizer, fused)
     where, reason = _choose_engine(engine, obstacle, home, type(optimizer).__name__)

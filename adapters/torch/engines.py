@@ -87,6 +87,13 @@ class LiveEngine(ABC):
         """Judges one step."""
 
     @abstractmethod
+    def clip_update(self, norm: Tensor, skipped: bool | Tensor) -> float | Tensor:
+        """The factor on the update, of this norm (0-d float32); see `Engine.clip_update`.
+
+        `skipped` is a bool, or a 0-d float32 of exactly 0 or 1.
+        """
+
+    @abstractmethod
     def pending_record(self) -> PendingRecord:
         """The record of the step that was judged last."""
 
@@ -152,6 +159,7 @@ class HostEngine(LiveEngine):
         super().__init__(engine, groups)
         self._programs: dict[tuple[bool, ...], Callable[..., Any]] = {}
         """The recorded step, by which signals are present."""
+        self._clip_program: Callable[..., Any] | None = None
 
     def _placed(self, leaf: Any) -> Any:
         return leaf[()] if isinstance(leaf, np.ndarray) and leaf.ndim == 0 else leaf
@@ -178,6 +186,17 @@ class HostEngine(LiveEngine):
             group_scale=None if group_scale is None else np.asarray(group_scale),
         )
 
+    def clip_update(self, norm: Tensor, skipped: bool | Tensor) -> float:
+        """See `LiveEngine.clip_update`. A sync on an accelerator."""
+        value, flag = read([norm, skipped if isinstance(skipped, Tensor) else None])
+        held = np.bool_(skipped if flag is None else flag > 0)
+        given = self._placed(np.asarray(value, np.float32))
+        with np.errstate(all="ignore"):
+            if self._clip_program is None:
+                self._clip_program = record(self.engine.clip_update, self.state, given, held)
+            self.state, scale = self._clip_program(self.state, given, held)
+        return float(scale)
+
     def _program(self, signals: Signals) -> Callable[..., Any]:
         present = tuple(value is not None for value in signals)
         if present not in self._programs:
@@ -193,6 +212,7 @@ class HostEngine(LiveEngine):
         """See `LiveEngine.grow`."""
         super().grow(groups)
         self._programs.clear()
+        self._clip_program = None
 
     def metrics(self) -> dict[str, Tensor]:
         """Named 0-d CPU tensors."""
@@ -216,6 +236,7 @@ class DeviceEngine(LiveEngine):
         self._xp = namespace.on(device)
         super().__init__(engine, groups)
         self._run = _compiled(self._step) if compile else self._step
+        self._run_clip = _compiled(self._clip) if compile and engine.clips_updates else self._clip
 
     def _placed(self, leaf: Any) -> Tensor:
         return torch.tensor(leaf, device=self.device)
@@ -255,14 +276,27 @@ class DeviceEngine(LiveEngine):
             if not self.compiled:
                 raise
             # Tracing and compiling come before the first write: the state is untouched.
-            warnings.warn(
-                f"healcore's step could not be compiled and runs eagerly, which is slower: {error}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            _warn_not_compiled(error)
             self.compiled, self._run = False, self._step
             order, self.decision = self._step(measured)
         return order
+
+    def clip_update(self, norm: Tensor, skipped: bool | Tensor) -> Tensor:
+        """See `LiveEngine.clip_update`; nothing is read on the host."""
+        flag = torch.full_like(norm, float(skipped)) if isinstance(skipped, bool) else skipped
+        try:
+            return self._run_clip(norm, flag)
+        except Exception as error:
+            if self._run_clip == self._clip:
+                raise
+            _warn_not_compiled(error)
+            self._run_clip = self._clip
+            return self._clip(norm, flag)
+
+    def _clip(self, norm: Tensor, skipped: Tensor) -> Tensor:
+        new, scale = self.engine.clip_update(self.state, norm, skipped > 0, xp=self._xp)
+        self._replace_state(new)
+        return scale
 
     def _step(self, measured: Measurement) -> tuple[DeviceOrder, Decision]:
         """The part that is compiled: from the signals to the arguments of the fused kernel."""
@@ -306,6 +340,14 @@ def _extended(old: Any, new: Any) -> Any:
         return old
     new[: old.shape[0]] = old
     return new
+
+
+def _warn_not_compiled(error: Exception) -> None:
+    warnings.warn(
+        f"healcore's step could not be compiled and runs eagerly, which is slower: {error}",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def _compiled(step: Any) -> Any:

@@ -32,6 +32,8 @@ class Report:
     """How: found_inf (in the fused kernel), grads (hidden), or not run (a third-party `step()`)."""
     clip: str
     """How gradients are scaled: grad_scale (in the fused kernel), or in place."""
+    update_clip: str
+    """What the clip of the update takes; "" for a policy without it."""
     skip_reason: str
     syncs_per_step: int
     """Times per step that the host waits for the device because of healcore."""
@@ -50,6 +52,8 @@ class Report:
             f"clip    by {self.clip}",
             f"syncs   {self.syncs_per_step} per step",
         ]
+        if self.update_clip:
+            lines.append(f"updates {self.update_clip}")
         if self.ranks > 1:
             lines.append(f"ranks   {self.ranks} decide together, by one all_reduce per step")
         lines += [f"missing {name}: call {_METHODS[name]}" for name in self.waiting_for]
@@ -231,14 +235,24 @@ class Healing:
         omits_step = self.hooks.enforcer.step_skipper.can_skip
         reads = on_host or (not by_flag and policy.mode != "observe")
         missing = (n for n in _METHODS if n in policy.needs and n not in measurer.seen)
+        update_clip = ""
+        if self.hooks.update_clip is not None:
+            megabytes = self.hooks.update_clip.nbytes / 1e6
+            update_clip = (
+                f"clipped by one copy of the parameters, {megabytes:.3g} MB so far, and one "
+                "pass over it after each step"
+            )
         return Report(
             mode=policy.mode,
             engine=live_engine.name,
             engine_reason=self._engine_reason,
             skip="found_inf" if by_flag else "not run" if omits_step else "grads",
             clip="grad_scale" if self._obstacle is None else "one pass over the gradients",
+            update_clip=update_clip,
             skip_reason=reason,
-            syncs_per_step=int(reads and measurer.home.type != "cpu"),
+            # The host engine reads the norm of the update too.
+            syncs_per_step=(int(reads) + int(on_host and bool(update_clip)))
+            * (measurer.home.type != "cpu"),
             ranks=self.ranks,
             compiled=live_engine.compiled,
             waiting_for=tuple(missing),

@@ -99,6 +99,14 @@ class SignalAllReduce:
             reduced["group_norms"] = (groups / self.world).to(torch.float32)
         return measured._replace(**reduced)
 
+    def mean_of(self, value: Tensor | None) -> Tensor:
+        """The mean of one 0-d float32 over the ranks that have it; every rank calls it, or none."""
+        if self.world == 1:
+            return self._zero if value is None else value
+        given = [self._zero, self._zero] if value is None else [value, self._one]
+        total, ranks = self._summed(torch.stack(given)).unbind()
+        return (total / ranks.clamp(min=1)).to(torch.float32)
+
     def _summed(self, packed: Tensor) -> Tensor:
         """The sum over the ranks, float64."""
         device = _reduction_device(self._group, self._home)

@@ -21,6 +21,7 @@ from healcore.torch.losses import LateLoss
 from healcore.torch.measurement import Measurement, Measurer, StepNorms
 from healcore.torch.signal_allreduce import SignalAllReduce
 from healcore.torch.skipped_step import ClosureUndo, StepSkipped
+from healcore.torch.update_clip import UpdateClip
 
 _OPTIMIZER_FILE = os.path.join("torch", "optim", "optimizer.py")
 
@@ -58,6 +59,12 @@ class StepHooks:
         self._groups = len(gradients.parameters(optimizer))
         self.open_step = OpenStep()
         self._undo = ClosureUndo(optimizer)
+        self.update_clip = (
+            UpdateClip(live_engine, all_reduce, measurer.home)
+            if live_engine.engine.clips_updates
+            else None
+        )
+        self._update_norm: Tensor | None = None
         self._judged = self._turned_nonfinite = False
         self._order: HostOrder | None = None
         self._skipped: bool | Tensor | None = None
@@ -135,6 +142,8 @@ class StepHooks:
             return
         if self._turned_nonfinite or (self._order is not None and self._order.skip):
             self._undo.restore()
+        if self.update_clip is not None:
+            self._update_norm = self.update_clip.after(undone=self._turned_nonfinite)
         self.restore()
         self.measurer.clear()  # losses of a closure's later evaluations
         if self._skipped is not None and self.on_ended is not None:
@@ -144,6 +153,8 @@ class StepHooks:
         """Restores what was changed on the optimizer for a step."""
         self.enforcer.restore()
         self._undo.clear()
+        if self.update_clip is not None:
+            self.update_clip.clear()
 
     def _wrapped(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The user's closure; its first evaluation is judged, later ones are only checked."""
@@ -198,6 +209,10 @@ class StepHooks:
                 f"the optimizer had {self._groups} parameters at attach, now {len(everything)}, "
                 "and this policy clips each by its own history: detach() and attach again"
             )
+        if self._update_norm is not None:  # of the step before, as in JAX
+            if "update_norm" in self._engine.needs:
+                self.measurer.add_side_signal("update_norm", self._update_norm)
+            self._update_norm = None
         divisor, found_inf = self.enforcer.amp_flags()
         measured = self.measurer.measure(everything, grad_divisor=divisor, found_inf=found_inf)
         self.measurer.clear()
@@ -224,8 +239,20 @@ class StepHooks:
                 if self._undo.reevaluates:  # too late for this step, see `_before`
                     order = order._replace(lr_scale=1.0)
                 self.enforcer.enforce(everything, order, measured.grad_divisor)
+        if self.update_clip is not None:
+            self._copy_parameters(params, order)
         self.last_norms = StepNorms(params, self.measurer.tensor_norms, measured.grad_divisor)
         self._report(self.last_norms)
+
+    def _copy_parameters(self, params: list[Tensor], order: HostOrder | DeviceOrder) -> None:
+        """Prepares the clip of the update of the step that was just judged."""
+        assert self.update_clip is not None
+        if self._engine.mode == "observe":
+            self.update_clip.before(params, False, 1.0)
+        elif isinstance(order, DeviceOrder):
+            self.update_clip.before(params, order.found_inf, order.lr_scale)
+        else:
+            self.update_clip.before(params, order.skip, order.lr_scale)
 
     def limited(self, order: HostOrder, measured: Measurement) -> HostOrder:
         """The order with a limit of the trainer on top; here there is none."""

@@ -98,6 +98,7 @@ class Run:
         points: of every alarm with readings.
         rollbacks: events of those that were carried out, without trials.
         problems: events that report one.
+        faults: events of exceptions, answered or not.
         step: where the run is.
         last_step: of the last event that is not about an older checkpoint.
         lr_scale: the multiplier of the learning rate in force.
@@ -122,6 +123,7 @@ class Run:
         self.rollbacks: list[EventRecord] = []
         self.malformed: list[Malformed] = []
         self.problems: list[EventRecord] = []
+        self.faults: list[EventRecord] = []
         self.step: int | None = None
         self.last_step: int | None = None
         self.lr_scale: float | None = None
@@ -185,6 +187,8 @@ class Run:
             self.lr_scale = found.lr_scale
         if found.problem is not None and found.kind in ("problem", "save_failed", "damaged"):
             self.problems.append(found)
+        if found.kind == "fault":
+            self.faults.append(found)
         self.lost += found.lost or 0
         self.unreported_alarms += found.unreported_alarms or 0
         handler = _HANDLERS.get(found.kind)  # the kind may be anything

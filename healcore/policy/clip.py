@@ -1,4 +1,4 @@
-"""`[clip]`: the clipping of every step's gradient. `kind` chooses one of five tables."""
+"""`[clip]`, of every step's gradient (`kind` chooses one of five tables), and `[update_clip]`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pydantic import Field
 from healcore.core.clipping.adagc import AdaGCConfig
 from healcore.core.clipping.autoclip import AutoClipConfig
 from healcore.core.clipping.fixed import FixedConfig
+from healcore.core.clipping.update_clip import UpdateClipConfig
 from healcore.core.clipping.zclip import ZClipConfig
 from healcore.core.level_shift import ShiftConfig
 from healcore.policy.table import Table
@@ -25,6 +26,7 @@ from healcore.policy.values import (
 )
 
 _shift, _zclip, _auto, _adagc = ShiftConfig(), ZClipConfig(), AutoClipConfig(), AdaGCConfig()
+_update = UpdateClipConfig()
 
 
 class Shift(Table):
@@ -87,6 +89,18 @@ class AdaGC(Table):
     warmup_steps: Steps = _adagc.warmup_steps
     max_norm: Positive = _adagc.max_norm
     shift: Shift = Shift(**_adagc.shift._asdict())
+
+
+class UpdateClip(Table):
+    """An update far longer than the recent ones is shortened, after the optimizer has made it."""
+
+    core = UpdateClipConfig
+
+    z_threshold: Positive = _update.z_threshold
+    ema_decay: Fraction = _update.ema_decay
+    warmup_steps: Steps = _update.warmup_steps
+    min_rel_std: NotNegative = _update.min_rel_std
+    shift: Shift = Shift()
 
 
 class NoClip(Table):

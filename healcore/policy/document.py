@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 from healcore.core.detectors import CAUSES, DETECTORS
 from healcore.core.engine import Engine, EngineConfig
 from healcore.core.verdict import Cause
-from healcore.policy.clip import Clip, NoClip
+from healcore.policy.clip import Clip, NoClip, UpdateClip
 from healcore.policy.detect import Detect
 from healcore.policy.faults import FAULTS, Retry, SkipBatch
 from healcore.policy.recovery import Budget, IncidentPolicy, Lr, Rollback
@@ -49,6 +49,7 @@ class Policy(Table):
     max_skips: StepsOrZero = EngineConfig().max_skips
     grace_steps: StepsOrZero = EngineConfig().grace_steps
     clip: Clip = NoClip()
+    update_clip: UpdateClip | None = None
     detect: Detect = Detect()
     respond: Annotated[tuple[Respond, ...], BeforeValidator(_entries)] = ()
     incident: IncidentPolicy = IncidentPolicy()
@@ -103,6 +104,7 @@ class Policy(Table):
         return EngineConfig(
             mode=self.mode,
             clip=None if isinstance(clip, NoClip) else (clip.kind, clip.config()),
+            update_clip=None if self.update_clip is None else self.update_clip.config(),
             detectors=tuple((name, table.config()) for name, table in watched if table is not None),
             rules=tuple(rule.config() for rule in self.respond if not rule.for_faults),
             incident=self.incident.config(),

@@ -13,7 +13,8 @@ class Overrides(TypedDict, total=False):
 
     A table is a mapping with the keys to change, `clip={"max_norm": None}`; its other keys stay.
     None is no limit for a number that may be absent, no detector for a table under `detect`, and no
-    clipping for `clip`. Lists are replaced as a whole, and so is `clip` if its `kind` changes.
+    clipping for `clip` and `update_clip`. Lists are replaced as a whole, and so is `clip` if its
+    `kind` changes.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Overrides(TypedDict, total=False):
     max_skips: int
     grace_steps: int
     clip: _Table | None
+    update_clip: _Table | None
     detect: _Table
     respond: Sequence[_Table]
     incident: _Table

@@ -105,6 +105,7 @@ SURFACE = {
         "Decision",
         "DryRun",
         "Healing",
+        "HealingCallback",
         "HealingReport",
         "Keep",
         "LightningHealingCallback",

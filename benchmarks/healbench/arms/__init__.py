@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import healcore.policy
 from benchmarks.healbench.arms.clipping import AdaGC, ClipSkipNan, FixedClip, Nothing, ZClip
 from benchmarks.healbench.arms.common import Unavailable
 from benchmarks.healbench.arms.healing import Attached, Healed
@@ -23,6 +24,9 @@ PRESETS = (
 )
 """Presets of healcore that are attached: one arm `attach_<name>` each."""
 
+RESETS = healcore.policy.load("default", rollback={"reset_moments": True})
+"""`default`, whose rollbacks reset the moments too: to be compared with the arm `healer`."""
+
 ARMS: dict[str, Callable[[Problem], Training]] = {
     "nothing": Nothing,
     "fixed_clip": FixedClip,
@@ -36,6 +40,10 @@ ARMS: dict[str, Callable[[Problem], Training]] = {
     **{f"attach_{name}": functools.partial(Attached, policy=name) for name in PRESETS},
     "healer": Healed,
     "healer_ask": functools.partial(Healed, ask=True),
+    "llmc_soft_step": functools.partial(Attached, policy="llmc-soft-step"),
+    "levanter_clip_update": functools.partial(Attached, policy="levanter-clip-update"),
+    "healer_reset": functools.partial(Healed, policy=RESETS),
+    "spam_reset": functools.partial(Healed, policy="spam-reset"),
 }
 """An arm of a problem: `with ARMS[name](problem) as run: run.train()`.
 

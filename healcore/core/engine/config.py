@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from healcore.core.clipping.update_clip import UpdateClipConfig
+
 
 class RuleConfig(NamedTuple):
     """One `[[respond]]` entry: to which causes, with what, and when."""
@@ -84,6 +86,8 @@ class EngineConfig(NamedTuple):
     """heal, or observe: judge everything and change nothing. Static."""
     clip: tuple[str, Any] | None = None
     """(name in `clipping.RULES`, its config), or None."""
+    update_clip: UpdateClipConfig | None = None
+    """Clip of the update that the optimizer makes; None: off."""
     detectors: tuple[tuple[str, Any], ...] = ()
     """(name in `detectors.DETECTORS`, its config), in that order."""
     rules: tuple[RuleConfig, ...] = ()

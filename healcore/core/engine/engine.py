@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from healcore.core.clipping import RULES
+from healcore.core.clipping import RULES, update_clip
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import lr, readout, state_dict
 from healcore.core.engine.config import EngineConfig
@@ -100,6 +100,11 @@ class Engine:
         return self.cuts_lr and bool(np.any(np.asarray(self.config.lr.ceiling) > 0))
 
     @property
+    def clips_updates(self) -> bool:
+        """Whether the update is clipped, which takes `clip_update` after the optimizer's step."""
+        return self.config.update_clip is not None
+
+    @property
     def per_tensor(self) -> bool:
         """Whether clipping works per tensor and needs `Signals.group_norms`."""
         return self.config.clip is not None and self.config.clip[0] == "adagc"
@@ -155,6 +160,44 @@ class Engine:
             decision = observed_only(decision, xp=xp)
         return new, decision
 
+    def clip_update(
+        self, state: EngineState, norm: Any, skipped: Any, *, xp: Any
+    ) -> tuple[EngineState, Any]:
+        """Judges the update that the optimizer has made in the step that `step` judged last.
+
+        Only for a policy with `update_clip`.
+
+        Args:
+            state: from `step`.
+            norm: L2 norm of the whole update, float32, without `Decision.lr_scale`, so that a cut
+                of the learning rate changes no baseline.
+            skipped: bool array: the update is not applied.
+            xp: the array namespace.
+
+        Returns:
+            The new state, and the factor on the update, float32 in [0, 1]: exactly 1 for a skipped
+            step, an ordinary update and in observe mode.
+        """
+        if xp is np:
+            with np.errstate(all="ignore"):
+                return self._clip_update(state, norm, skipped, xp=xp)
+        return self._clip_update(state, norm, skipped, xp=xp)
+
+    def _clip_update(
+        self, state: EngineState, norm: Any, skipped: Any, *, xp: Any
+    ) -> tuple[EngineState, Any]:
+        assert self.config.update_clip is not None, "the policy has no update_clip"
+        held = skipped | state.last.decision.skip  # in observe mode the latter is as ordered
+        learn = ~held
+        if self.softens:
+            learn = learn & ((state.last.decision.action & int(Action.SOFT_STEP)) == 0)
+        clip, scale = update_clip.update(
+            self.config.update_clip, state.update_clip, norm, learn, xp=xp
+        )
+        clip = clip._replace(scale=xp.where(held, 1.0, clip.scale))
+        unchanged = held | True if self.mode == "observe" else held
+        return state._replace(update_clip=clip), xp.where(unchanged, 1.0, scale)
+
     # -- requests of the host -------------------------------------------------------------------
 
     def expect_change(self, state: EngineState, *, xp: Any) -> EngineState:
@@ -180,6 +223,9 @@ class Engine:
             quiet=xp.where(live.step >= 0, 0, live.incident.quiet),
         )
         tally = live.tally._replace(rollbacks=live.tally.rollbacks + 1)
+        if restored.update_clip is not None:  # its count belongs to the tally
+            clip = restored.update_clip._replace(clips=live.update_clip.clips)
+            restored = restored._replace(update_clip=clip)
         return restored._replace(
             incident=closed, budget=live.budget, lr=live.lr, tally=tally, last=live.last
         )

@@ -11,6 +11,7 @@ from typing import Any
 
 from healcore.core import numerics
 from healcore.core.clipping import RULES, Clip
+from healcore.core.clipping.update_clip import UpdateClipState
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import budget, incident, lr, rules, skip_limit
 from healcore.core.engine.config import EngineConfig
@@ -128,7 +129,13 @@ def judge(
         lr=lr_state,
         tally=tally,
         last=_telemetry(state.last, ordered, seen, clip, readings, xp=xp),
+        update_clip=_restarted(state.update_clip, change_expected),
     ), ordered
+
+
+def _restarted(clip: UpdateClipState | None, restart: Any) -> UpdateClipState | None:
+    """The clip of the update, which comes after the decision, knows of an expected change."""
+    return None if clip is None else clip._replace(restart=clip.restart | restart)
 
 
 def _read(

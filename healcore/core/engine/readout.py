@@ -11,10 +11,18 @@ def metrics(state: EngineState) -> dict[str, Any]:
     """The last step, and counts so far, as 0-d arrays; nothing is copied.
 
     `heal/loss` and `heal/grad_norm` are the last finite ones, `heal/threshold` is 0 if none is in
-    force, `heal/cause` and `heal/action` are flags. In observe mode they are what would have been
-    done.
+    force, `heal/cause` and `heal/action` are flags. A policy with `update_clip` has three more. In
+    observe mode they are what would have been done.
     """
     last, tally = state.last, state.tally
+    clip = getattr(state, "update_clip", None)
+    of_updates = {}
+    if clip is not None:
+        of_updates = {
+            "heal/update_norm": clip.norm,
+            "heal/update_scale": clip.scale,
+            "heal/update_clips": clip.clips,
+        }
     return {
         "heal/loss": last.loss,
         "heal/grad_norm": last.grad_norm,
@@ -33,4 +41,5 @@ def metrics(state: EngineState) -> dict[str, Any]:
         "heal/rollbacks": tally.rollbacks,
         "heal/lr_cuts": tally.lr_cuts,
         "heal/incidents": state.incident.number,
+        **of_updates,
     }

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core.clipping import RULES
+from healcore.core.clipping import RULES, update_clip
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import budget, incident, lr, rules
 from healcore.core.engine.config import EngineConfig
@@ -50,6 +50,8 @@ class EngineState(NamedTuple):
     lr: lr.LrState
     tally: Tally
     last: Telemetry
+    update_clip: Any = None
+    """`update_clip.UpdateClipState`, or None for a policy without that clip."""
 
 
 def neutral(*, groups: int | None = None) -> Decision:
@@ -92,6 +94,7 @@ def init(config: EngineConfig, *, groups: int = 0, batch: tuple[int, ...] = ()) 
         lr=lr.init(),
         tally=Tally(*(none.copy() for _ in Tally._fields)),
         last=Telemetry(neutral(groups=per_tensor), *(zero.copy() for _ in range(5))),
+        update_clip=None if config.update_clip is None else update_clip.init(config.update_clip),
     )
     if not batch:
         return state

@@ -31,13 +31,16 @@ def to_dict(config: EngineConfig, state: EngineState, policy: str | None) -> dic
     {...}}`; `policy` is from `Engine.fingerprint`.
     """
     scale = state.last.decision.group_scale
+    plain = _plain(state)
+    if config.update_clip is None:
+        del plain["update_clip"]  # as before there was such a clip
     return {
         "schema": SCHEMA,
         "policy": policy,
         "clip": config.clip[0] if config.clip else None,
         "detectors": [name for name, _ in config.detectors],
         "groups": 0 if scale is None else int(np.asarray(scale).shape[-1]),
-        "state": _plain(state),
+        "state": plain,
     }
 
 
@@ -68,7 +71,10 @@ def from_dict(config: EngineConfig, data: Mapping[str, Any], policy: str | None)
     groups = data.get("groups")
     if not isinstance(groups, int) or isinstance(groups, bool) or not 0 <= groups <= _MOST_GROUPS:
         raise StateError(f"groups must be a number of tensors up to {_MOST_GROUPS}, got {groups!r}")
-    return _arrays(init(config, groups=groups), data.get("state"), "state")
+    state = data.get("state")
+    if config.update_clip is None and isinstance(state, Mapping) and "update_clip" not in state:
+        state = {**state, "update_clip": None}
+    return _arrays(init(config, groups=groups), state, "state")
 
 
 def _plain(tree: Any) -> Any:

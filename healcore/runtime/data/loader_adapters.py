@@ -253,6 +253,11 @@ def why_no_state(loader: Any) -> str:
             f"{name} has no state_dict: torchdata.stateful_dataloader.StatefulDataLoader takes the "
             "same arguments and has one"
         )
+    if _is(loader, "lightning", "_FabricDataLoader"):
+        return (
+            f"{name} hides the state of the loader in it: pass a StatefulDataLoader that is not "
+            "set up by fabric.setup_dataloaders, and move its batches with fabric.to_device(batch)"
+        )
     if isinstance(loader, Iterator):
         return (
             f"{name} is an iterator without get_state and set_state (or state_dict and "

@@ -1,28 +1,29 @@
-"""Carries out what the monitor requests: save, roll back, stop."""
+"""Carries out what the monitor requests with rollbacks and re-runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from healcore.core.verdict import Action, Cause, names
 from healcore.runtime.data import BatchId
 from healcore.runtime.data.loader_registry import LoaderRegistry
-from healcore.runtime.driver import Driver
 from healcore.runtime.events.models import RerunVerdict
-from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.incidents.assessment import AssessmentResult, Assessor, DamageVerdict
+from healcore.runtime.incidents.assessment import DamageVerdict
 from healcore.runtime.incidents.delayed_reader import DelayedReader
 from healcore.runtime.incidents.monitor import ActionRequest, IncidentMonitor
 from healcore.runtime.ledger import Ledger
-from healcore.runtime.loop.termination import RunStopped
-from healcore.runtime.postmortem.diagnosis import RollbackRecord, RunEnd, explain
+from healcore.runtime.loop.order_executor import (
+    ActionResult,
+    OrderExecutor,
+    cause_text,
+    nonfinite_save,
+)
+from healcore.runtime.postmortem.diagnosis import RollbackRecord
 from healcore.runtime.rollback.journal import Journal
 from healcore.runtime.rollback.manager import RollbackManager, RollbackRequest, RollbackResult
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import StoreError
-from healcore.runtime.store.ranks import Ranks
 
 _BEFORE_LR_CUT = 2
 """Rollbacks in the same region that only skip more data; the next one cuts the learning rate."""
@@ -85,55 +86,16 @@ class Reruns:
         self.log.info(f"step {index}: the fault of step {window.onset} is {self.verdict}")
 
 
-class ActionResult(NamedTuple):
-    """What was done."""
-
-    target: int | None = None
-    """Step of the checkpoint that was restored; None: there was no rollback."""
-    save: bool = False
-    """A checkpoint has to be saved."""
-
-
 @dataclass(eq=False, kw_only=True)
-class ActionExecutor:
-    """Carries out the monitor's requests, and those of the state check."""
+class ActionExecutor(OrderExecutor):
+    """Carries out the monitor's requests, and those of the state check, with rollbacks."""
 
-    policy: HostPolicy
-    driver: Driver
-    ranks: Ranks
-    ledger: Ledger
     rollbacks: RollbackManager
     monitor: IncidentMonitor
     reader: DelayedReader
     reruns: Reruns
-    log: RunLog
-    run_end: Callable[[str], RunEnd]
-    """Takes the reason of a stop; returns the facts for the diagnosis."""
-    assessor: Assessor
     completed: list[RollbackRecord] = field(default_factory=list, init=False)
     """Rollbacks of this process."""
-
-    def execute(self, request: ActionRequest, step: int) -> ActionResult:
-        """Carries out a request after `step` steps; raises RunStopped if it ends the run."""
-        save = bool(request.action & Action.SAVE)
-        if self._needs_evidence(request):
-            result = self._assess(request, step)
-            if result.verdict is not DamageVerdict.DAMAGE:
-                self._decline(request, result)
-                return ActionResult(save=save)
-        if request.action & Action.STOP:
-            self.stop(step, self._why_stop(request))
-        if request.action & Action.ROLLBACK:
-            exhausted = self._exhausted(request)
-            if not exhausted:
-                return ActionResult(target=self._roll_back(request, step))
-            finite = self.ranks.gather(self.driver.finite())
-            if not self._needs_evidence(request) or not all(finite):
-                self.stop(step, exhausted)
-            result = AssessmentResult(DamageVerdict.DAMAGE, "budget")
-            self._log_assessment(request, step, result)
-            self._decline(request, result)
-        return ActionResult(save=save)
 
     def review_high_loss(self, step: int) -> ActionResult:
         """Goes back to before high losses attributed to different data, if they did harm."""
@@ -147,71 +109,6 @@ class ActionExecutor:
         if result.verdict is not DamageVerdict.DAMAGE or self._exhausted(request):
             return ActionResult()
         return ActionResult(target=self._roll_back(request, step))
-
-    def _needs_evidence(self, request: ActionRequest) -> bool:
-        """Whether to assess first; not for a hook's request, nor for a rule that stops."""
-        policy = self.policy
-        if not policy.confirm or request.overridden:
-            return False
-        stops = any(
-            rule.action & Action.STOP and rule.causes & request.cause
-            for rule in policy.engine.config.rules
-        )
-        return bool(request.action & (Action.ROLLBACK | Action.STOP)) and not stops
-
-    def _assess(self, request: ActionRequest, step: int) -> AssessmentResult:
-        """Assesses whether the model is damaged on any rank, and writes an event."""
-        result = self.assessor.assess(request)
-        verdicts = self.ranks.gather(result.verdict.value)
-        if DamageVerdict.DAMAGE.value in verdicts:
-            result = result._replace(verdict=DamageVerdict.DAMAGE)
-        self._log_assessment(request, step, result)
-        return result
-
-    def _log_assessment(self, request: ActionRequest, step: int, result: AssessmentResult) -> None:
-        self.log.event(
-            "assessment",
-            step=step,
-            onset=request.onset,
-            cause=names(request.cause),
-            verdict=result.verdict.value,
-            by=result.by,
-            rise=result.rise,
-            rise_remembered=result.rise_remembered,
-        )
-
-    def _decline(self, request: ActionRequest, result: AssessmentResult) -> None:
-        """Continues without the action; the engine gets its attempt back."""
-        if request.action & Action.ROLLBACK:  # a stop has used no attempt
-            self.driver.decline()
-        if result.verdict is DamageVerdict.DATA:
-            self.assessor.clear_batches()
-        why = {
-            DamageVerdict.DATA: "the model is unchanged, the data are different",
-            DamageVerdict.OPEN: "the model is worse and may recover by itself",
-            DamageVerdict.UNKNOWN: "there is no evidence that the model is worse",
-            DamageVerdict.DAMAGE: "the budget of rollbacks is exhausted",
-        }
-        self.log.info(
-            f"step {request.index}: {_cause_text(request.cause)}: {why[result.verdict]}; "
-            "the run continues"
-        )
-
-    def _exhausted(self, request: ActionRequest) -> str:
-        """Why no further rollback is granted; "": it is.
-
-        The engine's budget is refunded by healthy steps, and repeated steps are healthy too; a
-        hook's rollbacks use no budget. So this counts the rollbacks near the same step of the run.
-        """
-        reach = max(self.policy.refund_after, 1)
-        near = self._near(request, reach)
-        if near < max(self.policy.recoveries, 1):
-            return ""
-        return f"{near} rollbacks were needed within {reach} steps of the run"
-
-    def _near(self, request: ActionRequest, reach: int) -> int:
-        """Rollbacks so far whose onset was less than `reach` steps away."""
-        return sum(abs(request.onset - past.onset) < reach for past in self.ledger.past_rollbacks)
 
     def _roll_back(self, request: ActionRequest, step: int) -> int:
         rerun, rate = self.reruns.should_rerun(request), self.driver.learning_rate()
@@ -302,9 +199,9 @@ class ActionExecutor:
         )
         data = "rewound" if moved.rewound else f"goes on forward: {moved.why_not}"
         self.log.event("data", step=result.target, outcome=data, rewound=moved.rewound)
-        cause = _cause_text(request.cause) or "ordered by a hook"
+        cause = cause_text(request.cause) or "ordered by a hook"
         if request.arrays:
-            cause = _nonfinite_save(request)
+            cause = nonfinite_save(request)
         changed = (
             "nothing else is changed, to see whether it happens again"
             if rerun
@@ -316,28 +213,3 @@ class ActionExecutor:
             f"step {request.index}: {cause}, since step {request.since}; "
             f"back to the {kind} of step {result.target}; {changed}"
         )
-
-    def stop(self, step: int, why: str) -> NoReturn:
-        """Ends the run with a diagnosis and an event; raises RunStopped."""
-        end = self.run_end(why)
-        text = explain(end)
-        self.log.event("stop", step=step, why=why, diagnosis=text, checkpoint=end.last_good)
-        raise RunStopped(text, why, end.last_good)
-
-    def _why_stop(self, request: ActionRequest) -> str:
-        if request.arrays:
-            return _nonfinite_save(request)
-        if request.overridden:
-            return "an on_incident hook stopped it"
-        engines = self.driver.healing().values()
-        if any(engine["state"]["budget"]["recoveries"] == 0 for engine in engines):
-            return "the budget of recoveries is exhausted, and the trouble continues"
-        return "a rule of the policy stops it"
-
-
-def _cause_text(cause: Cause) -> str:
-    return " and ".join(names(cause)).lower().replace("_", " ")
-
-
-def _nonfinite_save(request: ActionRequest) -> str:
-    return f"a save has found NaN or Inf in {', '.join(request.arrays[:3])}"

@@ -50,7 +50,7 @@ def list_(as_json: _Json = False) -> None:
                 "name": policy.name,
                 "kind": kind,
                 "mode": policy.mode,
-                "clip": policy.clip.kind,
+                "clip": _clipping(policy),
                 "fingerprint": fingerprint(policy),
                 "description": policy.description,
             }
@@ -62,7 +62,7 @@ def list_(as_json: _Json = False) -> None:
     table = Table("preset", "mode", "clip", "what it does", box=None, pad_edge=False)
     for policy in presets:
         # Text, not str: brackets in a description are not rich markup.
-        table.add_row(policy.name, policy.mode, policy.clip.kind, Text(policy.description))
+        table.add_row(policy.name, policy.mode, _clipping(policy), Text(policy.description))
     printer.print(table)
     table = Table(box=None, pad_edge=False)
     table.add_column("published recipe", no_wrap=True)
@@ -110,7 +110,7 @@ def check(
             rules = len(policy.respond)
             watched = ", ".join(to_dict(policy)["detect"]) or "nothing"
             echo(
-                f"{name}: ok ({policy.mode}, clip {policy.clip.kind}, watches {watched}; "
+                f"{name}: ok ({policy.mode}, clip {_clipping(policy)}, watches {watched}; "
                 f"{rules} rule{'s' if rules != 1 else ''}; {fingerprint(policy)})"
             )
     raise typer.Exit(status)
@@ -141,3 +141,8 @@ def _load(name: str, pairs: list[str] | None = None) -> Policy:
 
 def _cell(value: Any) -> Text:
     return Text("-" if value is None else json.dumps(value, ensure_ascii=False))
+
+
+def _clipping(policy: Policy) -> str:
+    """What is clipped: the kind of `clip`, and the update where `[update_clip]` is there."""
+    return policy.clip.kind if policy.update_clip is None else f"{policy.clip.kind} + update"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from healcore.core.verdict import Cause
 from healcore.history import Counts, Incident, Mode
 from healcore.history.process import RunState
 from healcore.history.run import Mark, MarkKind
 from healcore.runtime.events.models import EventRecord, RollbackOutcome
+from healcore.runtime.faults import FAILURES
 
 STATES = {
     RunState.COMPLETED: "completed",
@@ -26,6 +28,14 @@ STATES = {
 def flag_names(flags: Sequence[str]) -> str:
     """Causes or actions: "grad spike and loss spike"."""
     return " and ".join(name.lower().replace("_", " ") for name in flags)
+
+
+def fault_text(event: EventRecord) -> str:
+    """An exception, what it is by the table of failures, and what was done about it."""
+    causes = [Cause[name] for name in event.cause or () if name in Cause.__members__]
+    kinds = ", ".join(f"{FAILURES[each].name} ({FAILURES[each].severity})" for each in causes)
+    done = f"; {event.answer.replace('_', ' ')}" if event.answer else ""
+    return f"step {event.step}: {kinds or 'not known'}: {event.problem}{done}"
 
 
 def counted(number: int, what: str) -> str:

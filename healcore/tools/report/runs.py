@@ -20,12 +20,16 @@ from healcore.runtime.events.metrics import path_next_to, stem
 from healcore.runtime.events.models import EventRecord
 from healcore.runtime.postmortem import postmortem
 from healcore.tools.report.curves import MetricsError, curves_of, first_lines
-from healcore.tools.report.descriptions import STATES
+from healcore.tools.report.descriptions import STATES, fault_text
 from healcore.tools.report.run_report import RunReport
 
 
 class ReportError(HealcoreError, ValueError):
     """A file that no report can be made of; the message has the file, the rule and the remedy."""
+
+
+_FAULTS = 20
+"""Most faults that are named."""
 
 
 class Reports(NamedTuple):
@@ -229,6 +233,7 @@ def _facts_of(run: Run, found: dict[str, Any] | None) -> dict[str, str]:
         "Started": _time_of(first),
         "Last event": _time_of(run.processes[-1].last if run.processes else None),
         "Duration": _duration(run),
+        "Faults": _faults(run),
         "Step at the end": ends[-1].step if ends else recorded.get("step"),
         "Last known-good": recorded.get("last_good") if run.last_good is None else run.last_good,
         "Saved every": None if start.save_every is None else f"{start.save_every} steps",
@@ -240,6 +245,12 @@ def _facts_of(run: Run, found: dict[str, Any] | None) -> dict[str, str]:
         "Python": versions.get("python"),
     }
     return {label: str(value) for label, value in known.items() if value not in (None, "")}
+
+
+def _faults(run: Run) -> str:
+    shown = "; ".join(map(fault_text, run.faults[:_FAULTS]))
+    more = len(run.faults) - _FAULTS
+    return f"{shown}; and {more} more" if more > 0 else shown
 
 
 def _postmortem_of(path: Path, run: str) -> tuple[dict[str, Any] | None, str]:

@@ -206,7 +206,7 @@ def _check(policy: Policy, key: str, value: float | int) -> None:
 _PART = re.compile(r"([A-Za-z_]\w*)((?:\[\d+\])*)")
 _SETTLED = ("warmup", "escape", "first_", "min_rel_std")
 """Prefixes of numbers that control how a baseline is learnt, not when an alarm is raised."""
-_BLIND = ("clip", "rollback", "lr", "budget", "grace_steps")
+_BLIND = ("clip", "update_clip", "rollback", "lr", "budget", "grace_steps")
 
 
 class SweepError(HealcoreError, ValueError):

@@ -146,3 +146,20 @@ def llmc(norms: np.ndarray, *, threshold: float = 8.0, window: int = 128) -> np.
             held = [*held[1:], norm]
             total, square = now, squares
     return np.array(soft)
+
+
+def levanter_update_clip(
+    norms: np.ndarray, *, window: int = 128, sigmas: float = 3.0
+) -> np.ndarray:
+    """`clip_update_by_historical_norm` (Levanter 87ec0fc, clip_update_norm.py): factors."""
+    held: list[float] = []
+    scales = []
+    for norm in norms.tolist():
+        scale = 1.0
+        if len(held) >= max(2, window // 2):
+            mean, std = _moments(held, ddof=0)
+            limit = mean + sigmas * max(std, 1e-6)
+            scale = limit / max(norm, 1e-6) if norm > limit else 1.0
+        scales.append(scale)
+        held = [*held, norm][-window:]
+    return np.array(scales)

@@ -86,6 +86,8 @@ def test_a_stopped_run_is_reported_as_stopped(stopped):
 def test_a_resumed_run_is_one_report(resumed):
     (report,) = read_reports(resumed).reports
     assert len(report.facts["Run"].split(", ")) == 2
+    fault = "step 320: unknown (error): the loop raised tests.tools.report.small_runs.Broken"
+    assert report.facts["Faults"].startswith(fault)
     assert [each.origin for each in report.attempts] == ["start", "rollback", "resume", "rollback"]
     assert [mark.kind for mark in report.marks if mark.kind in ("end", "resume")] == [
         "end",

@@ -52,6 +52,11 @@ def check_policy(engine: Any, core: Engine) -> None:
             "this policy clips each tensor by its own history, and this DeepSpeed engine steps "
             'flattened groups: use clip={"kind": "zclip"}, or ZeRO stage 0'
         )
+    if core.clips_updates and is_sharded(engine):
+        raise AttachError(
+            "this policy has [update_clip], and with ZeRO the update of a step is made group by "
+            "group, on every rank its own part: use update_clip=None, or ZeRO stage 0"
+        )
 
 
 def _obstacles(engine: Any) -> list[tuple[bool, str]]:

@@ -23,9 +23,9 @@ from healcore.torch.trainers.huggingface import signals
 from healcore.torch.trainers.huggingface.dry_run import DryRun, copy_of, findings
 from healcore.torch.trainers.huggingface.epochs import EpochFeed, EpochFraction, run_epochs
 from healcore.torch.trainers.huggingface.evidence import loss_fn_of
+from healcore.torch.trainers.huggingface.healing_report import HealingReport, report_of
 from healcore.torch.trainers.huggingface.out_of_memory import SplitSteps
 from healcore.torch.trainers.huggingface.progress import Progress
-from healcore.torch.trainers.huggingface.report import HealingReport, report_of
 
 if TYPE_CHECKING:
     from transformers import Trainer

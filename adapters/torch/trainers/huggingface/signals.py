@@ -86,7 +86,8 @@ def clipped_after(trainer: Any, optimizer: Optimizer, limit: float) -> Iterator[
     def clip(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), limit)
 
-    handle = optimizer.register_step_pre_hook(torch.compiler.disable(clip))
+    hook: Any = torch.compiler.disable(clip)
+    handle = optimizer.register_step_pre_hook(hook)
     try:
         yield
     finally:
@@ -113,6 +114,22 @@ def observed_losses(trainer: Any, observe: Callable[[Tensor], None]) -> Iterator
         return loss
 
     with _replaced(trainer, "training_step", training_step):
+        yield
+
+
+@contextmanager
+def extended_log(trainer: Any, metrics: Callable[[], dict[str, float]]) -> Iterator[None]:
+    """Adds `metrics()` to each training row of the log.
+
+    Before any callback sees the row: the trackers' callbacks come before those of the user.
+    """
+    original = trainer.log
+
+    @functools.wraps(original)
+    def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        original({**logs, **metrics()} if "loss" in logs else logs, *args, **kwargs)
+
+    with _replaced(trainer, "log", log):
         yield
 
 

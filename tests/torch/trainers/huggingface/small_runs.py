@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ class Net(nn.Module):
 class Rows(torch.utils.data.Dataset):
     """Learnable rows; those of the batches in `scaled` are multiplied, by NaN or a large one."""
 
-    def __init__(self, batches: int, scaled: dict[int, float] | None = None) -> None:
+    def __init__(self, batches: int, scaled: Mapping[int, float] | None = None) -> None:
         draw = torch.Generator().manual_seed(3)
         self.x = torch.randn(batches * BATCH, 4, generator=draw)
         self.y = self.x.sum(-1) + 0.1 * torch.randn(batches * BATCH, generator=draw)
@@ -46,20 +46,21 @@ class InOrder(Trainer):
     """A Trainer that takes its rows in order, so that a test knows which step has which batch."""
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        return torch.utils.data.SequentialSampler(self.train_dataset)
+        rows: Any = self.train_dataset
+        return torch.utils.data.SequentialSampler(rows)
 
 
 def trainer(
     folder: Path,
     *,
     steps: int = 40,
-    scaled: dict[int, float] | None = None,
+    scaled: Mapping[int, float] | None = None,
     callbacks: Sequence[TrainerCallback] = (),
     seed: int = 0,
     cls: Callable[..., Trainer] = InOrder,
     eval_dataset: Any = None,
     **arguments: Any,
-) -> Trainer:
+) -> Any:
     """A Trainer on `steps` batches, under HF's default arguments but for what is given."""
     set_seed(seed)
     given = {
@@ -85,11 +86,11 @@ def trainer(
     )
 
 
-def weights(of: Trainer) -> Tensor:
+def weights(of: Any) -> Tensor:
     """All parameters, as one vector."""
     return torch.cat([p.detach().reshape(-1).clone() for p in of.model.parameters()])
 
 
-def logged(of: Trainer, name: str) -> list[float]:
+def logged(of: Any, name: str) -> list[float]:
     """The values of one key of the log."""
     return [row[name] for row in of.state.log_history if name in row]

@@ -115,7 +115,7 @@ def test_a_loss_that_is_nan_is_seen_although_the_log_hides_it(tmp_path: Path):
     ],
 )
 def test_the_lower_limit_holds(policy: str, overrides: Any, limit: Any, kept: Any):
-    found = signals.with_limit(load(policy, **overrides), limit)
+    found: Any = signals.with_limit(load(policy, **overrides), limit)
     assert found.clip.max_norm == kept
 
 

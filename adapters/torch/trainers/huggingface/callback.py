@@ -1,0 +1,298 @@
+"""`HealingCallback`: one object in `callbacks=[...]` heals any transformers or TRL Trainer."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Unpack
+
+from healcore.extras import require
+
+require("huggingface", "transformers", "accelerate")
+
+from transformers import (  # noqa: E402
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_callback import ExportableState  # noqa: E402
+
+from healcore.policy import Overrides, Policy, PolicySource, from_dict, load, to_dict  # noqa: E402
+from healcore.torch.errors import AttachError  # noqa: E402
+from healcore.torch.healing import Healing  # noqa: E402
+from healcore.torch.trainers.huggingface import checkpoints  # noqa: E402
+from healcore.torch.trainers.huggingface.report import TrainingReport  # noqa: E402
+from healcore.torch.trainers.huggingface.run import Options, TrainingRun  # noqa: E402
+
+_log = logging.getLogger("healcore")
+
+
+class HealingCallback(TrainerCallback, ExportableState):
+    """Clips, skips, and keeps bad checkpoints from being resumed from.
+
+        trainer = Trainer(..., callbacks=[HealingCallback("default")])
+
+    The policy judges the true loss of each optimizer step and the gradient norm before clipping.
+    The Trainer's own `max_grad_norm` stays in force: the lower one of that and the policy's limit.
+
+    A callback cannot go back to an earlier state within `train()`. Where the policy orders that, it
+    says so once, and moves the checkpoints from after the trouble began out of the way. If a budget
+    of the policy is spent while the model gets worse, the run stops with a diagnosis
+    (`RunStopped`, a SystemExit: the process ends with status 1).
+
+    Args:
+        policy: a preset's name, the path of a TOML file, or a `Policy`; also a mapping, as in a
+            checkpoint's trainer_state.json.
+        events: the events file, next to which a postmortem is written; "auto":
+            `_healcore/healcore.events.jsonl` in output_dir; None: neither is written.
+        engine: see `healcore.torch.attach`.
+        **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`.
+
+    Raises:
+        healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
+    """
+
+    def __init__(
+        self,
+        policy: PolicySource | Mapping[str, Any] = "default",
+        *,
+        events: str | os.PathLike[str] | Literal["auto"] | None = "auto",
+        engine: Literal["auto", "host", "device"] = "auto",
+        **overrides: Unpack[Overrides],
+    ) -> None:
+        if isinstance(policy, Mapping):
+            policy = from_dict(policy)
+        self.policy: Policy = load(policy, **overrides)
+        self._options = Options(events=events, engine=engine)
+        self._run: TrainingRun | None = None
+        self._last: TrainingReport | None = None
+        self.saved: dict[str, Any] | None = None
+        """What a checkpoint held, once the Trainer has restored this callback from it."""
+
+    @property
+    def healing(self) -> Healing | None:
+        """The optimizer's handle during `train()`, else None."""
+        return None if self._run is None else self._run.driver.healings["optimizer"]
+
+    def report(self) -> TrainingReport | None:
+        """What was seen and done in the present or last `train()`; None before the first."""
+        return self._last if self._run is None else self._run.report()
+
+    # -- state in checkpoints -------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What the Trainer writes to trainer_state.json: how to make this object, and its state."""
+        events = self._options.events
+        return {
+            "args": {
+                "policy": to_dict(self.policy),
+                "events": None if events is None else os.fspath(events),
+                "engine": self._options.engine,
+            },
+            "attributes": {"saved": None if self._run is None else self._run.exported()},
+        }
+
+    # -- events of the Trainer ------------------------------------------------------------------
+
+    def on_init_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Guards the Trainer's `train()`, see `_guard`."""
+        trainer = _trainer_of(self)
+        if trainer is not None:
+            _guard(trainer)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Attaches the policy; the Trainer has restored its own state by now."""
+        if self._run is not None:  # auto_find_batch_size begins anew; or it raised, unguarded
+            self.close(RuntimeError("train() was begun again"))
+        trainer = _trainer_of(self)
+        if trainer is None:
+            raise AttachError(
+                "HealingCallback found no Trainer among its callers: give it to a transformers "
+                "Trainer in callbacks=[...], or heal the optimizer with healcore.torch.attach"
+            )
+        _guard(trainer)
+        saved = self._saved_in(state)
+        # transformers 5.23 raises KeyError at the next save if the checkpoint did not have it.
+        exported: Any = state.stateful_callbacks
+        exported.setdefault(type(self).__name__, self.state())
+        self._run = TrainingRun(trainer, self.policy, self._options)
+        self._run.start(saved)
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> TrainerControl:
+        """Reads the decisions, and carries out what a callback can."""
+        run = self._run
+        if run is None:
+            return control
+        run.after_step(state.global_step, now=control.should_save or control.should_training_stop)
+        if run.wants_save:
+            control.should_save, run.wants_save = True, False
+        return self._checked(control)
+
+    def on_epoch_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> TrainerControl:
+        """Checks a checkpoint of the end of an epoch before it is saved."""
+        return self._checked(control)
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Reports the evaluation's loss to policies that read it."""
+        metrics = kwargs.get("metrics")
+        loss = metrics.get("eval_loss") if isinstance(metrics, dict) else None
+        if self._run is not None and loss is not None:
+            self._run.driver.observe_eval(loss)
+
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Records the checkpoint that was written."""
+        if self._run is not None:
+            self._run.saved()
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Detaches everything."""
+        self.close(None)
+
+    def close(self, error: BaseException | None) -> None:
+        """Ends the present run, if any. Called at the end of `train()`, also when that raises."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.close(error)
+            self._last = run.report()
+
+    # -- within ---------------------------------------------------------------------------------
+
+    def _checked(self, control: TrainerControl) -> TrainerControl:
+        if self._run is not None and control.should_save:
+            control.should_save = self._run.may_save()
+        return control
+
+    def _saved_in(self, state: TrainerState) -> Any:
+        """This callback's state in the checkpoint that the Trainer has resumed from, if any.
+
+        Read here because the Trainer restores callbacks only if it is told to
+        (restore_callback_states_from_checkpoint), and then as new objects.
+        """
+        if self.saved is not None:
+            return self.saved
+        exported: Any = state.stateful_callbacks
+        found = exported.get(type(self).__name__)
+        found = found[0] if isinstance(found, list) else found
+        return None if found is None else found.get("attributes", {}).get("saved")
+
+
+def _trainer_of(callback: HealingCallback) -> Any | None:
+    """The Trainer that is calling one of its callbacks; callbacks do not get it as an argument."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        handler = getattr(caller, "callback_handler", None)
+        if any(each is callback for each in getattr(handler, "callbacks", ())):
+            return caller
+        frame = frame.f_back
+    return None
+
+
+def _guard(trainer: Any) -> None:
+    """Makes `train()` of one Trainer resume from a good checkpoint, and clean up when it raises.
+
+    A Trainer has no event for either.
+    """
+    if "train" in vars(trainer):
+        return
+    original = trainer.train
+
+    @functools.wraps(original)
+    def train(*args: Any, **kwargs: Any) -> Any:
+        if args:
+            args = (_good(trainer, args[0]), *args[1:])
+        elif "resume_from_checkpoint" in kwargs:
+            given = kwargs["resume_from_checkpoint"]
+            kwargs = {**kwargs, "resume_from_checkpoint": _good(trainer, given)}
+        try:
+            return original(*args, **kwargs)
+        except BaseException as error:
+            for each in _of(trainer):
+                each.close(error)
+            raise
+
+    trainer.train = train
+
+
+def _of(trainer: Any) -> list[HealingCallback]:
+    """A Trainer's callbacks of this kind; restoring them from a checkpoint makes new ones."""
+    return [
+        each for each in trainer.callback_handler.callbacks if isinstance(each, HealingCallback)
+    ]
+
+
+def _good(trainer: Any, wanted: Any) -> Any:
+    """The checkpoint to resume from instead of `wanted`, if that is a bad one.
+
+    Newer ones that are incomplete (a kill while they were saved) or bad are set aside, or the
+    Trainer would take them for its latest. Only where the run itself saves.
+    """
+    folder = Path(trainer.args.output_dir)
+    if not wanted or all(each.policy.mode == "observe" for each in _of(trainer)):
+        return wanted
+    if wanted is not True and Path(wanted).absolute().parent != folder.absolute():
+        return wanted
+    trainer.accelerator.wait_for_everyone()
+    target, wrong = checkpoints.resume_target(folder)
+    trainer.accelerator.wait_for_everyone()  # before anything is moved
+    by_name = {path.name: why for path, why in wrong.items()}
+    if wanted is not True and Path(wanted).name not in by_name and Path(wanted).is_dir():
+        return wanted
+    if trainer.args.should_save:
+        for path, why in wrong.items():
+            new = checkpoints.set_aside(path, why)
+            _log.warning("%s is no checkpoint to resume from (%s): moved to %s", path, why, new)
+    trainer.accelerator.wait_for_everyone()
+    if target is None:
+        if wrong:
+            _log.warning("no good checkpoint is left in %s: training begins anew", folder)
+            return None
+        return wanted
+    return str(target)

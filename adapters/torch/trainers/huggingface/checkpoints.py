@@ -1,0 +1,235 @@
+"""What healcore knows about the `checkpoint-N` folders of a transformers Trainer.
+
+A checkpoint is a candidate until `probation` healthy steps have followed it; then it is known-good.
+One that turns out bad before is moved out of the Trainer's sight into the folder `_healcore`, where
+neither `get_last_checkpoint` nor `save_total_limit` nor an upload to the hub finds it. None is ever
+deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from healcore.runtime.checkpoints.catalog import probation_passed
+from healcore.runtime.store import Saved, files
+
+FOLDER = "_healcore"
+"""In the Trainer's output_dir; an upload to the hub leaves out names that begin with `_`."""
+
+RECORD = "healcore.json"
+"""In each checkpoint folder."""
+
+_NAME = re.compile(r"checkpoint-(\d+)$")
+_STATE = "trainer_state.json"
+_SCHEMA = 1
+
+Status = Literal["candidate", "good", "quarantined"]
+_log = logging.getLogger("healcore")
+
+
+class Record(NamedTuple):
+    """The content of `healcore.json`."""
+
+    step: int
+    status: Status
+    in_trouble: bool = False
+    """Saved within an incident that skipping alone does not explain."""
+    why: str = ""
+    """Why it was quarantined."""
+
+
+class Checkpoints:
+    """The checkpoints of one run in a Trainer's output_dir. Only one process writes.
+
+    Args:
+        folder: where the Trainer saves: output_dir, or a trial's folder in it.
+        probation: healthy steps after which a checkpoint is known-good.
+        writes: False on all ranks but the one that saves.
+    """
+
+    def __init__(self, folder: Path, *, probation: int, writes: bool) -> None:
+        self._folder = folder
+        self._probation = probation
+        self._writes = writes
+        self._records = {record.step: record for record in map(read, found(folder)) if record}
+        self.quarantined: list[int] = []
+        """Steps of the checkpoints that this run has quarantined."""
+
+    @property
+    def last_good(self) -> int | None:
+        """Step of the newest known-good checkpoint."""
+        return max((r.step for r in self._existing() if r.status == "good"), default=None)
+
+    def path(self, step: int) -> Path:
+        """The folder of a checkpoint."""
+        return self._folder / f"checkpoint-{step}"
+
+    def add(self, step: int, *, in_trouble: bool) -> None:
+        """Takes a checkpoint that the Trainer has just saved."""
+        self._write(Record(step, "candidate", in_trouble))
+
+    def mark_good(self, unhealthy: Iterable[int], now: int) -> list[int]:
+        """Marks the candidates whose probation is over; `unhealthy` steps do not count.
+
+        Called after every step, so it asks the disk only about those. Returns their steps.
+        """
+        candidates = [
+            Saved(r.step, "candidate", True, 0, 0.0, True, None)
+            for r in self._records.values()
+            if r.status == "candidate" and r.step <= now
+        ]
+        if not candidates:
+            return []
+        passed = probation_passed(
+            candidates, unhealthy=unhealthy, now=now, probation=self._probation
+        )
+        for step in passed:
+            self._write(Record(step, "good"))
+        return passed
+
+    def keep_last_good(self) -> None:
+        """Keeps `save_total_limit` from deleting the newest known-good checkpoint.
+
+        The Trainer deletes the folders that were modified least recently, so this one is touched.
+        """
+        step = self.last_good
+        if step is not None and self._writes:
+            os.utime(self.path(step))
+
+    def quarantine(self, since: int, why: str) -> list[tuple[Path, Path]]:
+        """Moves the candidates saved after step `since` away; returns (old, new) folders."""
+        moved = []
+        for record in self._existing():
+            if record.status == "candidate" and record.step > since:
+                moved.append((self.path(record.step), self.set_aside(record.step, why)))
+        return moved
+
+    def set_aside(self, step: int, why: str) -> Path:
+        """Moves one checkpoint to `_healcore`, and returns its new folder."""
+        self._write(Record(step, "quarantined", why=why))
+        self._records.pop(step, None)
+        self.quarantined.append(step)
+        return _moved(self.path(step)) if self._writes else self.path(step)
+
+    def _existing(self) -> list[Record]:
+        """The records of checkpoints that the Trainer has not deleted meanwhile."""
+        self._records = {s: r for s, r in self._records.items() if self.path(s).is_dir()}
+        return [self._records[step] for step in sorted(self._records)]
+
+    def _write(self, record: Record) -> None:
+        self._records[record.step] = record
+        path = self.path(record.step)
+        if not self._writes or not path.is_dir():
+            return
+        modified = path.stat()
+        try:
+            content = json.dumps({"schema": _SCHEMA, **record._asdict()}, indent=2)
+            files.replace(path / RECORD, f"{content}\n".encode("ascii"))
+            # The Trainer orders checkpoints by the time at which their folders were modified.
+            os.utime(path, ns=(modified.st_atime_ns, modified.st_mtime_ns))
+        except OSError as error:  # a full disk must not end the training
+            _log.warning("the record of %s could not be written: %s", path, error)
+
+
+# -- before training ------------------------------------------------------------------------------
+
+
+def found(folder: Path) -> list[Path]:
+    """The Trainer's checkpoints in a folder, by their step."""
+    if not folder.is_dir():
+        return []
+    named = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir()]
+    return [path for _, path in sorted((int(match[1]), path) for match, path in named if match)]
+
+
+def read(path: Path) -> Record | None:
+    """What is recorded about a checkpoint; None: nothing that can be read."""
+    try:
+        data = json.loads((path / RECORD).read_bytes())
+        return Record(**{name: data[name] for name in Record._fields})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def resume_target(folder: Path) -> tuple[Path | None, dict[Path, str]]:
+    """The newest checkpoint to resume from, and the newer ones, with what is wrong with each.
+
+    One that was saved in trouble is taken only if there is no other.
+    """
+    wrong: dict[Path, str] = {}
+    in_trouble: Path | None = None
+    for path in reversed(found(folder)):
+        problem = defect(path)
+        record = read(path)
+        if problem:
+            wrong[path] = problem
+        elif record is not None and record.in_trouble and record.status == "candidate":
+            in_trouble = in_trouble or path
+            wrong[path] = "saved while the model was getting worse"
+        else:
+            return path, wrong
+    if in_trouble is not None:
+        newer = {path: why for path, why in wrong.items() if path.name != in_trouble.name}
+        return in_trouble, {p: why for p, why in newer.items() if _step(p) > _step(in_trouble)}
+    return None, wrong
+
+
+def defect(path: Path) -> str:
+    """What keeps a checkpoint from being resumed from; "": nothing was found."""
+    try:
+        json.loads((path / _STATE).read_bytes())
+    except OSError:
+        return f"incomplete: it has no {_STATE}, which the Trainer writes last"
+    except ValueError:
+        return f"incomplete: its {_STATE} is cut off"
+    record = read(path)
+    if record is not None and record.status == "quarantined":
+        return record.why
+    weights = sorted(path.glob("*.safetensors"))
+    try:
+        name = next((bad for file in weights if (bad := _nonfinite(file))), "")
+    except Exception as error:
+        return f"its weights cannot be read: {type(error).__name__}: {error}"
+    return f"NaN or Inf in {name}" if name else ""
+
+
+def _nonfinite(file: Path) -> str:
+    """The first tensor with NaN or Inf in a safetensors file."""
+    from safetensors import safe_open
+
+    with safe_open(str(file), framework="pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118 -- not a mapping
+            tensor: Any = tensors.get_tensor(name)
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                return name
+    return ""
+
+
+def set_aside(path: Path, why: str) -> Path:
+    """Moves a checkpoint out of the Trainer's sight; returns its new folder."""
+    return Checkpoints(path.parent, probation=0, writes=True).set_aside(_step(path), why)
+
+
+def _moved(path: Path) -> Path:
+    folder = path.parent / FOLDER
+    folder.mkdir(exist_ok=True)
+    new = folder / path.name
+    if new.exists():
+        new = folder / f"{path.name}.{time.time_ns()}"
+    path.rename(new)
+    return new
+
+
+def _step(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])

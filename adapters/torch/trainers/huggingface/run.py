@@ -1,0 +1,460 @@
+"""`TrainingRun`: one `train()` call of a transformers Trainer, healed between its steps."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from healcore.core.errors import HealcoreError
+from healcore.core.step_record import Readings
+from healcore.core.verdict import Cause
+from healcore.policy import Policy
+from healcore.runtime.events import Log
+from healcore.runtime.events.models import Ending
+from healcore.runtime.host_policy import HostPolicy
+from healcore.runtime.incidents.assessment import Assessor
+from healcore.runtime.incidents.delayed_reader import DelayedReader, QueuedDispatch, StepResult
+from healcore.runtime.incidents.hooks import Hooks, RunFacts
+from healcore.runtime.incidents.monitor import ActionRequest, IncidentMonitor
+from healcore.runtime.ledger import Ledger
+from healcore.runtime.loop.order_executor import OrderExecutor, cause_text
+from healcore.runtime.loop.termination import RunStopped
+from healcore.runtime.postmortem import postmortem
+from healcore.runtime.postmortem.diagnosis import RunEnd
+from healcore.runtime.run_log import RunLog
+from healcore.torch.attachment import unwrapped
+from healcore.torch.driver import TorchDriver
+from healcore.torch.errors import AttachError
+from healcore.torch.trainers.huggingface import signals
+from healcore.torch.trainers.huggingface.checkpoints import FOLDER, Checkpoints
+from healcore.torch.trainers.huggingface.report import TrainingReport
+
+_log = logging.getLogger("healcore")
+
+LAG = 1
+"""Steps after which a step's decision is read on the host: by then it has arrived."""
+
+_NONFINITE = Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
+
+_LOGGED = (
+    "heal/loss",
+    "heal/threshold",
+    "heal/grad_scale",
+    "heal/lr_scale",
+    "heal/clips",
+    "heal/skips",
+    "heal/alarms",
+    "heal/incidents",
+)
+"""Metrics of the engine that each training row of the Trainer's log gets."""
+
+_REPORTED = ("heal/skips", "heal/clips", "heal/lr_scale", "heal/lr_cuts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `HealingCallback` was given, besides the policy."""
+
+    events: str | os.PathLike[str] | Literal["auto"] | None = "auto"
+    engine: Literal["auto", "host", "device"] = "auto"
+
+
+class TrainingRun:
+    """One `train()` call, from `on_train_begin` on; `close` ends it.
+
+    Raises AttachError for a Trainer that it cannot heal. Nothing has changed then.
+    """
+
+    def __init__(self, trainer: Any, policy: Policy, options: Options) -> None:
+        _check(trainer)
+        self._trainer = trainer
+        limit = signals.max_grad_norm(trainer)
+        policy = signals.with_limit(policy, limit)
+        self.policy = HostPolicy.of(policy)
+        self.step = trainer.state.global_step
+        self.ending = ""
+        self.postmortem: Path | None = None
+        self.not_carried_out = 0
+        self.wants_save = False
+        self._checked_step = -1
+        self._incidents = 0
+        self._began = time.monotonic()
+        optimizer = unwrapped(trainer.optimizer)
+        with ExitStack() as stack:
+            self.driver = TorchDriver(
+                {"model": trainer.model, "optimizer": optimizer},
+                policy,
+                {"engine": options.engine, "scaler": _scaler(trainer)},
+            )
+            stack.callback(self.driver.close)
+            stack.enter_context(signals.unclipped(trainer))
+            if limit is not None and not signals.keeps_limit(policy):
+                stack.enter_context(signals.clipped_after(trainer, optimizer, limit))
+            stack.enter_context(signals.observed_losses(trainer, self.driver.observe))
+            stack.enter_context(signals.extended_log(trainer, self.metrics))
+            ranks = self.driver.ranks()
+            self.log = RunLog(
+                Log(None if ranks.rank else _events(options.events, trainer)),
+                console=ranks.rank == 0,
+            )
+            stack.callback(self.log.events.close)
+            self.log.attach_console()
+            stack.callback(self.log.detach_console)
+            self._open = stack.pop_all()
+        self._healing = self.driver.healings["optimizer"]
+        self.ledger = Ledger(next_step=self.step)
+        self.checkpoints = Checkpoints(
+            _folder(trainer),
+            probation=self.policy.probation,
+            writes=trainer.args.should_save and not self.policy.observes,
+        )
+        self.monitor = IncidentMonitor(
+            policy=self.policy,
+            ledger=self.ledger,
+            hooks=Hooks(),
+            ranks=ranks,
+            log=self.log,
+            facts=RunFacts,
+        )
+        self._reader = DelayedReader(LAG)
+        self._executor = _WithoutRollback(
+            policy=self.policy,
+            driver=self.driver,
+            ranks=ranks,
+            ledger=self.ledger,
+            log=self.log,
+            run_end=lambda why: self.run_end(Ending.STOPPED, why),
+            assessor=Assessor(self.driver, None, self.log.warning),
+            run=self,
+        )
+
+    # -- begin and end --------------------------------------------------------------------------
+
+    def start(self, saved: Any) -> None:
+        """Logs the start; `saved` is what `exported` gave when the checkpoint was written."""
+        policy, ranks = self.policy, self.driver.ranks()
+        events = self.log.events
+        if events.path is not None:
+            postmortem.of_killed(events.path)
+        self.log.event(
+            "start",
+            step=None,
+            policy=policy.name,
+            fingerprint=policy.fingerprint,
+            policy_toml=policy.text,
+            mode=policy.engine.mode,
+            framework=self.driver.framework,
+            rank=ranks.rank,
+            world=ranks.world,
+            lag=LAG,
+            store=f"checkpoints of the Trainer in {self._trainer.args.output_dir}",
+            resumes=self.step > 0,
+        )
+        if self.step:
+            self.log.event("resume", step=self.step, checkpoint=self.step)
+            self._load(saved)
+        mode = "observed" if policy.observes else "healed"
+        self.log.info(f"{mode} by policy {policy.name}, from step {self.step}")
+
+    def exported(self) -> dict[str, Any]:
+        """What travels in the Trainer's checkpoints, JSON-safe. A sync on an accelerator."""
+        return {
+            "step": self.step,
+            "engines": self.driver.healing(),
+            "ledger": self.ledger.to_dict(),
+        }
+
+    def _load(self, saved: Any) -> None:
+        """Goes on from a saved state; a checkpoint without one begins with fresh baselines."""
+        try:
+            if saved is None or saved["step"] != self.step:
+                self.log.warning(
+                    f"the checkpoint of step {self.step} holds no state of healcore for that step: "
+                    "baselines, budgets and the learning-rate multiplier begin anew"
+                )
+                return
+            self.driver.load_healing(saved["engines"])
+            self.ledger.take_over(Ledger.from_dict(saved["ledger"]), self.step)
+            self._incidents = self.ledger.incident_count
+        except (HealcoreError, KeyError, TypeError, ValueError) as error:
+            self.log.warning(
+                f"healcore's state in the checkpoint of step {self.step} was not loaded, and "
+                f"begins anew: {error}"
+            )
+            return
+        self.monitor.set_lr_scale({"optimizer": self._values(_REPORTED)["heal/lr_scale"]})
+
+    def close(self, error: BaseException | None) -> None:
+        """Detaches everything, and writes how the run has ended. A second call does nothing."""
+        if self.ending:
+            return
+        ending = _ending(error)
+        self.ending = ending.value
+        raised = trace = None
+        if ending is Ending.EXCEPTION and error is not None:
+            raised = "".join(traceback.format_exception_only(error)).strip()
+            trace = "".join(traceback.format_exception(error))
+        try:
+            if error is None:
+                self._read(all=True, carry_out=False)
+            end = self.run_end(ending, error.why if isinstance(error, RunStopped) else "", raised)
+            events = self.log.events
+            if events.path is not None and (error is not None or self.ledger.incident_count):
+                path = postmortem.path_for(events.path, events.run)
+                found = postmortem.of(
+                    end, events, seconds=time.monotonic() - self._began, trace=trace
+                )
+                problem = postmortem.write(path, found)
+                self.postmortem = None if problem else path
+                if problem:
+                    self.log.warning(problem)
+            self.log.event(
+                "end",
+                step=self.step,
+                ending=ending,
+                incidents=end.incidents,
+                rollbacks=0,
+                last_good=end.last_good,
+                unreported_alarms=self.monitor.unreported_alarms or None,
+            )
+        finally:
+            self.final = self._report()
+            self._open.close()
+
+    # -- between steps --------------------------------------------------------------------------
+
+    def after_step(self, step: int, *, now: bool) -> None:
+        """Takes an optimizer step; `step` counts from 1. `now`: its decision is read at once.
+
+        Raises RunStopped if the policy ends the run.
+        """
+        self.step = step
+        pending = self.driver.poll_step()
+        if pending is not None:
+            self._reader.push(QueuedDispatch(step - 1, pending, ()))
+        while self.driver.warnings:
+            self.log.problem(step, self.driver.warnings.pop(0))
+        self._read(all=now)
+
+    def may_save(self) -> bool:
+        """Whether the state is fit to be saved. One sync.
+
+        Raises RunStopped if the weights hold NaN or Inf and the policy does not let that pass: the
+        steps that follow would all be skipped.
+        """
+        if self.policy.observes:
+            return True
+        self._checked_step = self.step
+        if self._finite():
+            self.checkpoints.keep_last_good()
+            return True
+        names = [
+            name
+            for name, p in self._trainer.model.named_parameters()
+            if not bool(p.isfinite().all())
+        ]
+        problem = f"the weights hold NaN or Inf ({', '.join(names[:3])}): not saved"
+        if self.policy.nonfinite_state == "alert":
+            self.log.problem(self.step, problem)
+            return False
+        self._executor.stop(self.step, f"{problem}; {_ELSEWHERE}")
+        return False
+
+    def saved(self) -> None:
+        """Takes a checkpoint that the Trainer has just written."""
+        if self.policy.observes:
+            return
+        self.checkpoints.add(self.step, in_trouble=self.in_trouble)
+        self.log.event("save", step=self.step)
+        # save_strategy="best" decides on a save after the last event in which it can be prevented.
+        if self._checked_step != self.step and not self._finite():
+            self.quarantine(self.step - 1, "its weights hold NaN or Inf")
+
+    def _finite(self) -> bool:
+        """Whether the weights are finite, on all ranks. One sync."""
+        return all(self.driver.ranks().gather(self.driver.finite()))
+
+    @property
+    def in_trouble(self) -> bool:
+        """Whether an incident is open that skipping its steps does not explain."""
+        if not self.ledger.open or not self.ledger.incidents:
+            return False
+        return bool(Cause(self.ledger.incidents[-1].cause) & ~_NONFINITE)
+
+    def quarantine(self, since: int, why: str) -> None:
+        """Moves checkpoints saved after step `since` away that are not known-good."""
+        state = self._trainer.state
+        for old, new in self.checkpoints.quarantine(since, why):
+            self.log.event("quarantine", step=self.step, checkpoint=int(old.name.split("-")[-1]))
+            self.log.warning(f"{old.name} is no place to resume from ({why}): moved to {new}")
+            best = state.best_model_checkpoint
+            if best is not None and Path(best).absolute() == old.absolute():
+                state.best_model_checkpoint = str(new)  # the best by its evaluation all the same
+
+    def _read(self, *, all: bool, carry_out: bool = True) -> None:
+        for result in self._reader.due(all=all):
+            self._reader.count_correction()
+            request = self.monitor.process(result)
+            self._log_incident(result)
+            if request is not None and carry_out:
+                self._carry_out(request)
+            elif request is not None:
+                self.log.problem(
+                    result.index,
+                    f"{cause_text(request.cause)} in the last step: the order was not carried out",
+                )
+        if not self.ledger.open:
+            for step in self.checkpoints.mark_good(self.ledger.unhealthy, self.ledger.next_step):
+                self.log.event("good", step=step)
+
+    def _log_incident(self, result: StepResult) -> None:
+        """Logs one line for a new incident: the first ten, then each power of two."""
+        number = self.ledger.incident_count
+        if number <= self._incidents:
+            return
+        self._incidents = number
+        if number > 10 and number & (number - 1):
+            return
+        record = max(result.records, key=lambda each: each.cause != 0)
+        done = "; skipped" if record.skip else ""
+        if not record.skip and record.grad_scale < 1:
+            done = f"; gradients × {record.grad_scale:.3g}"
+        self.log.warning(
+            f"step {result.index + 1}: incident {number}: {cause_text(record.cause)}; the last "
+            f"finite loss is {record.loss:.4g}, gradient norm {record.grad_norm:.4g}"
+            f"{'; nothing is changed, the policy observes' if self.policy.observes else done}"
+        )
+
+    def _carry_out(self, request: ActionRequest) -> None:
+        self.wants_save |= self._executor.execute(request, self.step).save
+
+    # -- reports --------------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float]:
+        """The engine's numbers of the last step, for a row of the log. One sync."""
+        return self._values(_LOGGED)
+
+    def _values(self, names: Sequence[str]) -> dict[str, float]:
+        found = self._healing.metrics()
+        values = torch.stack([found[name].float() for name in names]).cpu().numpy()
+        return {name: float(value) for name, value in zip(names, values, strict=True)}
+
+    def report(self) -> TrainingReport:
+        """What was seen and done so far."""
+        return self.final if self.ending else self._report()
+
+    def _report(self) -> TrainingReport:
+        values = self._values(_REPORTED)
+        return TrainingReport(
+            policy=self.policy.name,
+            steps=self.step,
+            skipped=int(values["heal/skips"]),
+            clipped=int(values["heal/clips"]),
+            incidents=self.ledger.incident_count,
+            lr_scale=values["heal/lr_scale"],
+            lr_cuts=int(values["heal/lr_cuts"]),
+            not_carried_out=self.not_carried_out,
+            last_good=self.checkpoints.last_good,
+            quarantined=tuple(self.checkpoints.quarantined),
+            ending=self.ending,
+            postmortem=None if self.postmortem is None else str(self.postmortem),
+            optimizer=self._healing.report(),
+        )
+
+    def run_end(self, ending: Ending, why: str = "", exception: str | None = None) -> RunEnd:
+        """The facts for a diagnosis."""
+        ledger, alarm = self.ledger, self.monitor.first_alarm
+        last = ledger.incidents[-1] if ledger.incidents else None
+        good = self.checkpoints.last_good
+        return RunEnd(
+            ending=ending,
+            step=self.step,
+            why=why,
+            cause=Cause(0 if last is None else last.cause),
+            onset=None if last is None else last.onset,
+            open=ledger.open,
+            incidents=ledger.incident_count,
+            readings=Readings(*alarm.readings) if alarm is not None else None,
+            evidence=() if alarm is None else alarm.evidence,
+            skips=sum(each.skips for each in ledger.incidents),
+            lr_scale=self.monitor.lr_scale,
+            observes=self.policy.observes,
+            last_good=good,
+            path=None if good is None else str(self.checkpoints.path(good)),
+            exception=exception,
+        )
+
+
+_ELSEWHERE = (
+    "a callback cannot go back within train(): healcore.torch.heal(trainer, policy) does, or "
+    "resume from the last known-good checkpoint"
+)
+
+
+@dataclass(eq=False, kw_only=True)
+class _WithoutRollback(OrderExecutor):
+    """Carries out what a callback can: it saves, stops, and says what it cannot do."""
+
+    run: TrainingRun
+
+    def _roll_back(self, request: ActionRequest, step: int) -> None:
+        run, cause = self.run, cause_text(request.cause)
+        if not all(self.ranks.gather(self.driver.finite())):
+            self.stop(step, f"{cause}, and the weights hold NaN or Inf; {_ELSEWHERE}")
+        run.quarantine(request.since, f"saved after {cause} had begun at step {request.since}")
+        run.not_carried_out += 1
+        line = f"step {request.index}: {cause}: the policy orders a rollback; {_ELSEWHERE}"
+        if run.not_carried_out == 1:
+            self.log.problem(request.index, line)
+        else:
+            self.log.event("problem", step=request.index, problem=line)
+
+
+def _check(trainer: Any) -> None:
+    """AttachError for a Trainer whose optimizer steps healcore does not see as they are."""
+    kind = str(getattr(trainer.accelerator.distributed_type, "value", ""))
+    if kind == "DEEPSPEED":
+        raise AttachError(
+            "HealingCallback does not heal a Trainer with DeepSpeed, whose engine clips, skips and "
+            "steps by itself: use healcore.torch.heal_engine on the engine, or train without DeepSpeed"
+        )
+    if kind == "FSDP" and not trainer.accelerator.is_fsdp2:
+        raise AttachError(
+            "HealingCallback does not heal FSDP 1, where a rank sees the norm of its shard only: "
+            'use FSDP 2, TrainingArguments(fsdp_config={"fsdp_version": 2})'
+        )
+    if trainer.optimizer is None:
+        raise AttachError("the Trainer has no optimizer yet: call train(), which makes it")
+
+
+def _scaler(trainer: Any) -> torch.amp.GradScaler | None:
+    scaler = getattr(trainer.accelerator, "scaler", None)
+    return scaler if isinstance(scaler, torch.amp.GradScaler) else None
+
+
+def _folder(trainer: Any) -> Path:
+    """Where the Trainer saves: output_dir, or a folder in it of a hyperparameter search's trial."""
+    return Path(trainer._get_output_dir(getattr(trainer, "_trial", None)))
+
+
+def _events(given: Any, trainer: Any) -> Path | None:
+    if given != "auto":
+        return None if given is None else Path(given).absolute()
+    return _folder(trainer).absolute() / FOLDER / "healcore.events.jsonl"
+
+
+def _ending(error: BaseException | None) -> Ending:
+    if error is None:
+        return Ending.COMPLETED
+    if isinstance(error, RunStopped):
+        return Ending.STOPPED
+    return Ending.INTERRUPTED if isinstance(error, KeyboardInterrupt) else Ending.EXCEPTION

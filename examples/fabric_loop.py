@@ -1,0 +1,59 @@
+"""A Fabric loop that goes back by itself: the lines that healcore adds are marked.
+
+The learning rate warms up to one that is far too high. The loss and the gradient norm begin to grow
+from step to step; the run goes back to a checkpoint that is known to be good, and goes on with a
+quarter of the rate. Without healcore it ends as NaN.
+
+python examples/fabric_loop.py [DIRECTORY]
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+from torch.optim.lr_scheduler import LinearLR
+from torch.utils.data import TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import healcore  # <- healcore
+
+STEPS, BATCH = 400, 64
+
+
+def main(directory: str) -> None:
+    """Train a small regression, and print how it went."""
+    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric.launch()
+    torch.manual_seed(0)
+    inputs = torch.randn(STEPS * BATCH, 8)
+    targets = inputs.sum(dim=1, keepdim=True).sin() + 0.1 * torch.randn(len(inputs), 1)
+    net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=2.0, momentum=0.9))
+    scheduler = LinearLR(optimizer, start_factor=0.01, total_iters=300)
+    # Not through fabric.setup_dataloaders, whose wrapper cannot be rewound. Several processes need
+    # a DistributedSampler here.
+    loader = StatefulDataLoader(TensorDataset(inputs, targets), batch_size=BATCH, shuffle=True)
+    loss = torch.zeros(())
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}  # <- healcore
+    with healcore.Healer("default", state=state, store=directory) as healer:  # <- healcore
+        for x, y in healer.batches(loader):  # <- healcore
+            x, y = fabric.to_device((x, y))
+            loss = (model(x) - y).square().mean()
+            healer.observe(loss)  # <- healcore
+            fabric.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        print(f"loss {loss.item():.3f}, steps {healer.step}, rollbacks {healer.rollbacks}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        main(sys.argv[1])
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            main(folder)

@@ -1,0 +1,77 @@
+"""A Lightning Trainer that goes back by itself: the lines that healcore adds are marked.
+
+The learning rate warms up to one that is far too high. The loss and the gradient norm begin to grow
+from step to step; within the running fit the weights, the schedule, Lightning's counters and the
+data go back to a known-good checkpoint, and the fit goes on with a quarter of the rate. Without
+healcore it ends as NaN. Killed with `kill -9`, the same command goes on.
+
+python examples/lightning_trainer.py [DIRECTORY]
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+
+import lightning
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LinearLR
+from torch.utils.data import TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from healcore.torch import LightningHealingCallback  # <- healcore
+
+EPOCHS, BATCHES, BATCH = 4, 100, 64
+
+
+class Regression(lightning.LightningModule):
+    """Learns the sine of a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)
+        )
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = (self.net(x) - y).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=2.0, momentum=0.9)
+        scheduler = LinearLR(optimizer, start_factor=0.01, total_iters=300)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def main(directory: str) -> None:
+    """Train a small regression, and print how it went."""
+    lightning.seed_everything(0)
+    inputs = torch.randn(BATCHES * BATCH, 8)
+    targets = inputs.sum(dim=1, keepdim=True).sin() + 0.1 * torch.randn(len(inputs), 1)
+    # A rollback rewinds this loader exactly. With a plain DataLoader it goes on with new batches.
+    loader = StatefulDataLoader(TensorDataset(inputs, targets), batch_size=BATCH, shuffle=True)
+    healing = LightningHealingCallback("default", store=directory)  # <- healcore
+    trainer = lightning.Trainer(
+        max_epochs=EPOCHS,
+        accelerator="cpu",
+        callbacks=[healing],  # <- healcore
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Regression(), loader)
+    rollbacks = healing.healer.rollbacks if healing.healer else 0
+    loss = trainer.callback_metrics["loss"].item()
+    print(f"loss {loss:.3f}, steps {trainer.global_step}, rollbacks {rollbacks}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        main(sys.argv[1])
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            main(folder)

@@ -1,0 +1,265 @@
+"""One policy file decides the same in a torch loop, HF's Trainer, Lightning and a JAX loop.
+
+Every loop sees the same losses and gradients, bit for bit: the value of `loss + (w - constant w) g`
+is `loss`, and its gradient is g, whatever w is by then.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import lightning
+import numpy as np
+import optax
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, SequentialSampler
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import healcore.jax
+import healcore.torch
+from healcore.core.verdict import Cause
+from healcore.torch import LightningHealingCallback
+
+RATE = 0.125
+STEPS = 160
+SIZE = 4
+
+POLICY = """
+schema = 1
+name = "four"
+description = "clips, skips and cuts, with short warm-ups"
+[clip]
+kind = "zclip"
+warmup_steps = 10
+max_norm = 4.0
+[detect.nonfinite]
+[detect.grad_spike]
+warmup_steps = 10
+z_threshold = 6.0
+[detect.loss_spike]
+warmup_steps = 16
+[detect.vanishing]
+patience = 3
+[[respond]]
+to = ["nonfinite"]
+do = ["skip", "alert"]
+[[respond]]
+to = ["nonfinite"]
+when = { consecutive = 3 }
+do = ["cut_lr"]
+[[respond]]
+to = ["grad_spike"]
+do = ["skip"]
+[[respond]]
+to = ["loss_spike", "vanishing"]
+do = ["alert"]
+[lr]
+factor = 0.5
+hold_steps = 10
+ramp_steps = 20
+"""
+
+
+class Decided(NamedTuple):
+    """One step's decision."""
+
+    skip: bool
+    cause: Cause
+    action: int
+    grad_scale: float
+    lr_scale: float
+
+    @classmethod
+    def of(cls, decision: Any) -> Decided:
+        return cls(
+            bool(decision.skip),
+            Cause(int(decision.cause)),
+            int(decision.action),
+            float(decision.grad_scale),
+            float(decision.lr_scale),
+        )
+
+
+def signals() -> list[tuple[np.ndarray, np.ndarray]]:
+    """Losses and gradients of a noisy descent, with single faults and a series of them."""
+    rng = np.random.default_rng(0)
+    losses = (2 + 3 * np.exp(-np.arange(STEPS) / 40) + 0.1 * rng.normal(size=STEPS)).astype("f")
+    grads = rng.normal(size=(STEPS, SIZE)).astype("f")
+    losses[30] = np.nan
+    grads[45, 2] = np.nan
+    grads[60] *= 100
+    losses[75] *= 10
+    losses[90:94] = np.inf
+    grads[110:116] = 0
+    grads[130:150] *= 3
+    return list(zip(losses, grads, strict=True))
+
+
+class Given(nn.Module):
+    """A model whose loss and gradient are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(SIZE))
+
+    def forward(self, loss: torch.Tensor, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
+        change = (self.w - self.w.detach()) * gradient.reshape(SIZE)
+        return {"loss": loss.reshape(()) + change.sum()}
+
+
+class Rows(torch.utils.data.Dataset):
+    """The signals as a data set, for loaders that collate."""
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        loss, gradient = signals()[i]
+        return {"loss": torch.tensor(loss), "gradient": torch.from_numpy(gradient)}
+
+
+def torch_loop(policy: Path) -> list[Decided]:
+    model = Given()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    heal = healcore.torch.attach(optimizer, policy)
+    decided = []
+    for batch in DataLoader(Rows()):
+        loss = model(**batch)["loss"]
+        heal.observe(loss)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        decided.append(Decided.of(heal.last_decision()))
+    return decided
+
+
+def huggingface_loop(policy: Path) -> list[Decided]:
+    healing, decided = healcore.torch.HealingCallback(policy, events=None), []
+
+    class Keep(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            assert healing.healing is not None
+            decided.append(Decided.of(healing.healing.last_decision()))
+
+    class InOrder(Trainer):
+        def _get_train_sampler(self, *args: Any) -> Any:
+            return SequentialSampler(Rows())
+
+    model = Given()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    trainer = InOrder(
+        model,
+        TrainingArguments(
+            output_dir=str(policy.parent / "huggingface"),
+            per_device_train_batch_size=1,
+            max_steps=STEPS,
+            max_grad_norm=4.0,  # the limit of the policy; the lower one would hold
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="no",
+            remove_unused_columns=False,
+            disable_tqdm=True,
+        ),
+        train_dataset=Rows(),
+        optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)),
+        callbacks=[Keep(), healing],
+    )
+    trainer.train()
+    return decided
+
+
+def lightning_loop(policy: Path, **options: Any) -> list[Decided]:
+    healing, decided = LightningHealingCallback(policy, **options), []
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Given()
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.model(**batch)["loss"]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=RATE)
+
+    class Keep(lightning.Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            decided.append(Decided.of(healing.healings["optimizer"].last_decision()))
+
+    lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[healing, Keep()],
+    ).fit(Module(), DataLoader(Rows()))
+    return decided
+
+
+def jax_loop(policy: Path) -> list[Decided]:
+    tx = healcore.jax.protect(optax.sgd(RATE), policy)
+
+    @jax.jit
+    def step(w: Any, state: Any, loss: Any, gradient: Any) -> Any:
+        def loss_of(w: Any) -> Any:
+            return loss + ((w - jax.lax.stop_gradient(w)) * gradient).sum()
+
+        value, grads = jax.value_and_grad(loss_of)(w)
+        updates, state = tx.update(grads, state, w, value=value, learning_rate=RATE)
+        return optax.apply_updates(w, updates), state, healcore.jax.last_decision(state)
+
+    w = jnp.ones(SIZE)
+    state, decided = tx.init(w), []
+    for loss, gradient in signals():
+        w, state, decision = step(w, state, loss, gradient)
+        decided.append(Decided.of(decision))
+    return decided
+
+
+LOOPS = {
+    "lightning": lightning_loop,
+    "lightning, in step": lambda policy: lightning_loop(policy, in_step_only=True),
+    "jax": jax_loop,
+}
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("four") / "four.toml"
+    path.write_text(POLICY)
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(policy: Path) -> list[Decided]:
+    return torch_loop(policy)
+
+
+def test_the_signals_bring_every_kind_of_decision(expected: list[Decided]):
+    causes = Cause(0)
+    for each in expected:
+        causes |= each.cause
+    wanted = ("NONFINITE_LOSS", "NONFINITE_GRAD", "GRAD_SPIKE", "LOSS_SPIKE", "GRAD_VANISHING")
+    assert all(causes & Cause[name] for name in wanted)
+    assert sum(each.skip for each in expected) >= 6
+    assert {each.lr_scale for each in expected} > {0.5, 1.0}, "a cut, a ramp, and back"
+    assert any(0 < each.grad_scale < 1 and not each.skip for each in expected)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_same_decisions(loop: str, policy: Path, expected: list[Decided]):
+    found = LOOPS[loop](policy)
+    assert len(found) == len(expected) == STEPS
+    for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert mine[:3] == theirs[:3], i
+        # XLA may fuse what NumPy rounds in between: one float32 ulp per running mean.
+        tolerance = 0.0 if loop != "jax" else 4 * float(np.finfo("f").eps)
+        assert mine[3:] == pytest.approx(theirs[3:], rel=tolerance, abs=0), i

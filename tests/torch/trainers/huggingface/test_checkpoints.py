@@ -1,0 +1,227 @@
+"""A bad checkpoint of a real Trainer is never the one to resume from, and none is deleted."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from healcore.runtime.loop.termination import RunStopped
+from healcore.torch import HealingCallback
+from healcore.torch.trainers.huggingface import checkpoints
+from tests.torch.trainers.huggingface.small_runs import Rows, trainer, weights
+
+SAVES = {"save_strategy": "steps", "save_steps": 10}
+SHORT = {"probation": 5, "confirm": False}
+
+
+class Breaks(TrainerCallback):
+    """Writes NaN into a weight, as a faulty device would."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            with torch.no_grad():
+                next(kwargs["model"].parameters()).view(-1)[0] = math.nan
+
+
+def saved_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("checkpoint-*"))
+
+
+def test_a_checkpoint_with_nan_is_never_saved_and_the_run_stops(tmp_path: Path):
+    run = trainer(tmp_path, callbacks=[HealingCallback(), Breaks(17)], **SAVES)
+    with pytest.raises(RunStopped, match=r"layers.0.weight"):
+        run.train()
+    assert saved_in(tmp_path) == ["checkpoint-10"]
+    again = trainer(tmp_path, callbacks=[HealingCallback()], **SAVES)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 40
+    assert weights(again).isfinite().all()
+
+
+def test_the_policy_may_let_it_pass_with_an_alert(tmp_path: Path):
+    callback = HealingCallback(rollback={"nonfinite_state": "alert"}, respond=[])
+    run = trainer(tmp_path, callbacks=[callback, Breaks(17)], **SAVES)
+    run.train()
+    assert saved_in(tmp_path) == ["checkpoint-10"]
+
+
+def test_the_best_one_is_not_saved_with_nan_either(tmp_path: Path):
+    """save_strategy="best" decides on saving after the last event that could prevent it."""
+    run = trainer(
+        tmp_path,
+        callbacks=[HealingCallback(respond=[]), Breaks(17)],
+        save_strategy="best",
+        eval_strategy="steps",
+        eval_steps=20,
+        metric_for_best_model="eval_runtime",  # of a model with NaN this one is finite
+        eval_dataset=Rows(2),
+    )
+    run.train()
+    assert saved_in(tmp_path) == []
+    assert len(list((tmp_path / "_healcore").glob("checkpoint-*"))) >= 1
+
+
+def test_healthy_steps_make_a_checkpoint_known_good(tmp_path: Path):
+    callback = HealingCallback(rollback=SHORT)
+    run = trainer(tmp_path, scaled={12: math.nan}, callbacks=[callback], **SAVES)
+    run.train()
+    status = {p.name: checkpoints.read(p) for p in checkpoints.found(tmp_path)}
+    found = {name: record.status for name, record in status.items() if record is not None}
+    assert found == {
+        "checkpoint-10": "good",
+        "checkpoint-20": "good",
+        "checkpoint-30": "good",
+        "checkpoint-40": "candidate",
+    }
+    report = callback.report()
+    assert report is not None
+    assert report.last_good == 30
+
+
+def test_one_that_turns_out_bad_is_moved_away_not_deleted(tmp_path: Path):
+    """A rollback is ordered at step 22 for trouble since step 18: checkpoint 20 is from within."""
+    callback = HealingCallback(
+        rollback={"probation": 15, "confirm": False},
+        respond=[{"to": ["nonfinite"], "do": ["skip", "rollback"], "when": {"consecutive": 5}}],
+        max_skips=0,
+    )
+    scaled = dict.fromkeys(range(18, 23), math.nan)
+    run = trainer(tmp_path, scaled=scaled, callbacks=[callback], steps=26, **SAVES)
+    run.train()
+    assert saved_in(tmp_path) == ["checkpoint-10", "checkpoint-26"]
+    moved = tmp_path / "_healcore" / "checkpoint-20"
+    assert (moved / "model.safetensors").is_file()
+    record = json.loads((moved / "healcore.json").read_text())
+    assert record["status"] == "quarantined"
+    assert "nonfinite" in record["why"]
+    assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-26")
+
+
+def test_the_best_model_can_still_be_loaded_from_there(tmp_path: Path):
+    callback = HealingCallback(
+        rollback={"probation": 15, "confirm": False},
+        respond=[{"to": ["nonfinite"], "do": ["skip", "rollback"], "when": {"consecutive": 5}}],
+        max_skips=0,
+    )
+    run = trainer(
+        tmp_path,
+        scaled=dict.fromkeys(range(18, 23), math.nan),
+        callbacks=[callback],
+        steps=26,
+        eval_strategy="steps",
+        eval_steps=10,
+        eval_dataset=Rows(2),
+        load_best_model_at_end=True,
+        metric_for_best_model="steps_per_second",
+        **SAVES,
+    )
+    run.state.best_metric = None
+
+    class Best(TrainerCallback):
+        """The checkpoint of step 20 is the best by its evaluation."""
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            value = 1.0 if state.global_step == 20 else 0.5
+            kwargs["metrics"]["eval_steps_per_second"] = value
+
+    run.add_callback(Best())
+    run.train()
+    assert run.state.best_model_checkpoint == str(tmp_path / "_healcore" / "checkpoint-20")
+
+
+def test_what_a_kill_cut_off_is_not_resumed_from(tmp_path: Path):
+    first = trainer(tmp_path, callbacks=[HealingCallback()], **SAVES)
+    first.train()
+    (tmp_path / "checkpoint-40" / "trainer_state.json").unlink()
+    shutil.copytree(tmp_path / "checkpoint-30", tmp_path / "checkpoint-50")
+    state = tmp_path / "checkpoint-50" / "trainer_state.json"
+    state.write_text(state.read_text()[:100])
+    empty = tmp_path / "checkpoint-60"
+    empty.mkdir()
+    again = trainer(tmp_path, callbacks=[HealingCallback()], **SAVES)
+    resumed: list[int] = []
+
+    class From(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            resumed.append(state.global_step)
+
+    again.add_callback(From())
+    again.train(resume_from_checkpoint=True)
+    assert resumed == [30]
+    assert {p.name for p in (tmp_path / "_healcore").glob("checkpoint-*")} == {
+        "checkpoint-40",
+        "checkpoint-50",
+        "checkpoint-60",
+    }
+    assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-40")
+
+
+def test_a_checkpoint_of_an_unhealed_run_with_nan_is_not_resumed_from(tmp_path: Path):
+    sick = trainer(tmp_path, scaled={25: math.nan}, **SAVES)
+    sick.train()
+    again = trainer(tmp_path, scaled={25: math.nan}, callbacks=[HealingCallback()], **SAVES)
+    # As HF's example scripts do, which ask before there is a Trainer.
+    again.train(resume_from_checkpoint=get_last_checkpoint(str(tmp_path)))
+    assert weights(again).isfinite().all()
+    assert again.state.global_step == 40
+
+
+def test_an_older_checkpoint_named_by_the_user_is_taken(tmp_path: Path):
+    trainer(tmp_path, callbacks=[HealingCallback()], **SAVES).train()
+    (tmp_path / "checkpoint-40" / "trainer_state.json").unlink()
+    again = trainer(tmp_path, callbacks=[HealingCallback()], **SAVES)
+    assert again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-20"))
+    assert (tmp_path / "checkpoint-40" / "trainer_state.json").is_file()
+
+
+def test_where_nothing_good_is_left_training_begins_anew(tmp_path: Path):
+    (tmp_path / "checkpoint-10").mkdir(parents=True)
+    run = trainer(tmp_path, callbacks=[HealingCallback()], steps=5)
+    run.train(resume_from_checkpoint=True)
+    assert run.state.global_step == 5
+    with pytest.raises(ValueError, match="No valid checkpoint"):  # HF's own: there is none at all
+        trainer(tmp_path, callbacks=[HealingCallback()], steps=5).train(resume_from_checkpoint=True)
+
+
+def test_save_total_limit_leaves_the_newest_known_good_one(tmp_path: Path):
+    class Slow(TrainerCallback):
+        """Ten seconds between two saves: below one the Trainer orders folders by number."""
+
+        def __init__(self) -> None:
+            self.saves = 0
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            for path in tmp_path.glob("checkpoint-*"):
+                found = path.stat().st_mtime
+                os.utime(path, (found - 10, found - 10))
+
+    # 10 becomes known-good; NaN batches keep 20, 30 and 40 on probation.
+    scaled = dict.fromkeys([*range(21, 28, 2), *range(31, 38, 2)], math.nan)
+    callback = HealingCallback(rollback={"probation": 9, "confirm": False})
+    run = trainer(
+        tmp_path, scaled=scaled, callbacks=[callback, Slow()], save_total_limit=2, **SAVES
+    )
+    run.train()
+    report = callback.report()
+    assert report is not None
+    assert report.last_good is not None
+    assert saved_in(tmp_path) == [f"checkpoint-{report.last_good}", "checkpoint-40"]
+
+
+def test_in_observe_mode_nothing_is_moved_or_written(tmp_path: Path):
+    run = trainer(tmp_path, callbacks=[HealingCallback("observe"), Breaks(17)], **SAVES)
+    run.train()
+    assert len(saved_in(tmp_path)) == 4
+    assert not list(tmp_path.glob("checkpoint-*/healcore.json"))

@@ -1,0 +1,116 @@
+"""A killed run goes on with the same command, with healcore's state."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from healcore.torch import HealingCallback
+from tests.torch.trainers.huggingface.killed_run import POLICY
+from tests.torch.trainers.huggingface.small_runs import logged, trainer, weights
+
+ROOT = Path(__file__).parents[4]
+SAVES = {"save_strategy": "steps", "save_steps": 10}
+
+
+def started(folder: Path, step: int) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tests.torch.trainers.huggingface.killed_run", folder, str(step)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_kill_9_and_the_same_command_goes_on(tmp_path: Path):
+    killed = started(tmp_path / "killed", 27)
+    assert killed.returncode == -9, killed.stderr
+    again = started(tmp_path / "killed", 0)
+    whole = started(tmp_path / "whole", 0)
+    ends = [run.stdout.splitlines()[-1] for run in (again, whole)]
+    # The cut of step 13 and its count have survived, and every weight is the same.
+    assert ends[0] == ends[1]
+    assert ends[0].endswith("1 0.5 completed")
+    folder = tmp_path / "killed" / "_healcore"
+    assert len(list(folder.glob("*.postmortem.*.json"))) == 2  # of the killed run too
+
+
+class LearningRate(TrainerCallback):
+    """How far plain SGD moves the weights, per step."""
+
+    def __init__(self) -> None:
+        self.moved: dict[int, float] = {}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.before = [p.detach().clone() for p in kwargs["model"].parameters()]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        pairs = zip(self.before, kwargs["model"].parameters(), strict=True)
+        change = torch.cat([(b - a).detach().reshape(-1) for b, a in pairs])
+        self.moved[state.global_step] = float(change.norm())
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_the_lr_multiplier_survives_hfs_restore(tmp_path: Path, restored: bool):
+    """Measured by parameter displacement; with and without HF's restore of callbacks."""
+    arguments = {
+        "optim": "sgd",
+        "max_grad_norm": 1e-3,  # every step is clipped to it, and so moves as far
+        "lr_scheduler_type": "constant",
+        "restore_callback_states_from_checkpoint": restored,
+        **SAVES,
+    }
+    first = trainer(
+        tmp_path, scaled={12: math.nan}, callbacks=[HealingCallback(**POLICY)], **arguments
+    )
+    first.train()
+    rates = LearningRate()
+    callback = HealingCallback(**POLICY)
+    again = trainer(tmp_path, scaled={12: math.nan}, callbacks=[callback, rates], **arguments)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-20"))
+    assert rates.moved[21] == pytest.approx(0.5e-2 * 1e-3, rel=0.01)
+    live = [e for e in again.callback_handler.callbacks if isinstance(e, HealingCallback)]
+    assert len(live) == 1
+    report = live[0].report()
+    assert report is not None
+    assert (report.lr_scale, report.skipped) == (0.5, 1)
+    assert torch.equal(weights(first), weights(again))
+
+
+def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path):
+    """To the bit, with the default policy: baselines and budgets go on."""
+    scaled = {12: math.nan, 33: 50.0}
+    whole = trainer(tmp_path, scaled=scaled, callbacks=[HealingCallback()], **SAVES)
+    whole.train()
+    again = trainer(tmp_path, scaled=scaled, callbacks=[HealingCallback()], **SAVES)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-20"))
+    assert torch.equal(weights(whole), weights(again))
+    assert logged(whole, "heal/loss") == logged(again, "heal/loss")
+
+
+def test_a_checkpoint_of_a_run_without_the_callback_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    trainer(tmp_path, **SAVES).train()
+    again = trainer(tmp_path, callbacks=[HealingCallback()], **SAVES)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-20"))
+    assert again.state.global_step == 40
+    assert "begin anew" in capsys.readouterr().err
+
+
+def test_a_state_of_another_policy_is_not_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    trainer(tmp_path, callbacks=[HealingCallback("conservative")], **SAVES).train()
+    again = trainer(tmp_path, callbacks=[HealingCallback()], **SAVES)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-20"))
+    assert again.state.global_step == 40
+    assert "was not loaded" in capsys.readouterr().err

@@ -1,0 +1,73 @@
+"""The same object heals TRL's trainers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from healcore.torch import HealingCallback
+from tests.torch.trainers.huggingface.small_language_runs import trainer
+from tests.torch.trainers.huggingface.small_runs import logged, weights
+
+KINDS = ["sft", "dpo", "grpo"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_healthy_run_is_that_without_the_callback(tmp_path: Path, kind: str):
+    """To the bit where the policy clips nothing; with its own clip within the noise of rounding."""
+    plain = trainer(kind, tmp_path)
+    plain.train()
+    callback = HealingCallback(clip=None)
+    same = trainer(kind, tmp_path, callbacks=[callback])
+    same.train()
+    assert torch.equal(weights(plain), weights(same))
+    assert logged(plain, "loss") == logged(same, "loss")
+    healed = trainer(kind, tmp_path, callbacks=[HealingCallback()])
+    healed.train()
+    last = logged(plain, "loss")[-1]
+    assert logged(healed, "loss")[-1] == pytest.approx(last, rel=0.1, abs=0.05)
+    report = callback.report()
+    assert report is not None
+    assert (report.skipped, report.ending) == (0, "completed")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_that_is_judged_is_the_steps(tmp_path: Path, kind: str):
+    """TRL's trainers scale it for the accumulation in two ways."""
+    run = trainer(kind, tmp_path, callbacks=[HealingCallback()], max_steps=6)
+    run.train()
+    judged = logged(run, "heal/loss")
+    assert judged == pytest.approx(logged(run, "loss"), rel=1e-2, abs=2e-4)
+    assert len(judged) == 6
+
+
+class Poisons(TrainerCallback):
+    """Makes the output of one step NaN, as a fully masked row does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.handle: Any = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            layer = kwargs["model"].model.layers[0]
+            self.handle = layer.register_forward_hook(lambda module, inputs, out: out * math.nan)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_a_nan_step_is_skipped(tmp_path: Path, kind: str):
+    callback = HealingCallback()
+    run = trainer(kind, tmp_path, callbacks=[callback, Poisons(8)])
+    run.train()
+    assert weights(run).isfinite().all()
+    assert logged(run, "heal/skips") == [0.0] * 8 + [1.0] * 8
+    assert run.state.global_step == 16

@@ -1,0 +1,73 @@
+"""Lightning's own checkpoints beside the callback: only one of the two resumes a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.strategies import FSDPStrategy
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from healcore.torch import AttachError, LightningHealingCallback
+from tests.torch.trainers.lightning.fits import Regression, data, trainer
+
+
+def fit(*callbacks: Any, ckpt_path: Any = None, **options: Any) -> tuple[Regression, Any]:
+    torch.manual_seed(0)
+    module = Regression(warmup=20)
+    running = trainer(*callbacks, **{"max_epochs": 3, **options})
+    loader = StatefulDataLoader(data(), batch_size=8, shuffle=True)
+    running.fit(module, loader, DataLoader(data(2), 8), ckpt_path=ckpt_path)
+    return module, running
+
+
+def checkpoints(folder: Any) -> ModelCheckpoint:
+    return ModelCheckpoint(
+        folder, filename="{step}", every_n_train_steps=5, save_top_k=-1, save_last=True
+    )
+
+
+def test_model_checkpoint_and_early_stopping_go_on(tmp_path: Any):
+    saves = checkpoints(tmp_path / "lightning")
+    stops = EarlyStopping("val_loss", patience=5)
+    healing = LightningHealingCallback(store=tmp_path / "store")
+    fit(saves, stops, healing, enable_checkpointing=True)
+    names = {each.name for each in (tmp_path / "lightning").glob("step=*.ckpt")}
+    assert names == {f"step={step}.ckpt" for step in (5, 10, 15, 20)}
+
+
+@pytest.mark.parametrize("at", [5, 10, 16])
+def test_an_empty_store_begins_where_ckpt_path_leads(at: int, tmp_path: Any):
+    """As Lightning resumes it, within an epoch and after one."""
+    path = tmp_path / f"step={at}.ckpt"
+    if at == 16:
+        _, ended = fit(max_epochs=2)
+        ended.save_checkpoint(path)
+    else:
+        fit(checkpoints(tmp_path), enable_checkpointing=True)
+    plain, running = fit(ckpt_path=path)
+    healing = LightningHealingCallback(store=tmp_path / "store", clip=None)
+    module, resumed = fit(healing, ckpt_path=path)
+    assert resumed.global_step == running.global_step == 24
+    assert resumed.current_epoch == running.current_epoch == 3
+    assert module.seen == plain.seen
+    assert all(map(torch.equal, plain.parameters(), module.parameters()))
+
+
+def test_two_sources_are_refused(tmp_path: Any):
+    saves = checkpoints(tmp_path / "lightning")
+    fit(saves, LightningHealingCallback(store=tmp_path / "store"), enable_checkpointing=True)
+    again = LightningHealingCallback(store=tmp_path / "store")
+    with pytest.raises(AttachError, match="only one can: leave ckpt_path out"):
+        fit(again, ckpt_path=tmp_path / "lightning" / "step=10.ckpt")
+
+
+def test_a_strategy_that_shards_gradients_out_of_sight_is_refused():
+    callback = LightningHealingCallback()
+    running = trainer(callback)
+    running._accelerator_connector.strategy = FSDPStrategy()  # on a CPU no Trainer makes one
+    with pytest.raises(AttachError, match=r"FSDPStrategy.*SingleDeviceStrategy"):
+        callback.setup(running, Regression(), "fit")
