@@ -38,6 +38,7 @@ __all__ = [
     "Keep",
     "LastGoodKept",
     "LastStateNotSaved",
+    "MicrobatchError",
     "MissingExtraError",
     "NoGoodCheckpoint",
     "NotFinite",

@@ -32,6 +32,7 @@ from healcore.torch.healing import Healing, Report  # noqa: E402
 
 if TYPE_CHECKING:
     from healcore.torch.store import DCPStore, Keep, MemoryStore, TieredStore
+    from healcore.torch.trainers.arctic.callbacks import arctic_callbacks
     from healcore.torch.trainers.deepspeed import engine_state, heal_engine
     from healcore.torch.trainers.huggingface.callback import HealingCallback
     from healcore.torch.trainers.huggingface.dry_run import DryRun
@@ -60,6 +61,7 @@ __all__ = [
     "SignalError",
     "StateError",
     "TieredStore",
+    "arctic_callbacks",
     "attach",
     "engine_state",
     "heal",
@@ -68,6 +70,7 @@ __all__ = [
 
 _ON_FIRST_USE = {
     **dict.fromkeys(("DCPStore", "Keep", "MemoryStore", "TieredStore"), "healcore.torch.store"),
+    "arctic_callbacks": "healcore.torch.trainers.arctic.callbacks",
     "HealingCallback": "healcore.torch.trainers.huggingface.callback",
     **dict.fromkeys(("engine_state", "heal_engine"), "healcore.torch.trainers.deepspeed"),
     "DryRun": "healcore.torch.trainers.huggingface.dry_run",

@@ -21,6 +21,7 @@ from healcore.runtime.ledger import IncidentRecord
 from healcore.runtime.loop.lifecycle import close
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.setup import Options, open_run
+from healcore.runtime.microbatches.window import Microbatch
 from healcore.runtime.postmortem.diagnosis import RunEnd
 from healcore.runtime.store import CheckpointStore, Keep
 from healcore.runtime.store.ranks import Ranks
@@ -195,6 +196,51 @@ class Healer(Generic[State]):
         """
         return self._live.batches(loader, epochs)
 
+    def microbatches(
+        self,
+        batch: Batch,
+        *,
+        count: Callable[[Batch], SupportsFloat] | str | None = None,
+        ignore_index: int = -100,
+        total: SupportsFloat | None = None,
+        most: int | None = None,
+    ) -> Iterator[Microbatch[Batch]]:
+        """Yields a batch in parts that fit into memory; usually one, the batch itself.
+
+            for part in healer.microbatches(batch):
+                with part:
+                    loss = loss_fn(model, part.batch)
+                    (loss * part.weight).backward()
+
+        If a part runs out of memory and the policy's rule for `oom` has `shrink_microbatch`, what
+        it holds is freed, gradients and observed losses since the last optimizer step are dropped,
+        and the parts of all batches since then come again, half as large. The sum of the gradients
+        is that of the whole batch.
+
+        Args:
+            batch: an array or a structure of arrays, split along their first axis, or a list of
+                samples; see `healcore.runtime.microbatches.splitting`.
+            count: what the mean in the loss counts, to weight the parts by: the key of an entry
+                whose elements count unless they are `ignore_index`, or a function of a part. None:
+                samples. Only called where a batch is split, or with `total`.
+            ignore_index: see `count`.
+            total: what the mean counts in all batches of this optimizer step, if it is known
+                beforehand; None: each batch has the weight 1.
+            most: samples in a part, at most; None: as many as fit.
+
+        Raises:
+            RunStopped: a single sample does not fit, or `budget.shrinks` is used.
+            UnsplittableBatch: `most` is given, and the batch has no common number of samples.
+            MicrobatchError: the loop does not enter each part with `with part:`.
+        """
+        return self._live.out_of_memory.window.parts(
+            batch,
+            count=count,
+            ignore_index=ignore_index,
+            total=None if total is None else float(total),
+            most=most,
+        )
+
     def after_step(self, *, last: bool = False) -> bool:
         """Does what `batches` does between two steps, for loops that get their data elsewhere.
 
@@ -222,11 +268,18 @@ class Healer(Generic[State]):
     def observe(self, loss: SupportsFloat, optimizer: str | None = None) -> None:
         """torch: reports the loss of one (micro-)batch, see `healcore.torch.Healing.observe`.
 
+        Within `microbatches` it counts with the part's weight.
+
         Args:
             loss: one number or a tensor with one element.
             optimizer: its name in the state; None: all optimizers.
         """
-        self._driver_method("observe", "in JAX pass value=loss to tx.update")(loss, optimizer)
+        method = self._driver_method("observe", "in JAX pass value=loss to tx.update")
+        part = self._live.out_of_memory.window.part
+        if part is None:
+            method(loss, optimizer)
+        else:
+            method(loss, optimizer, weight=part.weight)
 
     def observe_eval(self, eval_loss: SupportsFloat, optimizer: str | None = None) -> None:
         """torch: reports an evaluation's loss."""

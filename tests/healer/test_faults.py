@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+import jax
 import pytest
 import requests
 import torch
@@ -242,6 +243,26 @@ def test_nor_a_state_after_an_alarm_or_with_nan(tmp_path):
             train(loop, skips, range(12), store=tmp_path / folder, before=before)
         assert events(tmp_path / folder, "save")[-1]["step"] == 5
         assert any(why in each["problem"] for each in events(tmp_path / folder, "problem"))
+
+
+def test_a_state_that_a_failed_step_has_donated_cannot_be_saved(tmp_path):
+    policy = with_answers()
+    loop = loop_of("jax", policy=policy)
+
+    def fail(healer, number):
+        if number == 7:
+            for leaf in jax.tree.leaves(healer.state):
+                leaf.delete()
+            raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        train(loop, policy, range(12), store=tmp_path, before=fail)
+    (fault,) = events(tmp_path, "fault")
+    assert "answer" not in fault
+    assert any("no checkpoint was saved" in each["problem"] for each in events(tmp_path, "problem"))
+    after = loop_of("jax", policy=policy)
+    train(after, policy, range(12), store=tmp_path)
+    assert after.faults.order == [5, 6, 7, 8, 9, 10, 11]
 
 
 def test_the_postmortem_says_what_the_exception_means(tmp_path):

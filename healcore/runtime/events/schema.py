@@ -73,6 +73,10 @@ KINDS: dict[str, EventKind] = {
         "on.",
         ("cause", "problem"),
     ),
+    "grow": EventKind(
+        "Larger parts of a batch, which once ran out of memory, are tried again.",
+        ("samples", "size_before", "size"),
+    ),
     "retried": EventKind("A network call has succeeded after it had failed.", ("attempt",)),
     "stop": EventKind("The policy ends the run.", ("why", "diagnosis")),
     "problem": EventKind(

@@ -39,6 +39,7 @@ def begin(loop: Loop, *, resume: bool, died: Any | None) -> None:
     if not resume:
         _begin_lineage(loop)
     state = loop.journal.state
+    loop.out_of_memory.resume()
     loop.checkpoints.allow_nonfinite(state.nonfinite_ok or [])
     _repeat_quarantine(loop)
     if died is not None:
@@ -203,10 +204,15 @@ def ending_of(error: BaseException | None, signal_number: int | None = None) -> 
     return Ending.EXCEPTION
 
 
+_OF_FAULTS = (Ending.EXCEPTION, Ending.STOPPED)
+"""Endings that an exception may have brought about."""
+
+
 def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
     """Ends a run; returns what the block must raise although the loop has completed."""
     ending = ending_of(error, loop.termination.signal_number)
-    fault = classify(error) if ending == Ending.EXCEPTION and error is not None else None
+    raised = error.__cause__ if isinstance(error, RunStopped) else error
+    fault = classify(raised) if ending in _OF_FAULTS and raised is not None else None
     problems: list[str] = []
 
     def attempt(what: str, action: Callable[[], object]) -> bool:
@@ -265,9 +271,13 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
 def _answer(loop: Loop, fault: Fault, error: Exception) -> None:
     """Logs the exception that ends the run, after a save if the policy has a rule for one."""
     answer, why_not = None, ""
-    # The ranks that have not raised do not take part in a save.
-    if "save" in loop.policy.answers(fault.cause) and loop.ranks.world == 1:
-        why_not = loop.save_emergency()
+    # The ranks that have not raised do not take part in a save; memory ends with the process.
+    alone = loop.ranks.world == 1 and not isinstance(loop.checkpoints.store, SnapshotStore)
+    if alone and "save" in loop.policy.answers(fault.cause):
+        try:
+            why_not = loop.save_emergency()
+        except Exception as problem:  # a step in JAX that failed may have donated the state
+            why_not = f"{type(problem).__name__}: {problem}"
         answer = None if why_not else "save"
     what = "".join(traceback.format_exception_only(error)).strip()
     loop.faults.report(fault, f"the loop raised {what:.300}", answer=answer)

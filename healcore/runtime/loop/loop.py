@@ -24,6 +24,7 @@ from healcore.runtime.incidents.monitor import ActionRequest, IncidentMonitor
 from healcore.runtime.ledger import Ledger
 from healcore.runtime.loop.action_executor import ActionExecutor, Reruns
 from healcore.runtime.loop.fault_answers import FaultAnswers
+from healcore.runtime.loop.out_of_memory import OutOfMemory
 from healcore.runtime.loop.saves import SaveSchedule, StateCheck
 from healcore.runtime.loop.termination import TerminationWatch, exit_for
 from healcore.runtime.postmortem.diagnosis import RunEnd
@@ -110,6 +111,16 @@ class Loop:
             log=self.log,
             run_end=lambda why: self.run_end(Ending.STOPPED, why),
             assessor=self._assessor,
+        )
+        self.out_of_memory = OutOfMemory(
+            policy=policy,
+            driver=driver,
+            ranks=ranks,
+            ledger=ledger,
+            rollbacks=self.rollbacks,
+            log=self.log,
+            step=lambda: self.step,
+            run_end=lambda why: self.run_end(Ending.STOPPED, why, fault=Cause.OOM),
         )
         self._state_check = StateCheck(
             policy=policy,
