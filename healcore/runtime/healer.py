@@ -25,6 +25,7 @@ from healcore.runtime.microbatches.window import Microbatch
 from healcore.runtime.postmortem.diagnosis import RunEnd
 from healcore.runtime.store import CheckpointStore, Keep
 from healcore.runtime.store.ranks import Ranks
+from healcore.runtime.trackers import select
 
 State = TypeVar("State")
 Batch = TypeVar("Batch")
@@ -87,12 +88,18 @@ class Healer(Generic[State]):
         trust: pickle objects that have no plain form (of the state and of loaders), and read what
             was pickled. Reading a pickle runs whatever code its writer put there: only for a
             directory that nobody else can write to. A store that you make has a `trust` of its own.
+        trackers: where metrics and events go besides the files: "wandb", "trackio", "mlflow",
+            "tensorboard" or "stdout", with a project, experiment or directory as "wandb:project";
+            a live wandb, trackio or mlflow run or a SummaryWriter, which stays open; or objects
+            with the methods of `healcore.Tracker`. They run in threads, and one that fails or
+            hangs is reported and left. See docs/trackers.md.
         **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`; see
             `healcore.policy.Overrides`. In JAX pass the same ones to the optimizer.
 
     Raises:
         healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
         ValueError: another argument is out of range.
+        healcore.MissingExtraError: the library of a tracker is not installed.
     """
 
     def __init__(
@@ -116,6 +123,7 @@ class Healer(Generic[State]):
         attach: Mapping[str, Any] | None = None,
         driver: Driver | None = None,
         trust: bool = False,
+        trackers: object = (),
         **overrides: Unpack[Overrides],
     ) -> None:
         self._options = Options(
@@ -137,6 +145,7 @@ class Healer(Generic[State]):
             driver=driver,
             loss_fn=loss_fn,
             trust=trust,
+            trackers=select(trackers),
         ).checked()
         self._run: Loop | None = None
         self._ended = False

@@ -52,6 +52,7 @@ SURFACE = {
         "StoreInUse",
         "StoreNotEmpty",
         "Terminated",
+        "Tracker",
         "UnknownState",
         "UnsavableState",
         "UnsplittableBatch",

@@ -269,7 +269,9 @@ class Loop:
             self.step += correction
             self._saves.count(correction)
             for record in step.records:
-                self.metrics.write(step.index, record, several=len(step.records) > 1)
+                fields = self.metrics.write(step.index, record, several=len(step.records) > 1)
+                if fields is not None:
+                    self.log.trackers.metrics(step.index, record, fields)
             yield step, self.monitor.process(step)
 
     def _continue_from(self, target: int, request: ActionRequest | None = None) -> None:
@@ -436,6 +438,7 @@ class Loop:
         )
 
     def _log_driver_warnings(self) -> None:
+        self.log.report_trackers(self.step)
         while self.driver.warnings:
             self.warn(self.driver.warnings.pop(0))
 
