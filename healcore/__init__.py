@@ -54,6 +54,7 @@ __all__ = [
     "StoreInUse",
     "StoreNotEmpty",
     "Terminated",
+    "Tracker",
     "UnknownState",
     "UnsavableState",
     "UnsplittableBatch",

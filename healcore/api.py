@@ -43,3 +43,4 @@ from healcore.runtime.store import StoreInUse as StoreInUse
 from healcore.runtime.store import UnsavableState as UnsavableState
 from healcore.runtime.store.errors import Untrusted as Untrusted
 from healcore.runtime.store.ranks import RankFailed as RankFailed
+from healcore.runtime.trackers import Tracker as Tracker

@@ -85,6 +85,9 @@ KINDS: dict[str, EventKind] = {
     "end": EventKind("The process ends; a process that is killed writes none.", ("ending",)),
 }
 
+GRAVE = frozenset({"rollback", "stop", "problem", "save_failed", "damaged", "fault"})
+"""Kinds that a person should see at once: highlighted by `healcore watch`, alerts in trackers."""
+
 
 def problems(event: Mapping[str, Any]) -> list[str]:
     """What is wrong with an event; nothing if it is as this version writes it.

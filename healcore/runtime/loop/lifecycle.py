@@ -253,12 +253,15 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
         loop.log.info(f"{ended} after step {loop.step}: {on_disk}")
     for problem in problems:
         loop.warn(problem)
+    attempt("trackers", loop.log.trackers.drain)
+    loop.log.report_trackers(loop.step)
     _write_end(loop, ending, error, Cause(0) if fault is None else fault.cause)
     for end in (
         loop.termination.stop,
         loop.checkpoints.close,
         loop.driver.close,
         loop.release,
+        lambda: [loop.log.warning(each) for each in loop.log.trackers.close()],
         loop.log.detach_console,
         loop.metrics.close,
         loop.log.events.close,

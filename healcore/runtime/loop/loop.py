@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause, names
@@ -269,7 +269,9 @@ class Loop:
             self.step += correction
             self._saves.count(correction)
             for record in step.records:
-                self.metrics.write(step.index, record, several=len(step.records) > 1)
+                fields = self.metrics.write(step.index, record, several=len(step.records) > 1)
+                if fields is not None:
+                    self.log.trackers.metrics(step.index, record, fields)
             yield step, self.monitor.process(step)
 
     def _continue_from(self, target: int, request: ActionRequest | None = None) -> None:
@@ -368,6 +370,10 @@ class Loop:
         self.journal.state.ending = ending
         self.rollbacks.write_journal(self.step)
 
+    def stop(self, why: str) -> NoReturn:
+        """Ends the run; see `Healer.stop`."""
+        self._executor.stop(self.step, why)
+
     def run_end(
         self,
         ending: Ending,
@@ -432,6 +438,7 @@ class Loop:
         )
 
     def _log_driver_warnings(self) -> None:
+        self.log.report_trackers(self.step)
         while self.driver.warnings:
             self.warn(self.driver.warnings.pop(0))
 
