@@ -5,19 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Generic, Literal, ParamSpec, Self, SupportsFloat, TypeVar, Unpack
+from typing import Any, Generic, Literal, NoReturn, ParamSpec, Self, SupportsFloat, TypeVar, Unpack
 
 from healcore.core.errors import HealcoreError
 from healcore.policy import Overrides, PolicyLike
 from healcore.runtime.data.cursor import Loader
 from healcore.runtime.data.position import BatchId
 from healcore.runtime.driver import Driver
+from healcore.runtime.events.log import Log
+from healcore.runtime.events.models import Ending
+from healcore.runtime.faults import classify
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.hooks import Hook, Hooks
+from healcore.runtime.ledger import IncidentRecord
 from healcore.runtime.loop.lifecycle import close
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.setup import Options, open_run
 from healcore.runtime.microbatches.window import Microbatch
+from healcore.runtime.postmortem.diagnosis import RunEnd
 from healcore.runtime.store import CheckpointStore, Keep
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.trackers import select
@@ -319,6 +324,24 @@ class Healer(Generic[State]):
         """
         return self._live.faults.retrying(call)
 
+    def report_fault(self, error: BaseException, problem: str, answer: str) -> None:
+        """Writes an event about an exception that the loop has dealt with itself.
+
+        Args:
+            error: what was raised.
+            problem: what was wrong and is done about it, as a sentence.
+            answer: the word of the policy's rule.
+        """
+        self._live.faults.report(classify(error), problem, answer=answer)
+
+    def stop(self, why: str) -> NoReturn:
+        """Ends the run with a diagnosis, as an order of the policy does.
+
+        Raises:
+            RunStopped: always.
+        """
+        self._live.stop(why)
+
     def save(self) -> None:
         """Saves a checkpoint now, in addition to the regular ones. Call it between two steps."""
         self._live.save("requested")
@@ -345,6 +368,20 @@ class Healer(Generic[State]):
         """Ids of the batches that rollbacks have left out so far, of all loaders."""
         ids = self._loop.loaders.left_out().values()
         return frozenset(BatchId(*each) for some in ids for each in some)
+
+    @property
+    def incidents(self) -> tuple[IncidentRecord, ...]:
+        """The incidents so far, oldest first, in earlier processes too."""
+        return tuple(self._loop.ledger.incidents)
+
+    @property
+    def events(self) -> Log:
+        """The events file."""
+        return self._loop.log.events
+
+    def run_end(self) -> RunEnd:
+        """The facts about the run as it is now: incidents, rollbacks, the last known-good."""
+        return self._loop.run_end(Ending.COMPLETED)
 
     @property
     def store(self) -> CheckpointStore:

@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause, names
@@ -369,6 +369,10 @@ class Loop:
         """Writes to the journal how the process ended; without it, the process was killed."""
         self.journal.state.ending = ending
         self.rollbacks.write_journal(self.step)
+
+    def stop(self, why: str) -> NoReturn:
+        """Ends the run; see `Healer.stop`."""
+        self._executor.stop(self.step, why)
 
     def run_end(
         self,
