@@ -27,6 +27,7 @@ from healcore.runtime.loop.termination import LastStateNotSaved as LastStateNotS
 from healcore.runtime.loop.termination import RunStopped as RunStopped
 from healcore.runtime.loop.termination import Terminated as Terminated
 from healcore.runtime.microbatches.splitting import UnsplittableBatch as UnsplittableBatch
+from healcore.runtime.microbatches.window import MicrobatchError as MicrobatchError
 from healcore.runtime.rollback.journal import JournalError as JournalError
 from healcore.runtime.store import CheckpointDamaged as CheckpointDamaged
 from healcore.runtime.store import CheckpointStore as CheckpointStore
@@ -42,3 +43,4 @@ from healcore.runtime.store import StoreInUse as StoreInUse
 from healcore.runtime.store import UnsavableState as UnsavableState
 from healcore.runtime.store.errors import Untrusted as Untrusted
 from healcore.runtime.store.ranks import RankFailed as RankFailed
+from healcore.runtime.trackers import Tracker as Tracker

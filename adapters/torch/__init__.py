@@ -32,8 +32,11 @@ from healcore.torch.healing import Healing, Report  # noqa: E402
 
 if TYPE_CHECKING:
     from healcore.torch.store import DCPStore, Keep, MemoryStore, TieredStore
+    from healcore.torch.trainers.arctic.callbacks import arctic_callbacks
     from healcore.torch.trainers.deepspeed import engine_state, heal_engine
     from healcore.torch.trainers.huggingface.callback import HealingCallback
+    from healcore.torch.trainers.huggingface.dry_run import DryRun
+    from healcore.torch.trainers.huggingface.healing_report import HealingReport
     from healcore.torch.trainers.huggingface.self_healing import SelfHealingTrainer, heal
     from healcore.torch.trainers.lightning.callback import LightningHealingCallback
 
@@ -43,8 +46,10 @@ __all__ = [
     "Cause",
     "DCPStore",
     "Decision",
+    "DryRun",
     "Healing",
     "HealingCallback",
+    "HealingReport",
     "Keep",
     "LightningHealingCallback",
     "MemoryStore",
@@ -56,6 +61,7 @@ __all__ = [
     "SignalError",
     "StateError",
     "TieredStore",
+    "arctic_callbacks",
     "attach",
     "engine_state",
     "heal",
@@ -64,8 +70,11 @@ __all__ = [
 
 _ON_FIRST_USE = {
     **dict.fromkeys(("DCPStore", "Keep", "MemoryStore", "TieredStore"), "healcore.torch.store"),
+    "arctic_callbacks": "healcore.torch.trainers.arctic.callbacks",
     "HealingCallback": "healcore.torch.trainers.huggingface.callback",
     **dict.fromkeys(("engine_state", "heal_engine"), "healcore.torch.trainers.deepspeed"),
+    "DryRun": "healcore.torch.trainers.huggingface.dry_run",
+    "HealingReport": "healcore.torch.trainers.huggingface.healing_report",
     **dict.fromkeys(
         ("SelfHealingTrainer", "heal"), "healcore.torch.trainers.huggingface.self_healing"
     ),

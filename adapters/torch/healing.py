@@ -83,7 +83,7 @@ class Healing:
 
     # -- signals from the training loop ---------------------------------------------------------
 
-    def observe(self, loss: Tensor | float) -> None:
+    def observe(self, loss: Tensor | float, *, weight: float = 1.0) -> None:
         """Reports the loss of one (micro-)batch; a step is judged by the mean since the last step.
 
         Nothing is read on the host. With several ranks a step is judged by the mean over them; a
@@ -91,6 +91,7 @@ class Healing:
 
         Args:
             loss: a number, or a tensor of one element on any device; NaN and Inf are accepted.
+            weight: of this loss in the mean, above 0; for parts of different size.
 
         Raises:
             SignalError: None, not a number, or more than one. Nothing has changed then.
@@ -99,7 +100,7 @@ class Healing:
         self.judge_dropped()
         if self.own_loss:
             self.hooks.late_loss.observed(loss)
-        self._measurer.add_loss(value)
+        self._measurer.add_loss(value, weight=weight)
         if self.hooks.on_judged is None:
             self.hooks.incident_log.observed()
 

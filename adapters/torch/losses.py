@@ -47,7 +47,7 @@ def checked(name: str, value: Any) -> Tensor | float:
 
 
 class LossMean:
-    """Mean of the losses since the last step, on the device of the parameters, without a sync.
+    """Weighted mean of the losses since the last step, on the parameters' device, without a sync.
 
     The sum has a fixed address, for CUDA graphs, and is no alias of a loss that is changed in place
     after it was observed (``loss /= steps``).
@@ -56,11 +56,12 @@ class LossMean:
     def __init__(self, device: torch.device) -> None:
         self._total = torch.zeros((), dtype=torch.float32, device=device)
         self._count = 0
+        self._weight = 0.0
 
     def __len__(self) -> int:
         return self._count
 
-    def add(self, loss: Tensor | float) -> None:
+    def add(self, loss: Tensor | float, weight: float = 1.0) -> None:
         """Adds one micro-batch's loss, already `checked`."""
         with torch.no_grad():
             if isinstance(loss, Tensor) and loss.device.type == "cpu":
@@ -70,25 +71,29 @@ class LossMean:
                 loss = float(loss.numpy())
             if not isinstance(loss, Tensor):
                 if self._count:
-                    self._total.add_(loss)
+                    self._total.add_(loss * weight)
                 else:
-                    self._total.fill_(loss)
+                    self._total.fill_(loss * weight)
             elif self._count:
-                self._total.add_(loss.to(self._total.device, torch.float32, non_blocking=True))
+                on_device = loss.to(self._total.device, torch.float32, non_blocking=True)
+                self._total.add_(on_device, alpha=weight)
             else:
                 self._total.copy_(loss, non_blocking=True)
+                if weight != 1.0:
+                    self._total.mul_(weight)
         self._count += 1
+        self._weight += weight
 
     def mean(self) -> Tensor | None:
         """0-d float32; None without losses."""
-        if self._count <= 1:
+        if not self._count or self._weight == 1.0:
             return self._total if self._count else None
-        # Not `total / count`: on CUDA that is a multiplication by the reciprocal.
-        return self._total / torch.full_like(self._total, float(self._count))
+        # Not `total / weight`: on CUDA that is a multiplication by the reciprocal.
+        return self._total / torch.full_like(self._total, self._weight)
 
     def clear(self) -> None:
         """Drops the losses."""
-        self._count = 0
+        self._count, self._weight = 0, 0.0
 
 
 class LateLoss:
@@ -148,6 +153,12 @@ class LateLoss:
                 "the first loss was observed after the first step: if it belongs to that step, "
                 "all losses come one step late; call observe(loss) before optimizer.step()"
             )
+
+    def cancel(self) -> None:
+        """Ends the check: the backward pass of the first loss was given up and is done again."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def _backward(self, _: Tensor) -> None:
         self._reached = True

@@ -112,9 +112,9 @@ class Measurer:
         self.overflows = Overflows(home)
         self._side_signals: dict[str, Tensor | float] = {}
 
-    def add_loss(self, loss: Tensor | float, name: str = "loss") -> None:
+    def add_loss(self, loss: Tensor | float, name: str = "loss", *, weight: float = 1.0) -> None:
         """Adds one micro-batch's loss; SignalError, and no change, if it is not a number."""
-        self._losses.add(checked(name, loss))
+        self._losses.add(checked(name, loss), weight)
 
     def add_side_signal(self, name: str, value: Tensor | float) -> None:
         """Sets a side signal for the next step; SignalError if it is not a number."""

@@ -15,6 +15,7 @@ from healcore.adapter_registry import FRAMEWORKS
 from healcore.core.engine import Engine, StateError
 from healcore.core.errors import HealcoreError
 from healcore.core.step_record import StepRecord
+from healcore.runtime.microbatches.window import Gradients
 from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Ranks
 
@@ -137,6 +138,10 @@ class Driver(Protocol):
         Raises:
             StateMismatch: the state does not fit.
         """
+        ...
+
+    def gradient_window(self) -> Gradients:
+        """The gradients since the last step, for batches that are done again in smaller parts."""
         ...
 
     def learning_rate(self) -> float | None:

@@ -5,20 +5,27 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Generic, Literal, ParamSpec, Self, SupportsFloat, TypeVar, Unpack
+from typing import Any, Generic, Literal, NoReturn, ParamSpec, Self, SupportsFloat, TypeVar, Unpack
 
 from healcore.core.errors import HealcoreError
 from healcore.policy import Overrides, PolicyLike
 from healcore.runtime.data.cursor import Loader
 from healcore.runtime.data.position import BatchId
 from healcore.runtime.driver import Driver
+from healcore.runtime.events.log import Log
+from healcore.runtime.events.models import Ending
+from healcore.runtime.faults import classify
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.hooks import Hook, Hooks
+from healcore.runtime.ledger import IncidentRecord
 from healcore.runtime.loop.lifecycle import close
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.setup import Options, open_run
+from healcore.runtime.microbatches.window import Microbatch
+from healcore.runtime.postmortem.diagnosis import RunEnd
 from healcore.runtime.store import CheckpointStore, Keep
 from healcore.runtime.store.ranks import Ranks
+from healcore.runtime.trackers import select
 
 State = TypeVar("State")
 Batch = TypeVar("Batch")
@@ -81,12 +88,18 @@ class Healer(Generic[State]):
         trust: pickle objects that have no plain form (of the state and of loaders), and read what
             was pickled. Reading a pickle runs whatever code its writer put there: only for a
             directory that nobody else can write to. A store that you make has a `trust` of its own.
+        trackers: where metrics and events go besides the files: "wandb", "trackio", "mlflow",
+            "tensorboard" or "stdout", with a project, experiment or directory as "wandb:project";
+            a live wandb, trackio or mlflow run or a SummaryWriter, which stays open; or objects
+            with the methods of `healcore.Tracker`. They run in threads, and one that fails or
+            hangs is reported and left. See docs/trackers.md.
         **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`; see
             `healcore.policy.Overrides`. In JAX pass the same ones to the optimizer.
 
     Raises:
         healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
         ValueError: another argument is out of range.
+        healcore.MissingExtraError: the library of a tracker is not installed.
     """
 
     def __init__(
@@ -110,6 +123,7 @@ class Healer(Generic[State]):
         attach: Mapping[str, Any] | None = None,
         driver: Driver | None = None,
         trust: bool = False,
+        trackers: object = (),
         **overrides: Unpack[Overrides],
     ) -> None:
         self._options = Options(
@@ -131,6 +145,7 @@ class Healer(Generic[State]):
             driver=driver,
             loss_fn=loss_fn,
             trust=trust,
+            trackers=select(trackers),
         ).checked()
         self._run: Loop | None = None
         self._ended = False
@@ -190,6 +205,51 @@ class Healer(Generic[State]):
         """
         return self._live.batches(loader, epochs)
 
+    def microbatches(
+        self,
+        batch: Batch,
+        *,
+        count: Callable[[Batch], SupportsFloat] | str | None = None,
+        ignore_index: int = -100,
+        total: SupportsFloat | None = None,
+        most: int | None = None,
+    ) -> Iterator[Microbatch[Batch]]:
+        """Yields a batch in parts that fit into memory; usually one, the batch itself.
+
+            for part in healer.microbatches(batch):
+                with part:
+                    loss = loss_fn(model, part.batch)
+                    (loss * part.weight).backward()
+
+        If a part runs out of memory and the policy's rule for `oom` has `shrink_microbatch`, what
+        it holds is freed, gradients and observed losses since the last optimizer step are dropped,
+        and the parts of all batches since then come again, half as large. The sum of the gradients
+        is that of the whole batch.
+
+        Args:
+            batch: an array or a structure of arrays, split along their first axis, or a list of
+                samples; see `healcore.runtime.microbatches.splitting`.
+            count: what the mean in the loss counts, to weight the parts by: the key of an entry
+                whose elements count unless they are `ignore_index`, or a function of a part. None:
+                samples. Only called where a batch is split, or with `total`.
+            ignore_index: see `count`.
+            total: what the mean counts in all batches of this optimizer step, if it is known
+                beforehand; None: each batch has the weight 1.
+            most: samples in a part, at most; None: as many as fit.
+
+        Raises:
+            RunStopped: a single sample does not fit, or `budget.shrinks` is used.
+            UnsplittableBatch: `most` is given, and the batch has no common number of samples.
+            MicrobatchError: the loop does not enter each part with `with part:`.
+        """
+        return self._live.out_of_memory.window.parts(
+            batch,
+            count=count,
+            ignore_index=ignore_index,
+            total=None if total is None else float(total),
+            most=most,
+        )
+
     def after_step(self, *, last: bool = False) -> bool:
         """Does what `batches` does between two steps, for loops that get their data elsewhere.
 
@@ -217,11 +277,18 @@ class Healer(Generic[State]):
     def observe(self, loss: SupportsFloat, optimizer: str | None = None) -> None:
         """torch: reports the loss of one (micro-)batch, see `healcore.torch.Healing.observe`.
 
+        Within `microbatches` it counts with the part's weight.
+
         Args:
             loss: one number or a tensor with one element.
             optimizer: its name in the state; None: all optimizers.
         """
-        self._driver_method("observe", "in JAX pass value=loss to tx.update")(loss, optimizer)
+        method = self._driver_method("observe", "in JAX pass value=loss to tx.update")
+        part = self._live.out_of_memory.window.part
+        if part is None:
+            method(loss, optimizer)
+        else:
+            method(loss, optimizer, weight=part.weight)
 
     def observe_eval(self, eval_loss: SupportsFloat, optimizer: str | None = None) -> None:
         """torch: reports an evaluation's loss."""
@@ -257,6 +324,24 @@ class Healer(Generic[State]):
         """
         return self._live.faults.retrying(call)
 
+    def report_fault(self, error: BaseException, problem: str, answer: str) -> None:
+        """Writes an event about an exception that the loop has dealt with itself.
+
+        Args:
+            error: what was raised.
+            problem: what was wrong and is done about it, as a sentence.
+            answer: the word of the policy's rule.
+        """
+        self._live.faults.report(classify(error), problem, answer=answer)
+
+    def stop(self, why: str) -> NoReturn:
+        """Ends the run with a diagnosis, as an order of the policy does.
+
+        Raises:
+            RunStopped: always.
+        """
+        self._live.stop(why)
+
     def save(self) -> None:
         """Saves a checkpoint now, in addition to the regular ones. Call it between two steps."""
         self._live.save("requested")
@@ -283,6 +368,20 @@ class Healer(Generic[State]):
         """Ids of the batches that rollbacks have left out so far, of all loaders."""
         ids = self._loop.loaders.left_out().values()
         return frozenset(BatchId(*each) for some in ids for each in some)
+
+    @property
+    def incidents(self) -> tuple[IncidentRecord, ...]:
+        """The incidents so far, oldest first, in earlier processes too."""
+        return tuple(self._loop.ledger.incidents)
+
+    @property
+    def events(self) -> Log:
+        """The events file."""
+        return self._loop.log.events
+
+    def run_end(self) -> RunEnd:
+        """The facts about the run as it is now: incidents, rollbacks, the last known-good."""
+        return self._loop.run_end(Ending.COMPLETED)
 
     @property
     def store(self) -> CheckpointStore:

@@ -1,4 +1,4 @@
-"""What a run reports: events in its file, and lines on the console."""
+"""What a run reports: events in its file and to trackers, and lines on the console."""
 
 from __future__ import annotations
 
@@ -7,27 +7,31 @@ import sys
 from typing import Any
 
 from healcore.runtime.events import Log
+from healcore.runtime.trackers import Trackers
 
 _console = logging.getLogger("healcore")
 
 
 class RunLog:
-    """Events, and lines on the logger `healcore` at INFO and WARNING, which one rank logs.
+    """Events, to the file and to trackers, and lines on the logger `healcore`, of one rank.
 
-    The lines are per incident and rollback, not per alarm. If the program's logging is set up to
-    show these levels, it shows the lines. Otherwise they go to standard error while the run lasts:
-    most programs set up no logging, and libraries that do (absl is one) show warnings only.
+    The lines, at INFO and WARNING, are per incident and rollback, not per alarm. If the program's
+    logging is set up to show these levels, it shows the lines. Otherwise they go to standard error
+    while the run lasts: most programs set up no logging, and libraries that do (absl is one) show
+    warnings only.
     """
 
-    def __init__(self, events: Log, *, console: bool) -> None:
+    def __init__(self, events: Log, *, console: bool, trackers: Trackers | None = None) -> None:
         self.events = events
+        self.trackers = Trackers() if trackers is None else trackers
         self._enabled = console
         self._handler: logging.Handler | None = None
         self._before = (_console.level, _console.propagate)
 
     def event(self, kind: str, *, step: int | None, **fields: Any) -> None:
-        """Writes an event, see `Log.write`."""
+        """Writes an event, see `Log.write`, and sends it to the trackers."""
         self.events.write(kind, step=step, **fields)
+        self.trackers.event(kind, step=step, **fields)
 
     def problem(self, step: int | None, problem: str) -> None:
         """Writes an event, and logs a warning."""
@@ -43,6 +47,11 @@ class RunLog:
         """Logs at WARNING."""
         if self._enabled:
             _console.warning("%s", line)
+
+    def report_trackers(self, step: int) -> None:
+        """Reports what has failed in trackers since the last call."""
+        for problem in self.trackers.problems():
+            self.problem(step, problem)
 
     def attach_console(self) -> None:
         """Adds a handler if nothing else would show the lines."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+import jax
 import pytest
 import requests
 import torch
@@ -244,6 +245,26 @@ def test_nor_a_state_after_an_alarm_or_with_nan(tmp_path):
         assert any(why in each["problem"] for each in events(tmp_path / folder, "problem"))
 
 
+def test_a_state_that_a_failed_step_has_donated_cannot_be_saved(tmp_path):
+    policy = with_answers()
+    loop = loop_of("jax", policy=policy)
+
+    def fail(healer, number):
+        if number == 7:
+            for leaf in jax.tree.leaves(healer.state):
+                leaf.delete()
+            raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        train(loop, policy, range(12), store=tmp_path, before=fail)
+    (fault,) = events(tmp_path, "fault")
+    assert "answer" not in fault
+    assert any("no checkpoint was saved" in each["problem"] for each in events(tmp_path, "problem"))
+    after = loop_of("jax", policy=policy)
+    train(after, policy, range(12), store=tmp_path)
+    assert after.faults.order == [5, 6, 7, 8, 9, 10, 11]
+
+
 def test_the_postmortem_says_what_the_exception_means(tmp_path):
     def fail(healer, number):
         if number == 7:
@@ -292,14 +313,14 @@ def test_the_call_is_repeated_and_not_the_run(framework, tmp_path):
 
 
 def test_a_call_that_fails_for_good_ends_the_run_with_its_diagnosis(tmp_path):
-    with serving(403) as server, pytest.raises(requests.HTTPError):
-        train(
-            loop_of("torch"),
-            with_answers(retry=QUICK),
-            range(12),
-            store=tmp_path,
-            before=lambda healer, number: healer.retrying(get)(server.url),
-        )
+    policy = with_answers(retry=QUICK)
+    with serving(403) as server:
+
+        def upload(healer, number):
+            healer.retrying(get)(server.url)
+
+        with pytest.raises(requests.HTTPError):
+            train(loop_of("torch"), policy, range(12), store=tmp_path, before=upload)
     assert server.requests == 1
     (found,) = postmortems(tmp_path)
     assert "the credentials" in found["diagnosis"]

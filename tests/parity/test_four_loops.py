@@ -17,13 +17,14 @@ import optax
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import healcore.jax
 import healcore.torch
 from healcore.core.verdict import Cause
-from healcore.torch import LightningHealingCallback
+from healcore.torch import HealingCallback, LightningHealingCallback
 
 RATE = 0.125
 STEPS = 160
@@ -139,7 +140,7 @@ def torch_loop(policy: Path) -> list[Decided]:
 
 
 def huggingface_loop(policy: Path) -> list[Decided]:
-    healing, decided = healcore.torch.HealingCallback(policy, events=None), []
+    healing, decided = HealingCallback(policy, events=None), []
 
     class Keep(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -167,7 +168,7 @@ def huggingface_loop(policy: Path) -> list[Decided]:
             disable_tqdm=True,
         ),
         train_dataset=Rows(),
-        optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)),
+        optimizers=(optimizer, LambdaLR(optimizer, lambda _: 1.0)),
         callbacks=[Keep(), healing],
     )
     trainer.train()
@@ -225,6 +226,7 @@ def jax_loop(policy: Path) -> list[Decided]:
 
 
 LOOPS = {
+    "huggingface": huggingface_loop,
     "lightning": lightning_loop,
     "lightning, in step": lambda policy: lightning_loop(policy, in_step_only=True),
     "jax": jax_loop,

@@ -15,7 +15,10 @@ class CountSyncs(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
+        self.operations = 0
+        """All operations, synchronizing or not."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
         self.count += str(func).startswith(SYNCS)
         return func(*args, **(kwargs or {}))

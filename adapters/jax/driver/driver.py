@@ -15,6 +15,7 @@ from healcore.jax import state_layout
 from healcore.jax.driver import engines as in_state
 from healcore.jax.driver import moments
 from healcore.jax.driver.checkpoint_layout import CheckpointLayout
+from healcore.jax.driver.gradient_window import GradientWindow
 from healcore.jax.driver.pending_dispatch import Dispatch, PendingReadback
 from healcore.jax.driver.state_accessor import accessor_for, value
 from healcore.jax.lr import injected_rates
@@ -174,6 +175,10 @@ class JaxDriver:
         finally:
             if state is not None:
                 self._accessor.write(live)
+
+    def gradient_window(self) -> GradientWindow:
+        """The gradients since the last step, which the loop sums up."""
+        return GradientWindow(lambda: _counter_arrays(self._states()), self._accessor.read)
 
     def learning_rate(self) -> float | None:
         """The rate of optax.inject_hyperparams, read from the device; None without exactly one."""

@@ -59,6 +59,12 @@ class BatchStatistics:
         for each in self._layers.values():
             each.end(False)
 
+    def restore(self) -> None:
+        """Restores the values from after the last step of the optimizer that trains the layers."""
+        for owner, each in self._layers.items():
+            if owner is not None:  # averages of the weights are written between two steps
+                each.end(True)
+
     def close(self) -> None:
         """Removes the callbacks."""
         for healing in self._healings.values():

@@ -19,6 +19,7 @@ from healcore.torch.attachment import attach as attach_to
 from healcore.torch.attachment import healing_of
 from healcore.torch.driver import live_state, moments
 from healcore.torch.driver.batch_statistics import BatchStatistics
+from healcore.torch.driver.gradient_window import GradientWindow
 from healcore.torch.driver.optimizer_hooks import Accumulation, UntrackedOptimizers
 from healcore.torch.driver.pending_step import PendingEntries, PendingStep, Recorder
 from healcore.torch.errors import AttachError
@@ -77,10 +78,16 @@ class TorchDriver:
 
     # -- signals from the loop ------------------------------------------------------------------
 
-    def observe(self, loss: Tensor | float, optimizer: str | Optimizer | None = None) -> None:
+    def observe(
+        self,
+        loss: Tensor | float,
+        optimizer: str | Optimizer | None = None,
+        *,
+        weight: float = 1.0,
+    ) -> None:
         """Reports a loss, by default to all optimizers; see `Healing.observe`."""
         for healing in self._healings_of(optimizer):
-            healing.observe(loss)
+            healing.observe(loss, weight=weight)
 
     def observe_eval(
         self, eval_loss: Tensor | float, optimizer: str | Optimizer | None = None
@@ -165,6 +172,11 @@ class TorchDriver:
         if self._all_stepped and len(self._accumulations) > 1:
             return True
         return not any(accumulation.in_progress for accumulation in self._accumulations)
+
+    def gradient_window(self) -> GradientWindow:
+        """The gradients since the last step, of all optimizers."""
+        scaler = live_state.scaler(self._state)
+        return GradientWindow(self._accumulations, self.healings.values(), self._statistics, scaler)
 
     def interrupted(self) -> bool:
         """Whether an `optimizer.step()` has begun and not ended."""

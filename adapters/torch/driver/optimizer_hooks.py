@@ -30,6 +30,8 @@ class Accumulation:
         self._reached = False
         self.stepped = False
         """Whether the optimizer has stepped; the reader resets it."""
+        self.steps = 0
+        """Steps so far."""
         # They must not be traced into a compiled step.
         on_step: Any = torch.compiler.disable(self._on_step)
         self._backward_hook: Any = torch.compiler.disable(self._on_backward)
@@ -79,6 +81,7 @@ class Accumulation:
 
     def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._reached, self.stepped = False, True
+        self.steps += 1
         self._watch()
 
 

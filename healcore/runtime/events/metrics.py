@@ -46,6 +46,8 @@ def path_next_to(events: Path) -> Path:
 class Metrics:
     """Appends a line per step and engine. No method raises; without a `path` nothing is written.
 
+    With `tracked` the fields of each line are made without a file too, for the run's trackers.
+
     After a rollback or a restart the file continues with a smaller `step`: the lines from there on
     replace those of the undone steps. A killed process loses half a second.
 
@@ -62,11 +64,12 @@ class Metrics:
         run: str,
         thinned: bool = False,
         follow_links: bool = True,
+        tracked: bool = False,
     ) -> None:
         self.run = run
         self.lost = 0
         self._out = None if path is None else LineAppender(Path(path), follow_links=follow_links)
-        self._thinned = thinned
+        self._thinned, self._tracked = thinned, tracked
         self._counts = [_lines_in(path) if path is not None and thinned else 0, 0]
         """Lines without and with an alarm."""
         self._lines: list[str] = []
@@ -75,21 +78,31 @@ class Metrics:
         self._logged: dict[str, set[str]] = {}
         fork_safety.watch(self)
 
-    def write(self, step: int, record: StepRecord, *, several: bool) -> None:
-        """Adds a step of one engine, with the engine's name if the run has `several`."""
-        if self._out is None or not record.judged:
-            return
+    def write(self, step: int, record: StepRecord, *, several: bool) -> dict[str, Any] | None:
+        """Adds a step of one engine, with the engine's name if the run has `several`.
+
+        Returns:
+            The fields of its line; None: there are none, or nobody needs them.
+        """
+        if (self._out is None and not self._tracked) or not record.judged:
+            return None
         alarmed = record.cause != 0
         every = 1 << (self._counts[alarmed] // _UNTHINNED) if self._thinned else 1
-        if step % every:
-            return
-        self._counts[alarmed] += 1
+        left_out = self._out is None or step % every != 0
+        if left_out and not self._tracked:
+            return None
         try:
-            self._lines.append(self._line(step, record, several, every))
+            fields = self._fields(record, several)
+            if left_out:
+                return fields
+            self._counts[alarmed] += 1
+            self._lines.append(self._line(step, fields, every))
         except Exception:  # values of a driver; the training does not end for a log line
             self.lost += 1
+            fields = None
         if len(self._lines) >= _LINES or time.monotonic() - self._flushed >= _SECONDS:
             self.flush()
+        return fields
 
     def went_back(self) -> None:
         """Forgets the engines' step counts, which can come again after a rollback."""
@@ -121,7 +134,7 @@ class Metrics:
         """In a child: the parent writes the lines held back."""
         self._lines = []
 
-    def _line(self, step: int, record: StepRecord, several: bool, every: int) -> str:
+    def _line(self, step: int, fields: dict[str, Any], every: int) -> str:
         line: dict[str, Any] = {
             "schema": SCHEMA,
             "kind": KIND,
@@ -129,10 +142,15 @@ class Metrics:
             "time": round(time.time(), 3),
             "step": step,
         }
-        if several:
-            line["engine"] = record.engine
         if every > 1:
             line["every"] = every
+        line |= fields
+        return json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n"
+
+    def _fields(self, record: StepRecord, several: bool) -> dict[str, Any]:
+        line: dict[str, Any] = {}
+        if several:
+            line["engine"] = record.engine
         # If something else (a GradScaler) skipped the step, the engine has not seen it.
         if self._judged.get(record.engine) != record.step:
             line |= self._signals(record)
@@ -147,7 +165,7 @@ class Metrics:
             "cause": names(record.cause),
             "action": names(record.action),
         }
-        return json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n"
+        return line
 
     def _signals(self, record: StepRecord) -> dict[str, Any]:
         """Loss and norm of the step; "nan" where the engine kept an earlier, finite one.

@@ -73,6 +73,10 @@ KINDS: dict[str, EventKind] = {
         "on.",
         ("cause", "problem"),
     ),
+    "grow": EventKind(
+        "Larger parts of a batch, which once ran out of memory, are tried again.",
+        ("samples", "size_before", "size"),
+    ),
     "retried": EventKind("A network call has succeeded after it had failed.", ("attempt",)),
     "stop": EventKind("The policy ends the run.", ("why", "diagnosis")),
     "problem": EventKind(
@@ -80,6 +84,9 @@ KINDS: dict[str, EventKind] = {
     ),
     "end": EventKind("The process ends; a process that is killed writes none.", ("ending",)),
 }
+
+GRAVE = frozenset({"rollback", "stop", "problem", "save_failed", "damaged", "fault"})
+"""Kinds that a person should see at once: highlighted by `healcore watch`, alerts in trackers."""
 
 
 def problems(event: Mapping[str, Any]) -> list[str]:

@@ -110,6 +110,9 @@ _XLA: dict[str, _Kind] = {
 }
 """absl status codes, with which the message of an XLA error begins."""
 
+_XLA_ON_HOST = re.compile(r"INTERNAL: (Error dispatching computation: )+Out of memory allocating")
+"""An allocation on a CPU that failed after the call had returned (JAX 0.10)."""
+
 _GRPC: dict[str, _Kind] = {
     **dict.fromkeys(("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED"), _PASSES),
 }
@@ -147,6 +150,8 @@ def _nccl(error: BaseException) -> Fault | None:
 
 
 def _xla(error: BaseException) -> Fault | None:
+    if _XLA_ON_HOST.match(str(error)[:1000]):
+        return _fault(_OOM, "XLA out of memory")
     code = re.match(r"([A-Z_]+): ", str(error)[:100])
     kind = _XLA.get(code[1]) if code else None
     return None if code is None or kind is None else _fault(kind, f"XLA {code[1]}")

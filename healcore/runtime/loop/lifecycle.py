@@ -11,6 +11,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from healcore.core.verdict import Cause
@@ -39,6 +40,7 @@ def begin(loop: Loop, *, resume: bool, died: Any | None) -> None:
     if not resume:
         _begin_lineage(loop)
     state = loop.journal.state
+    loop.out_of_memory.resume()
     loop.checkpoints.allow_nonfinite(state.nonfinite_ok or [])
     _repeat_quarantine(loop)
     if died is not None:
@@ -203,10 +205,15 @@ def ending_of(error: BaseException | None, signal_number: int | None = None) -> 
     return Ending.EXCEPTION
 
 
+_OF_FAULTS = (Ending.EXCEPTION, Ending.STOPPED)
+"""Endings that an exception may have brought about."""
+
+
 def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
     """Ends a run; returns what the block must raise although the loop has completed."""
     ending = ending_of(error, loop.termination.signal_number)
-    fault = classify(error) if ending == Ending.EXCEPTION and error is not None else None
+    raised = error.__cause__ if isinstance(error, RunStopped) else error
+    fault = classify(raised) if ending in _OF_FAULTS and raised is not None else None
     problems: list[str] = []
 
     def attempt(what: str, action: Callable[[], object]) -> bool:
@@ -226,7 +233,7 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
         attempt("the last step could not be counted", loop.take_last_step)
     between_steps = loop.between_steps
     if fault is not None and isinstance(error, Exception):
-        attempt("the fault could not be dealt with", lambda: _answer(loop, fault, error))
+        attempt("the fault could not be dealt with", partial(_answer, loop, fault, error))
     if together and (ending == Ending.COMPLETED or (between_steps and ending != Ending.STOPPED)):
         # Not after an exception within a step, which leaves the state half changed.
         saved = attempt("the last state could not be saved", loop.save_last)
@@ -247,12 +254,15 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
         loop.log.info(f"{ended} after step {loop.step}: {on_disk}")
     for problem in problems:
         loop.warn(problem)
+    attempt("trackers", loop.log.trackers.drain)
+    loop.log.report_trackers(loop.step)
     _write_end(loop, ending, error, Cause(0) if fault is None else fault.cause)
     for end in (
         loop.termination.stop,
         loop.checkpoints.close,
         loop.driver.close,
         loop.release,
+        lambda: [loop.log.warning(each) for each in loop.log.trackers.close()],
         loop.log.detach_console,
         loop.metrics.close,
         loop.log.events.close,
@@ -265,9 +275,13 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
 def _answer(loop: Loop, fault: Fault, error: Exception) -> None:
     """Logs the exception that ends the run, after a save if the policy has a rule for one."""
     answer, why_not = None, ""
-    # The ranks that have not raised do not take part in a save.
-    if "save" in loop.policy.answers(fault.cause) and loop.ranks.world == 1:
-        why_not = loop.save_emergency()
+    # The ranks that have not raised do not take part in a save; memory ends with the process.
+    alone = loop.ranks.world == 1 and not isinstance(loop.checkpoints.store, SnapshotStore)
+    if alone and "save" in loop.policy.answers(fault.cause):
+        try:
+            why_not = loop.save_emergency()
+        except Exception as problem:  # a step in JAX that failed may have donated the state
+            why_not = f"{type(problem).__name__}: {problem}"
         answer = None if why_not else "save"
     what = "".join(traceback.format_exception_only(error)).strip()
     loop.faults.report(fault, f"the loop raised {what:.300}", answer=answer)

@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause, names
@@ -24,6 +24,7 @@ from healcore.runtime.incidents.monitor import ActionRequest, IncidentMonitor
 from healcore.runtime.ledger import Ledger
 from healcore.runtime.loop.action_executor import ActionExecutor, Reruns
 from healcore.runtime.loop.fault_answers import FaultAnswers
+from healcore.runtime.loop.out_of_memory import OutOfMemory
 from healcore.runtime.loop.saves import SaveSchedule, StateCheck
 from healcore.runtime.loop.termination import TerminationWatch, exit_for
 from healcore.runtime.postmortem.diagnosis import RunEnd
@@ -110,6 +111,16 @@ class Loop:
             log=self.log,
             run_end=lambda why: self.run_end(Ending.STOPPED, why),
             assessor=self._assessor,
+        )
+        self.out_of_memory = OutOfMemory(
+            policy=policy,
+            driver=driver,
+            ranks=ranks,
+            ledger=ledger,
+            rollbacks=self.rollbacks,
+            log=self.log,
+            step=lambda: self.step,
+            run_end=lambda why: self.run_end(Ending.STOPPED, why, fault=Cause.OOM),
         )
         self._state_check = StateCheck(
             policy=policy,
@@ -258,7 +269,9 @@ class Loop:
             self.step += correction
             self._saves.count(correction)
             for record in step.records:
-                self.metrics.write(step.index, record, several=len(step.records) > 1)
+                fields = self.metrics.write(step.index, record, several=len(step.records) > 1)
+                if fields is not None:
+                    self.log.trackers.metrics(step.index, record, fields)
             yield step, self.monitor.process(step)
 
     def _continue_from(self, target: int, request: ActionRequest | None = None) -> None:
@@ -357,6 +370,10 @@ class Loop:
         self.journal.state.ending = ending
         self.rollbacks.write_journal(self.step)
 
+    def stop(self, why: str) -> NoReturn:
+        """Ends the run; see `Healer.stop`."""
+        self._executor.stop(self.step, why)
+
     def run_end(
         self,
         ending: Ending,
@@ -421,6 +438,7 @@ class Loop:
         )
 
     def _log_driver_warnings(self) -> None:
+        self.log.report_trackers(self.step)
         while self.driver.warnings:
             self.warn(self.driver.warnings.pop(0))
 

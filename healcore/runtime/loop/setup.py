@@ -38,6 +38,7 @@ from healcore.runtime.store.claim import Claim, claim, open_to_others
 from healcore.runtime.store.memory import SnapshotStore
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_first
 from healcore.runtime.store.snapshot import fits
+from healcore.runtime.trackers import Selection, Trackers
 
 _logger = logging.getLogger("healcore")
 
@@ -70,6 +71,7 @@ class Options(NamedTuple):
     driver: Driver | None
     loss_fn: Callable[..., Any] | None
     trust: bool
+    trackers: tuple[Selection, ...] = ()
 
     def checked(self) -> Options:
         """Returns itself; raises ValueError if a number or a choice is out of range."""
@@ -128,7 +130,7 @@ def _check_moments(policy: HostPolicy, driver: Driver) -> None:
 
 def _clean_up(driver: Driver, termination: TerminationWatch, log: RunLog) -> None:
     """Cleans up for a Healer deleted within its block; the claim has its own finalizer."""
-    for end in (termination.stop, driver.close, log.detach_console):
+    for end in (termination.stop, driver.close, log.detach_console, log.trackers.leave):
         with contextlib.suppress(Exception):
             end()
 
@@ -212,6 +214,7 @@ def _start(
         log.detach_console()
         log.events.close()
         raise
+    log.trackers.start(loop.journal.state.lineage or log.events.run)
     return loop
 
 
@@ -220,7 +223,8 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
     store = _store(options, driver, ranks)
     folder = _folder(store)
     events = _events(options.events, folder, ranks)
-    log = RunLog(events, console=ranks.rank == 0)
+    selected = () if ranks.rank else options.trackers  # every rank has the same numbers
+    log = RunLog(events, console=ranks.rank == 0, trackers=Trackers(selected, run=events.run))
     journal = Journal(None if folder is None else folder / NAME, writes=ranks.rank == 0)
     ledger, loaders = Ledger(), LoaderRegistry(trust=options.trust)
     every = options.save_every or policy.probation
@@ -259,7 +263,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         reader=DelayedReader(options.lag),
         hooks=options.hooks,
         log=log,
-        metrics=_metrics(options.metrics, events, ranks),
+        metrics=_metrics(options.metrics, events, ranks, tracked=len(log.trackers) > 0),
         rerun=options.rerun,
         loss_fn=options.loss_fn,
         claim=own_claim,
@@ -333,14 +337,14 @@ def _refuse_link(path: Path, option: str) -> None:
         )
 
 
-def _metrics(given: Any, log: Log, ranks: Ranks) -> Metrics:
+def _metrics(given: Any, log: Log, ranks: Ranks, *, tracked: bool) -> Metrics:
     if ranks.rank or given != "auto":  # every rank has the same numbers
-        return Metrics(None if ranks.rank else given, run=log.run)
+        return Metrics(None if ranks.rank else given, run=log.run, tracked=tracked)
     to_file = log.path is not None and (log.path.is_file() or not log.path.exists())
     path = path_next_to(log.path) if log.path is not None and to_file else None
     if path is not None:
         _refuse_link(path, "metrics")
-    return Metrics(path, run=log.run, thinned=True, follow_links=False)
+    return Metrics(path, run=log.run, thinned=True, follow_links=False, tracked=tracked)
 
 
 def _check_resume(

@@ -89,6 +89,8 @@ class JournalState:
     """Step of the snapshot that this run began with."""
     newest_on_disk: int | None = None
     """Step of the newest checkpoint on disk when the journal was written."""
+    microbatches: dict[str, Any] | None = None
+    """`MicrobatchSizes.to_dict`; None: every batch has fitted into memory."""
     quarantined: list[str] = field(default_factory=list)
     """Directories of quarantined checkpoints, in case their status files get damaged."""
 

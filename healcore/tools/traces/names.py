@@ -18,7 +18,7 @@ _NAMES = {
         "step",
         "global_step train_global_step trainer_global_step",
         "iteration iter iteration_num iterations steps num_updates update optimizer_step "
-        "train_step training_step train_iter time_batch",
+        "train_step training_step train_iter time_batch heal_step",
     ),
     "loss": (
         "loss",
@@ -34,10 +34,12 @@ _NAMES = {
         "train_total_loss total_loss train_loss_total ce_loss cross_entropy_loss "
         "train_cross_entropy_loss nll_loss avg_loss train_avg_loss mean_loss batch_loss",
         "train_loss_step loss_step",  # Lightning writes them next to the epoch's mean
+        "heal_loss",  # healcore's own, see docs/trackers.md
     ),
     "grad_norm": (
         # Before clipping, so preferred.
-        "raw_grad_norm learning_raw_grad_norm grad_norm_before_clip unclipped_grad_norm",
+        "raw_grad_norm learning_raw_grad_norm grad_norm_before_clip unclipped_grad_norm "
+        "heal_grad_norm",
         "grad_norm",
         "train_grad_norm training_grad_norm global_grad_norm total_grad_norm gradient_norm "
         "train_gradient_norm global_gradient_norm gradnorm grad_global_norm gradient_global_norm "

@@ -14,7 +14,8 @@ from healcore.core.errors import HealcoreError
 from healcore.policy import Policy
 from healcore.runtime.events.metrics import path_next_to
 from healcore.runtime.events.models import EventRecord
-from healcore.tools.watch.lines import GRAVE, event_line, one_line, state_lines
+from healcore.runtime.events.schema import GRAVE
+from healcore.tools.watch.lines import event_line, one_line, state_lines
 from healcore.tools.watch.live_run import LiveRun
 
 COMPLETED, FAILED = 0, 1

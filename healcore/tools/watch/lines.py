@@ -9,9 +9,6 @@ from healcore.tools.report.descriptions import counted, flag_names
 from healcore.tools.terminal import clean
 from healcore.tools.watch.live_run import LiveRun
 
-GRAVE = frozenset({"rollback", "stop", "problem", "save_failed", "damaged", "fault"})
-"""Kinds of events that are highlighted."""
-
 
 def one_line(text: str) -> str:
     """The text in one line, without terminal escape sequences."""
@@ -78,6 +75,9 @@ _TEXTS: dict[str, Callable[[EventRecord], str]] = {
     "rollback": _rollback,
     "lr": _lr,
     "verdict": lambda event: f"the re-run showed it to be {_or(event.outcome)}",
+    "grow": lambda event: (
+        f"tries {_or(event.size)} samples at a time again, not {_or(event.size_before)}"
+    ),
     "hook": _hook,
     "fault": lambda event: (
         f"fault: {event.problem or ''}" + (f"; {event.answer}" if event.answer else "")

@@ -63,6 +63,55 @@ def test_a_generator_that_raises_is_through():
     assert take(cursor) == []
 
 
+def dying():
+    """Two batches, then an exception, which is the end of a generator."""
+    yield from (1, 2)
+    raise OSError("gone")
+
+
+def test_the_end_of_a_generator_by_an_exception_is_not_that_of_the_data():
+    cursor = Cursor(dying())
+    take(cursor, 2)
+    with pytest.raises(OSError, match="gone") as first:
+        cursor.next()
+    assert cursor.unreadable == BatchId(0, 2)
+    with pytest.raises(OSError, match="gone") as again:
+        cursor.next(after=first.value)
+    assert again.value is first.value
+    left_out = Cursor(dying())
+    left_out.leave_out([BatchId(0, 2)])
+    take(left_out, 2)
+    with pytest.raises(OSError, match="gone"):
+        left_out.next()
+
+
+def test_the_last_batch_of_a_loader_with_a_length():
+    cursor = Cursor(DataLoader(Squares(bad=10), batch_size=SIZE), epochs=2)
+    take(cursor, 3)
+    with pytest.raises(OSError, match="example 10") as caught:
+        cursor.next()
+    _, which = cursor.next(after=caught.value)
+    assert which == BatchId(1, 0)
+
+
+def test_an_object_with_only_getitem_goes_on_after_an_item_that_raises():
+    cursor = Cursor(Squares(bad=4))
+    assert [value for _, value in take(cursor, 4)] == [0, 1, 4, 9]
+    with pytest.raises(OSError, match="example 4"):
+        cursor.next()
+    assert take(cursor, 1) == [(BatchId(0, 5), 25)]
+
+
+def test_fast_forward_over_a_batch_that_cannot_be_read():
+    first = Cursor(DataLoader(Squares(bad=4), batch_size=SIZE))
+    take(first, 1)
+    with pytest.raises(OSError, match="example 4"):
+        first.next()
+    again = Cursor(DataLoader(Squares(bad=4), batch_size=SIZE))
+    again.fast_forward(first.position())
+    assert take(again, 1) == [(BatchId(0, 2), [36, 49, 64])]
+
+
 def test_an_iter_that_raises_is_of_no_batch():
     class Closed:
         def __iter__(self):

@@ -87,6 +87,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
         "attempt": 2,
         "wait_s": 1.5,
     },
+    "grow": {"samples": 32, "size_before": 8, "size": 16},
     "retried": {"attempt": 3},
     "stop": {
         "why": "the budget is spent",

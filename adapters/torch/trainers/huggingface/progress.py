@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from healcore.runtime.microbatches.sizes import MicrobatchSizes
+
 if TYPE_CHECKING:
     from healcore.torch.trainers.huggingface.epochs import EpochFeed
 
@@ -34,9 +36,10 @@ class Progress:
         training: whether Trainer's loop has begun. Before, it sets its sums of the loss itself.
     """
 
-    def __init__(self, trainer: Any, feed: EpochFeed) -> None:
+    def __init__(self, trainer: Any, feed: EpochFeed, sizes: MicrobatchSizes) -> None:
         self._trainer = trainer
         self._feed = feed
+        self._sizes = sizes
         self.training = False
 
     def state_dict(self) -> dict[str, str]:
@@ -50,6 +53,7 @@ class Progress:
             "tr_loss": float(trainer._tr_loss) if self.training else 0.0,
             "callbacks": [[type(each).__name__, each.state()] for each in self._stateful()],
             "data": [self._feed.epoch, self._feed.count],
+            "microbatches": self._sizes.to_dict(),
         }
         return {"json": json.dumps(saved)}
 
@@ -65,6 +69,8 @@ class Progress:
             for name in _LOGGING:
                 setattr(trainer, name, saved["logging"].get(name, 0))
             trainer._tr_loss.fill_(saved["tr_loss"])
+        else:  # a rollback does not give memory back
+            self._sizes.load(saved["microbatches"])
         for callback, (name, own) in zip(self._stateful(), saved["callbacks"], strict=False):
             if type(callback).__name__ == name:
                 for key, value in own["attributes"].items():

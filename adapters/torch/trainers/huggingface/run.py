@@ -425,7 +425,8 @@ def _check(trainer: Any) -> None:
     if kind == "DEEPSPEED":
         raise AttachError(
             "HealingCallback does not heal a Trainer with DeepSpeed, whose engine clips, skips and "
-            "steps by itself: use healcore.torch.heal_engine on the engine, or train without DeepSpeed"
+            "steps by itself: use healcore.torch.heal_engine in a loop of your own, or train "
+            "without DeepSpeed"
         )
     if kind == "FSDP" and not trainer.accelerator.is_fsdp2:
         raise AttachError(

@@ -9,16 +9,22 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from healcore.core.engine import Engine
-from healcore.policy import Overrides, Policy, PolicyLike
+from healcore.policy import Overrides, Policy, PolicyLike, load
 from healcore.policy.loader import resolve
+from healcore.runtime.events.models import Ending
 from healcore.runtime.healer import Healer
+from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.hooks import Hook
+from healcore.runtime.loop.lifecycle import ending_of
 from healcore.runtime.store import CheckpointStore, Keep
 from healcore.torch.attachment import unwrapped
 from healcore.torch.errors import AttachError
 from healcore.torch.trainers.huggingface import signals
+from healcore.torch.trainers.huggingface.dry_run import DryRun, copy_of, findings
 from healcore.torch.trainers.huggingface.epochs import EpochFeed, EpochFraction, run_epochs
 from healcore.torch.trainers.huggingface.evidence import loss_fn_of
+from healcore.torch.trainers.huggingface.healing_report import HealingReport, report_of
+from healcore.torch.trainers.huggingface.out_of_memory import SplitSteps
 from healcore.torch.trainers.huggingface.progress import Progress
 
 if TYPE_CHECKING:
@@ -139,6 +145,10 @@ class SelfHealingTrainer:
             # "auto" of a Healer ends the program if the run had completed, and what comes after
             # train(), such as save_model(), would never run again.
             self._options["resume"] = True
+        self._host_policy = HostPolicy.of(policy)
+        self._ending: Ending | None = None
+        self._error: BaseException | None = None
+        self._split: SplitSteps | None = None
         Healer(state={}, **self._options)  # raises at once if an option or the policy is invalid
 
     def __getattr__(self, name: str) -> Any:
@@ -172,9 +182,52 @@ class SelfHealingTrainer:
                 "model from that directory and pass an empty store"
             )
         _check(self.trainer)
-        with ExitStack() as stack:
-            _Run(self, stack).replace_methods()
-            return self.trainer.train(ignore_keys_for_eval=ignore_keys_for_eval)
+        self._ending = self._error = None
+        try:
+            with ExitStack() as stack:
+                _Run(self, stack).replace_methods()
+                return self.trainer.train(ignore_keys_for_eval=ignore_keys_for_eval)
+        except BaseException as error:
+            self._error = error
+            raise
+        finally:
+            self._ending = ending_of(self._error)
+
+    def report(self) -> HealingReport:
+        """What has happened so far: incidents, rollbacks, learning rate, how it ended.
+
+        Raises:
+            AttachError: `train()` has not begun yet.
+        """
+        if self.healer is None:
+            raise AttachError("there is nothing to report before train(): call it first")
+        shrinks = 0 if self._split is None else self._split.sizes.used
+        return report_of(self.healer, self._ending, self._error, shrinks=shrinks)
+
+    def dry_run(self, steps: int = 2) -> DryRun:
+        """Trains a copy for some steps in observe mode, and says what was found.
+
+        The trainer is untouched: weights, optimizer, random states, disk, `state` and callbacks.
+        It takes the memory of a second model.
+
+        Args:
+            steps: optimizer steps, at least 1.
+
+        Raises:
+            ValueError: `steps` is no whole number >= 1.
+        """
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"steps is a whole number >= 1, not {steps!r}")
+        policy = self._options["policy"]
+        if isinstance(policy, Policy):
+            policy = load(policy, mode="observe")
+        else:
+            policy = policy.config._replace(mode="observe")
+        with copy_of(self.trainer, steps) as (trainer, folder):
+            metrics = folder / "metrics.jsonl"
+            options = {"metrics": metrics, "attach": self._options["attach"]}
+            heal(trainer, policy, store=None, loss_fn=None, **options).train()
+            return findings(metrics)
 
     def _open(self, state: dict[str, Any], stack: ExitStack) -> Healer[Any]:
         self.healer = stack.enter_context(Healer(state=state, **self._options))
@@ -196,15 +249,20 @@ class _Run:
         trainer, stack = self._trainer, self._stack
         for name in ("_prepare_for_training", "_run_epoch", "_evaluate"):
             stack.enter_context(_replaced(trainer, name, getattr(self, f"on_{name}")))
+        healed = self._healed
+        healed._split = SplitSteps(trainer, healed._host_policy, self._healer, stack)
+        stack.enter_context(_replaced(trainer, "training_step", healed._split.training_step))
+        stack.enter_context(_replaced(trainer, "_push_from_checkpoint", self._repeating))
         stack.enter_context(signals.unclipped(trainer))
         stack.enter_context(signals.observed_losses(trainer, self._observe))
 
     def on__prepare_for_training(self, own: Any, *args: Any, **kwargs: Any) -> Any:
         """Opens the Healer: the optimizer exists from here on, and nothing has been trained."""
-        trainer = self._trainer
+        trainer, healed = self._trainer, self._healed
+        assert healed._split is not None
         model, loader = own(*args, **kwargs)
         self._feed = EpochFeed(loader)
-        self._progress = Progress(trainer, self._feed)
+        self._progress = Progress(trainer, self._feed, healed._split.sizes)
         state = {
             "model": trainer.accelerator.unwrap_model(trainer.model),
             "optimizer": trainer.optimizer,
@@ -232,9 +290,16 @@ class _Run:
         self._progress.training = True
         run_epochs(self._trainer, self._feed, own, call)
 
-    def _observe(self, loss: Any) -> None:
+    def _healer(self) -> Healer[Any]:
         assert self._healed.healer is not None
-        self._healed.healer.observe(loss)
+        return self._healed.healer
+
+    def _observe(self, loss: Any) -> None:
+        self._healer().observe(loss)
+
+    def _repeating(self, own: Any, *args: Any, **kwargs: Any) -> Any:
+        """A push of a checkpoint to the Hub, again after a failure of the network."""
+        return self._healer().retrying(own)(*args, **kwargs)
 
     def on__evaluate(self, own: Any, *args: Any, **kwargs: Any) -> Any:
         """Reports the loss of an evaluation."""

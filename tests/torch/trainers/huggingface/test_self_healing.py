@@ -49,7 +49,8 @@ def test_a_divergence_is_rolled_back_in_place(kind: str, tmp_path: Path):
     steps, scales = tiny.Steps(), LRScales()
     trainer.add_callback(steps)
     trainer.add_callback(scales)
-    scales.healed = healed = heal(trainer, store=tmp_path / "store", **OFTEN)
+    healed: Any = heal(trainer, store=tmp_path / "store", **OFTEN)
+    scales.healed = healed
     healed.train()
     # The steps go back, and on to the end that was planned.
     (back,) = steps.returns
@@ -84,7 +85,7 @@ def test_a_healthy_run_is_bit_identical(kind: str, tmp_path: Path):
     alone = getattr(tiny, kind)(tmp_path, **arguments)
     alone.train()
     trainer = getattr(tiny, kind)(tmp_path, **arguments)
-    healed = heal(trainer, store=tmp_path / "store", clip=None, **OFTEN)
+    healed: Any = heal(trainer, store=tmp_path / "store", clip=None, **OFTEN)
     healed.train()
     assert torch.equal(tiny.weights(trainer), tiny.weights(alone))
     assert trainer.state.epoch == alone.state.epoch
@@ -123,7 +124,7 @@ def test_epochs_workers_and_evaluation(tmp_path: Path):
     trainer = tiny.plain(tmp_path / "out", **arguments)
     steps = tiny.Steps()
     trainer.add_callback(steps)
-    healed = heal(trainer, store=tmp_path / "store", **OFTEN)
+    healed: Any = heal(trainer, store=tmp_path / "store", **OFTEN)
     healed.train()
     assert steps.returns
     assert trainer.state.global_step == trainer.state.max_steps == 24
@@ -142,7 +143,7 @@ def test_batches_left_out_are_made_up_for(tmp_path: Path):
     trainer.add_callback(steps)
     rules = [{"to": ["nonfinite"], "do": ["skip"]}]
     rules += [{"to": ["nonfinite"], "when": {"consecutive": 3}, "do": ["rollback"]}]
-    healed = heal(
+    healed: Any = heal(
         trainer, store=tmp_path / "store", respond=rules, save_every=5,
         rollback={"probation": 5, "confirm": False},
     )  # fmt: skip
@@ -164,7 +165,7 @@ class NaNBatches(Trainer):
         return loader
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        loss: Any = super().compute_loss(model, inputs, *args, **kwargs)
         bad = inputs["input_ids"][:, :3].tolist() in self.bad
         return loss * float("nan") if bad else loss
 
@@ -173,7 +174,7 @@ def test_with_budgets_spent_it_stops_with_a_diagnosis(tmp_path: Path):
     arguments = {**DIVERGES, "learning_rate": 3000.0, "max_steps": 80}
     trainer = tiny.sft(tmp_path, **arguments)
     rules = [{"to": ["instability", "nonfinite", "loss_spike"], "do": ["rollback"]}]
-    healed = heal(
+    healed: Any = heal(
         trainer, store=tmp_path / "store", respond=rules, budget={"recoveries": 1},
         rollback={"confirm": False},
     )  # fmt: skip
@@ -254,10 +255,10 @@ def test_killed_and_started_again(kind: str, tmp_path: Path):
 
 def test_what_cannot_be_healed_is_refused_in_words(tmp_path: Path):
     with pytest.raises(AttachError, match=r"takes a transformers\.Trainer"):
-        heal(torch.nn.Linear(1, 1))
+        heal(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
     with pytest.raises(AttachError, match="auto_find_batch_size"):
         heal(tiny.plain(tmp_path, auto_find_batch_size=True))
-    healed = heal(tiny.plain(tmp_path))
+    healed: Any = heal(tiny.plain(tmp_path))
     with pytest.raises(AttachError, match="only one of the two can own"):
         healed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
     with pytest.raises(ValueError, match="save_every"):

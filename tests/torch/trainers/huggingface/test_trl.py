@@ -19,21 +19,31 @@ KINDS = ["sft", "dpo", "grpo"]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_healthy_run_is_that_without_the_callback(tmp_path: Path, kind: str):
-    """To the bit where the policy clips nothing; with its own clip within the noise of rounding."""
-    plain = trainer(kind, tmp_path)
+    """To the bit, where the policy clips nothing and HF's own clipping stays."""
+    plain = trainer(kind, tmp_path, max_steps=8)
     plain.train()
     callback = HealingCallback(clip=None)
-    same = trainer(kind, tmp_path, callbacks=[callback])
+    same = trainer(kind, tmp_path, max_steps=8, callbacks=[callback])
     same.train()
     assert torch.equal(weights(plain), weights(same))
     assert logged(plain, "loss") == logged(same, "loss")
-    healed = trainer(kind, tmp_path, callbacks=[HealingCallback()])
-    healed.train()
-    last = logged(plain, "loss")[-1]
-    assert logged(healed, "loss")[-1] == pytest.approx(last, rel=0.1, abs=0.05)
     report = callback.report()
     assert report is not None
     assert (report.skipped, report.ending) == (0, "completed")
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_healthy_run_with_the_policys_clip_ends_within_noise(
+    tmp_path: Path, kind: str, seed: int
+):
+    plain = trainer(kind, tmp_path, seed=seed, max_steps=30)
+    plain.train()
+    healed = trainer(kind, tmp_path, seed=seed, max_steps=30, callbacks=[HealingCallback()])
+    healed.train()
+    last = logged(plain, "loss")[-1]
+    assert logged(healed, "loss")[-1] == pytest.approx(last, rel=0.02, abs=0.02)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -74,24 +74,24 @@ def arguments(folder: Path, kind: Any = TrainingArguments, **given: Any) -> Any:
     return kind(**{**usual, **given})
 
 
-def plain(folder: Path, *, cls: Any = Trainer, data: Any = None, **given: Any) -> Trainer:
+def plain(folder: Path, *, cls: Any = Trainer, data: Any = None, **given: Any) -> Any:
     own = Dataset.from_dict({"input_ids": rows(), "labels": rows()}) if data is None else data
     return cls(model=model(), args=arguments(folder, **given), train_dataset=own, eval_dataset=own)
 
 
-def sft(folder: Path, **given: Any) -> Trainer:
-    from trl import SFTConfig, SFTTrainer
+def sft(folder: Path, *, cls: Any = None, data: Any = None, **given: Any) -> Any:
+    from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
-    return SFTTrainer(
+    return (cls or SFTTrainer)(
         model=model(),
         args=arguments(folder, SFTConfig, **{"gradient_checkpointing": False, **given}),
-        train_dataset=Dataset.from_dict({"input_ids": rows()}),
+        train_dataset=Dataset.from_dict({"input_ids": rows()}) if data is None else data,
         processing_class=tokenizer(),
     )
 
 
-def dpo(folder: Path, **given: Any) -> Trainer:
-    from trl import DPOConfig, DPOTrainer
+def dpo(folder: Path, **given: Any) -> Any:
+    from trl import DPOConfig, DPOTrainer  # pyright: ignore[reportPrivateImportUsage]
 
     text = [[f"w{i}" for i in row] for row in rows()]
     data = {
@@ -108,10 +108,10 @@ def dpo(folder: Path, **given: Any) -> Trainer:
     )
 
 
-def grpo(folder: Path, **given: Any) -> Trainer:
-    from trl import GRPOConfig, GRPOTrainer
+def grpo(folder: Path, **given: Any) -> Any:
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]
 
-    def reward(completions: list[str], **_: Any) -> list[float]:
+    def reward(completions: list[str], **_: Any) -> list[float | None]:
         return [float(len(re.findall(r"w1\d", each))) for each in completions]
 
     text = [" ".join(f"w{i}" for i in row[:4]) for row in rows()]
@@ -125,7 +125,7 @@ def grpo(folder: Path, **given: Any) -> Trainer:
     )
 
 
-def weights(of: Trainer) -> torch.Tensor:
+def weights(of: Any) -> torch.Tensor:
     """All parameters, as one vector."""
     return torch.cat([p.detach().reshape(-1).clone() for p in of.model.parameters()])
 

@@ -18,8 +18,7 @@ from tests.torch.trainers.lightning.fits import Regression, data, trainer
 # Without clipping: ZClip may clip a healthy step, which is a decision and not an accident.
 KINDS = {
     "in_step": {"in_step_only": True, "clip": None},
-    "memory": {"clip": None},
-    "fixed": {"clip": {"kind": "fixed", "max_norm": 1e6}, "save_every": 3},
+    "whole_run": {"clip": {"kind": "fixed", "max_norm": 1e6}, "save_every": 3},
 }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader
 
 from healcore.core.verdict import Cause
@@ -72,6 +73,18 @@ def test_the_loss_is_the_one_that_training_step_returned(in_step_only: bool, par
     losses = [float(module.loss(batch)) for batch in rows]
     windows = [losses[i : i + parts] for i in range(0, len(losses), parts)]
     assert callback.losses == pytest.approx([sum(w) / len(w) for w in windows], rel=1e-6)
+
+
+@both
+def test_a_loss_that_a_scaler_has_multiplied(in_step_only: bool):
+    callback = Judged(in_step_only=in_step_only, clip=None)
+    torch.manual_seed(0)
+    module = Regression(rate=0.0)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+    fit(callback, module, plugins=[plugin], accumulate_grad_batches=2)
+    losses = [float(module.loss(batch)) for batch in DataLoader(data(), batch_size=8)]
+    means = [sum(losses[i : i + 2]) / 2 for i in range(0, len(losses), 2)]
+    assert callback.losses == pytest.approx(means, rel=2e-3), "of half precision"
 
 
 def test_each_network_of_a_gan_is_judged_by_its_own_loss():

@@ -1,0 +1,130 @@
+"""The gradients since the last optimizer step: dropped where their batches are done again."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from healcore.torch.driver.batch_statistics import BatchStatistics
+from healcore.torch.driver.live_state import RngState
+from healcore.torch.driver.optimizer_hooks import Accumulation
+from healcore.torch.healing import Healing
+
+_MOST, _DEPTH = 1000, 4
+"""Longest container that is searched for tensors, and how deep."""
+
+
+class GradientWindow:
+    """Implements `healcore.runtime.microbatches.window.Gradients`.
+
+    What a window begins with is kept without a copy of arrays: no gradients, the batch statistics
+    that `BatchStatistics` has saved in any case, and the states of torch's random generators. So a
+    window that is done again gives bit for bit what it would have given at that size at once.
+    """
+
+    def __init__(
+        self,
+        accumulations: list[Accumulation],
+        healings: Iterable[Healing],
+        statistics: BatchStatistics,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self._accumulations = accumulations
+        self._healings = list(healings)
+        self._statistics = statistics
+        self._scaler = scaler
+        self._generators = RngState()
+        self.begin_window()
+
+    def accumulating(self) -> bool:
+        """Whether any optimizer has gradients that it has not stepped with."""
+        return any(each.in_progress for each in self._accumulations)
+
+    def begin_window(self) -> None:
+        """Remembers the state that a window begins with."""
+        self._steps, self._updates = self._count(), self._scaler_records()
+        self._random = self._generators.state_dict()
+        self._node = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
+
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has stepped, or a GradScaler has dropped its step."""
+        # Its update() replaces the records, also where it has called no optimizer.
+        return self._count() != self._steps or self._scaler_records() is not self._updates
+
+    def redo_window(self, held: list[Any], *, clear_cache: bool) -> None:
+        """Drops gradients and observed losses; restores random states and batch statistics."""
+        for accumulation in self._accumulations:
+            accumulation.clear()
+        for healing in self._healings:
+            healing.discard()
+            healing.hooks.late_loss.cancel()
+        self._statistics.restore()
+        self._generators.load_state_dict(self._random)
+        free_graphs(held, since=self._node)
+        held.clear()
+        gc.collect()  # an exception and its frames refer to each other
+        if clear_cache and torch.accelerator.is_available():
+            torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
+
+    def _count(self) -> int:
+        return sum(each.steps for each in self._accumulations)
+
+    def _scaler_records(self) -> Any:
+        return getattr(self._scaler, "_per_optimizer_states", None)
+
+
+def free_graphs(values: Iterable[Any], *, since: int) -> None:
+    """Frees what the graphs of these tensors have saved for a backward pass that will not come.
+
+    A variable of the loop (`loss`) keeps its graph, and so the activations, until it is assigned
+    again, which is after the next forward pass.
+
+    Args:
+        values: tensors, containers of tensors, anything else.
+        since: nodes with a lower sequence number are left alone, and what is behind them.
+    """
+    pending = [each.grad_fn for each in _tensors(values, _DEPTH)]
+    seen = set[Any]()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen or node._sequence_nr() < since:
+            continue
+        seen.add(node)
+        pending += [following for following, _ in node.next_functions]
+        for name in dir(node):
+            if name.startswith("_raw_saved_"):
+                _free(node, name)
+
+
+def _free(node: Any, name: str) -> None:
+    """Frees saved tensors: a hook that is set later replaces at once what has been saved."""
+    with suppress(RuntimeError):  # freed by a backward pass
+        saved = getattr(node, name)
+        for each in saved if isinstance(saved, (tuple, list)) else (saved,):
+            with suppress(RuntimeError):  # there is none
+                each.register_hooks(lambda _: None, _was_freed)
+
+
+def _was_freed(_: None) -> Tensor:
+    raise RuntimeError(
+        "this graph belongs to a micro-batch that ran out of memory, and its activations were "
+        "freed: call backward only on the loss of the present part"
+    )
+
+
+def _tensors(values: Iterable[Any], depth: int) -> Iterator[Tensor]:
+    for each in values:
+        if isinstance(each, Tensor):
+            yield each
+        elif depth and isinstance(each, (Mapping, list, tuple)):
+            if len(each) <= _MOST:
+                inner = each.values() if isinstance(each, Mapping) else each
+                yield from _tensors(list(inner), depth - 1)
+        elif depth and dataclasses.is_dataclass(each) and not isinstance(each, type):
+            yield from _tensors(list(vars(each).values()), depth - 1)

@@ -1,0 +1,93 @@
+"""`ArcticCheckpointEngine`: ArcticTraining's DeepSpeed checkpoints, made so that a resume is exact.
+
+With the engine that comes with ArcticTraining 0.8 the label of a checkpoint is one step behind its
+weights, a checkpoint may be taken within an accumulation, the position in the data is guessed from
+the step, and NaN weights become the latest checkpoint.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from arctic_training.checkpoint.ds_engine import (  # pyright: ignore[reportMissingImports]
+    DSCheckpointEngine,
+)
+from arctic_training.logging import logger  # pyright: ignore[reportMissingImports]
+
+
+class ArcticCheckpointEngine(DSCheckpointEngine):
+    """A checkpoint engine for trainers with `arctic_callbacks`.
+
+        class MyTrainer(SFTTrainer):
+            name = "mine"
+            checkpoint_engine: ArcticCheckpointEngine
+            callbacks = arctic_callbacks("default")
+
+    In the recipe: `checkpoint: [{type: healcore, output_dir: ..., save_every_n_steps: 100}]`.
+    Checkpoints are taken between two optimizer steps, of finite weights outside of an incident.
+    They hold the weights' own step, the position in the data and the policy's state, in one file.
+    A resume replays no batch and loses none, with a loader that has the same order in each epoch
+    (ArcticTraining's has).
+
+    Attributes:
+        resumed: what `HealedRun.record` had returned for the checkpoint that was loaded, or None.
+    """
+
+    name = "healcore"
+    resumed: dict[str, Any] | None = None
+    _saved: int | None = None
+
+    @property
+    def do_checkpoint(self) -> bool:
+        """Whether one is due now, and the run is healthy on every rank."""
+        trainer, config, run = self.trainer, self.config, self.trainer.healcore
+        step, every, epochs = (
+            trainer.global_step,
+            config.save_every_n_steps,
+            config.save_every_n_epochs,
+        )
+        due = bool(every) and run.between_steps and step % every == 0
+        due = due or (bool(epochs) and self.epoch_finished and trainer.epoch_idx % epochs == 0)
+        due = due or (config.save_end_of_training and self.training_finished)
+        if not config.enabled or not due or step == 0 or step == self._saved:
+            return False
+        if not run.is_healthy():
+            logger.warning(
+                f"healcore: no checkpoint at step {step}: the weights are not finite, or an "
+                "incident is open; the one before stays the latest"
+            )
+            return False
+        return True
+
+    @property
+    def client_state(self) -> dict[str, Any]:
+        """That of ArcticTraining, with the position in the data and the policy's state."""
+        record = self.trainer.healcore.record()
+        epoch = record["cursor"]["epoch"]
+        return {**super().client_state, "end_of_epoch": epoch, "healcore": record}
+
+    def save(self, model: Any) -> None:
+        """Saves a checkpoint."""
+        super().save(model)
+        self._saved = self.trainer.global_step
+
+    def load(self, model: Any) -> None:
+        """Loads the latest checkpoint, if there is one."""
+        original, seen = model.load_checkpoint, []
+
+        def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            found = original(*args, **kwargs)
+            seen.append(found[1])
+            return found
+
+        model.load_checkpoint = load_checkpoint
+        try:
+            super().load(model)
+        finally:
+            del model.load_checkpoint
+        if not seen:
+            return
+        self.resumed = seen[0].get("healcore")
+        self._saved = self.trainer.global_step
+        # ArcticTraining would guess the position; it is known, unless its own engine had saved.
+        self.trainer.is_resume = self.resumed is None

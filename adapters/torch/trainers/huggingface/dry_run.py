@@ -1,0 +1,143 @@
+"""A few steps on a copy of a trainer, to see what a policy would do before it does anything."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+import tempfile
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+
+from healcore.torch.attachment import unwrapped
+from healcore.torch.driver.live_state import RngState
+from healcore.torch.errors import AttachError
+
+
+class DryRun(NamedTuple):
+    """What a dry run has found."""
+
+    losses: tuple[float, ...]
+    """Of each step."""
+    grad_norms: tuple[float, ...]
+    """Of each step, before clipping."""
+    finite: bool
+    """Whether all of them are finite."""
+    would: tuple[tuple[str, ...], ...]
+    """What the policy would have done at each step, besides clipping: causes and actions."""
+    peak_bytes: int | None
+    """Most memory on the accelerator, the copy included; None on a CPU."""
+
+
+@contextmanager
+def copy_of(trainer: Any, steps: int) -> Iterator[tuple[Any, Path]]:
+    """A copy to train for some steps, and a temporary directory for all that it writes.
+
+    Model and optimizer are copied; the dataset is shared. Random states and what accelerate keeps
+    for the whole process are as before when the block ends.
+    """
+    if getattr(trainer, "use_vllm", False):
+        raise AttachError(
+            "dry_run trains a copy, and vLLM generates with the weights of the trainer itself: "
+            "call it on a trainer with use_vllm=False"
+        )
+    rng, python, numpy = RngState(), random.getstate(), np.random.get_state()  # noqa: NPY002
+    torch_state = rng.state_dict()
+    shared = trainer.accelerator.gradient_state.__dict__
+    gradient_state = {**shared}
+    try:
+        with tempfile.TemporaryDirectory(prefix="healcore-dry-run-") as folder:
+            yield _copied(trainer, steps, folder), Path(folder)
+    finally:
+        shared.clear()
+        shared.update(gradient_state)
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        rng.load_state_dict(torch_state)
+
+
+def findings(metrics: Path) -> DryRun:
+    """Reads what was judged from a file of the Healer's metrics."""
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rows = [row for row in rows if row["kind"] == "step"]
+    losses = tuple(float(row.get("loss", "nan")) for row in rows)
+    norms = tuple(float(row.get("grad_norm", "nan")) for row in rows)
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return DryRun(
+        losses,
+        norms,
+        all(map(math.isfinite, losses + norms)) and bool(rows),
+        tuple((*row.get("cause", ()), *row.get("action", ())) for row in rows),
+        torch.cuda.max_memory_allocated() if cuda else None,
+    )
+
+
+def _copied(trainer: Any, steps: int, folder: str) -> Any:
+    from transformers.trainer_callback import (
+        CallbackHandler,
+        DefaultFlowCallback,
+        TrainerControl,
+        TrainerState,
+    )
+    from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+    new = copy.copy(trainer)
+    new.args = copy.copy(trainer.args)
+    settings = {
+        "output_dir": folder,
+        "max_steps": steps,
+        "save_strategy": SaveStrategy.NO,
+        "eval_strategy": IntervalStrategy.NO,
+        "logging_strategy": IntervalStrategy.NO,
+        "eval_on_start": False,
+        "load_best_model_at_end": False,
+        "push_to_hub": False,
+    }
+    for name, value in settings.items():
+        setattr(new.args, name, value)
+    new.model = new.model_wrapped = copy.deepcopy(trainer.model)
+    new.model_init = None
+    new.optimizer = _optimizer(trainer, new.model)
+    new.lr_scheduler, new._created_lr_scheduler = None, False
+    new.accelerator = copy.copy(trainer.accelerator)
+    for name in ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects"):
+        setattr(new.accelerator, name, [])
+    new.accelerator.scaler = copy.deepcopy(getattr(trainer.accelerator, "scaler", None))
+    new.state, new.control = TrainerState(), TrainerControl()
+    new.callback_handler = CallbackHandler(
+        [DefaultFlowCallback()], new.model, trainer.processing_class, None, None
+    )
+    new._memory_tracker = copy.copy(trainer._memory_tracker)
+    # What TRL's trainers collect between two logs.
+    for name, value in vars(trainer).items():
+        if name.startswith("_") and isinstance(value, (dict, deque)):
+            setattr(new, name, copy.deepcopy(value))
+    return new
+
+
+def _optimizer(trainer: Any, model: torch.nn.Module) -> Optimizer | None:
+    """A fresh optimizer of the same kind for the copy; None: Trainer makes its own.
+
+    Not a deep copy: a learning-rate schedule has put a `step` into the optimizer that would step
+    the original.
+    """
+    if trainer.optimizer is None:
+        return None
+    own = unwrapped(trainer.optimizer)
+    pairs = zip(trainer.model.parameters(), model.parameters(), strict=True)
+    copies = {id(old): new for old, new in pairs}
+    groups = [
+        {**group, "params": [copies[id(p)] for p in group["params"]]} for group in own.param_groups
+    ]
+    kind: Any = type(own)
+    new = kind(groups)
+    new.load_state_dict(copy.deepcopy(own.state_dict()))
+    return new

@@ -1,0 +1,77 @@
+"""TensorBoard: scalars, and events as text, in event files of its own or by a SummaryWriter."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from tensorboard.compat.proto import event_pb2, summary_pb2
+from tensorboard.plugins.text.summary_v2 import text_pb
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from healcore.runtime.trackers.tracker import TrackedRun, text_of
+
+_events: Any = event_pb2  # protobuf makes the classes at run time: no type checker knows them
+_summaries: Any = summary_pb2
+
+
+class Client:
+    """Writes to a SummaryWriter of the user's (torch's or tensorboardX's), else own files.
+
+    The files are written by TensorBoard's own writer: neither torch nor TensorFlow is needed.
+    """
+
+    def __init__(self, where: str | None, own: Any) -> None:
+        self._folder = where
+        self._users = own is not None
+        self._writer: Any = own
+
+    def start(self, run: TrackedRun) -> None:
+        """Opens a new event file; a restarted program adds one in the same directory."""
+        if not self._users:
+            self._writer = _Files(self._folder or os.path.join("runs", run.id))
+        policy = run.config.get("policy_toml", run.config["policy"])
+        self._writer.add_text("heal/policy", f"```\n{policy}\n```")
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        """Adds scalars."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Adds a text."""
+        self._writer.add_text("heal/events", text_of(event), event["step"])
+
+    def flush(self) -> None:
+        """Passes everything on to the disk."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Closes files of its own."""
+        if not self._users:
+            self._writer.close()
+
+
+class _Files:
+    """The part of a SummaryWriter that is used here, over `EventFileWriter`."""
+
+    def __init__(self, folder: str) -> None:
+        self._writer = EventFileWriter(folder)
+        self._last = -1
+        self.flush, self.close = self._writer.flush, self._writer.close
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        if step < self._last:
+            # TensorBoard then hides what it has read of the undone steps.
+            self._add(step, session_log=_events.SessionLog(status=_events.SessionLog.START))
+        self._last = step
+        one = _summaries.Summary.Value(tag=tag, simple_value=value)
+        self._add(step, summary=_summaries.Summary(value=[one]))
+
+    def add_text(self, tag: str, text: str, step: int | None = None) -> None:
+        self._add(step or 0, summary=text_pb(tag, text))
+
+    def _add(self, step: int, **fields: Any) -> None:
+        self._writer.add_event(_events.Event(wall_time=time.time(), step=step, **fields))

@@ -1,0 +1,66 @@
+"""Weights & Biases: rows over `heal/step`, alerts, and a table of the events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import wandb
+
+from healcore.runtime.events.schema import GRAVE
+from healcore.runtime.trackers.event_table import EventTable
+from healcore.runtime.trackers.tracker import TrackedRun, text_of
+
+_SETTINGS: Any = {"console": "off"}
+"""Of a run of its own: it leaves the program's standard output alone."""
+
+
+class Client:
+    """Logs to the active run, else to one of its own, which a restarted program continues.
+
+    wandb refuses rows whose step goes back, so no step is passed: the axis is `heal/step`.
+    """
+
+    def __init__(self, where: str | None, own: Any) -> None:
+        self._run: Any = own or (wandb.run if where is None else None)
+        self._project = where
+        self._users = self._run is not None
+        self._events = EventTable()
+
+    def start(self, run: TrackedRun) -> None:
+        """Opens a run, unless there is one, and declares the axis."""
+        if not self._users:
+            # In wandb an id is unique within a project, and "allow" makes or continues it.
+            self._run = wandb.init(
+                project=self._project,
+                id=run.id,
+                resume="allow",
+                reinit="create_new",
+                settings=_SETTINGS,
+            )
+        self._run.config.update({"healcore": run.config}, allow_val_change=True)
+        self._run.define_metric("heal/step", hidden=True)
+        self._run.define_metric("heal/*", step_metric="heal/step")
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        """Logs a row.
+
+        In a run of the user's the numbers join the row that the user's next `log` writes: a row
+        more would count wandb's own step on, and it would then refuse `log(..., step=epoch)`.
+        """
+        self._run.log({"heal/step": step, **values}, commit=not self._users)
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Adds it to the table, and alerts if a person should know."""
+        self._events.add(event)
+        if event["kind"] in GRAVE:
+            level = "ERROR" if event["kind"] == "stop" else "WARN"
+            self._run.alert(f"healcore: {event['kind']}", text_of(event), level=level)
+
+    def close(self) -> None:
+        """Logs the table, and finishes a run of its own."""
+        rows: Any = self._events.rows
+        table = wandb.Table(columns=list(self._events.columns), data=rows)
+        self._run.log({"heal/events": table}, commit=not self._users)
+        if not self._users:
+            self._run.finish()

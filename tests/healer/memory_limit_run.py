@@ -1,0 +1,149 @@
+"""Trains with and without a limit of the kernel on memory: `memory_limit_run.py torch|jax`.
+
+Each layer keeps an array of the part for the backward pass, 4 MB for the whole batch. Each run
+prints a JSON object: samples of the parts of each step, of parts that failed, and the parameters
+after the last step.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from healcore.jax.state import HealStateError
+from healcore.runtime.healer import Healer
+
+SAMPLES, WIDTH, LAYERS, STEPS = 1024, 1024, 16, 2
+LIMIT = 40 * 2**20
+"""Bytes."""
+
+
+@contextmanager
+def limited(enabled: bool) -> Iterator[None]:
+    """Allows `LIMIT` more than the process has now."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    if enabled:
+        status = Path("/proc/self/status").read_text()
+        used = int(re.search(r"VmData:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
+        resource.setrlimit(resource.RLIMIT_DATA, (used + LIMIT, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def batches() -> list[np.ndarray]:
+    random = np.random.default_rng(0)
+    return [random.standard_normal((SAMPLES, WIDTH), np.float32) for _ in range(STEPS)]
+
+
+def in_torch(*, limit: bool) -> dict[str, Any]:
+    import torch
+
+    scale = torch.nn.Parameter(torch.ones(LAYERS, WIDTH))
+    optimizer = torch.optim.SGD([scale], lr=1.0)
+
+    def loss_fn(x: torch.Tensor) -> torch.Tensor:
+        for layer in scale:
+            x = torch.tanh(x) * layer
+        return x.square().mean()
+
+    loss_fn(torch.ones(1, WIDTH)).backward()  # starts autograd's threads
+    scale.grad = None
+    data, sizes, failed = [torch.from_numpy(each) for each in batches()], [], []
+    done: list[int] = []
+    state = {"scale": [scale], "optimizer": optimizer}
+    with Healer(state=state) as healer, limited(limit):
+        for batch in healer.batches(data):
+            for part in healer.microbatches(batch):
+                with part:
+                    loss = loss_fn(part.batch)
+                    (loss * part.weight).backward()
+                if part.first:
+                    done = []
+                (failed if part.failed else done).append(len(part.batch))
+            sizes.append(done)
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"sizes": sizes, "failed": failed, "parameters": scale.detach().tolist()}
+
+
+@cache
+def jax_functions() -> tuple[Any, ...]:
+    """The transformation and the compiled functions, the same for all runs."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    from healcore.jax import protect
+
+    tx = protect(optax.sgd(1.0), "default")
+
+    def loss_fn(scale: Any, x: Any, weight: float) -> Any:
+        x, _ = jax.lax.scan(lambda x, layer: (jnp.tanh(x) * layer, None), x, scale)
+        return jnp.square(x).mean() * weight
+
+    def gradients(state: Any, x: Any, weight: float) -> Any:
+        return jax.value_and_grad(loss_fn)(state[0], x, weight)
+
+    def apply(state: Any, loss: Any, grads: Any) -> Any:
+        updates, opt_state = tx.update(grads, state[1], state[0], value=loss)
+        return optax.apply_updates(state[0], updates), opt_state
+
+    def add(total: Any, more: Any) -> Any:
+        return jax.tree.map(jnp.add, total, more)
+
+    donates = jax.jit(gradients, donate_argnums=0)
+    return tx, jax.jit(gradients), donates, jax.jit(apply), jax.jit(add)
+
+
+def in_jax(*, limit: bool, donate: bool = False) -> dict[str, Any]:
+    import jax
+    import jax.numpy as jnp
+
+    tx, keeps, donates, apply, add = jax_functions()
+    gradients = donates if donate else keeps
+    scale = jnp.ones((LAYERS, WIDTH))
+    data, sizes, failed = batches(), [], []
+    done: list[int] = []
+    total: Any = None
+    apply((scale, tx.init(scale)), jnp.zeros(()), scale)  # compiles it before there is a limit
+    with Healer(state=(scale, tx.init(scale))) as healer, limited(limit):
+        for batch in healer.batches(data):
+            for part in healer.microbatches(batch):
+                with part:
+                    found = gradients(healer.state, part.batch, part.weight)
+                    jax.block_until_ready(found)  # on a CPU the call itself does not raise
+                    total = found if part.first else add(total, found)
+                if part.first:
+                    done = []
+                (failed if part.failed else done).append(len(part.batch))
+            sizes.append(done)
+            healer.update(apply(healer.state, *total))
+        parameters = healer.state[0]
+    return {"sizes": sizes, "failed": failed, "parameters": np.asarray(parameters).tolist()}
+
+
+def main(framework: str) -> None:
+    if framework == "torch":
+        # First with the limit: what an allocator has kept would not count towards it.
+        print(json.dumps(in_torch(limit=True)))
+        print(json.dumps(in_torch(limit=False)))
+        return
+    print(json.dumps(in_jax(limit=True)))
+    print(json.dumps(in_jax(limit=False)))
+    try:
+        in_jax(limit=True, donate=True)
+    except HealStateError as error:
+        print(json.dumps(str(error)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

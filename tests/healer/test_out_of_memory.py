@@ -1,0 +1,321 @@
+"""Out of memory: smaller parts from then on, also after a restart, or a stop with a diagnosis."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import healcore
+from healcore.runtime import events
+from healcore.runtime.events import schema
+from healcore.runtime.microbatches.window import MicrobatchError
+
+ROOT = Path(__file__).parents[2]
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has")
+
+
+@pytest.fixture(autouse=True)
+def small_heap():
+    """Collecting garbage takes half a second with all frameworks imported, and every redo does."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class Memory:
+    """A forward pass with more samples than `fits` raises."""
+
+    def __init__(self, fits: int) -> None:
+        self.fits = fits
+        self.failures = 0
+        self.sizes: list[int] = []
+
+    def use(self, samples: int) -> None:
+        if samples > self.fits:
+            self.failures += 1
+            raise OUT_OF_MEMORY
+        self.sizes.append(samples)
+
+
+def batches(number: int, samples: int = 8) -> list[torch.Tensor]:
+    return [torch.full((samples, 2), float(i)) for i in range(number)]
+
+
+def train(
+    data: Iterable[Any],
+    memory: Memory,
+    policy: Any = "default",
+    each_step: Callable[[healcore.Healer[Any]], object] = lambda healer: None,
+    **options: Any,
+) -> healcore.Healer[Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    state = {"model": model, "optimizer": optimizer}
+    with healcore.Healer(policy, state=state, **options) as healer:
+        for batch in healer.batches(data):
+            for part in healer.microbatches(batch):
+                with part:
+                    memory.use(len(part.batch))
+                    (model(part.batch).square().mean() * part.weight).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            each_step(healer)
+    return healer
+
+
+def kinds(path: Path, *wanted: str) -> list[dict[str, Any]]:
+    found = events.read(path).events
+    assert [problem for each in found for problem in schema.problems(each)] == []
+    return [each for each in found if each["kind"] in wanted]
+
+
+# -- shrinking ------------------------------------------------------------------------------------
+
+
+def test_the_size_that_fits_is_found_once_and_kept(tmp_path):
+    memory = Memory(fits=3)
+    train(batches(5), memory, events=tmp_path / "events.jsonl")
+    assert memory.failures == 2
+    assert memory.sizes == [2, 2, 2, 2] * 5
+    first, second = kinds(tmp_path / "events.jsonl", "fault")
+    assert (first["samples"], first["size_before"], first["size"]) == (8, 8, 4)
+    assert (second["samples"], second["size_before"], second["size"]) == (8, 4, 2)
+    assert first["bytes"] == 1.5 * 2**30
+    assert first["cause"] == ["OOM"]
+    assert first["answer"] == "shrink_microbatch"
+    assert "OutOfMemoryError: CUDA out of memory" in first["problem"]
+
+
+def test_a_restart_does_not_run_out_of_memory_again(tmp_path):
+    def end(healer: healcore.Healer[Any]) -> None:
+        if healer.step == 3:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train(batches(6), Memory(fits=3), each_step=end, store=tmp_path / "run", save_every=1)
+    memory = Memory(fits=3)
+    train(batches(6), memory, store=tmp_path / "run")
+    assert memory.failures == 0
+    assert set(memory.sizes) == {2}
+
+
+def test_a_single_sample_that_does_not_fit_stops_the_run(tmp_path):
+    with pytest.raises(healcore.RunStopped) as stopped:
+        train(batches(2), Memory(fits=0), events=tmp_path / "events.jsonl")
+    assert stopped.value.why == "a single sample does not fit into memory"
+    assert "activation checkpointing" in stopped.value.diagnosis
+    assert stopped.value.__cause__ is OUT_OF_MEMORY
+    (stop,) = kinds(tmp_path / "events.jsonl", "stop")
+    assert stop["cause"] == ["OOM"]
+    (end,) = kinds(tmp_path / "events.jsonl", "end")
+    assert end["ending"] == "stopped"
+    (postmortem,) = tmp_path.glob("*postmortem*.json")
+    assert "activation checkpointing" in postmortem.read_text()
+
+
+def test_the_budget_of_shrinks(tmp_path):
+    memory = Memory(fits=1)
+    with pytest.raises(healcore.RunStopped, match="budget of 2 shrinks is used"):
+        train(batches(2), memory, budget={"shrinks": 2})
+    assert memory.failures == 3
+
+
+def test_a_batch_of_another_kind_has_a_size_of_its_own():
+    memory = Memory(fits=4)
+    data = [torch.ones(8, 2), np.ones((8, 2), np.float32)]
+    model = nn.Linear(2, 1)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    with healcore.Healer(state=state) as healer:
+        for part in healer.microbatches({"x": data[0]}):
+            with part:
+                memory.use(len(part.batch["x"]))
+        memory.fits = 8
+        for part in healer.microbatches({"x": data[0], "y": data[1]}):
+            with part:
+                memory.use(len(part.batch["x"]))
+    assert memory.sizes == [4, 4, 8]
+
+
+# -- growing --------------------------------------------------------------------------------------
+
+
+def test_memory_that_comes_back_is_used_again(tmp_path):
+    memory = Memory(fits=2)
+
+    def free(healer: healcore.Healer[Any]) -> None:
+        memory.fits = 8
+
+    train(
+        batches(12),
+        memory,
+        each_step=free,
+        budget={"refund_after": 3},
+        events=tmp_path / "events.jsonl",
+    )
+    assert memory.sizes == [2] * 4 * 3 + [4] * 2 * 3 + [8] * 6
+    assert memory.failures == 2
+    found = kinds(tmp_path / "events.jsonl", "grow")
+    assert [(e["step"], e["size_before"], e["size"]) for e in found] == [(3, 2, 4), (6, 4, 8)]
+
+
+def test_nothing_is_tried_during_an_incident():
+    memory = Memory(fits=4)
+    nan = torch.full((8, 2), float("nan"))
+    # After a skipped step the incident stays open for quiet_steps.
+    data = [*batches(2), nan, *batches(17)]
+    tried: list[int] = []
+
+    def note(healer: healcore.Healer[Any]) -> None:
+        if memory.failures > 1 and not tried:
+            tried.append(healer.step)
+
+    train(data, memory, each_step=note, budget={"refund_after": 4})
+    assert tried
+    assert tried[0] >= 2 + 10
+
+
+# -- what is not healed goes on as it was ---------------------------------------------------------
+
+
+def note_of(error: BaseException) -> str:
+    (note,) = error.__notes__
+    return note
+
+
+@pytest.fixture
+def out_of_memory(monkeypatch):
+    """A new exception for each test, since notes stay on it."""
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    monkeypatch.setattr(sys.modules[__name__], "OUT_OF_MEMORY", error)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("policy", "note"), [("observe", "only observes"), ("zclip", "no rule for it: to = ")]
+)
+def test_a_policy_that_does_not_answer(out_of_memory, policy, note):
+    memory = Memory(fits=4)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        train(batches(1), memory, policy)
+    assert raised.value is out_of_memory
+    assert note in note_of(out_of_memory)
+    assert memory.failures == 1
+
+
+def test_a_batch_that_cannot_be_split(out_of_memory):
+    class Opaque:
+        def __len__(self) -> int:
+            return 8
+
+    with pytest.raises(torch.OutOfMemoryError):
+        train([Opaque()], Memory(fits=4))
+    assert "split along the first axis of its arrays" in note_of(out_of_memory)
+
+
+def test_gradients_from_elsewhere_are_not_lost(out_of_memory):
+    """A backward pass outside of the parts cannot be done again."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    memory = Memory(fits=4)
+    with healcore.Healer(state={"model": model, "optimizer": optimizer}) as healer:
+        model.weight.square().sum().backward()
+        gradient = model.weight.grad
+        assert gradient is not None
+        expected = gradient.clone()
+        with pytest.raises(torch.OutOfMemoryError):  # noqa: PT012
+            for part in healer.microbatches(torch.ones(8, 2)):
+                with part:
+                    memory.use(len(part.batch))
+        assert "there were gradients before its first part" in note_of(out_of_memory)
+        assert torch.equal(gradient, expected)
+        assert model.weight.grad is gradient
+        optimizer.step()
+        optimizer.zero_grad()
+        for part in healer.microbatches(torch.ones(8, 2)):
+            with part:
+                memory.use(len(part.batch))
+    assert memory.sizes == [4, 4]
+
+
+def test_an_optimizer_that_accumulates_over_more_batches(out_of_memory):
+    """The first batch cannot be done again: the other optimizer has used its gradients."""
+    models = {name: nn.Linear(2, 1) for name in "ab"}
+    state = {f"optimizer {n}": torch.optim.SGD(m.parameters(), lr=0.1) for n, m in models.items()}
+    memory = Memory(fits=8)
+    with healcore.Healer(state={**models, **state}) as healer:
+        for part in healer.microbatches(torch.ones(8, 2)):
+            with part:
+                (models["a"](part.batch) + models["b"](part.batch)).mean().backward()
+        state["optimizer b"].step()
+        state["optimizer b"].zero_grad()
+        memory.fits = 4
+        with pytest.raises(torch.OutOfMemoryError):  # noqa: PT012
+            for part in healer.microbatches(torch.ones(8, 2)):
+                with part:
+                    memory.use(len(part.batch))
+    assert "there were gradients before its first part" in note_of(out_of_memory)
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("no"), RuntimeError("CUDA error"), KeyboardInterrupt()]
+)
+def test_other_exceptions_pass(error):
+    def fail(samples: int) -> None:
+        raise error
+
+    memory = Memory(fits=8)
+    memory.use = fail
+    with pytest.raises(type(error)) as raised:
+        train(batches(1), memory)
+    assert raised.value is error
+    assert not hasattr(error, "__notes__")
+
+
+def test_a_part_that_is_not_entered():
+    model = nn.Linear(2, 1)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    with (
+        healcore.Healer(state=state) as healer,
+        pytest.raises(MicrobatchError, match="`with part:`"),
+    ):
+        for _ in healer.microbatches(torch.ones(8, 2)):
+            pass
+
+
+# -- under a limit of the kernel ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_real_allocator_that_fails(framework):
+    """The step is split until it fits, and trains to the same parameters."""
+    run = subprocess.run(
+        [sys.executable, "tests/healer/memory_limit_run.py", framework],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    split, whole, *donated = map(json.loads, run.stdout.splitlines())
+    samples = sum(whole["sizes"][0])
+    assert whole["failed"] == []
+    assert whole["sizes"] == [[samples], [samples]]
+    assert split["failed"][0] == samples
+    assert all(sum(sizes) == samples and max(sizes) < samples for sizes in split["sizes"])
+    a, b = (np.asarray(each["parameters"]) for each in (whole, split))
+    assert np.linalg.norm(a - b) <= 1e-6 * np.linalg.norm(a)
+    if framework == "jax":
+        assert donated[0].startswith("the part ran out of memory in a function that was given")

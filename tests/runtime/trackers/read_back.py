@@ -1,0 +1,159 @@
+"""Reads what each tracker has stored, with the tracker's own reader where it has one."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+NAMES = ("wandb", "trackio", "mlflow", "tensorboard", "stdout")
+
+
+class Stored(NamedTuple):
+    """What a tracker has of one run."""
+
+    rows: list[tuple[int, dict[str, float]]]
+    """Step and numbers, in the order of storage."""
+    texts: list[str]
+    """About events."""
+    runs: int = 1
+    """How many runs the tracker has."""
+
+
+def asked(name: str, folder: Path) -> str:
+    """The argument `trackers`: each test has a project of its own, named as its folder."""
+    if name == "stdout":
+        return name
+    return f"tensorboard:{folder / 'tb'}" if name == "tensorboard" else f"{name}:{folder.name}"
+
+
+def stored(name: str, folder: Path, out: str = "") -> Stored:
+    """What the tracker `name` has; `out` is what the program printed."""
+    return {
+        "wandb": _wandb,
+        "trackio": _trackio,
+        "mlflow": _mlflow,
+        "tensorboard": _tensorboard,
+        "stdout": lambda _: _stdout(out),
+    }[name](folder)
+
+
+def _wandb(folder: Path) -> Stored:
+    rows, texts, ids = [], [], set()
+    for path in sorted(Path(os.environ["WANDB_DIR"]).rglob("*.wandb"), key=os.path.getmtime):
+        for _ in range(200):  # W&B's own process may still be writing when `finish` returns
+            records = [(each.WhichOneof("record_type"), each) for each in wandb_records(path)]
+            runs = [each.run for kind, each in records if kind == "run"]
+            ended = any(kind == "exit" for kind, _ in records)
+            if runs and (ended or runs[0].project != folder.name):
+                break
+            time.sleep(0.05)
+        if runs[0].project != folder.name:
+            continue
+        ids.add(runs[0].run_id)
+        texts += [each.alert.text for kind, each in records if kind == "alert"]
+        for table in path.parent.rglob("*.table.json"):
+            texts += [row[-1] for row in json.loads(table.read_text())["data"]]
+        for kind, each in records:
+            if kind == "history":
+                items = each.history.item
+                row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
+                step = row.pop("heal/step", None)
+                if "heal/grad_norm" in row:
+                    numbers = {k: float(v) for k, v in row.items() if _is_number(k, v)}
+                    rows.append((step, numbers))
+    return Stored(rows, texts, len(ids))
+
+
+def wandb_records(path: Path) -> Iterator[Any]:
+    """W&B has no reader in Python any more: the format is LevelDB's log of protobuf records."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, record = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        if at + 7 + length > len(data):
+            return
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield wandb_internal_pb2.Record.FromString(record)  # pyright: ignore
+            record = b""
+
+
+def _trackio(folder: Path) -> Stored:
+    from trackio.sqlite_storage import SQLiteStorage
+
+    runs = SQLiteStorage.get_runs(folder.name)
+    rows, texts = [], []
+    for run in runs:
+        for row in SQLiteStorage.get_logs(folder.name, run):
+            numbers = {k: float(v) for k, v in row.items() if _is_number(k, v)}
+            if "heal/grad_norm" in numbers:
+                rows.append((row["step"], numbers))
+            table = row.get("heal/events")
+            texts += [each["event"] for each in table["_value"]] if table else []
+        texts += [each["text"] for each in SQLiteStorage.get_alerts(folder.name, run)]
+    return Stored(rows, texts, len(runs))
+
+
+def _is_number(name: str, value: Any) -> bool:
+    return name.startswith("heal/") and isinstance(value, int | float)
+
+
+def _mlflow(folder: Path) -> Stored:
+    from mlflow import MlflowClient
+
+    client = MlflowClient()
+    experiment = client.get_experiment_by_name(folder.name)
+    runs = [] if experiment is None else client.search_runs([experiment.experiment_id])
+    rows: dict[tuple[int, int], dict[str, float]] = {}
+    texts = []
+    for run in runs:
+        for name in run.data.metrics:
+            for each in client.get_metric_history(run.info.run_id, name):
+                rows.setdefault((each.timestamp, each.step), {})[name] = each.value
+        texts += [text for tag, text in run.data.tags.items() if tag.startswith("healcore.event.")]
+    return Stored([(step, row) for (_, step), row in sorted(rows.items())], texts, len(runs))
+
+
+def _tensorboard(folder: Path) -> Stored:
+    """The scalars with healcore's own reader of logs, the texts with TensorBoard's."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    from healcore.tools.traces.tensorboard_file import scalars
+    from healcore.tools.traces.trace import Findings
+
+    rows: list[tuple[int, dict[str, float]]] = []
+    texts = []
+    for path in sorted((folder / "tb").iterdir()):
+        findings = Findings()
+        for _, record in scalars(str(path), findings):
+            step, (name, value) = record.pop("step"), *record.items()
+            if not rows or rows[-1][0] != step or name in rows[-1][1]:
+                rows.append((step, {}))
+            rows[-1][1][name] = value
+        assert not findings.problems, findings
+        for event in EventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                if value.metadata.plugin_data.plugin_name == "text":
+                    texts.append(value.tensor.string_val[0].decode())
+    return Stored(rows, texts)
+
+
+def _stdout(out: str) -> Stored:
+    lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    rows = [
+        (line["step"], {k: float(v) for k, v in line.items() if k.startswith("heal/")})
+        for line in lines
+        if line["kind"] == "metrics"
+    ]
+    return Stored(rows, [json.dumps(line) for line in lines if line["kind"] != "metrics"])

@@ -1,0 +1,130 @@
+"""Each real client stores the numbers of the metrics file, goes back, and is continued."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from healcore.runtime.healer import Healer
+from healcore.runtime.trackers.selection import select
+from tests.healer.training_loops import Faults, loop_of, rules, same, train
+from tests.runtime.trackers.read_back import NAMES, asked, stored
+
+EACH = pytest.mark.parametrize("name", NAMES)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@EACH
+def test_what_is_stored(name, folder, capsys):
+    loop, metrics = loop_of("torch", Faults(once=[13])), folder / "run.metrics.jsonl"
+    facts = train(
+        loop, rules(), range(20), store=folder / "c", metrics=metrics, trackers=asked(name, folder)
+    )
+    assert facts["rollbacks"] == 1
+    assert not [e for e in events(folder) if e["kind"] == "problem"]
+    found = stored(name, folder, capsys.readouterr().out)
+    expected = lines(metrics)
+    if name == "mlflow":  # its own reader sorts by time
+        assert sorted(step for step, _ in found.rows) == sorted(e["step"] for e in expected)
+    else:
+        assert [step for step, _ in found.rows] == [each["step"] for each in expected]
+        for (_, row), line in zip(found.rows, expected, strict=True):
+            for of in ("loss", "grad_norm", "lr_scale", "skip"):
+                assert row[f"heal/{of}"] == pytest.approx(float(line[of]), nan_ok=True), (of, line)
+    assert any("rollback" in text and "checkpoint" in text for text in found.texts), found.texts
+    assert any("completed" in text for text in found.texts), found.texts
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    return lines(folder / "c" / "healcore.events.jsonl")
+
+
+@EACH
+def test_nothing_changes_for_the_run(name, folder):
+    plain = loop_of("torch", Faults(once=[13]))
+    train(plain, rules(), range(20))
+    tracked = loop_of("torch", Faults(once=[13]))
+    train(tracked, rules(), range(20), trackers=[asked(name, folder)])
+    assert same(plain.weights(), tracked.weights())
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
+def test_a_restarted_run_is_the_same_run_there(name, folder):
+    def end_at_8(healer: Healer, number: int) -> None:
+        if number == 8:
+            raise KeyError("a program that fails")
+
+    with pytest.raises(KeyError):
+        train(
+            loop_of("torch"),
+            rules(),
+            range(16),
+            store=folder / "c",
+            before=end_at_8,
+            trackers=asked(name, folder),
+        )
+    if name == "wandb":
+        time.sleep(1.1)  # the folder of an offline run is named by the second in which it begins
+    train(loop_of("torch"), rules(), range(16), store=folder / "c", trackers=asked(name, folder))
+    found = stored(name, folder)
+    assert found.runs == 1
+    assert {step for step, _ in found.rows} == set(range(16))
+    assert any("resume" in text for text in found.texts)
+
+
+def test_jax(folder, capsys):
+    loop = loop_of("jax", Faults(once=[7]), rules())
+    train(loop, rules(), range(12), trackers=["stdout"])
+    found = stored("stdout", folder, capsys.readouterr().out)
+    assert found.rows[0][1].keys() >= {"heal/loss", "heal/grad_norm", "heal/threshold"}
+
+
+def test_own_objects_get_everything(folder):
+    class Mine:
+        def __init__(self):
+            self.calls: list[str] = []
+
+        def start(self, run):
+            self.calls.append(f"start {run.config['policy']}")
+
+        def metrics(self, step, values):
+            self.calls.append(f"step {step}")
+
+        def event(self, event):
+            self.calls.append(event["kind"])
+
+        def close(self):
+            self.calls.append("close")
+
+    mine = Mine()
+    train(loop_of("torch"), rules(), range(3), trackers=mine)
+    assert mine.calls[:2] == ["start test", "start"]
+    assert [each for each in mine.calls if "step" in each] == ["step 0", "step 1", "step 2"]
+    assert mine.calls[-2:] == ["end", "close"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("wandbb", '"wandb" or "wandb:PROJECT"'),
+        ("stdout:x", "not 'stdout:x'"),
+        ("wandb:", "not 'wandb:'"),
+        (3, "not int"),
+        (object, "not type"),
+        (["wandb", None], "not NoneType"),
+    ],
+)
+def test_what_is_no_tracker(given, message):
+    with pytest.raises(ValueError, match=message):
+        select(given)
+
+
+def test_none_is_none():
+    assert select(None) == select(()) == select([]) == ()

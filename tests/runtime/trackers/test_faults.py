@@ -1,0 +1,176 @@
+"""Whatever a tracker does, the run ends with the same weights, and the failure is reported once."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from healcore.runtime.events import read
+from healcore.runtime.healer import Healer
+from healcore.runtime.trackers import delivery
+from healcore.runtime.trackers.selection import Selection
+from tests.healer.training_loops import Faults, loop_of, rules, same, train
+from tests.runtime.trackers.read_back import NAMES, asked
+
+EACH = pytest.mark.parametrize("name", NAMES)
+
+
+def run(folder: Path, **options: Any) -> list[Any]:
+    """The weights after a run with a rollback."""
+    loop = loop_of("torch", Faults(once=[13]))
+    facts = train(loop, rules(), range(20), events=folder / "run.events.jsonl", **options)
+    assert (facts["step"], facts["rollbacks"]) == (19, 1), "one bad batch is left out"
+    return loop.weights()
+
+
+def problems(folder: Path) -> list[str]:
+    events = read(folder / "run.events.jsonl").events
+    return [event["problem"] for event in events if event["kind"] == "problem"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> list[Any]:
+    return run(tmp_path_factory.mktemp("plain"))
+
+
+def cannot_start(name: str, folder: Path, monkeypatch: Any) -> str:
+    """What each real client raises for a place that it cannot use."""
+    if name == "wandb":
+        return f"wandb:{'x' * 200}"
+    if name == "trackio":
+        monkeypatch.setenv("TRACKIO_SERVER_URL", "http://127.0.0.1:9")
+        return "trackio"
+    if name == "mlflow":
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://there")
+        return "mlflow"
+    if name == "tensorboard":
+        (folder / "file").write_text("")
+        return f"tensorboard:{folder / 'file'}"
+    monkeypatch.setattr(sys, "stdout", open(os.devnull))  # noqa: SIM115 - not to be written to
+    return "stdout"
+
+
+@EACH
+def test_it_cannot_start(name, folder, monkeypatch, undisturbed):
+    weights = run(folder, trackers=cannot_start(name, folder, monkeypatch))
+    assert same(weights, undisturbed)
+    (problem,) = problems(folder)
+    assert problem.startswith(f"tracker {name} fails, training goes on: ")
+
+
+class Broken:
+    """A real client that is broken from its tenth record on."""
+
+    def __init__(self, client: Any, fault: Any) -> None:
+        self.client, self.fault, self.records = client, fault, 0
+        self.flush = getattr(client, "flush", lambda: None)
+        self.close = getattr(client, "close", lambda: None)
+        self.start = getattr(client, "start", lambda run: None)
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        self.records += 1
+        if self.records >= 10:
+            self.fault()
+        self.client.metrics(step, values)
+
+    def event(self, event: Any) -> None:
+        self.client.event(event)
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    opened = Selection.open
+
+    def use(fault: Any) -> None:
+        monkeypatch.setattr(Selection, "open", lambda self: Broken(opened(self), fault))
+
+    return use
+
+
+def disk_full() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def exits() -> None:
+    sys.exit(3)
+
+
+@EACH
+@pytest.mark.parametrize(("fault", "text"), [(disk_full, "No space left"), (exits, "SystemExit")])
+def test_it_fails_later(name, fault, text, folder, broken, undisturbed, capsys):
+    broken(fault)
+    assert same(run(folder, trackers=asked(name, folder)), undisturbed)
+    (problem,) = problems(folder)
+    assert text in problem
+    err = capsys.readouterr().err
+    assert err.count(f"tracker {name} fails") == 1
+    assert f"tracker {name}: 19 records were not delivered" in err
+
+
+@EACH
+def test_it_blocks(name, folder, broken, undisturbed, monkeypatch, capsys):
+    """The run does not wait for it, and its end waits for a bounded time."""
+    monkeypatch.setattr(delivery, "MAX_WAIT", 0.2)
+    released = threading.Event()
+    broken(released.wait)
+    assert same(run(folder, trackers=asked(name, folder)), undisturbed)
+    assert f"tracker {name} has not finished within 0.2 s: it is left" in capsys.readouterr().err
+    released.set()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux")
+def test_a_real_full_disk(folder, monkeypatch, undisturbed):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert same(run(folder, trackers="stdout"), undisturbed)
+        monkeypatch.undo()
+        (problem,) = problems(folder)
+        assert "No space left" in problem
+        full.close = lambda: None  # what it still holds cannot be written either
+
+
+class Slow:
+    def __init__(self) -> None:
+        self.go, self.steps, self.kinds = threading.Event(), [], []
+
+    def metrics(self, step, values):
+        self.go.wait()
+        self.steps.append(step)
+
+    def event(self, event):
+        self.kinds.append(event["kind"])
+
+
+def test_a_full_queue_drops_metrics_before_events(folder, monkeypatch, capsys):
+    monkeypatch.setattr(delivery, "MOST", 10)
+    monkeypatch.setattr(delivery, "MAX_WAIT", 1)
+    slow = Slow()
+    loop = loop_of("torch", Faults(once=[30]))
+    with Healer(rules(), state=loop.state, trackers=slow, events=folder / "e.jsonl") as healer:
+        for number in healer.batches(range(40)):
+            loop.step(healer, number)
+        slow.go.set()
+    assert {"rollback", "end"} <= set(slow.kinds)
+    assert len(slow.steps) < 20
+    assert slow.steps[0] == 0
+    texts = [e["problem"] for e in read(folder / "e.jsonl").events if e["kind"] == "problem"]
+    assert [text for text in texts if "slower than the run" in text] == texts[:1]
+    assert "records were not delivered" in capsys.readouterr().err
+
+
+def test_a_forked_child_sends_nothing(folder):
+    class Mine:
+        metrics = event = lambda self, *_: None
+
+    trackers = delivery.Trackers([Selection("mine", None, Mine())])
+    child = os.fork()
+    if child == 0:
+        os._exit(len(trackers))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(trackers) == 1

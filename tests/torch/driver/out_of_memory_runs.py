@@ -1,0 +1,99 @@
+"""Training runs that run out of memory at a chosen operation of a forward or backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from healcore.runtime.healer import Healer
+
+STEPS, ACCUMULATED, BATCH = 3, 2, 8
+
+
+class FailAt(TorchDispatchMode):
+    """Raises torch.OutOfMemoryError at given operations, counted from 1 while it is active."""
+
+    def __init__(self, *numbers: int) -> None:
+        super().__init__()
+        self.numbers = numbers
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        if self.count in self.numbers:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0")
+        return func(*args, **(kwargs or {}))
+
+
+class Outcome(NamedTuple):
+    """What a run leaves behind."""
+
+    state: dict[str, Tensor]
+    losses: list[float]
+    """As judged, one for each step."""
+    sizes: list[list[int]]
+    """Samples of each part that was completed, one list for each step."""
+
+
+def model_with_everything() -> nn.Module:
+    """Dropout draws random numbers, batch normalisation keeps statistics."""
+    return nn.Sequential(
+        nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.4), nn.Tanh(), nn.Linear(6, 2)
+    )
+
+
+def data() -> list[tuple[Tensor, Tensor]]:
+    random = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(BATCH, 4, generator=random), torch.randn(BATCH, 2, generator=random))
+        for _ in range(STEPS * ACCUMULATED)
+    ]
+
+
+@contextmanager
+def healed(policy: Any = "default", **options: Any) -> Iterator[tuple[Healer[Any], Any, Any]]:
+    """A Healer, its model and its optimizer."""
+    torch.manual_seed(0)
+    model = model_with_everything()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    state = {"model": model, "optimizer": optimizer}
+    with Healer(policy, state=state, **options) as healer:
+        yield healer, model, optimizer
+
+
+def train(
+    fail: FailAt, metrics: Path, *, most: Callable[[int], int | None] = lambda step: None
+) -> Outcome:
+    """Trains for `STEPS` steps of `ACCUMULATED` batches; `most`: by the step."""
+    sizes: list[list[int]] = [[] for _ in range(STEPS)]
+    with healed(metrics=metrics) as (healer, model, optimizer):
+        for number, batch in enumerate(healer.batches(data())):
+            done = sizes[number // ACCUMULATED]
+            for part in healer.microbatches(batch, most=most(healer.step)):
+                with part, fail:
+                    x, y = part.batch
+                    loss = (model(x) - y).square().mean()
+                    healer.observe(loss)
+                    (loss * part.weight / ACCUMULATED).backward()
+                if part.first:
+                    done.clear()
+                if not part.failed:
+                    done.append(len(part.batch[0]))
+            if number % ACCUMULATED == ACCUMULATED - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        state = {name: each.clone() for name, each in model.state_dict().items()}
+    return Outcome(state, losses_in(metrics), sizes)
+
+
+def losses_in(metrics: Path) -> list[float]:
+    """The losses by which the steps of a run were judged."""
+    import json
+
+    return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]

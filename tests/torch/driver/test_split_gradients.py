@@ -1,0 +1,182 @@
+"""The summed gradient of the parts is that of the whole batch, and so is the observed loss."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from healcore.runtime.healer import Healer
+from tests.torch.sync_counter import CountSyncs
+
+VOCABULARY, IGNORED = 11, -100
+
+
+class Tagger(nn.Module):
+    """A class for each token."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 5, dtype=dtype)
+        self.out = nn.Linear(5, VOCABULARY, dtype=dtype)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.embedding(ids)))
+
+
+def tokens(seed: int, samples: int, length: int, ignored: float) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    labels = torch.randint(VOCABULARY, (samples, length), generator=random)
+    labels[torch.rand(samples, length, generator=random) < ignored] = IGNORED
+    labels[0, 0] = 0  # at least one counts
+    return {"ids": torch.randint(VOCABULARY, (samples, length), generator=random), "labels": labels}
+
+
+def entropy(model: nn.Module, batch: dict[str, Tensor], reduction: str = "mean") -> Tensor:
+    return F.cross_entropy(
+        model(batch["ids"]).flatten(0, 1), batch["labels"].flatten(), reduction=reduction
+    )
+
+
+def per_sample(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """A mean over samples of what is a sum over tokens."""
+    each = F.cross_entropy(model(batch["ids"]).transpose(1, 2), batch["labels"], reduction="none")
+    return each.sum(1).mean()
+
+
+def gradients(model: nn.Module) -> Tensor:
+    found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    model.zero_grad()
+    return found
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.fixture(scope="module", params=[torch.float64, torch.float32], ids=["float64", "float32"])
+def run(request):
+    torch.manual_seed(0)
+    model = Tagger(request.param)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    with Healer(state=state) as healer:
+        yield healer, model
+
+
+BATCHES = st.builds(
+    tokens,
+    seed=st.integers(0, 99),
+    samples=st.integers(1, 33),
+    length=st.integers(1, 9),
+    ignored=st.sampled_from([0.0, 0.5, 0.95]),
+)
+
+
+@settings(max_examples=60)
+@given(batch=BATCHES, most=st.integers(1, 33))
+@pytest.mark.parametrize(
+    ("loss_fn", "options"),
+    [
+        (entropy, {"count": "labels"}),
+        (entropy, {"count": lambda part: (part["labels"] != IGNORED).sum()}),
+        (per_sample, {}),
+    ],
+    ids=["tokens by key", "tokens by function", "samples"],
+)
+def test_mean_losses(run, loss_fn, options, batch, most):
+    healer, model = run
+    loss = loss_fn(model, batch)
+    loss.backward()
+    expected = gradients(model)
+    for part in healer.microbatches(batch, most=most, **options):
+        with part:
+            loss_of_part = loss_fn(model, part.batch)
+            healer.observe(loss_of_part)
+            (loss_of_part * part.weight).backward()
+    assert relative(gradients(model), expected) < 1e-6
+    observed = healer.driver.healings["optimizer"].hooks.measurer._losses
+    assert float(observed.mean()) == pytest.approx(loss.item(), rel=1e-6)
+    observed.clear()
+
+
+@settings(max_examples=30)
+@given(batch=BATCHES, most=st.integers(1, 33))
+def test_a_sum_needs_no_weight(run, batch, most):
+    healer, model = run
+    entropy(model, batch, "sum").backward()
+    expected = gradients(model)
+    for part in healer.microbatches(batch, most=most):
+        with part:
+            entropy(model, part.batch, "sum").backward()
+    assert relative(gradients(model), expected) < 1e-6
+
+
+@settings(max_examples=30)
+@given(batches=st.lists(BATCHES, min_size=2, max_size=4), most=st.integers(1, 33))
+def test_a_window_of_batches_weighted_by_its_total(run, batches, most):
+    """As transformers' num_items_in_batch does; without `total` each batch has the weight 1."""
+    healer, model = run
+    total = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
+    for batch in batches:
+        (entropy(model, batch, "sum") / total).backward()
+    expected = gradients(model)
+    for batch in batches:
+        for part in healer.microbatches(batch, most=most, count="labels", total=total):
+            with part:
+                (entropy(model, part.batch) * part.weight).backward()
+    assert relative(gradients(model), expected) < 1e-6
+    for batch in batches:
+        entropy(model, batch).backward()
+    expected = gradients(model)
+    for batch in batches:
+        for part in healer.microbatches(batch, most=most, count="labels"):
+            with part:
+                (entropy(model, part.batch) * part.weight).backward()
+    assert relative(gradients(model), expected) < 1e-6
+
+
+def test_a_part_without_a_token_that_counts_is_left_out(run):
+    """Its mean is NaN, and 0 times that too."""
+    healer, _ = run
+    batch = tokens(0, 4, 3, 0.0)
+    batch["labels"][2:] = IGNORED
+    parts: list[Any] = []
+    for part in healer.microbatches(batch, most=2, count="labels"):
+        with part:
+            parts.append((part.weight, part.first, part.last))
+    assert parts == [(1.0, True, True)]
+
+
+def test_a_batch_without_a_token_that_counts_stays_what_it_is(run):
+    """Its loss is NaN without healcore as well, and the policy skips it."""
+    healer, model = run
+    batch = tokens(0, 4, 3, 0.0)
+    batch["labels"][:] = IGNORED
+    losses = []
+    for part in healer.microbatches(batch, most=2, count="labels"):
+        with part:
+            losses.append(float(entropy(model, part.batch).detach()) * part.weight)
+    assert len(losses) == 2
+    assert all(map(math.isnan, losses))
+
+
+def test_one_part_costs_nothing(run):
+    """The batch itself, not sliced; nothing is counted, and no tensor is read."""
+    healer, _ = run
+    batch = tokens(0, 4, 3, 0.0)
+
+    def count(part: Any) -> int:
+        raise AssertionError("nothing is split: nothing has to be counted")
+
+    with CountSyncs() as syncs:
+        for part in healer.microbatches(batch, count=count):
+            with part:
+                assert part.batch is batch
+                assert (part.weight, part.first, part.last) == (1.0, True, True)
+    assert syncs.count == syncs.operations == 0

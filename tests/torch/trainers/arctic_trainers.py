@@ -1,0 +1,133 @@
+"""A small trainer of ArcticTraining on a CPU.
+
+Its loop, callbacks, checkpoints and stop conditions are ArcticTraining's own. Only `__init__` is
+replaced, which loads a model and a tokenizer from a hub and compiles an optimizer for a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from arctic_training.config.checkpoint import (  # pyright: ignore[reportMissingImports]
+    CheckpointConfig,
+)
+from arctic_training.metrics import Metrics  # pyright: ignore[reportMissingImports]
+from arctic_training.trainer.sft_trainer import SFTTrainer  # pyright: ignore[reportMissingImports]
+from torch import Tensor, nn
+
+from healcore.torch import arctic_callbacks
+from healcore.torch.trainers.arctic.checkpoint_engine import ArcticCheckpointEngine
+from tests.torch import policies
+from tests.torch.optimizer_cases import NAN
+
+BATCHES = 9
+
+
+class Loader:
+    """The same batches in the same order in every pass, as ArcticTraining's loader."""
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return ({"input_ids": torch.full((1, 1), i)} for i in range(BATCHES))
+
+
+class Unhealed(SFTTrainer):
+    """Two epochs of nine batches, two batches per step: the fifth step is in both epochs.
+
+    Args:
+        folder: of the checkpoints.
+        bad: batch of the first epoch whose loss is NaN.
+        save_every: steps between two checkpoints.
+        **config: values of TrainerConfig.
+    """
+
+    name = "unhealed"
+    checkpoint_engine: ArcticCheckpointEngine  # pyright: ignore
+
+    def __init__(self, folder: Path, bad: int = -1, save_every: int = 1, **config: Any) -> None:
+        import deepspeed  # pyright: ignore[reportMissingImports]
+
+        values = {
+            "epochs": 2,
+            "train_iters": 0,
+            "train_log_iter_interval": 0,
+            "loss_log_interval": 0,
+            "gradient_accumulation_steps": 2,
+            "sequence_parallel_size": 1,
+            "mem_profiler": None,
+            "eval_interval": 0,
+            "exit_iteration": 0,
+            "exit_iteration_this_run": 0,
+            "kill_switch_path": folder / "stop",
+            "model": SimpleNamespace(attn_implementation="sdpa"),
+            "local_rank": 0,
+        }
+        self.config: Any = SimpleNamespace(**{**values, **config})
+        self.epoch_idx = self.train_batch_idx = self.global_step = 0
+        self.global_step_this_run = self.global_step_at_start_this_run = 0
+        self.early_stop, self.early_stop_reason = False, ""
+        self.epoch_finished = self.training_finished = self.is_resume = False
+        self.wandb_experiment = self.wandb_run_id = None
+        self.world_size = torch.distributed.get_world_size()
+        self.global_rank = torch.distributed.get_rank()
+        self.train_dataloader: Any = Loader()
+        self.bad = bad
+        self.read: list[int] = []
+        self.after: dict[int, list[Tensor]] = {}
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.model: Any
+        self.model, *_ = deepspeed.initialize(
+            model=net,
+            optimizer=torch.optim.AdamW(net.parameters(), lr=1e-2),
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_accumulation_steps": 2,
+                "steps_per_print": 10**9,
+            },
+        )
+        checkpoint = CheckpointConfig(
+            type="healcore", output_dir=folder, auto_resume=True, save_every_n_steps=save_every
+        )
+        self.checkpoint_engines = [ArcticCheckpointEngine(self, checkpoint)]
+        for engine in self.checkpoint_engines:
+            engine.load(self.model)
+        self.ds_wall_clock_available = False
+        self.metrics = Metrics(self)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """Also notes the batch."""
+        i = int(batch["input_ids"])
+        self.read.append(i)
+        x = 1 + 0.1 * torch.rand(4, 3, generator=torch.Generator().manual_seed(i))
+        factor = NAN if i == self.bad and self.epoch_idx == 0 else 1.0
+        return (self.model(x) - x.sum(1, keepdim=True)).square().mean() * factor
+
+    def checkpoint(self) -> None:
+        """Also notes the weights after each step."""
+        self.after[self.model.global_steps] = self.weights
+        super().checkpoint()
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self.model.module.parameters()]
+
+
+class TinyTrainer(Unhealed):
+    """Skips what is bad."""
+
+    name = "tiny"
+    callbacks = arctic_callbacks(policies.SKIPS)  # pyright: ignore
+
+
+class Observing(Unhealed):
+    """Judges and changes nothing, so that a NaN reaches the weights."""
+
+    name = "observing"
+    callbacks = arctic_callbacks(policies.OBSERVES)  # pyright: ignore

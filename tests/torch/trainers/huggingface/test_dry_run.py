@@ -1,0 +1,97 @@
+"""`dry_run` trains a copy: the trainer and the disk are bit-identical afterwards."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from healcore.torch import heal
+from tests.torch.trainers.huggingface import tiny_trainers as tiny
+
+
+class Called(TrainerCallback):
+    calls = 0
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.calls += 1
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.calls += 1
+
+
+def random_states() -> list[Any]:
+    numpy: Any = np.random.get_state()  # noqa: NPY002
+    return [random.getstate(), numpy[1].tolist(), numpy[2], torch.get_rng_state().tolist()]
+
+
+def everything(trainer: Any) -> list[Any]:
+    arguments = trainer.args.to_json_string()
+    return [tiny.weights(trainer), random_states(), repr(trainer.state), arguments]
+
+
+@pytest.mark.parametrize("kind", ["plain", "sft", "dpo", "grpo"])
+def test_it_leaves_no_trace(kind: str, tmp_path: Path):
+    folder = tmp_path / "out"
+    trainer = getattr(tiny, kind)(folder, max_steps=6, save_strategy="steps", save_steps=1)
+    callback = Called()
+    trainer.add_callback(callback)
+    healed: Any = heal(trainer)
+    before = (
+        tiny.weights(trainer),
+        random_states(),
+        repr(trainer.state),
+        trainer.args.to_json_string(),
+    )
+    found = healed.dry_run(steps=2)
+    after = (
+        tiny.weights(trainer),
+        random_states(),
+        repr(trainer.state),
+        trainer.args.to_json_string(),
+    )
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+    assert trainer.optimizer is None
+    assert callback.calls == 0
+    assert not folder.exists() or not list(folder.rglob("*"))
+    assert len(found.losses) == len(found.grad_norms) == 2
+    assert found.finite
+    # And it was these steps: a run has the same first losses.
+    trainer.args.save_strategy = "no"
+    healed.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    if kind != "grpo":
+        assert found.losses == pytest.approx(losses[:2], rel=1e-4)
+
+
+def test_a_trainer_that_has_an_optimizer(tmp_path: Path):
+    """Also one that has trained before, whose optimizer has moments."""
+    trainer = tiny.plain(tmp_path, max_steps=3)
+    trainer.train()
+    state = trainer.optimizer.state_dict()
+    before = [value["exp_avg"].clone() for value in state["state"].values()]
+    weights = tiny.weights(trainer)
+    heal(trainer).dry_run(steps=2)
+    after = [value["exp_avg"] for value in trainer.optimizer.state_dict()["state"].values()]
+    assert all(map(torch.equal, before, after))
+    assert torch.equal(weights, tiny.weights(trainer))
+
+
+def test_it_says_what_the_policy_would_do(tmp_path: Path):
+    trainer = tiny.plain(tmp_path, max_steps=3)
+    with torch.no_grad():
+        trainer.model.lm_head.weight[0, 0] = float("nan")
+    found = heal(trainer).dry_run(steps=2)
+    assert not found.finite
+    assert all("NONFINITE_LOSS" in each for each in found.would)
+
+
+def test_steps_is_checked(tmp_path: Path):
+    with pytest.raises(ValueError, match="whole number >= 1, not 0"):
+        heal(tiny.plain(tmp_path)).dry_run(steps=0)

@@ -1,0 +1,128 @@
+"""ArcticTraining's own loop on one process: labels, positions, health of checkpoints, stops."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed", reason="run by .ci/run with DeepSpeed on its path")
+pytest.importorskip("arctic_training", reason="run by .ci/run with ArcticTraining on its path")
+
+from tests.torch.trainers.deepspeed_engines import prepare
+from tests.torch.two_ranks import run_two_ranks
+
+TWO_EPOCHS = [*range(9)] * 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process() -> Iterator[None]:
+    prepare()
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def kinds() -> Any:
+    """The module with the trainers, which needs DeepSpeed to be set up."""
+    from tests.torch.trainers import arctic_trainers
+
+    return arctic_trainers
+
+
+def saved(folder: Path) -> dict[int, Any]:
+    """The checkpoints by the step of their label."""
+    found = {}
+    for path in folder.glob("epoch_*"):
+        content = torch.load(path / "mp_rank_00_model_states.pt", weights_only=False)
+        found[int(path.name.rsplit("_", 1)[1])] = content
+    return found
+
+
+def test_one_nan_batch_is_noticed_and_changes_nothing(kinds: Any, tmp_path: Path):
+    trainer = kinds.TinyTrainer(tmp_path, bad=5)
+    trainer.train()
+    assert trainer.global_step == 9
+    skips = int(trainer.healcore.heal.metrics()["heal/skips"])
+    assert skips == 1
+    assert all(map(torch.equal, trainer.after[2], trainer.after[3]))
+    assert not any(map(torch.equal, trainer.after[3], trainer.after[4]))
+    assert all(bool(p.isfinite().all()) for p in trainer.weights)
+
+
+def test_a_checkpoint_is_labelled_with_the_step_of_its_weights(kinds: Any, tmp_path: Path):
+    """And holds the position after that step, in the same file; none is within an accumulation."""
+    trainer = kinds.TinyTrainer(tmp_path)
+    trainer.train()
+    found = saved(tmp_path)
+    assert sorted(found) == [*range(1, 10)]
+    for step, content in found.items():
+        weights = list(content["module"].values())
+        assert all(map(torch.equal, weights, trainer.after[step]))
+        assert content["global_step"] == content["global_steps"] == step
+        cursor = content["healcore"]["cursor"]
+        assert cursor["micro_steps"] == 2 * step
+        assert cursor["epoch"] * 9 + cursor["batches"] == 2 * step
+
+
+@pytest.mark.parametrize("stop", [1, 4, 5, 8])
+def test_a_resume_replays_no_batch_and_loses_none(stop: int, kinds: Any, tmp_path: Path):
+    """Under accumulation, also where a step has batches of two epochs."""
+    whole = kinds.TinyTrainer(tmp_path / "whole")
+    whole.train()
+    assert whole.read == TWO_EPOCHS
+    first = kinds.TinyTrainer(tmp_path / "parts", exit_iteration=stop)
+    first.train()
+    assert "exit_iteration" in first.early_stop_reason
+    second = kinds.TinyTrainer(tmp_path / "parts")
+    assert second.global_step == stop
+    second.train()
+    assert first.read + second.read == TWO_EPOCHS
+    assert second.global_step == 9
+    assert all(map(torch.equal, second.weights, whole.weights))
+    assert second.healcore.heal.state_dict() == whole.healcore.heal.state_dict()
+
+
+def test_weights_that_are_not_finite_are_not_saved(kinds: Any, tmp_path: Path):
+    trainer = kinds.Observing(tmp_path, bad=5)
+    trainer.train()
+    assert not all(bool(p.isfinite().all()) for p in trainer.weights)
+    assert sorted(saved(tmp_path)) == [1, 2]
+    assert (tmp_path / "latest").read_text() == "epoch_0_global_step_2"
+
+
+def test_the_kill_switch_stops_between_two_steps(kinds: Any, tmp_path: Path):
+    trainer = kinds.TinyTrainer(tmp_path)
+    original = trainer.loss
+
+    def loss(batch: Any) -> Any:
+        if len(trainer.read) == 4:  # the fifth batch begins the third step
+            trainer.config.kill_switch_path.touch()
+        return original(batch)
+
+    trainer.loss = loss
+    trainer.train()
+    assert "kill switch" in trainer.early_stop_reason
+    assert trainer.read == [0, 1, 2, 3, 4, 5]
+    assert trainer.global_step == 3
+
+
+def test_a_kill_switch_that_one_rank_sees_stops_both(tmp_path: Path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    outputs = run_two_ranks("tests.torch.trainers.arctic_rank", port, tmp_path, seconds=400)
+    found = []
+    for out, err in outputs:
+        lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        assert lines, err[-4000:]
+        found += lines
+    assert [each["step"] for each in found] == [3, 3]
+    assert [each["read"] for each in found] == [6, 6]
+    assert found[0]["reason"] == "another rank has a reason to stop"
+    assert "kill switch" in found[1]["reason"]
