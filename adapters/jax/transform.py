@@ -270,7 +270,7 @@ def protect(
         if engine.mode == "observe" and "externally_skipped" not in given:
             updates, inner_state = inner_step(updates, state.inner_state, params)
             norm, bad = measured(updates)
-            if engine.clips_updates:
+            if norm is not None and engine.clips_updates:
                 heal, _ = heal_state.clip_update(engine, heal, norm, decision.skip)
         else:
             # Zeros instead of the bad gradients: with them a loop in the optimizer (line search,
@@ -280,13 +280,15 @@ def protect(
                 inner_step, decision.skip, updates, state.inner_state, params
             )
             factor = decision.lr_scale
+            norm = bad = None
             if engine.clips_updates:
                 norm, bad = measured(updates)
+                assert norm is not None
                 heal, share = heal_state.clip_update(engine, heal, norm, decision.skip)
                 norm, factor = norm * factor, factor * share
             if engine.scales_lr or engine.clips_updates:
                 updates = gradients.scale(updates, factor)
-            if not engine.clips_updates:
+            if bad is None:
                 norm, bad = measured(updates)
             skipped, bad = decision.skip | bad, bad & ~decision.skip
             updates = gradients.no_update_where(skipped, updates)

@@ -181,7 +181,7 @@ def test_numpy_jax_and_torch_agree_bit_for_bit():
     def in_numpy() -> list[np.ndarray]:
         state, out = engine.init(batch=(8,)), []
         for row in zip(norms, change, skipped, strict=True):
-            state, scale = one(state, *row, np)
+            state, scale = one(state, row[0], row[1], row[2], np)
             out.append(scale)
         return out
 
@@ -197,7 +197,7 @@ def test_numpy_jax_and_torch_agree_bit_for_bit():
         xp = torch_namespace.on(torch.device("cpu"))
         state, out = jax.tree.map(torch.from_numpy, engine.init(batch=(8,))), []
         for row in zip(norms, change, skipped, strict=True):
-            state, scale = one(state, *map(torch.from_numpy, row), xp)
+            state, scale = one(state, *map(torch.from_numpy, row), xp=xp)
             out.append(scale.numpy())
         return out
 

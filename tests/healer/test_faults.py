@@ -313,14 +313,14 @@ def test_the_call_is_repeated_and_not_the_run(framework, tmp_path):
 
 
 def test_a_call_that_fails_for_good_ends_the_run_with_its_diagnosis(tmp_path):
-    with serving(403) as server, pytest.raises(requests.HTTPError):
-        train(
-            loop_of("torch"),
-            with_answers(retry=QUICK),
-            range(12),
-            store=tmp_path,
-            before=lambda healer, number: healer.retrying(get)(server.url),
-        )
+    policy = with_answers(retry=QUICK)
+    with serving(403) as server:
+
+        def upload(healer, number):
+            healer.retrying(get)(server.url)
+
+        with pytest.raises(requests.HTTPError):
+            train(loop_of("torch"), policy, range(12), store=tmp_path, before=upload)
     assert server.requests == 1
     (found,) = postmortems(tmp_path)
     assert "the credentials" in found["diagnosis"]

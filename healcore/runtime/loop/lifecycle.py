@@ -11,6 +11,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from healcore.core.verdict import Cause
@@ -232,7 +233,7 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
         attempt("the last step could not be counted", loop.take_last_step)
     between_steps = loop.between_steps
     if fault is not None and isinstance(error, Exception):
-        attempt("the fault could not be dealt with", lambda: _answer(loop, fault, error))
+        attempt("the fault could not be dealt with", partial(_answer, loop, fault, error))
     if together and (ending == Ending.COMPLETED or (between_steps and ending != Ending.STOPPED)):
         # Not after an exception within a step, which leaves the state half changed.
         saved = attempt("the last state could not be saved", loop.save_last)
