@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,9 @@ TWO_EPOCHS = [*range(9)] * 2
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_process() -> Iterator[None]:
+def one_process() -> None:
+    """Stays for the whole program: DeepSpeed keeps the groups of the first setup."""
     prepare()
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

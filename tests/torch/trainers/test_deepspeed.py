@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,10 +21,9 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_process() -> Iterator[None]:
+def one_process() -> None:
+    """Stays for the whole program: DeepSpeed keeps the groups of the first setup."""
     prepare()
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @every_kind
