@@ -54,10 +54,11 @@ def main() -> None:
             use_cpu=True,
             dataloader_pin_memory=False,
         )
-        trainer = Trainer(model=Net(), args=arguments, train_dataset=Rows(), callbacks=[callback])
+        model = Net()
+        trainer = Trainer(model=model, args=arguments, train_dataset=Rows(), callbacks=[callback])
         trainer.train()
     print(callback.report())
-    finite = all(bool(p.isfinite().all()) for p in trainer.model.parameters())
+    finite = all(bool(p.isfinite().all()) for p in model.parameters())
     last = [row["loss"] for row in trainer.state.log_history if "loss" in row][-1]
     print(f"weights finite: {finite}, loss {last:.4f}")
 

@@ -181,7 +181,7 @@ def test_numpy_jax_and_torch_agree_bit_for_bit():
     def in_numpy() -> list[np.ndarray]:
         state, out = engine.init(batch=(8,)), []
         for row in zip(norms, change, skipped, strict=True):
-            state, scale = one(state, row[0], row[1], row[2], np)
+            state, scale = one(state, *row, np)
             out.append(scale)
         return out
 

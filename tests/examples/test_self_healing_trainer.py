@@ -24,4 +24,5 @@ def test_example(tmp_path, capsys: pytest.CaptureFixture[str]):
 def test_the_same_run_without_healcore(tmp_path):
     trainer = self_healing_trainer.trainer(str(tmp_path))
     trainer.train()
+    assert trainer.model is not None
     assert not all(torch.isfinite(p).all() for p in trainer.model.parameters())

@@ -34,6 +34,7 @@ class Trackers:
         self._deliveries: list[_Delivery] = []
         self._problems: list[str] = []
         self._config: dict[str, Any] = {}
+        self._waits_until: float | None = None
         for each in selected:
             try:
                 self._deliveries.append(_Delivery(each.name, each.open()))
@@ -80,10 +81,9 @@ class Trackers:
 
     def drain(self) -> None:
         """Waits until everything sent so far is delivered, or `MAX_WAIT` is over."""
-        until = time.monotonic() + MAX_WAIT
         done = [each.mark() for each in self._deliveries]
         for each in done:
-            each.wait(max(0.0, until - time.monotonic()))
+            each.wait(self._seconds_left())
 
     def leave(self) -> None:
         """Lets the threads deliver the rest and end, without waiting for them."""
@@ -91,15 +91,23 @@ class Trackers:
             each.end()
 
     def close(self) -> list[str]:
-        """Delivers the rest and ends the trackers, in `MAX_WAIT` seconds; says what was lost."""
-        until = time.monotonic() + MAX_WAIT
+        """Delivers the rest and ends the trackers; says what was lost.
+
+        Together with `drain` it waits for `MAX_WAIT` seconds at most.
+        """
         self.leave()
         found = self.problems()
         for each in self._deliveries:
-            each.join(max(0.0, until - time.monotonic()))
+            each.join(self._seconds_left())
             found += [*each.take_problems(), *each.losses()]
         self._deliveries = []
         return found
+
+    def _seconds_left(self) -> float:
+        """Of `MAX_WAIT`, which begins with the first call."""
+        if self._waits_until is None:
+            self._waits_until = time.monotonic() + MAX_WAIT
+        return max(0.0, self._waits_until - time.monotonic())
 
     def forked(self) -> None:
         """In a child: the threads, and the run, are the parent's."""

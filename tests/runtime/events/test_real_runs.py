@@ -68,7 +68,13 @@ def test_a_run_with_all_sorts_of_trouble(framework, tmp_path):
     loop = loop_of(framework, Faults(always=range(28, 40)), policy)
     with pytest.raises(RunStopped):
         train(loop, policy, range(40), **options)
-    assert kinds_in(path) >= set(KINDS) - {"save_failed", "problem", "assessment", "retried"}
+    assert kinds_in(path) >= set(KINDS) - {
+        "save_failed",
+        "problem",
+        "assessment",
+        "retried",
+        "grow",
+    }
 
 
 def test_on_a_disk_that_cannot_be_written(tmp_path):

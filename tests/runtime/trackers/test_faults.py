@@ -174,3 +174,24 @@ def test_a_forked_child_sends_nothing(folder):
         os._exit(len(trackers))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert len(trackers) == 1
+
+
+def test_drain_and_close_share_one_time_limit(monkeypatch):
+    class Hangs:
+        free = threading.Event()
+
+        def metrics(self, step: int, values: Any) -> None:
+            pass
+
+        def event(self, event: Any) -> None:
+            self.free.wait()
+
+    monkeypatch.setattr(delivery, "MAX_WAIT", 0.2)
+    sent = delivery.Trackers([Selection("hangs", None, Hangs())])
+    sent.start("run")
+    sent.event("start", step=0)
+    sent.drain()
+    assert sent._seconds_left() == 0.0
+    lost = sent.close()
+    Hangs.free.set()
+    assert any("hangs has not finished" in each for each in lost)
