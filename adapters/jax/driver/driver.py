@@ -92,7 +92,7 @@ class JaxDriver:
         """
         states = self._states()
         counters = _counter_arrays(states)
-        if all(now is then for now, then in zip(counters, self._last_counters, strict=True)):
+        if self._all_polled(counters):
             return None
         before, self._readback = self._readback, PendingReadback(self._engines, states)
         if self._step is not None:
@@ -141,11 +141,11 @@ class JaxDriver:
 
     def expect_change(self) -> None:
         """Opens every engine's grace window."""
-        self._accessor.write(in_state.with_change_expected(self._accessor.read()))
+        self._edit_healing(in_state.with_change_expected(self._accessor.read()))
 
     def decline(self) -> None:
         """Reports to every engine that the rollback it ordered is not carried out."""
-        self._accessor.write(in_state.declined(self._engine, self._accessor.read()))
+        self._edit_healing(in_state.declined(self._engine, self._accessor.read()))
 
     def interrupted(self) -> bool:
         """False: an update makes new arrays, and the state is replaced as a whole."""
@@ -240,6 +240,16 @@ class JaxDriver:
         self._remember_step()
         stride = None if self._step is None else self._step.moved()
         self._restore_point = RestorePoint(self._readback.steps(), ahead, stride)
+
+    def _all_polled(self, counters: list[Any]) -> bool:
+        return all(now is then for now, then in zip(counters, self._last_counters, strict=True))
+
+    def _edit_healing(self, tree: Any) -> None:
+        """Makes the tree, with an edited healing state, the live state; the edit is no step."""
+        all_polled = self._all_polled(_counter_arrays(self._states()))
+        self._accessor.write(tree)
+        if all_polled:  # otherwise `poll_step` has to see the step before the edit
+            self._last_counters = _counter_arrays(self._states())
 
     def _remember_step(self) -> None:
         states = self._states()
