@@ -20,6 +20,7 @@ from healcore.runtime.store import CheckpointStore, Keep
 from healcore.torch.attachment import unwrapped
 from healcore.torch.errors import AttachError
 from healcore.torch.trainers.huggingface import signals
+from healcore.torch.trainers.huggingface.callback import HealingCallback
 from healcore.torch.trainers.huggingface.dry_run import DryRun, copy_of, findings
 from healcore.torch.trainers.huggingface.epochs import EpochFeed, EpochFraction, run_epochs
 from healcore.torch.trainers.huggingface.evidence import loss_fn_of
@@ -30,6 +31,9 @@ from healcore.torch.trainers.huggingface.progress import Progress
 if TYPE_CHECKING:
     from transformers import Trainer
     from transformers.trainer_utils import TrainOutput
+
+_METHODS = ("_prepare_for_training", "_run_epoch", "_evaluate")
+"""Of the Trainer, replaced while it trains. They are private: later versions may differ."""
 
 Store = str | os.PathLike[str] | CheckpointStore | None
 
@@ -247,7 +251,7 @@ class _Run:
     def replace_methods(self) -> None:
         """Replaces what `train()` calls, until the stack is closed."""
         trainer, stack = self._trainer, self._stack
-        for name in ("_prepare_for_training", "_run_epoch", "_evaluate"):
+        for name in _METHODS:
             stack.enter_context(_replaced(trainer, name, getattr(self, f"on_{name}")))
         healed = self._healed
         healed._split = SplitSteps(trainer, healed._host_policy, self._healer, stack)
@@ -326,12 +330,22 @@ def _replaced(trainer: Any, name: str, replacement: Callable[..., Any]) -> Itera
 
 
 def _check(trainer: Any) -> None:
-    from transformers import Trainer
+    from transformers import Trainer, __version__
 
     if not isinstance(trainer, Trainer):
         raise AttachError(
             f"heal takes a transformers.Trainer or a trainer of TRL, not {type(trainer).__name__}: "
             "for a loop of your own use healcore.Healer"
+        )
+    if any(not hasattr(Trainer, name) for name in _METHODS):
+        raise AttachError(
+            f"heal needs transformers 5.3 or later, and this is {__version__}: upgrade it, or use "
+            "HealingCallback, which needs less of it and does not go back"
+        )
+    if any(isinstance(each, HealingCallback) for each in trainer.callback_handler.callbacks):
+        raise AttachError(
+            "heal and HealingCallback would each judge the same steps: leave the callback out, "
+            "heal does what it does"
         )
     if trainer.args.auto_find_batch_size:
         raise AttachError(

@@ -15,7 +15,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from healcore.runtime.loop.termination import RunStopped
-from healcore.torch import AttachError, heal
+from healcore.torch import AttachError, HealingCallback, heal
 from tests.torch.trainers.huggingface import tiny_trainers as tiny
 
 ROOT = Path(__file__).parents[4]
@@ -251,6 +251,20 @@ def test_killed_and_started_again(kind: str, tmp_path: Path):
     # Once more, after it has completed: nothing is trained, and the program goes on.
     assert again[1] == []
     assert torch.equal(again[0], weights)
+
+
+def test_one_trainer_has_one_policy(tmp_path: Path):
+    both = tiny.plain(tmp_path)
+    both.add_callback(HealingCallback("default"))
+    with pytest.raises(AttachError, match="leave the callback out"):
+        heal(both)
+
+
+def test_a_trainer_without_the_methods_is_refused_in_words(tmp_path: Path, monkeypatch: Any):
+    trainer = tiny.plain(tmp_path)
+    monkeypatch.delattr(Trainer, "_prepare_for_training")  # transformers 5.0 to 5.2
+    with pytest.raises(AttachError, match=r"5\.3 or later"):
+        heal(trainer)
 
 
 def test_what_cannot_be_healed_is_refused_in_words(tmp_path: Path):
