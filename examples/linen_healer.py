@@ -1,12 +1,8 @@
 """A Flax linen loop that goes back by itself: the lines that healcore adds are marked.
 
-The learning rate warms up to one that is far too high. The loss and the gradient norm begin to
-grow from step to step; the run goes back to a checkpoint that is known to be good, dropout key
-and all, and
-goes on with a quarter of the rate, below the one that broke it. (`inject_hyperparams` lets healcore
-see the schedule's rate.) Without healcore it ends as NaN.
-
-python examples/linen_healer.py [DIRECTORY]
+The learning rate warms up to one that is far too high. The run goes back to a known-good
+checkpoint, dropout key and all, and goes on with a quarter of the rate (`inject_hyperparams` shows
+healcore the schedule's). Without healcore it ends as NaN. python examples/linen_healer.py [FOLDER]
 """
 
 from __future__ import annotations
@@ -72,14 +68,10 @@ def main(directory: str) -> None:
         for x, y in healer.batches(loader):  # <- healcore
             healer.update(train_step(healer.state, x, y))  # <- healcore
     x, y = batch(STEPS)
-    outputs = model.apply({"params": healer.state.params}, x, train=False)
-    loss = jnp.mean((outputs - y) ** 2).item()
+    loss = jnp.mean((model.apply({"params": healer.state.params}, x, train=False) - y) ** 2).item()
     print(f"loss {loss:.3f}, steps {healer.step}, rollbacks {healer.rollbacks}")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        main(sys.argv[1])
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            main(folder)
+    with tempfile.TemporaryDirectory() as folder:
+        main(sys.argv[1] if len(sys.argv) > 1 else folder)

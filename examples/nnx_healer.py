@@ -1,13 +1,9 @@
 """A Flax nnx loop that goes back by itself: the lines that healcore adds are marked.
 
-The learning rate warms up to one that is far too high. The loss and the gradient norm begin to
-grow from step to step; the run goes back to a checkpoint that is known to be good, dropout keys
-and all, and
-goes on with a quarter of the rate, below the one that broke it. (`inject_hyperparams` lets healcore
-see the schedule's rate.) Without healcore it ends as NaN. Model and optimizer stay the same
-objects.
-
-python examples/nnx_healer.py [DIRECTORY]
+The learning rate warms up to one that is far too high. The run goes back to a known-good
+checkpoint, dropout keys and all, and goes on with a quarter of the rate (`inject_hyperparams` shows
+healcore the schedule's). Model and optimizer stay the same objects. Without healcore it ends as
+NaN. python examples/nnx_healer.py [DIRECTORY]
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """An Optax schedule under `protect`: a cut multiplies the schedule, and does not replace it.
 
-The peak of this warm-up and cosine decay is far too high. When the loss and the gradient norm grow
-from step to step, the Healer rolls back and the learning rate is cut to a quarter. From then on
-the rate is the schedule, but at most a quarter of the rate that broke the run (`lr.ceiling`). As
-soon as the cosine itself is below that limit, the multiplier is 1 again and the rate is the
-schedule's own value. The program prints the rate that the parameters really get.
-
-python examples/optax_schedule.py
+The peak of this warm-up and cosine decay is far too high. The Healer rolls back, and from then on
+the rate is the schedule, but at most a quarter of the rate that broke the run (`lr.ceiling`). Once
+the cosine is below that limit, the multiplier is 1 again. The program prints the rate that the
+parameters really get.   python examples/optax_schedule.py
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """`jax.lax.scan` over ten steps per dispatch, under a Healer: every step is judged by itself.
 
 Batch 45 is NaN: that step alone is skipped on the device, and the other nine of its dispatch are
-applied. The learning rate rises to one that is far too high: when the loss and the gradient norm
-grow from step to step, the run goes back, between two dispatches, to a checkpoint that is
-known to be good, and goes on with a quarter of the rate. Without healcore the loss is NaN from
-batch 45 on.
-
-python examples/scan_healer.py
+applied. The learning rate rises to one that is far too high: the run goes back, between two
+dispatches, to a known-good checkpoint, and goes on with a quarter of the rate. Without healcore
+the loss is NaN from batch 45 on. python examples/scan_healer.py
 """
 
 from __future__ import annotations

@@ -50,3 +50,10 @@ def test_a_call_that_fails_twice_is_repeated():
     assert re.fullmatch(r"loss \S+, uploads 3\n", done.stdout)
     assert "HTTP 503, attempt 2" in done.stderr
     assert "upload has succeeded at attempt 3" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem
+)
+def test_an_example_is_short(path):
+    assert len(path.read_text().splitlines()) < 80
