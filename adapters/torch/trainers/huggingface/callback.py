@@ -280,7 +280,8 @@ def _good(trainer: Any, wanted: Any) -> Any:
     if wanted is not True and Path(wanted).absolute().parent != folder.absolute():
         return wanted
     trainer.accelerator.wait_for_everyone()
-    target, wrong = checkpoints.resume_target(folder)
+    built = trainer.accelerator.unwrap_model(trainer.model)
+    target, wrong = checkpoints.resume_target(folder, checkpoints.nonfinite_in(built))
     trainer.accelerator.wait_for_everyone()  # before anything is moved
     by_name = {path.name: why for path, why in wrong.items()}
     if wanted is not True and Path(wanted).name not in by_name and Path(wanted).is_dir():

@@ -15,7 +15,7 @@ import re
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -160,15 +160,18 @@ def read(path: Path) -> Record | None:
         return None
 
 
-def resume_target(folder: Path) -> tuple[Path | None, dict[Path, str]]:
+def resume_target(
+    folder: Path, nonfinite_ok: frozenset[str] = frozenset()
+) -> tuple[Path | None, dict[Path, str]]:
     """The newest checkpoint to resume from, and the newer ones, with what is wrong with each.
 
-    One that was saved in trouble is taken only if there is no other.
+    One that was saved in trouble is taken only if there is no other. `nonfinite_ok` as for
+    `defect`.
     """
     wrong: dict[Path, str] = {}
     in_trouble: Path | None = None
     for path in reversed(found(folder)):
-        problem = defect(path)
+        problem = defect(path, nonfinite_ok)
         record = read(path)
         if problem:
             wrong[path] = problem
@@ -183,8 +186,11 @@ def resume_target(folder: Path) -> tuple[Path | None, dict[Path, str]]:
     return None, wrong
 
 
-def defect(path: Path) -> str:
-    """What keeps a checkpoint from being resumed from; "": nothing was found."""
+def defect(path: Path, nonfinite_ok: frozenset[str] = frozenset()) -> str:
+    """What keeps a checkpoint from being resumed from; "": nothing was found.
+
+    `nonfinite_ok` are names of tensors in which NaN and Inf are meant, see `nonfinite_in`.
+    """
     try:
         json.loads((path / _STATE).read_bytes())
     except OSError:
@@ -196,20 +202,32 @@ def defect(path: Path) -> str:
         return record.why
     weights = sorted(path.glob("*.safetensors"))
     try:
-        name = next((bad for file in weights if (bad := _nonfinite(file))), "")
+        name = next((bad for file in weights if (bad := _nonfinite(file, nonfinite_ok))), "")
     except Exception as error:
         return f"its weights cannot be read: {type(error).__name__}: {error}"
     return f"NaN or Inf in {name}" if name else ""
 
 
-def _nonfinite(file: Path) -> str:
-    """The first tensor with NaN or Inf in a safetensors file."""
+def nonfinite_in(model: torch.nn.Module) -> frozenset[str]:
+    """Tensors that are not finite in a model as it was built, such as a mask of -Inf."""
+    return frozenset(
+        name
+        for name, each in model.state_dict().items()
+        if isinstance(each, torch.Tensor) and not each.is_meta and not _finite(each)
+    )
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+
+
+def _nonfinite(file: Path, nonfinite_ok: frozenset[str]) -> str:
+    """The first tensor with NaN or Inf in a safetensors file, of those in which none is meant."""
     from safetensors import safe_open
 
     with safe_open(str(file), framework="pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118 -- not a mapping
-            tensor: Any = tensors.get_tensor(name)
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            if name not in nonfinite_ok and not _finite(tensors.get_tensor(name)):
                 return name
     return ""
 

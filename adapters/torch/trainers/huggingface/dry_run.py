@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import math
 import random
 import tempfile
+import types
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,6 +92,7 @@ def _copied(trainer: Any, steps: int, folder: str) -> Any:
     from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
     new = copy.copy(trainer)
+    _rebind(new, trainer)
     new.args = copy.copy(trainer.args)
     settings = {
         "output_dir": folder,
@@ -121,6 +124,19 @@ def _copied(trainer: Any, steps: int, folder: str) -> Any:
         if name.startswith("_") and isinstance(value, (dict, deque)):
             setattr(new, name, copy.deepcopy(value))
     return new
+
+
+def _rebind(new: Any, trainer: Any) -> None:
+    """Methods that were set on the trainer itself become the copy's; wrappers of them are dropped.
+
+    A wrapper closes over the trainer's own method: called on the copy, it would train the trainer.
+    """
+    for name, value in list(vars(new).items()):
+        method = inspect.unwrap(value) if callable(value) else None
+        if getattr(method, "__self__", None) is trainer:
+            delattr(new, name)
+            if method is value:
+                setattr(new, name, types.MethodType(value.__func__, new))
 
 
 def _optimizer(trainer: Any, model: torch.nn.Module) -> Optimizer | None:

@@ -122,6 +122,7 @@ class LightningHealingCallback(Callback):
         """Checks what can be known before the fit, and takes its gradient clipping over."""
         if stage != "fit":
             return
+        self._restore_clip_value()  # of a fit that has raised before it began
         strategy = type(trainer.strategy)
         if not any(each.__name__ in _STRATEGIES for each in strategy.__mro__):
             raise AttachError(
@@ -183,13 +184,12 @@ class LightningHealingCallback(Callback):
     ) -> None:
         """Ends the run in the Healer's way: a postmortem, and a journal for the next start."""
         self._close(exception)
+        self._restore_clip_value()  # Lightning calls no teardown then
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Puts the Trainer's options back."""
         self._close(None)
-        if self._clip_value is not None:
-            self._clip_value.restore()
-            self._clip_value = None
+        self._restore_clip_value()
 
     def state_dict(self) -> dict[str, Any]:
         """The engines, for Lightning's checkpoints. A sync on an accelerator."""
@@ -204,6 +204,11 @@ class LightningHealingCallback(Callback):
 
     def _overrides(self) -> dict[str, Any]:
         return {n: v for n, v in self._options.items() if n in _OVERRIDES}
+
+    def _restore_clip_value(self) -> None:
+        if self._clip_value is not None:
+            self._clip_value.restore()
+            self._clip_value = None
 
     def _close(self, error: BaseException | None) -> None:
         run, self._run, self._losses = self._run, None, None

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from healcore.torch import heal
+from healcore.torch import HealingCallback, heal
 from tests.torch.trainers.huggingface import tiny_trainers as tiny
 
 
@@ -28,11 +28,6 @@ class Called(TrainerCallback):
 def random_states() -> list[Any]:
     numpy: Any = np.random.get_state()  # noqa: NPY002
     return [random.getstate(), numpy[1].tolist(), numpy[2], torch.get_rng_state().tolist()]
-
-
-def everything(trainer: Any) -> list[Any]:
-    arguments = trainer.args.to_json_string()
-    return [tiny.weights(trainer), random_states(), repr(trainer.state), arguments]
 
 
 @pytest.mark.parametrize("kind", ["plain", "sft", "dpo", "grpo"])
@@ -68,6 +63,20 @@ def test_it_leaves_no_trace(kind: str, tmp_path: Path):
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     if kind != "grpo":
         assert found.losses == pytest.approx(losses[:2], rel=1e-4)
+
+
+def test_a_trainer_with_methods_of_its_own(tmp_path: Path):
+    """A callback's guard around `train`, and a method that the user has replaced."""
+    trainer = tiny.plain(tmp_path, max_steps=3)
+    trainer.add_callback(HealingCallback())
+    trainer.callback_handler.on_init_end(trainer.args, trainer.state, trainer.control)
+    trainer.train()
+    trainer.remove_callback(HealingCallback)
+    trainer.compute_loss = trainer.compute_loss
+    before = tiny.weights(trainer)
+    assert len(heal(trainer).dry_run(steps=2).losses) == 2
+    assert torch.equal(before, tiny.weights(trainer))
+    assert trainer.state.global_step == 3
 
 
 def test_a_trainer_that_has_an_optimizer(tmp_path: Path):

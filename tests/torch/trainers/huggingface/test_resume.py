@@ -114,3 +114,21 @@ def test_a_state_of_another_policy_is_not_taken(tmp_path: Path, capsys: pytest.C
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-20"))
     assert again.state.global_step == 40
     assert "was not loaded" in capsys.readouterr().err
+
+
+def test_a_mask_of_minus_infinity_is_no_damage(tmp_path: Path):
+    """It is saved with the weights, and was there when the model was built."""
+
+    def masked() -> Any:
+        made = trainer(
+            tmp_path, steps=10, callbacks=[HealingCallback()], **{**SAVES, "save_steps": 5}
+        )
+        made.model.register_buffer("mask", torch.full((2,), -math.inf))
+        return made
+
+    masked().train()
+    again = masked()
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 10
+    assert (tmp_path / "checkpoint-10").is_dir()
+    assert not (tmp_path / "_healcore" / "checkpoint-10").exists()

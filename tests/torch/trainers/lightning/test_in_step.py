@@ -125,6 +125,19 @@ def test_the_norm_is_seen_before_clipping_and_the_limit_is_kept(in_step_only: bo
     assert running.gradient_clip_val == 0.1, "put back after the fit"
 
 
+@pytest.mark.parametrize("in_step_only", [True, False])
+def test_the_limit_is_put_back_after_an_exception(in_step_only: bool):
+    class Raises(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise KeyError("of the user")
+
+    callback = LightningHealingCallback(in_step_only=in_step_only)
+    running = trainer(callback, gradient_clip_val=0.1, max_epochs=1)
+    with pytest.raises(KeyError):
+        running.fit(Raises(), DataLoader(data()))
+    assert running.gradient_clip_val == 0.1
+
+
 @pytest.mark.parametrize("kind", ["fixed", "autoclip", "none"])
 def test_of_two_limits_the_smaller_holds(kind: str):
     clip = {"kind": kind} | ({} if kind == "none" else {"max_norm": 5.0})
