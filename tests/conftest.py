@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import tempfile
+from pathlib import Path
 
 from hypothesis import settings
 
@@ -13,3 +16,15 @@ settings.load_profile("any speed")
 # are sent one would never end.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Clients of trackers read these when they are imported, which transformers and TRL may do for any
+# test: nothing goes to a network, and all that they store is in a directory of this session.
+_trackers = tempfile.TemporaryDirectory(prefix="trackers-")
+os.environ |= {
+    "WANDB_MODE": "offline",
+    "WANDB_SILENT": "true",
+    "WANDB_DIR": _trackers.name,
+    "TRACKIO_DIR": str(Path(_trackers.name) / "trackio"),
+    "MLFLOW_ALLOW_FILE_STORE": "true",
+    "MLFLOW_TRACKING_URI": (Path(_trackers.name) / "mlruns").as_uri(),
+}

@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from healcore.core.evidence import Evidence
 from healcore.core.step_record import Readings, StepRecord
 from healcore.core.verdict import Action, Cause, names
 from healcore.history.incident import MOST_ALARMS
 from healcore.runtime.data import BatchId
+from healcore.runtime.events.models import Ending
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import StepResult
 from healcore.runtime.incidents.hooks import Hooks, IncidentContext, RunFacts
 from healcore.runtime.ledger import IncidentRecord, Ledger
+from healcore.runtime.postmortem.diagnosis import RunEnd
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
 
@@ -92,6 +94,26 @@ class IncidentMonitor:
             if record.action:
                 request = _merged(request, self._request(step, record, incident))
         return request
+
+    def run_end(self, ending: Ending, step: int, **others: Any) -> RunEnd:
+        """The facts for a diagnosis after `step` steps; `others`: fields that incidents lack."""
+        ledger, alarm = self.ledger, self.first_alarm
+        last = ledger.incidents[-1] if ledger.incidents else None
+        return RunEnd(
+            ending=ending,
+            step=step,
+            cause=Cause(0 if last is None else last.cause),
+            onset=None if last is None else last.onset,
+            open=ledger.open,
+            incidents=ledger.incident_count,
+            readings=Readings(*alarm.readings) if alarm is not None else None,
+            evidence=() if alarm is None else alarm.evidence,
+            batches=() if alarm is None else alarm.batches,
+            skips=sum(each.skips for each in ledger.incidents),
+            lr_scale=self.lr_scale,
+            observes=self.policy.observes,
+            **others,
+        )
 
     def request_rollback(self, onset: int, last: int) -> ActionRequest:
         """Requests a rollback for high losses, which skips the data of steps `onset` to `last`."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause, names
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data import BatchId
@@ -382,30 +381,19 @@ class Loop:
         fault: Cause = Cause(0),  # noqa: B008 -- immutable
     ) -> RunEnd:
         """The facts for a diagnosis; `why` is the reason of a stop, or the signal."""
-        ledger, checkpoints, alarm = self.ledger, self.checkpoints, self.monitor.first_alarm
-        last = ledger.incidents[-1] if ledger.incidents else None
+        checkpoints = self.checkpoints
         newest_good = [each.path for each in self._listed() if each.step == checkpoints.good]
-        return RunEnd(
-            ending=ending,
-            step=self.step,
+        return self.monitor.run_end(
+            ending,
+            self.step,
             why=why,
-            cause=Cause(0 if last is None else last.cause),
-            onset=None if last is None else last.onset,
-            open=ledger.open,
-            incidents=ledger.incident_count,
-            readings=Readings(*alarm.readings) if alarm is not None else None,
-            evidence=() if alarm is None else alarm.evidence,
-            batches=() if alarm is None else alarm.batches,
-            skips=sum(each.skips for each in ledger.incidents),
             rollbacks=tuple(self._executor.completed),
-            lr_scale=self.monitor.lr_scale,
             verdict=self.reruns.verdict,
             damaged=tuple(checkpoints.damaged),
             damaged_in_memory=tuple(checkpoints.damaged_in_memory),
             not_finite=tuple(checkpoints.nonfinite),
             unsaved=checkpoints.failures,
             unsaved_why=checkpoints.last_failure,
-            observes=self.policy.observes,
             last_good=checkpoints.good,
             path=next(iter(newest_good), None),
             exception=exception,

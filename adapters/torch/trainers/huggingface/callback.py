@@ -119,7 +119,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         **kwargs: object,
     ) -> None:
         """Attaches the policy; the Trainer has restored its own state by now."""
-        if self._run is not None:  # auto_find_batch_size begins anew; or it raised, unguarded
+        if self._run is not None:  # auto_find_batch_size begins again; or it raised, unguarded
             self.close(RuntimeError("train() was begun again"))
         trainer = _trainer_of(self)
         if trainer is None:
@@ -212,7 +212,7 @@ class HealingCallback(TrainerCallback, ExportableState):
     def _saved_in(self, state: TrainerState) -> Any:
         """This callback's state in the checkpoint that the Trainer has resumed from, if any.
 
-        Read here because the Trainer restores callbacks only if it is told to
+        Read here because the Trainer restores callbacks only if an option says so
         (restore_callback_states_from_checkpoint), and then as new objects.
         """
         if self.saved is not None:
@@ -293,7 +293,7 @@ def _good(trainer: Any, wanted: Any) -> Any:
     trainer.accelerator.wait_for_everyone()
     if target is None:
         if wrong:
-            _log.warning("no good checkpoint is left in %s: training begins anew", folder)
+            _log.warning("no good checkpoint is left in %s: training starts at step 0", folder)
             return None
         return wanted
     return str(target)

@@ -1,4 +1,4 @@
-"""A trainer's own `compute_loss` as the loss by which a damaged model is told from other data."""
+"""The trainer's own `compute_loss` as the Healer's `loss_fn`."""
 
 from __future__ import annotations
 

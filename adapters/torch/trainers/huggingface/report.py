@@ -52,9 +52,9 @@ class TrainingReport:
             f"good    newest known-good checkpoint: {good}",
         ]
         if self.quarantined:
-            lines.append(f"bad     checkpoints set aside: {', '.join(map(str, self.quarantined))}")
+            lines.append(f"bad     quarantined {', '.join(map(str, self.quarantined))}")
         if self.not_carried_out:
             lines.append(f"orders  {self.not_carried_out} rollbacks, which a callback cannot do")
         if self.postmortem:
-            lines.append(f"ended   {self.postmortem}")
+            lines.append(f"details {self.postmortem}")
         return "\n".join([*lines, str(self.optimizer)])

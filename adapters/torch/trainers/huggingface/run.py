@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 
 from healcore.core.errors import HealcoreError
-from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause
 from healcore.policy import Policy
 from healcore.runtime.events import Log
@@ -179,7 +178,7 @@ class TrainingRun:
             if saved is None or saved["step"] != self.step:
                 self.log.warning(
                     f"the checkpoint of step {self.step} holds no state of healcore for that step: "
-                    "baselines, budgets and the learning-rate multiplier begin anew"
+                    "baselines, budgets and the learning-rate multiplier start again"
                 )
                 return
             self.driver.load_healing(saved["engines"])
@@ -188,7 +187,7 @@ class TrainingRun:
         except (HealcoreError, KeyError, TypeError, ValueError) as error:
             self.log.warning(
                 f"healcore's state in the checkpoint of step {self.step} was not loaded, and "
-                f"begins anew: {error}"
+                f"starts again: {error}"
             )
             return
         self.monitor.set_lr_scale({"optimizer": self._values(_REPORTED)["heal/lr_scale"]})
@@ -372,22 +371,11 @@ class TrainingRun:
 
     def run_end(self, ending: Ending, why: str = "", exception: str | None = None) -> RunEnd:
         """The facts for a diagnosis."""
-        ledger, alarm = self.ledger, self.monitor.first_alarm
-        last = ledger.incidents[-1] if ledger.incidents else None
         good = self.checkpoints.last_good
-        return RunEnd(
-            ending=ending,
-            step=self.step,
+        return self.monitor.run_end(
+            ending,
+            self.step,
             why=why,
-            cause=Cause(0 if last is None else last.cause),
-            onset=None if last is None else last.onset,
-            open=ledger.open,
-            incidents=ledger.incident_count,
-            readings=Readings(*alarm.readings) if alarm is not None else None,
-            evidence=() if alarm is None else alarm.evidence,
-            skips=sum(each.skips for each in ledger.incidents),
-            lr_scale=self.monitor.lr_scale,
-            observes=self.policy.observes,
             last_good=good,
             path=None if good is None else str(self.checkpoints.path(good)),
             exception=exception,

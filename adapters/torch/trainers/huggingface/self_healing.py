@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from healcore.core.engine import Engine
@@ -54,6 +54,7 @@ def heal(
     nonfinite_ok: Iterable[str] = (),
     attach: Mapping[str, Any] | None = None,
     trust: bool = False,
+    trackers: object = (),
     **overrides: Unpack[Overrides],
 ) -> SelfHealingTrainer:
     """Heals a `transformers.Trainer`, or a trainer of TRL, while it trains.
@@ -78,7 +79,7 @@ def heal(
         metrics: a file with one line per step; "auto": next to the events; None: no file.
         save_every: steps between two checkpoints; None: the policy's `rollback.probation`.
         keep: how many checkpoints of each kind stay.
-        loss_fn: the loss of one batch, by which a damaged model is told from different data.
+        loss_fn: the loss of one batch; it distinguishes a damaged model from different data.
             "auto": the trainer's own `compute_loss`, except where the trainer generates what it is
             trained on (GRPO, RLOO). None: without that evidence.
         on_incident: functions that receive an incident and may override what is done.
@@ -88,6 +89,7 @@ def heal(
         nonfinite_ok: patterns of array names in which NaN and Inf are allowed.
         attach: options of `healcore.torch.attach`.
         trust: pickle and unpickle what has no plain form, as for `healcore.Healer`.
+        trackers: as for `healcore.Healer`; besides those of the trainer's `report_to`.
         **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`.
 
     Returns:
@@ -108,6 +110,7 @@ def heal(
         "nonfinite_ok": nonfinite_ok,
         "attach": attach,
         "trust": trust,
+        "trackers": trackers,
     }
     return SelfHealingTrainer(
         trainer, resolve(policy, overrides), store=store, loss_fn=loss_fn, options=options
@@ -180,7 +183,7 @@ class SelfHealingTrainer:
         """
         if resume_from_checkpoint not in (None, True, False):
             raise AttachError(
-                f"resume_from_checkpoint={resume_from_checkpoint!r} beside heal(): only one of the "
+                f"resume_from_checkpoint={resume_from_checkpoint!r} with heal(): only one of the "
                 "two can own the position of the run. Leave it out: the run continues from the "
                 f"store, {self._options['store']}; to begin a new run from those weights, load the "
                 "model from that directory and pass an empty store"
@@ -252,13 +255,18 @@ class _Run:
         """Replaces what `train()` calls, until the stack is closed."""
         trainer, stack = self._trainer, self._stack
         for name in _METHODS:
-            stack.enter_context(_replaced(trainer, name, getattr(self, f"on_{name}")))
+            self._replace(name, getattr(self, f"on_{name}"))
         healed = self._healed
         healed._split = SplitSteps(trainer, healed._host_policy, self._healer, stack)
-        stack.enter_context(_replaced(trainer, "training_step", healed._split.training_step))
-        stack.enter_context(_replaced(trainer, "_push_from_checkpoint", self._repeating))
+        self._replace("training_step", healed._split.training_step)
+        self._replace("_push_from_checkpoint", self._repeating)
         stack.enter_context(signals.unclipped(trainer))
         stack.enter_context(signals.observed_losses(trainer, self._observe))
+
+    def _replace(self, name: str, replacement: Callable[..., Any]) -> None:
+        """Lets `replacement` be called with the trainer's own method before the arguments."""
+        call = functools.partial(replacement, getattr(self._trainer, name))
+        self._stack.enter_context(signals.replaced(self._trainer, name, call))
 
     def on__prepare_for_training(self, own: Any, *args: Any, **kwargs: Any) -> Any:
         """Opens the Healer: the optimizer exists from here on, and nothing has been trained."""
@@ -312,21 +320,6 @@ class _Run:
         if healer is not None and "eval_loss" in metrics:
             healer.observe_eval(metrics["eval_loss"])
         return metrics
-
-
-@contextmanager
-def _replaced(trainer: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Lets `replacement` be called with the trainer's own method before the arguments."""
-    attributes = vars(trainer)
-    was_set, own = name in attributes, getattr(trainer, name)
-    setattr(trainer, name, functools.partial(replacement, own))
-    try:
-        yield
-    finally:
-        if was_set:
-            setattr(trainer, name, own)
-        else:
-            delattr(trainer, name)
 
 
 def _check(trainer: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -35,22 +35,27 @@ def unclipped(trainer: Any) -> Iterator[None]:
     It clips before the optimizer's step hooks: a norm of 700 would be judged as its limit, 1.0. The
     limit has to be kept otherwise, by `with_limit` or `clipped_after`.
     """
+    active = True  # other code may wrap `measure_only` and keep it: it clips again afterwards
+
+    def measures(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def measure_only(of: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+            return function(of, math.inf if active else max_norm, *args, **kwargs)
+
+        return measure_only
+
     accelerator = trainer.accelerator
-    measure = accelerator.clip_grad_norm_
-
-    @functools.wraps(measure)
-    def without_limit(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
-        return measure(parameters, math.inf, *args, **kwargs)
-
-    with _replaced(accelerator, "clip_grad_norm_", without_limit):
+    with ExitStack() as stack:
+        measure = measures(accelerator.clip_grad_norm_)
+        stack.enter_context(replaced(accelerator, "clip_grad_norm_", measure))
         # Parameters on several device meshes: the Trainer has a function of its own for them.
         of_meshes = getattr(trainer, "_mixed_mesh_grad_norm", None)
-        if of_meshes is None:
+        if of_meshes is not None:
+            stack.enter_context(replaced(trainer, "_mixed_mesh_grad_norm", measures(of_meshes)))
+        try:
             yield
-            return
-        whole = lambda model, max_norm: of_meshes(model, math.inf)  # noqa: E731
-        with _replaced(trainer, "_mixed_mesh_grad_norm", whole):
-            yield
+        finally:
+            active = False
 
 
 def with_limit(policy: Policy, limit: float | None) -> Policy:
@@ -113,7 +118,7 @@ def observed_losses(trainer: Any, observe: Callable[[Tensor], None]) -> Iterator
         observe(loss if micro_batches == 1 else loss * micro_batches)
         return loss
 
-    with _replaced(trainer, "training_step", training_step):
+    with replaced(trainer, "training_step", training_step):
         yield
 
 
@@ -129,12 +134,12 @@ def extended_log(trainer: Any, metrics: Callable[[], dict[str, float]]) -> Itera
     def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         original({**logs, **metrics()} if "loss" in logs else logs, *args, **kwargs)
 
-    with _replaced(trainer, "log", log):
+    with replaced(trainer, "log", log):
         yield
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
     """One object's attribute, replaced for the block, unless other code has replaced it since."""
     own = vars(owner)
     had, before = name in own, own.get(name)

@@ -52,11 +52,11 @@ class LightningHealingCallback(Callback):
     Args:
         policy: a preset's name, the path of a TOML file, or a `healcore.policy.Policy`.
         store: a directory for checkpoints, a store, or None: host memory, which is lost with the
-            process. `ModelCheckpoint` goes on beside it.
+            process. `ModelCheckpoint` goes on as before.
         in_step_only: only clips and skips, without checkpoints, rollbacks and stops. The policy's
             state is then in Lightning's own checkpoints. Always so under `fast_dev_run`.
         loss_fn: the loss of one batch on the module's device, `lambda batch: module.loss(batch)`,
-            by which a damaged model is told from different data; see `healcore.Healer`.
+            by which a damaged model is distinguished from different data; see `healcore.Healer`.
         eval_loss: name of the metric that validation logs and the policy reads as `eval_loss`.
         **options: further arguments of `healcore.Healer` (`events`, `save_every`, `resume`, ...)
             and values to replace in the policy. With `in_step_only` only `attach` and the latter.
@@ -150,7 +150,7 @@ class LightningHealingCallback(Callback):
         self._losses = Losses(trainer, self._run.observe)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Feeds dataloaders that were loaded anew (`reload_dataloaders_every_n_epochs`)."""
+        """Feeds dataloaders that were reloaded (`reload_dataloaders_every_n_epochs`)."""
         if isinstance(self._run, WholeRun):
             self._run.feed()
 

@@ -53,7 +53,7 @@ class Feed:
     def __iter__(self) -> Feed:
         """Called by Lightning before every epoch but the first."""
         if self.loader is None:
-            iter(self._fetcher)  # dataloaders that were loaded anew: Lightning begins them twice
+            iter(self._fetcher)  # dataloaders that were reloaded: Lightning begins them twice
         elif self.fetched and not self.done:
             self._batches = None  # the epoch was left early: the Healer begins the next one
         self.fetched, self.done = 0, False

@@ -67,4 +67,4 @@ def load_engines(healings: Mapping[str, Healing], engines: Mapping[str, Any]) ->
             try:
                 healing.load_state_dict(engines[name])
             except StateError as error:
-                _log.warning("the baselines of %s begin anew: %s", name, error)
+                _log.warning("the baselines of %s start again: %s", name, error)

@@ -49,7 +49,7 @@ class WholeRun:
         return {} if self.healer is None else self.healer.driver.healings  # type: ignore[attr-defined]
 
     def feed(self) -> None:
-        """Puts a `Feed` in front of the dataloaders, which Lightning may have loaded anew."""
+        """Puts a `Feed` in front of the dataloaders, which Lightning may have reloaded."""
         fit = self._trainer.fit_loop
         if isinstance(fit._data_fetcher, Feed):
             return

@@ -105,7 +105,7 @@ def test_a_checkpoint_of_a_run_without_the_callback_is_taken(
     again = trainer(tmp_path, callbacks=[HealingCallback()], **SAVES)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-20"))
     assert again.state.global_step == 40
-    assert "begin anew" in capsys.readouterr().err
+    assert "start again" in capsys.readouterr().err
 
 
 def test_a_state_of_another_policy_is_not_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -140,3 +140,21 @@ def test_everything_is_put_back_when_training_raises(tmp_path: Path):
         run.train()
     assert not {"training_step", "_mixed_mesh_grad_norm"} & set(vars(run))
     assert "clip_grad_norm_" not in vars(run.accelerator)
+
+
+def test_a_wrapper_that_other_code_keeps_clips_again_afterwards(tmp_path: Path):
+    """Another callback wraps the Trainer's clipping during the run, and never unwraps it."""
+    made = small_runs.trainer(tmp_path)
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    accelerator = made.accelerator
+
+    def norm_left() -> float:
+        parameter.grad = torch.full((4,), 5.0)
+        accelerator.clip_grad_norm_([parameter], 1.0)
+        return float(parameter.grad.norm())
+
+    with signals.unclipped(made):
+        ours = accelerator.clip_grad_norm_
+        accelerator.clip_grad_norm_ = lambda *args: ours(*args)
+        assert norm_left() == 10.0
+    assert abs(norm_left() - 1.0) < 1e-4
